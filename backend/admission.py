@@ -37,8 +37,8 @@ NO_SETTING = (
 @dataclass(frozen=True)
 class RankRoom:
     """A rank's numbers of one round, in bytes. memory: its device's name; free: on the device, for every
-    process; cached: by the rank's own allocator; ready: whether it has memory for the request's own tensors.
-    """
+    process; cached: by the rank's own allocator; ready: whether it has memory for the request's own tensors;
+    loras: what it lacks for those beside quantized weights, which is in ``need``."""
 
     rank: int
     memory: str
@@ -46,6 +46,7 @@ class RankRoom:
     free: int
     cached: int
     ready: bool = True
+    loras: int = 0
 
     @property
     def wanted(self) -> int:
@@ -160,12 +161,15 @@ class Admission:
         """Let the checkpoint of the last plan go, and with it its file."""
         self._last = None
 
-    def check(self, planned: Planned | None, ready: bool = True, asking: Collection[int] = ()):
+    def check(
+        self, planned: Planned | None, ready: bool = True, asking: Collection[int] = (), lacks: int = 0
+    ):
         """Refuse on all ranks what one of them has no room for. Rank 0 gives what it has ``planned``;
-        ``ready``: this rank has memory for the request's own tensors; ``asking``: ranks for which the client
-        can still make room. One collective. Raises OutOfRoom."""
+        ``ready``: this rank has memory for LoRAs and the request's own tensors, or ``lacks`` so many bytes
+        for LoRAs; ``asking``: ranks for which the client can still make room. One collective. Raises
+        OutOfRoom."""
         self._admitted = None
-        rooms = self._gather(planned.needs if planned else [], ready)
+        rooms = self._gather(planned.needs if planned else [], ready, lacks)
         short = short_ranks(rooms, asking)
         if not short:
             return
@@ -180,30 +184,35 @@ class Admission:
         prepare: Callable[[], Prepared],
         parked: bool,
         planned: Planned | None,
+        lacks: Callable[[], int] = lambda: 0,
     ) -> Prepared:
         """Return what ``prepare`` makes of a request where every rank has room for it. A call like the one
-        before needs no round. ``parked``: the model's weights have to come back first. Raises OutOfRoom."""
+        before needs no round. ``parked``: the model's weights have to come back first; ``lacks``: bytes
+        of LoRAs beside quantized weights that ``prepare`` has no room for. Raises OutOfRoom."""
         if parked:
             self.check(planned and planned.with_weights(), asking=message.asking)
         about = _about(message)
         if about is not None and about == self._admitted and not message.asking:
             return prepare()
         prepared = _ready_or_none(prepare, self.memory)
-        self.check(planned, prepared is not None, message.asking)
+        self.check(planned, prepared is not None, message.asking, 0 if prepared is not None else lacks())
         self._admitted = about
         assert prepared is not None  # check() has refused what is not
         return prepared
 
-    def _gather(self, needs: list[Need], ready: bool) -> list[RankRoom]:
-        """Gather every rank's room; ``needs``: of all ranks, on rank 0."""
+    def _gather(self, needs: list[Need], ready: bool, lacks: int) -> list[RankRoom]:
+        """Gather every rank's room; ``needs``: of all ranks, on rank 0, without LoRAs that each ``lacks``."""
         ranks = len(self.names)
         given = [number for need in needs or [NOTHING] * ranks for number in (need.least, need.likely)]
-        own = [self.memory.free(), self.memory.cached(), int(ready), *given]
+        own = [self.memory.free(), self.memory.cached(), int(ready), lacks, *given]
         rows = self.dispatcher.all_gather_numbers(own)
-        found = rows[0][3:]
+        found = rows[0][4:]
         return [
-            RankRoom(rank, self.names[rank], Need(*found[2 * rank : 2 * rank + 2]), free, cached, bool(ok))
-            for rank, (free, cached, ok, *_) in enumerate(rows)
+            RankRoom(
+                rank, self.names[rank], Need(least + loras, likely + loras), free, cached, bool(ok), loras
+            )
+            for rank, (free, cached, ok, loras, *_) in enumerate(rows)
+            for least, likely in [found[2 * rank : 2 * rank + 2]]
         ]
 
 
@@ -241,13 +250,15 @@ def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Pre
 
 def _shortage(room: RankRoom, what: str, result: str, plan: RankPlan | None = None) -> str:
     """Say which rank lacks how much."""
-    parts = plan and {
-        "keys and values": plan.kv_bytes,
-        "activations about": plan.activation_bytes,
-        "gathered weights": plan.gathered_bytes,
-        "modulation": plan.modulation_bytes,
-    }
-    listed = ", ".join(f"{name} {_gb(size)}" for name, size in (parts or {}).items() if size >= 1e7)
+    parts = {"LoRAs beside quantized weights": room.loras}
+    if plan is not None:
+        parts |= {
+            "keys and values": plan.kv_bytes,
+            "activations about": plan.activation_bytes,
+            "gathered weights": plan.gathered_bytes,
+            "modulation": plan.modulation_bytes,
+        }
+    listed = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size >= 1e7)
     need = f"{_gb(room.need.likely)} {what}" + (f" ({listed})" if listed else "")
     least = f", at least {_gb(room.need.least)}," if room.need.least < room.need.likely else ""
     return (

@@ -18,6 +18,7 @@ from .loading.lora_keys import lora_stack, stack_digest
 from .loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
 from .parallel import mesh as meshes
 from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
+from .sampling.runs import Prepared
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .serving.broadcast import Dispatcher
@@ -71,7 +72,7 @@ class Worker:
         """Denoise where every rank has room; rank 0 gives what it has ``planned``. Raises OutOfRoom and
         Cancelled."""
         prepare = partial(self.engine.prepare_sample, message)
-        prepared = self.admission.prepare(message, prepare, self._is_parked(message), planned)
+        prepared = self._admitted(message, prepare, planned)
         self.clock.new_request()
         timed = replace(callbacks, on_begin=self.clock.begin)
         try:
@@ -83,15 +84,22 @@ class Worker:
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
         """Call the model once, as run_sample. A call like the one before is not looked at again."""
         prepare = partial(self.engine.prepare_call, message)
-        prepared = self.admission.prepare(message, prepare, self._is_parked(message), planned)
+        prepared = self._admitted(message, prepare, planned)
         self.clock.begin(0)
         try:
             return self._guarded(partial(self.engine.forward, message, prepared))
         finally:
             self.clock.begin(None)
 
-    def _is_parked(self, message: Sample | ModelCall) -> bool:
-        return self.engine.models[message.model].parked
+    def _admitted(self, message: Sample | ModelCall, prepare, planned: Planned | None) -> Prepared:
+        """Return what ``prepare`` makes where every rank has room. Raises OutOfRoom."""
+        model = self.engine.models[message.model]
+        stack = self.engine.stacks.get(message.model, ())
+
+        def lacks() -> int:
+            return 0 if model.weights.stack == stack else model.lora_bytes(stack)
+
+        return self.admission.prepare(message, prepare, model.parked, planned, lacks)
 
     def _guarded(self, run):
         """Run; where memory runs out, say so with numbers. One rank alone goes on. Raises OutOfRoom."""

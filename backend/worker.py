@@ -184,8 +184,10 @@ class Leader(Worker):
                     job.reply(Failure(f"the LoRAs could not be added ({'; '.join(reasons)})."))
                     return
             name = self.engine.name(key, stack)
-            info = {**self.engine.facts(key), "warnings": warnings, "ranks": self.reports[key]}
-            job.reply(Loaded(name, self.engine.models[key].family.name, info))
+            model = self.engine.models[key]
+            of_loras = {"warnings": warnings, "lora_bytes": model.lora_bytes(stack, whole=True)}
+            info = {**self.engine.facts(key), **of_loras, "ranks": self.reports[key]}
+            job.reply(Loaded(name, model.family.name, info))
 
         return act
 

@@ -2,7 +2,7 @@
 out is gone to the last bit."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, groupby
 from pathlib import Path
@@ -21,6 +21,8 @@ from .lora_validation import check_values
 
 #: LoRAs in the order in which they are added.
 Stack = tuple[LoraUse, ...]
+#: What is in weights of which a change has failed: no stack that anybody asks for.
+UNKNOWN: Stack = (LoraUse("", 0.0),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,11 @@ class Patch:
     use: LoraUse
     target: Target
     adapter: Adapter
+
+    @property
+    def key(self) -> tuple:
+        """Tells an adapter of a file from others, whatever its strength."""
+        return self.use.path, self.use.stamp, *self.adapter.keys.values()
 
 
 #: Parameter -> its changes in order, on all ranks.
@@ -113,10 +120,38 @@ class FusedWeights:
 
         if changed:
             fsdp.reshard(self.checkpoint.empty)
-        for _, names in groupby(sorted(changed, key=together), key=together):
-            self._put(list(names), patches)
+        try:
+            for _, names in groupby(sorted(changed, key=together), key=together):
+                self._put(list(names), patches)
+        except BaseException:  # out of memory, a file that is gone: nothing is known of those that change
+            self._forget(changed)
+            raise
         self._held = wanted
         self.stack = stack
+
+    def _forget(self, names: list[str]):
+        """Have parameters made again by the next ``fuse``, whatever its stack, and free what is beside
+        quantized ones."""
+        self.stack = UNKNOWN
+        self._held |= dict.fromkeys(names, UNKNOWN)
+        for weight in (self.packed[name] for name in names if name in self.packed):
+            weight.adapters, weight.whole = {}, None
+
+    def bytes_beside(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> int:
+        """Count the bytes that the LoRAs of ``stack`` take beside quantized weights, in ``dtype``: on this
+        rank, or on one that holds the whole model, of which these parameters are ``quantized``."""
+        cuts = {} if quantized else self.cuts
+        numbers = 0
+        for name, patches in self._patches(stack).items():
+            if name not in (quantized or self.packed):
+                continue
+            rows, columns = (sum(map(len, spans)) for spans in self._spans(name, cuts))
+            if all(is_low_rank(patch.adapter) for patch in patches):
+                ranks = {patch.key: patch.adapter.rank or 0 for patch in patches}
+                numbers += sum(ranks.values()) * (rows + columns)
+            else:
+                numbers += rows * columns
+        return numbers * dtype.itemsize
 
     def _patches(self, stack: Stack) -> Patches:
         found = defaultdict(list)
@@ -164,7 +199,7 @@ class FusedWeights:
         """This rank's piece of a parameter, or the rows ``here`` of it, under its ``patches``; ``wholes``:
         parameters that are known as whole matrices."""
         shard = self.cuts.get(name.rpartition(".")[0])
-        rows, columns = self._local_spans(name, shard, here)
+        rows, columns = self._spans(name, self.cuts, here)
         if name in wholes and any(patch.adapter.needs_the_whole for patch in patches):
             shape = self.checkpoint.shapes[name]
             height, width = sum(map(len, rows)), sum(map(len, columns))
@@ -181,23 +216,24 @@ class FusedWeights:
             value = self._value(name, patches, wholes, torch.float32)
             weight.whole = value.to(weight.device, weight.dtype)
             return
-        rows, columns = self._local_spans(name, self.cuts.get(name.rpartition(".")[0]), None)
+        rows, columns = self._spans(name, self.cuts)
         for patch in patches:
-            key = (patch.use.path, patch.use.stamp, *patch.adapter.keys.values())
-            if key not in known:
+            if patch.key not in known:
                 where = patch.target.pieces[name].rows(rows, self.checkpoint.shapes[name][0])
                 assert is_low_rank(patch.adapter), "checked above"
                 up, down = patch.adapter.factors(where, columns, weight.device)
                 up = up * patch.adapter.scale
-                known[key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
-            before = weight.adapters.get(key)
+                known[patch.key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
+            before = weight.adapters.get(patch.key)
             strength = patch.use.strength + (before.strength if before else 0.0)
-            weight.adapters[key] = replace(known[key], strength=strength)
+            weight.adapters[patch.key] = replace(known[patch.key], strength=strength)
 
-    def _local_spans(
-        self, name: str, shard: Shard | None, here: Span | None
+    def _spans(
+        self, name: str, cuts: Mapping[str, Shard], here: Span | None = None
     ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Return the rows and columns of a parameter that this rank keeps."""
+        """Return the rows and columns of a parameter that a rank with these ``cuts`` keeps, or its rows
+        ``here``."""
+        shard = cuts.get(name.rpartition(".")[0])
         height, width = matrix(self.checkpoint.shapes[name])
         if shard is None:
             return (here or Span(0, height),), (Span(0, width),)

@@ -116,7 +116,8 @@ class Machine:
 class Request:
     """What is to be sampled: tokens of one latent, text tokens of one prompt, steps, prompts (2 with a
     negative one), latents of the batch. ``drained``: each step is a call of its own, as under Parallel
-    Model, so that PipeFusion's stages wait for each other."""
+    Model, so that PipeFusion's stages wait for each other. ``loras``: bytes of LoRAs beside the quantized
+    weights of the whole model."""
 
     image_tokens: int = 4096
     text_tokens: int = 512
@@ -124,6 +125,7 @@ class Request:
     prompts: int = 2
     batch: int = 1
     drained: bool = False
+    loras: int = 0
 
     def branches(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""

@@ -43,7 +43,7 @@ def held_by_rank(shape: ModelShape, plan: ParallelConfig, request: Request, othe
     ranks = parts(plan, request.batch)
     known = {
         part: Held(
-            sum(_weights(each, plan, part) for each in (shape, *others)),
+            sum(_weights(each, plan, part) for each in (shape, *others)) + _loras(shape, plan, request, part),
             _keys(shape, plan, request, part),
             _transient(shape, plan, request, part),
         )
@@ -67,6 +67,18 @@ def _weights(shape: ModelShape, plan: ParallelConfig, part: Part) -> int:
     if not plan.offload_modulation:
         plain += modulation_of(shape, stages, shares)[stage] * cut
     return math.ceil(shape.rest + plain)
+
+
+def _loras(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:
+    """Bytes of LoRAs beside quantized weights on a rank: of its stage's blocks; of two factors, one is cut
+    with a matrix. FSDP2 does not cut them."""
+    if not request.loras:
+        return 0
+    stages = min(plan.pipefusion_degree, max(1, len(shape.blocks)))
+    own = stages_of(shape, stages, plan.shares_of("pp"))[min(part.stage, stages - 1)]
+    weights = [block.weights for block in shape.blocks]
+    cut = (1 + part.matrices / plan.tensor_parallel_degree) / 2
+    return math.ceil(request.loras * cut * sum(weights[own.start : own.stop]) / max(1, sum(weights)))
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:

@@ -74,6 +74,11 @@ class ModelShape:
         return image + text if self.joint else image
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether LoRAs are held beside the weights of its blocks."""
+        return any(block.unpacked for block in self.blocks)
+
+    @property
     def weights(self) -> int:
         """Bytes of all weights, as stored."""
         return self.rest + sum(block.weights + block.modulation for block in self.blocks)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..loading import parking
 from ..loading.load_report import LoadReport
-from ..loading.lora_fusion import FusedWeights
+from ..loading.lora_fusion import FusedWeights, Stack
 from ..models.common.once import RequestArguments
 from ..models.family import STEP_END, Family
 from ..parallel import comm
@@ -68,6 +68,10 @@ class LoadedModel:
             parking.to_device(self.modules, device)
             self.cache.offload()
         self.parked = False
+
+    def lora_bytes(self, stack: Stack, whole: bool = False) -> int:
+        """Count the bytes of LoRAs beside the quantized weights of this rank, or of the ``whole`` model."""
+        return self.weights.bytes_beside(stack, self.dtype, self.choices if whole else ())
 
     @property
     def family(self) -> Family:

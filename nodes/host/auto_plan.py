@@ -15,7 +15,7 @@ from ...backend.planner.choose import Question
 from ...backend.planner.machine import Request, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import skips_negative
-from .handle import ParallelDiT, with_plan
+from .handle import ParallelDiT, lora_bytes, with_plan
 from .progress import NodeStatus
 
 
@@ -61,7 +61,8 @@ def planned(
     def request(shape: ModelShape) -> Request:
         batch, sides = _sides(latent, dit)
         text = positive[0][0].shape[1]
-        return Request(tokens_of(sides, shape.patch), text, max(1, steps), prompts, batch)
+        tokens = tokens_of(sides, shape.patch)
+        return Request(tokens, text, max(1, steps), prompts, batch, loras=lora_bytes(dit))
 
     config, lines = plan_for(dit.auto, dit.wanted, request, dit.others)
     return with_plan(dit, config, lines)

@@ -3,6 +3,7 @@
 from ...backend.planner.machine import Request, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
+from .model_files import lora_size
 from .queued import loader_of, values
 
 #: Pixels of the image in a latent pixel, by family, where they are not 8; and frames of a latent frame.
@@ -11,7 +12,7 @@ SPATIAL |= {"sana": 32}
 TEMPORAL = {"ltxv": 8, "ltx2": 8}
 #: Assumed of what is linked and not known: an image, 20 steps, both prompts.
 SIDE, FRAMES, STEPS, TEXT = 1024, 1, 20, 512
-LOADER, MODEL = "LoadParallelDiT", "ParallelModel"
+LOADER, MODEL, LORA = "LoadParallelDiT", "ParallelModel", "ParallelLoRA"
 
 
 def other_loaders(prompt: dict, key: str) -> list[dict]:
@@ -37,7 +38,15 @@ def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
         prompts=1 if drained or (guidance and skips_negative(*guidance)) else 2,
         batch=_number(latent, "batch_size", 1),
         drained=drained,
+        loras=_lora_bytes(prompt) if shape.is_quantized else 0,
     )
+
+
+def _lora_bytes(prompt: dict) -> int:
+    """Bytes of all LoRAs of a graph, whose models are on the same ranks: a plain one takes about what its
+    file does."""
+    nodes = [values(prompt, key) for key, node in prompt.items() if node.get("class_type") == LORA]
+    return sum(lora_size(inputs.get("lora_name", "")) for inputs in nodes if inputs.get("strength", 1.0))
 
 
 def _samples(node: dict) -> bool:

@@ -78,6 +78,17 @@ def load(
     return handle
 
 
+def lora_bytes(handle: ParallelDiT) -> int:
+    """Return the bytes that LoRAs take beside quantized weights: those of ``handle``, and of the models that
+    stay on its ranks."""
+
+    def of(found: ParallelDiT) -> int:
+        return found.loaded.info["lora_bytes"]
+
+    others = (max((of(h) for h in _handles if h.wanted == name), default=0) for name in handle.others)
+    return of(handle) + sum(others)
+
+
 def check_model(config: ParallelConfig, wanted: Wanted, check=lambda: None):
     """Refuse from its headers a model that the ranks of ``config`` could not load, before they are started or
     others end for them. Ranks that run so already refuse it themselves, at once. Errors as in ``load``."""

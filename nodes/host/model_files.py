@@ -45,6 +45,12 @@ def wanted_of(inputs: dict) -> Wanted | None:
     return os.path.abspath(path), inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto")
 
 
+def lora_size(name: str) -> int:
+    """Return the bytes of a file of models/loras; 0 where there is none of that name."""
+    path = folder_paths.get_full_path("loras", name)
+    return 0 if path is None else os.path.getsize(path)
+
+
 def model_folders() -> list[str]:
     """Below these a backend may load files: where ComfyUI keeps what the nodes of this pack name, and where
     LoRAs of its own loaders are put."""

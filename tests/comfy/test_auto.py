@@ -1,6 +1,7 @@
 """Parallel Config's auto in a real ComfyUI, on two ranks of the CPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from comfy_modules import comfy_modules
@@ -8,6 +9,7 @@ from golden_graphs import error_of, graph, ranks_of
 from published import FLUX
 
 with comfy_modules():
+    from parallel_dit.nodes.host import graph as graph_module
     from parallel_dit.nodes.host.graph import request_of_graph
 
 from backend.planner.choose import METHODS
@@ -101,6 +103,22 @@ def test_a_graph_tells_its_request(sampler, steps, prompts):
     request = request_of_graph(queued(sampler), "1", FLUX)
     assert (request.steps, request.prompts, request.drained) == (steps, prompts, False)
     assert (request.image_tokens, request.batch) == (32 * 48, 3)
+
+
+def test_loras_of_a_graph_count_beside_quantized_weights(monkeypatch):
+    """As much as their files, those of the other model on the ranks too; none beside plain weights."""
+    sizes = {"a.safetensors": 500, "b.safetensors": 70}
+    monkeypatch.setattr(graph_module, "lora_size", lambda name: sizes.get(name, 0))
+    graph = queued({"steps": 4, "cfg": 1.0, "sampler_name": "euler"})
+    graph["2"]["inputs"] |= {"lora_name": "a.safetensors", "strength": 1.0}
+    other = {"dit": ["2", 0], "lora_name": "b.safetensors"}
+    graph["7"] = {"class_type": "ParallelLoRA", "inputs": {**other, "strength": 0.5}}
+    graph["8"] = {"class_type": "ParallelLoRA", "inputs": {**other, "strength": 0}}
+    quantized = replace(
+        FLUX, blocks=tuple(replace(block, unpacked=2 * block.weights) for block in FLUX.blocks)
+    )
+    assert request_of_graph(graph, "1", quantized).loras == 570
+    assert request_of_graph(graph, "1", FLUX).loras == 0
 
 
 def test_parallel_model_is_drained():

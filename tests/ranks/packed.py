@@ -97,11 +97,12 @@ def runs() -> list[Run]:
     ]
 
 
-def sampled(engine: Engine, folder: Path) -> list[torch.Tensor]:
-    """The latents without LoRAs, with every kind of adapter, and without again."""
+def sampled(engine: Engine, folder: Path) -> tuple[list[torch.Tensor], list[int]]:
+    """The latents without LoRAs, with every kind of adapter, and without again; and the bytes that LoRAs take
+    on this rank, as counted and as held."""
     plain = batch_request(2)
     stack = lora_stack([[str(folder / "lora.safetensors"), STRENGTH]])
-    found = []
+    found, of_loras = [], []
     for name in ("tiny", engine.name("tiny", stack), "tiny"):
         sigmas = plain.tensors["sigmas"][: STEPS + 1]
         patches = engine.config.num_pipeline_patch
@@ -110,7 +111,16 @@ def sampled(engine: Engine, folder: Path) -> list[torch.Tensor]:
         )
         engine.check_sample(sample)
         found.append(engine.sample(sample, Callbacks())[0].contiguous())
-    return found
+        if name != "tiny":
+            of_loras = [engine.models[name].lora_bytes(stack), beside(engine)]
+    return found, of_loras
+
+
+def beside(engine: Engine) -> int:
+    """Bytes of what is beside quantized matrices on this rank."""
+    packed = engine.models["tiny"].weights.packed.values()
+    factors = [x for weight in packed for each in weight.adapters.values() for x in (each.up, each.down)]
+    return sum(x.nbytes for x in factors + [weight.whole for weight in packed if weight.whole is not None])
 
 
 def held(engine: Engine) -> dict[str, int]:
@@ -136,19 +146,19 @@ def main(folder: str, selected: list[str], out: str):
         if run.format != file:
             single.unload("tiny")
             single.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
-            wanted, whole, file = sampled(single, where), held(single), run.format
+            wanted, whole, file = sampled(single, where)[0], held(single), run.format
         if run.method not in meshes:  # of which each has threads
             meshes[run.method] = mesh.build(run.config, "cpu")
         engine = Engine(run.config, meshes[run.method])
         engine.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
-        latents = sampled(engine, where)
+        latents, of_loras = sampled(engine, where)
         row = {
             "id": run.id,
             "relative": [relative(a, b) for a, b in zip(latents, wanted)],
             "same": latents[0].equal(latents[2]),
         }
         everyone = [{}] * run.ranks
-        dist.all_gather_object(everyone, held(engine))
+        dist.all_gather_object(everyone, held(engine) | {"loras": of_loras})
         found.append(row | {"held": everyone, "whole": whole})
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))

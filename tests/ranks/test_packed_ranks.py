@@ -51,3 +51,5 @@ def test_configuration(run, rank_programs):
         run.format == "Q4_K" and total > copies * stored
     )
     assert all(rank["reported"] > rank["packed"] for rank in row["held"])
+    of_loras = [rank["loras"] for rank in row["held"]]
+    assert all(counted == held > 0 for counted, held in of_loras)

@@ -275,6 +275,28 @@ def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(f
     assert memories[1].released == 1
 
 
+def test_loras_for_which_there_is_no_room_are_told_and_asked_for(flux):
+    """Rank 1 runs out of memory while it adds 3 GB of them: a client makes room for that too."""
+    sample = replace(golden_request("euler_simple")[0], asking=[1])
+
+    def prepare(rank):
+        if rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 0.02 GiB")
+        return "prepared"
+
+    def act(loras, rank, dispatcher, memory):
+        admission = Admission(ParallelConfig(ulysses_degree=2), dispatcher, memory)
+        planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16) if rank == 0 else None
+        return admission.prepare(sample, partial(prepare, rank), False, planned, lambda: loras)
+
+    wanted = []
+    for loras in (0, 3 * GB):
+        found, _ = on_ranks(gpus(80, 80), partial(act, loras))
+        wanted.append(found[0].lacking[1])
+        assert all(("LoRAs beside quantized weights 3.00 GB" in str(each)) == bool(loras) for each in found)
+    assert wanted[1] - wanted[0] == 3 * GB
+
+
 def test_a_call_like_the_one_before_needs_no_round(flux):
     """Unless the client asks, as at the start of a sampling; another size is looked at."""
     call = ModelCall("m", tensors={"x": torch.zeros(1, 16, 8, 8), "time": torch.zeros(1)})

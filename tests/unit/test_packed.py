@@ -111,6 +111,15 @@ def lora_on(state: dict, path: Path) -> Path:
     return path
 
 
+def counted_is_held(engine: Engine, loras: list):
+    """What is counted of LoRAs beside quantized weights is what they take, on one rank all of it."""
+    model, stack = engine.models["tiny"], lora_stack(loras)
+    held = [x for w in packed_weights(engine).values() for a in w.adapters.values() for x in (a.up, a.down)]
+    held += [w.whole for w in packed_weights(engine).values() if w.whole is not None]
+    assert model.weights.stack == stack
+    assert model.lora_bytes(stack) == model.lora_bytes(stack, whole=True) == sum(x.nbytes for x in held) > 0
+
+
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "Q4_K"])
 def test_loras_are_beside_the_weights(folder, state, kind):
     """Two at once equal what is merged into the inflated weights; a changed strength reads nothing, and what
@@ -130,6 +139,7 @@ def test_loras_are_beside_the_weights(folder, state, kind):
         assert relative(with_loras(engine, *strengths), with_loras(plain, *strengths)) <= 1e-5
     weights = packed_weights(engine)
     assert all(len(weight.adapters) == 2 and weight.whole is None for weight in weights.values())
+    counted_is_held(engine, [[str(one), 0.1], [str(two), 0.4]])
     files = engine.models["tiny"].weights.checkpoint.files
     before, factors = (
         files.bytes_read,
@@ -159,6 +169,7 @@ def test_other_adapters_make_a_layer_whole(folder, state):
     engine.ready(engine.name("tiny", stack))
     whole = {name: w for name, w in packed_weights(engine).items() if w.whole is not None}
     assert len(whole) == 1
+    counted_is_held(engine, [[str(folder / "difference.safetensors"), 0.5]])
     (changed, weight), *_ = whole.items()
     assert torch.allclose(weight.effective(), before[changed] + 0.5 * difference, rtol=1e-6, atol=1e-6)
     engine.ready("tiny")

@@ -1,0 +1,72 @@
+"""LoRAs and memory: room for those beside quantized weights is planned, and where it runs out nothing of them
+is left behind."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fused_loras import equal, fuse, parameters, write
+from loras import lora
+from published import FLUX, L40
+from safetensors.torch import load_file
+from tiny import write_checkpoint
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.adapters import LoRA
+from backend.parallel import mesh
+from backend.planner.choose import Question, choose
+from backend.planner.machine import RESERVE, Request
+from backend.planner.memory import held
+
+GB = 10**9
+
+
+@pytest.mark.parametrize("kind", ["plain", "float8"])
+def test_a_change_that_fails_leaves_nothing_behind(folder, tmp_path, monkeypatch, kind):
+    """Memory runs out in the middle of it: the model without LoRAs has its own bits again, and the next try
+    is like the first."""
+    file = write_checkpoint(folder / "flux-dev.safetensors")
+    if kind == "float8":
+        state = {k: v.to(torch.float8_e4m3fn) if v.ndim == 2 else v for k, v in load_file(file).items()}
+        file = Path(write(tmp_path / "float8.safetensors", state))
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("m", str(file), "fp32", "weight only")
+    tensors, _ = lora({f"double_blocks.{i}.img_mlp.0": (1024, 256) for i in range(3)}, "kohya")
+    path, before = write(tmp_path / "a.safetensors", tensors), parameters(engine)
+    fuse(engine, (path, 0.5))
+    wanted, read, calls = parameters(engine), LoRA.factors, []
+    fuse(engine)
+
+    def factors(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return read(*arguments)
+
+    monkeypatch.setattr(LoRA, "factors", factors)
+    with pytest.raises(torch.OutOfMemoryError):
+        fuse(engine, (path, 0.5))
+    fuse(engine)
+    assert equal(parameters(engine), before)
+    fuse(engine, (path, 0.5))
+    assert equal(parameters(engine), wanted) and not equal(wanted, before)
+
+
+def test_loras_beside_quantized_weights_take_room():
+    """All of them on each rank but for stages, and for the factors that are cut with a matrix."""
+    plain = Request(4096, 512, 20, 1)
+    beside = replace(plain, loras=GB)
+
+    def more(**plan) -> float:
+        config = ParallelConfig(**plan)
+        return (held(FLUX, config, beside).bytes - held(FLUX, config, plain).bytes) / GB
+
+    assert more() == more(ulysses_degree=2, shard_weights=True) == 1
+    assert more(tensor_parallel_degree=4) == pytest.approx(0.625)
+    assert more(pipefusion_degree=2, num_pipeline_patch=1) == pytest.approx(0.5, abs=0.15)
+    room = held(FLUX, ParallelConfig(), plain).bytes / GB + 0.5
+    machine = replace(L40, memory=(int(room * GB) + RESERVE,) * 2)
+    assert choose(Question(FLUX, plain, machine, 2)).one.fits
+    assert not choose(Question(FLUX, beside, machine, 2)).one.fits
