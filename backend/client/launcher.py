@@ -140,7 +140,7 @@ class BackendProcess:
         self._pipe = self._agent.stdin
         self._pipe.write(json.dumps(said).encode() + b"\n")
         self._pipe.flush()
-        self._watch = SilenceWatch(self._heartbeats, self._end_silent)
+        self._watch = SilenceWatch(self._heartbeats, self._end_silent, device == "cuda")
         if link is not None:
             link.watch(self._end_with_others, self._watch.ready)
         atexit.register(self.close)

@@ -20,6 +20,10 @@ SILENT_SECONDS = 10.0
 START_SECONDS = 60.0
 #: Somebody waits for Cancel, and ends a rank that is silent for this long.
 CANCEL_SECONDS = 3.0
+#: On a GPU a process that is not stopped has so many times as long, up to LONGEST_SECONDS: where a GPU waits
+#: for a peer, the host goes on until CUDA's queue of kernels is full, and then waits in a launch, which holds
+#: the GIL where inductor or comfy-kitchen launches.
+GPU_PATIENCE, LONGEST_SECONDS = 12.0, 120.0
 #: Sets SILENT_SECONDS, for whoever stops a rank in a debugger.
 VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
 #: State in /proc/PID/stat -> what it means.
@@ -28,14 +32,17 @@ STATES = {
     "t": "its process is stopped by a debugger",
     "D": "its process waits for a device or a disk and cannot be interrupted",
 }
+#: Of these, those in which a process waits for nothing that ends by itself.
+STOPPED = ("T", "t")
 RUNS = "its process runs, but none of its Python threads do"
 
 
 class SilenceWatch:
     """Looks at heartbeats until ``stop``; ``report`` gets one sentence on the ranks that are silent, once."""
 
-    def __init__(self, heartbeats: Heartbeats, report: Callable[[str], None]):
+    def __init__(self, heartbeats: Heartbeats, report: Callable[[str], None], on_gpus: bool = False):
         self.heartbeats = heartbeats
+        self.on_gpus = on_gpus
         self.limit = START_SECONDS
         self._report = report
         self._seen: dict[int, tuple[Beat, int]] = {}
@@ -71,10 +78,16 @@ class SilenceWatch:
         found = []
         for beat, looks in list(self._seen.values()):
             state = process_state(beat.pid)
-            if looks * LOOK_SECONDS >= seconds and state not in ("Z", "X", ""):
+            if looks * LOOK_SECONDS >= self._patience(seconds, state) and state not in ("Z", "X", ""):
                 known = STATES.get(state, RUNS)
                 found.append(f"rank {beat.rank} has been silent for {looks * LOOK_SECONDS:.0f} s ({known})")
         return " and ".join(found)
+
+    def _patience(self, seconds: float, state: str) -> float:
+        """Return for how long a rank in this state may be silent where the limit is ``seconds``."""
+        if not self.on_gpus or state in STOPPED:
+            return seconds
+        return max(seconds, min(GPU_PATIENCE * seconds, LONGEST_SECONDS))
 
 
 def process_state(pid: int) -> str:

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from backend.client import silence
 from backend.client.silence import LOOK_SECONDS, SilenceWatch
-from backend.protocol.heartbeats import BEAT_SECONDS, Heartbeats
+from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats
 
 #: A rank that beats and does ``what``.
 RANK = """
@@ -124,3 +126,24 @@ def test_looks_are_counted_and_not_seconds(ranks, monkeypatch):
     for _ in range(round(LIMIT / 0.5)):
         one.watch._look()
     assert "rank 0" in one.watch.silent(LIMIT)
+
+
+@pytest.mark.parametrize(
+    "on_gpus, state, limit, patience",
+    [
+        (False, "R", 10.0, 10.0),
+        (True, "R", 10.0, 120.0),
+        (True, "R", 3.0, 36.0),
+        (True, "R", 60.0, 120.0),
+        (True, "R", 3600.0, 3600.0),
+        (True, "T", 10.0, 10.0),
+    ],
+)
+def test_a_launch_that_waits_for_a_gpu_is_no_hang(monkeypatch, on_gpus, state, limit, patience):
+    """It may hold the GIL for as long as the GPU waits for a peer; a stopped process waits for nothing."""
+    monkeypatch.setattr(silence, "process_state", lambda pid: state)
+    watch = silence.SilenceWatch(SimpleNamespace(read=list), print, on_gpus)
+    watch.stop()
+    for seconds, found in ((patience - 1, ""), (patience, "rank 0 has been silent")):
+        watch._seen[0] = (Beat(1, 0, 1, 0.0), int(seconds / silence.LOOK_SECONDS))
+        assert watch.silent(limit).startswith(found) and bool(watch.silent(limit)) == bool(found)
