@@ -74,7 +74,7 @@ class Mesh:
     all stages. weights flattens the axes whose ranks hold the same weights, for FSDP. tp_inputs x tp_outputs
     is tp as a grid, for 2d tensor parallelism. control is gloo over all ranks: requests, cancel votes,
     failures.
-    replica_shares: of dp x cfg, as Axis.shares.
+    replica_shares: of dp x cfg, as Axis.shares. gpus_differ: ranks have GPUs of several models.
     """
 
     device: torch.device
@@ -93,6 +93,7 @@ class Mesh:
     edges: Edges
     control: dist.ProcessGroup | None
     replica_shares: tuple[float, ...] = ()
+    gpus_differ: bool = False
 
 
 def single(device: str = "cpu") -> Mesh:
@@ -147,7 +148,15 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
         edges=_edges(config, local),
         control=control,
         replica_shares=config.shares_of("dp", "cfg"),
+        gpus_differ=device == "cuda" and _differ(torch.cuda.get_device_name(local), control),
     )
+
+
+def _differ(name: str, group: dist.ProcessGroup) -> bool:
+    """Whether ranks of ``group`` have different names."""
+    names: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(names, name, group=group)
+    return len(set(names)) > 1
 
 
 def close(mesh: Mesh):

@@ -2,6 +2,7 @@
 slices of the same numbers."""
 
 import warnings
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -15,10 +16,17 @@ CACHED = 4
 
 
 class FreshNoise:
-    """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for."""
+    """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for.
+    ``agreed`` makes one of what ranks with other GPUs draw from the same seed."""
 
     def __init__(
-        self, seed: int, batch: int, grid: TokenGrid | NestedGrid, device: torch.device, sigmas: Tensor
+        self,
+        seed: int,
+        batch: int,
+        grid: TokenGrid | NestedGrid,
+        device: torch.device,
+        sigmas: Tensor,
+        agreed: Callable[[Tensor], Tensor] = lambda drawn: drawn,
     ):
         # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last
         # one comes the first)
@@ -29,6 +37,7 @@ class FreshNoise:
         self.grid = grid
         self.device = device
         self.seed, self.sigmas = seed, sigmas
+        self.agreed = agreed
         self.tree = None
         self.count = 0
         self.drawn: dict[object, Tensor] = {}
@@ -36,7 +45,8 @@ class FreshNoise:
     def draw(self, index: int) -> Tensor:
         """Return the ``index``-th draw of the seeded generator, (B, N, F)."""
         while self.count <= index:
-            self._cache(self.count, torch.randn(self.shape, generator=self.generator, device=self.device))
+            drawn = torch.randn(self.shape, generator=self.generator, device=self.device)
+            self._cache(self.count, self.agreed(drawn))
             self.count += 1
         return self.drawn[index]
 

@@ -8,12 +8,13 @@ stage returns outputs to it. With one stage the first is also the last.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.comm import WAITING, Pipe, all_gather, cat
+from ..parallel.comm import WAITING, Pipe, all_gather, broadcast, cat
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
@@ -75,6 +76,12 @@ class Callbacks:
     on_begin: Callable[[int], None] = lambda step: None
 
 
+def of_first_rank(mesh: Mesh, drawn: Tensor) -> Tensor:
+    """Return what the first rank of a first stage has ``drawn``, where GPUs differ: CUDA's random numbers
+    depend on how many multiprocessors a GPU has. All ranks of a first stage draw in the same order."""
+    return broadcast(drawn, (mesh.tp, mesh.sp, mesh.cfg, mesh.dp)) if mesh.gpus_differ else drawn
+
+
 class Denoiser:
     """Runs one request on this rank."""
 
@@ -98,7 +105,8 @@ class Denoiser:
         self.x = torch.zeros_like(request.noise)
         self.x0 = torch.zeros_like(request.noise)
         self.inpaint = Inpaint(request)
-        self.noise = FreshNoise(request.seed, request.batch, request.grid, self.x.device, request.sigmas)
+        drawn = (request.seed, request.batch, request.grid, self.x.device, request.sigmas)
+        self.noise = FreshNoise(*drawn, agreed=partial(of_first_rank, self.mesh))
 
     def _plan_patches(self):
         request = self.request

@@ -2,6 +2,7 @@
 heard. Then all of them measure their rates for the planner."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,6 +17,7 @@ from backend.parallel import mesh
 from backend.probe import Probe
 from backend.protocol import Ping, Result
 from backend.rank_plan.need import Need
+from backend.sampling.step_loop import of_first_rank
 from backend.serving import shared_memory
 from backend.serving.broadcast import Dispatcher
 
@@ -79,6 +81,19 @@ def planned(needs: list[Need]) -> Planned:
     return Planned(ParallelConfig(), None, None, torch.float32, plans, needs, reloads=True)
 
 
+def noise() -> list[bool]:
+    """On every rank: are the numbers those of rank 0 where GPUs differ, and its own where they do not?"""
+    ranks = dist.get_world_size()
+    made = mesh.build(ParallelConfig(device="cpu", ulysses_degree=ranks), "cpu")
+    mine = torch.full((1, 3, 2), float(dist.get_rank()))
+    found = []
+    for differ, wanted in ((True, 0.0), (False, float(dist.get_rank()))):
+        drawn = of_first_rank(replace(made, gpus_differ=differ), mine.clone())
+        found.append(drawn.eq(wanted).all().item())
+    names = [mesh._differ(name, made.control) for name in ("one", f"GPU {dist.get_rank()}")]
+    return [*found, names == [False, True]]
+
+
 def timeouts() -> set[float]:
     """Seconds that a collective of any group of some meshes waits for a peer."""
     ranks = dist.get_world_size()
@@ -100,6 +115,7 @@ def main(out: str):
     alone.buffer = None
     results = {"shared": tell_all(shared), "by broadcast": tell_all(alone), "timeouts": [*timeouts()]}
     results["admission"] = rounds(shared)
+    results["noise"] = shared.all_gather_object(noise())
     results["rates"] = Probe("cpu").measure().as_dict()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))

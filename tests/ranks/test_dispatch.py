@@ -20,6 +20,8 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     # every rank decides the same of the same numbers, in one collective, and the backend goes on
     refusal = {str(ranks - 1): 11 * 10**9}
     assert results["admission"] == {"decided": [[refusal, "admitted"]] * ranks, "collectives": 1}
+    # other GPUs draw other numbers from the same seed
+    assert results["noise"] == [[True, True, True]] * ranks
     # ranks may work for that long while their peers wait, on every axis
     assert results["timeouts"] == [mesh.TIMEOUT.total_seconds()] and mesh.TIMEOUT >= timedelta(hours=1)
     rates = Machine.from_dict(results["rates"])
