@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from .config import CHOICES, ParallelConfig
 from .device_memory import DeviceMemory
 from .errors import UnsupportedError
+from .loading import parking
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
 from .loading.compute_dtype import chosen_dtype
@@ -113,27 +115,28 @@ class Engine:
             tensor_parallel.apply(transformer, cuts, checkpoint.family, scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
-
-        def on_block(name: str):
-            if sharded:  # at once: a rank's memory never holds more than its share and a block
-                fsdp.shard_block(transformer, name, checkpoint.modulation(name), self.mesh)
-
+        on_block = partial(self._place, checkpoint)
         bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, choices, on_progress, on_block)
         weights = FusedWeights(checkpoint, cuts, device)
         cache = self._cache_layers(checkpoint, stages, dtype)
         if sharded:
             fsdp.shard_rest(transformer, checkpoint.family.blocks.lists, self.mesh)
         weight_bytes = sum(fsdp.held_bytes(p) for p in transformer.parameters() if not p.is_meta)
-        stage = None
-        if self._is_staged(checkpoint.family):
-            stage = Stage(transformer, checkpoint.family, self.mesh, blocks)
-        block_range = (blocks.start, blocks.stop)
+        staged = self._is_staged(checkpoint.family)
+        stage = Stage(transformer, checkpoint.family, self.mesh, blocks) if staged else None
         cost = (weight_bytes, peak_bytes(self.mesh.device), time.perf_counter() - started)
         quantized = summary(transformer, fsdp.held_bytes)
-        report = LoadReport(
-            self.mesh.rank, own, block_range, bytes_read, checkpoint.files.size, *cost, quantized
-        )
+        place = (self.mesh.rank, own, (blocks.start, blocks.stop))
+        report = LoadReport(*place, bytes_read, checkpoint.files.size, *cost, quantized)
         self.models[key] = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, choices)
+
+    def _place(self, checkpoint: Checkpoint, block: str):
+        """Offload and shard a loaded block: a rank never holds more than its share and a block."""
+        modulation = checkpoint.modulation(block)
+        if self.config.offload_modulation:
+            parking.to_host(map(checkpoint.empty.get_submodule, modulation), pinned=False)
+        if self.config.shard_weights:
+            fsdp.shard_block(checkpoint.empty, block, modulation, self.mesh)
 
     def _cuts(self, checkpoint: Checkpoint) -> dict[str, Shard]:
         """Module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
@@ -238,6 +241,7 @@ class Engine:
         self.argument_cache.clear()
         gc.collect()  # a stage and its blocks know each other
         free_scratch()
+        parking.free_pinned()
         self.memory.release()
 
     def facts(self, key: str) -> dict:

@@ -5,6 +5,7 @@ Unlike accelerate's hooks, which move a module at each forward, they move once, 
 
 import os
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from ..device_memory import host_free
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
+#: Bytes of a piece of host memory for parked weights, a power of two, and at multiples of how many bytes a
+#: tensor begins in it.
+PIECE, ALIGNMENT = 1 << 28, 512
 
 
 def has_room(weight_bytes: int, free: int | None = None) -> bool:
@@ -27,24 +31,54 @@ def to_host(modules: Iterable[nn.Module], pinned: bool = True):
     """Move parameters and buffers to host memory, page locked (``pinned``) so that they come back at the
     speed of the bus. Tensors stay where they are on the meta device and on the host."""
 
+    memory = HostMemory(pinned)
+
     def moved(tensor: Tensor) -> Tensor:
-        if tensor.device.type in ("meta", "cpu"):
-            return tensor
-        place = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-        return place.copy_(tensor)
+        return tensor if tensor.device.type in ("meta", "cpu") else memory.like(tensor).copy_(tensor)
 
     for module in modules:
         module._apply(moved)
 
 
+class HostMemory:
+    """Host memory for many tensors in few pieces: torch rounds each page-locked one up to a power of two."""
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self.piece = torch.empty(0, dtype=torch.uint8)
+        self.used = 0
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return memory for a tensor's values, with its shape and type."""
+        if tensor.nbytes > PIECE:
+            return torch.empty_like(tensor, device="cpu", pin_memory=self.pinned)
+        if self.used + tensor.nbytes > len(self.piece):
+            self.piece = torch.empty(PIECE, dtype=torch.uint8, pin_memory=self.pinned)
+            self.used = 0
+        flat = self.piece[self.used : self.used + tensor.nbytes].view(tensor.dtype)
+        self.used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return flat.as_strided(tensor.shape, strides, flat.storage_offset())
+
+
 @torch.inference_mode(False)
-def to_device(modules: Iterable[nn.Module], device: torch.device):
-    """Move parameters and buffers to ``device``, but for those on the meta device."""
+def to_device(modules: Iterable[nn.Module], device: torch.device, but: Iterable[nn.Module] = ()):
+    """Move parameters and buffers to ``device``, ``but`` for those of some modules and those on the meta
+    device."""
+    stay = {id(tensor) for module in but for tensor in chain(module.parameters(), module.buffers())}
 
     def moved(tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else tensor.to(device, non_blocking=tensor.is_pinned())
+        here = tensor.is_meta or id(tensor) in stay
+        return tensor if here else tensor.to(device, non_blocking=tensor.is_pinned())
 
     for module in modules:
         module._apply(moved)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # before the host's copies go
+        free_pinned()
+
+
+def free_pinned():
+    """Give page-locked memory that nothing uses back to the system, where torch, which keeps it, can."""
+    if torch.cuda.is_available() and hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.6
+        torch.accelerator.empty_host_cache()

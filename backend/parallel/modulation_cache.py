@@ -200,13 +200,18 @@ class LayerCache:
         elsewhere = set(chain(*self.hosted_elsewhere))
         return [layer for layer in self.modulations if layer not in elsewhere]
 
+    @property
+    def offloaded(self) -> list[nn.Module]:
+        """The modulation layers whose weights are not on the device."""
+        if self.offload_device == self.mesh.device:
+            return []
+        return [*(cached.layer for cached in self.held), *chain(*self.hosted)]
+
     def offload(self):
         """Move the modulation weights off the device, where that is asked for; page locked, they come back at
         the speed of the bus."""
-        if self.offload_device == self.mesh.device:
-            return
         pinned = self.mesh.device.type == "cuda"
-        for layer in [*(cached.layer for cached in self.held), *chain(*self.hosted)]:
+        for layer in self.offloaded:
             layer.to(self.offload_device)
             if pinned:
                 layer._apply(Tensor.pin_memory)

@@ -65,7 +65,7 @@ class LoadedModel:
     def unpark(self, device: torch.device):
         """Move parked weights back to ``device``."""
         if self.parked:
-            parking.to_device(self.modules, device)
+            parking.to_device(self.modules, device, self.cache.offloaded)
             self.cache.offload()
         self.parked = False
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_memory import GB, FakeMemory
 from quantized import write_gguf, write_scaled
-from tiny import golden_request, save_whole, shallow_flux, weights_module
+from tiny import BLOCKS, golden_request, save_whole, shallow_flux, weights_module
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -108,7 +108,8 @@ def worker(ranks: int) -> Worker:
 
     rank = Worker.__new__(Worker)
     rank.mesh = SimpleNamespace(rank=0, world_size=ranks)
-    rank.engine = SimpleNamespace(memory=FakeMemory(GB, GB), sample=sample, models={}, prepare_sample=print)
+    memory = FakeMemory(GB, GB)
+    rank.engine = SimpleNamespace(memory=memory, sample=sample, models={}, stacks={}, prepare_sample=print)
     rank.admission = SimpleNamespace(prepare=lambda *_: None)
     rank.engine.models["m"] = SimpleNamespace(parked=False)
     rank.clock = StepClock(None)
@@ -129,3 +130,35 @@ def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, relea
     rank.engine.sample = lambda *_: ("samples", {})
     assert rank.run_sample(Sample("m", "euler", 1.0, 7, shared=shared), Callbacks()) == ("samples", {})
     assert rank.engine.memory.released == released
+
+
+def test_host_memory_is_in_few_pieces(monkeypatch):
+    """Tensors of any layout keep it, and none overlaps another; larger ones have memory of their own."""
+    monkeypatch.setattr(parking, "PIECE", 4096)
+    shapes = [(3, 5), (7,), (), (0, 4), (16, 16), (2, 3, 4), (40, 40)]
+    tensors = [torch.randn(shape) for shape in shapes]
+    tensors += [torch.randn(6, 4).t(), torch.randn(5, 3).to(torch.bfloat16)]
+    memory = parking.HostMemory(pinned=False)
+    copies = [memory.like(tensor).copy_(tensor) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert copy.equal(tensor) and copy.stride() == tensor.stride() and copy.dtype == tensor.dtype
+        assert copy.data_ptr() % 16 == 0
+    assert 1 < len({copy.untyped_storage().data_ptr() for copy in copies if copy.numel()}) < 5
+
+
+def test_offloaded_modulation_stays_where_it_is():
+    """The meta device is the GPU here."""
+    model = torch.nn.ModuleDict({"block": torch.nn.Linear(2, 2), "modulation": torch.nn.Linear(2, 2)})
+    parking.to_device([model], torch.device("meta"), [model["modulation"]])
+    assert model["block"].weight.is_meta and not model["modulation"].weight.is_meta
+
+
+def test_a_load_offloads_each_block_before_the_next(files, monkeypatch):
+    """All modulation at once would need the memory that offloading saves."""
+    events = []
+    monkeypatch.setattr(parking, "to_host", lambda modules, pinned: events.append(len(list(modules))))
+    engine = Engine(ParallelConfig(offload_modulation=True), mesh.single())
+    engine.load("tiny", str(files["plain"]), "bf16", on_progress=lambda done, total: events.append("read"))
+    blocks = [event for event in events if event != "read"]
+    assert len(blocks) == 2 * BLOCKS and set(blocks) == {1, 2}  # of single and of double blocks
+    assert all("read" in events[i - 1 : i] for i, event in enumerate(events) if event != "read")
