@@ -37,6 +37,11 @@ KERNELS = 24
 MICROSECOND = 1e-6
 
 
+def computed_in(gpu: torch.device) -> torch.dtype:
+    """Return the type in which models compute there: before Ampere bf16 is slow, and attention has none."""
+    return torch.bfloat16 if torch.cuda.get_device_capability(gpu) >= (8, 0) else torch.float16
+
+
 class Probe:
     """The measurements of one rank; every rank makes the same in the same order."""
 
@@ -46,7 +51,7 @@ class Probe:
         self.kind = device
         self.mesh = mesh.build(ParallelConfig(ulysses_degree=self.ranks), device, store)
         self.device = self.mesh.device
-        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.dtype = torch.float32 if device == "cpu" else computed_in(self.device)
         self.dispatcher = Dispatcher(self.mesh.control)
         (self.tokens, self.width, self.heads, self.head_size), self.sent = SIZES[device]
 

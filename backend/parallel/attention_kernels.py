@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +86,7 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
             mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-    if mask is not None or q.dtype == torch.float32:
+    if mask is not None or q.dtype == torch.float32 or not has_flash(q.device):
         mask = None if mask is None else aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
         out, lse, *_ = efficient(q, k, v, mask, True, 0.0, False, scale=scale)
@@ -94,6 +95,12 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
     if row.call is not None and fits(kernel, q, masked=False, lse=True):
         return row.call(q, k, v, scale, True)
     return flash_of_torch(q, k, v, scale, True)
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Whether torch's flash kernel runs there: on NVIDIA's GPUs since Ampere."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def additive(mask: Tensor, like: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def kitchen() -> tuple[ModuleType | None, str]:
     if missing:
         return None, f"comfy-kitchen is too old (it has no {missing[0]})"
     comfy_kitchen.disable_backend("triton")
-    if int((torch.version.cuda or "0").partition(".")[0]) < CUDA:
+    if not _fuses():
         comfy_kitchen.disable_backend("cuda")
     return comfy_kitchen, ""
 
@@ -93,7 +93,20 @@ def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larges
         return out if bias is None else out + bias
     call = _kitchen().int8_linear
     rotated = {"convrot": size is not None, "convrot_groupsize": size or 256}
-    return call(x.contiguous(), values, scale, bias, x.dtype, **rotated)
+    rows = _rows(x)
+    step = max(1, CHUNK // len(values))
+    if len(rows) <= step or _fuses():
+        return call(x.contiguous(), values, scale, bias, x.dtype, **rotated)
+    out = x.new_empty(len(rows), len(values))
+    for some in (slice(start, start + step) for start in range(0, len(rows), step)):
+        out[some] = call(rows[some], values, scale, bias, x.dtype, **rotated)
+    return out.view(*x.shape[:-1], len(values))
+
+
+def _fuses() -> bool:
+    """Whether comfy-kitchen's own CUDA kernels multiply: without them it holds all sums in int32 and float32
+    at once, several times the output."""
+    return int((torch.version.cuda or "0").partition(".")[0]) >= CUDA
 
 
 def _int8_of_cut_inputs(

@@ -1,7 +1,7 @@
 """The local attention kernels, and the form in which CUDA's takes a mask."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from backend.parallel import attention_kernels as kernels
 from backend.parallel import kernel_table as table
 from backend.parallel import ulysses_ring
 from backend.parallel.attention_kernels import ALIGNMENT, aligned, attend_lse
+from backend.probe import computed_in
 
 #: Biases that torch.ops.aten._scaled_dot_product_efficient_attention refuses: rows of 13 keys, a ring rank's
 #: slice of a longer mask (columns, then their beginning), another last dimension.
@@ -148,3 +149,28 @@ def test_one_rank_runs_the_chosen_kernel(monkeypatch):
     assert len(calls) == 1 and torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
     with kernels.instead_of_torch("auto"):
         assert torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
+
+
+@pytest.mark.parametrize("capability, called", [((7, 5), "efficient"), ((8, 0), "flash")])
+def test_rings_on_gpus_before_ampere_have_no_flash_kernel(monkeypatch, capability, called):
+    """Which raises there in the middle of a request; stand-ins for the GPU and for both kernels."""
+    calls = []
+
+    def kernel(name):
+        return lambda q, k, v, *_, **__: calls.append(name) or (q, torch.zeros(1, 2, 4))
+
+    kernels.has_flash.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    efficient = kernel("efficient")
+    monkeypatch.setattr(kernels, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    monkeypatch.setattr(kernels, "flash_of_torch", kernel("flash"))
+    q = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0", shape=(1, 2, 4, 8))
+    kernels._lse_kernel("auto", q, q, q, None, 1.0)
+    kernels.has_flash.cache_clear()
+    assert calls == [called]
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 6), torch.bfloat16)])
+def test_the_probe_computes_in_the_type_of_models(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert computed_in(torch.device("cuda")) == dtype

@@ -190,3 +190,18 @@ def largest_of_rows(x: torch.Tensor, own: torch.Tensor, packed: Packed) -> torch
     if packed.settings.get("convrot"):
         x = (x.unflatten(-1, (-1, 64)) @ kernels.hadamard(64, x.device).to(x.dtype)).flatten(-2)
     return x.abs().amax(dim=-1, keepdim=True) if own.ndim else x.abs().amax()
+
+
+@torch.inference_mode()
+def test_int8_without_fused_kernels_takes_rows_in_turns(kitchen, monkeypatch):
+    """They hold several times their output at once; the scales are a row's own, so the result is the same."""
+    x, bias = numbers(2, 21, COLUMNS, seed=1, dtype=torch.bfloat16), numbers(ROWS, dtype=torch.bfloat16)
+    weight = ours(
+        "int8", theirs("int8", numbers(ROWS, COLUMNS, seed=3, dtype=torch.bfloat16)), torch.bfloat16
+    )
+    whole, call, rows = weight.linear(x, bias), kitchen.int8_linear, []
+    monkeypatch.setattr(kernels, "CHUNK", 5 * ROWS)
+    monkeypatch.setattr(kitchen, "int8_linear", lambda x, *a, **b: rows.append(len(x)) or call(x, *a, **b))
+    assert weight.linear(x, bias).equal(whole) and rows == [5] * 8 + [2]
+    monkeypatch.setattr(kernels, "_fuses", lambda: True)
+    assert weight.linear(x, bias).equal(whole) and rows[9:] == [2]
