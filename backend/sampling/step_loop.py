@@ -106,7 +106,7 @@ class Denoiser:
         self.x0 = torch.zeros_like(request.noise)
         self.inpaint = Inpaint(request)
         drawn = (request.seed, request.batch, request.grid, self.x.device, request.sigmas)
-        self.noise = FreshNoise(*drawn, agreed=partial(of_first_rank, self.mesh))
+        self.noise = FreshNoise(*drawn, partial(of_first_rank, self.mesh))
 
     def _plan_patches(self):
         request = self.request
