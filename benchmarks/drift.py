@@ -23,6 +23,7 @@ from page_parts import Part
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
+from backend.planner.candidates import LEAST_STEPS
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 from demo import shapes
@@ -152,7 +153,9 @@ def conclusion(table: str) -> str:
 
 def text(table: str) -> str:
     """docs/drift.md; its part on ``wire`` is benchmarks/wire_drift.py's, and stays as it is."""
+    steps = [int(line.split("|")[1]) for line in table.splitlines()[len(HEAD) :]]
     numbers = {"prompts": len(PROMPTS), "shift": SHIFT, "wire": WIRE.read()}
+    numbers |= {"least": min(steps), "auto": LEAST_STEPS}
     return TEXT.format(table=table, conclusion=conclusion(table), **numbers)
 
 
@@ -176,6 +179,10 @@ of 2 to 8 ranks with the one process that computes this table, to 1e-5.
 A token that this step has not refreshed yet is stale. `reuse` reads its keys and values as they were in the
 step before. `extrapolate` reads K + r (K - K_prev), r the ratio of the two steps in sigma and at most 1. That
 costs a second buffer of keys and values.
+
+**Fewer than {least} steps were not measured**, nor any released model. `method` auto may take PipeFusion from
+{auto} steps on. With fewer steps the step before is further away, so expect more drift than in the first
+lines. `fastest exact` takes no stale keys and values.
 
 {conclusion}
 

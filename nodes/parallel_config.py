@@ -18,11 +18,13 @@ TOOLTIPS = {
     "cfg_degree": "2 computes the positive and the negative prompt at the same time, on two halves of the "
     "ranks. Needs a cfg other than 1.0.",
     "pipefusion_degree": "Stages of the PipeFusion pipeline: each holds its share of the model's blocks, so "
-    "weights per GPU shrink with it. Least traffic, so best across slow links.",
+    "weights per GPU shrink with it. Little traffic, so best across slow links, for images: its stale keys "
+    "and values of a video take more memory than it saves.",
     "ulysses_degree": "Ranks among which attention heads and image tokens are divided. Same result, every "
     "rank holds the whole model; best with fast links (NVLink).",
-    "ring_degree": "Ranks among which image tokens are divided with keys and values passed around a ring. "
-    "Same result; for more ranks than the model has attention heads.",
+    "ring_degree": "Ranks among which image tokens are divided with keys and values passed around a ring "
+    "while attention computes. Same result; for slow links, long videos, and more ranks than the model has "
+    "attention heads.",
     "data_parallel_degree": "Replicas of everything else; each denoises its part of the latent's batch. Same "
     "result; the batch must be at least as large.",
     "tensor_parallel_degree": "Ranks among which each weight matrix is divided, so weights per GPU shrink "
@@ -46,14 +48,15 @@ TOOLTIPS = {
     "split_scheme": "How tensor_parallel_degree cuts matrices: by column then row (megatron), all by row, "
     "all by column, or both ways (2d).",
     "shard_weights": "Spread the weights over ulysses, ring and data-parallel ranks, which gather each block "
-    "as it is needed. Same result; for models that do not fit on one GPU.",
+    "as it is needed. Same result; for models that do not fit on one GPU. Over PCIe it can slow images down.",
     "offload_modulation": "Keep the modulation (adaLN) weights, up to a third of the model, in host memory: "
     "they are used for many steps at once, most often once a request. Same result. Not for Parallel Model, "
     "where every step is a request and moves them to the GPU.",
     "method": "How the GPUs share the work. auto: the fastest way for this model, size, steps, cfg, memory "
-    "and links, never slower than one GPU; every sampler may get its own. fastest exact: without PipeFusion, "
-    "which drifts a little. least memory: the least per GPU. manual: the degrees of the advanced inputs. "
-    "Setting a degree makes it manual.",
+    "and links, never one that it estimates to be slower than one GPU; every sampler may get its own. "
+    "fastest exact: without PipeFusion, which drifts a little. least memory: the least per GPU. manual: the "
+    "degrees of the advanced inputs. Setting a degree makes it manual; back to auto: delete the node and add "
+    "a new one.",
     "compile": "Compile the model's blocks with torch.compile: faster steps, after a first run that "
     "compiles for up to minutes and fills a cache. auto: where method is auto and the run is long enough to "
     "pay for it.",

@@ -19,7 +19,8 @@ class ParallelSampler(io.ComfyNode):
             node_id="ParallelSampler",
             reports=True,
             display_name="Parallel Sampler",
-            description="KSampler with the denoising loop on several GPUs: same inputs, same latent.",
+            description="KSampler with the denoising loop on several GPUs: same inputs, same latent unless "
+            "PipeFusion is chosen, which drifts a little (method fastest exact excludes it).",
             inputs=[
                 inputs.DIT,
                 inputs.seed_input("seed"),

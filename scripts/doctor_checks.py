@@ -25,7 +25,10 @@ OTHERS = 0.15
 OPEN_FILES = 1024
 #: Variable -> values that are fine, and what another one does.
 VARIABLES = {
-    "NCCL_P2P_DISABLE": ("0", "GPUs send through host memory, several times as slow; unset it"),
+    "NCCL_P2P_DISABLE": (
+        "0",
+        "GPUs send through host memory, several times as slow; unset it, unless they have no peer access",
+    ),
     "NCCL_SHM_DISABLE": ("0", "GPUs without peer access send through a socket; unset it"),
     "NCCL_SOCKET_IFNAME": ("", "NCCL meets on that interface, which has to exist; unset it on one machine"),
     "CUDA_LAUNCH_BLOCKING": ("0", "every kernel is waited for, which is for debugging alone; unset it"),
@@ -144,7 +147,8 @@ def gpus(facts: Facts) -> Iterator[Status]:
     if len(facts.gpus) == 1:
         yield WARNING, "one GPU: parallel methods need two or more"
     if len({gpu.name for gpu in facts.gpus}) > 1:
-        yield WARNING, "the GPUs differ: every rank waits for the slowest, and fills the smallest"
+        unequal = "PipeFusion's patches, cfg_degree's prompts and shard_weights stay equal"
+        yield WARNING, f"the GPUs differ: auto gives each a share by speed and memory, but {unequal}"
 
 
 def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:

@@ -3,7 +3,8 @@ what an entry holds."""
 
 from recipe_parts import clip, image_latent, solve, video
 
-QUANTIZED = (
+QUANTIZED = "Every GPU holds the weights as the file stores them. Where they do not fit, auto divides them."
+WITH_LORA = (
     "Every GPU holds the weights as the file stores them, and a LoRA beside them. Where they do not fit, "
     "auto divides them."
 )
@@ -45,7 +46,7 @@ FEW_STEP_RECIPES = {
         "model": "krea2_turbo_int8_convrot.safetensors",
         "lora": ("krea2_darkbrush.safetensors", 0.8),
         **KREA2,
-        "note": QUANTIZED,
+        "note": WITH_LORA,
     },
     "qwen_image_lightning_txt2img": {
         "title": "Qwen-Image in 4 steps, fp8",
@@ -55,7 +56,7 @@ FEW_STEP_RECIPES = {
         "vae": "qwen_image_vae.safetensors",
         "latent": image_latent(1328, 1328),
         "solve": solve(4, 1.0, shift=3.1),
-        "note": QUANTIZED,
+        "note": WITH_LORA,
     },
     "wan22_lightx2v_t2v": {
         "title": "Wan 2.2 in 4 steps, fp8",
@@ -70,7 +71,7 @@ FEW_STEP_RECIPES = {
         "latent": video(640, 640, 81),
         "fps": 16.0,
         "solve": solve(4, 1.0, shift=5.0),
-        "note": QUANTIZED,
+        "note": WITH_LORA,
     },
     "ltx25_t2v": {
         "title": "LTX-2.5 distilled, with audio",

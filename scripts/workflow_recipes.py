@@ -73,7 +73,8 @@ WRITTEN = {
         "`..._low_noise_...`\n- `models/vae/wan_2.1_vae.safetensors`, "
         "`models/text_encoders/umt5_xxl_fp16.safetensors`\n\nBoth loaders have one Parallel Config, "
         "so both models "
-        "stay loaded on the same GPUs, and auto counts both.",
+        "stay loaded on the same GPUs, and auto counts both.\n\nTwo cards of 24 GB do not hold both in fp16: "
+        "take the template `wan22_lightx2v_t2v` (fp8), or four cards.",
     ),
 }
 #: All workflows, the demo first.
