@@ -180,9 +180,9 @@ A token that this step has not refreshed yet is stale. `reuse` reads its keys an
 step before. `extrapolate` reads K + r (K - K_prev), r the ratio of the two steps in sigma and at most 1. That
 costs a second buffer of keys and values.
 
-**Fewer than {least} steps were not measured**, nor any released model. `method` auto may take PipeFusion from
-{auto} steps on: with few steps the step before is further away, and the drift larger. `fastest exact` takes no
-stale keys and values.
+**Fewer than {least} steps were not measured**, nor any released model. `method` auto may take PipeFusion
+from {auto} steps on: with few steps the step before is further away, and the drift larger. `fastest exact`
+takes no stale keys and values.
 
 {conclusion}
 
