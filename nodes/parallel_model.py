@@ -26,7 +26,7 @@ from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host import stock_loras
 from .host.conditioning import as_tensors, fill_zeros
-from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, make_no_room, with_lora
+from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, make_no_room, with_lora
 from .host.progress import NodeStatus
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node, on_node
@@ -230,13 +230,15 @@ class RemoteTransformer(ElsewhereModule):
     def _ask(self, backend: Backend, call: ModelCall, status: NodeStatus) -> tuple[Result | None, bool]:
         """Return the result of the shortened call, and whether the ranks cache what it left out."""
         found = []
-        result = backend.sample(
+        sample = partial(
+            backend.sample,
             self.cached_arguments.shortened(call),
             should_cancel=status.interrupted,
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
             room=host_room() if self.asks else None,
             keep=entries_to_keep(self.dit, sampling=True),
         )
+        result = in_room(backend, self.dit.wanted, sample)
         self.asks = False
         return result, all(found)
 

@@ -36,7 +36,7 @@ class Backend:
         self.config = config
         self.client = client
         self.process = process
-        self.models: dict[Wanted, str] = {}
+        self.models: dict[Wanted, str] = {}  # the least recently used one first
         self.closed = False
         self.last_used = time.monotonic()
         self._busy = threading.Lock()
@@ -72,8 +72,8 @@ class Backend:
 
         loaded = self._with_room(message, load, room)
         with self._busy:
-            replaced = self.models.get(key)
-            self.models[key] = loaded.base
+            replaced = self.models.pop(key, None)
+            self.models[key] = loaded.base  # now the last of them
             if replaced is not None and replaced != loaded.base:  # the file has changed since
                 self._request(protocol.Unload(replaced), check)
             return loaded
@@ -99,15 +99,16 @@ class Backend:
         with self._busy:
             return self._request(message)
 
-    def unload(self, path: str, weight_dtype: str, matmul: str = "auto") -> bool:
-        """Take a transformer off the device of every rank, into host memory where that has room; return
-        whether it was done: not while a request runs."""
+    def unload(self, path: str, weight_dtype: str, matmul: str = "auto", park: bool = True) -> bool:
+        """Take a transformer off the device of every rank; ``park``: into host memory where that has room.
+        Return whether it was done: not while a request runs."""
         if not self._busy.acquire(blocking=False):
             return False
         try:
-            model = self.models.get((path, weight_dtype, matmul))
+            key = (path, weight_dtype, matmul)
+            model = self.models.get(key) if park else self.models.pop(key, None)
             if model is not None:
-                self._request(protocol.Unload(model, park=True))
+                self._request(protocol.Unload(model, park=park))
             return model is not None
         finally:
             self._busy.release()
@@ -230,7 +231,6 @@ def backend_for(
 ) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
     new launch, during which ``check`` is called ten times a second and may raise to give up.
-
     ``warn`` gets a sentence where the one at hand has ended by itself since it was last used;
     ``show`` gets a line on how long a launch has taken so far, as often as ``check`` is called. Raises
     ConfigError where ``config`` cannot run here, BackendError where the backend does not come up.

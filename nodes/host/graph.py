@@ -1,9 +1,10 @@
 """What a queued graph says of a request before its sampler runs: constants of the nodes after a loader."""
 
+from ...backend.client.pool import Wanted
 from ...backend.planner.machine import Request, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
-from .model_files import lora_size
+from .model_files import lora_size, wanted_of
 from .queued import loader_of, values
 
 #: Pixels of the image in a latent pixel, by family, where they are not 8; and frames of a latent frame.
@@ -19,6 +20,12 @@ def other_loaders(prompt: dict, key: str) -> list[dict]:
     """Return the values of the other loaders of a graph, whose models stay on the same ranks."""
     others = [other for other, node in prompt.items() if other != key and node.get("class_type") == LOADER]
     return [values(prompt, other) for other in others]
+
+
+def loaded_models(prompt: dict) -> set[Wanted]:
+    """Return what the loaders of a graph load, as far as constants tell it."""
+    found = (wanted_of(values(prompt, key)) for key in prompt if prompt[key].get("class_type") == LOADER)
+    return {wanted for wanted in found if wanted}
 
 
 def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:

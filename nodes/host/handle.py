@@ -2,12 +2,16 @@
 
 ComfyUI caches node outputs, so a handle can outlive its backend; a backend can outlive its handles too. Both
 are settled whenever a handle is used: a dead backend is launched and loaded again, weights that no handle
-names are freed.
+names are freed. A handle can outlive its model, too: where memory is short, models that the running graph
+does not name make room, and are loaded again when they are next used.
 """
 
 import logging
+import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import comfy.model_management
 import comfy.model_patcher
@@ -25,10 +29,14 @@ from ...backend.client.pool import (
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
-from ...backend.protocol import BackendError, Loaded
+from ...backend.protocol import BackendError, Loaded, RefusedError
 from ..comfy_models.registry import weightless_patcher
+from .graph import loaded_models
 from .progress import NodeStatus, bytes_of
+from .queued import running
 from .rank_weights import RankWeights, entries, host_room
+
+Ran = TypeVar("Ran")
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
 #: (topology, Backend.Wanted) of a handle -> its backend, and what ComfyUI's memory manager knows of it.
@@ -166,7 +174,11 @@ def _load_or_fail(
         status.show(f"reading {bytes_of(progress.step, progress.total)}")
 
     path, weight_dtype, matmul = wanted
-    loaded = backend.load(path, weight_dtype, keep, check, loras, show, matmul, room)
+    loaded = in_room(
+        backend,
+        wanted,
+        lambda: backend.load(path, weight_dtype, keep, check, loras, show, matmul, room),
+    )
     _register(config, wanted, backend, loaded)
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
@@ -174,12 +186,32 @@ def _load_or_fail(
     return backend, loaded
 
 
+def in_room(backend: Backend, wanted: Wanted, run: Callable[[], Ran]) -> Ran:
+    """Run a load or a request of ``wanted``. Where ranks lack memory for it, models that the running graph
+    does not load leave, the least recently used one first, and it runs again: ComfyUI's cache keeps their
+    handles alive, and on GPUs other than ComfyUI's nothing else takes them. RefusedError where all that is
+    not enough."""
+    while True:
+        try:
+            return run()
+        except RefusedError as error:
+            needed = {wanted, *loaded_models(running())} if error.lacking else backend.models.keys()
+            spare = next((model for model in backend.models if model not in needed), None)
+            if spare is None or not backend.unload(*spare, park=False):
+                raise
+        names = (os.path.basename(path) for path, *_ in (spare, wanted))
+        logging.info("parallel-dit: %s leaves the ranks for %s, since the graph does not load it", *names)
+
+
 def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: Loaded):
-    """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries without a handle."""
+    """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries without a handle
+    and those of models that have left."""
     names = {(handle.config.topology(), handle.wanted) for handle in _handles}
     name = (config.topology(), wanted)
-    for other in _weights.keys() - names - {name}:
-        del _weights[other]
+    for other, (holder, _) in list(_weights.items()):
+        is_stale = holder is backend and other[1] not in backend.models
+        if other != name and (other not in names or is_stale):
+            del _weights[other]
 
     def free() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""The graph that somebody queues, while ComfyUI validates it.
+"""The graph that somebody queues, while ComfyUI validates it, and the one that runs.
 
 ``validate_inputs`` of a node is given its own values alone. ComfyUI hands a graph to every prompt handler
 right before it validates it, in the same task, so a context variable brings it there.
@@ -7,6 +7,7 @@ right before it validates it, in the same task, so a context variable brings it 
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
 _queued: ContextVar[dict | None] = ContextVar("queued graph", default=None)
@@ -23,6 +24,13 @@ def remember(request: dict) -> dict:
 def queued() -> dict:
     """Return the graph that is validated now, node id -> {"class_type", "inputs"}; empty outside of that."""
     return _queued.get() or {}
+
+
+def running() -> dict:
+    """Return the graph that ComfyUI runs now, or ran last, as ``queued`` does: with the nodes that nodes
+    have added."""
+    graph = get_progress_state().dynprompt
+    return {key: graph.get_node(key) for key in graph.all_node_ids()}
 
 
 def validated() -> str:

@@ -22,7 +22,7 @@ from . import one_rank
 from .auto_plan import planned
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
-from .handle import ParallelDiT, ensure_loaded, entries_to_keep, make_no_room
+from .handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, make_no_room
 from .progress import Reporter
 from .rank_weights import host_room
 from .report import run_lines, shown
@@ -68,7 +68,11 @@ class RemoteSolver:
         with report as reporter:
             interrupted = reporter.status.interrupted
             keep = entries_to_keep(self.dit)
-            result = self.backend.sample(request, reporter, interrupted, room=host_room(), keep=keep)
+            result = in_room(
+                self.backend,
+                self.dit.wanted,
+                lambda: self.backend.sample(request, reporter, interrupted, room=host_room(), keep=keep),
+            )
             if result is None:
                 management.throw_exception_if_processing_interrupted()
                 raise management.InterruptProcessingException()

@@ -1,0 +1,104 @@
+"""Handles of models in a real ComfyUI's process, on ranks that are not there: their memory is a number."""
+
+import pytest
+import torch
+from comfy_modules import comfy_modules
+
+with comfy_modules():
+    import comfy.model_management as management
+    from comfy_execution.graph import DynamicPrompt
+    from comfy_execution.progress import reset_progress_state
+    from parallel_dit.backend.client import pool
+    from parallel_dit.backend.config import ParallelConfig
+    from parallel_dit.backend.protocol import Loaded, RefusedError, Result, Sample, Unload, Welcome
+    from parallel_dit.nodes.host import graph, handle
+
+CONFIG = ParallelConfig(address="tcp:host:1")
+#: Elsewhere: ComfyUI's manager makes no room there.
+DEVICE = "GPU-of-another-machine"
+
+
+class Ranks:
+    """In the client's place: ranks with ``room`` for so many bytes, where each model takes 6. Refuses as the
+    backend does; ``held``: the models there."""
+
+    def __init__(self):
+        self.welcome = Welcome(1, "cpu", {}, [], [DEVICE])
+        self.held: list[str] = []
+        self.room = 10
+        self.closed = False
+
+    def request(self, message, *_):
+        if isinstance(message, Unload):
+            self.held.remove(message.model)
+            return None
+        if message.path not in self.held:
+            self.refuse_without(6)
+            self.held.append(message.path)
+        return Loaded(message.path, "flux", {"ranks": [{"weight_bytes": 6, "text": "rank 0"}]})
+
+    def sample(self, message, *_, **__):
+        self.refuse_without(0)
+        return Result()
+
+    def refuse_without(self, size: int):
+        if 6 * len(self.held) + size > self.room:
+            error = RefusedError("rank 0 lacks memory to load this model, so nothing is loaded.")
+            error.lacking = {0: size}
+            raise error
+
+    def is_open(self):
+        return True
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """The backend of CONFIG, on Ranks."""
+    found = pool.Backend(CONFIG, Ranks())
+    monkeypatch.setitem(pool._backends, CONFIG.topology(), found)
+    monkeypatch.setattr(handle, "weightless_patcher", lambda loaded: None)
+    monkeypatch.setattr(handle, "_weights", {})
+    monkeypatch.setattr(management, "current_loaded_models", [])
+    monkeypatch.setattr(graph, "wanted_of", lambda inputs: (inputs["model_name"], "default", "auto"))
+    yield found
+    reset_progress_state("", DynamicPrompt({}))
+
+
+def run(*names: str):
+    """ComfyUI runs a graph that loads these models."""
+    nodes = {name: {"class_type": "LoadParallelDiT", "inputs": {"model_name": name}} for name in names}
+    reset_progress_state("prompt", DynamicPrompt(nodes))
+
+
+def test_a_model_that_the_graph_no_longer_names_makes_room(backend):
+    """ComfyUI's cache keeps its handle; the other way round, a cached handle is loaded again."""
+    run("/a")
+    first = handle.load(CONFIG, "/a", "default")
+    run("/b")
+    second = handle.load(CONFIG, "/b", "default")
+    assert backend.client.held == ["/b"] and len(handle._weights) == 1
+    run("/a")
+    handle.ensure_loaded(first)
+    assert backend.client.held == ["/a"] and first.wanted != second.wanted
+
+
+def test_a_model_that_the_graph_names_stays_and_the_load_is_refused(backend):
+    run("/a", "/b")
+    first = handle.load(CONFIG, "/a", "default")
+    with pytest.raises(RefusedError, match="nothing is loaded"):
+        handle.load(CONFIG, "/b", "default")
+    assert backend.client.held == ["/a"] and list(backend.models) == [first.wanted]
+
+
+def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend):
+    """The least recently used one first, and no more than it takes."""
+    backend.client.room = 18
+    names = ["/a", "/b", "/c"]
+    run(*names)
+    handles = [handle.load(CONFIG, name, "default") for name in names]
+    handle.ensure_loaded(handles[0])
+    backend.client.room = 12
+    run("/c")
+    request = Sample("/c", "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
+    result = handle.in_room(backend, handles[2].wanted, lambda: backend.sample(request))
+    assert result == Result() and backend.client.held == ["/a", "/c"]
