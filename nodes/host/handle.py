@@ -204,12 +204,13 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[], Ran]) -> Ran:
 
 
 def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: Loaded):
-    """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries without a handle
-    and those of models that have left."""
+    """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries without a handle,
+    of models that have left, and of these weights under another topology: through such an entry the manager
+    would take the weights that are about to be used."""
     names = {(handle.config.topology(), handle.wanted) for handle in _handles}
     name = (config.topology(), wanted)
     for other, (holder, _) in list(_weights.items()):
-        is_stale = holder is backend and other[1] not in backend.models
+        is_stale = holder is backend and (other[1] == wanted or other[1] not in backend.models)
         if other != name and (other not in names or is_stale):
             del _weights[other]
 

@@ -10,8 +10,10 @@ with comfy_modules():
     from comfy_execution.progress import reset_progress_state
     from parallel_dit.backend.client import pool
     from parallel_dit.backend.config import ParallelConfig
-    from parallel_dit.backend.protocol import Loaded, RefusedError, Result, Sample, Unload, Welcome
+    from parallel_dit.backend.device_memory import device_name
+    from parallel_dit.backend.protocol import Load, Loaded, RefusedError, Result, Sample, Unload, Welcome
     from parallel_dit.nodes.host import graph, handle
+    from parallel_dit.nodes.host.rank_weights import RankWeights
 
 CONFIG = ParallelConfig(address="tcp:host:1")
 #: Elsewhere: ComfyUI's manager makes no room there.
@@ -102,3 +104,17 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
     request = Sample("/c", "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
     result = handle.in_room(backend, handles[2].wanted, lambda: backend.sample(request))
     assert result == Result() and backend.client.held == ["/a", "/c"]
+
+
+def test_weights_under_another_topology_are_not_listed_twice(backend):
+    """Through the older entry ComfyUI would take the weights that the next request needs."""
+    backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
+    loaded = backend.client.request(Load("/a"))
+    backend.models["/a", "default", "auto"] = "/a"
+    configs = ParallelConfig(ulysses_degree=2), ParallelConfig(ring_degree=2)
+    handles = [handle.ParallelDiT(config, "/a", "default", loaded, None) for config in configs]
+    for each in handles:
+        handle._handles.add(each)
+        handle._register(each.config, each.wanted, backend, loaded)
+    listed = [entry for entry in management.current_loaded_models if isinstance(entry.model, RankWeights)]
+    assert len(listed) == 1 and handle.entries_to_keep(handles[1]) == listed
