@@ -20,14 +20,16 @@ import torch
 from ..client import pool
 from ..client.planning import plan_for
 from ..client.preflight import check_headers
-from ..config import PER_REQUEST, ConfigError, ParallelConfig
+from ..config import AXES, OF_RANKS, PER_REQUEST, ConfigError, ParallelConfig
 from ..planner.auto_config import AutoConfig, config_of
-from ..protocol import Progress
+from ..protocol import Progress, Welcome
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import planned_request, sample_message, write_result
 from .status import connect, parser_of
 
 FIELDS = tuple(each.name for each in fields(ParallelConfig))
+#: Why --config has fewer entries with --address.
+THERE = ", since the ranks at --address run already"
 Plan = ParallelConfig | AutoConfig
 
 
@@ -36,14 +38,12 @@ def main(arguments: list[str]) -> int:
     options = _options(arguments)
     text, folder = _source(options.request)
     requests = read_requests(text, folder)
-    config = read_settings(options.config) if options.address else read_plan(options.config)
+    if options.address:
+        _run_at_address(options, requests)
+        return 0
+    config = read_plan(options.config)
     pool.allow(*(folder for request in requests for folder in request.allowed_folders()))
     try:
-        if isinstance(config, ParallelConfig) and options.address:
-            backend = pool.Backend(config, connect(options))
-            for request in requests:
-                run(backend, request, config)
-            return 0
         plans = [planned(config, request) for request in requests]
         for request, plan in zip(requests, plans):
             check_headers(plan, *request.wanted, pool.folders())
@@ -52,6 +52,19 @@ def main(arguments: list[str]) -> int:
     finally:
         pool.close_all()
     return 0
+
+
+def _run_at_address(options: argparse.Namespace, requests: list[SampleRequest]):
+    """Run the requests on ranks that somebody else has started."""
+    _entries(options.config, PER_REQUEST, THERE)  # refused without a connection
+    client = connect(options)
+    try:
+        config = read_settings(options.config, client.welcome)
+        backend = pool.Backend(config, client)
+        for request in requests:
+            run(backend, request, config)
+    finally:
+        client.close()
 
 
 def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
@@ -87,11 +100,13 @@ def read_config(text: str) -> ParallelConfig:
     return ParallelConfig(**_entries(text, FIELDS)).validate()
 
 
-def read_settings(text: str) -> ParallelConfig:
-    """Return the configuration of requests to a backend that runs, whose degrees are its own. ConfigError for
-    other entries than PER_REQUEST."""
-    found = _entries(text, PER_REQUEST, ", since the ranks at --address run already")
-    return ParallelConfig(**found).validate()
+def read_settings(text: str, welcome: Welcome) -> ParallelConfig:
+    """Return the configuration of requests to a backend that runs, whose degrees its ``welcome`` has.
+    ConfigError for other entries than PER_REQUEST, and for values that do not go with the degrees."""
+    found = _entries(text, PER_REQUEST, THERE)
+    degrees = {name: welcome.degrees.get(axis, 1) for axis, name in AXES.items()}
+    settings = {name: value for name, value in welcome.settings.items() if name in OF_RANKS}
+    return ParallelConfig(**degrees, **settings, **found).validate()
 
 
 def read_plan(text: str) -> Plan:

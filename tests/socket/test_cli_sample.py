@@ -26,7 +26,7 @@ from backend.client import pool
 from backend.config import ConfigError, ParallelConfig
 from backend.models import FAMILIES
 from backend.planner.auto_config import AutoConfig
-from backend.protocol import Loaded, Result
+from backend.protocol import Loaded, Result, Welcome
 from demo import shapes
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,8 @@ def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, 
     (tmp_path / "token").write_text(backend.process._token)
     (tmp_path / "token").chmod(0o600)
     found = shell(
-        examples("headless.md")["address"].replace("unix:$F/backend.sock", backend.process.address),
+        examples("headless.md")["address"].replace("unix:$F/backend.sock", backend.process.address).rstrip()
+        + """ --config '{"num_pipeline_patch": 2}'""",
         tmp_path,
         F=str(tmp_path),
     )
@@ -175,9 +176,22 @@ def test_the_configuration_is_the_nodes(tmp_path):
     assert read_plan('{"cfg_degree": 2, "device": "cpu"}') == ParallelConfig(cfg_degree=2, device="cpu")
     with pytest.raises(ConfigError, match="'quick'; choose one of auto, fastest exact"):
         read_plan('{"method": "quick"}')
-    assert read_settings('{"warmup_steps": 3}').warmup_steps == 3
+    one = Welcome(1, "cpu", ParallelConfig().degrees, [])
+    assert read_settings('{"warmup_steps": 3}', one).warmup_steps == 3
     with pytest.raises(ConfigError, match="'gpus'; its entries are .*ranks at --address run already"):
-        read_settings('{"gpus": "2"}')
+        read_settings('{"gpus": "2"}', one)
+
+
+def test_settings_of_a_request_are_held_to_the_degrees_of_the_ranks():
+    """Those of one rank refuse what the page offers for a backend that runs."""
+    stages = ParallelConfig(pipefusion_degree=2, ulysses_degree=2, attn_layer_num_for_pp="3,9")
+    there = Welcome(4, "cpu", stages.degrees, [], settings=stages.of_ranks)
+    found = read_settings('{"wire": "fp8", "num_pipeline_patch": 4}', there)
+    assert found == replace(stages, wire="fp8", num_pipeline_patch=4)
+    one = Welcome(1, "cpu", ParallelConfig().degrees, [])
+    for refused in ('{"wire": "fp8"}', '{"num_pipeline_patch": 4}'):
+        with pytest.raises(ConfigError, match="degree"):
+            read_settings(refused, one)
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["size", "file"])
