@@ -27,16 +27,16 @@ CANCEL_STEPS = 2
 
 
 def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
-    """Connect to "unix:PATH" or "tcp:HOST:PORT". Raises OSError where nobody listens, ConfigError for
-    another form."""
+    """Connect to "unix:PATH" or "tcp:HOST:PORT", where an empty HOST is this machine, as it is for a backend
+    that listens. Raises OSError where nobody listens, ConfigError for another form."""
     scheme, _, place = address.partition(":")
     host, _, port = place.rpartition(":")
     if scheme == "unix" and place and hasattr(socket, "AF_UNIX"):
         family = socket.AF_UNIX
         target = place
-    elif scheme == "tcp" and host and port.isdigit():
+    elif scheme == "tcp" and port.isdigit():
         family = socket.AF_INET
-        target = (host, int(port))
+        target = (host or "127.0.0.1", int(port))
     else:
         raise ConfigError(
             f"address is {address!r}, which is not a backend's address here; write unix:/path/to/socket or "

@@ -21,7 +21,7 @@ from fake_backend import TOKEN, WELCOME, reply
 from backend import start
 from backend.client import client as client_module
 from backend.client import pool
-from backend.client.client import BackendClient
+from backend.client.client import BackendClient, open_socket
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Challenge, Failure, framing, handshake
 from backend.protocol.messages import VERSION
@@ -174,7 +174,11 @@ def test_a_stranger_at_every_port_runs_nothing(started, tmp_path):
 def test_a_host_that_is_left_out_is_this_machine():
     for address in ("tcp::0", "tcp:0"):
         with _listen(address) as listener:
-            assert listener.getsockname()[0] == "127.0.0.1"
+            host, port = listener.getsockname()
+            assert host == "127.0.0.1"
+            for there in (f"tcp::{port}", f"tcp:{port}"):
+                with open_socket(there) as connected:
+                    assert connected.getpeername() == (host, port)
 
 
 def test_a_graph_names_listed_addresses_only(monkeypatch):
