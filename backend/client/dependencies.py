@@ -45,10 +45,13 @@ def _unmet_of(python: str, requirements: Path) -> list[str]:
     """Ask another interpreter, unless it has said that it has everything."""
     if (python, requirements) in _complete:
         return []
-    command = [python, "-m", "backend.client.dependencies", str(requirements)]
+    command = [python, "-m", "backend.client.dependencies", str(requirements.absolute())]
     environment = {**inherited(os.environ), "PYTHONPATH": str(PACK)}
     try:
-        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ASK_SECONDS)
+        # in our folder: whatever is called backend where we run is not ours
+        asked = subprocess.run(
+            command, cwd=PACK, env=environment, capture_output=True, text=True, timeout=ASK_SECONDS
+        )
         unmet = json.loads(asked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = f"{VARIABLE} names {python}, which could not be asked for its packages"

@@ -24,7 +24,7 @@ from .launcher import agent_command
 from .pool import Wanted
 from .preflight import read_shape, stamp
 from .private_folder import PrivateFolder
-from .rank_environment import sanitized_environment
+from .rank_environment import PACK, sanitized_environment
 
 #: Changes where what is kept has another meaning.
 VERSION = 6
@@ -139,7 +139,13 @@ def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
     environment = sanitized_environment(dict(os.environ), config, device)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=PACK,  # whatever is called backend where we run is not ours
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             deadline = time.monotonic() + LONGEST_SECONDS
