@@ -93,7 +93,7 @@ def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     found = []
     for index, usual in zip(indices, usual_memory(device, indices)):
         own = torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
-        free = told.get(_physical(index))
+        free = told.get(_uuid(index), told.get(_physical(index)))
         found.append(usual if free is None else free + own)
     return tuple(found)
 
@@ -166,14 +166,27 @@ def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
             )
 
 
+def _uuid(index: int) -> str:
+    """Return the UUID of the GPU that torch numbers ``index``, as _bare does; empty where torch has none.
+    CUDA numbers the fastest GPU first and nvidia-smi the first slot, so their indices are different cards on
+    a machine of mixed GPUs."""
+    return _bare(str(getattr(torch.cuda.get_device_properties(index), "uuid", "")))
+
+
+def _bare(uuid: str) -> str:
+    """Return a UUID without nvidia-smi's prefix, which torch leaves out, in lower case."""
+    return uuid.lower().removeprefix("gpu-")
+
+
 def _physical(index: int) -> str:
-    """Return the driver's name of the GPU that this process numbers ``index``."""
+    """Return the driver's name of the GPU that this process numbers ``index``, as far as
+    CUDA_VISIBLE_DEVICES and the order tell it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[index].strip() if visible else str(index)
 
 
 def _told_by_driver() -> dict[str, int]:
-    """Return index and UUID of each GPU -> free bytes, empty where there is no nvidia-smi."""
+    """Return index, UUID and bare UUID of each GPU -> free bytes, empty where there is no nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -183,7 +196,7 @@ def _told_by_driver() -> dict[str, int]:
     for line in answer.splitlines():
         index, uuid, free = (entry.strip() for entry in line.split(","))
         if free.isdecimal():
-            found |= dict.fromkeys((index, uuid), int(free) * 1024**2)
+            found |= dict.fromkeys((index, uuid, _bare(uuid)), int(free) * 1024**2)
     return found
 
 

@@ -1,5 +1,7 @@
 """What is measured for the planner: by which process, and for which GPUs."""
 
+from types import SimpleNamespace
+
 import interpreters
 import pytest
 
@@ -26,3 +28,40 @@ def test_nor_is_it_asked_for_the_packages_of_the_ranks(foreign):
     (foreign / "requirements.txt").write_text("torch\n")
     python = interpreters.recording(foreign / "python", foreign / "log")
     require_dependencies(foreign / "requirements.txt", str(python))
+
+
+#: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.
+SMI = "0, GPU-AAAA-1, 1000\n1, GPU-bbbb-2, 2000\n"
+MIB = 1 << 20
+
+
+def asked_for_free_memory(monkeypatch, uuids: list[str | None], visible: str | None = None):
+    """Free MiB of GPUs that torch numbers in this order; None: a torch without their UUIDs."""
+
+    def properties(index):
+        own = {} if uuids[index] is None else {"uuid": uuids[index]}
+        return SimpleNamespace(total_memory=100 * MIB, **own)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(measurements.torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(measurements.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(measurements.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=SMI))
+    return [free // MIB for free in measurements.free_memory("cuda", [0, 1])]
+
+
+@pytest.mark.parametrize(
+    "uuids, visible, free",
+    [
+        (["bbbb-2", "aaaa-1"], None, [2000, 1000]),
+        (["GPU-bbbb-2", "GPU-aaaa-1"], None, [2000, 1000]),
+        (["bbbb-2", "aaaa-1"], "0,1", [2000, 1000]),
+        ([None, None], None, [1000, 2000]),
+        ([None, None], "1,GPU-AAAA-1", [2000, 1000]),
+        (["cccc-3", "dddd-4"], "1,7", [2000, 90]),
+    ],
+    ids=["fastest first", "prefix", "visible", "no UUID", "no UUID, visible", "unknown UUID"],
+)
+def test_free_memory_is_that_of_the_same_card(monkeypatch, uuids, visible, free):
+    assert asked_for_free_memory(monkeypatch, uuids, visible) == free
