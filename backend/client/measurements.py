@@ -33,6 +33,9 @@ LONGEST_SECONDS = 300.0
 #: Part of a GPU's memory that is free where nothing tells how much is.
 USABLE = 0.9
 
+#: Variables of the environment that choose the GPUs, or the way that NCCL takes between them.
+LINK_SETTINGS = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
+
 Check = Callable[[], None]
 Measured = TypeVar("Measured")
 
@@ -78,7 +81,8 @@ def known(wanted: Wanted, device: str, indices: list[int]) -> tuple[ModelShape, 
 
 def _machine_key(device: str, indices: list[int]) -> list:
     names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
-    return [device, indices, names, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.__version__, os.cpu_count()]
+    settings = [os.environ.get(name) for name in LINK_SETTINGS]
+    return [device, indices, names, settings, torch.__version__, os.cpu_count()]
 
 
 def _shape_key(wanted: Wanted, device: str) -> list:

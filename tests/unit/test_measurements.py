@@ -1,5 +1,6 @@
 """What is measured for the planner: by which process, and for which GPUs."""
 
+import os
 from types import SimpleNamespace
 
 import interpreters
@@ -28,6 +29,23 @@ def test_nor_is_it_asked_for_the_packages_of_the_ranks(foreign):
     (foreign / "requirements.txt").write_text("torch\n")
     python = interpreters.recording(foreign / "python", foreign / "log")
     require_dependencies(foreign / "requirements.txt", str(python))
+
+
+@pytest.mark.parametrize("name", ["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL"])
+def test_rates_are_measured_again_where_nccl_takes_another_way(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+
+    def measure() -> dict:
+        measured.append(os.environ.get(name))
+        return {}
+
+    for value in (None, None, "1", "0", "1"):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        measurements._kept("machine", measurements._machine_key("cpu", [0]), measure, dict)
+    assert measured == [None, "1", "0"]
 
 
 #: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.
