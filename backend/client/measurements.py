@@ -165,8 +165,9 @@ def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
             lines = log.read().decode(errors="replace").strip().splitlines()
             last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
             raise BackendError(
-                f"Auto could not measure this machine ({last}); set the degrees of Parallel Config by hand "
-                f"(method manual)."
+                f"Auto could not measure this machine ({last}); run python scripts/doctor.py, which says "
+                f"what is wrong with GPUs and links, or set the degrees of Parallel Config by hand (method "
+                f"manual)."
             )
 
 

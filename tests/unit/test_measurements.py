@@ -1,6 +1,7 @@
 """What is measured for the planner: by which process, and for which GPUs."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import interpreters
@@ -8,6 +9,8 @@ import pytest
 
 from backend.client import measurements
 from backend.client.dependencies import require_dependencies
+from backend.config import ParallelConfig
+from backend.protocol import BackendError
 
 
 @pytest.fixture
@@ -46,6 +49,16 @@ def test_rates_are_measured_again_where_nccl_takes_another_way(monkeypatch, tmp_
             monkeypatch.setenv(name, value)
         measurements._kept("machine", measurements._machine_key("cpu", [0]), measure, dict)
     assert measured == [None, "1", "0"]
+
+
+def test_a_machine_that_cannot_be_measured_is_sent_to_the_doctor():
+    """In one sentence: what, why, and what to do about it, the diagnosis first."""
+    command = [sys.executable, "-c", "raise ValueError('no link')"]
+    with pytest.raises(BackendError) as failure:
+        measurements._run(command, ParallelConfig(), "cpu", lambda: None)
+    sentence = str(failure.value)
+    assert "(ValueError: no link); run python scripts/doctor.py" in sentence
+    assert sentence.index("doctor.py") < sentence.index("by hand") and sentence.count(". ") == 0
 
 
 #: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.
