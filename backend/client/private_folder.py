@@ -26,7 +26,7 @@ LOCK = "launcher.lock"
 KEEP_SECONDS = 24 * 3600.0
 #: Logs of the last backends that this process has started, the newest last; not all are kept.
 LOGS: deque[Path] = deque(maxlen=8)
-#: Longest path that every system takes for a unix socket.
+#: Bytes of the longest path that every system takes for a unix socket.
 _LONGEST_SOCKET_PATH = 100
 #: Where the usual place for temporary files has too long a path.
 _SHORT = "/tmp"
@@ -39,7 +39,7 @@ class PrivateFolder:
         for place in {tempfile.gettempdir(), _SHORT}:
             sweep(Path(place))
         folder = tempfile.mkdtemp(prefix=PREFIX)
-        if len(folder) + len("/backend.sock") > _LONGEST_SOCKET_PATH:
+        if len(os.fsencode(folder)) + len("/backend.sock") > _LONGEST_SOCKET_PATH:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=_SHORT)
         self.path = Path(folder)

@@ -3,9 +3,11 @@
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -219,6 +221,19 @@ def test_a_backend_that_is_never_ready(tmp_path, monkeypatch):
     finally:
         process.close()
     assert not process.running
+
+
+def test_a_socket_fits_below_a_folder_whose_name_has_more_bytes_than_characters(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        place = Path(short) / ("é" * 40)
+        place.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(place))
+        folder = private_folder.PrivateFolder()
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(folder.path / "backend.sock"))
+        finally:
+            folder.close()
 
 
 #: A launcher that says its folder and waits for its death; ``named`` has it name its log first.
