@@ -16,7 +16,7 @@ from ..protocol import BackendError, Failure, RefusedError, framing, handshake
 POLL_SECONDS = 0.1
 #: The ranks' start before ``meanwhile``: on busy cores that would keep them from reading the request.
 START_SECONDS = 0.01
-#: A peer that stops in the middle of a frame for this long is gone.
+#: A peer that takes or sends nothing for this long in the middle of a frame is gone.
 FRAME_SECONDS = 60.0
 #: A backend lets a client in within this long, also while its ranks work.
 GREET_SECONDS = 30.0

@@ -102,9 +102,12 @@ def _places(cls: type, table: bytes, size: int) -> list[bodies.Place]:
 
 
 def send(sock, message):
-    """Write one message to a connected socket."""
+    """Write one message to a connected socket, whose timeout is that of a wait for the peer to take more:
+    sendall's is one for all of a chunk, which a slow link may need minutes for."""
     for chunk in _joined(encode(message)):
-        sock.sendall(chunk)
+        left = memoryview(chunk)
+        while left:
+            left = left[sock.send(left) :]
 
 
 def _joined(chunks: list):

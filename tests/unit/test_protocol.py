@@ -71,6 +71,30 @@ def through_socket(data: bytes, limit: int = framing.MAX_BODY):
             sender.join()
 
 
+class SteadyLink:
+    """As much of a socket as sending needs, whose link takes 1 KiB a second and whose time is a number."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.sent = bytearray()
+
+    def send(self, data) -> int:
+        self.sent += bytes(data[:1024])
+        return min(len(data), 1024)
+
+    def sendall(self, data):
+        if len(data) / 1024 > self.timeout:  # Python's is for all of the data
+            raise TimeoutError("timed out")
+        self.sent += bytes(data)
+
+
+def test_a_slow_link_that_goes_on_is_no_lost_one():
+    message = Sample("m", "euler", 1.0, 7, tensors={"noise": torch.randn(1, 100_000)})
+    link = SteadyLink(timeout=60)
+    framing.send(link, message)
+    assert bytes(link.sent) == b"".join(framing.encode(message))
+
+
 class Stream:
     """As much of a socket as receiving needs, over bytes."""
 
