@@ -7,7 +7,6 @@ at the node that does it where that can be.
 """
 
 import logging
-import uuid
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -24,12 +23,12 @@ from ..backend.client.argument_cache import ArgumentCache
 from ..backend.client.pool import Backend
 from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
-from .host import stock_loras
 from .host.conditioning import as_tensors, fill_zeros
-from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, make_no_room, with_lora
+from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, make_no_room
 from .host.progress import NodeStatus
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node, on_node
+from .host.remote_patcher import HANDLE, RemotePatcher
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
@@ -55,8 +54,6 @@ HARMLESS_OPTIONS = set(
     "cond_or_uncond uuids sigmas sample_sigmas wrappers callbacks prefetch_dynamic_vbars easycache lazycache "
     "context_window qwen_image21_cache parallel_dit".split()
 )
-#: Entry of transformer_options with the handle whose LoRAs ComfyUI's own loaders have added.
-HANDLE = "parallel_dit"
 
 
 def _step_end(options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -284,51 +281,3 @@ class RemoteTransformer(ElsewhereModule):
         if text not in self._said:
             self._said.add(text)
             logging.warning("parallel-dit: %s", text)
-
-
-def _refused(what: str):
-    def method(self, *args, **kwargs):
-        raise RefusedError(
-            f"{what} cannot be used with the MODEL of Parallel Model, whose weights are on the ranks; "
-            f"remove that node or use ComfyUI's own loader."
-        )
-
-    return method
-
-
-class RemotePatcher(comfy.model_patcher.ModelPatcher):
-    """A ModelPatcher that refuses what would change, read or copy the weights, which are elsewhere."""
-
-    def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """Hand a plain LoRA to the ranks, as Parallel LoRA would; RefusedError for other patches."""
-        transformer = self.model.diffusion_model
-        if strength_model != 1.0:
-            _refused("a patch that scales the weights")(self)
-        options = self.model_options.setdefault("transformer_options", {})
-        dit = options.get(HANDLE, transformer.dit)
-        if dit.config.address:
-            _refused("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")(self)
-        path = stock_loras.write(patches, dit.loaded.info["weights"])
-        if not patches:
-            _refused("a LoRA without a weight of this transformer")(self)
-        if path and strength_patch:
-            options[HANDLE] = with_lora(dit, path, strength_patch)
-            self.patches_uuid = uuid.uuid4()
-        return list(patches)
-
-    add_hook_patches = _refused("a LoRA hook or another hook on weights")
-    add_weight_wrapper = _refused("a wrapper of weights")
-    get_key_patches = _refused("a merge of models")
-    state_dict_for_saving = _refused("a node that saves the model")
-    deepclone_multigpu = _refused("MultiGPU work units")
-    set_model_compute_dtype = _refused("another compute type (set weight_dtype in Load Parallel DiT)")
-
-    def add_object_patch(self, name, obj):
-        if name.startswith("diffusion_model"):
-            _refused(f"a patch of the transformer's own parts ({name})")(self)
-        super().add_object_patch(name, obj)
-
-    def add_wrapper_with_key(self, wrapper_type, key, wrapper):
-        if key == "torch.compile":
-            _refused("torch.compile")(self)
-        super().add_wrapper_with_key(wrapper_type, key, wrapper)
