@@ -28,7 +28,7 @@ from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, m
 from .host.progress import NodeStatus
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node, on_node
-from .host.remote_patcher import HANDLE, RemotePatcher
+from .host.remote_patcher import RemotePatcher
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
@@ -52,7 +52,7 @@ REFUSED_OPTIONS = {
 #: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
 HARMLESS_OPTIONS = set(
     "cond_or_uncond uuids sigmas sample_sigmas wrappers callbacks prefetch_dynamic_vbars easycache lazycache "
-    "context_window qwen_image21_cache parallel_dit".split()
+    "context_window qwen_image21_cache".split()
 )
 
 
@@ -126,6 +126,8 @@ class RemoteTransformer(ElsewhereModule):
         super().__init__(dtype, attributes)
         self.dit = dit
         self.held: tuple[Backend, Loaded] | None = None
+        #: The handle of the MODEL that samples, with its LoRAs; None outside of a sampling.
+        self.sampled: ParallelDiT | None = None
         #: Whether the next call asks ComfyUI for room: the first of a sampling.
         self.asks = False
         self.cached_arguments = ArgumentCache()
@@ -154,8 +156,7 @@ class RemoteTransformer(ElsewhereModule):
     def hold_backend(self, executor, *args, **kwargs):
         """Hold one live backend for a whole sampling; if it ends, so does the sampling."""
         before = self.held
-        options = executor.class_obj.model_options.get("transformer_options", {})
-        self.held = ensure_loaded(options.get(HANDLE, self.dit))
+        self.held = ensure_loaded(executor.class_obj.model_patcher.dit)
         self.asks = True
         try:
             return executor(*args, **kwargs)
@@ -176,8 +177,7 @@ class RemoteTransformer(ElsewhereModule):
     def _call(self, x, timestep, context=None, transformer_options=None, **arguments):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
-        dit = (transformer_options or {}).get(HANDLE, self.dit)
-        backend, loaded = self.held or ensure_loaded(dit, make_room=False)
+        backend, loaded = self.held or ensure_loaded(self.sampled or self.dit, make_room=False)
         arguments = {"c_crossattn": context, **arguments}
         values = {name: value for name, value in arguments.items() if value is not None}
         family = family_named(loaded)

@@ -1,4 +1,5 @@
-"""The ModelPatcher of Parallel Model: takes LoRAs of ComfyUI's own loaders, refuses what else changes weights."""
+"""The ModelPatcher of Parallel Model: takes LoRAs of ComfyUI's own loaders, refuses what else would change
+weights."""
 
 import uuid
 
@@ -6,9 +7,10 @@ import comfy.model_patcher
 
 from ...backend.protocol import RefusedError
 from . import stock_loras
-from .handle import with_lora
+from .handle import ParallelDiT, with_lora
 
-#: Entry of transformer_options with the handle whose LoRAs ComfyUI's own loaders have added.
+#: Attachment of a MODEL: its handle, with the LoRAs that ComfyUI's own loaders have added. Not an entry of
+#: transformer_options, which a guider of two models hands to both.
 HANDLE = "parallel_dit"
 
 
@@ -25,20 +27,34 @@ def _refused(what: str):
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
     """A ModelPatcher that refuses what would change, read or copy the weights, which are elsewhere."""
 
+    @property
+    def dit(self) -> ParallelDiT:
+        """The transformer, with the LoRAs that were added to this MODEL."""
+        return self.get_attachment(HANDLE) or self.model.diffusion_model.dit
+
+    def pre_run(self):
+        """Have the transformer compute with this MODEL's LoRAs. A guider's second MODEL is sampled under the
+        options of the first, and without its wrappers."""
+        self.model.diffusion_model.sampled = self.dit
+        super().pre_run()
+
+    def cleanup(self):
+        """Take back what ``pre_run`` has done."""
+        super().cleanup()
+        self.model.diffusion_model.sampled = None
+
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
         """Hand a plain LoRA to the ranks, as Parallel LoRA would; RefusedError for other patches."""
-        transformer = self.model.diffusion_model
         if strength_model != 1.0:
             _refused("a patch that scales the weights")(self)
-        options = self.model_options.setdefault("transformer_options", {})
-        dit = options.get(HANDLE, transformer.dit)
+        dit = self.dit
         if dit.config.address:
             _refused("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")(self)
         path = stock_loras.write(patches, dit.loaded.info["weights"])
         if not patches:
             _refused("a LoRA without a weight of this transformer")(self)
         if path and strength_patch:
-            options[HANDLE] = with_lora(dit, path, strength_patch)
+            self.set_attachments(HANDLE, with_lora(dit, path, strength_patch))
             self.patches_uuid = uuid.uuid4()
         return list(patches)
 

@@ -4,12 +4,15 @@ import pytest
 import torch
 from comfy_modules import comfy_modules
 from loras import lora
-from pairs import ksampler
+from pairs import Pair, ksampler
 from parallel_dit.backend.protocol import RefusedError
 from parallel_dit.nodes.host import stock_loras
 
 with comfy_modules():
+    import comfy.samplers
     import comfy.sd
+    from comfy_extras import nodes_custom_sampler
+    from parallel_dit.nodes.parallel_model import remote_model
 
 #: Spelling -> modules of the tiny Flux that a LoRA changes. ComfyUI maps diffusers' names to rows of its own.
 MODULES = {
@@ -51,6 +54,38 @@ def test_several_are_added_and_the_model_without_them_stays(flux):
     plain = sample(flux.ours)
     assert flux.error(lambda model: sample(with_loras(model, *files))) <= 1e-4
     assert torch.equal(sample(flux.ours), plain)
+
+
+def sampled_by_two(pair, model, negative):
+    """What SamplerCustomAdvanced returns with DualModelGuider."""
+    guider = nodes_custom_sampler.Guider_DualModel(model, negative)
+    guider.set_conds(pair.positive, pair.negative)
+    guider.set_cfg(3.0)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 2)
+    sampler = comfy.samplers.sampler_object("euler")
+    return guider.sample(pair.noise, pair.latent, sampler, sigmas, disable_pbar=True, seed=7)
+
+
+@pytest.mark.skipif(
+    not hasattr(nodes_custom_sampler, "Guider_DualModel"), reason="this ComfyUI has no DualModelGuider"
+)
+@pytest.mark.parametrize("changed", [(True, False), (False, True), (True, True)], ids=str)
+def test_each_of_two_models_has_its_own(flux, changed, tmp_path):
+    """DualModelGuider samples the negative prompt by another MODEL, under the options of the first."""
+    file, _ = lora(MODULES["comfyui"], "comfyui")
+    other, _ = lora(MODULES["kohya"], "kohya")
+    unconditional = {
+        flux.native: with_loras(Pair("flux-dev", tmp_path).native, other),
+        flux.ours: with_loras(remote_model(flux.dit), other),
+    }
+
+    def sample(model, changed=changed):
+        models = (model, unconditional[model])
+        return sampled_by_two(flux, *(with_loras(m, file) if has else m for m, has in zip(models, changed)))
+
+    assert flux.error(sample) <= 1e-4
+    plain = sample(flux.ours, (False, False))
+    assert (plain - sample(flux.ours)).abs().max() / plain.std() > 1e-2
 
 
 REFUSED = {
