@@ -52,9 +52,14 @@ def source(graph: dict, node: str, name: str) -> str | None:
 
 
 def loader_of(graph: dict, node: str) -> str | None:
-    """Return the Load Parallel DiT whose transformer reaches the input ``dit`` of a node."""
+    """Return the Load Parallel DiT whose transformer reaches the input ``dit`` of a node; None where there is
+    none, as in a cycle of nodes: ComfyUI refuses that after its prompt handlers have run."""
     found = source(graph, node, "dit")
+    seen = set()
     while found and graph[found].get("class_type") in THROUGH:
+        if found in seen:
+            return None
+        seen.add(found)
         found = source(graph, found, "dit")
     return found if found and graph[found].get("class_type") == "LoadParallelDiT" else None
 

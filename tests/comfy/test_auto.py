@@ -11,6 +11,7 @@ from published import FLUX
 with comfy_modules():
     from parallel_dit.nodes.host import graph as graph_module
     from parallel_dit.nodes.host.graph import request_of_graph
+    from parallel_dit.nodes.host.queued import loader_of
 
 from backend.planner.choose import METHODS
 
@@ -103,6 +104,29 @@ def test_a_graph_tells_its_request(sampler, steps, prompts):
     request = request_of_graph(queued(sampler), "1", FLUX)
     assert (request.steps, request.prompts, request.drained) == (steps, prompts, False)
     assert (request.image_tokens, request.batch) == (32 * 48, 3)
+
+
+class Watched(dict):
+    """A graph that fails after a hundred look-ups."""
+
+    def __init__(self, nodes: dict):
+        super().__init__(nodes)
+        self.left = 100
+
+    def get(self, *key):
+        self.left -= 1
+        assert self.left, "the search goes on without end"
+        return super().get(*key)
+
+
+@pytest.mark.parametrize("origin", ["2", "6"], ids=["itself", "another"])
+def test_a_cycle_of_loras_has_no_loader(origin):
+    """ComfyUI validates a graph on its event loop, which has to go on."""
+    graph = queued({}, "ParallelModel")
+    graph["2"]["inputs"]["dit"] = [origin, 0]
+    graph["6"] = {"class_type": "ParallelLoRA", "inputs": {"dit": ["2", 0]}}
+    assert loader_of(Watched(graph), "5") is None
+    assert loader_of(Watched(queued({})), "5") == "1"
 
 
 def test_loras_of_a_graph_count_beside_quantized_weights(monkeypatch):
