@@ -46,6 +46,8 @@ REFUSED_OPTIONS = {
     "ar_state": "an autoregressive state",
     "run_vx": "a switch of LTX's video part",
     "run_ax": "a switch of LTX's audio part",
+    "a2v_cross_attn": "a switch of LTX's attention to audio (LTXV Modality Guidance)",
+    "v2a_cross_attn": "a switch of LTX's attention to video (LTXV Modality Guidance)",
     "minimax_h3_sigma_shift_video": "other noise schedules (ModelSampling MiniMax H3)",
     "minimax_h3_sigma_shift_audio": "other noise schedules (ModelSampling MiniMax H3)",
 }

@@ -70,6 +70,11 @@ STEPS_REFUSED = {
         None,
         "another attention function",
     ),
+    "severed video": (
+        lambda m: with_patch(m, "v2a_cross_attn", False),
+        None,
+        "attention to video .LTXV Modality Guidance",
+    ),
     "rounded keys": (
         lambda m: with_patch(m, "qwen_image21_cache", {"device": "auto", "dtype": "int8"}),
         None,

@@ -30,6 +30,7 @@ REFUSED = {
     "SkipLayerGuidanceDiT": ("nodes_slg", (3.0, 0.0, 1.0, "0", "0", 0.0)),
     "PerturbedAttentionGuidance": ("nodes_pag", (3.0,)),
     "ScaleROPE": ("nodes_rope", (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)),
+    "LTXVModalityGuidance": ("nodes_lt", (3.0, 0.0, 1.0)),
 }
 
 
