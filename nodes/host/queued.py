@@ -53,7 +53,7 @@ def source(graph: dict, node: str, name: str) -> str | None:
 
 def loader_of(graph: dict, node: str) -> str | None:
     """Return the Load Parallel DiT whose transformer reaches the input ``dit`` of a node; None where there is
-    none, as in a cycle of nodes: ComfyUI refuses that after its prompt handlers have run."""
+    none, as in a cycle of nodes, which ComfyUI itself refuses."""
     found = source(graph, node, "dit")
     seen = set()
     while found and graph[found].get("class_type") in THROUGH:
