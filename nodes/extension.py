@@ -10,6 +10,7 @@ from server import PromptServer
 from ..backend.protocol import BackendError
 from .host import panel, queued
 from .host.refusals import MISTAKES, NoTracebackOfMistakes
+from .host.remote_patcher import take_bypass_loras
 from .load_diffusers_clip_vae import LoadDiffusersCLIPVAE
 from .load_parallel_dit import LoadParallelDiT
 from .panel_routes import add_routes
@@ -30,10 +31,11 @@ class ParallelDiTExtension(ComfyExtension):
     """The nodes of category "Parallel DiT"."""
 
     async def on_load(self):
-        """Let nodes see the graph that is validated, show errors of users without tracebacks, and answer the
-        side panel."""
+        """Let nodes see the graph that is validated, show errors of users without tracebacks, take LoRAs of
+        ComfyUI's loaders, and answer the side panel."""
         PromptServer.instance.add_on_prompt_handler(queued.remember)
         logging.getLogger().addFilter(NoTracebackOfMistakes())
+        take_bypass_loras()
         questions = {"status": panel.status, "log": panel.log}
         actions = {
             "free": lambda body: panel.free(),

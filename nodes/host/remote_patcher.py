@@ -1,9 +1,11 @@
 """The ModelPatcher of Parallel Model: takes LoRAs of ComfyUI's own loaders, refuses what else would change
 weights."""
 
+import functools
 import uuid
 
 import comfy.model_patcher
+import comfy.sd
 
 from ...backend.protocol import RefusedError
 from . import stock_loras
@@ -74,3 +76,21 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         if key == "torch.compile":
             _refused("torch.compile")(self)
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+
+def take_bypass_loras():
+    """Let Load LoRA (Bypass) add a LoRA to the MODEL of Parallel Model as Load LoRA does.
+
+    ComfyUI hangs these LoRAs on the transformer's modules, finds none here, and would go on without the LoRA.
+    """
+    name = "load_bypass_lora_for_models"
+    bypass = getattr(comfy.sd, name, None)
+    if bypass is None:  # an older ComfyUI
+        return
+
+    @functools.wraps(bypass)
+    def load(model, *arguments, **options):
+        found = comfy.sd.load_lora_for_models if isinstance(model, RemotePatcher) else bypass
+        return found(model, *arguments, **options)
+
+    setattr(comfy.sd, name, load)

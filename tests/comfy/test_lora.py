@@ -12,7 +12,7 @@ from loras import lora, uso, write_mixed
 from safetensors.torch import save_file
 from servers import comfy_over
 from tiny import GOLDEN, facts, write_checkpoint
-from versions import skip_without
+from versions import skip_without, skip_without_nodes
 
 #: Diffusers' own names that ComfyUI knows: family -> module -> shape of its weight.
 OURS = {
@@ -204,3 +204,19 @@ def test_a_lora_of_another_model_is_refused_and_the_next_queue_works(comfy):
             found.message
         )
     assert run(comfy, "flux-dev", [])[0] < 1e-4
+
+
+@pytest.mark.parametrize("loader", ["LoraLoaderModelOnly", "LoraLoaderBypassModelOnly"])
+def test_stock_loaders_behind_parallel_model(comfy, loader):
+    """The second one hangs a LoRA on modules, of which Parallel Model has none."""
+    prompt = graph(comfy, "flux-dev", [("flux-dev-kohya.safetensors", 0.7)])
+    settings = {key: value for key, value in prompt["o"]["inputs"].items() if key != "dit"}
+    inputs = {"lora_name": "flux-dev-kohya.safetensors", "strength_model": 0.7}
+    prompt["remote"] = {"class_type": "ParallelModel", "inputs": {"dit": ["dit", 0]}}
+    prompt["lora"] = {"class_type": loader, "inputs": {"model": ["remote", 0], **inputs}}
+    prompt["o"] = {"class_type": "KSampler", "inputs": {"model": ["lora", 0], **settings}}
+    skip_without_nodes(prompt, comfy.get("/object_info"))
+    found = comfy.run(prompt)
+    assert found.status == "success", found.message or found.node_errors
+    error, change = (json.loads(found.outputs[name]["text"][0]) for name in ("error", "change"))
+    assert error <= 1e-4 and change > 1e-2

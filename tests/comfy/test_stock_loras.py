@@ -12,6 +12,7 @@ with comfy_modules():
     import comfy.samplers
     import comfy.sd
     from comfy_extras import nodes_custom_sampler
+    from parallel_dit.nodes.host.remote_patcher import take_bypass_loras
     from parallel_dit.nodes.parallel_model import remote_model
 
 #: Spelling -> modules of the tiny Flux that a LoRA changes. ComfyUI maps diffusers' names to rows of its own.
@@ -54,6 +55,25 @@ def test_several_are_added_and_the_model_without_them_stays(flux):
     plain = sample(flux.ours)
     assert flux.error(lambda model: sample(with_loras(model, *files))) <= 1e-4
     assert torch.equal(sample(flux.ours), plain)
+
+
+def test_bypass_loaders_add_the_same(flux, monkeypatch):
+    """And ComfyUI's own MODEL gets them as before."""
+    stock = getattr(comfy.sd, "load_bypass_lora_for_models", None)
+    if stock is None:
+        pytest.skip("this ComfyUI has no Load LoRA (Bypass)")
+    monkeypatch.setattr(comfy.sd, "load_bypass_lora_for_models", stock)  # which puts it back
+    take_bypass_loras()
+    file, _ = lora(MODULES["comfyui"], "comfyui")
+
+    def bypassed(model):
+        model, _ = comfy.sd.load_bypass_lora_for_models(model, None, dict(file), 0.8, 0.0)
+        return model
+
+    assert bypassed(flux.native).injections
+    sample = ksampler(flux, steps=2)
+    assert flux.error(lambda model: sample(bypassed(model))) <= 1e-4
+    assert torch.equal(sample(bypassed(flux.ours)), sample(with_loras(flux.ours, file)))
 
 
 def sampled_by_two(pair, model, negative):
