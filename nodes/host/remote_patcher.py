@@ -2,6 +2,7 @@
 weights."""
 
 import functools
+import os
 import uuid
 
 import comfy.model_patcher
@@ -11,8 +12,8 @@ from ...backend.protocol import RefusedError
 from . import stock_loras
 from .handle import ParallelDiT, with_lora
 
-#: Attachment of a MODEL: its handle, with the LoRAs that ComfyUI's own loaders have added. Not an entry of
-#: transformer_options, which a guider of two models hands to both.
+#: Attachment of a MODEL: its handle, with the LoRAs that ComfyUI's own loaders have added, and the patches of
+#: each one's file. Not an entry of transformer_options, which a guider of two models hands to both.
 HANDLE = "parallel_dit"
 
 
@@ -31,8 +32,16 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
 
     @property
     def dit(self) -> ParallelDiT:
-        """The transformer, with the LoRAs that were added to this MODEL."""
-        return self.get_attachment(HANDLE) or self.model.diffusion_model.dit
+        """The transformer, with the LoRAs that were added to this MODEL, whose files are there."""
+        dit, files = self._attached
+        for path, patches in files.items():
+            if not os.path.exists(path):
+                stock_loras.write(patches, dit.loaded.info["weights"])
+        return dit
+
+    @property
+    def _attached(self) -> tuple[ParallelDiT, dict[str, dict]]:
+        return self.get_attachment(HANDLE) or (self.model.diffusion_model.dit, {})
 
     def pre_run(self):
         """Have the transformer compute with this MODEL's LoRAs. A guider's second MODEL is sampled under the
@@ -56,7 +65,8 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         if not patches:
             _refused("a LoRA without a weight of this transformer")(self)
         if path and strength_patch:
-            self.set_attachments(HANDLE, with_lora(dit, path, strength_patch))
+            files = self._attached[1] | {path: patches}
+            self.set_attachments(HANDLE, (with_lora(dit, path, strength_patch), files))
             self.patches_uuid = uuid.uuid4()
         return list(patches)
 

@@ -1,15 +1,18 @@
 """LoRAs that ComfyUI's own loaders add to the MODEL of Parallel Model, handed to the ranks as a file."""
 
+import atexit
+import functools
 import hashlib
+import os
 from collections import defaultdict
 from pathlib import Path
 
 import comfy.weight_adapter
-import folder_paths
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...backend.client.private_folder import PrivateFolder
 from ...backend.protocol import RefusedError
 
 #: In front of a weight's name in ComfyUI's model.
@@ -17,9 +20,17 @@ PREFIX = "diffusion_model."
 _REMEDY = "add the file with Parallel LoRA, before Parallel Model, or use ComfyUI's own loader"
 
 
+@functools.cache
+def _private() -> PrivateFolder:
+    found = PrivateFolder()
+    atexit.register(found.close)
+    return found
+
+
 def folder() -> str:
-    """Return where the files are, which ComfyUI empties when it starts."""
-    return str(Path(folder_paths.get_temp_directory()).resolve() / "parallel-dit")
+    """Return where the files are: a folder of this process alone, which is removed with it. Every ComfyUI of
+    an install empties ComfyUI's own temporary folder, when it starts and when it ends."""
+    return str(_private().path.resolve())
 
 
 def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
@@ -86,13 +97,15 @@ def _joined(
 
 
 def _saved(tensors: dict[str, Tensor]) -> str:
-    """Write a file whose name tells its content, unless it is there."""
+    """Write a file whose name tells its content, unless it is there: whole or not at all."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     path = Path(folder(), f"{digest.hexdigest()[:24]}.safetensors")
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner of old temporary files may have been here
+        part = path.with_suffix(".part")
+        save_file({name: value.contiguous() for name, value in tensors.items()}, part)
+        os.replace(part, path)
     return str(path)

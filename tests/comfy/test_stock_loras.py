@@ -1,5 +1,11 @@
 """ComfyUI's own LoRA loaders on the MODEL of Parallel Model: handed to the ranks, or refused by name."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pack
 import pytest
 import torch
 from comfy_modules import comfy_modules
@@ -7,6 +13,7 @@ from loras import lora
 from pairs import Pair, ksampler
 from parallel_dit.backend.protocol import RefusedError
 from parallel_dit.nodes.host import stock_loras
+from safetensors.torch import load_file
 
 with comfy_modules():
     import comfy.samplers
@@ -74,6 +81,60 @@ def test_bypass_loaders_add_the_same(flux, monkeypatch):
     sample = ksampler(flux, steps=2)
     assert flux.error(lambda model: sample(bypassed(model))) <= 1e-4
     assert torch.equal(sample(bypassed(flux.ours)), sample(with_loras(flux.ours, file)))
+
+
+def test_files_that_a_cleaner_removes_are_written_again(flux):
+    """ComfyUI caches the MODEL, so the loader's node does not run again."""
+    model = with_loras(flux.ours, lora(MODULES["comfyui"], "comfyui")[0])
+    sample = ksampler(flux, steps=1)
+    wanted = sample(model)
+    (file,) = Path(stock_loras.folder()).iterdir()
+    file.unlink()
+    assert torch.equal(sample(model), wanted) and file.exists()
+
+
+def test_a_file_is_whole_or_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
+
+    def full(tensors, path):
+        Path(path).write_bytes(b"half")
+        raise OSError("no space left")
+
+    shapes = {"a.weight": [4, 4]}
+    patches = {"diffusion_model.a.weight": ("diff", (torch.ones(4, 4),))}
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(stock_loras, "save_file", full)
+        stock_loras.write(patches, shapes)
+    assert load_file(stock_loras.write(patches, shapes)).keys() == {"diffusion_model.a.diff"}
+
+
+#: Writes a file as one ComfyUI does, empties the temporary folder as another one does, and prints the folder.
+AFTER_ANOTHER = """
+import os, shutil, sys
+import pack, torch
+from comfy_modules import comfy_modules
+
+with comfy_modules():
+    import folder_paths
+    from parallel_dit.nodes.host import model_files, stock_loras
+folder_paths.set_temp_directory(sys.argv[1])
+patch = ("diff", (torch.ones(4, 4),))
+path = stock_loras.write({"diffusion_model.a.weight": patch}, {"a.weight": [4, 4]})
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+assert os.path.exists(path)
+assert os.stat(stock_loras.folder()).st_mode & 0o777 == 0o700
+assert stock_loras.folder() in model_files.model_folders()
+print(stock_loras.folder())
+"""
+
+
+def test_the_folder_is_one_processs_alone(tmp_path):
+    """A second ComfyUI leaves it, and nothing stays of it."""
+    command = [sys.executable, "-c", AFTER_ANOTHER, str(tmp_path / "temp")]
+    places = [str(Path(file).parent) for file in (__file__, pack.__file__)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "TMPDIR": str(tmp_path)}
+    folders = [subprocess.check_output(command, env=environment, text=True).split()[-1] for _ in range(2)]
+    assert len(set(folders)) == 2 and not any(Path(folder).exists() for folder in folders)
 
 
 def sampled_by_two(pair, model, negative):
