@@ -35,9 +35,9 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.rounds < 1:
         raise ConfigError(f"--rounds is {chosen.rounds}; measure at least once.")
-    config = read_settings(chosen.config)
     requests = read_requests(chosen.request.read_text(), chosen.request.absolute().parent)
     client = connect(chosen)
+    config = read_settings(chosen.config, client.welcome)
     print(json.dumps({"degrees": client.welcome.degrees, "device": client.welcome.device, **pings(client)}))
     backend = Backend(config, client)
     for request in requests:
