@@ -52,8 +52,7 @@ def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
         if isinstance(patch, comfy.weight_adapter.LoRAAdapter):
             products[name].append((_factors(name, patch), offset))
         elif isinstance(patch, tuple) and patch[0] == "diff" and offset is None and len(patch[1]) == 1:
-            ending = "diff_b" if name.endswith(".bias") else "diff"
-            tensors[f"{PREFIX}{name.rpartition('.')[0]}.{ending}"] = patch[1][0]
+            tensors[PREFIX + _difference(name)] = patch[1][0]
         else:
             kind = patch[0] if isinstance(patch, tuple) else type(patch).__name__.removesuffix("Adapter")
             raise _refusal(name, f"a patch of the kind {kind}")
@@ -62,6 +61,14 @@ def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
         up, down = _joined(found, shapes[name])
         tensors |= {f"{module}.lora_up.weight": up, f"{module}.lora_down.weight": down}
     return _saved(tensors) if tensors else None
+
+
+def _difference(name: str) -> str:
+    """Return the key of a parameter's difference, without the parameter's prefix. Those that are neither
+    weight nor bias, as a block's modulation, are named whole."""
+    if name.endswith(".bias"):
+        return f"{name.removesuffix('.bias')}.diff_b"
+    return f"{name.removesuffix('.weight')}.diff"
 
 
 def _refusal(name: str, what: str) -> RefusedError:

@@ -56,6 +56,35 @@ def test_it_is_ksamplers_image(flux, spelling):
     assert (plain - changed).abs().max() / plain.std() > 1e-2
 
 
+def test_differences_of_parameters_that_are_no_weights(monkeypatch, tmp_path):
+    """Wan's blocks have a parameter "modulation" of their own, and so has its head. ComfyUI's patcher leaves
+    both as they are, so its MODEL has the changed parameters here."""
+    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
+    wan = Pair("wan21-t2v", tmp_path)
+    names = ("blocks.0.modulation", "blocks.1.modulation", "head.modulation", "blocks.0.norm3.bias")
+    parameters = wan.native.model.diffusion_model.get_parameter
+    changes = {name: torch.full_like(parameters(name), 0.1 + 0.1 * i) for i, name in enumerate(names)}
+    sample = ksampler(wan, steps=2)
+    plain = sample(wan.ours)
+    wan.ours.add_patches({f"diffusion_model.{name}": ("diff", (it,)) for name, it in changes.items()}, 0.8)
+    for name, change in changes.items():
+        parameters(name).data += 0.8 * change
+    assert wan.error(sample) <= 1e-4
+    assert (plain - sample(wan.ours)).abs().max() / plain.std() > 1e-2
+
+
+def test_keys_that_name_nothing_are_logged(flux, caplog, monkeypatch):
+    """The ranks find no such parameter, while ComfyUI's names say there is one."""
+    weights = flux.dit.loaded.info["weights"]
+    monkeypatch.setitem(weights, "double_blocks.0.no_such.weight", [4, 4])
+    file = lora(MODULES["comfyui"], "comfyui")[0]
+    with_loras(flux.ours, file)
+    assert "were not loaded" not in caplog.text
+    key = "diffusion_model.double_blocks.0.no_such"
+    with_loras(flux.ours, file | {f"{key}.diff": torch.ones(4, 4)})
+    assert f"{key}.diff" in caplog.text and "1 keys of the LoRA" in caplog.text
+
+
 def test_several_are_added_and_the_model_without_them_stays(flux):
     files = [lora(MODULES[spelling], spelling, seed=5)[0] for spelling in ("comfyui", "diffusers")]
     sample = ksampler(flux, steps=2)
