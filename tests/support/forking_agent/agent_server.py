@@ -49,7 +49,9 @@ def ask(path: str, command: list[str]) -> int | None:
         agent = int.from_bytes(_exactly(server, 8), "big")
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(each, lambda number, frame: os.kill(agent, number))
-        return int.from_bytes(_exactly(server, 8) or b"\1", "big")
+        code = int.from_bytes(_exactly(server, 8) or b"\1", "big")
+        server.recv(1)  # until it has ended, and what it held is free
+        return code
 
 
 def _is_inherited(file: int) -> bool:
