@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from .config import ParallelConfig
+from .loading.compute_dtype import compute_dtype, fast_dtypes
 from .parallel import comm, mesh
 from .parallel.mesh import Mesh
 from .planner.machine import Machine
+from .quantization.matmul import capability_of
 from .serving.broadcast import Dispatcher
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
@@ -37,9 +39,9 @@ KERNELS = 24
 MICROSECOND = 1e-6
 
 
-def computed_in(gpu: torch.device) -> torch.dtype:
-    """Return the type in which models compute there: before Ampere bf16 is slow, and attention has none."""
-    return torch.bfloat16 if torch.cuda.get_device_capability(gpu) >= (8, 0) else torch.float16
+def computed_in(device: torch.device) -> torch.dtype:
+    """Return the type in which most models compute there."""
+    return compute_dtype(None, (torch.bfloat16, torch.float16), fast_dtypes(device, capability_of(device)))
 
 
 class Probe:
@@ -51,7 +53,7 @@ class Probe:
         self.kind = device
         self.mesh = mesh.build(ParallelConfig(ulysses_degree=self.ranks), device, store)
         self.device = self.mesh.device
-        self.dtype = torch.float32 if device == "cpu" else computed_in(self.device)
+        self.dtype = computed_in(self.device)
         self.dispatcher = Dispatcher(self.mesh.control)
         (self.tokens, self.width, self.heads, self.head_size), self.sent = SIZES[device]
 

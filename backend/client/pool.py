@@ -62,7 +62,7 @@ class Backend:
         key = (path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         with self._busy:
-            unused = [] if keep is None else [other for other in self.models if other not in (key, *keep)]
+            unused = set() if keep is None else self.models.keys() - {key, *keep}
             for other in unused:
                 self._request(protocol.Unload(self.models.pop(other)), check)
 
@@ -105,8 +105,8 @@ class Backend:
         if not self._busy.acquire(blocking=False):
             return False
         try:
-            key = (path, weight_dtype, matmul)
-            model = self.models.get(key) if park else self.models.pop(key, None)
+            take = self.models.get if park else self.models.pop
+            model = take((path, weight_dtype, matmul), None)
             if model is not None:
                 self._request(protocol.Unload(model, park=park))
             return model is not None
@@ -231,9 +231,10 @@ def backend_for(
 ) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
     new launch, during which ``check`` is called ten times a second and may raise to give up.
-    ``warn`` gets a sentence where the one at hand has ended by itself since it was last used;
-    ``show`` gets a line on how long a launch has taken so far, as often as ``check`` is called. Raises
-    ConfigError where ``config`` cannot run here, BackendError where the backend does not come up.
+
+    ``warn`` gets a sentence where the one at hand has ended by itself since it was last used; ``show`` a line
+    on the seconds of a launch, as often as ``check`` is called. Raises ConfigError where ``config`` cannot
+    run here, BackendError where the backend does not come up.
     """
     key = config.validate().topology()
     with _lock:
@@ -333,7 +334,6 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
 def _launch(config: ParallelConfig, check, show) -> Backend:
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
     began = time.monotonic()
-
     watch(close_idle)
     device = config.resolve_device(torch.cuda.device_count())
     process = BackendProcess(config, device, _folders)

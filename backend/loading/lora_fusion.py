@@ -141,9 +141,11 @@ class FusedWeights:
         """Count the bytes that the LoRAs of ``stack`` take beside quantized weights, in ``dtype``: on this
         rank, or on one that holds the whole model, of which these parameters are ``quantized``."""
         cuts = {} if quantized else self.cuts
+        beside = quantized or self.packed
+        found = self._patches(stack) if beside else {}
         numbers = 0
-        for name, patches in self._patches(stack).items():
-            if name not in (quantized or self.packed):
+        for name, patches in found.items():
+            if name not in beside:
                 continue
             rows, columns = (sum(map(len, spans)) for spans in self._spans(name, cuts))
             if all(is_low_rank(patch.adapter) for patch in patches):

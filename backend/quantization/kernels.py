@@ -93,10 +93,10 @@ def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larges
         return out if bias is None else out + bias
     call = _kitchen().int8_linear
     rotated = {"convrot": size is not None, "convrot_groupsize": size or 256}
-    rows = _rows(x)
     step = max(1, CHUNK // len(values))
-    if len(rows) <= step or _fuses():
+    if _fuses() or x.numel() <= step * x.shape[-1]:
         return call(x.contiguous(), values, scale, bias, x.dtype, **rotated)
+    rows = _rows(x)
     out = x.new_empty(len(rows), len(values))
     for some in (slice(start, start + step) for start in range(0, len(rows), step)):
         out[some] = call(rows[some], values, scale, bias, x.dtype, **rotated)
