@@ -32,6 +32,7 @@ from backend.engine import Engine
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
+from backend.models.common import ltx2_connectors
 from backend.parallel import compiled_blocks, mesh
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
@@ -174,6 +175,7 @@ def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
 
 def main(folder: str, selected: list[str], out: str):
     compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
+    ltx2_connectors.LEAST_TOKENS = 0  # 128 tokens of a prompt, not 1024: no ComfyUI is compared here
     engine_module.gc = SimpleNamespace(collect=partial(gc.collect, 1))  # not through all that was traced
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
