@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from .control_group import memory_limits
+
 #: Where the system does not say what is free: more than any request needs.
 UNKNOWN = 1 << 62
 #: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator, NCCL
@@ -61,15 +63,19 @@ class DeviceMemory:
             torch.cuda.empty_cache()
 
 
-def host_free() -> int:
-    """Count the bytes of host memory and swap that are free; UNKNOWN where the system does not say."""
+def host_free(swap: bool = True) -> int:
+    """Count the bytes of host memory that this process may still take, and of ``swap``; UNKNOWN where the
+    system does not say."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return UNKNOWN
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return sum(1024 * int(fields[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
+    names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
+    free = sum(1024 * int(fields[name].split()[0]) for name in names)
+    return min([free, *(max(0, limit - used) for limit, used in memory_limits())])
 
 
 def host_bytes() -> int:
-    """Count the bytes of host memory; 0 where the system does not say."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    """Count the bytes of host memory that this process may have; 0 where the system does not say."""
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    return min([size, *(limit for limit, _ in memory_limits())])

@@ -4,6 +4,7 @@ Unlike accelerate's hooks, which move a module at each forward, they move once, 
 """
 
 import os
+import sys
 from collections.abc import Iterable
 from itertools import chain
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device_memory import host_free
+from ..errors import reason
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
@@ -23,7 +25,7 @@ def has_room(weight_bytes: int, free: int | None = None) -> bool:
     """Return whether the host has room for as much of each rank of this machine. ``free``: bytes of host
     memory, those of now by default."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return weight_bytes * ranks <= HOST_SHARE * (host_free() if free is None else free)
+    return weight_bytes * ranks <= HOST_SHARE * (host_free(swap=False) if free is None else free)
 
 
 @torch.inference_mode(False)  # parameters outlive the request that brings them back
@@ -45,20 +47,36 @@ class HostMemory:
 
     def __init__(self, pinned: bool):
         self.pinned = pinned
-        self.piece = torch.empty(0, dtype=torch.uint8)
-        self.used = 0
+        self.pieces: list[Tensor] = []
+        self.used: list[int] = []
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return memory for a tensor's values, with its shape and type."""
-        if tensor.nbytes > PIECE:
-            return torch.empty_like(tensor, device="cpu", pin_memory=self.pinned)
-        if self.used + tensor.nbytes > len(self.piece):
-            self.piece = torch.empty(PIECE, dtype=torch.uint8, pin_memory=self.pinned)
-            self.used = 0
-        flat = self.piece[self.used : self.used + tensor.nbytes].view(tensor.dtype)
-        self.used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        """Return memory for a tensor's values, with its shape and type, in the first piece with room."""
+        rooms = (len(piece) - used for piece, used in zip(self.pieces, self.used))
+        index = next((i for i, room in enumerate(rooms) if room >= tensor.nbytes), len(self.pieces))
+        if index == len(self.pieces):
+            self.pieces.append(self._piece(max(PIECE, 1 << (tensor.nbytes - 1).bit_length())))
+            self.used.append(0)
+        start = self.used[index]
+        flat = self.pieces[index][start : start + tensor.nbytes].view(tensor.dtype)
+        self.used[index] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         strides = torch.empty_like(tensor, device="meta").stride()
         return flat.as_strided(tensor.shape, strides, flat.storage_offset())
+
+    def _piece(self, size: int) -> Tensor:
+        """A piece, page locked as long as the system allows it: WSL 2 and containers limit that."""
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+        except RuntimeError as error:
+            if not self.pinned:
+                raise
+            print(
+                f"No {size / 1e6:.0f} MB can be page locked ({reason(error, 100)}): parked weights come back "
+                f"slower.",
+                file=sys.stderr,
+            )
+            self.pinned = False
+            return self._piece(size)
 
 
 @torch.inference_mode(False)

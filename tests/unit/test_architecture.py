@@ -18,6 +18,7 @@ LAYERS = [
     "backend",
     "backend.errors",
     "backend.lean_imports",
+    "backend.control_group",
     "backend.device_memory",
     "backend.opaque_ops",
     "backend.shares",
@@ -49,7 +50,7 @@ LAYERS = [
 SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
-    "backend.shares",
+    *("backend.shares", "backend.control_group"),
 )
 STDLIB_ONLY = (
     "backend.config",

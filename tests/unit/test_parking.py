@@ -77,7 +77,7 @@ def test_all_ranks_park_or_none_does(monkeypatch, other_has_room):
         park=lambda model: calls.append("park"),
         unload=lambda name: calls.append("unload"),
     )
-    monkeypatch.setattr(parking, "host_free", lambda: 3 * GB)
+    monkeypatch.setattr(parking, "host_free", lambda swap: 3 * GB)
     rank = Worker.__new__(Worker)
     rank.engine = engine
     rank.dispatcher = Recorder(other_has_room)
@@ -133,9 +133,10 @@ def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, relea
 
 
 def test_host_memory_is_in_few_pieces(monkeypatch):
-    """Tensors of any layout keep it, and none overlaps another; larger ones have memory of their own."""
+    """Tensors of any layout keep it, and none overlaps another. What a larger one leaves of its piece, which
+    is a power of two as torch makes it anyway, others fill."""
     monkeypatch.setattr(parking, "PIECE", 4096)
-    shapes = [(3, 5), (7,), (), (0, 4), (16, 16), (2, 3, 4), (40, 40)]
+    shapes = [(3, 5), (7,), (), (0, 4), (40, 40), (16, 16), (2, 3, 4), (16, 24)]
     tensors = [torch.randn(shape) for shape in shapes]
     tensors += [torch.randn(6, 4).t(), torch.randn(5, 3).to(torch.bfloat16)]
     memory = parking.HostMemory(pinned=False)
@@ -143,7 +144,36 @@ def test_host_memory_is_in_few_pieces(monkeypatch):
     for copy, tensor in zip(copies, tensors, strict=True):
         assert copy.equal(tensor) and copy.stride() == tensor.stride() and copy.dtype == tensor.dtype
         assert copy.data_ptr() % 16 == 0
-    assert 1 < len({copy.untyped_storage().data_ptr() for copy in copies if copy.numel()}) < 5
+    assert [len(piece) for piece in memory.pieces] == [4096, 8192]
+    for copy in copies:
+        copy.add_(1)
+    assert all(copy.equal(tensor + 1) for copy, tensor in zip(copies, tensors, strict=True))
+
+
+def test_memory_that_cannot_be_page_locked_is_not(monkeypatch, capsys):
+    """As on WSL 2: the ranks go on, and say so once."""
+    made, empty = [], torch.empty
+
+    def limited(*sizes, pin_memory=False, **settings):
+        made.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*sizes, **settings)
+
+    monkeypatch.setattr(parking, "PIECE", 4096)
+    monkeypatch.setattr(torch, "empty", limited)
+    memory = parking.HostMemory(pinned=True)
+    tensors = [torch.randn(40, 20), torch.randn(40, 20)]
+    assert all(memory.like(each).copy_(each).equal(each) for each in tensors)
+    assert made == [True, False, False]
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "page locked (CUDA error: out of memory)" in told
+
+
+def test_swap_is_no_room_for_parked_weights(monkeypatch):
+    asked = []
+    monkeypatch.setattr(parking, "host_free", lambda swap=True: asked.append(swap) or 2 * GB)
+    assert parking.has_room(GB) and asked == [False]
 
 
 def test_offloaded_modulation_stays_where_it_is():

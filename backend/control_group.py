@@ -1,0 +1,53 @@
+"""The memory that control groups leave this process: a container's limit, which /proc/meminfo has not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+#: Controller in a line of /proc/self/cgroup -> folder of its groups, files of the limit and of what is used,
+#: and what memory.stat calls cached files, which the system takes back. Version 2's line names none.
+VERSIONS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "": ("", "memory.max", "memory.current", ("active_file", "inactive_file")),
+    "memory": (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+}
+#: Limits from here on are none: version 1 writes the largest number of pages.
+NO_LIMIT = 1 << 60
+
+
+def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[int, int]]:
+    """Return (limit, used) in bytes of every group with a limit that this process is in; used is without
+    cached files. ``groups``: the text of /proc/self/cgroup."""
+    try:
+        lines = (Path("/proc/self/cgroup").read_text() if groups is None else groups).splitlines()
+    except OSError:
+        return []  # no Linux
+    found = []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        for name in VERSIONS.keys() & set(controllers.split(",")):
+            folder, limit, used, cached = VERSIONS[name]
+            found += [_limit(group, limit, used, cached) for group in _with_parents(root / folder, path)]
+    return [each for each in found if each is not None]
+
+
+def _with_parents(root: Path, path: str) -> Iterator[Path]:
+    """The group and those that it is in; in a container ``root`` may be the group itself."""
+    below = Path(path.lstrip("/"))
+    yield from (root / each for each in (below, *below.parents) if each != Path())
+    yield root
+
+
+def _limit(group: Path, limit: str, used: str, cached: tuple[str, ...]) -> tuple[int, int] | None:
+    try:
+        size = int((group / limit).read_text())
+        if size >= NO_LIMIT:
+            return None
+        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = sum(int(parts.get(name, 0)) for name in cached)
+        return size, max(0, int((group / used).read_text()) - files)
+    except (OSError, ValueError):
+        return None  # no such group here, or its limit is "max"

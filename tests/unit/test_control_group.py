@@ -1,0 +1,51 @@
+"""Limits of control groups, as files in a folder: of containers, and of services on a host."""
+
+import pytest
+
+from backend import device_memory
+from backend.control_group import memory_limits
+
+GB = 1 << 30
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def test_version_2_counts_the_group_and_those_it_is_in(tmp_path):
+    """Cached files are not in use: the system takes them back. The service's own group has no limit."""
+    stat = f"anon 7\nactive_file {GB}\ninactive_file {2 * GB}"
+    write(tmp_path / "user" / "service", memory__max="max", memory__current=GB, memory__stat=stat)
+    write(tmp_path / "user", memory__max=16 * GB, memory__current=5 * GB, memory__stat=stat)
+    assert memory_limits(tmp_path, "0::/user/service\n") == [(16 * GB, 2 * GB)]
+
+
+def test_a_container_sees_its_group_at_the_root(tmp_path):
+    """Docker without a namespace of groups: the path is the host's, and is not there."""
+    write(tmp_path, memory__max=8 * GB, memory__current=GB, memory__stat="inactive_file 0")
+    assert memory_limits(tmp_path, "0::/docker/0123abc\n") == [(8 * GB, GB)]
+
+
+def test_version_1_has_a_folder_for_memory(tmp_path):
+    files = dict(memory__stat=f"total_inactive_file {GB}\ntotal_active_file 0", memory__usage_in_bytes=3 * GB)
+    write(tmp_path / "memory" / "job", memory__limit_in_bytes=4 * GB, **files)
+    write(tmp_path / "memory", memory__limit_in_bytes=9223372036854771712, **files)
+    groups = "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n"
+    assert memory_limits(tmp_path, groups) == [(4 * GB, 2 * GB)]
+
+
+@pytest.mark.parametrize("groups", ["", "1:name=systemd:/\n", "0::/\n"])
+def test_no_group_has_no_limit(tmp_path, groups):
+    assert memory_limits(tmp_path, groups) == []
+
+
+def test_a_limit_is_the_host_memory_of_this_process(monkeypatch):
+    """Where it is less than what the machine has, used up or not."""
+    whole, free = device_memory.host_bytes(), device_memory.host_free(swap=False)
+    monkeypatch.setattr(device_memory, "memory_limits", lambda: [(3 << 20, 1 << 20)])
+    assert device_memory.host_bytes() == 3 << 20 < whole
+    assert device_memory.host_free() == 2 << 20 < free
+    monkeypatch.setattr(device_memory, "memory_limits", lambda: [(1 << 20, 3 << 20)])
+    assert device_memory.host_free() == 0
