@@ -1,6 +1,7 @@
 """The environment of an agent and its ranks: ours, without what another launcher or ComfyUI has set."""
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -60,14 +61,15 @@ def closed_doors(parent: dict, interface: str = "lo") -> dict:
 
 def allocator_settings(parent: dict) -> dict:
     """Return the allocator's settings for ranks on GPUs: the user's, else segments that grow, where torch has
-    them. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out."""
+    them. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out.
+    None on WSL, where the first allocation fails under drivers before R615 (pytorch issue 192330)."""
     found = {}
     for name in _ALLOCATOR:
         parts = [part.strip() for part in parent.get(name, "").split(",")]
         users = [part for part in parts if part and not part.startswith("backend:")]
         if users:
             found[name] = ",".join(users)
-    if found or sys.platform != "linux":
+    if found or sys.platform != "linux" or "microsoft" in platform.release().lower():
         return found
     return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
 

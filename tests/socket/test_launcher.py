@@ -1,6 +1,7 @@
 """Launching, reusing and losing a backend, as the nodes and the scripts do it; no ComfyUI needed."""
 
 import os
+import platform
 import re
 import signal
 import socket
@@ -97,6 +98,14 @@ def test_the_allocator_leaves_no_gaps_unless_the_user_has_set_it(theirs, expecte
     monkeypatch.setattr(sys, "platform", "linux")
     assert sanitized_environment(theirs, TWO_RANKS, "cuda")["PYTORCH_CUDA_ALLOC_CONF"] == expected
     assert "PYTORCH_CUDA_ALLOC_CONF" not in sanitized_environment(theirs, TWO_RANKS, "cpu")
+
+
+def test_the_allocator_is_as_usual_on_wsl(monkeypatch):
+    """Where segments that grow fail under many drivers; who sets them has them."""
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in sanitized_environment({}, TWO_RANKS, "cuda")
+    theirs = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
 
 
 def test_values_of_nccl_that_somebody_set_are_kept():
