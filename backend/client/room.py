@@ -30,14 +30,18 @@ class Room:
         self.gpus = gpus
 
     def shared_ranks(self, welcome: Welcome) -> list[int]:
-        """Return the ranks on GPUs on which this process computes or keeps models of its own."""
+        """Return the ranks on GPUs of this process."""
+        own = self._own_gpus()
+        return [rank for rank, name in enumerate(welcome.devices) if self.gpus.get(name) in own]
+
+    def _own_gpus(self) -> set[torch.device]:
+        """The devices on which this process computes or keeps models of its own."""
         others = {
             loaded.device
             for loaded in self.management.current_loaded_models
             if not getattr(loaded.model, "is_on_ranks", False)
         }
-        used = {self.management.get_torch_device(), *others}
-        return [rank for rank, name in enumerate(welcome.devices) if self.gpus.get(name) in used]
+        return {self.management.get_torch_device(), *others}
 
     def make(self, welcome: Welcome, lacking: dict[int, int], keep: Collection = ()):
         """Have as many bytes free on the device of each rank as it is ``lacking``, as far as unloading
@@ -48,10 +52,11 @@ class Room:
                 self.free(size, device, keep)
 
     def make_for_start(self, gpu_indices: list[int]):
-        """Have room for the ranks' own CUDA contexts, on GPUs of these indices."""
-        for index in gpu_indices:
-            if index < len(self.gpus):
-                self.free(CONTEXT_BYTES, torch.device("cuda", index))
+        """Have room for the ranks' own CUDA contexts, on those of the GPUs of these indices that this process
+        uses: asking for another one's memory would make a context of this process on it, for good."""
+        for device in (torch.device("cuda", index) for index in gpu_indices):
+            if device in self._own_gpus():
+                self.free(CONTEXT_BYTES, device)
 
     def free(self, size: int, device: torch.device, keep: Collection = ()):
         """Have ``size`` bytes free on ``device``, and what ComfyUI leaves to other programs."""

@@ -151,10 +151,14 @@ def test_shared_ranks_release_after_a_sampling_of_calls(management):
 
 
 def test_a_start_asks_for_the_contexts_alone(management):
+    """On ComfyUI's own GPUs: on others it would make a context to ask for them."""
     encoder = management.load(10 * GB, FIRST)
+    Room(management, GPUS).make_for_start([0, 1, 2])
+    size = CONTEXT_BYTES + management.reserved
+    assert management.asked == [(size, FIRST)] and management.current_loaded_models == [encoder]
+    management.load(GB, SECOND)
     Room(management, GPUS).make_for_start([0, 1])
-    assert [size for size, _ in management.asked] == [CONTEXT_BYTES + management.reserved] * 2
-    assert management.current_loaded_models == [encoder]
+    assert management.asked[1:] == [(size, FIRST), (size, SECOND)]
 
 
 def test_the_fake_counts_as_comfyui_does(management):
