@@ -227,10 +227,19 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
 
 
 def free_weights() -> int:
-    """Free the weights of every model on the ranks, as ComfyUI's Unload Models does, where no request runs;
-    return how many models had some."""
-    models = [[entry.take() for entry in found] for _, found in list(_weights.values())]
-    return sum(any(taken) for taken in models)
+    """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
+    left in host memory, where no request runs; return of how many models."""
+    freed = 0
+    for (_, wanted), (backend, found) in list(_weights.items()):
+        try:
+            if not found or not backend.unload(*wanted, park=False):
+                continue
+        except BackendError:  # it has ended, which frees all: the next sample says why
+            pass
+        freed += 1
+        for entry in found:
+            entry.held = False
+    return freed
 
 
 def entries_to_keep(handle: ParallelDiT, sampling: bool = False) -> list[comfy.model_management.LoadedModel]:

@@ -27,12 +27,14 @@ class Ranks:
     def __init__(self):
         self.welcome = Welcome(1, "cpu", {}, [], [DEVICE])
         self.held: list[str] = []
+        self.parked: list[str] = []
         self.room = 10
         self.closed = False
 
     def request(self, message, *_):
         if isinstance(message, Unload):
-            self.held.remove(message.model)
+            (self.held if message.model in self.held else self.parked).remove(message.model)
+            self.parked += [message.model] if message.park else []
             return None
         if message.path not in self.held:
             self.refuse_without(6)
@@ -118,3 +120,17 @@ def test_weights_under_another_topology_are_not_listed_twice(backend):
         handle._register(each.config, each.wanted, backend, loaded)
     listed = [entry for entry in management.current_loaded_models if isinstance(entry.model, RankWeights)]
     assert len(listed) == 1 and handle.entries_to_keep(handles[1]) == listed
+
+
+def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
+    """ComfyUI's Unload Models leaves them there, which its cache and other programs may need."""
+    backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
+    run("/a")
+    first = handle.load(CONFIG, "/a", "default")
+    (entry,) = handle.entries_to_keep(first)
+    entry.model.detach()
+    assert (backend.client.held, backend.client.parked) == ([], ["/a"])
+    assert handle.free_weights() == 1 and not backend.client.parked and not backend.models
+    assert handle.free_weights() == 0
+    handle.ensure_loaded(first)
+    assert backend.client.held == ["/a"] and handle.free_weights() == 1 and not backend.client.held
