@@ -187,20 +187,34 @@ def _load_or_fail(
 
 
 def in_room(backend: Backend, wanted: Wanted, run: Callable[[], Ran]) -> Ran:
-    """Run a load or a request of ``wanted``. Where ranks lack memory for it, models that the running graph
-    does not load leave, the least recently used one first, and it runs again: ComfyUI's cache keeps their
-    handles alive, and on GPUs other than ComfyUI's nothing else takes them. RefusedError where all that is
-    not enough."""
+    """Run a load or a request of ``wanted``. Where ranks lack memory for it, models leave, the least recently
+    used one first, and it runs again: those that the running graph does not load, since ComfyUI's cache keeps
+    their handles alive; then its others, such as the first of two experts, which are parked. RefusedError
+    where all that is not enough."""
+    left: set[Wanted] = set()
     while True:
         try:
             return run()
         except RefusedError as error:
-            needed = {wanted, *loaded_models(running())} if error.lacking else backend.models.keys()
-            spare = next((model for model in backend.models if model not in needed), None)
-            if spare is None or not backend.unload(*spare, park=False):
+            others = [model for model in backend.models if model != wanted and model not in left]
+            needed = loaded_models(running())
+            spare = next((model for model in others if model not in needed), None)
+            leaves = spare or next(iter(others), None)
+            if not error.lacking or leaves is None or not backend.unload(*leaves, park=spare is None):
                 raise
-        names = (os.path.basename(path) for path, *_ in (spare, wanted))
-        logging.info("parallel-dit: %s leaves the ranks for %s, since the graph does not load it", *names)
+        left.add(leaves)
+        _let_go(backend, leaves)
+        names = [os.path.basename(path) for path, *_ in (leaves, wanted)]
+        why = "the graph does not load it" if spare else "both do not fit and take turns"
+        logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
+
+
+def _let_go(backend: Backend, wanted: Wanted):
+    """Tell ComfyUI's memory manager that no device holds these weights now."""
+    for (_, model), (holder, found) in _weights.items():
+        if holder is backend and model == wanted:
+            for entry in found:
+                entry.held = False
 
 
 def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: Loaded):
@@ -237,8 +251,7 @@ def free_weights() -> int:
         except BackendError:  # it has ended, which frees all: the next sample says why
             pass
         freed += 1
-        for entry in found:
-            entry.held = False
+        _let_go(backend, wanted)
     return freed
 
 

@@ -33,11 +33,13 @@ class Ranks:
 
     def request(self, message, *_):
         if isinstance(message, Unload):
-            (self.held if message.model in self.held else self.parked).remove(message.model)
+            for names in (self.held, self.parked):
+                names[:] = [name for name in names if name != message.model]
             self.parked += [message.model] if message.park else []
             return None
         if message.path not in self.held:
             self.refuse_without(6)
+            self.parked = [name for name in self.parked if name != message.path]
             self.held.append(message.path)
         return Loaded(message.path, "flux", {"ranks": [{"weight_bytes": 6, "text": "rank 0"}]})
 
@@ -86,12 +88,23 @@ def test_a_model_that_the_graph_no_longer_names_makes_room(backend):
     assert backend.client.held == ["/a"] and first.wanted != second.wanted
 
 
-def test_a_model_that_the_graph_names_stays_and_the_load_is_refused(backend):
+def test_models_of_a_graph_take_turns_where_they_do_not_fit_together(backend):
+    """As Wan's two experts on GPUs where ComfyUI's manager makes no room: parked, they come back soon."""
     run("/a", "/b")
-    first = handle.load(CONFIG, "/a", "default")
+    first, second = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
+    assert (backend.client.held, backend.client.parked) == (["/b"], ["/a"])
+    assert list(backend.models) == [first.wanted, second.wanted]
+    handle.ensure_loaded(first)
+    assert (backend.client.held, backend.client.parked) == (["/a"], ["/b"])
+
+
+def test_a_model_that_fits_by_no_means_is_refused(backend):
+    run("/a", "/b")
+    handle.load(CONFIG, "/a", "default")
+    backend.client.room = 5
     with pytest.raises(RefusedError, match="nothing is loaded"):
         handle.load(CONFIG, "/b", "default")
-    assert backend.client.held == ["/a"] and list(backend.models) == [first.wanted]
+    assert (backend.client.held, backend.client.parked) == ([], ["/a"])
 
 
 def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend):
