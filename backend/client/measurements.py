@@ -89,6 +89,16 @@ def _shape_key(wanted: Wanted, device: str) -> list:
     return [*wanted, device, stamp(Path(wanted[0]))]
 
 
+def held_by_torch(index: int) -> int:
+    """Count what torch's allocator has of a GPU in this process."""
+    return torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
+
+
+#: GPU -> bytes of it that this process gives back when a rank needs them, of each allocator that it has. The
+#: nodes add ComfyUI's.
+HELD = [held_by_torch]
+
+
 def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host."""
     if device == "cpu":
@@ -96,9 +106,8 @@ def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     told = _told_by_driver()
     found = []
     for index, usual in zip(indices, usual_memory(device, indices)):
-        own = torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
         free = told.get(_uuid(index), told.get(_physical(index)))
-        found.append(usual if free is None else free + own)
+        found.append(usual if free is None else free + sum(held(index) for held in HELD))
     return tuple(found)
 
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import comfy.model_management
+import torch
 
-from ...backend.client import planning
+from ...backend.client import measurements, planning, pool
 from ...backend.client.planning import RequestOf
 from ...backend.client.pool import Wanted
 from ...backend.config import ParallelConfig
@@ -17,6 +18,9 @@ from ...backend.planner.model_shape import ModelShape
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_plan
 from .progress import NodeStatus
+from .rank_weights import dynamic_weights, host_room
+
+measurements.HELD.append(dynamic_weights)
 
 
 def plan_for(
@@ -24,6 +28,7 @@ def plan_for(
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
     """Choose the ranks of a model as planning.plan_for does, with what it waits for under the node, and
     Cancel."""
+    _make_room(auto)
     with _watched() as watching:
         config, lines = planning.plan_for(auto, model, request, others, *watching)
     for line in lines:
@@ -33,8 +38,16 @@ def plan_for(
 
 def question_of(auto: AutoConfig, model: Wanted, request: RequestOf) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, as planning.question_of does, with Cancel."""
+    _make_room(auto)
     with _watched() as (check, show):
         return planning.question_of(auto, model, request, (), check, show)
+
+
+def _make_room(auto: AutoConfig):
+    """Have room for the processes that measure GPUs, which are ranks too; where ranks run, they did."""
+    gpus_here = torch.cuda.device_count()
+    if pool.launched() is None and auto.base.resolve_device(gpus_here) == "cuda":
+        host_room().make_for_start(auto.devices(gpus_here))
 
 
 @contextmanager

@@ -79,6 +79,16 @@ def host_room() -> Room:
     return Room(comfy.model_management, local_gpus() if on_gpu else {})
 
 
+def dynamic_weights(index: int) -> int:
+    """Count what ComfyUI's dynamic models (0.33) hold of a GPU, outside of torch's allocator. They leave when
+    room is made, as ModelPatcherDynamic.get_free_memory counts on."""
+    if not getattr(getattr(comfy, "memory_management", None), "aimdo_enabled", False):
+        return 0
+    from comfy_aimdo.model_vbar import vbars_analyze  # pyright: ignore[reportMissingImports]  # ComfyUI's
+
+    return vbars_analyze(index)
+
+
 def entries(loaded: Loaded, welcome: Welcome, free: Callable[[], bool]) -> list[RankWeights]:
     """Return an entry for each device of this machine that holds weights of a loaded transformer; ``free`` as
     in RankWeights."""

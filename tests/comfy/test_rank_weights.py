@@ -1,7 +1,9 @@
 """ComfyUI's own memory manager with weights of ranks in its list, on GPUs that are not there: their free
 memory is a number that models and ranks change."""
 
+import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ from fake_memory import GB
 with comfy_modules():
     import comfy.model_management as management
     import comfy.model_patcher
+    from parallel_dit.backend.client import measurements, pool
     from parallel_dit.backend.client.room import Room
+    from parallel_dit.backend.config import ParallelConfig
+    from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import Loaded, Welcome
-    from parallel_dit.nodes.host import handle, rank_weights
+    from parallel_dit.nodes.host import auto_plan, handle, rank_weights
     from parallel_dit.nodes.host.rank_weights import RankWeights
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -154,3 +159,32 @@ def test_sizes_are_those_of_each_device(free, monkeypatch):
     ram = rank_weights.device_name(CPU)
     (entry,) = rank_weights.entries(loaded, Welcome(2, "cpu", {}, [], [ram, ram]), lambda: True)
     assert (entry.load_device, entry.model_size()) == (CPU, 8 * GB)
+
+
+def test_dynamic_models_are_free_memory_to_auto(monkeypatch):
+    """They hold a whole GPU after a run, outside of torch's allocator, and leave for the ranks."""
+    analyzed = SimpleNamespace(vbars_analyze=lambda index: 20 * GB if index == 0 else 0)
+    monkeypatch.setitem(sys.modules, "comfy_aimdo.model_vbar", analyzed)
+    own = SimpleNamespace(aimdo_enabled=True)
+    monkeypatch.setattr(rank_weights.comfy, "memory_management", own, raising=False)
+    assert rank_weights.dynamic_weights in measurements.HELD
+    assert [rank_weights.dynamic_weights(index) for index in (0, 1)] == [20 * GB, 0]
+    own.aimdo_enabled = False
+    assert rank_weights.dynamic_weights(0) == 0
+
+
+@pytest.mark.parametrize(
+    "launched, device, asked", [(False, "cuda", [[0, 1]]), (True, "cuda", []), (False, "cpu", [])]
+)
+def test_what_measures_gpus_has_room(monkeypatch, launched, device, asked):
+    """Where ranks run, they did already."""
+    found = []
+    monkeypatch.setattr(auto_plan, "host_room", lambda: SimpleNamespace(make_for_start=found.append))
+    monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace() if launched else None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("plan_for", "question_of"):
+        monkeypatch.setattr(auto_plan.planning, name, lambda *_: (None, ()))
+        getattr(auto_plan, name)(
+            AutoConfig(base=ParallelConfig(device=device), gpus="2" * (device == "cpu")), None, None
+        )
+    assert found == 2 * asked

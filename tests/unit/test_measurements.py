@@ -96,3 +96,9 @@ def asked_for_free_memory(monkeypatch, uuids: list[str | None], visible: str | N
 )
 def test_free_memory_is_that_of_the_same_card(monkeypatch, uuids, visible, free):
     assert asked_for_free_memory(monkeypatch, uuids, visible) == free
+
+
+def test_what_this_process_gives_back_is_free(monkeypatch):
+    """Of torch's allocator and of ComfyUI's, which the nodes add."""
+    monkeypatch.setattr(measurements, "HELD", [lambda index: 100 * MIB, lambda index: index * MIB])
+    assert asked_for_free_memory(monkeypatch, ["bbbb-2", "aaaa-1"]) == [2100, 1101]
