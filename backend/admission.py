@@ -188,9 +188,10 @@ class Admission:
     ) -> Prepared:
         """Return what ``prepare`` makes of a request where every rank has room for it. A call like the one
         before needs no round. ``parked``: the model's weights have to come back first; ``lacks``: bytes
-        of LoRAs beside quantized weights that ``prepare`` has no room for. Raises OutOfRoom."""
+        of LoRAs beside quantized weights that come back too, or that ``prepare`` has no room for. Raises
+        OutOfRoom."""
         if parked:
-            self.check(planned and planned.with_weights(), asking=message.asking)
+            self.check(planned and planned.with_weights(), asking=message.asking, lacks=lacks())
         about = _about(message)
         if about is not None and about == self._admitted and not message.asking:
             return prepare()

@@ -95,11 +95,19 @@ class Worker:
         """Return what ``prepare`` makes where every rank has room. Raises OutOfRoom."""
         model = self.engine.models[message.model]
         stack = self.engine.stacks.get(message.model, ())
+        parked = model.parked
 
         def lacks() -> int:
+            if model.parked:
+                return model.lora_bytes(model.weights.stack)
             return 0 if model.weights.stack == stack else model.lora_bytes(stack)
 
-        return self.admission.prepare(message, prepare, model.parked, planned, lacks)
+        try:
+            return self.admission.prepare(message, prepare, parked, planned, lacks)
+        except OutOfRoom:
+            if parked:  # again on every rank: some have their weights back, others had no room for them
+                self.engine.park(model)
+            raise
 
     def _guarded(self, run):
         """Run; where memory runs out, say so with numbers. One rank alone goes on. Raises OutOfRoom."""

@@ -63,11 +63,12 @@ class LoadedModel:
         self.parked = True
 
     def unpark(self, device: torch.device):
-        """Move parked weights back to ``device``."""
+        """Move parked weights back to ``device``. Where its memory runs out, some are there, and all count as
+        not parked, so that ``park`` takes those."""
         if self.parked:
+            self.parked = False
             parking.to_device(self.modules, device, self.cache.offloaded)
             self.cache.offload()
-        self.parked = False
 
     def lora_bytes(self, stack: Stack, whole: bool = False) -> int:
         """Count the bytes of LoRAs beside the quantized weights of this rank, or of the ``whole`` model."""

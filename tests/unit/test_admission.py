@@ -14,7 +14,6 @@ from live_memory import LiveMemory
 from tiny import golden_request, write_checkpoint
 from variants import request, write
 
-from backend import admission as admissions
 from backend.admission import Admission, OutOfRoom, RankRoom, short_ranks
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -329,22 +328,16 @@ def test_who_can_make_no_room_is_told_what_would_fit(wan):
 
 
 def test_parked_weights_count(flux):
-    """A request that fits beside its weights, but not together with them."""
+    """A request that fits beside its weights, not together with them, or with LoRAs that come with them."""
     sample, _ = golden_request("euler_simple")
 
-    def act(parked, rank, dispatcher, memory):
-        admission = Admission(ParallelConfig(), dispatcher, memory)
-        planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16)
-        return admission.prepare(sample, lambda: "prepared", parked, planned)
+    def act(free, parked, loras):
+        def prepare(rank, dispatcher, memory):
+            admission = Admission(ParallelConfig(), dispatcher, memory)
+            planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16)
+            return admission.prepare(sample, lambda: "prepared", parked, planned, lambda: loras)
 
-    assert on_ranks(gpus(10), partial(act, False))[0] == ["prepared"]
-    assert isinstance(on_ranks(gpus(10), partial(act, True))[0][0], OutOfRoom)
+        return on_ranks(gpus(free), prepare)[0][0]
 
-
-def test_memory_that_runs_out_in_between_is_said_with_numbers():
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    alone = admissions.ran_out(0, 1, FakeMemory(GB, GB), error)
-    among = admissions.ran_out(1, 2, FakeMemory(GB), error)
-    assert isinstance(alone, OutOfRoom) and not isinstance(among, OutOfRoom)
-    assert "rank 0 ran out of memory" in str(alone) and "2.00 GB free" in str(alone)
-    assert "rank 1 ran out of memory" in str(among) and "Tried to allocate 2.00 GiB" in str(among)
+    assert act(10, False, 0) == act(40, True, 0) == "prepared"
+    assert all(isinstance(refused, OutOfRoom) for refused in (act(10, True, 0), act(40, True, 30 * GB)))

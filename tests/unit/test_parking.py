@@ -11,6 +11,7 @@ from fake_memory import GB, FakeMemory
 from quantized import write_gguf, write_scaled
 from tiny import BLOCKS, golden_request, save_whole, shallow_flux, weights_module
 
+from backend.admission import OutOfRoom, ran_out
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import parking
@@ -116,12 +117,64 @@ def worker(ranks: int) -> Worker:
     return rank
 
 
+def test_memory_that_runs_out_in_between_is_said_with_numbers():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    alone = ran_out(0, 1, FakeMemory(GB, GB), error)
+    among = ran_out(1, 2, FakeMemory(GB), error)
+    assert isinstance(alone, OutOfRoom) and not isinstance(among, OutOfRoom)
+    assert "rank 0 ran out of memory" in str(alone) and "2.00 GB free" in str(alone)
+    assert "rank 1 ran out of memory" in str(among) and "Tried to allocate 2.00 GiB" in str(among)
+
+
 @pytest.mark.parametrize("ranks, error", [(1, "OutOfRoom"), (2, "OutOfMemory")])
 def test_memory_that_runs_out_ends_a_rank_only_where_another_waits(ranks, error):
     rank = worker(ranks)
     with pytest.raises(Exception, match="rank 0 ran out of memory .* 2.00 GB free") as raised:
         rank.run_sample(Sample("m", "euler", 1.0, 7), Callbacks())
     assert type(raised.value).__name__ == error and rank.engine.memory.released == 1
+
+
+@pytest.mark.parametrize("parked", [True, False])
+def test_a_refused_request_leaves_all_ranks_parked_or_none(parked):
+    """One had no room for its weights, others have theirs back: they must enter the next rounds alike."""
+    rank, parks = worker(2), []
+
+    def refuse(message, prepare, was_parked, planned, lacks):
+        assert was_parked == parked and lacks() == (GB if parked else 0)
+        model.parked = False
+        raise OutOfRoom("rank 1 lacks memory", {1: GB})
+
+    held = SimpleNamespace(stack=())
+    model = SimpleNamespace(parked=parked, weights=held, lora_bytes=lambda stack: GB)
+    rank.engine.models["m"], rank.engine.park = model, parks.append
+    rank.admission.prepare = refuse
+    with pytest.raises(OutOfRoom):
+        rank.run_sample(Sample("m", "euler", 1.0, 7), Callbacks())
+    assert parks == ([model] if parked else [])
+
+
+def test_weights_that_came_back_in_part_are_parked_whole(files, monkeypatch):
+    """The meta device is the host here."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(files["plain"]), "bf16")
+    model = engine.models["tiny"]
+
+    def to_host(modules, pinned):
+        for module in modules:
+            module.to("meta")
+
+    def runs_out(modules, device, but):
+        model.transformer.x_embedder.to_empty(device=device)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(parking, "to_host", to_host)
+    monkeypatch.setattr(parking, "to_device", runs_out)
+    engine.park(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.ready("tiny")
+    assert not model.transformer.x_embedder.weight.is_meta
+    engine.park(model)
+    assert model.parked and all(parameter.is_meta for parameter in model.transformer.parameters())
 
 
 @pytest.mark.parametrize("shared, released", [([0], 1), ([1], 0), ([], 0)])
