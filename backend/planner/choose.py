@@ -83,16 +83,22 @@ class Option:
         return replace(self, plan=replace(self.plan, compile="blocks" if pays else "off"))
 
 
+#: Said where one model fits, and not all of a graph.
+TURNS = (
+    "models take turns: those of this graph do not fit together, so one waits in host memory for the other"
+)
+
+
 @dataclass(frozen=True)
 class Choice:
     """The option to take, the next ones of other methods, and one GPU's estimate (None where it cannot run
-    there). note: how the GPUs differ, or empty."""
+    there). notes: how the GPUs differ, and whether models take turns."""
 
     option: Option
     runners_up: tuple[Option, ...]
     one: Option
     method: str
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def plan(self) -> ParallelConfig:
@@ -101,12 +107,15 @@ class Choice:
 
     @property
     def lines(self) -> list[str]:
-        """One line for the choice, one for GPUs that differ, and one for each runner-up."""
+        """One line for the choice, one for each note, and one for each runner-up."""
         chosen = self.option.with_compile
         kind = f"same result as one {chosen.unit}" if is_exact(chosen.plan) else "PipeFusion drifts a little"
         first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}."
-        notes = [self.note] if self.note else []
-        return [first, *notes, *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up)]
+        return [
+            first,
+            *self.notes,
+            *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up),
+        ]
 
     def _figures(self, option: Option) -> str:
         memory = f"about {_gb(option.bytes)} of {_gb(option.room)} per {option.unit}"
@@ -172,13 +181,18 @@ class Question:
 
 def choose(question: Question, method: str = AUTO, running: ParallelConfig | None = None) -> Choice:
     """Choose a plan. ``running``: the one that the ranks have, which stays where the best is hardly faster.
-    ConfigError, with the numbers, where nothing fits."""
+    Models of GPUs that do not fit together take turns. ConfigError, with the numbers, where nothing fits."""
     options = question.options(method == EXACT)
     ordered = ranked(options, method)
+    notes = (question.machine.line,) if question.machine.line else ()
+    if not ordered and question.others and not question.machine.on_host:
+        options = replace(question, others=()).options(method == EXACT)
+        ordered = ranked(options, method)
+        notes += (TURNS,)
     if not ordered:
         raise ConfigError(_why_not(question, options))
     best = _kept(ordered, running, method) or ordered[0]
-    return Choice(best, _runners_up(ordered, best), _one_of(options), method, question.machine.line)
+    return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes)
 
 
 def ranked(options: list[Option], method: str = AUTO) -> list[Option]:
