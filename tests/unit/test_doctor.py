@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import doctor
 import doctor_checks
@@ -11,34 +10,12 @@ import doctor_runs
 import doctor_steps
 import pytest
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, OutOfTime
+from doctor_checks import OK, PROBLEM, WARNING
 from doctor_facts import WHEELS, Facts, Gpu, Torch, Wheel, tried
+from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 
 from backend.config import ParallelConfig
-from backend.planner.machine import Machine
-from backend.protocol import BackendError, Loaded, RefusedError, Result, Sample
-
-TORCH = Torch("2.9.0", "12.8", "", ("sm_80", "sm_90", "compute_90"), "2.27.3", True)
-GPU = Gpu(0, "H100", 80 << 30, 79 << 30, (9, 0))
-MODE = {
-    **{"index": "0", "name": "H100", "driver_version": "580.1", "compute_mode": "Default"},
-    **{"mig.mode.current": "Disabled", "pcie.link.width.current": "16", "pcie.link.width.max": "16"},
-}
-
-
-def machine(**changes) -> Facts:
-    """A healthy machine with two GPUs, with ``changes``."""
-    gpus = [GPU, Gpu(1, "H100", 80 << 30, 79 << 30, (9, 0))]
-    healthy = dict(python=(3, 12, 1), platform="linux", system="Linux", unmet=[], torch=TORCH, gpus=gpus)
-    healthy |= dict(driver=[MODE, {**MODE, "index": "1"}], peers=[[True, True], [True, True]])
-    healthy |= dict(shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16)
-    healthy |= dict(host_memory=64 << 30, open_files=65536, loopback="", variables={})
-    healthy |= dict(wheels={"diffusers": Wheel("0.42.1")})
-    return Facts(**healthy | changes)
-
-
-def said(facts: Facts, check: str) -> list[tuple[str, str]]:
-    return [(each.status, each.text) for each in doctor_checks.quick(facts) if each.check == check]
+from backend.protocol import Loaded, Result, Sample
 
 
 def test_a_healthy_machine_has_no_findings_but_ok():
@@ -179,82 +156,6 @@ def test_the_report_has_every_finding_and_fact(monkeypatch, tmp_path, capsys, ch
     assert {each["check"] for each in report["findings"]} == set(doctor_checks.CHECKS)
     assert report["facts"]["gpus"][1]["capability"] == [9, 0] and report["facts"]["topology"] == "GPU0 NV18"
     assert f"{status} problems, 0 warnings" in capsys.readouterr().out
-
-
-class StubLab:
-    """Ranks that answer at once: those of tensor parallelism wrongly, those of a ring not at all."""
-
-    device = "cpu"
-    ranks = 2
-    size = doctor_lab.SIZES["cpu"]
-
-    def __init__(self, is_late=False):
-        self.is_late = is_late
-        self.closed = False
-
-    def check(self):
-        if self.is_late:
-            raise OutOfTime("not run: the 10 minutes are over")
-
-    def kept(self, key, make):
-        return make()
-
-    def tiny(self, family):
-        noise = torch.ones(1, 4)
-        sample = Sample("", "euler", 3.0, 0, tensors={"noise": noise, "latent": noise})
-        return Path(family), sample, noise
-
-    def flux(self):
-        return Path("flux")
-
-    def quantized(self, kind):
-        return Path(kind)
-
-    def request(self, path, steps, guided=False, batch=1):
-        return self.tiny("flux")[1]
-
-    def released(self, family):
-        return Path(family), lambda steps: self.tiny(family)[1], "two blocks"
-
-    def waits(self):
-        return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}]
-
-    def kernel_rows(self):
-        case = {"kernel": "sdpa", "head_size": 256, "masked": True}
-        return [{**case, "seconds": 1.0, "distance": 0.0, "own": True}], ""
-
-    def plain_request(self, steps):
-        return self.tiny("flux")[1]
-
-    def run(self, config, path, sample, dtype="default", matmul="auto"):
-        if config.ring_degree > 1:
-            raise BackendError("rank 1 ended")
-        if matmul == "native":
-            raise RefusedError("comfy-kitchen is not installed")
-        samples = torch.ones_like(sample.tensors["noise"])
-        samples[0, 0] += (1e-2 if dtype == "bf16" else 0) + (1e-2 if config.tensor_parallel_degree > 1 else 0)
-        return doctor_lab.Run(samples, 1.0)
-
-    def step_seconds(self, config, path, request, **how):
-        run = self.run(config, path, request(2), **how)
-        return 1.0 / (1 + (config.world_size > 1)), run
-
-    def distance_from_comfyui(self, family, samples, golden):
-        return (samples - golden).abs().max().item()
-
-    def machine(self):
-        return Machine("CPU", 1e12, 1e12, 1e10, 1e9, {2: 1e9})
-
-    def fresh(self):
-        raise OSError("the disk is full")
-
-    def close(self):
-        self.closed = True
-
-
-def full_findings(lab, *arguments):
-    chosen = doctor.options(["--full", *arguments])
-    return list(doctor_runs.full(chosen, machine(), lab))
 
 
 def test_full_compares_every_method_and_one_failure_stops_no_other():

@@ -1,0 +1,112 @@
+"""Machines and ranks that are not here, for the tests of scripts/doctor.py."""
+
+from pathlib import Path
+
+import doctor
+import doctor_checks
+import doctor_lab
+import doctor_runs
+import torch
+from doctor_checks import OutOfTime
+from doctor_facts import Facts, Gpu, Torch, Wheel
+
+from backend.planner.machine import Machine
+from backend.protocol import BackendError, RefusedError, Sample
+
+TORCH = Torch("2.9.0", "12.8", "", ("sm_80", "sm_90", "compute_90"), "2.27.3", True)
+GPU = Gpu(0, "H100", 80 << 30, 79 << 30, (9, 0))
+MODE = {
+    **{"index": "0", "name": "H100", "driver_version": "580.1", "compute_mode": "Default"},
+    **{"mig.mode.current": "Disabled", "pcie.link.width.current": "16", "pcie.link.width.max": "16"},
+}
+
+
+def machine(**changes) -> Facts:
+    """A healthy machine with two GPUs, with ``changes``."""
+    gpus = [GPU, Gpu(1, "H100", 80 << 30, 79 << 30, (9, 0))]
+    healthy = dict(python=(3, 12, 1), platform="linux", system="Linux", unmet=[], torch=TORCH, gpus=gpus)
+    healthy |= dict(driver=[MODE, {**MODE, "index": "1"}], peers=[[True, True], [True, True]])
+    healthy |= dict(shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16)
+    healthy |= dict(host_memory=64 << 30, open_files=65536, loopback="", variables={})
+    healthy |= dict(wheels={"diffusers": Wheel("0.42.1")})
+    return Facts(**healthy | changes)
+
+
+def said(facts: Facts, check: str) -> list[tuple[str, str]]:
+    return [(each.status, each.text) for each in doctor_checks.quick(facts) if each.check == check]
+
+
+class StubLab:
+    """Ranks that answer at once: those of tensor parallelism wrongly, those of a ring not at all."""
+
+    device = "cpu"
+    ranks = 2
+    size = doctor_lab.SIZES["cpu"]
+
+    def __init__(self, is_late=False):
+        self.is_late = is_late
+        self.closed = False
+
+    def check(self):
+        if self.is_late:
+            raise OutOfTime("not run: the 10 minutes are over")
+
+    def kept(self, key, make):
+        return make()
+
+    def tiny(self, family):
+        noise = torch.ones(1, 4)
+        sample = Sample("", "euler", 3.0, 0, tensors={"noise": noise, "latent": noise})
+        return Path(family), sample, noise
+
+    def flux(self):
+        return Path("flux")
+
+    def quantized(self, kind):
+        return Path(kind)
+
+    def request(self, path, steps, guided=False, batch=1):
+        return self.tiny("flux")[1]
+
+    def released(self, family):
+        return Path(family), lambda steps: self.tiny(family)[1], "two blocks"
+
+    def waits(self):
+        return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}]
+
+    def kernel_rows(self):
+        case = {"kernel": "sdpa", "head_size": 256, "masked": True}
+        return [{**case, "seconds": 1.0, "distance": 0.0, "own": True}], ""
+
+    def plain_request(self, steps):
+        return self.tiny("flux")[1]
+
+    def run(self, config, path, sample, dtype="default", matmul="auto"):
+        if config.ring_degree > 1:
+            raise BackendError("rank 1 ended")
+        if matmul == "native":
+            raise RefusedError("comfy-kitchen is not installed")
+        samples = torch.ones_like(sample.tensors["noise"])
+        samples[0, 0] += (1e-2 if dtype == "bf16" else 0) + (1e-2 if config.tensor_parallel_degree > 1 else 0)
+        return doctor_lab.Run(samples, 1.0)
+
+    def step_seconds(self, config, path, request, **how):
+        run = self.run(config, path, request(2), **how)
+        return 1.0 / (1 + (config.world_size > 1)), run
+
+    def distance_from_comfyui(self, family, samples, golden):
+        return (samples - golden).abs().max().item()
+
+    def machine(self):
+        return Machine("CPU", 1e12, 1e12, 1e10, 1e9, {2: 1e9})
+
+    def fresh(self):
+        raise OSError("the disk is full")
+
+    def close(self):
+        self.closed = True
+
+
+def full_findings(lab, *arguments):
+    chosen = doctor.options(["--full", *arguments])
+    return list(doctor_runs.full(chosen, machine(), lab))
