@@ -37,7 +37,10 @@ VARIABLES = {
 #: Packages that are not needed -> what they are for.
 OPTIONAL = {
     "flash-attn": "attention",
+    "flash_attn_3": "attention",
+    "flash-attn-4": "attention",
     "sageattention": "attention",
+    "sageattn3": "attention",
     "comfy-kitchen": "products of quantized layers on int8, fp8 and fp4 tensor cores",
     "gguf": "GGUF files",
 }

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -45,6 +46,8 @@ SMI_FIELDS = (
 VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "HSA_", "PARALLEL_DIT_")
 #: Variables that are no one else's business.
 SECRETS = ("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES")
+#: Version of a package without a distribution of its name.
+UNKNOWN = "of unknown version"
 IMPORT_SECONDS = 60.0
 SMI_SECONDS = 20.0
 
@@ -212,7 +215,7 @@ class Facts:
     @cached_property
     def wheels(self) -> dict[str, Wheel]:
         """Installed packages of WHEELS. Each is imported by a process of its own: a broken one may end it."""
-        here = [name for name, module in WHEELS.items() if _is_installed(module)]
+        here = [name for name in WHEELS if is_installed(name)]
         with ThreadPoolExecutor(max(1, self.cores)) as pool:
             return dict(zip(here, pool.map(tried, here)))
 
@@ -240,15 +243,23 @@ def tried(name: str) -> Wheel:
     return Wheel(version, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300])
 
 
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
+def is_installed(name: str) -> bool:
+    """Whether a package of WHEELS is here. Two of them share the folder flash_attn, which does not tell whose
+    it is: they need a distribution of their own."""
+    top = _top(WHEELS[name])
+    shared = Counter(map(_top, WHEELS.values()))[top] > 1
+    return importlib.util.find_spec(top) is not None and not (shared and _version(name) == UNKNOWN)
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+        return UNKNOWN
 
 
 def _plain(value):

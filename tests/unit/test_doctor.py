@@ -33,6 +33,12 @@ ILL: dict[str, tuple[dict, str, str, list[str]]] = {
         PROBLEM,
         ["flash-attn 2.8", "undefined symbol", "torch 2.9.0", "optional"],
     ),
+    "a broken flash-attn-4": (
+        dict(wheels={"flash-attn-4": Wheel("4.0", "No module named 'cutlass'")}),
+        "wheels",
+        PROBLEM,
+        ["flash-attn-4 4.0", "optional"],
+    ),
     "a slow import": (dict(wheels={"diffusers": Wheel("1", is_slow=True)}), "wheels", WARNING, ["diffusers"]),
     "torch without CUDA": (
         dict(gpus=[], torch=Torch("2.9.0+cpu", "", "", (), "", True)),
