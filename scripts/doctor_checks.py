@@ -117,8 +117,11 @@ def cuda(facts: Facts) -> Status:
         return WARNING, f"{name}: CUDA_VISIBLE_DEVICES hides every GPU; unset it"
     if driver:
         what = f"nvidia-smi finds {len(driver)} GPUs, but {name} (CUDA {built.cuda}) can use none"
+        what += f" ({facts.cuda_error})" if facts.cuda_error else ""
         driver_version = driver[0]["driver_version"]
         return PROBLEM, f"{what}; the driver {driver_version} may be too old for it: update the driver"
+    if facts.cuda_error:
+        return PROBLEM, f"{name} can use no GPU ({facts.cuda_error}); update the driver"
     return WARNING, f"{name}: no GPU, so ranks run on the CPU, which is for trying out"
 
 

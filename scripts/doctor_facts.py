@@ -143,7 +143,21 @@ class Facts:
         return subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS).stdout
 
     @cached_property
+    def cuda_error(self) -> str:
+        """Why no GPU of those that torch counts can be used; empty where there is none, or they can. It
+        counts by the driver's own library, which an old driver has, too."""
+        if not torch.cuda.device_count():
+            return ""
+        try:
+            torch.cuda.init()
+        except Exception as error:  # of several classes
+            return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        return ""
+
+    @cached_property
     def gpus(self) -> list[Gpu]:
+        if self.cuda_error:
+            return []
         indices = list(range(torch.cuda.device_count()))
         free = measurements.free_memory("cuda", indices) if indices else ()
         found = [torch.cuda.get_device_properties(index) for index in indices]

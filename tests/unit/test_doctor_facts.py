@@ -1,7 +1,11 @@
 """What scripts/doctor.py reads of a machine, from packages and drivers that are not here."""
 
+import doctor_checks
 import pytest
+import torch
+from doctor_checks import PROBLEM
 from doctor_facts import is_installed
+from doctor_stubs import machine
 
 
 @pytest.mark.parametrize("installed, other", [("flash-attn", "flash-attn-4"), ("flash-attn-4", "flash-attn")])
@@ -14,3 +18,19 @@ def test_one_flash_attention_does_not_stand_for_another(monkeypatch, tmp_path, i
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {installed}\nVersion: 2.8.3\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert is_installed(installed) and not is_installed(other)
+
+
+def test_a_driver_that_is_too_old_is_one_problem(monkeypatch):
+    """torch counts GPUs by the driver, and raises once it uses one."""
+
+    def too_old(*_):
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", too_old)
+    facts = machine()
+    del facts.gpus
+    problems = [each for each in doctor_checks.quick(facts) if each.status == PROBLEM]
+    assert [each.check for each in problems] == ["CUDA"]
+    assert "11040" in problems[0].text and "update the driver" in problems[0].text
