@@ -191,9 +191,17 @@ def modes(facts: Facts) -> Iterator[Status]:
             yield PROBLEM, f"{where} is cut by MIG, between whose parts NCCL cannot send; switch MIG off"
         width, most = gpu["pcie.link.width.current"], gpu["pcie.link.width.max"]
         if width.isdecimal() and most.isdecimal() and int(width) < int(most):
-            yield WARNING, f"{where} has {width} of {most} PCIe lanes: see to its slot and riser"
+            yield _lanes(where, int(width), int(most), len(facts.driver))
     if facts.driver:
         yield OK, "compute modes, MIG and PCIe lanes were looked at"
+
+
+def _lanes(where: str, width: int, most: int, count: int) -> Status:
+    """Judge a GPU that has fewer PCIe lanes than it can use, among ``count`` GPUs."""
+    text = f"{where} has {width} of {most} PCIe lanes"
+    if count > 1 and 2 * width >= most:
+        return OK, f"{text}, as usual on boards that share lanes among GPUs"
+    return WARNING, f"{text}: see to its slot and riser"
 
 
 def shared_memory(facts: Facts) -> Status:

@@ -32,6 +32,8 @@ BF16_RATIO = 3.0
 #: Bytes/s between two GPUs below which the exact methods that send most do not pay.
 SLOW_LINK = 6e9
 QUANTIZED = ("float8_e4m3fn", "int8_tensorwise")
+#: Words of refusals that no package and no setting changes (quantization/matmul.py).
+OF_GPUS = ("compute capability", "only NVIDIA GPUs")
 POLL_SECONDS = 0.02
 
 Found = Iterator[Finding]
@@ -200,7 +202,9 @@ def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
     try:
         own, run = _timed_file(lab, kind, matmul)
     except RefusedError as refusal:
-        yield Finding("quantized", WARNING, f"{kind}, {matmul}: not possible ({refusal})")
+        is_of_gpu = any(words in str(refusal) for words in OF_GPUS)
+        status = OK if is_of_gpu else WARNING
+        yield Finding("quantized", status, f"{kind}, {matmul}: not possible ({refusal})")
         return
     distance = relative(run.samples, wanted.samples)
     text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s"

@@ -1,0 +1,31 @@
+"""What scripts/doctor.py --full makes of what ranks answer."""
+
+import pytest
+import torch
+from doctor_checks import OK, WARNING
+from doctor_stubs import MODE, StubLab, full_findings, machine, said
+
+from backend.protocol import RefusedError
+from backend.quantization import matmul
+
+
+@pytest.mark.parametrize("capability", [(8, 6), None], ids=["8.6", "AMD"])
+def test_a_gpu_without_float8_products_is_no_fault(monkeypatch, capability):
+    why = matmul._of_device(matmul.RULES["float8_e4m3fn"], "native", torch.device("cuda"), capability)
+
+    class Lab(StubLab):
+        def run(self, config, path, sample, dtype="default", matmul="auto"):
+            if matmul == "native":
+                raise RefusedError(f"native is not possible: {why}")
+            return super().run(config, path, sample, dtype, matmul)
+
+    lab = Lab()
+    found = [each for each in full_findings(lab, "--only", "quantized") if "native" in each.text]
+    assert why and {each.status for each in found} == {OK}
+
+
+@pytest.mark.parametrize("width, count, status", [("8", 2, OK), ("4", 2, WARNING), ("8", 1, WARNING)])
+def test_boards_share_lanes_among_gpus(width, count, status):
+    driver = [{**MODE, "pcie.link.width.current": width}] * count
+    ((found, text), *_) = said(machine(driver=driver), "GPU modes")
+    assert found == status and f"{width} of 16" in text
