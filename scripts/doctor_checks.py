@@ -31,6 +31,10 @@ VARIABLES = {
     ),
     "NCCL_SHM_DISABLE": ("0", "GPUs without peer access send through a socket; unset it"),
     "NCCL_SOCKET_IFNAME": ("", "NCCL meets on that interface, which has to exist; unset it on one machine"),
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (
+        "0",
+        "models in float32 multiply in TF32, which keeps 10 bits of the mantissa; unset it if they need more",
+    ),
     "CUDA_LAUNCH_BLOCKING": ("0", "every kernel is waited for, which is for debugging alone; unset it"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("0", "every tensor asks CUDA for memory; unset it"),
 }

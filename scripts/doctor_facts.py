@@ -43,7 +43,10 @@ SMI_FIELDS = (
     *("pcie.link.width.current", "pcie.link.width.max"),
 )
 #: Variables that change what ranks and NCCL do.
-VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "HSA_", "PARALLEL_DIT_")
+VARIABLE_PREFIXES = (
+    *("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "HSA_", "PARALLEL_DIT_"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+)
 #: Variables that are no one else's business.
 SECRETS = ("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES")
 #: Version of a package without a distribution of its name.

@@ -29,6 +29,9 @@ BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
 sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
 #: A load or a request that takes longer hangs: they take seconds.
 RUN_SECONDS = 150.0
+#: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
+#: no float32 limit bears. cuDNN does that by default, and containers ask for it. Ranks inherit them.
+PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
 #: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
 BLOCKS = 2
 #: Fields of ParallelConfig that travel with each request.
@@ -99,6 +102,8 @@ class Lab:
         self._kept: dict[tuple, Any] = {}
         if device == "cpu":  # a rank stands for a GPU: one thread each, or one rank takes the cores of all
             os.environ.setdefault("OMP_NUM_THREADS", "1")
+        else:
+            os.environ.update(PLAIN_FLOAT32)
 
     def close(self):
         """End the ranks and remove the files."""
