@@ -21,9 +21,13 @@ from backend.protocol import RefusedError
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
 FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
-#: Largest relative distance of exact methods from one rank in float32, and of stale keys and values, which
-#: random weights drift by (scripts/check_family.py).
-EXACT, STALE = 1e-5, 0.25
+#: Largest relative distance of exact methods from one rank in float32. GPUs choose other kernels for other
+#: shapes, which add in another order; a lost or exchanged token is off by far more.
+EXACT = {"cpu": 1e-5, "cuda": 1e-3}
+#: What is above this is to be reported: nobody has measured GPUs yet.
+USUAL = 1e-5
+#: The same of stale keys and values, which random weights drift by (scripts/check_family.py).
+STALE = 0.25
 #: Largest distance of one rank from ComfyUI's latent, in standard deviations: 1e-4 on the CPU; attention of
 #: random weights is sharp, and other kernels add in another order.
 COMFYUI = 2e-3
@@ -129,14 +133,19 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str) -> Found:
     stale = config.pipefusion_degree > 1 and config.patches > 1
     usual = relative(half, single)
     values = {"method": name, "family": family, "fp32": exact, "bf16": drift, "bf16_one_rank": usual}
+    most = STALE if stale else EXACT[lab.device]
+    limit = "stale keys and values" if stale else f"limit {most:g}"
+    text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit}), bf16 {drift:.1e} from float32"
+    text += f" (one rank in bf16: {usual:.1e})"
     status = OK
-    if exact > (STALE if stale else EXACT):
+    if not exact <= most:
         status = PROBLEM
+    elif exact > USUAL and not stale:
+        status = WARNING
+        text += f"; float32 is above {USUAL:g}, as on the CPU: other kernels explain it, please report it"
     elif drift > BF16_RATIO * usual + (STALE if stale else 0.0):
         status = WARNING
-    limit = "stale keys and values" if stale else f"limit {EXACT:g}"
-    text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit}), bf16 {drift:.1e} from float32"
-    yield Finding("methods", status, f"{text} (one rank in bf16: {usual:.1e})", values)
+    yield Finding("methods", status, text, values)
 
 
 def step_seconds(lab: Lab, guided: bool) -> float:

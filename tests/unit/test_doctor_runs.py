@@ -1,10 +1,13 @@
 """What scripts/doctor.py --full makes of what ranks answer."""
 
+import doctor_lab
+import doctor_runs
 import pytest
 import torch
-from doctor_checks import OK, WARNING
+from doctor_checks import OK, PROBLEM, WARNING
 from doctor_stubs import MODE, StubLab, full_findings, machine, said
 
+from backend.config import ParallelConfig
 from backend.protocol import RefusedError
 from backend.quantization import matmul
 
@@ -29,3 +32,27 @@ def test_boards_share_lanes_among_gpus(width, count, status):
     driver = [{**MODE, "pcie.link.width.current": width}] * count
     ((found, text), *_) = said(machine(driver=driver), "GPU modes")
     assert found == status and f"{width} of 16" in text
+
+
+@pytest.mark.parametrize(
+    "device, distance, status, says",
+    [
+        ("cpu", 5e-6, OK, "limit 1e-05"),
+        ("cpu", 1e-4, PROBLEM, "limit 1e-05"),
+        ("cuda", 5e-6, OK, "limit 0.001"),
+        ("cuda", 1e-4, WARNING, "float32 1.0e-04 from one rank"),
+        ("cuda", 1e-4, WARNING, "please report it"),
+        ("cuda", 1e-2, PROBLEM, "limit 0.001"),
+        ("cuda", float("nan"), PROBLEM, "inf from one rank"),
+    ],
+)
+def test_gpus_may_add_in_another_order(device, distance, status, says):
+    class Lab(StubLab):
+        def run(self, config, path, sample, dtype="default", matmul="auto"):
+            off = 1e-2 if dtype == "bf16" else distance * (config.world_size > 1)
+            return doctor_lab.Run(torch.ones(4) * (1 + off), 1.0)
+
+    lab = Lab()
+    lab.device = device
+    (found,) = doctor_runs._method(lab, "ulysses", ParallelConfig(ulysses_degree=2), "flux-dev")
+    assert found.status == status and says in found.text, found.text
