@@ -11,6 +11,7 @@ from doctor_facts import IMPORT_SECONDS, Facts
 
 from backend.client.dependencies import pip
 from backend.client.exit_report import LEAST_SHARED_MEMORY
+from backend.protocol import RefusedError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 #: Least versions (README.md).
@@ -286,6 +287,19 @@ def findings(name: str, check: Callable, subject) -> Iterator[Finding]:
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
         details = {"traceback": traceback.format_exc()}
         yield Finding(name, PROBLEM, f"this check failed ({what})", details)
+
+
+def possible(name: str, what: str, check: Callable, subject) -> Iterator[Finding]:
+    """Run one check of what ranks may refuse, as degrees that divide no heads or blocks of a model: that
+    is no fault. ``what``: the method, in words."""
+
+    def unless_refused(subject):
+        try:
+            yield from check(subject)
+        except RefusedError as refusal:
+            yield Finding(name, OK, f"{what}: not possible ({refusal})")
+
+    yield from findings(name, unless_refused, subject)
 
 
 def quick(facts: Facts, checks: dict | None = None) -> Iterator[Finding]:

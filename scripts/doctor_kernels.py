@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, Finding, findings
+from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, possible
 from doctor_lab import Lab, relative
 
 from backend.config import CHOICES, ParallelConfig
@@ -81,7 +81,7 @@ def compiled(lab: Lab) -> Found:
         configs["ulysses"] = ParallelConfig(ulysses_degree=lab.ranks)
     for name, config in configs.items():
         lab.check()
-        yield from findings("compiled", partial(_compiled, name=name, config=config), lab)
+        yield from possible("compiled", name, partial(_compiled, name=name, config=config), lab)
 
 
 def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:

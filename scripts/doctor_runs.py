@@ -9,7 +9,7 @@ from itertools import combinations
 
 import psutil
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb
+from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb, possible
 from doctor_facts import Facts
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
@@ -117,19 +117,16 @@ def all_methods(lab: Lab) -> Found:
     for name, config in methods(lab.ranks).items():
         for family in FAMILIES:
             lab.check()
-            yield from findings("methods", partial(_method, name=name, config=config, family=family), lab)
+            compared = partial(_method, name=name, config=config, family=family)
+            yield from possible("methods", f"{name}, {family}", compared, lab)
 
 
 def _method(lab: Lab, name: str, config: ParallelConfig, family: str) -> Found:
     path, sample, _ = lab.tiny(family)
     batch = in_batch(sample, max(2, lab.ranks))
     single, half = reference(lab, family, "fp32"), reference(lab, family, "bf16")
-    try:
-        exact = relative(lab.run(config, path, batch, "fp32").samples, single)
-        drift = relative(lab.run(config, path, batch, "bf16").samples, single)
-    except RefusedError as refusal:  # too few heads or blocks in a tiny model
-        yield Finding("methods", OK, f"{name}, {family}: not possible ({refusal})")
-        return
+    exact = relative(lab.run(config, path, batch, "fp32").samples, single)
+    drift = relative(lab.run(config, path, batch, "bf16").samples, single)
     stale = config.pipefusion_degree > 1 and config.patches > 1
     usual = relative(half, single)
     values = {"method": name, "family": family, "fp32": exact, "bf16": drift, "bf16_one_rank": usual}
@@ -181,7 +178,8 @@ def speed(lab: Lab) -> Found:
     yield Finding("speed", OK, text, {"method": "ceiling", "seconds": together, "speedup": ceiling})
     for name, config in configs.items():
         lab.check()
-        yield from findings("speed", partial(_speed, name=name, config=config, ceiling=ceiling), lab)
+        timed = partial(_speed, name=name, config=config, ceiling=ceiling)
+        yield from possible("speed", name, timed, lab)
 
 
 def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float) -> Found:
@@ -234,7 +232,7 @@ def memory(lab: Lab) -> Found:
     configs["pipefusion"] = ParallelConfig(pipefusion_degree=lab.ranks)
     for name, config in ({"one rank": ParallelConfig()} if lab.ranks == 1 else configs).items():
         lab.check()
-        yield from findings("memory", partial(_memory, name=name, config=config), lab)
+        yield from possible("memory", name, partial(_memory, name=name, config=config), lab)
 
 
 def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
@@ -247,8 +245,10 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
         pass  # too many ranks for so small a model: what they need is counted, too
     watch = Watch(lab, config)
     sample = lab.request(path, 2)
-    lab.run(config, path, sample)
-    most = watch.stop()
+    try:
+        lab.run(config, path, sample)
+    finally:
+        most = watch.stop()
     backend = lab.backend(config)
     shape = list(sample.tensors["noise"].shape[1:])
     model = backend.models[(str(path), "default", "auto")]

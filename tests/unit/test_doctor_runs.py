@@ -1,5 +1,9 @@
 """What scripts/doctor.py --full makes of what ranks answer."""
 
+import os
+import threading
+from types import SimpleNamespace
+
 import doctor_lab
 import doctor_runs
 import pytest
@@ -56,3 +60,28 @@ def test_gpus_may_add_in_another_order(device, distance, status, says):
     lab.device = device
     (found,) = doctor_runs._method(lab, "ulysses", ParallelConfig(ulysses_degree=2), "flux-dev")
     assert found.status == status and says in found.text, found.text
+
+
+def test_degrees_that_do_not_divide_a_model_are_no_problem():
+    """Five GPUs, for example: 24 heads are no multiple of them."""
+
+    class Lab(StubLab):
+        def run(self, config, path, sample, dtype="default", matmul="auto"):
+            if config.world_size > config.data_parallel_degree:
+                raise RefusedError("tensor_parallel_degree is 5, and there are 24 heads")
+            return doctor_lab.Run(torch.ones(4), 1.0)
+
+        def fresh(self):
+            """The ranks of nobody end."""
+
+        def backend(self, config):
+            return SimpleNamespace(welcome=SimpleNamespace(pids=[os.getpid()]))
+
+    lab = Lab()
+    lab.ranks = 5
+    found = full_findings(lab, "--only", "methods,speed,shapes,compiled,memory")
+    refused = [each for each in found if "24 heads" in each.text]
+    assert {each.check for each in refused} == {"methods", "speed", "shapes", "compiled", "memory"}
+    assert not [each for each in threading.enumerate() if isinstance(each, doctor_runs.Watch)]
+    assert {each.status for each in found} == {OK}
+    assert "tensor parallel, flux-dev: not possible" in str(refused)
