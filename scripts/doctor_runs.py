@@ -45,6 +45,8 @@ Found = Iterator[Finding]
 
 def methods(ranks: int) -> dict[str, ParallelConfig]:
     """Return every method that ``ranks`` ranks allow, and every pair of methods where they make a grid."""
+    if ranks == 1:
+        return {"one rank": ParallelConfig()}
     found = {"dp": ParallelConfig(data_parallel_degree=ranks)}
     found["ulysses"] = ParallelConfig(ulysses_degree=ranks)
     found["ring"] = ParallelConfig(ring_degree=ranks)
