@@ -5,7 +5,7 @@
 Every method and tiny family of the doctor runs on real ranks. From the second step on each synchronizing call
 is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves the others waiting
 in a collective. On the CPU the same requests run, and there is nothing to find. With --json each rank writes
-PREFIX.RANK: a list of {"method", "family", "steps", "waits": {"file:line": how often}}.
+PREFIX.RANK after every method: a list of {"method", "family", "steps", "waits": {"file:line": how often}}.
 """
 
 import argparse
@@ -15,9 +15,10 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -97,8 +98,8 @@ def write_models(folder: Path):
         tiny.write_checkpoint(folder / f"{family}.safetensors", family)
 
 
-def rank(ranks: int, device: str, folder: Path) -> list[dict]:
-    """Watch every method and family as this rank."""
+def rank(ranks: int, device: str, folder: Path, write: Callable[[list[dict]], None]) -> list[dict]:
+    """Watch every method and family as this rank; ``write`` gets what was found after each method."""
     import doctor_runs
     import families
 
@@ -115,7 +116,17 @@ def rank(ranks: int, device: str, folder: Path) -> list[dict]:
             if seen is not None:
                 found.append({"method": method, "family": family, **seen})
         mesh.close(groups)
+        write(found)
     return found
+
+
+def keep(found: list[dict], path: Path | None):
+    """Write what was found so far, whole at any time."""
+    if path is None:
+        return
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(found))
+    new.replace(path)
 
 
 def main():
@@ -130,10 +141,10 @@ def main():
         with tempfile.TemporaryDirectory(prefix="parallel-dit-waits-") as folder:
             write_models(Path(folder))
             common.spawn(__file__, chosen.ranks, chosen.device, folder)
-    found = rank(chosen.ranks, chosen.device, Path(os.environ[common.MODEL_VARIABLE]))
     number = os.environ["RANK"]
-    if chosen.json:
-        Path(f"{chosen.json}.{number}").write_text(json.dumps(found))
+    path = Path(f"{chosen.json}.{number}") if chosen.json else None
+    models = Path(os.environ[common.MODEL_VARIABLE])
+    found = rank(chosen.ranks, chosen.device, models, partial(keep, path=path))
     if number == "0":
         for line in found:
             print(line)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, possible
 from doctor_lab import Lab, relative
+from doctor_processes import Ended
 
 from backend.config import CHOICES, ParallelConfig
 from backend.protocol import RefusedError
@@ -60,9 +61,17 @@ def _head_sizes(lab: Lab) -> Found:
         status = PROBLEM if any(not row["distance"] < most for row in run) else OK
         cells = ", ".join(_cell(row) for row in own)
         yield Finding("kernels", status, f"{kernel} by head size: {cells}", {"rows": own})
-    if ended:
-        last = f"{rows[-1]['kernel']}, heads of {rows[-1]['head_size']}" if rows else "its start"
-        yield Finding("kernels", PROBLEM, f"benchmarks/kernels.py ended after {last}: {ended}")
+    last = f"{rows[-1]['kernel']}, heads of {rows[-1]['head_size']}" if rows else "its start"
+    yield from cut_short(lab, "kernels", f"benchmarks/kernels.py after {last}", ended)
+
+
+def cut_short(lab: Lab, check: str, what: str, ended: Ended) -> Found:
+    """Say why a program did not come to its end. Raises OutOfTime where the minutes are over."""
+    if ended.code == 0:
+        return
+    if ended.code is None:
+        lab.check()
+    yield Finding(check, PROBLEM, f"{what}: {ended.why}", {"stderr": ended.errors})
 
 
 def _cell(row: dict) -> str:

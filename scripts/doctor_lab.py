@@ -4,7 +4,6 @@ deadline. Tests give another Lab."""
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import doctor_processes
 import torch
 from doctor_checks import OutOfTime
+from doctor_processes import Ended
 from torch import Tensor
 
 from backend.client import measurements, pool
@@ -215,31 +216,29 @@ class Lab:
         sample = released_sizes.random_request(family)
         return path, partial(in_steps, sample), f"{BLOCKS} blocks, {released_sizes.in_words(family)}"
 
-    def waits(self) -> list[dict]:
-        """Run benchmarks/waits.py on as many ranks; return what they found. Raises TimeoutExpired, and
-        OSError with its last line where it fails."""
-        self.fresh()
+    def waits(self) -> tuple[list[dict], Ended]:
+        """Run benchmarks/waits.py on as many ranks; return what they found, and how it ended."""
         prefix = self.folder / "waits"
-        command = [sys.executable, BENCHMARKS / "waits.py", "--ranks", str(self.ranks)]
-        command += ["--device", self.device, "--json", str(prefix)]
-        left = max(1.0, min(2 * RUN_SECONDS, self.end - time.monotonic()))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left)
-        if done.returncode:
-            raise OSError(done.stderr.strip().rpartition("\n")[2] or f"waits.py ended with {done.returncode}")
+        ranks = ["--ranks", self.ranks]
+        ended = self._benchmark("waits.py", 2 * RUN_SECONDS, *ranks, "--json", prefix)
         files = [Path(f"{prefix}.{rank}") for rank in range(self.ranks)]
-        return [run for file in files for run in json.loads(file.read_text())]
+        return [run for file in files if file.exists() for run in json.loads(file.read_text())], ended
 
-    def kernel_rows(self) -> tuple[list[dict], str]:
-        """Run benchmarks/kernels.py; return its rows, and why it ended early, "" where it did not."""
-        self.fresh()  # its calls want the first GPU's memory
+    def kernel_rows(self) -> tuple[list[dict], Ended]:
+        """Run benchmarks/kernels.py; return its rows, and how it ended."""
         path = self.folder / "kernels.jsonl"
         path.write_text("")
-        command = [sys.executable, BENCHMARKS / "kernels.py", "--device", self.device, "--json", str(path)]
-        left = max(1.0, min(RUN_SECONDS, self.end - time.monotonic()))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left)
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        last = done.stderr.strip().rpartition("\n")[2]
-        return rows, (last or f"exit status {done.returncode}") if done.returncode else ""
+        ended = self._benchmark("kernels.py", RUN_SECONDS, "--json", path)
+        # a line that it has not ended is none
+        whole = path.read_text().rpartition("\n")[0]
+        return [json.loads(line) for line in whole.splitlines()], ended
+
+    def _benchmark(self, script: str, seconds: float, *options) -> Ended:
+        """Run one for so many seconds, or until the minutes are over."""
+        self.fresh()  # it wants the GPUs' memory
+        left = max(1.0, min(seconds, self.end - time.monotonic()))
+        command = [sys.executable, BENCHMARKS / script, "--device", self.device, *options]
+        return doctor_processes.run(command, left, self.folder)
 
     def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
         """Return a request for a Flux whose configuration is in the folder ``path``."""

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from doctor_checks import OK, WARNING, Finding, possible
+from doctor_kernels import cut_short
 from doctor_lab import Lab
 
 from backend.config import ParallelConfig
@@ -58,20 +59,24 @@ def _shape(
 
 def waits(lab: Lab) -> Found:
     """Waits of the host for a GPU in steady steps, of every method (benchmarks/waits.py)."""
-    runs = lab.waits()
+    runs, ended = lab.waits()
+    yield _waits(lab, runs)
+    yield from cut_short(lab, "waits", "benchmarks/waits.py", ended)
+
+
+def _waits(lab: Lab, runs: list[dict]) -> Finding:
+    """Say where steady steps wait."""
     if lab.device != "cuda":
-        yield Finding("waits", OK, f"{len(runs)} runs of steady steps; only CUDA can say what waits")
-        return
+        return Finding("waits", OK, f"{len(runs)} runs of steady steps; only CUDA can say what waits")
     places: Counter[str] = Counter()
     for run in runs:
         for place, times in run["waits"].items():
             places[f"{place} ({run['method']}, {run['family']})"] += times
     if not places:
-        yield Finding("waits", OK, f"{len(runs)} runs: no steady step waits for its GPU", {"runs": runs})
-        return
+        return Finding("waits", OK, f"{len(runs)} runs: no steady step waits for its GPU", {"runs": runs})
     listed = ", ".join(f"{place} {times}x" for place, times in places.most_common(8))
     text = f"steady steps wait for their GPU at {listed}: that costs speed, please report it"
-    yield Finding("waits", WARNING, text, {"runs": runs})
+    return Finding("waits", WARNING, text, {"runs": runs})
 
 
 def chart(found: Iterable[Finding], path: Path) -> bool:

@@ -9,12 +9,15 @@ import doctor_runs
 import torch
 from doctor_checks import OutOfTime
 from doctor_facts import Facts, Gpu, Torch, Wheel
+from doctor_processes import Ended
 
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, RefusedError, Sample
 
 TORCH = Torch("2.9.0", "12.8", "", ("sm_80", "sm_90", "compute_90"), "2.27.3", True)
 GPU = Gpu(0, "H100", 80 << 30, 79 << 30, (9, 0))
+#: A program that ran to its end.
+ENDED = Ended(0, 1.0)
 MODE = {
     **{"index": "0", "name": "H100", "driver_version": "580.1", "compute_mode": "Default"},
     **{"mig.mode.current": "Disabled", "pcie.link.width.current": "16", "pcie.link.width.max": "16"},
@@ -72,11 +75,11 @@ class StubLab:
         return Path(family), lambda steps: self.tiny(family)[1], "two blocks"
 
     def waits(self):
-        return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}]
+        return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
     def kernel_rows(self):
         case = {"kernel": "sdpa", "head_size": 256, "masked": True}
-        return [{**case, "seconds": 1.0, "distance": 0.0, "own": True}], ""
+        return [{**case, "seconds": 1.0, "distance": 0.0, "own": True}], ENDED
 
     def plain_request(self, steps):
         return self.tiny("flux")[1]

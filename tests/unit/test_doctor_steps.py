@@ -11,6 +11,8 @@ import tiny
 import torch
 import waits
 from doctor_checks import OK, PROBLEM, WARNING
+from doctor_processes import Ended
+from doctor_stubs import ENDED
 
 from backend.config import ParallelConfig
 from backend.parallel import mesh
@@ -22,7 +24,7 @@ class Ranks:
     device = "cpu"
 
     def waits(self):
-        return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}]
+        return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ class Kernels:
 
     device = "cuda"
 
-    def __init__(self, distance, ended=""):
+    def __init__(self, distance, ended=ENDED):
         self.distance = distance
         self.ended = ended
 
@@ -91,7 +93,7 @@ class Kernels:
         (Kernels(1e-3), [OK], "256 not possible"),
         (Kernels(0.5), [PROBLEM], "5e-01 off"),
         (Kernels(float("nan")), [PROBLEM], "nan off"),
-        (Kernels(1e-3, "Segmentation fault"), [OK, PROBLEM], "flash-attn, heads of 256: Segmentation fault"),
+        (Kernels(1e-3, Ended(-11, 1.0)), [OK, PROBLEM], "flash-attn, heads of 256: signal 11"),
     ],
     ids=["right", "wrong", "no numbers", "a crash"],
 )

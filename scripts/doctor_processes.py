@@ -1,0 +1,94 @@
+"""Programs that scripts/doctor.py --full runs besides its ranks. None outlives its time, nor the doctor."""
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+#: Programs that are told to end have this long, torchrun and its ranks among them; then they are killed.
+GRACE_SECONDS = 10.0
+#: Characters of a program's errors that are kept.
+MOST_ERRORS = 4000
+#: The last line of a traceback, of torch's ranks with their number.
+RAISED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+#: What torchrun raises wherever a rank has failed; it says nothing of why.
+OF_TORCHRUN = "ChildFailedError"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended. code: its exit status, None where its time was over; seconds: that time; errors:
+    the end of what it wrote to stderr."""
+
+    code: int | None
+    seconds: float
+    errors: str = ""
+
+    @property
+    def why(self) -> str:
+        """Why it failed: its signal, what it raised first, or its last words."""
+        if self.code is None:
+            return f"it did not end within {self.seconds:.0f} s"
+        if self.code < 0:
+            return f"signal {-self.code}"
+        raised = [each for each in RAISED.findall(self.errors) if OF_TORCHRUN not in each]
+        words = " ".join(self.errors.split()).strip("= ")
+        return raised[0][:400] if raised else words[-400:] or f"exit status {self.code}"
+
+
+def run(command: list, seconds: float, folder: Path) -> Ended:
+    """Run a program to its end, or for so many seconds. Its temporary files lie in ``folder``, which outlives
+    it. What it has started ends with it, and where an exception comes, as by Ctrl-C."""
+    with tempfile.TemporaryFile(dir=folder) as errors:
+        process = subprocess.Popen(
+            list(map(str, command)),
+            env={**os.environ, "TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process.pid)
+            process.wait()
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - MOST_ERRORS))
+        return Ended(code, seconds, errors.read().decode(errors="replace"))
+
+
+def _end(session: int):
+    """End the processes of a session: those in it, and what they started in sessions of their own."""
+    living = _members(session)
+    for each in living:
+        _signal(each.terminate)
+    psutil.wait_procs(living, GRACE_SECONDS)
+    living = {each for each in living | _members(session) if each.is_running()}
+    for each in living:
+        _signal(each.kill)
+    psutil.wait_procs(living, GRACE_SECONDS)
+
+
+def _members(session: int) -> set[psutil.Process]:
+    """Return the processes of a session and their descendants; torchrun gives each rank a session."""
+    found: set[psutil.Process] = set()
+    for each in psutil.process_iter():
+        try:
+            if os.getsid(each.pid) == session:
+                found |= {each, *each.children(recursive=True)}
+        except (OSError, psutil.Error):
+            continue  # it has ended
+    return found
+
+
+def _signal(send):
+    try:
+        send()
+    except psutil.Error:
+        pass  # it has ended

@@ -1,0 +1,104 @@
+"""Programs that scripts/doctor.py runs: how they end, and what is said of it."""
+
+import subprocess
+import sys
+
+import doctor_kernels
+import doctor_lab
+import doctor_processes
+import doctor_steps
+import psutil
+import pytest
+from doctor_checks import OK, PROBLEM, WARNING, OutOfTime, findings
+from doctor_processes import Ended
+
+#: Starts a process in a session of its own, as torchrun does a rank, which does not end when it is told to.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+time.sleep(600)
+"""
+CHILD = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_ranks_in_sessions_of_their_own_end_with_their_program(monkeypatch):
+    monkeypatch.setattr(doctor_processes, "GRACE_SECONDS", 2.0)
+    command = [sys.executable, "-c", PARENT, CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        processes = [psutil.Process(int(parent.stdout.readline())), psutil.Process(parent.pid)]
+        doctor_processes._end(parent.pid)
+        assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+
+def test_a_program_has_its_time_and_its_errors_are_kept(tmp_path):
+    slow = doctor_processes.run([sys.executable, "-c", "import time; time.sleep(600)"], 1.0, tmp_path)
+    assert slow.code is None and slow.why == "it did not end within 1 s"
+    wrong = "import sys; sys.exit('ValueError: no link')"
+    ended = doctor_processes.run([sys.executable, "-c", wrong], 600.0, tmp_path)
+    assert (ended.code, ended.why) == (1, "ValueError: no link")
+    where = "import sys, tempfile; sys.exit(tempfile.gettempdir())"
+    assert doctor_processes.run([sys.executable, "-c", where], 600.0, tmp_path).why == str(tmp_path)
+
+
+TORCHRUN = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "mesh.py", line 198, in _weights
+[rank1]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================
+waits.py FAILED
+============================================
+"""
+
+
+@pytest.mark.parametrize(
+    "ended, why",
+    [
+        (
+            Ended(1, 9.0, TORCHRUN),
+            "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:77",
+        ),
+        (Ended(1, 9.0, "====\nSignal 11 (SIGSEGV) received\n====\n"), "Signal 11 (SIGSEGV) received"),
+        (Ended(-9, 9.0), "signal 9"),
+        (Ended(3, 9.0), "exit status 3"),
+    ],
+    ids=["of a rank", "last words", "killed", "silent"],
+)
+def test_the_reason_is_what_a_rank_raised(ended, why):
+    assert ended.why.startswith(why)
+
+
+ROW = '{"kernel": "sdpa", "head_size": 64, "masked": false, "seconds": 1.0, "distance": 0.0, "own": true}\n'
+RUN = '[{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {}}]'
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    """A lab of two ranks whose programs write half of what they have to, and do not end."""
+
+    def run(command, seconds, folder):
+        (folder / "kernels.jsonl").write_text(ROW + ROW[:20])
+        (folder / "waits.1").write_text(RUN)
+        return Ended(None, seconds, "waiting for NCCL")
+
+    monkeypatch.setattr(doctor_processes, "run", run)
+    lab = doctor_lab.Lab("cpu", 2, 60.0)
+    yield lab
+    lab.close()
+
+
+@pytest.mark.parametrize("check", [doctor_kernels._head_sizes, doctor_steps.waits])
+def test_what_was_found_until_the_limit_is_told(lab, check):
+    found = list(findings("check", check, lab))
+    assert [each.status for each in found] == [OK, PROBLEM]
+    assert "did not end within" in found[1].text and found[1].values == {"stderr": "waiting for NCCL"}
+    lab.end = 0.0  # the minutes are over: nothing is wrong
+    found = list(findings("check", check, lab))
+    assert [each.status for each in found] == [OK, WARNING] and "minutes are over" in found[1].text
+    with pytest.raises(OutOfTime):
+        lab.check()
