@@ -25,6 +25,8 @@ DOCTOR = Path(__file__).resolve().parents[1] / "scripts" / "doctor.py"
 #: Lines of the report that are shown while it runs.
 LATEST = 12
 POLL_SECONDS = 0.2
+#: The doctor ends its ranks and programs within this; then it is killed.
+END_SECONDS = 40.0
 CANCELLING = "cancelling: the doctor ends"
 
 
@@ -113,7 +115,8 @@ def run(command: list[str]) -> list[str]:
 
 @contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen]:
-    """Start a process, which does not outlive the block. Its ranks end with it."""
+    """Start a process, which does not outlive the block. Told to end, the doctor first ends its ranks and
+    programs and removes its files."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     process = subprocess.Popen(
         command,
@@ -131,7 +134,11 @@ def started(command: list[str]) -> Iterator[subprocess.Popen]:
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _read(process: subprocess.Popen, lines: list[str]):

@@ -13,6 +13,7 @@ speeds next to it (.png). Ends with 1 where there is a problem.
 
 import argparse
 import json
+import signal
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -67,9 +68,17 @@ def draw(found: list, path: Path):
         print(f"wrote {path}")
 
 
+def end_in_order(number: int, frame):
+    """Handle SIGTERM by SystemExit, so that ranks, programs and files of --full go; a second one changes
+    nothing."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks; return the exit status: 1 where there is a problem."""
     chosen = options(arguments)
+    signal.signal(signal.SIGTERM, end_in_order)
     try:
         import doctor_checks as checks
         from doctor_facts import Facts

@@ -1,6 +1,8 @@
 """scripts/doctor.py's checks, on facts of machines that are not here."""
 
 import json
+import os
+import signal
 import sys
 
 import doctor
@@ -159,6 +161,14 @@ def test_a_package_is_imported_by_another_process(monkeypatch, tmp_path):
     assert "absent_module" in tried("absent").error
 
 
+@pytest.fixture(autouse=True)
+def own_signals():
+    """doctor.main handles SIGTERM of its process, which here is pytest's."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(("changes", "status"), [({}, 0), ({"loopback": "denied"}, 1)])
 def test_the_report_has_every_finding_and_fact(monkeypatch, tmp_path, capsys, changes, status):
     monkeypatch.setattr("doctor_facts.Facts", lambda: machine(topology="GPU0 NV18", **changes))
@@ -253,3 +263,24 @@ def test_a_lab_sends_what_a_configuration_asks_of_a_request(monkeypatch, tmp_pat
     assert (sent[0].num_pipeline_patch, sent[0].warmup_steps, sent[0].attention) == (4, 2, "sage")
     assert sent[0].model == "tiny"
     lab.close()
+
+
+def test_sigterm_ends_what_full_has_started(monkeypatch):
+    """As Cancel of the node sends it: Python's own answer leaves files and programs behind."""
+    monkeypatch.setattr("doctor_facts.Facts", lambda: machine(topology=""))
+    closed = []
+
+    def full(chosen, facts):
+        try:
+            yield doctor_checks.Finding("full", OK, "running")
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield doctor_checks.Finding("full", PROBLEM, "still running")
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(doctor_runs, "full", full)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or a failing test ends pytest
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--full"])
+    assert ended.value.code == 128 + signal.SIGTERM and closed
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
