@@ -30,6 +30,8 @@ BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
 sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
 #: A load or a request that takes longer hangs: they take seconds.
 RUN_SECONDS = 150.0
+#: The same of what measures links: about a second, and the start of its ranks, of a torch that is in memory.
+PROBE_SECONDS = 90.0
 #: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
 #: no float32 limit bears. cuDNN does that by default, and containers ask for it. Ranks inherit them.
 PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
@@ -140,9 +142,10 @@ class Lab:
         message = replace(sample, model=loaded.model, **{name: getattr(config, name) for name in PER_REQUEST})
         began = time.monotonic()
         result = backend.sample(message, should_cancel=lambda: time.monotonic() > began + RUN_SECONDS)
-        if result is None:
-            self.check()
-            raise TimeoutError(f"no answer within {RUN_SECONDS:.0f} s of {config.product}: the ranks hang")
+        if result is None:  # which is to be said even where the minutes are over
+            remedy = measurements.hang_remedy(self.device)
+            what = f"no answer within {RUN_SECONDS:.0f} s of {config.product}: the ranks hang"
+            raise TimeoutError(f"{what}; {remedy}" if remedy else what)
         notes = result.stats.get("notes", [])
         return Run(result.tensors["samples"], time.monotonic() - began, loaded.info, notes)
 
@@ -163,8 +166,9 @@ class Lab:
     def machine(self) -> Machine:
         """Measure rates and links anew: what is kept for this machine may be of better days."""
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
+            ranks = list(range(self.ranks))
             return measurements.machine_rates(
-                self.device, list(range(self.ranks)), self.check, lambda line: None
+                self.device, ranks, self.check, lambda line: None, longest=PROBE_SECONDS
             )
 
     # ------------------------------------------------------------------ models

@@ -16,6 +16,7 @@ from doctor_lab import Lab, in_batch, relative
 from doctor_steps import shapes, waits
 
 from backend import protocol
+from backend.client.measurements import UnmeasuredError
 from backend.config import AXES, ParallelConfig
 from backend.protocol import RefusedError
 
@@ -66,7 +67,12 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
 
 def links(lab: Lab) -> Found:
     """Rates and links, by the probe of auto."""
-    machine = lab.machine()
+    try:
+        machine = lab.machine()
+    except UnmeasuredError as error:
+        remedy = error.remedy or "see the problems above"
+        yield Finding("links", PROBLEM, f"ranks could not measure this machine ({error.why}); {remedy}")
+        return
     rates = f"{machine.gemm / 1e12:.2f} TFLOP/s, attention {machine.attention / 1e12:.2f} TFLOP/s"
     text = f"{lab.ranks} ranks on {machine.name}: {rates}, memory {machine.bandwidth / 1e9:.0f} GB/s"
     yield Finding("links", OK, text, machine.as_dict())

@@ -40,9 +40,30 @@ Check = Callable[[], None]
 Measured = TypeVar("Measured")
 
 
-def machine_rates(device: str, indices: list[int], check: Check, show: Callable[[str], None]) -> Machine:
+class UnmeasuredError(BackendError):
+    """The ranks that measure this machine failed. why: in words; remedy: what to try, empty where the doctor
+    is to say it."""
+
+    def __init__(self, why: str, remedy: str = ""):
+        self.why = why
+        self.remedy = remedy
+        first = remedy or "run python scripts/doctor.py, which says what is wrong with GPUs and links"
+        super().__init__(
+            f"Auto could not measure this machine ({why}); {first}, or set the degrees of Parallel Config by "
+            f"hand (method manual)."
+        )
+
+
+def machine_rates(
+    device: str,
+    indices: list[int],
+    check: Check,
+    show: Callable[[str], None],
+    longest: float = LONGEST_SECONDS,
+) -> Machine:
     """Return the rates of the devices ``indices`` ("cpu": so many ranks), measured once for each choice of
-    them. ``check`` is called ten times a second and may raise; ``show`` gets a line. Raises BackendError."""
+    them, in ``longest`` seconds at most. ``check`` is called ten times a second and may raise; ``show`` gets
+    a line. Raises UnmeasuredError."""
 
     def measure() -> dict:
         show(f"measuring the links of {len(indices)} ranks, once for this machine")
@@ -53,7 +74,7 @@ def machine_rates(device: str, indices: list[int], check: Check, show: Callable[
             out = private.path / "rates.json"
             probe = ["-m", "backend.probe", "--store", str(private.path / "store"), "--device", device]
             command = [*agent_command(len(indices), private.path), *probe, "--out", str(out)]
-            _run(command, replace(config, gpus=listed), device, check)
+            _run(command, replace(config, gpus=listed), device, check, longest)
             return json.loads(out.read_text())
         finally:
             private.close()
@@ -147,8 +168,14 @@ def _path(kind: str, key: list) -> Path:
     return cache_folder() / f"{kind}-{name}.json"
 
 
-def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
-    """Run a process of the backend to its end. Raises BackendError with its last words where it fails."""
+def _run(
+    command: list[str],
+    config: ParallelConfig,
+    device: str,
+    check: Check,
+    longest: float = LONGEST_SECONDS,
+):
+    """Run a process of the backend to its end. Raises UnmeasuredError with its last words where it fails."""
     environment = sanitized_environment(dict(os.environ), config, device)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -161,23 +188,32 @@ def _run(command: list[str], config: ParallelConfig, device: str, check: Check):
             start_new_session=True,
         )
         try:
-            deadline = time.monotonic() + LONGEST_SECONDS
+            deadline = time.monotonic() + longest
             while process.poll() is None and time.monotonic() < deadline:
                 check()
                 time.sleep(0.1)
+            hangs = process.poll() is None
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+        if hangs:
+            raise UnmeasuredError(f"its ranks did not answer within {longest:.0f} s", hang_remedy(device))
         if process.returncode:
             log.seek(0)
             lines = log.read().decode(errors="replace").strip().splitlines()
             last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
-            raise BackendError(
-                f"Auto could not measure this machine ({last}); run python scripts/doctor.py, which says "
-                f"what is wrong with GPUs and links, or set the degrees of Parallel Config by hand (method "
-                f"manual)."
-            )
+            raise UnmeasuredError(last)
+
+
+def hang_remedy(device: str) -> str:
+    """Say what to try where ranks do not answer; empty on the CPU, where nothing is known to hang."""
+    if device != "cuda":
+        return ""
+    return (
+        "GPUs that cannot reach each other's memory hang so in NCCL: set NCCL_P2P_DISABLE=1, or switch IOMMU "
+        "and ACS off in the BIOS, and see that /dev/shm has room"
+    )
 
 
 def _uuid(index: int) -> str:

@@ -61,6 +61,17 @@ def test_a_machine_that_cannot_be_measured_is_sent_to_the_doctor():
     assert sentence.index("doctor.py") < sentence.index("by hand") and sentence.count(". ") == 0
 
 
+@pytest.mark.parametrize("device, says", [("cuda", "NCCL_P2P_DISABLE=1"), ("cpu", "scripts/doctor.py")])
+def test_ranks_that_do_not_answer_are_said_to_hang(device, says):
+    """In one sentence; the doctor, whose probe it is, too, would send to itself."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(measurements.UnmeasuredError) as failure:
+        measurements._run(command, ParallelConfig(), device, lambda: None, longest=1.0)
+    sentence = str(failure.value)
+    assert "did not answer within 1 s" in sentence and says in sentence and sentence.count(". ") == 0
+    assert (failure.value.remedy == "") == (device == "cpu") and "by hand" in sentence
+
+
 #: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.
 SMI = "0, GPU-AAAA-1, 1000\n1, GPU-bbbb-2, 2000\n"
 MIB = 1 << 20
