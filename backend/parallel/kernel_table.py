@@ -40,7 +40,8 @@ class Kernel:
     empty for torch's own; install: what gets it. gpus: first and last compute capability of each run that has
     kernels. head_size: the largest; multiple: of which head sizes are multiples; head_sizes: those that there
     are, where they are few. lse: it returns the log-sum-exp, by which rings merge. exact: it computes in the
-    type of its inputs. torch_impl: the name under which torch.nn.attention activates it.
+    type of its inputs. rocm: torch for AMD's GPUs may have it. torch_impl: the name under which
+    torch.nn.attention activates it.
     """
 
     what: str
@@ -54,6 +55,7 @@ class Kernel:
     head_sizes: tuple[int, ...] = ()
     lse: bool = True
     exact: bool = True
+    rocm: bool = True
     torch_impl: str = ""
 
     def has_head(self, size: int) -> bool:
@@ -134,7 +136,14 @@ def _sage3(q, k, v, scale, lse):
 #: Name in ParallelConfig.attention -> kernel.
 KERNELS = {
     TORCH: Kernel("torch's own kernels (flash, cuDNN, memory-efficient)"),
-    "cudnn": Kernel("cuDNN's attention", _cudnn, gpus=(((8, 0), ANY),), head_size=128, multiple=8, lse=False),
+    "cudnn": Kernel(
+        *("cuDNN's attention", _cudnn),
+        gpus=(((8, 0), ANY),),
+        head_size=128,
+        multiple=8,
+        lse=False,
+        rocm=False,
+    ),
     "flash-attn": Kernel(
         *("FlashAttention 2", _flash, "flash_attn", "flash_attn_func", "pip install flash-attn"),
         gpus=(((8, 0), ANY),),
@@ -227,6 +236,11 @@ def _not_able(name, kernel, device, dtype, head_size, capabilities, ring) -> str
         return (
             f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; "
             f"set attention to auto."
+        )
+    if torch.version.hip and not kernel.rocm:
+        return (
+            f"attention is {name}, which has kernels for NVIDIA GPUs only, and torch {torch.__version__} is "
+            f"for AMD's; set attention to auto."
         )
     if dtype not in HALF:
         return (

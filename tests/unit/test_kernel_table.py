@@ -241,6 +241,15 @@ def test_a_package_of_that_name_without_the_function_is_named(monkeypatch):
     assert refusal and "cannot be imported (it has no flash_attn_func)" in refusal
 
 
+def test_cudnn_cannot_be_chosen_on_amd(monkeypatch):
+    """Its operator is there, and raises. AMD's GPUs have no compute capability to refuse by."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    refusal = unavailable("cudnn", "cuda", torch.bfloat16, 128)
+    assert refusal and "NVIDIA GPUs only" in refusal and "set attention to auto" in refusal
+    assert unavailable("sdpa", "cuda", torch.bfloat16, 128) is None
+    assert "is not installed" in (unavailable("flash-attn", "cuda", torch.bfloat16, 128) or "")
+
+
 @pytest.mark.parametrize(
     "fields, merges",
     [
