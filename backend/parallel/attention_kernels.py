@@ -87,10 +87,14 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     if mask is not None or q.dtype == torch.float32 or not has_flash(q.device):
+        dtype = q.dtype
+        if dtype == torch.bfloat16 and not has_flash(q.device):  # for which it has no kernel there
+            q, k, v = q.float(), k.float(), v.float()
+            mask = None if mask is None else mask.float()
         mask = None if mask is None else aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
         out, lse, *_ = efficient(q, k, v, mask, True, 0.0, False, scale=scale)
-        return out, lse[..., : q.shape[2]]  # this kernel pads the rows of lse to a multiple of 32
+        return out.to(dtype), lse[..., : q.shape[2]]  # this kernel pads the rows of lse to a multiple of 32
     row = kernel_of(kernel)
     if row.call is not None and fits(kernel, q, masked=False, lse=True):
         return row.call(q, k, v, scale, True)

@@ -164,10 +164,33 @@ def test_rings_on_gpus_before_ampere_have_no_flash_kernel(monkeypatch, capabilit
     efficient = kernel("efficient")
     monkeypatch.setattr(kernels, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     monkeypatch.setattr(kernels, "flash_of_torch", kernel("flash"))
-    q = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0", shape=(1, 2, 4, 8))
+    q = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0", shape=(1, 2, 4, 8), to=id)
     kernels._lse_kernel("auto", q, q, q, None, 1.0)
     kernels.has_flash.cache_clear()
     assert calls == [called]
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_rings_in_bf16_before_ampere_compute_in_float32(monkeypatch, is_masked):
+    """The memory-efficient kernel has none of bf16 there; stand-ins for the GPU and for the kernel."""
+    given = []
+
+    def efficient(q, k, v, mask, *_, **__):
+        given.extend(each.dtype for each in (q, k, v, mask) if each is not None)
+        return q, torch.zeros(1, 2, 32)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    kernels.has_flash.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(kernels, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    q = torch.ones(1, 2, 4, 8, dtype=torch.bfloat16).as_subclass(OnGpu)
+    mask = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16) if is_masked else None
+    out, lse = kernels._lse_kernel("auto", q, q, q, mask, 1.0)
+    kernels.has_flash.cache_clear()
+    assert set(given) == {torch.float32} and len(given) == 3 + is_masked
+    assert out.dtype == torch.bfloat16 and lse.shape == (1, 2, 4)
 
 
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 6), torch.bfloat16)])
