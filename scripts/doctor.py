@@ -62,9 +62,11 @@ def draw(found: list, path: Path):
     """Write the chart of --full, where anything was timed."""
     try:
         import doctor_steps
-    except ImportError:  # said already by --full itself
+
+        drawn = doctor_steps.chart(found, path)
+    except ImportError:  # of benchmarks or matplotlib; said already by --full itself
         return
-    if doctor_steps.chart(found, path):
+    if drawn:
         print(f"wrote {path}")
 
 

@@ -1,19 +1,18 @@
 """What scripts/doctor.py --full runs, as a list of functions of a Lab that return findings."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
-import psutil
+import doctor_lab
 import torch
 from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb, possible
 from doctor_facts import Facts
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
 from doctor_steps import shapes, waits
+from doctor_watch import Watch
 
 from backend import protocol
 from backend.client.measurements import UnmeasuredError
@@ -39,7 +38,6 @@ SLOW_LINK = 6e9
 QUANTIZED = ("float8_e4m3fn", "int8_tensorwise")
 #: Words of refusals that no package and no setting changes (quantization/matmul.py).
 OF_GPUS = ("compute capability", "only NVIDIA GPUs")
-POLL_SECONDS = 0.02
 
 Found = Iterator[Finding]
 
@@ -269,36 +267,6 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
     yield Finding("memory", status, text, {"method": name, "held": most, "planned": planned})
 
 
-class Watch(threading.Thread):
-    """Samples the memory of every rank: of its GPU, all of it, or of its process on the CPU."""
-
-    def __init__(self, lab: Lab, config: ParallelConfig):
-        super().__init__(daemon=True)
-        self.device = lab.device
-        self.pids = lab.backend(config).welcome.pids
-        self.done = threading.Event()
-        self.before = self.most = self.held()
-        self.start()
-
-    def held(self) -> list[int]:
-        """Return the bytes that each rank holds now."""
-        if self.device == "cpu":
-            return [psutil.Process(pid).memory_info().rss for pid in self.pids]
-        rooms = [torch.cuda.mem_get_info(index) for index in range(len(self.pids))]
-        return [total - free for free, total in rooms]
-
-    def run(self):
-        while not self.done.is_set():
-            self.most = [max(pair) for pair in zip(self.most, self.held())]
-            time.sleep(POLL_SECONDS)
-
-    def stop(self) -> list[int]:
-        """End; return the most above what was held at the start."""
-        self.done.set()
-        self.join()
-        return [most - before for most, before in zip(self.most, self.before)]
-
-
 #: Name -> run: those on one rank first, since other numbers of ranks start anew.
 RUNS: dict[str, Callable[[Lab], Found]] = {
     "links": links,
@@ -313,6 +281,10 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "shapes": shapes,
     "memory": memory,
 }
+
+
+#: Those that need no folder which the registry's archive leaves out (.comfyignore).
+ANYWHERE = ("links",)
 
 
 def in_time(lab: Lab, run: Callable[[Lab], Found]) -> Found:
@@ -333,6 +305,15 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
     if not names:
         known = ", ".join(RUNS)
         yield Finding("full", PROBLEM, f"--only {chosen.only} selects nothing; there are {known}")
+        return
+    missing = [path.name for path in (doctor_lab.BENCHMARKS, doctor_lab.SUPPORT) if not path.exists()]
+    if missing:
+        what = f"of --full only {', '.join(ANYWHERE)} can run: {' and '.join(missing)} are not in this folder"
+        yield Finding(
+            "full", WARNING, f"{what}, as in the registry's archive; clone the repository for the rest"
+        )
+        names = [name for name in names if name in ANYWHERE]
+    if not names:
         return
     lab = lab or Lab(*place(chosen.device, chosen.ranks, facts), chosen.minutes)
     yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")

@@ -1,9 +1,11 @@
 """What scripts/doctor.py --full makes of what ranks answer."""
 
 import os
+import sys
 import threading
 from types import SimpleNamespace
 
+import doctor
 import doctor_lab
 import doctor_runs
 import pytest
@@ -85,3 +87,18 @@ def test_degrees_that_do_not_divide_a_model_are_no_problem():
     assert not [each for each in threading.enumerate() if isinstance(each, doctor_runs.Watch)]
     assert {each.status for each in found} == {OK}
     assert "tensor parallel, flux-dev: not possible" in str(refused)
+
+
+@pytest.mark.parametrize("only, checks", [("", ["full", "full", "links", "links"]), ("methods", ["full"])])
+def test_the_registrys_archive_runs_links_alone(monkeypatch, tmp_path, only, checks):
+    """It has neither tests nor benchmarks."""
+    monkeypatch.setattr(doctor_lab, "BENCHMARKS", tmp_path / "benchmarks")
+    found = full_findings(StubLab(), "--only", only)
+    assert [each.check for each in found] == checks
+    assert [each.status for each in found] == [WARNING, *[OK] * (len(checks) - 1)]
+    assert "clone the repository" in found[0].text and "benchmarks" in found[0].text
+
+
+def test_no_chart_without_benchmarks_is_no_traceback(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "report", None)  # importing it fails
+    doctor.draw([], tmp_path / "speeds.png")

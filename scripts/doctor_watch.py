@@ -1,0 +1,42 @@
+"""The memory that ranks hold while scripts/doctor.py --full runs something."""
+
+import threading
+import time
+
+import psutil
+import torch
+from doctor_lab import Lab
+
+from backend.config import ParallelConfig
+
+POLL_SECONDS = 0.02
+
+
+class Watch(threading.Thread):
+    """Samples the memory of every rank: of its GPU, all of it, or of its process on the CPU."""
+
+    def __init__(self, lab: Lab, config: ParallelConfig):
+        super().__init__(daemon=True)
+        self.device = lab.device
+        self.pids = lab.backend(config).welcome.pids
+        self.done = threading.Event()
+        self.before = self.most = self.held()
+        self.start()
+
+    def held(self) -> list[int]:
+        """Return the bytes that each rank holds now."""
+        if self.device == "cpu":
+            return [psutil.Process(pid).memory_info().rss for pid in self.pids]
+        rooms = [torch.cuda.mem_get_info(index) for index in range(len(self.pids))]
+        return [total - free for free, total in rooms]
+
+    def run(self):
+        while not self.done.is_set():
+            self.most = [max(pair) for pair in zip(self.most, self.held())]
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> list[int]:
+        """End; return the most above what was held at the start."""
+        self.done.set()
+        self.join()
+        return [most - before for most, before in zip(self.most, self.before)]
