@@ -48,11 +48,14 @@ def trials(graph: dict, selected: str = "") -> dict:
 
 def options_to_try(question: Question, exact: bool = False) -> list[Option]:
     """Return the best plan that fits of each set of methods on all ranks, best first, then one rank alone:
-    ranks that start anew for it come last. ``exact``: of those whose result is one rank's."""
+    ranks that start anew for it come last. shard_weights, which saves memory and no time, is tried where the
+    same methods do not fit without it. ``exact``: of those whose result is one rank's."""
     fitting = sorted((each for each in question.options(exact) if each.fits), key=attrgetter("score"))
+    whole = {each.mechanisms for each in fitting}
     found: dict[frozenset, Option] = {}
     for option in fitting:
-        if option.plan.world_size == question.gpus > 1:
+        saves_nothing = option.plan.shard_weights and option.mechanisms - {"shard_weights"} in whole
+        if option.plan.world_size == question.gpus > 1 and not saves_nothing:
             found.setdefault(option.mechanisms, option)
     alone = [each for each in fitting if each.plan.world_size == 1]
     return [*list(found.values())[:MOST], *alone[:1]]

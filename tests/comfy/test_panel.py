@@ -70,10 +70,11 @@ def test_trials_have_the_shares_of_the_graph(comfy, config):
     *shared, alone = found["trials"]
     assert alone["name"] == "one rank" and alone["inputs"]["shares"] == ""
     assert len(shared) >= 3 and all("shares 70,30" in trial["name"] for trial in shared)
+    assert not any(trial["inputs"]["shard_weights"] for trial in shared), "all fit without it"
     for trial in shared:
         assert trial["inputs"]["shares"] == trial["prompts"][0]["2"]["inputs"]["shares"] == "70,30"
-    stages = [trial["inputs"]["pipefusion_degree"] for trial in shared]
-    assert set(stages) == ({1} if "method" in config else {1, 2})
+    (staged,) = (trial["inputs"] for trial in shared if trial["inputs"]["pipefusion_degree"] == 2)
+    assert (staged["num_pipeline_patch"] == 1) == ("method" in config), "one patch is exact"
 
 
 def test_trials_of_a_graph_without_a_config_get_one(comfy):
