@@ -74,7 +74,7 @@ def test_config_shows_one_number(comfy):
     assert {name for name, (_, options) in inputs.items() if not options.get("advanced")} == {
         *("gpus", "method", "device")
     }
-    assert list(inputs) == [*SAVED_WIDGETS, "method", "compile", "shares"]
+    assert list(inputs) == [*SAVED_WIDGETS, "method", "compile", "shares", "wire"]
     loader = comfy.get("/object_info/LoadParallelDiT")["LoadParallelDiT"]["input"]
     assert "config" in loader["optional"]
 

@@ -100,11 +100,11 @@ def test_models_of_a_graph_take_turns_where_they_do_not_fit_together(backend):
 
 def test_a_model_that_fits_by_no_means_is_refused(backend):
     run("/a", "/b")
-    handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, "/a", "default")
     backend.client.room = 5
     with pytest.raises(RefusedError, match="nothing is loaded"):
         handle.load(CONFIG, "/b", "default")
-    assert (backend.client.held, backend.client.parked) == ([], ["/a"])
+    assert (backend.client.held, backend.client.parked) == ([], [first.path])
 
 
 def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend):

@@ -250,8 +250,8 @@ TAKE_SIGMA = ("flux2", "ideogram4")
 
 
 def weights(module):
-    """Random ones that keep activations near 1; buffers as they are."""
-    return dict(module.named_buffers()) | {
+    """Random ones that keep activations near 1; what else a file has as it is."""
+    return module.state_dict() | {
         name: randn(*value.shape) * value[0].numel() ** -0.5
         if value.ndim > 1
         else 1.0 + 0.1 * randn(*value.shape)
