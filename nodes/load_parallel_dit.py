@@ -12,7 +12,7 @@ from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig
 from ..backend.protocol import RefusedError
 from .host import handle
-from .host.auto_plan import plan_for
+from .host.auto_plan import run_planned
 from .host.graph import other_loaders, request_of_graph
 from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
@@ -134,8 +134,11 @@ def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict
         return handle.load(config, *wanted)
     others = {other for inputs in other_loaders(prompt, key) if (other := wanted_of(inputs))}
     further = tuple(sorted(others - {wanted}))
-    plan, lines = plan_for(config, wanted, partial(request_of_graph, prompt, key), further)
-    return handle.load(plan, *wanted, auto=config, others=further, lines=lines)
+
+    def run(plan: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
+        return handle.load(plan, *wanted, auto=config, others=further, lines=lines)
+
+    return run_planned(config, wanted, partial(request_of_graph, prompt, key), further, run)
 
 
 def guidance_of_samplers(graph: dict, loader: str) -> list[tuple[float, str]]:

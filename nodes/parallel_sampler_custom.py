@@ -4,7 +4,7 @@ import comfy.samplers
 from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
-from .host.auto_plan import planned
+from .host.auto_plan import sample_planned
 from .host.refusals import on_node
 from .host.remote_solver import model_on_ranks
 from .host.report import shown
@@ -70,12 +70,16 @@ class ParallelSamplerCustom(io.ComfyNode):
         from comfy_extras.nodes_custom_sampler import SamplerCustomAdvanced
 
         negative = check_inputs(dit, cfg, sampler_name, positive, negative, latent_image)
-        dit = planned(dit, len(sigmas) - 1, cfg, sampler_name, positive, latent_image)
-        model, remote = model_on_ranks(dit, sampler_name, shift)
-        remote.wants_denoised = True
-        guider = comfy.samplers.CFGGuider(model)
-        guider.set_conds(positive, negative)
-        guider.set_cfg(cfg)
-        solver = comfy.samplers.sampler_object(sampler_name)
-        output = SamplerCustomAdvanced.execute(noise, guider, solver, sigmas, latent_image)
-        return io.NodeOutput(*output.args, ui=shown([*dit.lines[:1], *remote.lines]))
+
+        def sample(dit) -> io.NodeOutput:
+            model, remote = model_on_ranks(dit, sampler_name, shift)
+            remote.wants_denoised = True
+            guider = comfy.samplers.CFGGuider(model)
+            guider.set_conds(positive, negative)
+            guider.set_cfg(cfg)
+            solver = comfy.samplers.sampler_object(sampler_name)
+            output = SamplerCustomAdvanced.execute(noise, guider, solver, sigmas, latent_image)
+            return io.NodeOutput(*output.args, ui=shown([*dit.lines[:1], *remote.lines]))
+
+        asked = (len(sigmas) - 1, cfg, sampler_name, positive, latent_image)
+        return sample_planned(dit, *asked, sample)

@@ -1,6 +1,7 @@
 """Plans of auto: what the planner chooses for a model and a request on this machine, as it was measured.
 Imports neither ComfyUI nor torch.distributed."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,14 +9,19 @@ import torch
 
 from ..config import ParallelConfig
 from ..planner.auto_config import AutoConfig
-from ..planner.choose import Question, choose
-from ..planner.machine import Request
+from ..planner.choose import Question, choose, gigabytes
+from ..planner.machine import Machine, Request
 from ..planner.model_shape import ModelShape
 from . import measurements, pool
 from .pool import Wanted
 
 #: GPUs -> free bytes of each before our ranks took theirs.
 _memory: dict[tuple, tuple[int, ...]] = {}
+#: Model and GPUs -> bytes of each rank that a plan has to leave free of what is counted, since ranks of one
+#: that left less ran out of memory.
+_spared: dict[tuple, int] = {}
+#: Part of a rank's memory that the next plan leaves free beyond what the one that ran out did.
+SPARED = 0.02
 RequestOf = Callable[[ModelShape], Request]
 
 
@@ -43,7 +49,55 @@ def plan_for(
     now = replace(running.config, gpus="", **asked) if running else None
     question, devices = question_of(auto, model, request, others, check, show)
     choice = choose(question, auto.method, now)
-    return auto.placed(choice.plan, devices, device), tuple(choice.lines)
+    lines = [*choice.lines, *_spared_lines(auto, model)]
+    return auto.placed(choice.plan, devices, device), tuple(lines)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether ranks lacked memory for a load or a request, or ran out of it."""
+    return bool(getattr(error, "lacking", {})) or "ran out of memory" in str(error)
+
+
+def spare_more(
+    auto: AutoConfig, model: Wanted, request: RequestOf, others: tuple[Wanted, ...], plan: ParallelConfig
+) -> bool:
+    """Have the next plans of a model leave more memory free than ``plan`` does, whose ranks ran out of it.
+    Return False where there is one rank, and nothing to choose from. Errors as in ``plan_for``."""
+    if len(auto.devices(torch.cuda.device_count())) == 1:
+        return False
+    question, _ = question_of(auto, model, request, others)
+    together, alone = (each.option(plan) for each in (question, replace(question, others=())))
+    option = together if together.fits else alone  # models that take turns
+    if option.fits:  # else what is free now is less than it was, and rules the plan out
+        key = _spared_key(auto, model)
+        _spared[key] = _spared.get(key, 0) + option.room - option.bytes + math.ceil(SPARED * option.room)
+    return True
+
+
+def spare_no_more(auto: AutoConfig, model: Wanted):
+    """Plan as if ranks had never run out of memory, where no plan is left that spares as much."""
+    _spared.pop(_spared_key(auto, model), None)
+
+
+def _spared_key(auto: AutoConfig, model: Wanted) -> tuple:
+    gpus_here = torch.cuda.device_count()
+    return (auto.base.resolve_device(gpus_here), *auto.devices(gpus_here), model)
+
+
+def _spared_lines(auto: AutoConfig, model: Wanted) -> list[str]:
+    size = _spared.get(_spared_key(auto, model), 0)
+    if not size:
+        return []
+    unit = "GPU" if auto.base.resolve_device(torch.cuda.device_count()) == "cuda" else "rank"
+    why = "ranks ran out of memory with a plan that left less"
+    return [f"about {gigabytes(size)} per {unit} are left free until a restart, since {why}."]
+
+
+def _without_spared(machine: Machine, auto: AutoConfig, model: Wanted) -> Machine:
+    """Return the machine with as much less memory as plans have to leave free."""
+    size = _spared.get(_spared_key(auto, model), 0)
+    ranks = len(auto.devices(torch.cuda.device_count())) if machine.on_host else 1
+    return replace(machine, memory=tuple(max(0, free - ranks * size) for free in machine.memory))
 
 
 def question_of(
@@ -62,6 +116,7 @@ def question_of(
     shapes = [measurements.model_shape(each, device, check, show) for each in (model, *others)]
     machine = measurements.machine_rates(device, devices, check, show)
     machine = replace(machine, memory=_free_memory(device, devices)).told(auto.rank_shares)
+    machine = _without_spared(machine, auto, model)
     if not auto.shares:  # whose order is that of gpus
         order = machine.fastest_first()
         machine = machine.ordered(order)

@@ -118,7 +118,7 @@ class Choice:
         ]
 
     def _figures(self, option: Option) -> str:
-        memory = f"about {_gb(option.bytes)} of {_gb(option.room)} per {option.unit}"
+        memory = f"about {gigabytes(option.bytes)} of {gigabytes(option.room)} per {option.unit}"
         if option.plan.world_size == 1:
             return memory
         speed = f"about {self.one.seconds / option.seconds:.1f}x one {option.unit} (projected)"
@@ -247,10 +247,11 @@ def _why_not(question: Question, options: list[Option]) -> str:
     request = question.request
     if request.steps < LEAST_STEPS:
         remedies.insert(0, f"{LEAST_STEPS} steps or more, which PipeFusion needs")
+    needed, free, missing = map(gigabytes, (least.bytes, least.room, _missing(least)))
     return (
         f"{question.shape.name} with {request.image_tokens} tokens does not fit: the leanest plan "
-        f"({least.name}) needs about {_gb(least.bytes)} on {each}, which has {_gb(least.room)} free for it, "
-        f"{_gb(_missing(least))} too little; use {', '.join(remedies[:-1])} or {remedies[-1]}."
+        f"({least.name}) needs about {needed} on {each}, which has {free} free for it, {missing} too little; "
+        f"use {', '.join(remedies[:-1])} or {remedies[-1]}."
     )
 
 
@@ -258,5 +259,6 @@ def _missing(option: Option) -> int:
     return option.bytes - option.room
 
 
-def _gb(size: float) -> str:
+def gigabytes(size: float) -> str:
+    """Write bytes in GB, and less than 0.1 of them in MB."""
     return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.0f} MB"

@@ -1,8 +1,9 @@
 """Plans of Parallel Config's auto: from the graph before the ranks start, and again when a sampler runs."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import comfy.model_management
 import torch
@@ -10,17 +11,21 @@ import torch
 from ...backend.client import measurements, planning, pool
 from ...backend.client.planning import RequestOf
 from ...backend.client.pool import Wanted
-from ...backend.config import ParallelConfig
+from ...backend.config import ConfigError, ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.planner.choose import Question
 from ...backend.planner.machine import Request, tokens_of
 from ...backend.planner.model_shape import ModelShape
+from ...backend.protocol import BackendError, RefusedError
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_plan
 from .progress import NodeStatus
 from .rank_weights import dynamic_weights, host_room
 
 measurements.HELD.append(dynamic_weights)
+#: How many plans are tried where ranks run out of memory.
+ATTEMPTS = 3
+Ran = TypeVar("Ran")
 
 
 def plan_for(
@@ -34,6 +39,35 @@ def plan_for(
     for line in lines:
         logging.info("parallel-dit: %s", line)
     return config, lines
+
+
+def run_planned(
+    auto: AutoConfig,
+    model: Wanted,
+    request: RequestOf,
+    others: tuple[Wanted, ...],
+    run: Callable[[ParallelConfig, tuple[str, ...]], Ran],
+) -> Ran:
+    """Return ``run`` with the plan that ``plan_for`` chooses and its lines. Where ranks run out of memory, it
+    runs again with a plan that is to need less. Errors as in ``plan_for`` and of ``run``."""
+    failure: Exception | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            plan, lines = plan_for(auto, model, request, others)
+        except ConfigError:
+            if failure is None:
+                raise
+            planning.spare_no_more(auto, model)  # nothing needs less
+            break
+        try:
+            return run(plan, lines)
+        except (BackendError, RefusedError) as error:
+            if not (planning.ran_out(error) and planning.spare_more(auto, model, request, others, plan)):
+                raise
+            failure = error
+            logging.warning("parallel-dit: %s\nparallel-dit: auto tries a plan that needs less", error)
+    assert failure is not None  # the loop has run
+    raise failure
 
 
 def question_of(auto: AutoConfig, model: Wanted, request: RequestOf) -> tuple[Question, list[int]]:
@@ -62,13 +96,19 @@ def _watched() -> Iterator[tuple]:
         yield check, status.show
 
 
-def planned(
-    dit: ParallelDiT, steps: int, cfg: float, sampler_name: str, positive: list, latent: dict
-) -> ParallelDiT:
-    """Return the handle as a sampler with these inputs should use it: itself, or loaded under another plan
-    where its degrees are left to auto. Errors as in ``plan_for`` and ``handle.load``."""
+def sample_planned(
+    dit: ParallelDiT,
+    steps: int,
+    cfg: float,
+    sampler_name: str,
+    positive: list,
+    latent: dict,
+    sample: Callable[[ParallelDiT], Ran],
+) -> Ran:
+    """Return ``sample`` with the handle as a sampler with these inputs should use it: itself, or loaded under
+    another plan where its degrees are left to auto. Errors as in ``run_planned`` and ``handle.load``."""
     if dit.auto is None:
-        return dit
+        return sample(dit)
     prompts = 1 if skips_negative(cfg, sampler_name) else 2
 
     def request(shape: ModelShape) -> Request:
@@ -77,8 +117,10 @@ def planned(
         tokens = tokens_of(sides, shape.patch)
         return Request(tokens, text, max(1, steps), prompts, batch, loras=lora_bytes(dit))
 
-    config, lines = plan_for(dit.auto, dit.wanted, request, dit.others)
-    return with_plan(dit, config, lines)
+    def run(config: ParallelConfig, lines: tuple[str, ...]) -> Ran:
+        return sample(with_plan(dit, config, lines))
+
+    return run_planned(dit.auto, dit.wanted, request, dit.others, run)
 
 
 def _sides(latent: dict, dit: ParallelDiT) -> tuple[int, tuple[int, int, int]]:

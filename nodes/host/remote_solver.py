@@ -19,7 +19,7 @@ from ...backend.protocol import Sample
 from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
 from ..comfy_models.registry import family_named
 from . import one_rank
-from .auto_plan import planned
+from .auto_plan import sample_planned
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
 from .handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, make_no_room
@@ -167,7 +167,10 @@ def sample_on_ranks(node: str, dit: ParallelDiT, shift: float, inputs: dict) -> 
     inputs["negative"] = check_inputs(dit, *(inputs[name] for name in checked))
     steps = min(inputs.get("end_at_step", inputs["steps"]), inputs["steps"]) - inputs.get("start_at_step", 0)
     sampled = ("cfg", "sampler_name", "positive", "latent_image")
-    dit = planned(dit, steps, *(inputs[name] for name in sampled))
-    model, remote = model_on_ranks(dit, inputs["sampler_name"], shift)
-    samples = sampler.sample(model=model, **inputs)
-    return io.NodeOutput(*samples, ui=shown([*dit.lines[:1], *remote.lines]))
+
+    def sample(dit: ParallelDiT) -> io.NodeOutput:
+        model, remote = model_on_ranks(dit, inputs["sampler_name"], shift)
+        samples = sampler.sample(model=model, **inputs)
+        return io.NodeOutput(*samples, ui=shown([*dit.lines[:1], *remote.lines]))
+
+    return sample_planned(dit, steps, *(inputs[name] for name in sampled), sample=sample)

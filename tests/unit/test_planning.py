@@ -1,0 +1,121 @@
+"""Plans of auto after ranks have run out of memory."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from published import L40, WAN
+
+from backend.client import measurements, planning, pool
+from backend.config import ConfigError, ParallelConfig
+from backend.planner.auto_config import AutoConfig
+from backend.planner.machine import Request
+from backend.protocol import BackendError, RefusedError
+
+GB = 1_000_000_000
+MODEL = ("model.safetensors", "default", "auto")
+ALL = AutoConfig()
+GPUS = 4
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Four GPUs of a data sheet, whose free memory a test may change."""
+    found = SimpleNamespace(free=(32 * GB,) * GPUS)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
+    monkeypatch.setattr(measurements, "model_shape", lambda *_: WAN)
+
+    def rates(device: str, indices: list[int], *_):
+        return replace(L40, speeds=(1.0,) * len(indices))
+
+    monkeypatch.setattr(measurements, "machine_rates", rates)
+    monkeypatch.setattr(measurements, "free_memory", lambda device, indices: found.free[: len(indices)])
+    monkeypatch.setattr(pool, "launched", lambda: None)
+    monkeypatch.setattr(planning, "_spared", {})
+    return found
+
+
+def request(shape) -> Request:
+    return Request(32760, 512, 20, 2)
+
+
+def plan_for(auto: AutoConfig = ALL, others: tuple = ()) -> tuple[ParallelConfig, tuple[str, ...]]:
+    return planning.plan_for(auto, MODEL, request, others)
+
+
+def spare_more(plan: ParallelConfig, auto: AutoConfig = ALL, others: tuple = ()) -> bool:
+    return planning.spare_more(auto, MODEL, request, others, plan)
+
+
+def bytes_of(plan: ParallelConfig) -> int:
+    return planning.question_of(AutoConfig(), MODEL, request)[0].option(plan).bytes
+
+
+def test_each_next_plan_needs_less_until_none_does(machine):
+    sizes = []
+    with pytest.raises(ConfigError, match="does not fit"):
+        for _ in range(20):
+            plan, lines = plan_for()
+            assert bool(sizes) == any(
+                "ranks ran out of memory with a plan that left less" in each for each in lines
+            )
+            sizes.append(bytes_of(plan))
+            assert spare_more(plan)
+    assert len(sizes) > 1 and sizes == sorted(set(sizes), reverse=True)
+
+
+def test_what_was_spared_is_forgotten(machine):
+    first, lines = plan_for()
+    spare_more(first)
+    assert plan_for()[0] != first
+    planning.spare_no_more(AutoConfig(), MODEL)
+    assert plan_for() == (first, lines)
+
+
+def test_it_is_of_one_model_on_these_gpus(machine):
+    first, _ = plan_for()
+    spare_more(first)
+    assert planning.plan_for(AutoConfig(), ("other", "default", "auto"), request)[0] == first
+    two = AutoConfig(gpus="0,1")
+    assert not any("ran out" in line for line in plan_for(two)[1])
+
+
+def test_memory_that_others_have_taken_meanwhile_is_not_spared_twice(machine):
+    first, _ = plan_for()
+    machine.free = (bytes_of(first) // 2,) * GPUS
+    assert spare_more(first)
+    machine.free = (32 * GB,) * GPUS
+    assert plan_for()[0] == first
+
+
+def test_models_that_take_turns_spare_for_the_one_that_runs(machine):
+    """Together they never fitted, so what they would leave says nothing."""
+    machine.free = (24 * GB,) * GPUS
+    first, lines = plan_for(others=(MODEL, MODEL))
+    assert any("take turns" in line for line in lines)
+    assert spare_more(first, others=(MODEL, MODEL))
+    assert plan_for(others=(MODEL, MODEL))[0] != first
+
+
+def test_one_gpu_has_nothing_to_choose(machine):
+    auto = AutoConfig(gpus="1")
+    assert not spare_more(ParallelConfig(), auto) and not planning._spared
+
+
+@pytest.mark.parametrize(
+    "error, memory",
+    [
+        (BackendError("rank 1 failed with OutOfMemory: rank 1 ran out of memory in the middle"), True),
+        (BackendError("rank 1 was killed by SIGKILL"), False),
+        (RefusedError("steps is 0"), False),
+    ],
+)
+def test_errors_of_memory(error, memory):
+    assert planning.ran_out(error) == memory
+
+
+def test_a_refusal_for_lack_of_memory_is_one(machine):
+    error = RefusedError("rank 0 has too little")
+    error.lacking = {0: 5}
+    assert planning.ran_out(error)
