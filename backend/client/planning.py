@@ -49,8 +49,9 @@ def plan_for(
     now = replace(running.config, gpus="", **asked) if running else None
     question, devices = question_of(auto, model, request, others, check, show)
     choice = choose(question, auto.method, now)
-    lines = [*choice.lines, *_spared_lines(auto, model)]
-    return auto.placed(choice.plan, devices, device), tuple(lines)
+    first, *further = choice.lines
+    lines = (first + _why_spared(auto, model), *further)
+    return auto.placed(choice.plan, devices, device), lines
 
 
 def ran_out(error: BaseException) -> bool:
@@ -74,9 +75,10 @@ def spare_more(
     return True
 
 
-def spare_no_more(auto: AutoConfig, model: Wanted):
-    """Plan as if ranks had never run out of memory, where no plan is left that spares as much."""
-    _spared.pop(_spared_key(auto, model), None)
+def spare_no_more(auto: AutoConfig, model: Wanted) -> bool:
+    """Plan as if ranks had never run out of memory, where no plan is left that spares as much. Return whether
+    they had."""
+    return _spared.pop(_spared_key(auto, model), 0) > 0
 
 
 def _spared_key(auto: AutoConfig, model: Wanted) -> tuple:
@@ -84,13 +86,14 @@ def _spared_key(auto: AutoConfig, model: Wanted) -> tuple:
     return (auto.base.resolve_device(gpus_here), *auto.devices(gpus_here), model)
 
 
-def _spared_lines(auto: AutoConfig, model: Wanted) -> list[str]:
+def _why_spared(auto: AutoConfig, model: Wanted) -> str:
+    """Return a sentence behind that of a choice where memory is spared, else nothing."""
     size = _spared.get(_spared_key(auto, model), 0)
     if not size:
-        return []
+        return ""
     unit = "GPU" if auto.base.resolve_device(torch.cuda.device_count()) == "cuda" else "rank"
     why = "ranks ran out of memory with a plan that left less"
-    return [f"about {gigabytes(size)} per {unit} are left free until a restart, since {why}."]
+    return f" About {gigabytes(size)} per {unit} stay free until a restart, since {why}."
 
 
 def _without_spared(machine: Machine, auto: AutoConfig, model: Wanted) -> Machine:

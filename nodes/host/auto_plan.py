@@ -54,11 +54,13 @@ def run_planned(
     for _ in range(ATTEMPTS):
         try:
             plan, lines = plan_for(auto, model, request, others)
-        except ConfigError:
-            if failure is None:
+        except ConfigError:  # nothing needs less
+            forgot = planning.spare_no_more(auto, model)
+            if failure is not None:
+                break
+            if not forgot:
                 raise
-            planning.spare_no_more(auto, model)  # nothing needs less
-            break
+            continue  # this request needs more than the one that ran out did
         try:
             return run(plan, lines)
         except (BackendError, RefusedError) as error:

@@ -39,8 +39,9 @@ class Planning:
         self.spared += 1
         return auto.gpus != "1"
 
-    def spare_no_more(self, auto, model):
-        self.spared = 0
+    def spare_no_more(self, auto, model) -> bool:
+        had, self.spared = self.spared, 0
+        return had > 0
 
 
 @pytest.fixture
@@ -48,8 +49,9 @@ def run(monkeypatch):
     """Run with the plans that fit, and an error or a result for each; return the plans that ran, the result
     and how many plans are spared."""
 
-    def run_all(plans: list, outcomes: list, auto: AutoConfig = ALL):
+    def run_all(plans: list, outcomes: list, auto: AutoConfig = ALL, spared: int = 0):
         planning = Planning(plans)
+        planning.spared = spared
         monkeypatch.setattr(auto_plan, "planning", planning)
         monkeypatch.setattr(auto_plan, "_make_room", lambda auto: None)
         ran = []
@@ -63,7 +65,7 @@ def run(monkeypatch):
 
         try:
             found = auto_plan.run_planned(auto, MODEL, lambda shape: None, (), once)
-        except (BackendError, RefusedError) as error:
+        except (BackendError, RefusedError, ConfigError) as error:
             found = error
         return ran, found, planning.spared
 
@@ -77,6 +79,16 @@ def test_the_next_plan_runs_where_memory_runs_out(run):
 def test_the_error_is_told_where_no_plan_needs_less(run):
     """And all plans may be chosen again: something else may have taken the memory for a while."""
     assert run(PLANS[:2], [RAN_OUT, RAN_OUT]) == (PLANS[:2], RAN_OUT, 0)
+
+
+def test_a_request_that_leaves_less_than_was_spared_is_tried(run):
+    """What was learned of a smaller one is forgotten."""
+    assert run(PLANS, ["latent"], spared=3) == (PLANS[:1], "latent", 0)
+
+
+def test_a_request_that_never_fitted_is_refused(run):
+    ran, found, _ = run([], [])
+    assert isinstance(found, ConfigError) and not ran
 
 
 def test_it_ends_after_some_plans(run):
