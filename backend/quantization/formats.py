@@ -13,6 +13,7 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedError, quoted
 
@@ -103,7 +104,24 @@ def _gguf(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
     """Dequantize a GGUF type's blocks, by diffusers' functions in float32."""
     dequantize, block, size = gguf_type(settings["format"])
     values = stored["values"]
-    return dequantize(values.reshape(-1, size), block, size, torch.float32).view(len(values), -1)
+    with _Constants():
+        return dequantize(values.reshape(-1, size), block, size, torch.float32).view(len(values), -1)
+
+
+class _Constants(TorchFunctionMode):
+    """Makes each constant of diffusers' functions once: they write lists of shifts to the device at every
+    call, and a copy from the host's memory waits for all that the device has to do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.tensor or not isinstance(args[0], (list, tuple)):
+            return func(*args, **kwargs)
+        return _on_device(tuple(args[0]), **kwargs)
+
+
+@cache
+def _on_device(values: tuple, **options) -> Tensor:
+    return torch.tensor(values, **options)
 
 
 @cache

@@ -30,14 +30,18 @@ Kernel = Callable[[Tensor, "PackedWeight", Tensor | None, Largest | None], Tenso
 AUTO, WEIGHT_ONLY, NATIVE = MODES = ("auto", "weight only", "native")
 #: What is called of comfy-kitchen.
 CALLED = (
-    *("int8_linear", "mm_int8", "quantize_per_tensor_fp8", "to_blocked"),
+    *("int8_linear", "mm_int8", "quantize_per_tensor_fp8", "to_blocked", "list_backends"),
     *("quantize_mxfp8", "dequantize_mxfp8", "scaled_mm_mxfp8"),
     *("quantize_nvfp4", "dequantize_nvfp4", "scaled_mm_nvfp4"),
 )
 #: CUDA from which comfy-kitchen's own CUDA kernels are used; before, its eager backend, which calls cuBLAS.
 CUDA = 13
-#: Values of an integer product that are scaled at once, to bound memory.
+#: Values of an integer product that are scaled at once, and of activations whose blocks are quantized at
+#: once, which takes up to 25 bytes each, to bound memory.
 CHUNK = 1 << 26
+BLOCKED = 1 << 24
+#: Rows of a tile of cuBLAS' block scales.
+BLOCK_ROWS = 128
 #: Largest values of the formats.
 MOST_INT8, MOST_E4M3, MOST_E2M1 = 127, 448, 6
 
@@ -73,7 +77,7 @@ def kitchen() -> tuple[ModuleType | None, str]:
     if missing:
         return None, f"comfy-kitchen is too old (it has no {missing[0]})"
     comfy_kitchen.disable_backend("triton")
-    if not _fuses():
+    if int((torch.version.cuda or "0").partition(".")[0]) < CUDA:
         comfy_kitchen.disable_backend("cuda")
     return comfy_kitchen, ""
 
@@ -87,33 +91,29 @@ def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larges
     """Multiply under one scale of activations a row, rotated (ConvRot) as the weight is."""
     packed = weight.packed
     size = rotation(packed.settings)
-    values, scale = packed.tensors["values"], packed.tensors["scale"]
-    if largest is not None:
-        out = _int8_of_cut_inputs(x, values, scale, size, largest)
-        return out if bias is None else out + bias
-    call = _kitchen().int8_linear
-    rotated = {"convrot": size is not None, "convrot_groupsize": size or 256}
-    step = max(1, CHUNK // len(values))
-    if _fuses() or x.numel() <= step * x.shape[-1]:
-        return call(x.contiguous(), values, scale, bias, x.dtype, **rotated)
-    rows = _rows(x)
-    out = x.new_empty(len(rows), len(values))
-    for some in (slice(start, start + step) for start in range(0, len(rows), step)):
-        out[some] = call(rows[some], values, scale, bias, x.dtype, **rotated)
-    return out.view(*x.shape[:-1], len(values))
+    values, scale = packed.tensors["values"], packed.tensors["scale"].float()
+    if largest is None and _fuses():
+        rotated = {"convrot": size is not None, "convrot_groupsize": size or 256}
+        return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotated)
+    out = _int8_of_rows(x, values, scale, size, largest or _own)
+    return out if bias is None else out + bias
 
 
+@cache
 def _fuses() -> bool:
-    """Whether comfy-kitchen's own CUDA kernels multiply: without them it holds all sums in int32 and float32
-    at once, several times the output."""
-    return int((torch.version.cuda or "0").partition(".")[0]) >= CUDA
+    """Whether comfy-kitchen's own CUDA kernels multiply: without them it holds all that is in between at
+    once, several times input and output, and copies an int8 weight at each product."""
+    found = _kitchen().list_backends().get("cuda", {})
+    return bool(found.get("available")) and not found.get("disabled")
 
 
-def _int8_of_cut_inputs(
-    x: Tensor, values: Tensor, scale: Tensor, size: int | None, largest: Largest
-) -> Tensor:
-    """Multiply some columns, quantized by the scales of whole rows; comfy-kitchen takes them of what it is
-    given."""
+def _own(largest: Tensor) -> Tensor:
+    return largest
+
+
+def _int8_of_rows(x: Tensor, values: Tensor, scale: Tensor, size: int | None, largest: Largest) -> Tensor:
+    """Multiply as comfy-kitchen does, some rows at a time; of columns that are cut, under the scales of whole
+    rows."""
     if size is not None:
         x = (x.unflatten(-1, (-1, size)) @ hadamard(size, x.device).to(x.dtype)).flatten(-2)
     rows = x.reshape(-1, x.shape[-1])
@@ -139,59 +139,81 @@ def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larg
     one = torch.ones(1, device=x.device)
     input_scale = tensors.get("input_scale", one).float()
     quantized = _kitchen().quantize_per_tensor_fp8(rows, input_scale, torch.float8_e4m3fn)
-    is_fused = x.dtype != torch.float32 or x.device.type == "cpu"  # cuBLAS adds no bias in float32
+    inside, after = _bias_where(x, bias)
     out = scaled_mm_v2(
         quantized,
         tensors["values"].t(),
         scale_a=input_scale,
         scale_b=tensors.get("scale", one).float(),
-        bias=bias if is_fused else None,
+        bias=inside,
         out_dtype=x.dtype,
     )
-    out = out if is_fused or bias is None else out + bias
+    out = out if after is None else out + after
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _bias_where(x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bias that the product adds, and the one to add after it: cuBLAS adds none in float32."""
+    return (bias, None) if x.dtype != torch.float32 or x.device.type == "cpu" else (None, bias)
 
 
 def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
     """Multiply blocks of 32 values, of activations as of weights; on a CPU, what these blocks stand for."""
-    rows = _rows(x)
-    quantized, scales = _kitchen().quantize_mxfp8(rows, pad_32x=len(rows) % 32 != 0)
-    if x.device.type == "cpu":
-        seen = _kitchen().dequantize_mxfp8(quantized, scales, x.dtype)
-        out = F.linear(seen[: len(rows)], weight.dequantized(smoothed=False), bias)
-    else:
-        tensors = weight.packed.tensors
+    tensors = weight.packed.tensors
+    inside, after = _bias_where(x, bias)
+
+    def product(rows: Tensor) -> Tensor:
+        quantized, scales = _kitchen().quantize_mxfp8(rows, pad_32x=len(rows) % 32 != 0)
+        if x.device.type == "cpu":
+            seen = _kitchen().dequantize_mxfp8(quantized, scales, x.dtype)
+            return F.linear(seen[: len(rows)], weight.dequantized(smoothed=False), bias)
         block_scales = _tiled(tensors["block_scales"], torch.float8_e8m0fnu)
         arguments = (quantized, tensors["values"], scales, block_scales)
-        out = _kitchen().scaled_mm_mxfp8(*arguments, bias=bias, out_dtype=x.dtype)
-    return out[: len(rows)].view(*x.shape[:-1], out.shape[-1])
+        return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(rows)]
+
+    return _in_turns(x, weight, after, product)
 
 
 def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
     """Multiply blocks of 16 values under a scale of all; on a CPU, what these blocks stand for."""
     tensors = weight.packed.tensors
-    rows = _rows(x)
+    inside, after = _bias_where(x, bias)
     scale = tensors.get("input_scale")
     if scale is None:
-        most = rows.abs().amax()
+        most = x.abs().amax()
         scale = (most if largest is None else largest(most)) / (MOST_E4M3 * MOST_E2M1)
-    scale = scale.float()
-    quantized, scales = _kitchen().quantize_nvfp4(rows, scale, pad_16x=len(rows) % 16 != 0)
-    if x.device.type == "cpu":
-        seen = _kitchen().dequantize_nvfp4(quantized, scale, scales, x.dtype)
-        out = F.linear(seen[: len(rows)], weight.dequantized(smoothed=False), bias)
-    else:
+    scale = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # blocks are divided by it
+
+    def product(rows: Tensor) -> Tensor:
+        quantized, scales = _kitchen().quantize_nvfp4(rows, scale, pad_16x=len(rows) % 16 != 0)
+        if x.device.type == "cpu":
+            seen = _kitchen().dequantize_nvfp4(quantized, scale, scales, x.dtype)
+            return F.linear(seen[: len(rows)], weight.dequantized(smoothed=False), bias)
         block_scales = _tiled(tensors["block_scales"], torch.float8_e4m3fn)
         arguments = (
-            quantized,
-            tensors["values"],
-            scale,
-            tensors["tensor_scale"].float(),
-            scales,
-            block_scales,
+            *(quantized, tensors["values"], scale),
+            *(tensors["tensor_scale"].float(), scales, block_scales),
         )
-        out = _kitchen().scaled_mm_nvfp4(*arguments, bias=bias, out_dtype=x.dtype)
-    return out[: len(rows)].view(*x.shape[:-1], out.shape[-1])
+        return _kitchen().scaled_mm_nvfp4(*arguments, bias=inside, out_dtype=x.dtype)[: len(rows)]
+
+    return _in_turns(x, weight, after, product)
+
+
+def _in_turns(
+    x: Tensor, weight: "PackedWeight", bias: Tensor | None, product: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return ``product`` of the rows of x, some at a time where comfy-kitchen's own kernels do not quantize
+    them, and add ``bias``."""
+    rows = _rows(x)
+    step = len(rows) if _fuses() else max(BLOCK_ROWS, BLOCKED // x.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
+    if len(rows) <= step:
+        out = product(rows)
+    else:
+        out = x.new_empty(len(rows), weight.shape[0])
+        for start in range(0, len(rows), step):
+            out[start : start + step] = product(rows[start : start + step])
+    out = out if bias is None else out + bias
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ import torch
 from quantized import write_gguf, write_plain_gguf
 from safetensors.torch import load_file
 from tiny import write_checkpoint
+from torch.overrides import TorchFunctionMode
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
+from backend.quantization import formats
 from backend.quantization.formats import GGUF_SCALES
 
 GGUF_KINDS = (
@@ -123,6 +125,28 @@ def test_every_gguf_type_has_its_scales():
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
     assert GGUF_SCALES.keys() == {kind.name for kind in dequantize_functions} - {"BF16"}
+
+
+class Copies(TorchFunctionMode):
+    """Counts tensors that are made of numbers, each of which a GPU waits for."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.tensor
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", GGUF_SCALES)
+def test_constants_of_a_type_are_made_once(kind):
+    pytest.importorskip("gguf")
+    _, _, size = formats.gguf_type(kind)
+    stored = {"values": torch.randint(0, 100, (3, 2 * size), dtype=torch.uint8)}
+    formats._on_device.cache_clear()
+    first = formats._gguf(stored, {"format": kind}, torch.float32)
+    with Copies() as copies:
+        assert formats._gguf(stored, {"format": kind}, torch.float32).equal(first)
+    assert copies.count == 0 and (kind == "Q8_0" or formats._on_device.cache_info().currsize > 0)
 
 
 @pytest.mark.parametrize(

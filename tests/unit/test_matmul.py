@@ -199,9 +199,39 @@ def test_int8_without_fused_kernels_takes_rows_in_turns(kitchen, monkeypatch):
     weight = ours(
         "int8", theirs("int8", numbers(ROWS, COLUMNS, seed=3, dtype=torch.bfloat16)), torch.bfloat16
     )
-    whole, call, rows = weight.linear(x, bias), kitchen.int8_linear, []
+    whole, call, rows = weight.linear(x, bias), kitchen.mm_int8, []
     monkeypatch.setattr(kernels, "CHUNK", 5 * ROWS)
-    monkeypatch.setattr(kitchen, "int8_linear", lambda x, *a, **b: rows.append(len(x)) or call(x, *a, **b))
+    monkeypatch.setattr(kitchen, "mm_int8", lambda x, w: rows.append(len(x)) or call(x, w))
     assert weight.linear(x, bias).equal(whole) and rows == [5] * 8 + [2]
     monkeypatch.setattr(kernels, "_fuses", lambda: True)
-    assert weight.linear(x, bias).equal(whole) and rows[9:] == [2]
+    assert weight.linear(x, bias).equal(whole) and not rows[9:]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_blocks_without_fused_kernels_are_quantized_in_turns(kitchen, monkeypatch, kind):
+    """In whole tiles of scales; the scale of all of them is taken before."""
+    x, bias = numbers(3, 100, COLUMNS, seed=1), numbers(ROWS)
+    weight = ours(kind, theirs(kind, numbers(ROWS, COLUMNS, seed=3)), torch.float32)
+    name = f"quantize_{kind}"
+    whole, call, rows = weight.linear(x, bias), getattr(kitchen, name), []
+    monkeypatch.setattr(kitchen, name, lambda x, *a, **b: rows.append(len(x)) or call(x, *a, **b))
+    monkeypatch.setattr(kernels, "BLOCKED", 200 * COLUMNS)
+    assert weight.linear(x, bias).equal(whole) and rows == [128, 128, 44]
+    monkeypatch.setattr(kernels, "_fuses", lambda: True)
+    assert weight.linear(x, bias).equal(whole) and rows[3:] == [300]
+
+
+@torch.inference_mode()
+def test_a_rank_whose_inputs_are_all_zero(kitchen):
+    """As of a conditioning that is zeroed out; blocks are divided by the largest of all."""
+    bias = numbers(ROWS)
+    weight = ours("nvfp4", theirs("nvfp4", numbers(ROWS, COLUMNS, seed=3)), torch.float32)
+    assert weight.linear(torch.zeros(4, COLUMNS), bias).equal(bias.expand(4, -1))
+
+
+@pytest.mark.parametrize("dtype, inside", [(torch.float32, False), (torch.bfloat16, True)])
+def test_cublas_is_given_no_bias_in_float32(dtype, inside):
+    bias = numbers(ROWS, dtype=dtype)
+    found = kernels._bias_where(torch.empty(1, COLUMNS, dtype=dtype, device="meta"), bias)
+    assert found == ((bias, None) if inside else (None, bias))
