@@ -17,7 +17,7 @@ from .header_limits import unreadable
 
 #: The format's name of a dtype -> torch's.
 DTYPES = tensor_body.DTYPES | {
-    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8),  # which torch 2.6 has not
     "U16": torch.uint16,
     "U32": torch.uint32,
     "U64": torch.uint64,

@@ -8,6 +8,9 @@ from .lora_validation import largest
 from .quantized import ScaledFiles
 from .quantized_layers import Layer
 
+#: The exponent of E8M0 that stands for NaN.
+MOST_E8M0 = 255
+
 
 def check_scales(checkpoint: Checkpoint):
     """Refuse a scale that is NaN or infinite; nothing else is read. The scales of GGUF files are inside their
@@ -29,6 +32,7 @@ def check_scales(checkpoint: Checkpoint):
 def _is_finite(files: ScaledFiles, layer: Layer, leaf: str) -> bool:
     values = files.files.read(f"{layer.name}.{leaf}")
     if values.dtype == torch.uint8:  # block scales that are stored as bytes
-        is_exponent = layer.format.short == "mxfp8"
-        values = values.view(torch.float8_e8m0fnu if is_exponent else torch.float8_e4m3fn)
+        if layer.format.short == "mxfp8":  # exponents, of which the last stands for NaN
+            return int(values.max()) < MOST_E8M0
+        values = values.view(torch.float8_e4m3fn)
     return largest(values) < float("inf")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError, some
+from ..torch_version import has_torch, torch_version
 from . import kernels
 from .formats import PLAIN_FLOAT8, Format, Settings
 from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Choice, Kernel
@@ -41,7 +42,7 @@ RULES = {
     "int8_tensorwise": Rule(kernels.int8, (7, 5), everywhere=True),
     "float8_e4m3fn": Rule(kernels.float8, (8, 9), multiple=16),
     "mxfp8": Rule(kernels.mxfp8, (10, 0), multiple=32, torch=(2, 10), on_cpu=False),
-    "nvfp4": Rule(kernels.nvfp4, (10, 0), multiple=32, on_cpu=False),
+    "nvfp4": Rule(kernels.nvfp4, (10, 0), multiple=32, torch=(2, 8), on_cpu=False),
 }
 
 
@@ -114,9 +115,8 @@ def _of_device(rule: Rule, mode: str, device: torch.device, have: Capability) ->
         return "" if rule.everywhere or mode == NATIVE else "this CPU has no kernel for it"
     if device.type != "cuda" or (have is None and not rule.everywhere):
         return "only NVIDIA GPUs have a kernel for it"
-    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    if version < rule.torch:
-        return f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch.__version__} is installed"
+    if not has_torch(*rule.torch):
+        return f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch_version()} is installed"
     if have is None or have >= rule.capability:
         return ""
     least = ".".join(map(str, rule.capability))

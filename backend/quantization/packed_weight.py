@@ -13,7 +13,12 @@ from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
 _SCRATCH: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+#: Types of one byte that not every collective knows; torch 2.6 has not all of them.
+FLOAT8 = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+    if hasattr(torch, name)
+)
 
 
 @dataclass

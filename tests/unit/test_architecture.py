@@ -22,6 +22,7 @@ LAYERS = [
     "backend.device_memory",
     "backend.opaque_ops",
     "backend.shares",
+    "backend.torch_version",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -50,7 +51,7 @@ LAYERS = [
 SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
-    *("backend.shares", "backend.control_group"),
+    *("backend.shares", "backend.control_group", "backend.torch_version"),
 )
 STDLIB_ONLY = (
     "backend.config",
@@ -67,6 +68,7 @@ STDLIB_ONLY = (
     "backend.planner.model_shape",
     "backend.planner.parts",
     "backend.shares",
+    "backend.torch_version",
     "backend.loading.model_key",
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",
