@@ -252,6 +252,11 @@ class Checkpoint:
         common = values.most_common(1)[0][0]
         return torch.bfloat16 if common.itemsize == 1 else common
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some weights stay as the file stores them, in few bits."""
+        return any(self.files.quantization(key) is not None for key in self.files.shapes)
+
     def load(
         self,
         blocks: range,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..config import ParallelConfig
+from ..torch_version import shards_integers
 from .machine import Request
 from .model_shape import ModelShape
 
@@ -59,7 +60,8 @@ def candidates(
         yield from _patched(plan, shape, request, rules)
         replicas = plan.sp_degree * plan.data_parallel_degree
         undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1
-        if rules.sharded and replicas > 1 and undivided and not base.offload_modulation:
+        can_shard = rules.sharded and (shards_integers() or not shape.is_quantized)
+        if can_shard and replicas > 1 and undivided and not base.offload_modulation:
             yield replace(plan, shard_weights=True)
 
 

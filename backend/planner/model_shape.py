@@ -51,7 +51,8 @@ class ModelShape:
     computes. joint: text is in the sequence of self-attention. patch: latent pixels of a token (T, H, W).
     activation_image, activation_text: bytes of activations of a rank for each token. scratch: bytes in which
     one quantized weight is dequantized. whole_only: why it runs with CFG and data parallelism only, or empty;
-    tensor: whether matrices can be cut."""
+    tensor: whether matrices can be cut. is_quantized: weights stay as the file stores them, with LoRAs beside
+    them."""
 
     name: str
     family: str
@@ -68,15 +69,11 @@ class ModelShape:
     scratch: int = 0
     whole_only: str = ""
     tensor: bool = True
+    is_quantized: bool = False
 
     def sequence(self, image: int, text: int) -> int:
         """Count the tokens of self-attention."""
         return image + text if self.joint else image
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether LoRAs are held beside the weights of its blocks."""
-        return any(block.unpacked for block in self.blocks)
 
     @property
     def weights(self) -> int:

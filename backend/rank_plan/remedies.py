@@ -8,7 +8,7 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
-from ..sampling.validation import check_family, check_model
+from ..sampling.validation import check_degrees
 from .need import request_need
 from .request_size import RequestSize
 
@@ -84,9 +84,7 @@ def fitting(
 def _check(config: ParallelConfig, checkpoint: Checkpoint):
     """Refuse degrees that do not suit the model. Raises ConfigError and UnsupportedError."""
     config.validate()
-    check_family(checkpoint.family, config)
-    heads = checkpoint.family.blocks.heads(checkpoint.config)
-    check_model(checkpoint.name, checkpoint.block_count, heads, config)
+    check_degrees(checkpoint, config)
 
 
 def _difference(before: ParallelConfig, after: ParallelConfig) -> str:

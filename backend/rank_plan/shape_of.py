@@ -63,6 +63,7 @@ class _Measured:
             scratch=scratch_bytes(held),
             whole_only=family.blocks.whole_only or "",
             tensor=bool(self._cuts),
+            is_quantized=self.checkpoint.is_quantized,
         )
 
     def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:

@@ -7,9 +7,14 @@ import torch
 from quantized import KINDS, described, matrices
 from safetensors.torch import save_file
 
+from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.loading.scale_values import check_scales
+from backend.planner import candidates
+from backend.planner.machine import Request
+from backend.rank_plan.shape_of import shape_of
+from backend.sampling import validation
 
 
 def with_settings(state: dict, text: dict | bytes) -> dict:
@@ -146,3 +151,22 @@ def test_refused_files(folder, state, change, says):
     with pytest.raises(UnsupportedError, match=says) as error:
         open_checkpoint(str(folder / "changed.safetensors"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
+@pytest.mark.parametrize("can", [False, True], ids=["integers fail", "integers are sharded"])
+def test_sharding_where_torch_shards_no_integers(folder, state, monkeypatch, is_quantized, can):
+    """It fails on every rank in the middle of a load; auto takes another way, a graph is told why."""
+    for module in (validation, candidates):
+        monkeypatch.setattr(module, "shards_integers", lambda: can)
+    save_file(described(state, "float8_e4m3fn")[0] if is_quantized else state, folder / "m.safetensors")
+    checkpoint = open_checkpoint(str(folder / "m.safetensors"))
+    shape = shape_of(checkpoint, torch.bfloat16)
+    plans = candidates.candidates(shape, Request(), 2, ParallelConfig(), candidates.Rules())
+    assert any(plan.shard_weights for plan in plans) == (can or not is_quantized)
+    config = ParallelConfig(ulysses_degree=2, shard_weights=True)
+    validation.check_degrees(checkpoint, ParallelConfig(ulysses_degree=2))
+    if can or not is_quantized:
+        return validation.check_degrees(checkpoint, config)
+    with pytest.raises(UnsupportedError, match="cannot shard the quantized weights .* install torch 2.12"):
+        validation.check_degrees(checkpoint, config)
