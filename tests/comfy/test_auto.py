@@ -138,10 +138,7 @@ def test_loras_of_a_graph_count_beside_quantized_weights(monkeypatch):
     other = {"dit": ["2", 0], "lora_name": "b.safetensors"}
     graph["7"] = {"class_type": "ParallelLoRA", "inputs": {**other, "strength": 0.5}}
     graph["8"] = {"class_type": "ParallelLoRA", "inputs": {**other, "strength": 0}}
-    quantized = replace(
-        FLUX, blocks=tuple(replace(block, unpacked=2 * block.weights) for block in FLUX.blocks)
-    )
-    assert request_of_graph(graph, "1", quantized).loras == 570
+    assert request_of_graph(graph, "1", replace(FLUX, is_quantized=True)).loras == 570
     assert request_of_graph(graph, "1", FLUX).loras == 0
 
 
