@@ -91,12 +91,11 @@ def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larges
     """Multiply under one scale of activations a row, rotated (ConvRot) as the weight is."""
     packed = weight.packed
     size = rotation(packed.settings)
-    values, scale = packed.tensors["values"], packed.tensors["scale"].float()
     if largest is None and _fuses():
+        values, scale = packed.tensors["values"], packed.tensors["scale"].float()
         rotated = {"convrot": size is not None, "convrot_groupsize": size or 256}
         return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotated)
-    out = _int8_of_rows(x, values, scale, size, largest or _own)
-    return out if bias is None else out + bias
+    return _int8_in_turns(x, weight, bias, size, largest)
 
 
 @cache
@@ -107,27 +106,41 @@ def _fuses() -> bool:
     return bool(found.get("available")) and not found.get("disabled")
 
 
-def _own(largest: Tensor) -> Tensor:
-    return largest
-
-
-def _int8_of_rows(x: Tensor, values: Tensor, scale: Tensor, size: int | None, largest: Largest) -> Tensor:
+def _int8_in_turns(
+    x: Tensor, weight: "PackedWeight", bias: Tensor | None, size: int | None, largest: Largest | None
+) -> Tensor:
     """Multiply as comfy-kitchen does, some rows at a time; of columns that are cut, under the scales of whole
-    rows."""
-    if size is not None:
-        x = (x.unflatten(-1, (-1, size)) @ hadamard(size, x.device).to(x.dtype)).flatten(-2)
-    rows = x.reshape(-1, x.shape[-1])
-    row_scales = largest(rows.abs().amax(dim=-1, keepdim=True)).float() / MOST_INT8
-    row_scales = row_scales.clamp(min=1e-30)
-    divisors = row_scales.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny)
-    quantized = (rows / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
-    out = x.new_empty(len(rows), len(values))
-    scale = scale.float().view(1, -1)
+    rows, which are compared once."""
+    values = weight.packed.tensors["values"]
+    scale = weight.packed.tensors["scale"].float().view(1, -1)
     step = max(1, CHUNK // len(values))
-    for some in (slice(start, start + step) for start in range(0, len(rows), step)):
-        sums = _kitchen().mm_int8(quantized[some], values.t())
-        out[some] = sums.float() * (row_scales[some] * scale)
-    return out.view(*x.shape[:-1], len(values))
+    rows = x.reshape(-1, x.shape[-1])
+    turns = [slice(start, start + step) for start in range(0, len(rows), step)]
+    most = None
+    if largest is not None:
+        most = largest(torch.cat([_most_of_rows(_rotated(rows[some], size)) for some in turns]))
+
+    def product(some: slice) -> Tensor:
+        rotated = _rotated(rows[some], size)
+        row_scales = (_most_of_rows(rotated) if most is None else most[some]).float() / MOST_INT8
+        row_scales = row_scales.clamp(min=1e-30)
+        divisors = row_scales.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny)
+        quantized = (rotated / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
+        sums = _kitchen().mm_int8(quantized, values.t())
+        return (sums.float() * (row_scales * scale)).to(x.dtype)
+
+    return _in_turns(x, len(values), bias, turns, product)
+
+
+def _rotated(rows: Tensor, size: int | None) -> Tensor:
+    """Rotate as the weight is (ConvRot), if it is."""
+    if size is None:
+        return rows
+    return (rows.unflatten(-1, (-1, size)) @ hadamard(size, rows.device).to(rows.dtype)).flatten(-2)
+
+
+def _most_of_rows(rows: Tensor) -> Tensor:
+    return rows.abs().amax(dim=-1, keepdim=True)
 
 
 def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
@@ -159,24 +172,25 @@ def _bias_where(x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor |
 
 def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
     """Multiply blocks of 32 values, of activations as of weights; on a CPU, what these blocks stand for."""
-    tensors = weight.packed.tensors
+    tensors, rows = weight.packed.tensors, _rows(x)
     inside, after = _bias_where(x, bias)
 
-    def product(rows: Tensor) -> Tensor:
-        quantized, scales = _kitchen().quantize_mxfp8(rows, pad_32x=len(rows) % 32 != 0)
+    def product(turn: slice) -> Tensor:
+        some = rows[turn]
+        quantized, scales = _kitchen().quantize_mxfp8(some, pad_32x=len(some) % 32 != 0)
         if x.device.type == "cpu":
             seen = _kitchen().dequantize_mxfp8(quantized, scales, x.dtype)
-            return F.linear(seen[: len(rows)], weight.dequantized(smoothed=False), bias)
+            return F.linear(seen[: len(some)], weight.dequantized(smoothed=False), bias)
         block_scales = _tiled(tensors["block_scales"], torch.float8_e8m0fnu)
         arguments = (quantized, tensors["values"], scales, block_scales)
-        return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(rows)]
+        return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(some)]
 
-    return _in_turns(x, weight, after, product)
+    return _in_turns(x, weight.shape[0], after, _block_turns(rows), product)
 
 
 def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
     """Multiply blocks of 16 values under a scale of all; on a CPU, what these blocks stand for."""
-    tensors = weight.packed.tensors
+    tensors, rows = weight.packed.tensors, _rows(x)
     inside, after = _bias_where(x, bias)
     scale = tensors.get("input_scale")
     if scale is None:
@@ -184,36 +198,42 @@ def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
         scale = (most if largest is None else largest(most)) / (MOST_E4M3 * MOST_E2M1)
     scale = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # blocks are divided by it
 
-    def product(rows: Tensor) -> Tensor:
-        quantized, scales = _kitchen().quantize_nvfp4(rows, scale, pad_16x=len(rows) % 16 != 0)
+    def product(turn: slice) -> Tensor:
+        some = rows[turn]
+        quantized, scales = _kitchen().quantize_nvfp4(some, scale, pad_16x=len(some) % 16 != 0)
         if x.device.type == "cpu":
             seen = _kitchen().dequantize_nvfp4(quantized, scale, scales, x.dtype)
-            return F.linear(seen[: len(rows)], weight.dequantized(smoothed=False), bias)
+            return F.linear(seen[: len(some)], weight.dequantized(smoothed=False), bias)
         block_scales = _tiled(tensors["block_scales"], torch.float8_e4m3fn)
         arguments = (
             *(quantized, tensors["values"], scale),
             *(tensors["tensor_scale"].float(), scales, block_scales),
         )
-        return _kitchen().scaled_mm_nvfp4(*arguments, bias=inside, out_dtype=x.dtype)[: len(rows)]
+        return _kitchen().scaled_mm_nvfp4(*arguments, bias=inside, out_dtype=x.dtype)[: len(some)]
 
-    return _in_turns(x, weight, after, product)
+    return _in_turns(x, weight.shape[0], after, _block_turns(rows), product)
 
 
 def _in_turns(
-    x: Tensor, weight: "PackedWeight", bias: Tensor | None, product: Callable[[Tensor], Tensor]
+    x: Tensor, columns: int, bias: Tensor | None, turns: list[slice], product: Callable[[slice], Tensor]
 ) -> Tensor:
-    """Return ``product`` of the rows of x, some at a time where comfy-kitchen's own kernels do not quantize
-    them, and add ``bias``."""
-    rows = _rows(x)
-    step = len(rows) if _fuses() else max(BLOCK_ROWS, BLOCKED // x.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
-    if len(rows) <= step:
-        out = product(rows)
+    """Return ``product`` of the rows of x in ``turns``, each of so many ``columns``, with ``bias`` added."""
+    if len(turns) == 1:
+        out = product(turns[0])
     else:
-        out = x.new_empty(len(rows), weight.shape[0])
-        for start in range(0, len(rows), step):
-            out[start : start + step] = product(rows[start : start + step])
-    out = out if bias is None else out + bias
-    return out.view(*x.shape[:-1], out.shape[-1])
+        out = x.new_empty(x.shape[:-1].numel(), columns)
+        for some in turns:
+            out[some] = product(some)
+    if bias is not None:
+        out += bias  # in place: it is this function's own, and may be the largest tensor of a block
+    return out.view(*x.shape[:-1], columns)
+
+
+def _block_turns(rows: Tensor) -> list[slice]:
+    """Rows whose blocks are quantized at once: all where comfy-kitchen's own kernels do that."""
+    some = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
+    step = len(rows) if _fuses() else some
+    return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
 def _rows(x: Tensor) -> Tensor:
