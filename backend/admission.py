@@ -140,7 +140,7 @@ class Admission:
         """Plan the load of a checkpoint on every rank; ``dtype``: of its weights. Raises ConfigError,
         UnsupportedError."""
         plans = describe(self.config, checkpoint, dtype=dtype)
-        mapped = dtype == checkpoint.dtype or any(plan.scratch_bytes for plan in plans)
+        mapped = dtype == checkpoint.dtype or checkpoint.is_quantized
         needs = [load_need(plan, self.memory.device.type, mapped) for plan in plans]
         return Planned(self.config, checkpoint, TYPICAL, dtype, plans, needs, reloads=False)
 

@@ -60,7 +60,7 @@ def candidates(
         yield from _patched(plan, shape, request, rules)
         replicas = plan.sp_degree * plan.data_parallel_degree
         undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1
-        can_shard = rules.sharded and (shards_integers() or not shape.is_quantized)
+        can_shard = rules.sharded and (not shape.is_quantized or shards_integers())
         if can_shard and replicas > 1 and undivided and not base.offload_modulation:
             yield replace(plan, shard_weights=True)
 

@@ -65,9 +65,8 @@ def fitting(
 ) -> list[str]:
     """Return at most MOST remedies with which weights and request fit into the ``capacity`` of every rank, in
     bytes; each likely need counts, so that what is named does run."""
-    quantized = any(plan.scratch_bytes for plan in size.plans(config, checkpoint, dtype))
     found = []
-    for remedy in remedies(config, size, quantized):
+    for remedy in remedies(config, size, checkpoint.is_quantized):
         try:
             _check(remedy.config, checkpoint)
             plans = remedy.size.plans(remedy.config, checkpoint, dtype, remedy.bits)
