@@ -49,6 +49,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_after_a_module():
+    """Nor through what a module's tests imported: an engine collects garbage with every model it unloads."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def _has_program(item) -> bool:
     return bool(_runs(item))
 

@@ -69,6 +69,11 @@ def write_checkpoint(
     return save_whole({prefix + key: value for key, value in state().items() if key not in drop}, path)
 
 
+def write_shallow_flux(path: Path) -> Path:
+    """The checkpoint of shallow_flux()."""
+    return shared(path, "flux-shallow", lambda: weights_module().state_dict(shallow_flux()))
+
+
 def shared(path: Path, name: str, tensors: Callable[[], dict[str, torch.Tensor]]) -> Path:
     """``path`` as a hard link to the session's only file of that ``name``: random weights of gigabytes are
     made once for all tests and ranks. Nobody writes into it. Outside a session it is a file of its own."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from tiny import batch_request, golden_request, relative, write_checkpoint
+from tiny import BLOCKS as OF_A_KIND
+from tiny import batch_request, golden_request, relative, write_shallow_flux
 from tolerance import assert_same_bits, assert_ulps
 
 from backend.config import ParallelConfig
@@ -20,8 +21,8 @@ from backend.parallel.step_context import StepContext
 from backend.sampling import model_runner, request
 from backend.sampling.step_loop import Callbacks
 
-#: Of the tiny Flux, 4 double and 8 single.
-BLOCKS = 12
+#: Of the shallow Flux, double and single ones.
+BLOCKS = 2 * OF_A_KIND
 #: Of the golden case, a model call each.
 STEPS = 6
 
@@ -29,9 +30,8 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
-    engine.load(
-        "tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default"
-    )
+    path = write_shallow_flux(tmp_path_factory.mktemp("models") / "flux.safetensors")
+    engine.load("tiny", str(path), "default")
     return engine
 
 
@@ -190,15 +190,14 @@ def test_the_end_of_the_model_sees_the_tokens_of_the_patch(engine, count):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_modulation_is_one_gemm_a_layer(engine, count):
-    """4 double blocks with two modulations and 8 single ones with one: 16 GEMMs for all steps, prompts and
-    patches.
-    """
+    """Double blocks have two modulations and single ones one: a GEMM each for all steps, prompts and
+    patches."""
     simulate(engine, num_pipeline_patch=count)
     assert cached.COMPUTED["modulation"] == LAYERS
 
 
 #: Modulation layers, and bytes of a row of all of them in float32.
-LAYERS, ROW = 4 * 2 + 8, 4 * 256 * (4 * 2 * 6 + 8 * 3)
+LAYERS, ROW = OF_A_KIND * (2 + 1), 4 * 256 * OF_A_KIND * (2 * 6 + 3)
 
 
 @pytest.mark.parametrize("case, calls", [("euler_simple", 6), ("heun_simple", 11)])
@@ -243,7 +242,7 @@ def test_modulation_ahead_changes_nothing(engine, monkeypatch):
     ahead = simulate(engine, num_pipeline_patch=1)
     monkeypatch.setattr(model_runner.Runner, "modulate_ahead", lambda self, *rest: None)
     each = simulate(engine, num_pipeline_patch=1)
-    assert cached.COMPUTED["modulation"] == 6 * 2 * (4 * 2 + 8)
+    assert cached.COMPUTED["modulation"] == STEPS * 2 * LAYERS
     assert_ulps(ahead, each, BLOCKS * STEPS)
 
 
@@ -251,7 +250,7 @@ def test_offloaded_modulation_lives_elsewhere_between_requests(engine, tmp_path,
     """Its weights are copied to the device while a request begins, each once, and are the same memory
     afterwards; the latent is the same to the last bit."""
     offloading = Engine(ParallelConfig(offload_modulation=True), mesh.single())
-    offloading.load("tiny", str(write_checkpoint(tmp_path / "flux-tiny.safetensors")), "default")
+    offloading.load("tiny", str(write_shallow_flux(tmp_path / "flux.safetensors")), "default")
     cache = offloading.models["tiny"].cache
     cache.offload_device = torch.device("cpu", 0)  # another name of the same memory: not the device's
     layers = [layer.layer for layer in cache.modulations]
