@@ -142,7 +142,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
         dist.get_rank(),
         dist.get_world_size(),
         **axes,
-        sp=_sp_axis(config, mesh, axes),
+        sp=_sp_axis(config, axes),
         **_tp_grid(config),
         weights=weights,
         edges=_edges(config, local),
@@ -183,12 +183,15 @@ def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
     return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks, shares)
 
 
-def _sp_axis(config: ParallelConfig, mesh: DeviceMesh, axes: dict[str, Axis]) -> Axis:
+# sp is enumerated, not made by DeviceMesh._flatten: before torch 2.10 it finds meshes by value,
+# and gives a mesh the group of an earlier one of the same degrees, which close has destroyed.
+
+
+def _sp_axis(config: ParallelConfig, axes: dict[str, Axis]) -> Axis:
     """ring and ulysses flattened; where one of them is 1 the other's group serves."""
     uneven = config.shares_of("ring", "ulysses")
     if config.ring_degree > 1 and config.ulysses_degree > 1:
-        mesh["ring", "ulysses"]._flatten("sp")
-        return _axis(mesh, "sp", uneven)
+        return _enumerated(layout(config).movedim(5, 0).flatten(4), uneven)
     return replace(axes["ring" if config.ring_degree > 1 else "ulysses"], shares=uneven)
 
 

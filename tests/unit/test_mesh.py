@@ -1,8 +1,13 @@
-"""The layout of ranks, without processes."""
+"""The layout of ranks and their groups, without processes."""
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backend.config import ParallelConfig
+from backend.parallel import mesh
 from backend.parallel.mesh import layout
 
 SIXTEEN = ParallelConfig(data_parallel_degree=2, cfg_degree=2, pipefusion_degree=2, ulysses_degree=2)
@@ -31,3 +36,47 @@ def test_world_size_is_the_product():
         ParallelConfig(cfg_degree=2, pipefusion_degree=2, ring_degree=3, num_pipeline_patch=7).world_size
         == 12
     )
+
+
+@pytest.fixture
+def rank_1(monkeypatch):
+    """Return a function that builds this rank's mesh among ranks whose groups do nothing."""
+    new_group = dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda *args, backend=None, **more: new_group(*args, **more))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    def build(config: ParallelConfig) -> mesh.Mesh:
+        if not dist.is_initialized():
+            dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=config.world_size)
+        return mesh.build(config, "cpu")
+
+    yield build
+    dist.destroy_process_group()
+
+
+def of_degrees(dp=1, cfg=1, ring=1, ulysses=1, tp=1, **settings) -> ParallelConfig:
+    return ParallelConfig(
+        data_parallel_degree=dp,
+        cfg_degree=cfg,
+        ring_degree=ring,
+        ulysses_degree=ulysses,
+        tensor_parallel_degree=tp,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("shard_weights", [False])
+def test_degrees_that_come_back_get_new_groups(rank_1, monkeypatch, shard_weights):
+    """Before torch 2.10 a mesh that is flattened again may be given the group of an earlier one."""
+    monkeypatch.delattr(DeviceMesh, "_flatten")
+    both = of_degrees(cfg=2, ring=2, ulysses=2, shard_weights=shard_weights)
+    for config in (both, of_degrees(cfg=2, ulysses=4), both):
+        found = rank_1(config)
+        groups = [found.sp.group, found.weights and found.weights.get_group()]
+        assert all(group in _world.pg_map for group in groups if group is not None)
+        assert found.sp.ranks == (0, 1, 2, 3)
+        mesh.close(found)
+
+
+def test_sequence_ranks_beside_tensor_ranks(rank_1):
+    assert rank_1(of_degrees(ring=2, ulysses=2, tp=2)).sp.ranks == (1, 3, 5, 7)
