@@ -71,9 +71,9 @@ class Mesh:
     """Where this rank stands, and its process groups.
 
     An axis of size 1 has no group. edges carry what goes from stage to stage; pp is for the collectives of
-    all stages. weights flattens the axes whose ranks hold the same weights, for FSDP. tp_inputs x tp_outputs
-    is tp as a grid, for 2d tensor parallelism. control is gloo over all ranks: requests, cancel votes,
-    failures.
+    all stages. weights, for FSDP, has a group of its own over the axes whose ranks hold the same weights.
+    tp_inputs x tp_outputs is tp as a grid, for 2d tensor parallelism. control is gloo over all ranks:
+    requests, cancel votes, failures.
     replica_shares: of dp x cfg, as Axis.shares. gpus_differ: ranks have GPUs of several models.
     """
 
@@ -135,7 +135,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
     axes = {
         name: _axis(mesh, name, config.shares_of(name)) if name in wide else alone for name in config.degrees
     }
-    weights = _weights(config, mesh) if config.shard_weights else None
+    weights = _weights(config, device) if config.shard_weights else None
     control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
     return Mesh(
         local,
@@ -183,8 +183,8 @@ def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
     return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks, shares)
 
 
-# sp is enumerated, not made by DeviceMesh._flatten: before torch 2.10 it finds meshes by value,
-# and gives a mesh the group of an earlier one of the same degrees, which close has destroyed.
+# The groups below are enumerated, not made by DeviceMesh._flatten: before torch 2.10 it finds meshes by
+# value, and gives a mesh the group of an earlier one of the same degrees, which close has destroyed.
 
 
 def _sp_axis(config: ParallelConfig, axes: dict[str, Axis]) -> Axis:
@@ -195,12 +195,12 @@ def _sp_axis(config: ParallelConfig, axes: dict[str, Axis]) -> Axis:
     return replace(axes["ring" if config.ring_degree > 1 else "ulysses"], shares=uneven)
 
 
-def _weights(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
-    """The axes whose ranks hold the same weights, flattened; one of them is above 1 (ParallelConfig)."""
-    names = [name for name in ("dp", "ring", "ulysses") if config.degrees[name] > 1]
-    weights = mesh[tuple(names)]._flatten("weights") if len(names) > 1 else mesh[names[0]]
-    _set_pg_timeout(TIMEOUT, weights.get_group())
-    return weights
+def _weights(config: ParallelConfig, device: str) -> DeviceMesh:
+    """Make the group of the ranks that hold the same weights, on dp x ring x ulysses. No axis' group serves:
+    one NCCL communicator runs its operations in order, so gathers would wait for attention's messages."""
+    holders = layout(config).permute(1, 2, 5, 0, 3, 4).flatten(3)  # cfg, pp, tp, dp x ring x ulysses
+    group = _own_group(_enumerated(holders, ()).group)
+    return DeviceMesh.from_group(group, device, mesh_dim_names=("weights",))
 
 
 def _edges(config: ParallelConfig, device: torch.device) -> Edges:

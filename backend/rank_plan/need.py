@@ -38,7 +38,8 @@ def request_need(plan: RankPlan, config: ParallelConfig, device: str, scratch_he
     likely += int(LIKELY_ACTIVATIONS * plan.activation_bytes)
     likely += 0 if scratch_held else plan.scratch_bytes
     if device == "cuda":
-        likely += COMMUNICATOR * sum(degree > 1 for degree in config.degrees.values())
+        axes = sum(degree > 1 for degree in config.degrees.values())
+        likely += COMMUNICATOR * (axes + config.shard_weights)
     return Need(least, likely)
 
 

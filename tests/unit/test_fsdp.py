@@ -1,12 +1,15 @@
 """Weight sharding, as far as one process shows it; what it computes is in test_ranks.py."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from torch import nn
 
+from backend.config import ParallelConfig
 from backend.parallel import fsdp
+from backend.rank_plan.need import COMMUNICATOR, request_need
 
 #: Seconds in which a link gathers all blocks, as a part of those in which they compute.
 LINKS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
@@ -78,3 +81,12 @@ def test_one_block_ahead_is_enough_on_any_link(family):
     for link in LINKS:
         gathers = [size * link * sum(costs) / sum(sizes) for size in sizes]
         assert seconds(gathers, costs, fsdp.PREFETCH) <= 1.01 * seconds(gathers, costs, 8), link
+
+
+def test_its_communicator_is_counted():
+    plan = SimpleNamespace(
+        kv_bytes=0, activation_bytes=0, gathered_bytes=0, modulation_bytes=0, scratch_bytes=0
+    )
+    whole = ParallelConfig(ulysses_degree=2)
+    needs = [request_need(plan, config, "cuda") for config in (whole, replace(whole, shard_weights=True))]
+    assert [each.likely // COMMUNICATOR for each in needs] == [1, 2]

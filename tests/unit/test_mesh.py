@@ -65,7 +65,31 @@ def of_degrees(dp=1, cfg=1, ring=1, ulysses=1, tp=1, **settings) -> ParallelConf
     )
 
 
-@pytest.mark.parametrize("shard_weights", [False])
+@pytest.mark.parametrize(
+    "degrees, holders",
+    [
+        ({"ulysses": 4}, [0, 1, 2, 3]),
+        ({"ring": 4}, [0, 1, 2, 3]),
+        ({"dp": 4}, [0, 1, 2, 3]),
+        ({"cfg": 2, "ulysses": 4}, [0, 1, 2, 3]),
+        ({"ring": 2, "ulysses": 2}, [0, 1, 2, 3]),
+        ({"dp": 2, "cfg": 2, "ulysses": 2}, [0, 1, 4, 5]),
+    ],
+    ids=str,
+)
+def test_weights_are_gathered_over_a_group_of_their_own(rank_1, degrees, holders):
+    """A communicator runs its operations in order: gathers would wait for the messages of attention."""
+    found = rank_1(of_degrees(**degrees, shard_weights=True))
+    assert found.weights.mesh_dim_names == ("weights",)
+    group = found.weights.get_group()
+    assert dist.get_process_group_ranks(group) == holders
+    others = [value.group for value in vars(found).values() if isinstance(value, mesh.Axis)]
+    assert all(group is not other for other in [*others, found.control, dist.group.WORLD])
+    mesh.close(found)
+    assert list(_world.pg_map) == [dist.group.WORLD]
+
+
+@pytest.mark.parametrize("shard_weights", [False, True])
 def test_degrees_that_come_back_get_new_groups(rank_1, monkeypatch, shard_weights):
     """Before torch 2.10 a mesh that is flattened again may be given the group of an earlier one."""
     monkeypatch.delattr(DeviceMesh, "_flatten")
