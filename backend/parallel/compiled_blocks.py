@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.exc
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental import _config as shapes
@@ -51,8 +52,11 @@ class Compiler:
         try:
             return self.compiled[forward](block, *args, **kwargs)
         except TorchDynamoException as error:  # raised before anything of the block has run
-            self.failed[forward] = f"{type(block).__name__} runs uncompiled: {reason(error)}"
-            return forward(block, *args, **kwargs)
+            why = reason(error)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # no TorchDynamoException, but raised as early
+            why = f"its inputs differ in more ways than the {MOST_GRAPHS} graphs that are compiled of it"
+        self.failed[forward] = f"{type(block).__name__} runs uncompiled: {why}"
+        return forward(block, *args, **kwargs)
 
     def _backend(self, graph, inputs):
         """Compile one graph, and count it."""

@@ -94,6 +94,25 @@ def test_without_a_compiler_blocks_run_as_they_are(tmp_path, monkeypatch, compil
     assert compiler.graphs == 0
 
 
+def test_a_block_of_too_many_graphs_runs_uncompiled(monkeypatch, compiler):
+    """From the first inputs on that no graph is left for; it ended the rank."""
+
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_blocks, "MOST_GRAPHS", 2)
+    block = Block()
+    with compiled_blocks.compiled([block]) as notes:
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
+            assert block(torch.ones(2, 3, dtype=dtype)).eq(2).all()
+        assert compiler.graphs == 2
+        assert notes()[1:] == [
+            "Block runs uncompiled: its inputs differ in more ways than the 2 graphs that are compiled of it"
+        ]
+
+
 def test_an_older_torch_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(opaque_ops, "_ordered", None)
     engine = loaded(tmp_path)
