@@ -6,6 +6,9 @@ from importlib import metadata
 #: torch from which FSDP2 shards frozen integers, as which quantized weights are stored; before, their
 #: parameters are made to require gradients, which fails (pytorch/pytorch#177844).
 SHARDS_INTEGERS = (2, 12)
+#: torch from which FSDP2 gathers frozen parameters of several types together (pytorch/pytorch#154103);
+#: before, the first forward fails.
+SHARDS_SEVERAL_TYPES = (2, 8)
 
 
 @cache
@@ -20,6 +23,15 @@ def has_torch(*version: int) -> bool:
     return tuple(int(number) for number in installed) >= version
 
 
-def shards_integers() -> bool:
-    """Return whether weights that are stored as integers can be sharded."""
-    return has_torch(*SHARDS_INTEGERS)
+def unshardable(is_quantized: bool, keeps_float32: bool) -> tuple[str, str] | None:
+    """Say which weights this torch cannot shard, and which version can; None where it can shard all.
+    ``keeps_float32``: some weights of a block stay in float32, whatever the others are."""
+    if is_quantized and not has_torch(*SHARDS_INTEGERS):
+        return "the quantized weights", _dotted(SHARDS_INTEGERS)
+    if keeps_float32 and not has_torch(*SHARDS_SEVERAL_TYPES):
+        return "the weights of several types (some stay in float32)", _dotted(SHARDS_SEVERAL_TYPES)
+    return None
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -48,7 +48,8 @@ TOOLTIPS = {
     "split_scheme": "How tensor_parallel_degree cuts matrices: by column then row (megatron), all by row, "
     "all by column, or both ways (2d).",
     "shard_weights": "Spread the weights over ulysses, ring and data-parallel ranks, which gather each block "
-    "as it is needed. Same result; for models that do not fit on one GPU. Over PCIe it can slow images down.",
+    "as it is needed. Same result; for models that do not fit on one GPU. Over PCIe it can slow images down. "
+    "Quantized files need torch 2.12, FLUX.3 and MiniMax-H3 2.8.",
     "offload_modulation": "Keep the modulation (adaLN) weights, up to a third of the model, in host memory: "
     "they are used for many steps at once, most often once a request. Same result. Not for Parallel Model, "
     "where every step is a request and moves them to the GPU.",

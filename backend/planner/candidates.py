@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..config import ParallelConfig
-from ..torch_version import shards_integers
+from ..torch_version import unshardable
 from .machine import Request
 from .model_shape import ModelShape
 
@@ -60,7 +60,7 @@ def candidates(
         yield from _patched(plan, shape, request, rules)
         replicas = plan.sp_degree * plan.data_parallel_degree
         undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1
-        can_shard = rules.sharded and (not shape.is_quantized or shards_integers())
+        can_shard = rules.sharded and not unshardable(shape.is_quantized, shape.keeps_float32)
         if can_shard and replicas > 1 and undivided and not base.offload_modulation:
             yield replace(plan, shard_weights=True)
 

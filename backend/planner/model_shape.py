@@ -52,7 +52,7 @@ class ModelShape:
     activation_image, activation_text: bytes of activations of a rank for each token. scratch: bytes in which
     one quantized weight is dequantized. whole_only: why it runs with CFG and data parallelism only, or empty;
     tensor: whether matrices can be cut. is_quantized: weights stay as the file stores them, with LoRAs beside
-    them."""
+    them. keeps_float32: some weights stay in float32, whatever the others are."""
 
     name: str
     family: str
@@ -70,6 +70,7 @@ class ModelShape:
     whole_only: str = ""
     tensor: bool = True
     is_quantized: bool = False
+    keeps_float32: bool = False
 
     def sequence(self, image: int, text: int) -> int:
         """Count the tokens of self-attention."""

@@ -64,6 +64,7 @@ class _Measured:
             whole_only=family.blocks.whole_only or "",
             tensor=bool(self._cuts),
             is_quantized=self.checkpoint.is_quantized,
+            keeps_float32=bool(family.build.float32),
         )
 
     def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:

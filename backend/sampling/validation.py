@@ -18,7 +18,7 @@ from ..parallel.wire import FULL
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..shares import edges
-from ..torch_version import SHARDS_INTEGERS, shards_integers, torch_version
+from ..torch_version import torch_version, unshardable
 from .guidance import guidance_of, names
 from .prediction import FLOW, PREDICTIONS
 from .request import arguments_of, request_config
@@ -248,12 +248,13 @@ def check_degrees(checkpoint: Checkpoint, config: ParallelConfig):
     check_family(checkpoint.family, config)
     heads = checkpoint.family.blocks.heads(checkpoint.config)
     check_model(checkpoint.name, checkpoint.block_count, heads, config)
-    if config.shard_weights and not shards_integers() and checkpoint.is_quantized:
-        least = ".".join(map(str, SHARDS_INTEGERS))
+    held = (checkpoint.is_quantized, bool(checkpoint.family.build.float32))
+    if config.shard_weights and (found := unshardable(*held)):
+        weights, least = found
         raise UnsupportedError(
-            f"shard_weights is on, but torch {torch_version()} cannot shard the quantized weights of "
-            f"{checkpoint.name}; install torch {least} or later, or use tensor_parallel_degree or "
-            f"pipefusion_degree, which divide them too."
+            f"shard_weights is on, but torch {torch_version()} cannot shard {weights} of {checkpoint.name}; "
+            f"install torch {least} or later, or use tensor_parallel_degree or pipefusion_degree, which "
+            f"divide them too."
         )
 
 

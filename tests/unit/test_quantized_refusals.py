@@ -6,7 +6,9 @@ import pytest
 import torch
 from quantized import KINDS, described, matrices
 from safetensors.torch import save_file
+from tiny import write_checkpoint
 
+from backend import torch_version
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
@@ -157,16 +159,31 @@ def test_refused_files(folder, state, change, says):
 @pytest.mark.parametrize("can", [False, True], ids=["integers fail", "integers are sharded"])
 def test_sharding_where_torch_shards_no_integers(folder, state, monkeypatch, is_quantized, can):
     """It fails on every rank in the middle of a load; auto takes another way, a graph is told why."""
-    for module in (validation, candidates):
-        monkeypatch.setattr(module, "shards_integers", lambda: can)
-    save_file(described(state, "float8_e4m3fn")[0] if is_quantized else state, folder / "m.safetensors")
-    checkpoint = open_checkpoint(str(folder / "m.safetensors"))
+    monkeypatch.setattr(torch_version, "torch_version", lambda: "2.12.0" if can else "2.11.0")
+    path = folder / "m.safetensors"
+    save_file(described(state, "float8_e4m3fn")[0] if is_quantized else state, path)
+    refused = "cannot shard the quantized weights .* install torch 2.12" if is_quantized and not can else ""
+    check_sharding(path, refused)
+
+
+@pytest.mark.parametrize("family", ["flux3", "minimax-h3", "flux-dev"])
+@pytest.mark.parametrize("version", ["2.7.1", "2.8.0"])
+def test_sharding_where_torch_shards_no_weights_of_several_types(folder, monkeypatch, family, version):
+    """FSDP2 says so at the first forward, on every rank."""
+    monkeypatch.setattr(torch_version, "torch_version", lambda: version)
+    path = write_checkpoint(folder / f"{family}.safetensors", family)
+    fails = family != "flux-dev" and version == "2.7.1"
+    check_sharding(path, "several types .*float32.* install torch 2.8" if fails else "")
+
+
+def check_sharding(path, refused: str):
+    checkpoint = open_checkpoint(str(path))
     shape = shape_of(checkpoint, torch.bfloat16)
     plans = candidates.candidates(shape, Request(), 2, ParallelConfig(), candidates.Rules())
-    assert any(plan.shard_weights for plan in plans) == (can or not is_quantized)
+    assert any(plan.shard_weights for plan in plans) == (not refused)
     config = ParallelConfig(ulysses_degree=2, shard_weights=True)
     validation.check_degrees(checkpoint, ParallelConfig(ulysses_degree=2))
-    if can or not is_quantized:
+    if not refused:
         return validation.check_degrees(checkpoint, config)
-    with pytest.raises(UnsupportedError, match="cannot shard the quantized weights .* install torch 2.12"):
+    with pytest.raises(UnsupportedError, match=refused):
         validation.check_degrees(checkpoint, config)
