@@ -52,7 +52,10 @@ def rows(parameter: nn.Parameter) -> Span | None:
         return None
     height = parameter.shape[0]
     size = -(-parameter.shape[0] // parameter.device_mesh.size())
-    first = min(parameter.device_mesh.get_local_rank() * size, height)
+    # its mesh may be an earlier one with these ranks, which DTensor remembers, and whose group is closed
+    place = parameter.device_mesh.get_coordinate()
+    assert place is not None, "this rank holds a shard"
+    first = min(place[0] * size, height)
     return Span(first, min(first + size, height))
 
 

@@ -1,14 +1,17 @@
 """The layout of ranks and their groups, without processes."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backend.config import ParallelConfig
-from backend.parallel import mesh
+from backend.parallel import fsdp, mesh
 from backend.parallel.mesh import layout
+from backend.parallel.sequence import Span
 
 SIXTEEN = ParallelConfig(data_parallel_degree=2, cfg_degree=2, pipefusion_degree=2, ulysses_degree=2)
 #: axis -> groups of 16 ranks at dp2 cfg2 pp2 sp2.
@@ -99,6 +102,17 @@ def test_degrees_that_come_back_get_new_groups(rank_1, monkeypatch, shard_weight
         groups = [found.sp.group, found.weights and found.weights.get_group()]
         assert all(group in _world.pg_map for group in groups if group is not None)
         assert found.sp.ranks == (0, 1, 2, 3)
+        mesh.close(found)
+
+
+def test_rows_of_weights_that_are_sharded_again(rank_1):
+    """DTensor remembers meshes by their ranks: the second weight's is the first one's, which is closed."""
+    config = of_degrees(cfg=2, ulysses=2, shard_weights=True)
+    for _ in range(2):
+        found = rank_1(config)
+        layer = torch.nn.Linear(4, 6).requires_grad_(False)
+        fully_shard(layer, mesh=found.weights)
+        assert fsdp.rows(layer.weight) == Span(3, 6)
         mesh.close(found)
 
 
