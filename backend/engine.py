@@ -158,8 +158,9 @@ class Engine:
 
     def rearrange(self, config: ParallelConfig, mesh: Mesh):
         """Run on other process groups of the same ranks: models of which every rank holds the same keep their
-        weights, others are unloaded, the same on all ranks. The old groups are no longer used."""
-        same = self.config.same_weights(config)
+        weights, others are unloaded, the same on all ranks. The old groups are no longer used: sharded
+        weights, which FSDP gathers over them, are unloaded too."""
+        same = self.config.same_weights(config) and not config.shard_weights
         old = self.mesh
         self.config = config
         self.mesh = mesh

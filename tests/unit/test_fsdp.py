@@ -8,7 +8,9 @@ import pytest
 from torch import nn
 
 from backend.config import ParallelConfig
+from backend.engine import Engine
 from backend.parallel import fsdp
+from backend.parallel.mesh import single
 from backend.rank_plan.need import COMMUNICATOR, request_need
 
 #: Seconds in which a link gathers all blocks, as a part of those in which they compute.
@@ -39,6 +41,15 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert [block.set_modules_to_forward_prefetch.call_args.args[0] for block in blocks] == [
         [block] for block in blocks[1:]
     ] + [[]]
+
+
+def test_sharded_weights_leave_with_their_groups():
+    """FSDP would gather over the closed ones; the same degrees are no reason to keep them."""
+    config = ParallelConfig(ulysses_degree=2, shard_weights=True)
+    engine = Engine(config, single())
+    engine.models["sharded"] = mock.MagicMock()
+    engine.rearrange(config, single())
+    assert not engine.models
 
 
 def seconds(gathers: list[float], computes: list[float], ahead: int) -> float:
