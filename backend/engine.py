@@ -20,6 +20,7 @@ from .loading.load_report import LoadReport, forget_peak, peak_bytes
 from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse, stack_digest
 from .loading.recognition import open_checkpoint
+from .loading.staging import upload_parameters
 from .loading.weight_loading import matrices
 from .models.family import Family
 from .parallel import fsdp, kernel_table, tensor_parallel
@@ -120,7 +121,7 @@ class Engine:
         weights = FusedWeights(checkpoint, cuts, device)
         cache = self._cache_layers(checkpoint, stages, dtype)
         if sharded:
-            fsdp.shard_rest(transformer, checkpoint.family.blocks.lists, self.mesh)
+            fsdp.shard_rest(transformer, checkpoint.family.blocks.lists, self.mesh, upload_parameters)
         weight_bytes = sum(fsdp.held_bytes(p) for p in transformer.parameters() if not p.is_meta)
         staged = self._is_staged(checkpoint.family)
         stage = Stage(transformer, checkpoint.family, self.mesh, blocks) if staged else None
@@ -136,7 +137,7 @@ class Engine:
         if self.config.offload_modulation:
             parking.to_host(map(checkpoint.empty.get_submodule, modulation), pinned=False)
         if self.config.shard_weights:
-            fsdp.shard_block(checkpoint.empty, block, modulation, self.mesh)
+            fsdp.shard_block(checkpoint.empty, block, modulation, self.mesh, upload_parameters)
 
     def _cuts(self, checkpoint: Checkpoint) -> dict[str, Shard]:
         """Module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
@@ -158,8 +159,7 @@ class Engine:
 
     def rearrange(self, config: ParallelConfig, mesh: Mesh):
         """Run on other process groups of the same ranks: models of which every rank holds the same keep their
-        weights, others are unloaded, the same on all ranks. The old groups are no longer used: sharded
-        weights, which FSDP gathers over them, are unloaded too."""
+        weights; others are unloaded, sharded ones too, which FSDP gathers over the old groups."""
         same = self.config.same_weights(config) and not config.shard_weights
         old = self.mesh
         self.config = config

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Bytes of each of the two buffers of a rank: many pages of a file, and little of the host's memory.
 PIECE = 32 << 20
@@ -51,6 +51,15 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor of a mapped file on ``device``; on the CPU the tensor itself."""
     place = torch.device(device)
     return _staging(place).copy(tensor, place) if place.type == "cuda" else tensor.to(place)
+
+
+def upload_parameters(module: nn.Module, device: torch.device):
+    """Move a module's parameters that are on the CPU to ``device``; sharded ones are there."""
+    if device.type == "cpu":
+        return
+    for parameter in module.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = upload(parameter.data, device)
 
 
 def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,9 @@
 """Weight sharding: torch's FSDP2 over the ranks that would otherwise hold the same weights."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,15 +18,22 @@ from .sequence import Span
 PREFETCH = 1
 
 
-def shard_block(transformer: nn.Module, name: str, modulation: Iterable[str], mesh: Mesh):
+#: What brings a module's parameters to the rank's device, where fully_shard leaves them; it would copy each
+#: from a mapped file's pages itself (loading/staging.py).
+Upload = Callable[[nn.Module, torch.device], None]
+
+
+def shard_block(transformer: nn.Module, name: str, modulation: Iterable[str], mesh: Mesh, upload: Upload):
     """Shard the block of that name over ``mesh.weights``; its weights are whole while it runs. Those of its
     ``modulation`` layers, which is computed for many steps at once, are gathered for that alone."""
-    for module in (*modulation, name):
-        fully_shard(transformer.get_submodule(module), mesh=mesh.weights)
+    for module in map(transformer.get_submodule, (*modulation, name)):
+        upload(module, mesh.device)
+        fully_shard(module, mesh=mesh.weights)
 
 
-def shard_rest(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh):
+def shard_rest(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh, upload: Upload):
     """Shard what is in none of the blocks, and have each gathered ahead of its turn."""
+    upload(transformer, mesh.device)
     fully_shard(transformer, mesh=mesh.weights)
     blocks = [block for name in block_lists for block in block_list(transformer, name)]
     sharded = [cast(FSDPModule, block) for block in blocks]  # shard_block has made them that

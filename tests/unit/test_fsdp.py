@@ -18,12 +18,21 @@ LINKS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
 
 
 def test_modulation_is_gathered_apart():
-    """Its layers are sharded before their block, which then leaves them out."""
+    """Its layers are sharded before their block, which then leaves them out; each is brought to the device
+    just before, so that no more than a block is whole there."""
+    done = mock.Mock()
     block = nn.ModuleDict({"norm": nn.Linear(2, 6), "out": nn.Linear(2, 2)})
-    with mock.patch.object(fsdp, "fully_shard") as fully_shard:
+    with mock.patch.object(fsdp, "fully_shard", done.fully_shard):
         whole = nn.ModuleDict({"block": block})
-        fsdp.shard_block(whole, "block", ["block.norm"], SimpleNamespace(weights="mesh"))
-    assert [call.args[0] for call in fully_shard.call_args_list] == [block["norm"], block]
+        fsdp.shard_block(
+            whole, "block", ["block.norm"], SimpleNamespace(weights="mesh", device="cuda"), done.upload
+        )
+    assert done.mock_calls == [
+        mock.call.upload(block["norm"], "cuda"),
+        mock.call.fully_shard(block["norm"], mesh="mesh"),
+        mock.call.upload(block, "cuda"),
+        mock.call.fully_shard(block, mesh="mesh"),
+    ]
 
 
 def test_the_next_block_is_gathered_while_one_computes():
@@ -32,11 +41,13 @@ def test_the_next_block_is_gathered_while_one_computes():
     for block in blocks:
         block.set_modules_to_forward_prefetch = mock.Mock()
     transformer = nn.ModuleDict({"paired": nn.ModuleList(blocks[:2]), "single": nn.ModuleList(blocks[2:])})
+    upload = mock.Mock()
     with mock.patch.object(fsdp, "fully_shard") as fully_shard:
-        mesh = SimpleNamespace(weights="mesh")
+        mesh = SimpleNamespace(weights="mesh", device="cuda")
         for name in ("paired.0", "paired.1", "single.0", "single.1", "single.2"):
-            fsdp.shard_block(transformer, name, (), mesh)
-        fsdp.shard_rest(transformer, ("paired", "single"), mesh)
+            fsdp.shard_block(transformer, name, (), mesh, upload)
+        fsdp.shard_rest(transformer, ("paired", "single"), mesh, upload)
+    assert [call.args[0] for call in upload.call_args_list] == [*blocks, transformer]
     assert [call.args[0] for call in fully_shard.call_args_list] == [*blocks, transformer]
     assert [block.set_modules_to_forward_prefetch.call_args.args[0] for block in blocks] == [
         [block] for block in blocks[1:]

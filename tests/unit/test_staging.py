@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from backend.loading import staging
-from backend.loading.staging import Download, Staging, upload
+from backend.loading.staging import Download, Staging, upload, upload_parameters
 
 CPU = torch.device("cpu")
 
@@ -88,6 +88,26 @@ def test_each_gpu_tensor_goes_through_the_buffers(monkeypatch):
     monkeypatch.setattr(staging, "_staging", lambda device: Recorded())
     upload(torch.zeros(2), "cuda:1")
     assert asked == [torch.device("cuda:1")]
+
+
+def test_parameters_go_through_the_buffers_where_they_are_on_the_cpu(monkeypatch):
+    """In place, since FSDP and LoRAs know them. Those on the device, for which meta stands, stay."""
+    block = torch.nn.ModuleDict({"norm": torch.nn.Linear(2, 6, device="meta"), "out": torch.nn.Linear(2, 2)})
+    before = dict(block.named_parameters())
+    sent = []
+
+    class Recorded:
+        def copy(self, tensor, device):
+            sent.append(tensor.shape)
+            return torch.full_like(tensor, 3)
+
+    monkeypatch.setattr(staging, "_staging", lambda device: Recorded())
+    upload_parameters(block, CPU)
+    assert not sent
+    upload_parameters(block, torch.device("cuda"))
+    assert sent == [(2, 2), (2,)]
+    assert all(parameter is before[name] for name, parameter in block.named_parameters())
+    assert block["norm"].weight.is_meta and block["out"].weight.eq(3).all()
 
 
 class Host(torch.Tensor):
