@@ -5,6 +5,8 @@ The prompt is Gemma's, after a projection in the text encoder's file; the connec
 this one, as in ComfyUI.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -16,10 +18,12 @@ from .common.ltx2_blocks import (
     LATENTS,
     Attention,
     Block,
-    Levels,
     VideoAndAudio,
+    distinct,
     gate_by_highest_level,
     highest,
+    levels_of,
+    share_levels,
 )
 from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
 from .common.once import once
@@ -38,14 +42,10 @@ def patch_module(transformer, config):
     """ComfyUI's order of attention and its gates, modulation of each noise level once, weighed guides, and
     the connectors."""
     gate_by_highest_level(transformer, config)
-    levels = (
-        transformer.time_embed,
-        transformer.audio_time_embed,
-        transformer.av_cross_attn_video_scale_shift,
-        transformer.av_cross_attn_audio_scale_shift,
-    )
-    for embed in levels:
-        embed.__class__ = Levels
+    video = (transformer.time_embed, transformer.av_cross_attn_video_scale_shift)
+    audio = (transformer.audio_time_embed, transformer.av_cross_attn_audio_scale_shift)
+    share_levels(transformer, {"video": video, "audio": audio})
+    levels = (video[0], audio[0], video[1], audio[1])
     transformer.rope.__class__ = guide_weights.AudioVideoPositions
     transformer.rope.heads = config["num_attention_heads"]
     for block in transformer.transformer_blocks:
@@ -91,6 +91,17 @@ def single_frames(grid, cond, device):
     return marks.view(1, -1, 1)
 
 
+def noise_levels(grid, cond, sigma, batch, factor):
+    """The latents with a mask -> what Levels takes: the few levels times ``factor``, and each token's."""
+    found = {}
+    for part, latent, name in zip(grid.grids, LATENTS.names, MASKS):
+        if name in cond:
+            tokens = part.to_tokens(cond[name].float())[..., 0]
+            levels, indices = levels_of(once(cond, name, partial(distinct, tokens)), sigma, batch)
+            found[latent] = (levels * factor, indices)
+    return found
+
+
 def forward_args(config, grid, latent, sigma, cond):
     """A finished prompt is the video's and the audio's; LTX-2's that is not is both."""
     video, audio = grid.unpack(latent)
@@ -101,10 +112,8 @@ def forward_args(config, grid, latent, sigma, cond):
     prompts = text.split(parts, dim=2) if text.shape[2] == sum(parts) else [text] * 2
     if not once(cond, "finished", lambda: is_finished(config, cond)):
         prompts = [F.pad(prompt, (0, 1)) for prompt in prompts]
-    levels = [
-        times(part, cond.get(name), sigma, batch) * config["timestep_scale_multiplier"]
-        for part, name in zip(grid.grids, MASKS)
-    ]
+    factor = config["timestep_scale_multiplier"]
+    levels = [times(part, cond.get(name), sigma, batch) * factor for part, name in zip(grid.grids, MASKS)]
 
     def sides():
         both = [corners(grid.grids[0], cond, latent.device, True, side) for side in (0, 1)]
@@ -125,6 +134,7 @@ def forward_args(config, grid, latent, sigma, cond):
         audio_timestep=levels[1],
         sigma=highest(levels[0], batch),
         audio_sigma=highest(levels[1], batch),
+        noise_levels=noise_levels(grid, cond, sigma, batch, factor),
         video_coords=once(cond, "corners", sides).expand(batch, -1, -1, -1),
         audio_num_frames=grid.grids[1].counts[1],
         **marks,

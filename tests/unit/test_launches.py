@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import launches  # noqa: E402 (a script, in no package)
 from meta_device import META, Count, meta_device  # noqa: E402
+from variants import request as masked  # noqa: E402
 
 from backend.config import ParallelConfig  # noqa: E402
 from backend.loading import staging  # noqa: E402
@@ -50,6 +52,17 @@ def check(family: str, methods: tuple[str, ...]):
         device, host = launches.stored()[family][method]
         assert line.device_ops <= SLACK * device, method
         assert line.cpu_ops <= min(SLACK * host, MOST_ON_HOST), method
+
+
+@pytest.mark.parametrize("method", FEW)
+def test_nor_does_one_with_a_mask(monkeypatch, method):
+    """LTX-2's image to video: the noise level of each token."""
+    sample = masked("ltx2-i2v")
+    sigmas = torch.linspace(sample.tensors["sigmas"][0].item(), 0, launches.STEPS + 1)
+    sample = replace(sample, sampler="euler", tensors={**sample.tensors, "sigmas": sigmas})
+    monkeypatch.setattr(launches, "request_of", lambda family: sample)
+    line, waits = launches.measure("ltx2", method, timing=False)
+    assert line.device_ops > 0 and not waits
 
 
 #: Operations on the device for a preview: x0 as a latent, and its copy to the host.

@@ -15,7 +15,7 @@ from variants import GOLDENS, VARIANTS, golden_variant, request, write
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
-from backend.models import ltx2
+from backend.models.common import ltx2_blocks
 from backend.parallel import mesh
 from backend.sampling.request import build
 from backend.sampling.step_loop import Callbacks
@@ -173,7 +173,7 @@ def test_modulation_of_a_mask_is_kept_once_a_level(name, tmp_path, monkeypatch):
         len(embed.modulation) for embed in levels
     ] == [2, 3, 2, 3]
     kept = sum(tensor.nbytes for tensor in given[0]) + sum(embed.modulation.nbytes for embed in levels)
-    monkeypatch.setattr(ltx2.Levels, "forward", LTX2AdaLayerNormSingle.forward)
+    monkeypatch.setattr(ltx2_blocks.Levels, "forward", LTX2AdaLayerNormSingle.forward)
     each = engine.sample(sample, Callbacks())[0]
     assert_ulps(each, latent, len(transformer.transformer_blocks) * (len(sample.tensors["sigmas"]) - 1))
     assert kept < 0.1 * sum(tensor.nbytes for tensor in given[-1])

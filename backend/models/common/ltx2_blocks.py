@@ -18,6 +18,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
 from ..blocks import BlockAdapter
 from ..family import Nested
 from . import guide_weights
+from .call_state import call_state
 
 #: Audio: channels and frequencies of a latent, one moment of which is a token.
 CHANNELS, FREQUENCIES = 8, 16
@@ -106,12 +107,16 @@ class Levels(LTX2AdaLayerNormSingle):
     """Compute modulation once per noise level, of which a mask has a few, and give blocks each token's index.
 
     A video of 1280 x 704 pixels and 121 frames has 14080 tokens, whose modulation is 9 x 4096 numbers each.
+    call: what share_levels keeps. latent: whose tokens these are, as LATENTS names them.
     """
+
+    call: Any
+    latent: str
 
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
         if timestep.numel() == batch_size:
             return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
-        levels, level_of_token = timestep.unique(return_inverse=True)
+        levels, level_of_token = self.call.levels[self.latent]
         found: Any = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
         self.modulation, embedding = found
         return level_of_token[:, None], embedding[level_of_token]
@@ -119,6 +124,39 @@ class Levels(LTX2AdaLayerNormSingle):
     def of(self, tokens):
         """Return what get_mod_params takes for ``tokens``, a block's slice of what ``forward`` returned."""
         return tokens if tokens.is_floating_point() else (self.modulation, tokens[..., 0])
+
+
+def distinct(tokens):
+    """Return the values of a mask's ``tokens`` (B, n), which are few, and the index of each token's (B, n).
+    It waits for the device: once a request, and not at every noise level."""
+    return torch.unique(tokens, return_inverse=True)
+
+
+def levels_of(known, times, batch):
+    """Return the noise levels (L,) of what ``distinct`` returned at ``times`` (0-d, or one of each sample),
+    and the index of every token's (B n,)."""
+    values, indices = known
+    times = times.reshape(-1, 1)
+    levels = values * times  # (1 or B, values)
+    if len(times) > 1:
+        indices = indices + len(values) * torch.arange(batch, device=indices.device)[:, None]
+    return levels.flatten(), indices.expand(batch, -1).flatten()
+
+
+def share_levels(transformer, modules):
+    """Let the transformer's forward take ``noise_levels``: of each latent with a mask, what ``levels_of``
+    returns. ``modules``: latent -> its Levels."""
+    call = call_state(transformer, levels={})
+
+    def take(module, args, kwargs):
+        call.levels = kwargs.pop("noise_levels")
+        return args, kwargs
+
+    transformer.register_forward_pre_hook(take, with_kwargs=True)
+    for latent, embeds in modules.items():
+        for embed in embeds:
+            embed.__class__ = Levels
+            embed.call, embed.latent = call, latent
 
 
 #: What a block takes, in order.
