@@ -179,7 +179,9 @@ SCHEDULE = DiscreteSchedule(0.00085, 0.012, zero_terminal_snr=True)
 FAMILY = Family(
     name="cogvideox",
     transformer="CogVideoXTransformer3DModel",
-    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
+    latent=Latent(
+        channels=lambda config: config["out_channels"], frames=True, pixels=lambda config: (TEMPORAL, 8, 8)
+    ),
     noise=Noise(prediction="v-ddpm", schedule=lambda config: SCHEDULE),
     io=ModelIO(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2))

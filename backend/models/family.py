@@ -45,6 +45,10 @@ def _channels(config) -> int:
     return config["in_channels"]
 
 
+def _image_pixels(config) -> tuple[int, int, int]:
+    return 1, 8, 8
+
+
 def _patch(config) -> tuple[int, int, int]:
     """patch_size is a number, or one for each axis."""
     size = config["patch_size"]
@@ -61,12 +65,15 @@ class Latent:
     channels, patch: transformer config -> channels, and (pt, ph, pw), latent pixels per token (of the first
     of nested latents).
     frames: latents have a time axis (True) or none (False); None where either runs.
+    pixels: transformer config -> frames, and pixels along each side, of a latent pixel (T, H, W), as the
+    family's VAE makes them; one frame for images.
     nested: the latents, where the model denoises several at once.
     """
 
     channels: Callable[[Config], int] = _channels
     patch: Callable[[Config], tuple[int, int, int]] = _patch
     frames: bool | None = None
+    pixels: Callable[[Config], tuple[int, int, int]] = _image_pixels
     nested: Nested | None = None
 
     @property

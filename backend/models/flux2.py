@@ -122,7 +122,7 @@ class TextCountedBefore(BlockAdapter):
 FAMILY = Family(
     name="flux2",
     transformer="Flux2Transformer2DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=replace(
         flux.FAMILY.blocks,

@@ -120,7 +120,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
     blocks=Blocks(
         lists={"mode_blocks.image": IMAGE_ONLY, "single_transformer_blocks": APART},

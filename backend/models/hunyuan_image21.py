@@ -101,7 +101,9 @@ def variant(config):
 FAMILY = Family(
     name="hunyuan-image-2.1",
     transformer="HunyuanImageTransformer2DModel",
-    latent=Latent(channels=lambda config: config["out_channels"], frames=False),
+    latent=Latent(
+        channels=lambda config: config["out_channels"], frames=False, pixels=lambda config: (1, 32, 32)
+    ),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         last="proj_out",

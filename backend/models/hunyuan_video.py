@@ -138,7 +138,9 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="hunyuan-video",
     transformer="HunyuanVideoTransformer3DModel",
-    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
+    latent=Latent(
+        channels=lambda config: config["out_channels"], frames=True, pixels=lambda config: (4, 8, 8)
+    ),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(

@@ -131,7 +131,9 @@ ACCEPTED = ("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat",
 FAMILY = Family(
     name="hunyuan-video-1.5",
     transformer="HunyuanVideo15Transformer3DModel",
-    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
+    latent=Latent(
+        channels=lambda config: config["out_channels"], frames=True, pixels=lambda config: (4, 16, 16)
+    ),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(

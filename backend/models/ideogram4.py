@@ -134,7 +134,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="ideogram4",
     transformer="Ideogram4Transformer2DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
     io=ModelIO(arguments=forward_args, output=output),
     blocks=Blocks(
         lists={"layers": JOINED},

@@ -56,9 +56,14 @@ def patch_module(transformer, config):
     time.register_buffer("freqs", frequencies, persistent=False)
 
 
+def is_video(config) -> bool:
+    """Return whether a model makes videos."""
+    return config["visual_cond"] and config["model_dim"] != LITE_IMAGE
+
+
 def stretch(config, grid):
     """By what positions (t, y, x) are divided: 1 for images."""
-    if not config["visual_cond"] or config["model_dim"] == LITE_IMAGE:
+    if not is_video(config):
         return (1.0, 1.0, 1.0)
     side = 3.16 if config["model_dim"] == PRO and grid.extent[1] * grid.extent[2] >= LARGE else 2.0
     return (1.0, side, side)
@@ -161,7 +166,10 @@ PROMPT_MODULES = (
 FAMILY = Family(
     name="kandinsky5",
     transformer="Kandinsky5Transformer3DModel",
-    latent=Latent(channels=lambda config: config["out_visual_dim"]),
+    latent=Latent(
+        channels=lambda config: config["out_visual_dim"],
+        pixels=lambda config: (4 if is_video(config) else 1, 8, 8),
+    ),
     io=ModelIO(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1))
     ),

@@ -30,7 +30,7 @@ from .common.once import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
-from .ltxv import corners, guides, times
+from .ltxv import PIXELS, corners, guides, times
 
 #: What ComfyUI calls the masks of the video's latent and of the audio's.
 MASKS = ("denoise_mask", "audio_denoise_mask")
@@ -286,7 +286,7 @@ PROMPT_LAYERS = ("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), nested=LATENTS),
+    latent=Latent(patch=lambda config: (1, 1, 1), pixels=lambda config: PIXELS, nested=LATENTS),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
     blocks=Blocks(

@@ -147,7 +147,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="ltxv",
     transformer="LTXVideoTransformer3DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=True),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=True, pixels=lambda config: PIXELS),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
     blocks=Blocks(

@@ -245,7 +245,7 @@ LATENTS = Nested(
 FAMILY = Family(
     name="minimax-h3",
     transformer="MiniMaxH3Transformer3DModel",
-    latent=Latent(nested=LATENTS),
+    latent=Latent(pixels=lambda config: (4, 16, 16), nested=LATENTS),
     io=ModelIO(arguments=forward_args, output=output),
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},

@@ -244,7 +244,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=False),
+    latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, -grid.tokens :]),
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},

@@ -138,7 +138,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="sana",
     transformer="SanaTransformer2DModel",
-    latent=Latent(frames=False),
+    latent=Latent(frames=False, pixels=lambda config: (1, 32, 32)),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         last="proj_out", lists={"transformer_blocks": APART}, attention=("sum", "cross", "surroundings")

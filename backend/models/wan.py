@@ -241,10 +241,16 @@ def attention_calls(block: Any) -> int:
     return 2 if block.attn2.add_k_proj is None else 3
 
 
+def pixels(config) -> tuple[int, int, int]:
+    """The VAE of Wan 2.2's 5B model makes 48 channels of 16 x 16 pixels."""
+    side = 16 if config["out_channels"] == 48 else 8
+    return 4, side, side
+
+
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
-    latent=Latent(channels=lambda config: config["out_channels"], frames=True),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True, pixels=pixels),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         last="proj_out",

@@ -49,6 +49,7 @@ class BlockShape:
 class ModelShape:
     """A transformer. rest: bytes of weights outside of its blocks. itemsize: bytes of a number in which it
     computes. joint: text is in the sequence of self-attention. patch: latent pixels of a token (T, H, W).
+    pixels: frames, and pixels along each side, of a latent pixel (T, H, W); one frame for images.
     activation_image, activation_text: bytes of activations of a rank for each token. scratch: bytes in which
     one quantized weight is dequantized. whole_only: why it runs with CFG and data parallelism only, or empty;
     tensor: whether matrices can be cut. is_quantized: weights stay as the file stores them, with LoRAs beside
@@ -64,6 +65,7 @@ class ModelShape:
     itemsize: int
     joint: bool
     patch: tuple[int, int, int] = (1, 2, 2)
+    pixels: tuple[int, int, int] = (1, 8, 8)
     activation_image: float = 0.0
     activation_text: float = 0.0
     scratch: int = 0
@@ -90,7 +92,13 @@ class ModelShape:
         """Read what ``as_dict`` made. TypeError or KeyError for anything else."""
         blocks = tuple(BlockShape(**block) for block in values["blocks"])
         known = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**known | {"blocks": blocks, "patch": tuple(values["patch"])})
+        sides = {name: tuple(values[name]) for name in ("patch", "pixels")}
+        return cls(**known | {"blocks": blocks, **sides})
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it makes videos: several frames to a latent's."""
+        return self.pixels[0] > 1
 
 
 @lru_cache(maxsize=256)

@@ -58,6 +58,7 @@ class _Measured:
             itemsize=self.dtype.itemsize,
             joint=position is not None,
             patch=family.latent.patch(config),
+            pixels=family.latent.pixels(config),
             activation_image=image,
             activation_text=text,
             scratch=scratch_bytes(held),

@@ -7,10 +7,6 @@ from .guidance import guidance_of, skips_negative
 from .model_files import lora_size, wanted_of
 from .queued import loader_of, values
 
-#: Pixels of the image in a latent pixel, by family, where they are not 8; and frames of a latent frame.
-SPATIAL = {"flux2": 16, "flux3": 16, "hunyuan-image-2.1": 32, "hunyuan-video-1.5": 16, "ltxv": 32, "ltx2": 32}
-SPATIAL |= {"sana": 32}
-TEMPORAL = {"ltxv": 8, "ltx2": 8}
 #: Assumed of what is linked and not known: an image, 20 steps, both prompts.
 SIDE, FRAMES, STEPS, TEXT = 1024, 1, 20, 512
 LOADER, MODEL, LORA = "LoadParallelDiT", "ParallelModel", "ParallelLoRA"
@@ -33,13 +29,13 @@ def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
     fed = [node for other, node in prompt.items() if loader_of(prompt, other) == key]
     node = next((each for each in fed if _samples(each)), {"class_type": "", "inputs": {}})
     latent = _linked(prompt, node["inputs"].get("latent_image"))
-    space = SPATIAL.get(shape.family, 8)
-    frames = 1 + (_number(latent, "length", FRAMES) - 1) // TEMPORAL.get(shape.family, 4)
-    sides = (frames, _number(latent, "height", SIDE) // space, _number(latent, "width", SIDE) // space)
+    time, *space = shape.pixels
+    frames = 1 + (_number(latent, "length", FRAMES) - 1) // time
+    height, width = (_number(latent, name, SIDE) // side for name, side in zip(("height", "width"), space))
     guidance = guidance_of(node["inputs"])
     drained = node["class_type"] == MODEL
     return Request(
-        image_tokens=tokens_of(sides, shape.patch),
+        image_tokens=tokens_of((frames, height, width), shape.patch),
         text_tokens=TEXT,
         steps=_steps(prompt, node),
         prompts=1 if drained or (guidance and skips_negative(*guidance)) else 2,

@@ -116,6 +116,15 @@ def test_the_latent_that_is_assumed_is_one_of_the_model(loaded):
     ), what
 
 
+def test_the_pixels_of_a_latent_pixel_are_comfyuis(loaded):
+    """Older versions of ComfyUI do not tell them."""
+    _, loaded = loaded
+    format = weightless_patcher(loaded).model.latent_format
+    time, *sides = FAMILIES[loaded.family].latent.pixels(loaded.info["config"])
+    assert sides == [getattr(format, "spacial_downscale_ratio", sides[0])] * 2
+    assert time in (1, getattr(format, "temporal_downscale_ratio", time))
+
+
 def test_latents_are_scaled_as_in_the_golden_files(loaded):
     name, loaded = loaded
     stored, shapes = load(f"{name}__euler_simple")

@@ -123,6 +123,9 @@ def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Famil
         inverted=bool(scheduler and scheduler.get("invert_sigmas")),
     )
 
+    def pixels(config) -> tuple[int, int, int]:
+        return 4 if inputs.video else 1, 8, 8  # no VAE says it in its configuration in one way
+
     def tokens(output, grid):
         return output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
 
@@ -130,7 +133,7 @@ def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Famil
     return Family(
         name=shape.cls.__name__,
         transformer=shape.cls.__name__,
-        latent=Latent(channels=lambda config: channels, patch=lambda config: patch, frames=inputs.video),
+        latent=Latent(lambda config: channels, lambda config: patch, inputs.video, pixels),
         noise=Noise(prediction(scheduler), (lambda config: schedule) if schedule else None),
         io=ModelIO(inputs, (lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens),
         blocks=Blocks(
