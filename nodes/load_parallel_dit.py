@@ -5,7 +5,7 @@ from functools import partial
 
 from comfy_api.latest import io
 
-from ..backend.client import pool
+from ..backend.client import planning, pool
 from ..backend.client.dependencies import require_dependencies
 from ..backend.client.interpreter import ranks_python
 from ..backend.config import ConfigError, ParallelConfig
@@ -30,6 +30,11 @@ WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
 MATMULS = ["auto", "weight only", "native"]
 #: Shown while the page waits for its graph to be queued.
 READING = "reading the model's headers"
+#: Said where the size that the graph tells does not fit, which may not be that of the latent.
+LEANEST = (
+    "no plan fits the size that the graph tells, so the one that needs least was taken; Parallel Samplers "
+    "plan again for their latent"
+)
 
 
 class LoadParallelDiT(io.ComfyNode):
@@ -135,10 +140,15 @@ def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict
     others = {other for inputs in other_loaders(prompt, key) if (other := wanted_of(inputs))}
     further = tuple(sorted(others - {wanted}))
 
-    def run(plan: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
-        return handle.load(plan, *wanted, auto=config, others=further, lines=lines)
+    def planned(auto: AutoConfig, request: planning.RequestOf) -> ParallelDiT:
+        note = () if auto is config else (LEANEST,)
 
-    return run_planned(config, wanted, partial(request_of_graph, prompt, key), further, run)
+        def run(plan: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
+            return handle.load(plan, *wanted, auto=config, others=further, lines=lines + note)
+
+        return run_planned(auto, wanted, request, further, run)
+
+    return planning.or_leanest(config, partial(request_of_graph, prompt, key), planned)
 
 
 def guidance_of_samplers(graph: dict, loader: str) -> list[tuple[float, str]]:

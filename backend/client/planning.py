@@ -4,12 +4,13 @@ Imports neither ComfyUI nor torch.distributed."""
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
-from ..config import ParallelConfig
+from ..config import ConfigError, ParallelConfig
 from ..planner.auto_config import AutoConfig
-from ..planner.choose import Question, choose, gigabytes
+from ..planner.choose import MEMORY, Question, choose, gigabytes
 from ..planner.machine import Machine, Request
 from ..planner.model_shape import ModelShape
 from . import measurements, pool
@@ -23,6 +24,9 @@ _spared: dict[tuple, int] = {}
 #: Part of a rank's memory that the next plan leaves free beyond what the one that ran out did.
 SPARED = 0.02
 RequestOf = Callable[[ModelShape], Request]
+Ran = TypeVar("Ran")
+#: Tokens of a small latent: of 256 x 256 pixels in most families.
+SMALL = 256
 
 
 def plan_for(
@@ -52,6 +56,24 @@ def plan_for(
     first, *further = choice.lines
     lines = (first + _why_spared(auto, model), *further)
     return auto.placed(choice.plan, devices, device), lines
+
+
+def or_leanest(auto: AutoConfig, estimate: RequestOf, run: Callable[[AutoConfig, RequestOf], Ran]) -> Ran:
+    """Return ``run`` with a plan for an estimated request; where nothing fits that, with the plan that needs
+    least for a small latent: samplers plan again for the latent that they are given. Raises the ConfigError
+    of the estimate where the model does not fit so either."""
+    try:
+        return run(auto, estimate)
+    except ConfigError as error:
+        too_large = error
+
+    def small(shape: ModelShape) -> Request:
+        return replace(estimate(shape), image_tokens=SMALL, batch=1)
+
+    try:
+        return run(replace(auto, method=MEMORY), small)
+    except ConfigError:
+        raise too_large from None
 
 
 def ran_out(error: BaseException) -> bool:

@@ -11,7 +11,9 @@ from golden_graphs import error_of, graph, ranks_of
 with comfy_modules():
     from parallel_dit.backend.config import ConfigError, ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
+    from parallel_dit.backend.planner.choose import MEMORY
     from parallel_dit.backend.protocol import BackendError, RefusedError
+    from parallel_dit.nodes import load_parallel_dit
     from parallel_dit.nodes.host import auto_plan
 
 MODEL = ("model.safetensors", "default", "auto")
@@ -127,3 +129,18 @@ def test_a_rank_that_runs_out_is_named_and_the_next_run_is_whole(comfy):
     assert run.status == "error" and "ran out of memory in the middle of a request" in run.message
     assert error_of(comfy.run(graph(config=auto))) <= 1e-4
     assert rank not in ranks_of(comfy)
+
+
+def test_a_load_whose_estimate_does_not_fit_takes_the_leanest_plan(monkeypatch):
+    """And its samplers plan again by the method that was asked for."""
+
+    def run_planned(auto, model, request, others, run):
+        if auto.method != MEMORY:
+            raise ConfigError("does not fit")
+        return run(PLANS[0], ("why",))
+
+    monkeypatch.setattr(load_parallel_dit, "run_planned", run_planned)
+    monkeypatch.setattr(load_parallel_dit.handle, "load", lambda plan, *wanted, **planned: (plan, planned))
+    plan, planned = load_parallel_dit._load(ALL, MODEL, {}, "1")
+    assert plan == PLANS[0] and planned["auto"] is ALL
+    assert planned["lines"] == ("why", load_parallel_dit.LEANEST)

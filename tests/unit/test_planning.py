@@ -96,6 +96,34 @@ def test_models_that_take_turns_spare_for_the_one_that_runs(machine):
     assert plan_for(others=(MODEL, MODEL))[0] != first
 
 
+def large(shape) -> Request:
+    return Request(2_000_000, 512, 20, 2, batch=4)
+
+
+def test_an_estimate_that_does_not_fit_takes_the_leanest_plan(machine):
+    """The sampler plans again for its latent, which may be smaller."""
+    asked = []
+
+    def run(auto: AutoConfig, request) -> ParallelConfig:
+        asked.append((auto.method, request(WAN)))
+        return planning.plan_for(auto, MODEL, request)[0]
+
+    machine.free = (12 * GB,) * GPUS
+    with pytest.raises(ConfigError, match="2000000 tokens does not fit"):
+        run(ALL, large)
+    plan = planning.or_leanest(ALL, large, run)
+    small = Request(256, 512, 20, 2)
+    assert asked[1:] == [("auto", large(WAN)), ("least memory", small)]
+    question = planning.question_of(ALL, MODEL, lambda shape: small)[0]
+    assert question.option(plan).bytes <= 1.02 * min(each.bytes for each in question.options())
+
+
+def test_a_model_that_fits_no_latent_is_refused_with_the_estimate(machine):
+    machine.free = (4 * GB,) * GPUS
+    with pytest.raises(ConfigError, match="2000000 tokens does not fit"):
+        planning.or_leanest(ALL, large, lambda auto, request: planning.plan_for(auto, MODEL, request))
+
+
 def test_one_gpu_has_nothing_to_choose(machine):
     auto = AutoConfig(gpus="1")
     assert not spare_more(ParallelConfig(), auto) and not planning._spared
