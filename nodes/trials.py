@@ -14,7 +14,7 @@ from ..backend.planner.choose import EXACT, MANUAL, Option, Question
 from .host.auto_plan import question_of
 from .host.graph import request_of_graph
 from .host.model_files import model_folders, wanted_of
-from .host.queued import loader_of, source, values
+from .host.queued import ancestors, loader_of, source, values
 from .parallel_config import config_in
 
 #: Ways to share the work that are tried, those with the best estimates, besides one rank alone.
@@ -118,7 +118,7 @@ def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, lis
 def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:
     """Return the graph up to ``sampler`` with these inputs, twice with two seeds where it has one: the first
     run of new process groups is slower."""
-    trial = copy.deepcopy({key: graph[key] for key in _before(graph, sampler)})
+    trial = copy.deepcopy({key: graph[key] for key in ancestors(graph, [sampler])})
     node = trial.setdefault(config, {"class_type": "ParallelConfig", "inputs": {}})
     node["inputs"] |= inputs
     trial[loader]["inputs"]["config"] = [config, 0]
@@ -128,18 +128,6 @@ def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) 
     for key, name in seeded:
         again[key]["inputs"][name] += 1
     return [trial, again] if seeded else [trial]
-
-
-def _before(graph: dict, node: str) -> set[str]:
-    """Return the ids of a node and of all that it depends on."""
-    found, waiting = set(), [node]
-    while waiting:
-        key = waiting.pop()
-        if key not in found:
-            found.add(key)
-            linked = [source(graph, key, name) for name in graph[key]["inputs"]]
-            waiting += [each for each in linked if each is not None]
-    return found
 
 
 def _seeds(graph: dict, sampler: str):

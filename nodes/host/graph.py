@@ -1,14 +1,20 @@
 """What a queued graph says of a request before its sampler runs: constants of the nodes after a loader."""
 
+from collections.abc import Iterator
+
 from ...backend.client.pool import Wanted
 from ...backend.planner.machine import Request, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
 from .model_files import lora_size, wanted_of
-from .queued import loader_of, values
+from .queued import ancestors, loader_of, source, values
 
-#: Assumed of what is linked and not known: an image, 20 steps, both prompts.
-SIDE, FRAMES, STEPS, TEXT = 1024, 1, 20, 512
+#: Assumed of what is linked and not known: an image or a video, 20 steps, both prompts.
+IMAGE = {"width": 1024, "height": 1024, "length": 1}
+VIDEO = {"width": 832, "height": 480, "length": 81}
+STEPS, TEXT = 20, 512
+#: Words in the names of inputs through which a latent comes: video before audio, latents before images.
+LATENT = ("video_latent", "latent", "samples", "pixels", "image")
 LOADER, MODEL, LORA = "LoadParallelDiT", "ParallelModel", "ParallelLoRA"
 
 
@@ -26,18 +32,20 @@ def loaded_models(prompt: dict) -> set[Wanted]:
 
 def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
     """Return the request of the first sampler that the loader ``key`` feeds, as far as constants tell it."""
-    fed = [node for other, node in prompt.items() if loader_of(prompt, other) == key]
-    node = next((each for each in fed if _samples(each)), {"class_type": "", "inputs": {}})
-    latent = _linked(prompt, node["inputs"].get("latent_image"))
+    fed = [other for other, node in prompt.items() if _samples(node) and loader_of(prompt, other) == key]
+    sampler = fed[0] if fed else ""
+    node = prompt.get(sampler, {"class_type": "", "inputs": {}})
+    latent = _latent(prompt, sampler)
+    usual = VIDEO if shape.is_video else IMAGE
+    length, height, width = (_number(latent, name, usual[name]) for name in ("length", "height", "width"))
     time, *space = shape.pixels
-    frames = 1 + (_number(latent, "length", FRAMES) - 1) // time
-    height, width = (_number(latent, name, SIDE) // side for name, side in zip(("height", "width"), space))
+    sides = (1 + (length - 1) // time, height // space[0], width // space[1])
     guidance = guidance_of(node["inputs"])
     drained = node["class_type"] == MODEL
     return Request(
-        image_tokens=tokens_of((frames, height, width), shape.patch),
+        image_tokens=tokens_of(sides, shape.patch),
         text_tokens=TEXT,
-        steps=_steps(prompt, node),
+        steps=_steps(prompt, sampler),
         prompts=1 if drained or (guidance and skips_negative(*guidance)) else 2,
         batch=_number(latent, "batch_size", 1),
         drained=drained,
@@ -56,9 +64,30 @@ def _samples(node: dict) -> bool:
     return node["class_type"].startswith("ParallelSampler") or node["class_type"] == MODEL
 
 
-def _linked(prompt: dict, link) -> dict:
-    """The inputs of the node at the other end of a link."""
-    return prompt.get(link[0], {"inputs": {}})["inputs"] if isinstance(link, list) else {}
+def _upstream(prompt: dict, node: str, words: tuple[str, ...]) -> Iterator[dict]:
+    """Yield the inputs of a node and of those before it, along one link of each: of the inputs whose names
+    have one of ``words``, those of the first word first."""
+    seen = set()
+    following = node
+    while following in prompt and following not in seen:
+        seen.add(following)
+        inputs = prompt[following]["inputs"]
+        yield inputs
+        named = [name for word in words for name in inputs if word in name]
+        found = (source(prompt, following, name) for name in named)
+        following = next(filter(None, found), "")
+
+
+def _latent(prompt: dict, sampler: str) -> dict:
+    """Return what the nodes before a sampler's latent say of it, the nearest first: those that join video and
+    audio, or another sampler, say nothing. For Parallel Model: before the first sampler of its MODEL."""
+    if prompt.get(sampler, {}).get("class_type") == MODEL:
+        others = [other for other in prompt if source(prompt, other, "latent_image")]
+        sampler = next((other for other in others if sampler in ancestors(prompt, [other])), "")
+    found: dict = {}
+    for inputs in _upstream(prompt, sampler, LATENT):
+        found = {**inputs, **found}
+    return found
 
 
 def _number(inputs: dict, name: str, default: int) -> int:
@@ -66,10 +95,11 @@ def _number(inputs: dict, name: str, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
-def _steps(prompt: dict, node: dict) -> int:
+def _steps(prompt: dict, sampler: str) -> int:
     """The steps that a sampler makes, or those of the scheduler that gives it its sigmas."""
-    inputs = node["inputs"]
+    inputs = prompt[sampler]["inputs"] if sampler else {}
     if "sigmas" in inputs:
-        return _number(_linked(prompt, inputs["sigmas"]), "steps", STEPS)
+        counts = (_number(each, "steps", 0) for each in _upstream(prompt, sampler, ("sigmas",)))
+        return next(filter(None, counts), STEPS)
     steps = _number(inputs, "steps", STEPS)
     return max(1, min(_number(inputs, "end_at_step", steps), steps) - _number(inputs, "start_at_step", 0))

@@ -6,12 +6,12 @@ import torch
 
 from ...backend.protocol import Describe
 from ..comfy_models.registry import family_named
+from .graph import VIDEO
 from .handle import ParallelDiT, ensure_loaded
 from .report import plan_line, quantized_lines, rank_lines
 
-#: The request: width and height of an image, or width, height and frames of a video, and text tokens.
+#: The request: width and height of an image, and text tokens.
 IMAGE_SIZE = 1024
-VIDEO = (832, 480, 81)
 TEXT_TOKENS = 512
 
 
@@ -50,7 +50,7 @@ def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
         side = IMAGE_SIZE // ratio
         what = f"{IMAGE_SIZE} x {IMAGE_SIZE}" if known else f"latent {side} x {side}"
         return what, [format.latent_channels, *([1] if video else []), side, side]
-    width, height, frames = VIDEO
+    width, height, frames = (VIDEO[name] for name in ("width", "height", "length"))
     time = 1 + (frames - 1) // getattr(format, "temporal_downscale_ratio", 4)
     sides = [time, height // ratio, width // ratio]
     what = f"{frames} frames of {width} x {height}" if known else f"latent {' x '.join(map(str, sides))}"

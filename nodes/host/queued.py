@@ -4,7 +4,7 @@
 right before it validates it, in the same task, so a context variable brings it there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
 from comfy_execution.progress import get_progress_state
@@ -49,6 +49,19 @@ def source(graph: dict, node: str, name: str) -> str | None:
     """Return the id of the node that an input is linked to; None where it is not."""
     link = graph.get(node, {}).get("inputs", {}).get(name)
     return link[0] if isinstance(link, list) and len(link) == 2 and link[0] in graph else None
+
+
+def ancestors(graph: dict, nodes: Iterable[str]) -> set[str]:
+    """Return the ids of nodes and of all that they depend on."""
+    found: set[str] = set()
+    waiting = list(nodes)
+    while waiting:
+        key = waiting.pop()
+        if key not in found:
+            found.add(key)
+            linked = [source(graph, key, name) for name in graph[key]["inputs"]]
+            waiting += [each for each in linked if each is not None]
+    return found
 
 
 def loader_of(graph: dict, node: str) -> str | None:

@@ -53,3 +53,78 @@ def test_tokens_are_counted_by_the_pixels_of_the_familys_latents(graph, family, 
     named = dict(zip(("width", "height", "length"), size))
     request = graph.request_of_graph(queued(named), "1", latent_of(family, **config))
     assert request.image_tokens == tokens
+
+
+WAN_LATENT = {"width": 832, "height": 480, "length": 41}
+WAN_TOKENS = 11 * 30 * 52
+
+
+def between(*nodes: dict) -> dict:
+    """The graph of a video with these nodes between latent and sampler, each an input's name -> a link."""
+    graph = queued(WAN_LATENT)
+    links = {"latent": ["2", 0]}
+    for index, inputs in enumerate(nodes):
+        key = f"between {index}"
+        graph[key] = {"class_type": "Between", "inputs": {**inputs, next(iter(inputs)): links["latent"]}}
+        links["latent"] = [key, 0]
+    graph["3"]["inputs"]["latent_image"] = links["latent"]
+    return graph
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [{"video_latent": None, "audio_latent": ["4", 0]}],
+        [{"samples": None, "mask": ["5", 0]}],
+        [{"latent": None, "image": ["5", 0]}, {"video_latent": None, "audio_latent": ["4", 0]}],
+        [{"latent_image": None, "positive": ["5", 0], "steps": 4}],
+        [{"samples": None}, {"pixels": None}],
+    ],
+    ids=["video and audio", "mask", "two nodes", "another sampler", "decoded and encoded"],
+)
+def test_the_size_of_a_latent_is_found_behind_other_nodes(graph, nodes):
+    """A video was taken for one image, and its model loaded under the wrong plan."""
+    prompt = between(*nodes)
+    prompt["4"] = {"class_type": "EmptyAudio", "inputs": {"length": 7}}
+    prompt["5"] = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
+    request = graph.request_of_graph(prompt, "1", latent_of("wan", out_channels=16))
+    assert request.image_tokens == WAN_TOKENS
+
+
+def test_an_upscaled_latent_has_the_nearest_size_and_the_first_length(graph):
+    prompt = between({"samples": None, "width": 1664, "height": 960})
+    request = graph.request_of_graph(prompt, "1", latent_of("wan", out_channels=16))
+    assert request.image_tokens == 4 * WAN_TOKENS
+
+
+@pytest.mark.parametrize("family, tokens", [("wan", 21 * 30 * 52), ("flux", 64 * 64)])
+@pytest.mark.parametrize("size", [{}, {"width": ["9", 0], "height": ["9", 1]}], ids=["none", "linked"])
+def test_an_unknown_size_is_a_usual_one_of_the_model(graph, family, tokens, size):
+    prompt = queued(size)
+    prompt["9"] = {"class_type": "GetImageSize", "inputs": {}}
+    assert graph.request_of_graph(prompt, "1", latent_of(family, out_channels=16)).image_tokens == tokens
+
+
+def test_parallel_model_has_the_latent_of_the_sampler_of_its_model(graph):
+    prompt = queued(WAN_LATENT)
+    prompt["3"] = {"class_type": "ParallelModel", "inputs": {"dit": ["1", 0]}}
+    prompt["4"] = {"class_type": "EmptyLatent", "inputs": {"width": 64, "height": 64, "length": 1}}
+    prompt["5"] = {"class_type": "KSampler", "inputs": {"model": ["8", 0], "latent_image": ["4", 0]}}
+    prompt["6"] = {"class_type": "ModelSamplingSD3", "inputs": {"model": ["3", 0]}}
+    prompt["7"] = {"class_type": "KSampler", "inputs": {"model": ["6", 0], "latent_image": ["2", 0]}}
+    request = graph.request_of_graph(prompt, "1", latent_of("wan", out_channels=16))
+    assert request.image_tokens == WAN_TOKENS and request.drained
+
+
+def test_steps_of_a_scheduler_are_found_behind_other_nodes(graph):
+    prompt = queued({})
+    prompt["3"]["inputs"]["sigmas"] = ["4", 0]
+    prompt["4"] = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["5", 0], "step": 3}}
+    prompt["5"] = {"class_type": "BasicScheduler", "inputs": {"steps": 12}}
+    assert graph.request_of_graph(prompt, "1", latent_of("flux")).steps == 12
+
+
+def test_a_cycle_of_latents_ends(graph):
+    prompt = between({"latent": None})
+    prompt["2"]["inputs"] = {"samples": ["between 0", 0]}
+    assert graph.request_of_graph(prompt, "1", latent_of("flux")).image_tokens == 64 * 64
