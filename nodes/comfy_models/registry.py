@@ -33,10 +33,11 @@ class Family:
     ``comfy_class``: name of the class in comfy.supported_models, or in OURS, or config -> name. ``needs``:
     keys that a CONDITIONING must have. ``zeros``: model arguments for which ComfyUI's model takes zeros where
     a CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a
-    CONDITIONING that most families refuse. ``reads``: config -> attributes (dotted) of the transformer at
-    which ComfyUI's model looks. ``linear_shift``: ComfyUI builds the family with Flux's ModelSamplingFlux,
-    but its workflows shift it with ModelSamplingAuraFlow. ``latents``: channels of every latent where the
-    model denoises several at once. ``images``: it makes images, though its latent format is a video's.
+    CONDITIONING that most families refuse; ``refuses``: those that most do not. ``reads``: config ->
+    attributes (dotted) of the transformer at which ComfyUI's model looks. ``linear_shift``: ComfyUI builds
+    the family with Flux's ModelSamplingFlux, but its workflows shift it with ModelSamplingAuraFlow.
+    ``latents``: channels of every latent where the model denoises several at once. ``images``: it makes
+    images, though its latent format is a video's.
     ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
     """
 
@@ -44,6 +45,7 @@ class Family:
     needs: tuple[str, ...] = ()
     zeros: dict[str, str] = field(default_factory=dict)
     accepts: tuple[str, ...] = ()
+    refuses: tuple[str, ...] = ()
     reads: Callable[[dict], dict] = lambda config: {}
     linear_shift: bool = False
     latents: tuple[int, ...] = ()
@@ -59,8 +61,7 @@ class Family:
 OURS = {"Sana": Sana, "Flux3": Flux3} | (
     {} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21}
 )
-#: Keys of a CONDITIONING that hold an image as further channels, and reference images of edit models.
-IMAGE_TO_VIDEO = ("concat_latent_image", "concat_mask")
+#: Keys of a CONDITIONING that hold reference images of edit models.
 REFERENCES = ("reference_latents",)
 
 
@@ -74,7 +75,7 @@ FAMILIES = {
         comfy_class=flux_class,
         needs=("pooled_output",),
         zeros={"y": "vec_in_dim"},
-        accepts=IMAGE_TO_VIDEO + REFERENCES,
+        accepts=REFERENCES,
         reads=lambda config: {"patch_size": 2},
     ),
     "chroma": Family("Chroma", linear_shift=True),
@@ -84,17 +85,16 @@ FAMILIES = {
         lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT",
         needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl"),
     ),
-    "hunyuan-video": Family(hunyuan_video_class, needs=("pooled_output",), accepts=IMAGE_TO_VIDEO),
+    "hunyuan-video": Family(hunyuan_video_class, needs=("pooled_output",)),
     "hunyuan-video-1.5": Family(
         "HunyuanVideo15",
         needs=("pooled_output",),
-        accepts=IMAGE_TO_VIDEO,
         reads=lambda config: {"img_in.proj.weight": _input_weight(config)},
     ),
     "hunyuan-image-2.1": Family("HunyuanImage21"),
     "wan": Family(
         wan_class,
-        accepts=IMAGE_TO_VIDEO + REFERENCES,
+        accepts=REFERENCES,
         reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
     ),
     "wan-vace": Family(
@@ -104,18 +104,16 @@ FAMILIES = {
     ),
     "wan-animate": Family(
         "WAN22_Animate",
-        accepts=IMAGE_TO_VIDEO,
         reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
     ),
     "cogvideox": Family(
         cogvideox_class,
-        accepts=IMAGE_TO_VIDEO[:1],
         reads=lambda config: {
             "in_channels": config["in_channels"],
             "ofs_proj_dim": config.get("ofs_embed_dim"),
         },
     ),
-    "ltxv": Family("LTXV", accepts=IMAGE_TO_VIDEO[1:], translate=arguments.ltxv),
+    "ltxv": Family("LTXV", translate=arguments.ltxv),
     "qwen-image": Family("QwenImage", accepts=REFERENCES, linear_shift=True, images=True),
     "qwen-image-2.1": Family(
         "QwenImage21",
@@ -126,11 +124,14 @@ FAMILIES = {
     "z-image": Family("ZImage"),
     "krea2": Family("Krea2", accepts=REFERENCES, images=True),
     "sana": Family("Sana"),
-    "hidream": Family("HiDream", needs=("pooled_output", "conditioning_llama3")),
+    "hidream": Family(
+        "HiDream",
+        needs=("pooled_output", "conditioning_llama3"),
+        refuses=("concat_latent_image",),  # tokens of E1, which edits
+    ),
     "kandinsky5": Family(
         lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image",
         needs=("pooled_output",),
-        accepts=IMAGE_TO_VIDEO[1:],
     ),
     "flux2": Family("Flux2", accepts=REFERENCES),
     "flux3": Family("Flux3", accepts=REFERENCES),
@@ -138,6 +139,7 @@ FAMILIES = {
     "ideogram4": Family("Ideogram4"),
     "ltx2": Family(
         "LTXAV",
+        refuses=("concat_mask",),  # taken for a mask of both latents
         latents=(128, 8),
         translate=arguments.ltx2,
         reads=lambda config: {"preprocess_text_embeds": arguments.mark_unfinished(config)},

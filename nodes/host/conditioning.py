@@ -19,12 +19,15 @@ REFUSED = {
     "gligen": "GLIGEN boxes",
     "default": "a default for the unmasked area (Cond Set Default Combine)",
     "reference_latents": "reference images (ReferenceLatent)",
-    "concat_latent_image": "an image as extra channels of the model (inpainting and control models)",
-    "concat_mask": "a mask as an extra channel of the model (inpainting models)",
     "noise_concat": "extra channels for the model",
     "unclip_conditioning": "unCLIP images",
     "attention_mask_img_shape": "an attention mask over the image (style models)",
     "additional_models": "additional models",
+}
+#: The same of keys that most models do not read, or read as channels that the backend takes (c_concat).
+REFUSED_BY_SOME = {
+    "concat_latent_image": "an image for inpainting or control",
+    "concat_mask": "a mask for inpainting",
 }
 #: What ComfyUI does around the transformer; the rest needs its weights in ComfyUI's process.
 _AROUND = {"area", "set_area_to_bounds", "default"}
@@ -38,7 +41,8 @@ def check_conditioning(name: str, conditioning: list, family_name: str, family: 
     if not conditioning:
         raise RefusedError(f"{name} holds no prompt; connect a text encoder.")
     for _, values in conditioning:
-        for key, what in REFUSED.items():
+        further = {key: what for key, what in REFUSED_BY_SOME.items() if key in family.refuses}
+        for key, what in (REFUSED | further).items():
             value = values.get(key)
             if value is not None and value is not False and key not in family.accepts:
                 raise RefusedError(

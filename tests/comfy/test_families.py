@@ -33,6 +33,16 @@ with comfy_modules():
     from parallel_dit.nodes.host.plan import assumed_latent
 
 
+#: Family -> keys of inpainting that it refuses; family's golden file and key -> what it changes.
+REFUSED = {"hidream": ("concat_latent_image",), "ltx2": ("concat_mask",)}
+READ = {
+    ("kandinsky5", "concat_mask"): {"c_concat"},
+    ("hunyuan-video15", "concat_latent_image"): {"c_concat"},
+    ("hunyuan-video15", "concat_mask"): {"c_concat"},
+    ("ltxv", "concat_mask"): {"denoise_mask"},
+}
+
+
 def test_every_family_of_the_backend_has_a_node_side():
     assert set(NODE_FAMILIES) == set(FAMILIES)
 
@@ -100,6 +110,38 @@ def test_arguments_are_those_of_the_golden_requests(loaded):
         assert {key: value.flatten().tolist() for key, value in found.items() if value.any()} == {
             key: value.flatten().tolist() for key, value in want.items() if value.any()
         }
+
+
+@pytest.mark.parametrize("key", ["concat_latent_image", "concat_mask"])
+def test_keys_of_inpainting_reach_what_reads_them(loaded, key):
+    """InpaintModelConditioning sets them for every model, and most of ComfyUI's do not look at them."""
+    name, loaded = loaded
+    (stored, shapes), (sample, _) = load(f"{name}__euler_simple"), golden(f"{name}__euler_simple")
+    patcher, family = weightless_patcher(loaded), NODE_FAMILIES[loaded.family]
+    noise = sample.tensors["noise"]
+    values = {"concat_latent_image": noise.clone(), "concat_mask": torch.zeros_like(noise[:, :1])}
+    found = {}
+    for given in ({}, {key: values[key]}):
+        prompt = [[text, {**rest, **given}] for text, rest in conditioning(stored, "positive")]
+        if given and key in REFUSED.get(loaded.family, ()):
+            with pytest.raises(RefusedError, match=f"for inpainting.*'{key}'.*ordinary MODEL"):
+                check_conditioning("positive", prompt, loaded.family, family)
+            return
+        check_conditioning("positive", prompt, loaded.family, family)
+        conds = comfy.samplers.process_conds(
+            patcher.model,
+            noise,
+            {"positive": comfy.sampler_helpers.convert_cond(prompt)},
+            torch.device("cpu"),
+            latent_shapes=[[1, *shape] for shape in shapes],
+        )["positive"]
+        found[bool(given)] = model_arguments("positive", conds[0], 1, loaded.info["conditioning"], family)
+    changed = {
+        each
+        for each, value in found[True].items()
+        if each not in found[False] or not torch.equal(value, found[False][each])
+    }
+    assert changed == READ.get((name, key), set())
 
 
 def test_the_latent_that_is_assumed_is_one_of_the_model(loaded):

@@ -279,6 +279,15 @@ def test_ranges_follow_the_shift(pairs):
     )
 
 
+def test_what_inpainting_sets_is_ignored_where_comfyui_does(pairs):
+    """A model without channels for an image takes the latent and its noise mask alone."""
+    pair = pairs("pixart-sigma")
+    image, mask = torch.ones(1, 4, 8, 8), torch.ones(1, 1, 64, 64)
+    given = {"concat_latent_image": image, "concat_mask": mask}
+    prompts = {name: prompt(pair, 1.0, **given) for name in ("positive", "negative")}
+    assert error(*pair.both("KSampler", seed=SEED, denoise=1.0, **prompts)) <= 1e-4
+
+
 @pytest.mark.parametrize(
     "values, what",
     [
@@ -291,7 +300,7 @@ def test_ranges_follow_the_shift(pairs):
         ({"control": object()}, "a ControlNet.*ordinary MODEL"),
         ({"hooks": object()}, "hooks.*ordinary MODEL"),
         ({"gligen": object()}, "GLIGEN.*ordinary MODEL"),
-        ({"concat_mask": torch.ones(1, 1, 8, 8)}, "a mask as an extra channel.*ordinary MODEL"),
+        ({"noise_concat": torch.ones(1, 4, 8, 8)}, "extra channels.*ordinary MODEL"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
