@@ -19,7 +19,7 @@ from .host.handle import ParallelDiT
 from .host.model_files import model_folders, model_paths, wanted_of
 from .host.plan import loaded_lines, plan
 from .host.progress import NodeStatus, node_text
-from .host.queued import queued, samplers_of, source, validated, values
+from .host.queued import executed, queued, samplers_of, source, validated, values
 from .host.refusals import errors_on_node, on_node
 from .host.report import shown
 from .host.schema import ALIASES, schema
@@ -111,7 +111,8 @@ class LoadParallelDiT(io.ComfyNode):
     @classmethod
     @on_node
     def execute(cls, model_name, config=None, weight_dtype="default", matmul="auto") -> io.NodeOutput:
-        prompt, key = cls.hidden.prompt or {}, cls.hidden.unique_id
+        key = cls.hidden.unique_id
+        prompt = executed(cls.hidden.prompt or {}, key)
         config = config or AutoConfig()
         guidance = guidance_of_samplers(prompt, key)
         if isinstance(config, ParallelConfig):

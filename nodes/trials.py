@@ -35,6 +35,7 @@ def trials(graph: dict, selected: str = "") -> dict:
     loader = loader_of(graph, sampler)
     if loader is None:
         raise ConfigError("the graph has no Parallel Sampler on a Load Parallel DiT; add them and try again.")
+    graph = {key: graph[key] for key in ancestors(graph, [sampler])}
     config = source(graph, loader, "config")
     auto = _auto(_config_of(graph, config))
     found = []
@@ -116,9 +117,9 @@ def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, lis
 
 
 def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:
-    """Return the graph up to ``sampler`` with these inputs, twice with two seeds where it has one: the first
-    run of new process groups is slower."""
-    trial = copy.deepcopy({key: graph[key] for key in ancestors(graph, [sampler])})
+    """Return the ``graph``, which ends at ``sampler``, with these inputs, twice with two seeds where it has
+    one: the first run of new process groups is slower."""
+    trial = copy.deepcopy(graph)
     node = trial.setdefault(config, {"class_type": "ParallelConfig", "inputs": {}})
     node["inputs"] |= inputs
     trial[loader]["inputs"]["config"] = [config, 0]

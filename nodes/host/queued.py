@@ -4,6 +4,7 @@
 right before it validates it, in the same task, so a context variable brings it there.
 """
 
+import importlib
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
@@ -62,6 +63,15 @@ def ancestors(graph: dict, nodes: Iterable[str]) -> set[str]:
             linked = [source(graph, key, name) for name in graph[key]["inputs"]]
             waiting += [each for each in linked if each is not None]
     return found
+
+
+def executed(graph: dict, node: str) -> dict:
+    """Return what ComfyUI runs of a graph, output nodes and all that they depend on; the whole graph where
+    this leaves out ``node``, which runs."""
+    classes = importlib.import_module("nodes").NODE_CLASS_MAPPINGS  # whole only once every pack is imported
+    kinds = ((key, classes.get(each.get("class_type"))) for key, each in graph.items())
+    found = ancestors(graph, [key for key, kind in kinds if getattr(kind, "OUTPUT_NODE", False)])
+    return {key: each for key, each in graph.items() if key in found} if node in found else graph
 
 
 def loader_of(graph: dict, node: str) -> str | None:

@@ -1,6 +1,8 @@
 """What a queued graph says before it runs, as far as constants tell it."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from published import FLUX
@@ -128,3 +130,32 @@ def test_a_cycle_of_latents_ends(graph):
     prompt = between({"latent": None})
     prompt["2"]["inputs"] = {"samples": ["between 0", 0]}
     assert graph.request_of_graph(prompt, "1", latent_of("flux")).image_tokens == 64 * 64
+
+
+@pytest.fixture
+def executed(graph):
+    """queued.executed, with one class of output nodes."""
+    classes = {"SaveImage": SimpleNamespace(OUTPUT_NODE=True), "VAEDecode": SimpleNamespace()}
+    sys.modules["nodes"].__dict__["NODE_CLASS_MAPPINGS"] = classes
+    return sys.modules[f"{graph.__package__}.queued"].executed
+
+
+def test_loaders_and_samplers_that_do_not_run_do_not_count(executed, graph):
+    """They reserved memory, or raised for a file that is not supported."""
+    prompt = queued(WAN_LATENT)
+    prompt["4"] = {"class_type": "VAEDecode", "inputs": {"samples": ["3", 0]}}
+    prompt["5"] = {"class_type": "SaveImage", "inputs": {"images": ["4", 0]}}
+    idle = {
+        "idle loader": {"class_type": "LoadParallelDiT", "inputs": {"model_name": "b"}},
+        "idle sampler": {"class_type": "ParallelSampler", "inputs": {"dit": ["1", 0], "steps": 3}},
+        "idle decoder": {"class_type": "VAEDecode", "inputs": {"samples": ["idle sampler", 0]}},
+    }
+    assert executed(idle | prompt, "1") == prompt
+    request = graph.request_of_graph(executed(idle | prompt, "1"), "1", latent_of("flux"))
+    assert request.steps == 20 and not graph.other_loaders(executed(idle | prompt, "1"), "1")
+
+
+def test_a_node_that_runs_though_no_output_needs_it_has_the_whole_graph(executed):
+    """As one that another node has added."""
+    prompt = queued({})
+    assert executed(prompt, "1") == prompt and executed({}, "1") == {}
