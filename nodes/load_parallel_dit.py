@@ -58,8 +58,9 @@ class LoadParallelDiT(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=list(model_paths()),
-                    tooltip="A file in models/diffusion_models (.safetensors or .gguf) or a diffusers "
-                    "folder in models/diffusers. shapes-flux is the demo model of this pack.",
+                    tooltip="A file in models/diffusion_models (.safetensors or .gguf), an all-in-one file "
+                    "in models/checkpoints, of which only the transformer is read, or a diffusers folder in "
+                    "models/diffusers. shapes-flux is the demo model of this pack.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",
@@ -121,8 +122,9 @@ class LoadParallelDiT(io.ComfyNode):
         wanted = wanted_of({"model_name": model_name, "weight_dtype": weight_dtype, "matmul": matmul})
         if wanted is None:
             raise RefusedError(
-                f"model_name is {model_name!r}, which is neither a file in models/diffusion_models nor a "
-                f"diffusers folder in models/diffusers; put it there and refresh the page."
+                f"model_name is {model_name!r}, which is neither a file in models/diffusion_models or "
+                f"models/checkpoints nor a diffusers folder in models/diffusers; put it there and refresh "
+                f"the page."
             )
         if isinstance(config, AutoConfig) or not config.address:
             require_dependencies(python=ranks_python())

@@ -243,11 +243,16 @@ class Checkpoint:
     def key(self, source: Source) -> str:
         return self.keys.get(source.key, source.key)
 
+    @cached_property
+    def read_keys(self) -> set[str]:
+        """The file's names of the transformer's tensors: an all-in-one file has others beside them."""
+        return {self.key(source) for source in self.sources.values()}
+
     @property
     def dtype(self) -> torch.dtype:
         """The floating dtype of most of the file's values; bf16 for fp8, which is computed in it."""
         values: Counter[torch.dtype] = Counter()
-        for key in {self.key(source) for source in self.sources.values()}:
+        for key in self.read_keys:
             values[self.files.dtype(key)] += math.prod(self.files.shapes[key])
         common = values.most_common(1)[0][0]
         return torch.bfloat16 if common.itemsize == 1 else common
@@ -255,7 +260,7 @@ class Checkpoint:
     @property
     def is_quantized(self) -> bool:
         """Whether some weights stay as the file stores them, in few bits."""
-        return any(self.files.quantization(key) is not None for key in self.files.shapes)
+        return any(self.files.quantization(key) is not None for key in self.read_keys)
 
     def load(
         self,

@@ -19,7 +19,9 @@ def check_scales(checkpoint: Checkpoint):
     files = checkpoint.files
     if not isinstance(files, ScaledFiles):
         return
-    for layer in files.layers.values():
+    for name, layer in files.layers.items():
+        if name not in checkpoint.read_keys:  # of a text encoder beside it
+            continue
         for leaf in (*layer.format.leaves, layer.input_scale):
             key = f"{layer.name}.{leaf}"
             if leaf and key in files.files.shapes and not _is_finite(files, layer, leaf):

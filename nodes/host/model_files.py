@@ -10,13 +10,18 @@ from . import stock_loras
 
 #: Where GGUF files are: ComfyUI's own list leaves them out, and ComfyUI-GGUF has one of its own.
 GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
+#: Where all-in-one files are, with VAE and text encoders, which the ranks do not read; and the ends of names
+#: that are no pickles.
+CHECKPOINTS = "checkpoints"
+UNPICKLED = (".safetensors", ".sft", ".gguf")
 #: Parts of a pipeline's folder that are transformers of their own, besides the one that its name stands for.
 FURTHER_TRANSFORMERS = ("transformer_2",)
 
 
 def model_paths() -> dict[str, str]:
-    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, folders of diffusers that
-    hold a transformer, and further transformers of a pipeline (Wan 2.2's low-noise expert)."""
+    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and of checkpoints,
+    folders of diffusers that hold a transformer, and further transformers of a pipeline (Wan 2.2's low-noise
+    expert). Of one name in two places it is the first."""
     paths = {
         name: folder_paths.get_full_path("diffusion_models", name)
         for name in folder_paths.get_filename_list("diffusion_models")
@@ -26,6 +31,9 @@ def model_paths() -> dict[str, str]:
             names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
             for name in folder_paths.filter_files_extensions(names, [".gguf"]):
                 paths.setdefault(name, os.path.join(root, name))
+    for name in folder_paths.get_filename_list(CHECKPOINTS):
+        if name.lower().endswith(UNPICKLED):
+            paths.setdefault(name, folder_paths.get_full_path(CHECKPOINTS, name))
     folders = diffusers_folders()
     folders |= {
         os.path.join(name, further): os.path.join(folder, further)
@@ -54,7 +62,7 @@ def lora_size(name: str) -> int:
 def model_folders() -> list[str]:
     """Below these a backend may load files: where ComfyUI keeps what the nodes of this pack name, and where
     LoRAs of its own loaders are put."""
-    kinds = folder_paths.folder_names_and_paths.keys() & {*GGUF_FOLDERS, "diffusers", "loras"}
+    kinds = folder_paths.folder_names_and_paths.keys() & {*GGUF_FOLDERS, CHECKPOINTS, "diffusers", "loras"}
     return [*(root for kind in kinds for root in folder_paths.get_folder_paths(kind)), stock_loras.folder()]
 
 

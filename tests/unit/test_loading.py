@@ -18,7 +18,10 @@ from tiny import write_checkpoint
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading.compute_dtype import default_dtype
 from backend.loading.recognition import open_checkpoint
+from backend.loading.safetensors_files import TensorFiles
+from backend.loading.scale_values import check_scales
 from backend.parallel import mesh
 
 
@@ -41,6 +44,48 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model."])
 def test_prefix(folder, weights, prefix):
     assert same(loaded(write_checkpoint(folder / f"{prefix}safetensors", prefix=prefix)), weights)
+
+
+def test_of_an_all_in_one_file_only_the_transformer_is_read(folder, tmp_path, weights, monkeypatch):
+    """Text encoders in fp8, with a scale that is no number, neither make it a quantized model nor matter."""
+    prefix, path = "model.diffusion_model.", tmp_path / "all-in-one.safetensors"
+    encoder = "text_encoders.t5xxl.transformer.layer"
+    beside = {
+        f"{encoder}.weight": torch.ones(64, 64).to(torch.float8_e4m3fn),
+        f"{encoder}.scale_weight": torch.tensor(float("nan")),
+        "text_encoders.clip_l.transformer.weight": torch.ones(64, 64).to(torch.float8_e4m3fn),
+        "vae.decoder.conv_in.weight": torch.ones(8, 8, 3, 3),
+        "first_stage_model.decoder.conv_in.weight": torch.ones(8, 8, 3, 3),
+    }
+    whole = load_file(write_checkpoint(folder / f"{prefix}safetensors", prefix=prefix))
+    save_file({**whole, **beside}, path)
+    read = []
+    original = TensorFiles.read
+
+    def recorded(files, key, *arguments, **options):
+        read.append(key)
+        return original(files, key, *arguments, **options)
+
+    monkeypatch.setattr(TensorFiles, "read", recorded)
+    assert same(loaded(path), weights)
+    assert read and all(key.startswith(prefix) for key in read)
+    checkpoint = open_checkpoint(str(path))
+    assert not checkpoint.is_quantized
+    check_scales(checkpoint)
+    half = {key: value.half() for key, value in whole.items()}
+    save_file({**half, **beside}, path)
+    assert default_dtype(open_checkpoint(str(path)), torch.device("cuda"), (8, 0)) == torch.float16
+
+
+@pytest.mark.parametrize("key, width", [("label_emb.0.0.weight", 2816), ("other", 1)], ids=["SDXL", "SD 1.5"])
+def test_a_checkpoint_of_a_unet_is_refused_by_name(tmp_path, key, width):
+    path = tmp_path / "unet.safetensors"
+    tensors = {"input_blocks.0.0.weight": torch.ones(4, 4, 3, 3), key: torch.ones(4, width)}
+    save_file({f"model.diffusion_model.{name}": value for name, value in tensors.items()}, path)
+    with pytest.raises(
+        UnsupportedError, match="is Stable Diffusion.*, a UNet, which is not supported.*KSampler"
+    ):
+        open_checkpoint(str(path))
 
 
 def test_tensors_that_nothing_reads_are_refused(folder, tmp_path):
