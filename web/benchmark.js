@@ -14,8 +14,37 @@ export async function ask(name, body) {
   return found;
 }
 
-// Queues a prompt of API form and waits for its end.
-async function run(prompt) {
+async function post(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  return api.fetchApi(path, { method: "POST", headers, body: JSON.stringify(body) });
+}
+
+// Takes a prompt out of the queue, or interrupts it where it runs: never another one.
+async function cancel(id) {
+  await post("/queue", { delete: [id] });
+  await post("/interrupt", { prompt_id: id });
+}
+
+// Ends a benchmark and its trial, which may wait behind other prompts, or be gone from the queue.
+export class Stop {
+  constructor() {
+    this.isStopped = false;
+    this.prompt = null;
+    this.stopped = new Promise((resolve) => (this.resolve = resolve));
+  }
+
+  async now() {
+    this.isStopped = true;
+    try {
+      if (this.prompt) await cancel(this.prompt);
+    } finally {
+      this.resolve(null);
+    }
+  }
+}
+
+// Queues a prompt of API form and waits for its end, or for `stop`: null where it did not succeed.
+async function run(prompt, stop) {
   const ends = ["execution_success", "execution_error", "execution_interrupted"];
   let listener;
   const seen = new Map();
@@ -28,27 +57,27 @@ async function run(prompt) {
     ends.forEach((name) => api.addEventListener(name, listener));
   });
   try {
-    const response = await api.fetchApi("/prompt", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ client_id: api.clientId, prompt }),
-    });
+    const response = await post("/prompt", { client_id: api.clientId, prompt });
     const reply = await response.json();
     const errors = Object.values(reply.node_errors ?? {}).flatMap((node) => node.errors);
     if (!response.ok) throw new Error(errors[0]?.details ?? reply.error?.message ?? "ComfyUI refused the graph");
-    wanted = reply.prompt_id;
-    const [type, detail] = seen.get(wanted) ?? (await ended);
+    wanted = stop.prompt = reply.prompt_id;
+    if (stop.isStopped) await cancel(wanted); // while it was queued
+    const end = seen.get(wanted) ?? (await Promise.race([ended, stop.stopped]));
+    if (!end) return null;
+    const [type, detail] = end;
     if (type === "execution_error") throw new Error(detail.exception_message);
     return type === "execution_success" ? wanted : null;
   } finally {
+    stop.prompt = null;
     ends.forEach((name) => api.removeEventListener(name, listener));
   }
 }
 
-async function seconds(trial, isStopped) {
+async function seconds(trial, stop) {
   let least = Infinity;
   for (const prompt of trial.prompts) {
-    const id = isStopped() ? null : await run(prompt);
+    const id = stop.isStopped ? null : await run(prompt, stop);
     if (id === null) return null;
     const { last_run } = await ask("status");
     if (last_run.prompt === id) least = Math.min(least, last_run.seconds);
@@ -56,17 +85,24 @@ async function seconds(trial, isStopped) {
   return least;
 }
 
-// Yields {name, seconds | error, of, index} of each trial; ends early where isStopped() or Cancel.
-export async function* benchmark(isStopped) {
+// What tells the open workflow from others, whose nodes may have the same ids.
+function openWorkflow() {
+  return `${app.graph.id}:${app.extensionManager?.workflow?.activeWorkflow?.path ?? ""}`;
+}
+
+// Yields {plan}, then {trial, seconds | error, of, index} of each; ends early at `stop` or Cancel.
+export async function* benchmark(stop) {
+  const workflow = openWorkflow();
   const { output } = await app.graphToPrompt();
   const selected = Object.keys(app.canvas?.selected_nodes ?? {})[0] ?? "";
   const plan = await ask("trials", { prompt: output, sampler: selected });
+  plan.workflow = workflow;
   yield { plan };
   for (const [index, trial] of plan.trials.entries()) {
     const result = { trial, index, of: plan.trials.length };
     yield result;
     try {
-      result.seconds = await seconds(trial, isStopped);
+      result.seconds = await seconds(trial, stop);
     } catch (error) {
       result.error = error.message;
     }
@@ -82,11 +118,15 @@ export function nodeOf(id) {
     .reduce((found, part) => (found?.subgraph ?? found)?.getNodeById(Number(part)), app.graph);
 }
 
-// Writes a trial's inputs into the Parallel Config of the plan, which is made where there is none.
+// Writes a trial's inputs into the Parallel Config of the plan, which is made where there was none. Returns
+// whether it did: not into another workflow, which may be open by now, nor into another node.
 export function apply(plan, trial) {
+  if (openWorkflow() !== plan.workflow) return false;
   let node = plan.config ? nodeOf(plan.config) : null;
+  if (plan.config && node?.type !== "ParallelConfig") return false;
   if (!node) {
     const loader = nodeOf(plan.loader);
+    if (loader?.type !== "LoadParallelDiT") return false;
     node = LiteGraph.createNode("ParallelConfig");
     loader.graph.add(node);
     node.pos = [loader.pos[0] - node.size[0] - 60, loader.pos[1]];
@@ -99,4 +139,5 @@ export function apply(plan, trial) {
   }
   node.setDirtyCanvas?.(true, true);
   app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.checkState?.();
+  return true;
 }

@@ -1,7 +1,7 @@
 // The sidebar tab "Parallel DiT": backends, ranks, the running request as a timeline, the last error, actions.
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { apply, ask, benchmark } from "./benchmark.js";
+import { apply, ask, benchmark, Stop } from "./benchmark.js";
 
 const POLL_MS = 1000;
 const STYLE = `
@@ -121,7 +121,7 @@ function legend(backend, seconds) {
 
 class Panel {
   constructor() {
-    this.stopped = true;
+    this.stop = null; // of the benchmark that runs
     this.busy = false;
     this.facts = element("div");
     this.error = element("div");
@@ -161,7 +161,8 @@ class Panel {
 
   async try(act) {
     try {
-      this.message.textContent = (await act()) ?? "";
+      const text = await act();
+      if (text !== null) this.message.textContent = text ?? "";
       this.message.classList.remove("error");
     } catch (error) {
       this.message.textContent = error.message;
@@ -180,27 +181,27 @@ class Panel {
   }
 
   async benchmark() {
-    if (!this.stopped) {
-      this.stopped = true;
-      await api.interrupt();
-      return "stopping";
+    if (this.stop) {
+      this.message.textContent = "stopping";
+      await this.stop.now();
+      return null; // the benchmark itself says how it ended
     }
-    this.stopped = false;
+    this.stop = new Stop();
     this.benchmarkButton.textContent = "Stop the benchmark";
     this.results.replaceChildren();
     try {
-      return await this.runBenchmark();
+      return await this.runBenchmark(this.stop);
     } finally {
-      this.stopped = true;
+      this.stop = null;
       this.benchmarkButton.textContent = "Benchmark this graph";
     }
   }
 
-  async runBenchmark() {
+  async runBenchmark(stop) {
     this.message.textContent = "looking at the model and this machine";
     let plan = null;
     const measured = [];
-    for await (const each of benchmark(() => this.stopped)) {
+    for await (const each of benchmark(stop)) {
       plan ??= each.plan;
       if (!each.trial) continue;
       const isDone = each.seconds !== undefined || each.error;
@@ -210,11 +211,12 @@ class Panel {
       this.results.append(element("tr", "", "", element("td", "", each.trial.name), element("td", "", text)));
       if (Number.isFinite(each.seconds)) measured.push(each);
     }
-    if (!measured.length) return this.stopped ? "stopped" : "nothing was measured";
-    if (this.stopped) return "stopped; Parallel Config is as it was";
+    if (!measured.length) return stop.isStopped ? "stopped" : "nothing was measured";
+    if (stop.isStopped) return "stopped; Parallel Config is as it was";
     measured.sort((a, b) => a.seconds - b.seconds);
-    apply(plan, measured[0].trial);
-    return `best: ${measured[0].trial.name}, ${time(measured[0].seconds)}; written into Parallel Config`;
+    const best = `best: ${measured[0].trial.name}, ${time(measured[0].seconds)}`;
+    if (apply(plan, measured[0].trial)) return `${best}; written into Parallel Config`;
+    return `${best}; not written: its workflow is not open, or its Parallel Config is gone`;
   }
 
   // The tab is opened: a benchmark may go on since it was closed.

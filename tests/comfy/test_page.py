@@ -286,6 +286,43 @@ def test_the_benchmark_writes_the_best_config(demo):
     assert config.shares == ("70,30" if config.world_size == 2 else "")
 
 
+MESSAGE = "document.querySelector('.pdit-message').textContent"
+METHOD = """app.graph.nodes.find((node) => node.type === 'ParallelConfig')
+  .widgets.find(({ name }) => name === 'method').value"""
+
+
+def test_the_benchmark_writes_into_its_own_workflow_alone(demo):
+    demo.open_panel()
+    before = demo.evaluate(METHOD)
+    demo.click(".pdit-benchmark")
+    demo.wait(f"{MESSAGE}.startsWith('1 of ')", LONG)
+    demo.evaluate("void (app.graph.id = crypto.randomUUID())")  # as another one that is opened
+    demo.wait(f"{MESSAGE}.startsWith('best: ')", LONG)
+    assert "not written" in demo.evaluate(MESSAGE) and demo.evaluate(METHOD) == before
+
+
+def test_a_benchmark_stops_though_its_prompt_is_gone(demo):
+    """Deleted from the queue, it never ends; and no other prompt is interrupted."""
+    demo.open_panel()
+    demo.evaluate(
+        """void (window.posted = [], window.fetched = app.api.fetchApi);
+        app.api.fetchApi = (path, options) => {
+          if (options?.method === 'POST') posted.push([path, options.body]);
+          return path === '/prompt' && options?.method === 'POST'
+            ? Promise.resolve(new Response(JSON.stringify({ prompt_id: 'gone' })))
+            : fetched.call(app.api, path, options);
+        };
+        null"""
+    )
+    demo.click(".pdit-benchmark")
+    demo.wait(f"{MESSAGE}.startsWith('1 of ')", LONG)
+    demo.wait("posted.some(([path]) => path === '/prompt')")
+    demo.click(".pdit-benchmark")
+    demo.wait(f"{MESSAGE} === 'stopped'")
+    posted = demo.evaluate("app.api.fetchApi = fetched, posted.slice(-2)")
+    assert posted == [["/queue", '{"delete":["gone"]}'], ["/interrupt", '{"prompt_id":"gone"}']]
+
+
 def test_buttons_free_and_stop(demo):
     demo.open_panel()
     demo.click(".pdit-free")
