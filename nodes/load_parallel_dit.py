@@ -9,7 +9,8 @@ from ..backend.client import planning, pool
 from ..backend.client.dependencies import require_dependencies
 from ..backend.client.interpreter import ranks_python
 from ..backend.config import ConfigError, ParallelConfig
-from ..backend.planner.auto_config import AutoConfig
+from ..backend.planner.auto_config import AutoConfig, unused_method
+from ..backend.planner.choose import MANUAL
 from ..backend.protocol import RefusedError
 from .host import handle
 from .host.auto_plan import run_planned
@@ -131,9 +132,17 @@ class LoadParallelDiT(io.ComfyNode):
         pool.allow(*model_folders())
         dit = _load(config, wanted, prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        lines = [*dit.lines, *loaded_lines(dit), plan(dit, max(prompts, dit.config.cfg_degree))]
+        told = plan(dit, max(prompts, dit.config.cfg_degree))
+        lines = [*_unused(config, prompt, key), *dit.lines, *loaded_lines(dit), told]
         node_text()("\n".join(lines))
         return io.NodeOutput(dit, ui=shown(lines))
+
+
+def _unused(config: ParallelConfig | AutoConfig, prompt: dict, key: str) -> list[str]:
+    """Return a line where the Parallel Config of the loader ``key`` names a method and sets degrees too."""
+    method = values(prompt, source(prompt, key, "config") or "").get("method", MANUAL)
+    line = unused_method(method, config) if isinstance(config, ParallelConfig) else ""
+    return [line] if line else []
 
 
 def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict, key: str) -> ParallelDiT:

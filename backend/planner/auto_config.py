@@ -21,6 +21,18 @@ def sets_degrees(config: ParallelConfig) -> bool:
     return any(getattr(config, name) != getattr(ParallelConfig, name) for name in PLANNED)
 
 
+def unused_method(method: str, config: ParallelConfig) -> str:
+    """Say that ``method`` chooses nothing where ``config`` does by hand; nothing where it does as it says."""
+    if method == MANUAL or not sets_degrees(config):
+        return ""
+    chosen = [name for name in PLANNED if getattr(config, name) != getattr(ParallelConfig, name)]
+    listed = ", ".join(f"{name} {getattr(config, name)}" for name in chosen)
+    are, defaults = (
+        ("are", "them back to their defaults") if len(chosen) > 1 else ("is", "it back to its default")
+    )
+    return f"method {method} is not used: {listed} {are} set; choose manual, or set {defaults} for {method}."
+
+
 @dataclass(frozen=True)
 class AutoConfig:
     """gpus: how many ("2"), their numbers ("0,2"), or empty for all. base: everything that is no degree.

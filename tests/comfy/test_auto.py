@@ -72,6 +72,11 @@ def test_degrees_that_are_set_are_taken(comfy, config):
     assert not plans(comfy, since) and len(ranks_of(comfy)) == 2
 
 
+def test_a_method_that_a_degree_overrules_is_said_under_the_loader(comfy):
+    run = comfy.run(graph(config={"ulysses_degree": 2, "device": "cpu", "method": METHODS[0]}))
+    assert run.outputs["3"]["parallel_dit"][0].startswith("method auto is not used: ulysses_degree 2 is set")
+
+
 def test_more_than_there_are_is_refused(comfy):
     run = comfy.run(graph(config={"gpus": "99", "device": "cpu"}))
     assert run.status == "rejected"

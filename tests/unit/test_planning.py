@@ -9,7 +9,7 @@ from published import L40, WAN
 
 from backend.client import measurements, planning, pool
 from backend.config import ConfigError, ParallelConfig
-from backend.planner.auto_config import AutoConfig
+from backend.planner.auto_config import AutoConfig, unused_method
 from backend.planner.machine import Request
 from backend.protocol import BackendError, RefusedError
 
@@ -145,3 +145,14 @@ def test_a_refusal_for_lack_of_memory_is_one(machine):
     error = RefusedError("rank 0 has too little")
     error.lacking = {0: 5}
     assert planning.ran_out(error)
+
+
+def test_a_method_that_degrees_overrule_is_said():
+    """It was ignored without a word."""
+    two = ParallelConfig(ulysses_degree=2)
+    remedy = "choose manual, or set it back to its default for auto."
+    said = f"method auto is not used: ulysses_degree 2 is set; {remedy}"
+    assert unused_method("auto", two) == said
+    both = unused_method("least memory", ParallelConfig(ulysses_degree=2, shard_weights=True))
+    assert "ulysses_degree 2, shard_weights True are set; choose manual, or set them back" in both
+    assert not unused_method("manual", two) and not unused_method("auto", ParallelConfig())
