@@ -14,6 +14,8 @@ const LEAST = 58; // ComfyUI's own height, pixels
 const MOST = 240; // pixels; longer reports scroll
 
 const isOurs = (node) => node?.constructor?.nodeData?.category === CATEGORY;
+const isOurType = (type) => globalThis.LiteGraph?.registered_node_types[type]?.nodeData?.category === CATEGORY;
+const holdsOurs = (graph) => (graph?.nodes ?? []).some((node) => isOurs(node) || holdsOurs(node.subgraph));
 const keyOf = (graph, id) => `parallel-dit:${graph}:${id}`;
 const storageKey = (node) => keyOf(node.graph?.id ?? app.graph?.id, node.id);
 const widgetOf = (node) => node.widgets?.find(({ name }) => name === WIDGET);
@@ -94,14 +96,17 @@ app.registerExtension({
   name: "ParallelDiT.Report",
 
   setup() {
-    api.addEventListener("execution_start", ({ detail }) => graphOf(detail.prompt_id));
+    // while it surely is in the queue, which is large: not for graphs without nodes of this pack
+    api.addEventListener("execution_start", ({ detail }) => holdsOurs(app.graph) && graphOf(detail.prompt_id));
+    api.addEventListener("execution_success", ({ detail }) => graphs.delete(detail.prompt_id));
     api.addEventListener("executed", ({ detail }) => {
       const text = detail.output?.parallel_dit?.join("\n");
       if (text) keep(detail.prompt_id, detail.display_node ?? detail.node, () => text);
     });
     const ended = (sentence) => ({ detail }) => {
       const shown = (node) => (node && widgetOf(node)?.value) || sentence(detail);
-      keep(detail.prompt_id, detail.node_id, shown);
+      if (isOurType(detail.node_type)) keep(detail.prompt_id, detail.node_id, shown);
+      graphs.delete(detail.prompt_id); // what keeps waits for has begun
     };
     api.addEventListener("execution_interrupted", ended(() => "cancelled"));
     api.addEventListener("execution_error", ended((detail) => detail.exception_message));

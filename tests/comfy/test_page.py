@@ -323,6 +323,21 @@ def test_a_benchmark_stops_though_its_prompt_is_gone(demo):
     assert posted == [["/queue", '{"delete":["gone"]}'], ["/interrupt", '{"prompt_id":"gone"}']]
 
 
+@pytest.mark.parametrize("nodes, asks", [("", False), ("ParallelConfig", True)], ids=["none", "one"])
+def test_only_graphs_with_our_nodes_ask_for_the_queue(empty, nodes, asks):
+    asked = empty.evaluate(
+        f"""(() => {{
+          if ('{nodes}') app.graph.add(LiteGraph.createNode('{nodes}'));
+          const asked = [], fetched = app.api.fetchApi;
+          app.api.fetchApi = (path, ...rest) => (asked.push(path), fetched.call(app.api, path, ...rest));
+          app.api.dispatchEvent(new CustomEvent('execution_start', {{ detail: {{ prompt_id: 'none' }} }}));
+          app.api.fetchApi = fetched;
+          return asked;
+        }})()"""
+    )
+    assert ("/queue" in asked) == asks
+
+
 def test_buttons_free_and_stop(demo):
     demo.open_panel()
     demo.click(".pdit-free")
