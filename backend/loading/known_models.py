@@ -20,13 +20,11 @@ FOLDER = "choose the folder of its diffusers pipeline, with config.json"
 class Known:
     """A model that is not supported: ``keys`` that its files have, under one prefix, and ``absent`` ones.
 
-    sizes: key -> (axis, size) that tells it from its relatives. classes: ComfyUI's names of it
-    (comfy.supported_models). remedy: what to do instead.
+    sizes: key -> (axis, size) that tells it from its relatives. remedy: what to do instead.
     """
 
     name: str
     keys: tuple[str, ...]
-    classes: tuple[str, ...] = ()
     remedy: str = KSAMPLER
     absent: tuple[str, ...] = ()
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -59,70 +57,46 @@ KNOWN = (
     Known(
         "Stable Video Diffusion or SV3D, a UNet",
         (UNET, "input_blocks.1.1.time_stack.0.attn1.to_q.weight"),
-        ("SVD_img2vid", "SV3D_u", "SV3D_p"),
     ),
-    Known(
-        "Stable Diffusion XL, a UNet",
-        (UNET,),
-        ("SDXL", "SDXL_instructpix2pix", "SSD1B", "Segmind_Vega", "KOALA_700M", "KOALA_1B"),
-        sizes={"label_emb.0.0.weight": (1, 2816)},
-    ),
-    Known(
-        "the refiner of Stable Diffusion XL, a UNet",
-        (UNET,),
-        ("SDXLRefiner",),
-        sizes={"label_emb.0.0.weight": (1, 2560)},
-    ),
-    Known("the upscaler of Stable Diffusion 2, a UNet", (UNET,), ("SD_X4Upscaler",), sizes={UNET: (1, 7)}),
+    Known("Stable Diffusion XL, a UNet", (UNET,), sizes={"label_emb.0.0.weight": (1, 2816)}),
+    Known("the refiner of Stable Diffusion XL, a UNet", (UNET,), sizes={"label_emb.0.0.weight": (1, 2560)}),
+    Known("the upscaler of Stable Diffusion 2, a UNet", (UNET,), sizes={UNET: (1, 7)}),
     Known(
         "Stable Diffusion 2, a UNet",
         (UNET,),
-        ("SD20", "SD21UnclipL", "SD21UnclipH", "LotusD"),
         sizes={"input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": (1, 1024)},
     ),
-    Known("Stable Diffusion, a UNet", (UNET,), ("SD15", "SD15_instructpix2pix", "Stable_Zero123")),
+    Known("Stable Diffusion, a UNet", (UNET,)),
     Known(
         "a UNet with diffusers' names",
         ("down_blocks.0.resnets.0.conv1.weight", "time_embedding.linear_1.weight"),
     ),
-    Known("Stable Cascade (stage C)", ("clf.1.weight", "clip_txt_mapper.weight"), ("Stable_Cascade_C",)),
-    Known("Stable Cascade (stage B)", ("clf.1.weight", "clip_mapper.weight"), ("Stable_Cascade_B",)),
+    Known("Stable Cascade (stage C)", ("clf.1.weight", "clip_txt_mapper.weight")),
+    Known("Stable Cascade (stage B)", ("clf.1.weight", "clip_mapper.weight")),
     # relatives of Flux
     Known("Ovis-Image", ("double_blocks.0.img_mlp.gate_proj.weight", "txt_norm.weight")),
     Known(
         "LongCat-Image",
         FLUX_BLOCKS,
-        ("LongCatImage",),
         absent=("vector_in.in_layer.weight",),
         sizes={"txt_in.weight": (1, 3584)},
     ),
-    Known(
-        "LongCat-Image",
-        DIFFUSERS_FLUX,
-        remedy=FOLDER,
-        sizes={"context_embedder.weight": (1, 3584)},
-    ),
+    Known("LongCat-Image", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 3584)}),
     Known("Bria", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 4096)}),
     Known("Ovis-Image", ("context_embedder_norm.weight", "timestep_embedder.linear_1.weight"), remedy=FOLDER),
-    Known("JoyImage", ("double_blocks.0.attn.img_attn_qkv.weight",), ("JoyImage",)),
-    Known("Hunyuan3D 2", ("latent_in.weight", "cond_in.weight"), ("Hunyuan3Dv2", "Hunyuan3Dv2mini"), STOCK),
+    Known("JoyImage", ("double_blocks.0.attn.img_attn_qkv.weight",)),
+    Known("Hunyuan3D 2", ("latent_in.weight", "cond_in.weight"), remedy=STOCK),
     # relatives of Qwen-Image
-    Known("Lens", ("transformer_blocks.0.img_mlp.w1.weight", "img_in.weight"), ("Lens",)),
-    Known(
-        "Mage-Flow",
-        ("img_in.weight",),
-        ("MageFlow",),
-        sizes={"txt_norm.weight": (0, 2560), "proj_out.weight": (0, 128)},
-    ),
+    Known("Lens", ("transformer_blocks.0.img_mlp.w1.weight", "img_in.weight")),
+    Known("Mage-Flow", ("img_in.weight",), sizes={"txt_norm.weight": (0, 2560), "proj_out.weight": (0, 128)}),
     # relatives of Lumina 2
-    Known("Boogu-Image", ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",), ("Boogu",)),
-    Known("OmniGen2", ("ref_image_patch_embedder.weight", "image_index_embedding"), ("Omnigen2",)),
+    Known("Boogu-Image", ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),
+    Known("OmniGen2", ("ref_image_patch_embedder.weight", "image_index_embedding")),
     # relatives of HunyuanVideo
     Known("FramePack", ("clean_x_embedder.proj.weight",), remedy=OTHER_NODES),
     Known(
         "HunyuanVideo 1.5 super resolution",
         ("time_r_in.in_layer.weight", "vision_in.proj.0.weight"),
-        ("HunyuanVideo15_SR_Distilled",),
         sizes={"img_in.proj.weight": (1, 98)},
     ),
     Known(
@@ -133,7 +107,6 @@ KNOWN = (
     Known(
         "the refiner of HunyuanImage 2.1, which is given an image",
         ("txt_in.individual_token_refiner.blocks.0.norm1.weight",),
-        ("HunyuanImage21Refiner",),
         absent=("vector_in.in_layer.weight", "vision_in.proj.0.weight"),
         sizes={"img_in.proj.weight": (4, 1)},
     ),
@@ -144,7 +117,7 @@ KNOWN = (
         remedy=OTHER_NODES,
     ),
     Known("ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), remedy=OTHER_NODES),
-    Known("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",), ("WAN21_SCAIL2",)),
+    Known("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",)),
     # relatives of CogVideoX
     Known(
         "ConsisID, which is given a face",
@@ -161,48 +134,39 @@ KNOWN = (
         remedy="use diffusers' file or folder of it",
     ),
     # others that ComfyUI runs
-    Known("AuraFlow", ("double_layers.0.attn.w1q.weight",), ("AuraFlow",)),
-    Known("Mochi", ("t5_yproj.weight",), ("GenmoMochi",)),
+    Known("AuraFlow", ("double_layers.0.attn.w1q.weight",)),
+    Known("Mochi", ("t5_yproj.weight",)),
     Known("Mochi", ("pos_frequencies", "transformer_blocks.0.norm1.linear.weight"), remedy=FOLDER),
-    Known("Stable Audio", ("transformer.rotary_pos_emb.inv_freq",), ("StableAudio", "StableAudio3"), STOCK),
-    Known("Cosmos", ("blocks.block0.blocks.0.block.attn.to_q.0.weight",), ("CosmosT2V", "CosmosI2V")),
-    Known("Anima", ("llm_adapter.blocks.0.cross_attn.q_proj.weight",), ("Anima",)),
-    Known("Cosmos Predict 2", ("blocks.0.mlp.layer1.weight",), ("CosmosT2IPredict2", "CosmosI2VPredict2")),
-    Known("PiD, a decoder", ("lq_proj.latent_proj.0.weight",), ("PiD",), STOCK),
-    Known("PixelDiT", ("core.pixel_embedder.proj.weight",), ("PixelDiTT2I",)),
-    Known("SeedVR2", ("vid_in.proj.weight",), ("SeedVR2",), STOCK),
+    Known("Stable Audio", ("transformer.rotary_pos_emb.inv_freq",), remedy=STOCK),
+    Known("Cosmos", ("blocks.block0.blocks.0.block.attn.to_q.0.weight",)),
+    Known("Anima", ("llm_adapter.blocks.0.cross_attn.q_proj.weight",)),
+    Known("Cosmos Predict 2", ("blocks.0.mlp.layer1.weight",)),
+    Known("PiD, a decoder", ("lq_proj.latent_proj.0.weight",), remedy=STOCK),
+    Known("PixelDiT", ("core.pixel_embedder.proj.weight",)),
+    Known("SeedVR2", ("vid_in.proj.weight",), remedy=STOCK),
     Known("SeedVR2", ("blocks.31.mlp.all.proj_in_gate.weight",), remedy=STOCK),
     Known("SeedVR2", ("blocks.35.mlp.vid.proj_out.weight",), remedy=STOCK),
     Known(
         "Hunyuan3D 2.1",
         ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight"),
-        ("Hunyuan3Dv2_1",),
-        STOCK,
+        remedy=STOCK,
         absent=("mlp_t5.0.weight",),  # HunyuanDiT
     ),
-    Known("TripoSplat", ("cam_out_layer.weight", "repo_layers.0.final_map.weight"), ("TripoSplat",), STOCK),
-    Known("Trellis 2", ("img2shape.t_embedder.mlp.0.weight",), ("Trellis2",), STOCK),
+    Known("TripoSplat", ("cam_out_layer.weight", "repo_layers.0.final_map.weight"), remedy=STOCK),
+    Known("Trellis 2", ("img2shape.t_embedder.mlp.0.weight",), remedy=STOCK),
     Known("Trellis 2", ("shape2txt.t_embedder.mlp.0.weight",), remedy=STOCK),
-    Known("HiDream O1", ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight"), ("HiDreamO1",)),
-    Known("ACE-Step", ("genre_embedder.weight",), ("ACEStep",), STOCK),
-    Known("ACE-Step 1.5", ("encoder.lyric_encoder.layers.0.input_layernorm.weight",), ("ACEStep15",), STOCK),
-    Known(
-        "MiniMax Music 3", ("cond_layer_logits", "latent_conditioners.0.weight"), ("MiniMaxMusic3",), STOCK
-    ),
-    Known("ERNIE-Image", ("layers.0.mlp.linear_fc2.weight",), ("ErnieImage",)),
-    Known("RT-DETR 4, a detector", ("encoder.pan_blocks.1.cv4.conv.weight",), ("RT_DETR_v4",), STOCK),
+    Known("HiDream O1", ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight")),
+    Known("ACE-Step", ("genre_embedder.weight",), remedy=STOCK),
+    Known("ACE-Step 1.5", ("encoder.lyric_encoder.layers.0.input_layernorm.weight",), remedy=STOCK),
+    Known("MiniMax Music 3", ("cond_layer_logits", "latent_conditioners.0.weight"), remedy=STOCK),
+    Known("ERNIE-Image", ("layers.0.mlp.linear_fc2.weight",)),
+    Known("RT-DETR 4, a detector", ("encoder.pan_blocks.1.cv4.conv.weight",), remedy=STOCK),
     Known(
         "SAM 3, a model of masks",
         ("detector.backbone.vision_backbone.trunk.blocks.0.attn.qkv.weight",),
-        ("SAM3", "SAM31"),
-        STOCK,
+        remedy=STOCK,
     ),
-    Known(
-        "Depth Anything 3",
-        ("backbone.embeddings.patch_embeddings.projection.weight",),
-        ("DepthAnything3",),
-        STOCK,
-    ),
+    Known("Depth Anything 3", ("backbone.embeddings.patch_embeddings.projection.weight",), remedy=STOCK),
 )
 OTHER_QUANTIZATION = "use a bf16, fp16, fp8, int8, mxfp8, nvfp4 or GGUF file of this model"
 #: End of a name that only a format has -> (what the file is, what to do instead).

@@ -92,6 +92,50 @@ NAMED = {
     "WAN_Animate2": "Wan Animate 2",
     "ZImagePixelSpace": "Z-Image in pixels",
 }
+#: Name of a known model that is not supported -> ComfyUI's classes of it (comfy.supported_models).
+KNOWN_CLASSES = {
+    "Stable Video Diffusion or SV3D, a UNet": ("SVD_img2vid", "SV3D_u", "SV3D_p"),
+    "Stable Diffusion XL, a UNet": (
+        *("SDXL", "SDXL_instructpix2pix", "SSD1B"),
+        *("Segmind_Vega", "KOALA_700M", "KOALA_1B"),
+    ),
+    "the refiner of Stable Diffusion XL, a UNet": ("SDXLRefiner",),
+    "the upscaler of Stable Diffusion 2, a UNet": ("SD_X4Upscaler",),
+    "Stable Diffusion 2, a UNet": ("SD20", "SD21UnclipL", "SD21UnclipH", "LotusD"),
+    "Stable Diffusion, a UNet": ("SD15", "SD15_instructpix2pix", "Stable_Zero123"),
+    "Stable Cascade (stage C)": ("Stable_Cascade_C",),
+    "Stable Cascade (stage B)": ("Stable_Cascade_B",),
+    "LongCat-Image": ("LongCatImage",),
+    "JoyImage": ("JoyImage",),
+    "Hunyuan3D 2": ("Hunyuan3Dv2", "Hunyuan3Dv2mini"),
+    "Lens": ("Lens",),
+    "Mage-Flow": ("MageFlow",),
+    "Boogu-Image": ("Boogu",),
+    "OmniGen2": ("Omnigen2",),
+    "HunyuanVideo 1.5 super resolution": ("HunyuanVideo15_SR_Distilled",),
+    "the refiner of HunyuanImage 2.1, which is given an image": ("HunyuanImage21Refiner",),
+    "SCAIL 2, a Wan that follows poses": ("WAN21_SCAIL2",),
+    "AuraFlow": ("AuraFlow",),
+    "Mochi": ("GenmoMochi",),
+    "Stable Audio": ("StableAudio", "StableAudio3"),
+    "Cosmos": ("CosmosT2V", "CosmosI2V"),
+    "Anima": ("Anima",),
+    "Cosmos Predict 2": ("CosmosT2IPredict2", "CosmosI2VPredict2"),
+    "PiD, a decoder": ("PiD",),
+    "PixelDiT": ("PixelDiTT2I",),
+    "SeedVR2": ("SeedVR2",),
+    "Hunyuan3D 2.1": ("Hunyuan3Dv2_1",),
+    "TripoSplat": ("TripoSplat",),
+    "Trellis 2": ("Trellis2",),
+    "HiDream O1": ("HiDreamO1",),
+    "ACE-Step": ("ACEStep",),
+    "ACE-Step 1.5": ("ACEStep15",),
+    "MiniMax Music 3": ("MiniMaxMusic3",),
+    "ERNIE-Image": ("ErnieImage",),
+    "RT-DETR 4, a detector": ("RT_DETR_v4",),
+    "SAM 3, a model of masks": ("SAM3", "SAM31"),
+    "Depth Anything 3": ("DepthAnything3",),
+}
 #: ComfyUI's class -> its family, and the channels of a config that is of no released header.
 BY_CHANNELS = {
     "HunyuanVideoSkyreelsI2V": ("hunyuan-video", {"in_channels": 32, "out_channels": 16}),
@@ -109,6 +153,7 @@ def test_every_class_of_comfyui_is_taken_or_refused_by_name():
     assert not unnamed
     for name, (family, config) in BY_CHANNELS.items():
         assert FAMILIES[family].class_name(config) == name
-    known = {name for known in KNOWN for name in known.classes}
+    assert KNOWN_CLASSES.keys() <= {known.name for known in KNOWN}
+    known = {name for names in KNOWN_CLASSES.values() for name in names}
     assert not known & taken
     assert classes <= known | taken | NAMED.keys() | BY_CHANNELS.keys()
