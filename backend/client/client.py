@@ -12,6 +12,8 @@ from .. import protocol
 from ..config import ConfigError
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake
 
+#: A listener takes a connection within this long.
+CONNECT_SECONDS = 10.0
 #: How often a wait looks whether somebody wants to stop.
 POLL_SECONDS = 0.1
 #: The ranks' start before ``meanwhile``: on busy cores that would keep them from reading the request.
@@ -26,7 +28,7 @@ CANCEL_SECONDS = 120.0
 CANCEL_STEPS = 2
 
 
-def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
+def open_socket(address: str) -> socket.socket:
     """Connect to "unix:PATH" or "tcp:HOST:PORT", where an empty HOST is this machine, as it is for a backend
     that listens. Raises OSError where nobody listens, ConfigError for another form."""
     scheme, _, place = address.partition(":")
@@ -43,7 +45,7 @@ def open_socket(address: str, seconds: float = 10.0) -> socket.socket:
             f"tcp:HOST:PORT, or leave it empty to launch a backend."
         )
     sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.settimeout(seconds)
+    sock.settimeout(CONNECT_SECONDS)
     try:
         sock.connect(target)
     except OSError:

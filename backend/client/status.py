@@ -57,19 +57,19 @@ def rank_state(backend: Backend, pid: int, is_working: bool) -> str:
     return "computes" if is_working else "ready"
 
 
-def log_of_last_backend(size: int = LOG_BYTES) -> str:
+def log_of_last_backend() -> str:
     """Return the end of the newest log that there still is of a backend that this process has started."""
     for path in reversed(LOGS):
-        found = _end_of(path, size)
+        found = _end_of(path)
         if found:
             return found
     return ""
 
 
-def _end_of(path: Path, size: int) -> str:
+def _end_of(path: Path) -> str:
     try:
         with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - size))
+            log.seek(max(0, path.stat().st_size - LOG_BYTES))
             return log.read().decode(errors="replace")
     except OSError:  # its backend has ended as it was asked to
         return ""

@@ -7,6 +7,9 @@ import torch
 from ...protocol.solver_names import STOCHASTIC_PERCENTS
 from .problem import Problem, Steps, Tensor
 
+#: Points of the Riemann sum of ER-SDE's weights.
+ER_POINTS = 200
+
 
 def _er_scale(level: Tensor) -> Tensor:
     """How much noise ER-SDE replaces at a noise-to-signal ratio ``level`` (the authors' fifth choice)."""
@@ -42,11 +45,11 @@ def er_sde(x: Tensor, problem: Problem) -> Steps:
     return x
 
 
-def _er_weights(level: Tensor, level_next: Tensor, points: int = 200) -> tuple[Tensor, Tensor]:
+def _er_weights(level: Tensor, level_next: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of the prediction's first and second derivative, by a Riemann sum."""
     dt = level_next - level
-    width = -dt / points
-    at = level_next + torch.arange(points, dtype=torch.float32) * width
+    width = -dt / ER_POINTS
+    at = level_next + torch.arange(ER_POINTS, dtype=torch.float32) * width
     scale = _er_scale(at)
     end = _er_scale(level_next)
     return dt + torch.sum(1 / scale) * width * end, dt**2 / 2 + torch.sum((at - level) / scale) * width * end

@@ -8,6 +8,9 @@ import torch
 
 from .problem import Problem, Steps, Tensor, euler_step
 
+#: Points of the Riemann sum of DEIS' weights.
+DEIS_POINTS = 10000
+
 
 def _by_slopes(x: Tensor, problem: Problem, change: Callable[[int, list[Tensor]], Tensor]) -> Steps:
     """Step by ``change``: (step, slopes of up to four steps, newest first) -> what is added to x."""
@@ -130,19 +133,19 @@ def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
 
 
 @lru_cache(maxsize=4)
-def _deis_weights(sigmas: tuple[float, ...], points: int = 10000) -> list[tuple[float, ...]]:
+def _deis_weights(sigmas: tuple[float, ...]) -> list[tuple[float, ...]]:
     """Weights of each step's slopes, newest first, by a Riemann sum in float32 as in ComfyUI."""
     times, beta_0, beta_1 = _vp_time(torch.tensor(sigmas))
     weights: list[tuple[float, ...]] = [()]
     for i in range(1, len(times) - 1):
-        tau = torch.linspace(times[i], times[i + 1], points)
+        tau = torch.linspace(times[i], times[i + 1], DEIS_POINTS)
         alpha = torch.exp(-0.5 * tau**2 * (beta_1 - beta_0) - tau * beta_0)
         # the rounding of the chain rule, with which ComfyUI differentiates log(alpha)
         unit = 1 / alpha * alpha
         rate = unit * (beta_1 - beta_0) * -0.5 * (2 * tau) - unit * beta_0
         speed = -0.5 * rate / torch.sqrt(alpha * (1 - alpha))
         knots = times[max(i - 2, 0) : i + 1].flip(0)
-        width = (times[i + 1] - times[i]) / points
+        width = (times[i + 1] - times[i]) / DEIS_POINTS
         integrals = [torch.sum(speed * _lagrange(knots, j, tau)) * width for j in range(len(knots))]
         weights.append(tuple(integral.item() for integral in integrals))
     return weights
