@@ -8,9 +8,7 @@ reads the result; client/measurements.py starts this and keeps what it found.
 import argparse
 import json
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from .parallel.mesh import Mesh
 from .planner.machine import Machine
 from .quantization.matmul import capability_of
 from .serving.broadcast import Dispatcher
+from .start import run_and_exit
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
@@ -213,11 +212,4 @@ def main():
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
-        main()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)  # at once, as a rank of a backend ends (worker.py)
+    run_and_exit(main)

@@ -1,4 +1,4 @@
-"""How a rank begins: its command line, its configuration, rank 0's token, and where the ranks meet.
+"""How a rank begins, from its command line, configuration, token and meeting place, and how it ends.
 
 The launcher (client/launcher.py) holds the write end of a pipe that is standard input of every rank. Rank 0
 reads its first line, {"token": ..., "config": ...}. Neither is ever on a command line, in a file or in an
@@ -13,8 +13,11 @@ import select
 import stat
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -167,6 +170,18 @@ class LossyLog:
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
+
+
+def run_and_exit(main: Callable[[], None]) -> NoReturn:
+    """Run ``main`` and end this process: with status 1, and a traceback on stderr, for what it raises."""
+    status = 1
+    try:
+        main()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # at once: destructors of process groups wait for peers that may be gone
 
 
 def _end_with_parent():

@@ -7,10 +7,7 @@ rank 0 before the broadcast.
 """
 
 import gc
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -211,23 +208,17 @@ class Leader(Worker):
 
     def on_unload(self, job: Job, message: Unload) -> Act:
         """A model that is not loaded is no error."""
-
-        def act():
-            self.dispatcher.broadcast(message)
-            self.unload(message)
-            job.reply(Result())
-
-        return act
+        return partial(self._everywhere, job, message, partial(self.unload, message))
 
     def on_release(self, job: Job, message: Release) -> Act:
         """Nothing is refused."""
+        return partial(self._everywhere, job, message, partial(self.release, message.ranks))
 
-        def act():
-            self.dispatcher.broadcast(message)
-            self.release(message.ranks)
-            job.reply(Result())
-
-        return act
+    def _everywhere(self, job: Job, message: Unload | Release, action: Callable[[], None]):
+        """Free memory on all ranks, by ``action`` on this one."""
+        self.dispatcher.broadcast(message)
+        action()
+        job.reply(Result())
 
     def on_sample(self, job: Job, message: Sample) -> Act:
         """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
@@ -302,11 +293,4 @@ def main():
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
-        main()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)  # at once: destructors of process groups wait for peers that may be gone
+    start.run_and_exit(main)
