@@ -6,10 +6,10 @@ from .host import sampling_inputs as inputs
 from .host.refusals import on_node
 from .host.remote_solver import sample_on_ranks
 from .host.schema import ALIASES, schema
-from .queued_checks import check_queued
+from .queued_checks import CheckedSampler
 
 
-class ParallelSampler(io.ComfyNode):
+class ParallelSampler(CheckedSampler):
     """As KSampler, with a PARALLEL_DIT in place of a MODEL."""
 
     @classmethod
@@ -43,11 +43,6 @@ class ParallelSampler(io.ComfyNode):
             ],
             outputs=[inputs.OUTPUT],
         )
-
-    @classmethod
-    def validate_inputs(cls) -> bool:
-        """Raise ConfigError before the graph runs where cfg does not go with the Parallel Config."""
-        return check_queued()
 
     @classmethod
     @on_node

@@ -7,10 +7,10 @@ from .host import sampling_inputs as inputs
 from .host.refusals import on_node
 from .host.remote_solver import sample_on_ranks
 from .host.schema import ALIASES, schema
-from .queued_checks import check_queued
+from .queued_checks import CheckedSampler
 
 
-class ParallelSamplerAdvanced(io.ComfyNode):
+class ParallelSamplerAdvanced(CheckedSampler):
     """As KSampler (Advanced), with a PARALLEL_DIT in place of a MODEL."""
 
     @classmethod
@@ -58,11 +58,6 @@ class ParallelSamplerAdvanced(io.ComfyNode):
             ],
             outputs=[inputs.OUTPUT],
         )
-
-    @classmethod
-    def validate_inputs(cls) -> bool:
-        """Raise ConfigError before the graph runs where cfg does not go with the Parallel Config."""
-        return check_queued()
 
     @classmethod
     @on_node

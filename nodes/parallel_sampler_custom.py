@@ -10,10 +10,10 @@ from .host.remote_solver import model_on_ranks
 from .host.report import shown
 from .host.sampling_checks import check_inputs
 from .host.schema import ALIASES, schema
-from .queued_checks import check_queued
+from .queued_checks import CheckedSampler
 
 
-class ParallelSamplerCustom(io.ComfyNode):
+class ParallelSamplerCustom(CheckedSampler):
     """As SamplerCustomAdvanced with CFGGuider, with a PARALLEL_DIT in place of a MODEL."""
 
     @classmethod
@@ -56,11 +56,6 @@ class ParallelSamplerCustom(io.ComfyNode):
                 ),
             ],
         )
-
-    @classmethod
-    def validate_inputs(cls) -> bool:
-        """Raise ConfigError before the graph runs where cfg does not go with the Parallel Config."""
-        return check_queued()
 
     @classmethod
     @on_node
