@@ -1,10 +1,12 @@
 """HunyuanImage 2.1 of Tencent, text to image: HunyuanVideo's blocks over an image (20 double-stream and 40
 single-stream in the released size); two kinds of text (Qwen, byT5) are joined inside the model."""
 
+from dataclasses import replace
+
 from . import hunyuan_video
-from .blocks import APART, Blocks
+from .blocks import BlockAdapter
 from .common.double_stream import SINGLE_STREAM
-from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
+from .common.tensor_plans import COMMON, PARALLEL_MLP
 from .common.timestep_precision import round_input
 from .family import STEP_END, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, Layout, blocks_of, under
@@ -105,16 +107,11 @@ FAMILY = Family(
         channels=lambda config: config["out_channels"], frames=False, pixels=lambda config: (1, 32, 32)
     ),
     io=ModelIO(arguments=forward_args),
-    blocks=Blocks(
+    blocks=replace(
+        hunyuan_video.FAMILY.blocks,
         last="proj_out",
-        lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
-        returns=("image", "text"),
-        text="encoder_hidden_states",
-        text_position="last",
-        values=(("attn.to_v", "attn.add_v_proj"),),
-        needs_text_token=True,
-        text_layers=TEXT_LAYERS,
         per_token={"image_rotary_emb": ("image", 0)},
+        adapter=BlockAdapter(),
     ),
     conditioning=Conditioning(
         accepted=ACCEPTED,

@@ -1,17 +1,18 @@
 """HunyuanVideo 1.5 of Tencent: 54 double-stream blocks; three kinds of text (image features, byT5, Qwen) are
 joined inside the model."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 
-from .blocks import APART, Blocks
+from . import hunyuan_video
+from .blocks import APART
 from .common import references
 from .common.masked_text import MaskedText
 from .common.once import once
-from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import round_input
 from .family import FP16_OR_BF16, STEP_END, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .hunyuan_video import NAMES, SPELLINGS, all_tokens, video_config
@@ -136,17 +137,12 @@ FAMILY = Family(
     ),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args),
-    blocks=Blocks(
+    blocks=replace(
+        hunyuan_video.FAMILY.blocks,
         last="proj_out",
         lists={"transformer_blocks": APART},
-        returns=("image", "text"),
-        text="encoder_hidden_states",
-        text_position="last",
-        values=(("attn.to_v", "attn.add_v_proj"),),
-        adapter=MaskedText("attention_mask"),
-        needs_text_token=True,
-        text_layers=TEXT_LAYERS,
         per_token={"freqs_cis": ("image", 0)},
+        adapter=MaskedText("attention_mask"),
     ),
     conditioning=Conditioning(
         accepted=ACCEPTED,
