@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import cast
@@ -67,12 +67,14 @@ class Checkpoint:
         if self.family.name in FAMILIES:
             return None
         video = inputs.is_video(getattr(diffusers, self.family.transformer))
+        schedule = self.family.noise.schedule
         return {
             "prediction": self.family.noise.prediction,
             "latent_channels": self.family.latent.channels(self.config),
             "latent_dimensions": 3 if video else 2,
             "conditioning": list(self.family.conditioning.accepted),
             "whole_only": self.family.blocks.whole_only,
+            "schedule": asdict(schedule(self.config)) if schedule else None,
             "pipeline": self.pipeline,
         }
 

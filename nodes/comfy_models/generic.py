@@ -15,8 +15,6 @@ MODEL_TYPES = {
     "eps": comfy.model_base.ModelType.EPS,
     "v": comfy.model_base.ModelType.V_PREDICTION,
 }
-#: diffusers' name of a schedule of betas -> ComfyUI's.
-BETA_SCHEDULES = {"scaled_linear": "linear", "linear": "sqrt_linear"}
 
 
 class GenericModel(comfy.model_base.BaseModel):
@@ -49,14 +47,8 @@ def model_config(info: dict):
     scheduler = info["pipeline"].get("scheduler", {})
     vae = info["pipeline"].get("vae", {})
     settings = {"shift": scheduler.get("shift", 1.0)}
-    if info["prediction"] != "flow":
-        settings = discrete_settings(
-            scheduler.get("beta_start", 0.0001),
-            scheduler.get("beta_end", 0.02),
-            BETA_SCHEDULES[scheduler.get("beta_schedule", "linear")],
-            bool(scheduler.get("rescale_betas_zero_snr")),
-            scheduler.get("num_train_timesteps", 1000),
-        )
+    if info["schedule"]:
+        settings = discrete_settings(**info["schedule"])
     members = {
         "latent_format": staticmethod(lambda: _latent_format(info, vae)),
         "sampling_settings": settings,
