@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import cast
 
@@ -19,6 +18,7 @@ from ..errors import UnsupportedError, some
 from ..models import FAMILIES
 from ..models.family import Family
 from ..models.key_layout import Shapes
+from ..models.patterns import matches
 from ..parallel import stage_split
 from ..parallel.block_cost import AttentionCall, LayerTokens, attention_calls, block_costs, layer_tokens
 from ..parallel.matrix_cuts import CutPlan, Shard, cut_plan
@@ -164,11 +164,7 @@ class Checkpoint:
     def _modulation(self) -> dict[str, list[str]]:
         patterns = self.family.cache.modulation
         return {
-            block: [
-                f"{block}.{name}"
-                for name, _ in module.named_modules()
-                if any(fnmatchcase(name, pattern) for pattern in patterns)
-            ]
+            block: [f"{block}.{name}" for name, _ in module.named_modules() if matches(name, patterns)]
             for block, module in self.blocks.items()
         }
 

@@ -5,12 +5,12 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import Shapes
+from ..models.patterns import matches
 from .header_limits import is_number
 
 #: Entries (patterns) that are numbers to compute with, and count nothing.
@@ -43,9 +43,9 @@ def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
     numbers = {int(word) for key in shapes for word in key.split(".") if is_number(word)}
     most = max(COUNT, widest)
     for entry, value in config.items():
-        if any(fnmatchcase(entry, pattern) for pattern in NUMBERS):
+        if matches(entry, NUMBERS):
             limit, what = NUMBER, "more than any model has"
-        elif any(fnmatchcase(entry, pattern) for pattern in BLOCKS) and isinstance(value, int):
+        elif matches(entry, BLOCKS) and isinstance(value, int):
             limit = len(numbers) + SPARE_BLOCKS
             what = f"but its file has tensors of {len(numbers)} blocks"
         else:

@@ -3,11 +3,11 @@ what the file is. A supported family has none of these tensors; its own variants
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from ..errors import UnsupportedError, some
 from ..models.family import Family
 from ..models.key_layout import BESIDE, PREFIXES, Shapes
+from ..models.patterns import matches
 from .lora_keys import is_lora
 
 KSAMPLER = "sample it with KSampler"
@@ -203,7 +203,7 @@ def check_unread(name: str, family: Family, unread: Mapping[str, str]):
     """Refuse a file with tensors that nothing reads (the layout's name -> the file's), but for those that are
     known by a reason. Raises UnsupportedError."""
     allowed = (*BESIDE, *family.layout.unread)
-    rest = [key for ours, key in unread.items() if not any(fnmatchcase(ours, known) for known in allowed)]
+    rest = [key for ours, key in unread.items() if not matches(ours, allowed)]
     if rest:
         raise UnsupportedError(
             f"{name} has {len(rest)} tensors that {family.name} does not read, first {some(rest, 3)}; it is "

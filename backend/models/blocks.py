@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from .patterns import matches
+
 #: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
 #: argument, or image tokens alone (the first lists: text enters after them).
 APART = "apart"
@@ -155,11 +157,11 @@ class Blocks:
 
     def is_control_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block run once for each control input?"""
-        return any(fnmatchcase(name, pattern) for pattern in self.control_layers)
+        return matches(name, self.control_layers)
 
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text tokens alone?"""
-        return any(fnmatchcase(name, pattern) for pattern in self.text_layers)
+        return matches(name, self.text_layers)
 
     def latent_of(self, name: str) -> str:
         """Name the nested latent that passes the layer ``name`` of a block; "" for the whole stream."""

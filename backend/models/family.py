@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .key_layout import Layout
 from .latent_tokens import NestedGrid, TokenGrid
+from .patterns import matches
 
 Grid = TokenGrid | NestedGrid
 #: The argument of distilled models (MeanFlow) that are told at which noise level a step ends (1,). A request
@@ -226,7 +226,7 @@ class Build:
 
     def is_float32(self, name: str) -> bool:
         """Does the parameter ``name`` stay in float32?"""
-        return any(fnmatchcase(name, pattern) for pattern in self.float32)
+        return matches(name, self.float32)
 
 
 def _no_variant(config) -> dict:

@@ -7,11 +7,11 @@ a layer say Blocks.lists, Blocks.text_layers, Cache.prompt_layers and Cache.modu
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from ..models.blocks import IMAGE_ONLY
+from ..models.patterns import matches
 from .block_streams import block_list
 from .matrix_cuts import QUERIES
 
@@ -120,7 +120,7 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
     once = (*family.cache.prompt_layers, *family.cache.modulation)
     found = {}
     for name in names:
-        if _matches(name, once):
+        if matches(name, once):
             found[name] = LayerTokens(False, False)
         elif name in of_text:
             found[name] = LayerTokens(False, True)
@@ -128,10 +128,6 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
             is_control = family.blocks.is_control_layer(name)
             found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name), is_control)
     return found
-
-
-def _matches(name: str, patterns) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _linear(block, blocks, family, config, image, text, latents) -> int:

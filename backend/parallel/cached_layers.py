@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from ..models.family import Family
+from ..models.patterns import matches
 from .block_streams import block_list
 from .mesh import Mesh
 from .modulation_cache import CachedLayer, LayerCache, layer_features
@@ -66,7 +66,7 @@ def _wanted(
         (prefix + name, kind)
         for prefix, kind, patterns in wanted
         for name, _ in transformer.get_submodule(prefix.removesuffix(".")).named_modules()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
+        if matches(name, patterns)
     ]
 
 

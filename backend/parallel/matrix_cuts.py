@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedError
+from ..models.patterns import matches
 from .mesh import Axis, Mesh
 from .sequence import Span
 
@@ -181,7 +182,7 @@ def _style(styles: Mapping, name: str):
 def _is_modulation(name: str, family) -> bool:
     """Is it a modulation layer of a block, whose weights are many and whose input is one embedding?"""
     inner = name.removeprefix(f"{_block(name, family)}.")
-    return any(fnmatchcase(inner, pattern) for pattern in family.cache.modulation)
+    return matches(inner, family.cache.modulation)
 
 
 def _block(name: str, family) -> str:
