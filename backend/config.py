@@ -1,7 +1,5 @@
-"""ParallelConfig: the degrees of every parallel method, their product, and what is refused.
-
-Shared by the nodes and the backend; standard library only.
-"""
+"""ParallelConfig: the degrees of every parallel method, their product, and what is refused. Shared by the
+nodes and the backend; standard library only."""
 
 import math
 import sys
@@ -103,6 +101,11 @@ class ParallelConfig:
     def patches(self) -> int:
         """Pipeline patches per step (M): ``num_pipeline_patch``, or the pipeline degree where that is 0."""
         return self.num_pipeline_patch or self.pipefusion_degree
+
+    @property
+    def has_stale_kv(self) -> bool:
+        """Does attention read keys and values of the step before, since stages compute a patch at a time?"""
+        return self.pipefusion_degree > 1 and self.patches > 1
 
     @property
     def product(self) -> str:
@@ -244,18 +247,15 @@ class ParallelConfig:
         """Return self, or raise ConfigError for the first field that cannot be."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is not type(field.default):
-                raise ConfigError(
-                    f"{field.name} is {value!r:.100}, which is not of type {type(field.default).__name__}."
-                )
+            kind = type(field.default)
+            if type(value) is not kind:
+                raise ConfigError(f"{field.name} is {value!r:.100}, which is not of type {kind.__name__}.")
         self._validate_sizes()
         self._validate_pipeline()
         self._validate_weights()
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r:.100}; choose one of {', '.join(allowed)}."
-                )
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name} is {value!r:.100}; choose one of {', '.join(allowed)}.")
         if self.wire != "full" and self.sp_degree == 1:
             raise ConfigError(
                 f"wire is {self.wire} but ulysses_degree and ring_degree are 1, whose traffic it is for; "
@@ -320,7 +320,7 @@ class ParallelConfig:
                 f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing "
                 f"would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0."
             )
-        least = 1 if self.pipefusion_degree > 1 and self.patches > 1 else 0
+        least = 1 if self.has_stale_kv else 0
         if self.warmup_steps < least:
             raise ConfigError(
                 f"warmup_steps is {_short(self.warmup_steps)}; PipeFusion with {self.patches} patches needs "

@@ -146,7 +146,7 @@ def compare(model: str, chosen, degrees: dict, reference: torch.Tensor) -> dict:
     except UnsupportedError as reason:
         return row | {"refused": str(reason), "passed": True}
     error = (difference.norm() / reference.norm()).item()
-    stale = config.pipefusion_degree > 1 and config.patches > 1
+    stale = config.has_stale_kv
     return row | {"error": error, "stale": stale, "passed": 0 < error < STALE if stale else error < EXACT}
 
 

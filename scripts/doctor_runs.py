@@ -133,7 +133,7 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str) -> Found:
     single, half = reference(lab, family, "fp32"), reference(lab, family, "bf16")
     exact = relative(lab.run(config, path, batch, "fp32").samples, single)
     drift = relative(lab.run(config, path, batch, "bf16").samples, single)
-    stale = config.pipefusion_degree > 1 and config.patches > 1
+    stale = config.has_stale_kv
     usual = relative(half, single)
     values = {"method": name, "family": family, "fp32": exact, "bf16": drift, "bf16_one_rank": usual}
     most = STALE if stale else EXACT[lab.device]

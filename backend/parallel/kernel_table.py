@@ -188,7 +188,7 @@ def kernel_of(name: str) -> Kernel:
 
 def merges(config: ParallelConfig) -> bool:
     """Whether rings merge attention by its log-sum-exp; PipeFusion's gather keys and values instead."""
-    return config.ring_degree > 1 and (config.pipefusion_degree == 1 or config.patches == 1)
+    return config.ring_degree > 1 and not config.has_stale_kv
 
 
 def fits(name: str, query: Tensor, masked: bool, lse: bool) -> bool:

@@ -32,11 +32,6 @@ class Rules:
     sharded: bool = True
 
 
-def is_exact(config: ParallelConfig) -> bool:
-    """Return whether the result is one GPU's: nothing is stale."""
-    return config.pipefusion_degree == 1 or config.patches == 1
-
-
 def factorings(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
     """Yield every way to write ``ranks`` as an ordered product of ``axes`` factors."""
     if axes == 1:

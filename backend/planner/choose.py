@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from ..config import ConfigError, ParallelConfig, in_words
 from ..shares import written
-from .candidates import DEGREES, LEAST_STEPS, Rules, candidates, is_exact
+from .candidates import DEGREES, LEAST_STEPS, Rules, candidates
 from .cost import Cost
 from .machine import DIFFERENT, Machine, Request
 from .memory import held, held_by_rank
@@ -55,7 +55,7 @@ class Option:
     def score(self) -> float:
         """Seconds, with what a plan has to gain to be worth its drawbacks."""
         penalty = MECHANISM ** len(self.mechanisms) * RANK**self.plan.world_size
-        penalty *= 1.0 if is_exact(self.plan) else STALE
+        penalty *= STALE if self.plan.has_stale_kv else 1.0
         for mechanism in self.mechanisms & TRAFFIC.keys():
             penalty *= TRAFFIC[mechanism]
         return self.seconds * penalty
@@ -109,7 +109,9 @@ class Choice:
     def lines(self) -> list[str]:
         """One line for the choice, one for each note, and one for each runner-up."""
         chosen = self.option.with_compile
-        kind = f"same result as one {chosen.unit}" if is_exact(chosen.plan) else "PipeFusion drifts a little"
+        kind = (
+            "PipeFusion drifts a little" if chosen.plan.has_stale_kv else f"same result as one {chosen.unit}"
+        )
         first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}."
         return [
             first,

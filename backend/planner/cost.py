@@ -36,7 +36,7 @@ class Cost:
     def total(self) -> float:
         """Seconds of all steps."""
         steps = self.request.steps
-        if self.plan.pipefusion_degree == 1 or self.plan.patches == 1:
+        if not self.plan.has_stale_kv:
             return steps * self.step(1)
         synchronous = min(self.plan.warmup_steps, steps)
         return synchronous * self.step(1) + (steps - synchronous) * self.step(self.plan.patches)

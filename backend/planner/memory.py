@@ -83,7 +83,7 @@ def _loras(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:
     """Bytes of PipeFusion's buffers of stale keys and values."""
-    if plan.pipefusion_degree == 1 or plan.patches == 1:
+    if not plan.has_stale_kv:
         return 0
     buffers = 2 if plan.stale_kv == "extrapolate" else 1
     branches = request.branches(plan.cfg_degree)

@@ -31,11 +31,10 @@ class Remedy:
 def remedies(config: ParallelConfig, size: RequestSize, quantized: bool) -> Iterator[Remedy]:
     """Yield changes of the configuration, the file or the request that may need less memory, the cheapest
     for the user first. They need not suit the model."""
-    buffered = config.pipefusion_degree > 1 and config.patches > 1
     fields = []
-    if buffered and config.stale_kv == "extrapolate":
+    if config.has_stale_kv and config.stale_kv == "extrapolate":
         fields.append({"stale_kv": "reuse"})
-    if buffered:
+    if config.has_stale_kv:
         fields.append({"num_pipeline_patch": 1, "stale_kv": "reuse"})
     fields += [{"offload_modulation": True}, {"shard_weights": True}]
     divided = config.sp_degree * config.tensor_parallel_degree * config.pipefusion_degree

@@ -79,7 +79,7 @@ def _call(
     ulysses = others * (own + 2 * keys[now.sp_rank]) + heads * (groups(queries)[place["ring"]] - own)
     travelling = groups(patch.lengths(call.keys))
     passed = sum(travelling[(place["ring"] - hop) % r] for hop in range(r - 1))
-    if work.buffered:
+    if work.config.has_stale_kv:
         passed = groups(keys)[place["ring"]] * (r - 1)
     return ulysses, 2 * heads * passed
 
@@ -90,7 +90,7 @@ def _mixing(work: Workload, place: Place, blocks: int, patch: TokenShards) -> Co
     calls = blocks * work.batch * work.branches
     own = len(patch.local.image)
     line = math.isqrt(work.image_tokens) + 1
-    tokens = own if work.buffered else min(line, own)
+    tokens = own if work.config.has_stale_kv else min(line, own)
     others = (patch.sp_rank > 0) + (patch.sp_rank < ranks - 1)
     if tokens == own:
         others = ranks - 1

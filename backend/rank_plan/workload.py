@@ -73,7 +73,7 @@ class Workload:
         """Return the tokens of every patch on the rank at ``place``; one patch where nothing is stale."""
         sequence = self.sequence
         ranks = (self.sp_rank(place), self.config.sp_degree, self.config.shares_of("ring", "ulysses"))
-        if not self.buffered:
+        if not self.config.has_stale_kv:
             return [whole_sequence(sequence, *ranks)]
         return patches(sequence, self.config.patches, *ranks)
 
@@ -84,11 +84,6 @@ class Workload:
         latents = self.latents or tuple(latents_of(self.family, self.image_tokens).items())
         text = self.text_tokens if position else 0
         return Sequence(text, self.image_tokens, position, latents=latents)
-
-    @property
-    def buffered(self) -> bool:
-        """Are stale keys and values read?"""
-        return self.config.pipefusion_degree > 1 and self.config.patches > 1
 
     @property
     def is_linear(self) -> bool:
@@ -196,7 +191,7 @@ class Workload:
         """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
         samples = self.batch * self.branches
         head = 2 * self.heads(place) * self.dtype.itemsize
-        if not self.buffered:
+        if not self.config.has_stale_kv:
             u = self.config.ulysses_degree
             lengths = patches[0].lengths("text")
             cached = sum(lengths[place["ring"] * u : (place["ring"] + 1) * u])

@@ -105,7 +105,7 @@ def run_lines(
 
 def idle_pipeline(config: ParallelConfig, steps: int) -> list[str]:
     """Return a sentence where every step of a run was one of the warm-up, so that no patch was pipelined."""
-    if config.pipefusion_degree == 1 or config.patches == 1 or steps > config.warmup_steps:
+    if not config.has_stale_kv or steps > config.warmup_steps:
         return []
     return [
         f"PipeFusion had no effect: steps {steps}, all of them warm-up (warmup_steps {config.warmup_steps}); "

@@ -15,7 +15,6 @@ from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
 from backend.planner.auto_config import AutoConfig, config_of, sets_degrees
-from backend.planner.candidates import is_exact
 from backend.planner.choose import AUTO, EXACT, MEMORY, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
@@ -95,7 +94,7 @@ def test_choice_keeps_its_promises(model, machine, gigabytes, steps, prompts):
         assert option.fits and option.plan.validate().world_size <= 4
         assert option.plan.cfg_degree <= prompts
         assert steps >= 8 or option.plan.pipefusion_degree == 1
-        assert method != EXACT or is_exact(option.plan)
+        assert method != EXACT or not option.plan.has_stale_kv
         assert method == MEMORY or not choice.one.fits or option.seconds <= choice.one.seconds
         fitting = [each for each in question.options() if each.fits]
         assert method != MEMORY or option.bytes <= 1.05 * min(each.bytes for each in fitting)
@@ -119,7 +118,7 @@ def test_slow_links_want_pipefusion_and_fast_ones_ulysses():
     fast = replace(A100, launch=2.5e-4, overhead=1.5e-4)
     assert choose(Question(FLUX, request, on(fast, 80), 4)).option.plan.ulysses_degree == 4
     exact = choose(Question(FLUX, request, on(L40, 48), 8), EXACT).option.plan
-    assert is_exact(exact)
+    assert not exact.has_stale_kv
 
 
 def test_a_patch_more_than_stages_where_it_fills_the_pipeline():
