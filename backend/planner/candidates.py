@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..config import ParallelConfig
+from ..config import AXES, ParallelConfig
 from ..torch_version import unshardable
 from .machine import Request
 from .model_shape import ModelShape
@@ -12,15 +12,8 @@ from .model_shape import ModelShape
 LEAST_STEPS = 8
 #: Fewer tokens of a rank in one patch than these keep no GPU busy.
 LEAST_TOKENS = 128
-#: Axes in the order of the mesh, fastest last, as products of factors are listed.
-DEGREES = (
-    "data_parallel_degree",
-    "cfg_degree",
-    "pipefusion_degree",
-    "ring_degree",
-    "ulysses_degree",
-    "tensor_parallel_degree",
-)
+#: In the order of the mesh, fastest last, as products of factors are listed.
+DEGREES = tuple(AXES.values())
 
 
 @dataclass(frozen=True)
