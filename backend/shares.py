@@ -69,6 +69,11 @@ def edges(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:
     return [*found, total]
 
 
+def shard_sizes(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:
+    """Return how many things each shard of ``edges`` has."""
+    return [end - start for start, end in itertools.pairwise(edges(total, count, shares))]
+
+
 def portions(count: int, shares: Sequence[float] = ()) -> list[float]:
     """Return each of ``count`` shares as a multiple of an equal one."""
     whole = sum(shares)

@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..shares import edges
+from ..shares import shard_sizes
 from .attention_kernels import attend_lse
 from .comm import WAITING, Exchange, count, exchange
 from .kernel_table import import_error
@@ -49,8 +49,7 @@ def ring_unavailable() -> str | None:
 
 def head_shards(heads: int, axis: Axis) -> list[int]:
     """Count the heads that each Ulysses rank gets, by its share."""
-    ends = edges(heads, axis.size, axis.shares)
-    return [end - start for start, end in zip(ends, ends[1:])]
+    return shard_sizes(heads, axis.size, axis.shares)
 
 
 def halves(heads: int, batch: int, tokens: int, axis: Axis) -> int:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ..config import ParallelConfig
 from ..parallel.wire import FULL, row_bytes
-from ..shares import edges, portions
+from ..shares import portions, shard_sizes
 from .machine import Machine, Request
 from .model_shape import BlockShape, ModelShape, stages_of
 from .parts import parts
@@ -117,9 +117,8 @@ class Cost:
         heads = self.shape.heads // self.plan.tensor_parallel_degree
         u = self.plan.ulysses_degree
         shares = self.plan.shares_of("ulysses")
-        ends = edges(heads, u, shares)
-        counts = (end - start for start, end in zip(ends, ends[1:]))
-        return max(count * u / heads / portion for count, portion in zip(counts, portions(u, shares)))
+        each = zip(shard_sizes(heads, u, shares), portions(u, shares))
+        return max(count * u / heads / portion for count, portion in each)
 
     def _read(self, blocks: tuple[BlockShape, ...]) -> float:
         """Seconds to read the weights once from device memory."""

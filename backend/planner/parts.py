@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import ParallelConfig
-from ..shares import edges, portions
+from ..shares import portions, shard_sizes
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Part:
 def parts(plan: ParallelConfig, batch: int) -> tuple[Part, ...]:
     """Return the part of every rank of a plan with ``batch`` samples."""
     replicas = plan.data_parallel_degree
-    ends = edges(batch, replicas, plan.shares_of("dp"))
-    samples = [max(1, end - start) for start, end in zip(ends, ends[1:])]
+    samples = [max(1, size) for size in shard_sizes(batch, replicas, plan.shares_of("dp"))]
     tokens = portions(plan.sp_degree, plan.shares_of("ring", "ulysses"))
     heads = portions(plan.ulysses_degree, plan.shares_of("ulysses"))
     matrices = portions(plan.tensor_parallel_degree, plan.shares_of("tp"))

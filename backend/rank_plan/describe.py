@@ -15,7 +15,7 @@ from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, Choice
 from ..quantization.matmul import Capability, choose_all
-from ..shares import edges
+from ..shares import shard_sizes
 from .activations import activation_bytes
 from .traffic import sent
 from .workload import Place, Workload, tensor_mesh
@@ -111,8 +111,8 @@ def describe(
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     config.validate()
-    ends = edges(batch, config.data_parallel_degree, config.shares_of("dp"))
-    samples = [max(1, end - start) for start, end in zip(ends, ends[1:])]
+    shards = shard_sizes(batch, config.data_parallel_degree, config.shares_of("dp"))
+    samples = [max(1, size) for size in shards]
     branches = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
     request = (image_tokens, text_tokens, samples[0], branches)

@@ -17,7 +17,7 @@ from ..parallel.kernel_table import Capability
 from ..parallel.wire import FULL
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
-from ..shares import edges
+from ..shares import shard_sizes
 from ..torch_version import torch_version, unshardable
 from .guidance import guidance_of, names
 from .prediction import FLOW, PREDICTIONS
@@ -287,8 +287,7 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
         )
     if config.ring_degree > 1 and (reason := ulysses_ring.ring_unavailable()):
         raise UnsupportedError(reason)
-    ends = edges(heads, tp, uneven)
-    local = min(end - start for start, end in zip(ends, ends[1:])) if by_heads else heads
+    local = min(shard_sizes(heads, tp, uneven)) if by_heads else heads
     if config.ulysses_degree > local:
         whose = f"each tensor-parallel rank of {name}" if local != heads else name
         raise UnsupportedError(
