@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from ..config import ParallelConfig
-from ..device_memory import host_bytes
+from ..device_memory import UNKNOWN, host_bytes, host_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..protocol import BackendError
@@ -123,7 +123,8 @@ HELD = [held_by_torch]
 def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host."""
     if device == "cpu":
-        return (_host_memory(),)
+        free = host_free(swap=False)
+        return usual_memory(device, indices) if free == UNKNOWN else (free,)
     told = _told_by_driver()
     found = []
     for index, usual in zip(indices, usual_memory(device, indices)):
@@ -248,13 +249,3 @@ def _told_by_driver() -> dict[str, int]:
         if free.isdecimal():
             found |= dict.fromkeys((index, uuid, _bare(uuid)), int(free) * 1024**2)
     return found
-
-
-def _host_memory() -> int:
-    """Return the bytes of host memory that programs may still take."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = dict(line.split(":", 1) for line in lines)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return int(host_bytes() * USABLE)

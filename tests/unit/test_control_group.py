@@ -3,6 +3,7 @@
 import pytest
 
 from backend import device_memory
+from backend.client import measurements
 from backend.control_group import memory_limits
 
 GB = 1 << 30
@@ -49,3 +50,14 @@ def test_a_limit_is_the_host_memory_of_this_process(monkeypatch):
     assert device_memory.host_free() == 2 << 20 < free
     monkeypatch.setattr(device_memory, "memory_limits", lambda: [(1 << 20, 3 << 20)])
     assert device_memory.host_free() == 0
+
+
+def test_auto_plans_within_the_limit(monkeypatch):
+    monkeypatch.setattr(device_memory, "memory_limits", lambda: [(3 << 20, 1 << 20)])
+    assert measurements.free_memory("cpu", []) == (2 << 20,)
+
+
+def test_auto_plans_with_part_of_the_memory_where_nobody_says_what_is_free(monkeypatch):
+    monkeypatch.setattr(measurements, "host_free", lambda swap: device_memory.UNKNOWN)
+    part = measurements.USABLE * device_memory.host_bytes()
+    assert measurements.free_memory("cpu", []) == (int(part),)
