@@ -23,7 +23,8 @@ from .request_caches import Masks, Positions
 from .sequence import Span, TokenShards
 from .step_context import StepContext
 from .token_mixing import Mixing
-from .wire import FULL, pack, unpack
+from .wire import pack, unpack
+from .wire_bytes import FULL
 
 #: A kind of attention, or two of them: whose queries, whose keys.
 Kind = str | tuple[str, str]

@@ -25,7 +25,7 @@ from .mesh import Mesh
 from .sequence import Sequence, Span, TokenShards
 from .static_addresses import ENABLED, StaticInputs
 from .step_context import StepContext
-from .wire import FULL
+from .wire_bytes import FULL
 
 
 def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Tensor | tuple:

@@ -18,7 +18,8 @@ from .comm import WAITING, Exchange, count, exchange
 from .kernel_table import import_error
 from .mesh import Axis
 from .sequence import Span
-from .wire import FULL, pack, unpack
+from .wire import pack, unpack
+from .wire_bytes import FULL
 
 #: Whose ring is used, and what it imports as it is imported, if they are installed.
 RING_LIBRARY = "yunchang"

@@ -9,20 +9,13 @@ message is added, and collectives that know no float8 carry them.
 import torch
 from torch import Tensor
 
-FULL, FP8 = "full", "fp8"
+from .wire_bytes import FULL, SCALE_BYTES
+
 #: Of the values.
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
-#: Of a row: its float32.
-SCALE_BYTES = 4
 #: Least scale: below it a float32 would have few digits left, or none.
 LEAST = 1e-30
-
-
-def row_bytes(features: int, itemsize: int, wire: str) -> int:
-    """Count the bytes of a token's numbers of one head, of ``itemsize`` bytes each where they travel in
-    full."""
-    return features * itemsize if wire == FULL else features + SCALE_BYTES
 
 
 def pack(x: Tensor, wire: str) -> Tensor:

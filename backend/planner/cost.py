@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import ParallelConfig
-from ..parallel.wire import FULL, row_bytes
+from ..parallel.wire_bytes import FULL, row_bytes
 from ..shares import portions, shard_sizes
 from .machine import Machine, Request
 from .model_shape import BlockShape, ModelShape, stages_of

@@ -8,7 +8,7 @@ from ..parallel.block_cost import AttentionCall
 from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import Span, TokenShards
 from ..parallel.stage_split import Stages
-from ..parallel.wire import row_bytes
+from ..parallel.wire_bytes import row_bytes
 from .workload import Place, Workload
 
 

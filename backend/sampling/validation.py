@@ -14,7 +14,7 @@ from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel import kernel_table, ulysses_ring
 from ..parallel.kernel_table import Capability
-from ..parallel.wire import FULL
+from ..parallel.wire_bytes import FULL
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..shares import shard_sizes

@@ -11,7 +11,8 @@ from torch import Tensor
 from backend.config import ParallelConfig
 from backend.parallel.attention_hook import Attention, BlockCall
 from backend.parallel.attention_kernels import attend_lse
-from backend.parallel.wire import FP8, pack, unpack
+from backend.parallel.wire import pack, unpack
+from backend.parallel.wire_bytes import FP8
 
 #: The variants of a run: with fresh and with stale keys and values.
 WIRE, STALE = "fp8 wire", "fp8 wire, stale"

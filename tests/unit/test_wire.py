@@ -8,7 +8,8 @@ import torch
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.models import FAMILIES
-from backend.parallel.wire import FP8, FULL, SCALE_BYTES, pack, row_bytes, unpack
+from backend.parallel.wire import pack, unpack
+from backend.parallel.wire_bytes import FP8, FULL, SCALE_BYTES, row_bytes
 from backend.planner.auto_config import AutoConfig, config_of
 from backend.sampling.validation import check_wire
 
