@@ -23,7 +23,7 @@ from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
 from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
 from .probe import Trace, shallow, trace
-from .structure import Whole, check_patches, no_share, structure
+from .structure import CannotCut, check_patches, no_share, structure
 
 #: (height, width) in tokens, and tokens of the prompt, in the two probes; a size shows what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
@@ -106,7 +106,7 @@ def _tried(cls: type, config_json: str) -> dict:
         sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
         facts = structure(first, probe.run(*PROBES[1]), sizes, lambda: probe.run(*PROBES[0], seed=1))
         return _checked(shape, replace(trial, blocks=facts), probe).as_json()
-    except Whole as reason:
+    except CannotCut as reason:
         return replace(trial, whole_only=str(reason)).as_json()
 
 
@@ -155,7 +155,7 @@ def _checked(shape: "Shape", trial: Trial, probe: "_Probe") -> Trial:
     request = probe.request(*PROBES[0])
     try:
         check_patches(probe.transformer, _described(shape, None, trial), *request)
-    except Whole:
+    except CannotCut:
         if trial.blocks["text"] is None:
             raise
         trial = replace(trial, blocks={**trial.blocks, "needs_text_token": True})

@@ -15,17 +15,17 @@ from ...models.latent_tokens import TokenGrid
 from .probe import BlockCall, Trace
 
 
-class Whole(Exception):
-    """Why a transformer runs with all of its tokens only."""
+class CannotCut(Exception):
+    """Raised when the sequence of a class cannot be cut; the message says why."""
 
 
 def no_share(config) -> int:
-    """Return the share of a layer's FLOPs that a token costs, where no token passes it."""
+    """Return 0, the share in Blocks.flop_shares of a layer that no token passes."""
     return 0
 
 
 def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
-    """Return fields of Blocks, from forwards of two sizes. Raises Whole where they are of no known form.
+    """Return fields of Blocks, from forwards of two sizes. Raises CannotCut where they are of no known form.
 
     sizes: (image tokens, text tokens) of the two; another: runs the small one with another latent.
     """
@@ -36,14 +36,14 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
     ]
     lists = lists or [name for name, streams in kinds.items() if "image" in streams]
     if not lists:
-        raise Whole("no list of blocks passes tokens of the latent from one to the next")
+        raise CannotCut("no list of blocks passes tokens of the latent from one to the next")
     calls = [pair for pair in calls if pair[0].list_name in lists]
     joined = tuple(name for name in lists if "joint" in kinds[name])
     apart = [name for name in lists if name not in joined]
     streams = kinds[apart[0]] if apart else {"image": kinds[joined[0]]["joint"]}
     same_names = all(kinds[name] == streams for name in apart)
     if not same_names or any(kinds[name]["joint"] != streams["image"] for name in joined):
-        raise Whole("its lists of blocks name their arguments differently")
+        raise CannotCut("its lists of blocks name their arguments differently")
     texts = bool(joined) or "text" in streams
     return dict(
         lists={name: JOINED if name in joined else APART for name in lists},
@@ -90,7 +90,7 @@ def _returns(calls, streams, apart) -> tuple[str, ...]:
             kinds = [shapes.get(tuple(output.shape)) for output in outputs]
             if sorted(kinds, key=str) != sorted(streams, key=str):
                 counts = f"{len(call.outputs)} values where {len(streams)} streams come in"
-                raise Whole(f"its blocks return {counts}")
+                raise CannotCut(f"its blocks return {counts}")
             return tuple(kind for kind in kinds if kind)  # none is None: they are the streams' kinds
     return ("image",)
 
@@ -102,9 +102,9 @@ def _attention(calls, sizes) -> tuple[str, ...]:
         for call, other in calls
     }
     if kinds == {()}:
-        raise Whole("its blocks do not attend through scaled_dot_product_attention alone")
+        raise CannotCut("its blocks do not attend through scaled_dot_product_attention alone")
     if len(kinds) > 1:
-        raise Whole("its blocks attend in different ways")
+        raise CannotCut("its blocks attend in different ways")
     return kinds.pop()
 
 
@@ -115,7 +115,7 @@ def _attention_kind(tokens, again, sizes):
     if query == "image" and key == "text":
         return "cross"
     what = f"a block attends from {tokens[0]} tokens to {tokens[1]}"
-    raise Whole(f"{what}, which is neither the latent, nor latent and prompt, nor the prompt")
+    raise CannotCut(f"{what}, which is neither the latent, nor latent and prompt, nor the prompt")
 
 
 def _layers(calls, sizes) -> dict:
@@ -147,7 +147,7 @@ def _per_token(calls, streams, sizes, texts) -> dict:
             counted = [place for place in places if place]
             if counted:
                 if len(counted) < len(places) or len({dim for _, dim in counted}) > 1:
-                    raise Whole(f"its blocks take {name!r}, of which only some tensors count every token")
+                    raise CannotCut(f"its blocks take {name!r}, of which only some tensors count every token")
                 kinds = tuple(kind for kind, _ in counted)
                 found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], counted[0][1])
     if not texts:  # the prompt itself is whole on every rank
@@ -177,12 +177,12 @@ def _text_position(small: Trace, other: Trace, size) -> str:
         return "first"
     if changed == image + text:
         return "last"
-    raise Whole("tokens of the prompt and of the latent are mixed in its attention")
+    raise CannotCut("tokens of the prompt and of the latent are mixed in its attention")
 
 
 # ---------------------------------------------------------------------- self-check
 def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
-    """Check that each patch alone against full K/V buffers equals the full forward. Raises Whole."""
+    """Check that each patch alone against full K/V buffers equals the full forward. Raises CannotCut."""
     from ...parallel import mesh  # here, since they know families
     from ...parallel.kv_buffers import KVBuffers
     from ...parallel.pipeline_stage import Stage, model_output
@@ -208,9 +208,9 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
                 error = ((output - reference)[:, tokens].norm() / reference[:, tokens].norm()).item()
                 if not error < 1e-4:
                     which = f"tokens {tokens.start or 0} to {tokens.stop or grid.tokens} computed alone"
-                    raise Whole(f"a self-check failed: {which} are {error:.1e} from the full forward")
+                    raise CannotCut(f"a self-check failed: {which} are {error:.1e} from the full forward")
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
-            raise Whole(f"a self-check failed ({type(error).__name__}: {error})") from error
+            raise CannotCut(f"a self-check failed ({type(error).__name__}: {error})") from error
         finally:
             stage.attention.uninstall()
             for name, blocks in lists.items():  # without their wrappers again
