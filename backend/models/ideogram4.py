@@ -23,7 +23,7 @@ from .key_layout import Layout, blocks_of
 CELLS = 4
 
 
-class Whole(Ideogram4AttnProcessor):
+class WholeSequenceAttention(Ideogram4AttnProcessor):
     """Attention without a mask where one sample is one segment."""
 
     def __call__(self, attn, hidden_states, attention_mask: Any = None, image_rotary_emb=None):
@@ -55,7 +55,7 @@ def patch_module(transformer, config):
     Prompt(transformer)
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:
-        layer.attention.set_processor(Whole())
+        layer.attention.set_processor(WholeSequenceAttention())
 
 
 def forward_args(config, grid, latent, sigma, cond):
