@@ -30,15 +30,15 @@ class Nested:
     """Several latents of one request, in ComfyUI's order: names, and config -> patches and channels.
 
     order: the latents as their tokens follow each other in the model's sequence.
-    carry: sigma (0-d) -> (input, own, output) of every latent, 0-d, where solvers step it at another scale
-    than the model's: the model gets input * x, and the velocity of x is own * x + output * the model's.
+    rescale: sigma (0-d) -> (a, b, c) of each latent, 0-d, if the solver's scale differs from the model's:
+    model input = a * x, velocity = b * x + c * output.
     """
 
     names: tuple[str, ...]
     patches: Callable[[Config], tuple[tuple[int, int, int], ...]]
     channels: Callable[[Config], tuple[int, ...]]
     order: tuple[int, ...]
-    carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
+    rescale: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
 
 
 def _channels(config) -> int:

@@ -25,7 +25,7 @@ def audio_sigma(sigma):
     return AUDIO_SHIFT * base / (1.0 + (AUDIO_SHIFT - 1.0) * base)
 
 
-def carry(sigma):
+def rescale(sigma):
     """The solvers' audio is the model's times the ratio of the two noise levels."""
     sigma, scale = sigma.clamp(min=1e-6), SHIFT / AUDIO_SHIFT
     audio, one = audio_sigma(sigma), torch.ones_like(sigma)
@@ -240,7 +240,7 @@ LATENTS = Nested(
     patches=lambda config: (tuple(config["patch_size"]), (1, 1, 1)),
     channels=lambda config: (config["in_channels"], config["audio_in_channels"]),
     order=(1, 0),
-    carry=carry,
+    rescale=rescale,
 )
 FAMILY = Family(
     name="minimax-h3",

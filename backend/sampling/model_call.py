@@ -130,8 +130,8 @@ def build_call(
         for name, value in arguments.items()
     }
     # with it the model is given another latent than came
-    carry = family.latent.nested and family.latent.nested.carry
-    tokens = grid.to_tokens(given) if carry else given.new_empty(len(samples), grid.tokens, grid.features)
+    rescale = family.latent.nested and family.latent.nested.rescale
+    tokens = grid.to_tokens(given) if rescale else given.new_empty(len(samples), grid.tokens, grid.features)
     name = GUIDANCE[0]
     return Request(
         config=_settings(call, ParallelConfig()),
@@ -145,9 +145,9 @@ def build_call(
         reference_tokens={name: family.conditioning.context_tokens(model_config, grid, arguments)},
         batch=len(samples),
         items=slice(None),
-        carry=carry,
+        rescale=rescale,
         times=None if family.latent.nested else times,
-        given=None if carry else given,
+        given=None if rescale else given,
     )
 
 

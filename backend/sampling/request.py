@@ -26,7 +26,7 @@ class Request:
     (B, N, F) tokens in float32. mask: the same shape (1 = denoise) or None. prompts: name -> how it counts.
     conditioning: name -> model arguments. percent_sigmas: fraction of sampling -> the model's noise level, at
     solver_names.PERCENTS; empty where the client sent none. reference_tokens: name -> tokens after the
-    latent's in the image stream. carry: as in models.family.Nested. patch0_tokens: of joint text and of
+    latent's in the image stream. rescale: as in models.family.Nested. patch0_tokens: of joint text and of
     references, for the balance of the patches. batch, items: size of the whole batch, and the samples of it
     that this replica (data parallel) denoises; tensors hold those alone.
 
@@ -53,7 +53,7 @@ class Request:
     clean_inpaint: bool = False
     percent_sigmas: dict[float, float] = field(default_factory=dict)
     patch0_tokens: int = 0
-    carry: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
+    rescale: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
     times: Tensor | None = None
     given: Tensor | None = None
     tells_step_end: bool = False
@@ -91,18 +91,18 @@ class Request:
         if self.given is not None:
             return self.given[items]
         x = self.prediction.model_input(x[items], sigma)
-        return self.grid.to_latent(x if self.carry is None else x * self._carried(0, sigma, x))
+        return self.grid.to_latent(x if self.rescale is None else x * self._rescaling(0, sigma, x))
 
     def denoised(self, x: Tensor, sigma: Tensor, output: Tensor, span: Span) -> Tensor:
         """Return the prediction for x (B, n, F), the tokens of ``span``, from the model's output for them."""
-        if self.carry is not None:
-            own, factor = (self._carried(i, sigma, x)[span.lo : span.hi] for i in (1, 2))
+        if self.rescale is not None:
+            own, factor = (self._rescaling(i, sigma, x)[span.lo : span.hi] for i in (1, 2))
             output = own * x + factor * output
         return self.prediction.denoised(x, sigma, output)
 
-    def _carried(self, which, sigma, like):
-        assert self.carry is not None and isinstance(self.grid, NestedGrid), "nested latents alone have it"
-        return self.grid.per_token([factors[which] for factors in self.carry(sigma)], like)
+    def _rescaling(self, which, sigma, like):
+        assert self.rescale is not None and isinstance(self.grid, NestedGrid), "nested latents alone have it"
+        return self.grid.per_token([factors[which] for factors in self.rescale(sigma)], like)
 
     def start(self) -> Tensor:
         """Return the solver's first x, (B, N, F)."""
@@ -167,7 +167,7 @@ def build(
         clean_inpaint=family.noise.clean_inpaint,
         percent_sigmas=dict(zip(PERCENTS, sample.tensors.get("percent_sigmas", torch.zeros(0)).tolist())),
         patch0_tokens=patch0_tokens,
-        carry=family.latent.nested and family.latent.nested.carry,
+        rescale=family.latent.nested and family.latent.nested.rescale,
         tells_step_end=STEP_END in family.conditioning.accepted,
     )
 
