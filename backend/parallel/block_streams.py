@@ -53,8 +53,9 @@ class BlockStructure:
         """Number of blocks."""
         return len(self.joined)
 
-    def passes(self, index: int) -> bool:
-        """Do the streams before and after block ``index`` have the same form, the model's and not ours?"""
+    def can_skip(self, index: int) -> bool:
+        """True if a block of another stage can be passed over: it is no entry or exit, and the stream layout
+        does not change after it."""
         edges = (0, self.entry - 1, self.entry, self.total - 1)
         return index not in edges and self.joined[index] == self.joined[index + 1]
 

@@ -73,7 +73,7 @@ def exchange(flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechan
     received = flat.new_empty(sum(sizes))
     work = dist.all_to_all_single(received, flat, sizes, sent, group=axis.group, async_op=True)
     count(mechanism, (flat.numel() - sent[axis.rank]) * flat.element_size())
-    return Exchange(started(work), flat, received)
+    return Exchange(require_work(work), flat, received)
 
 
 def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
@@ -146,7 +146,7 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
     Ends come in the order of beginnings."""
     if x.device.type == "cpu":
         return _begin_chunks(x, axis, mechanism)
-    work = started(dist.all_reduce(x, group=axis.group, async_op=True))
+    work = require_work(dist.all_reduce(x, group=axis.group, async_op=True))
     count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
 
     def end() -> Tensor:
@@ -218,7 +218,7 @@ class Pipe:
         """Send ``x`` to global rank ``to`` without waiting for it."""
         x = x.contiguous()
         self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
-        self.sending.append((started(dist.isend(x, to, group=self.outgoing)), x))
+        self.sending.append((require_work(dist.isend(x, to, group=self.outgoing)), x))
         count(self.mechanism, x)
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int):
@@ -227,7 +227,7 @@ class Pipe:
         fitting = [i for i, each in enumerate(self.free) if each.shape == shape and each.dtype == dtype]
         self.shapes.add(shape)
         buffer = self.free.pop(fitting[0]) if fitting else torch.empty(shape, dtype=dtype, device=device)
-        self.posted.append((started(dist.irecv(buffer, source, group=self.incoming)), buffer))
+        self.posted.append((require_work(dist.irecv(buffer, source, group=self.incoming)), buffer))
 
     def take(self) -> Tensor:
         """Wait for the oldest tensor that was posted for, and return it."""
@@ -258,7 +258,7 @@ class Pipe:
         self.sending.clear()
 
 
-def started(work: dist.Work | None) -> dist.Work:
-    """Return the handle of a communication that was started."""
+def require_work(work: dist.Work | None) -> dist.Work:
+    """Return the handle of a communication, which every rank of its group has."""
     assert work is not None, "torch returns None to ranks outside of the group"
     return work

@@ -107,7 +107,7 @@ class CachedLayer(nn.Module):
 
     @partial(opaque, suffix=SECOND)
     def second(self, x: Tensor) -> Tensor:
-        """Return the answer to a call's second embedding (LayerCache.modulate_ahead), which ``x`` is."""
+        """Return the layer's answer to ``x``, a call's second embedding (LayerCache.modulate_ahead)."""
         context = self.index.context
         if self.table is None or context is None:
             return self.layer(x)
@@ -257,16 +257,16 @@ class LayerCache:
             for evaluation, embedding in enumerate(evaluations)
         }
         every = torch.cat(list(each.values()))
-        _, same = torch.unique(every.float(), dim=0, return_inverse=True)  # CUDA's has no bf16
+        _, inverse = torch.unique(every.float(), dim=0, return_inverse=True)  # CUDA's has no bf16
         # shapes below depend on it, so all ranks take the first one's
-        names = comm.broadcast(same, (self.mesh.tp, self.mesh.pp)).tolist()
-        first: dict[int, int] = {}
-        for row, name in enumerate(names):
-            first.setdefault(name, row)
-        numbers = {name: number for number, name in enumerate(first)}
-        rows = iter([numbers[name] for name in names])
+        groups = comm.broadcast(inverse, (self.mesh.tp, self.mesh.pp)).tolist()
+        first_rows: dict[int, int] = {}  # group of equal embeddings -> its first one
+        for row, group in enumerate(groups):
+            first_rows.setdefault(group, row)
+        places = {group: place for place, group in enumerate(first_rows)}
+        rows = iter([places[group] for group in groups])
         self.plan = ModulationPlan(
-            every[list(first.values())],
+            every[list(first_rows.values())],
             {key: tuple(next(rows) for _ in embedding) for key, embedding in each.items()},
             len(next(iter(embeddings.values()))),
         )

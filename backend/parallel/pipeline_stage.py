@@ -66,7 +66,7 @@ class Stage:
         self.passing = {
             index
             for index in range(self.structure.total)
-            if index not in blocks and self.structure.passes(index)
+            if index not in blocks and self.structure.can_skip(index)
         }
         self.receives_whole = True
         #: Do references enter before the text does?
