@@ -24,7 +24,7 @@ from ..backend.client.pool import Backend
 from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host.conditioning import as_tensors, fill_zeros
-from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, make_no_room
+from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, keep_rank_weights
 from .host.progress import NodeStatus
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node, on_node
@@ -117,7 +117,7 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     if isinstance(sampling, comfy.model_sampling.CONST):
         transformer.time_scale = float(sampling.timestep(torch.ones(1)))
     patcher.add_wrapper(WrappersMP.OUTER_SAMPLE, transformer.hold_backend)
-    add_wrapper(WrappersMP.PREPARE_SAMPLING, make_no_room, patcher.model_options, is_model_options=True)
+    add_wrapper(WrappersMP.PREPARE_SAMPLING, keep_rank_weights, patcher.model_options, is_model_options=True)
     return patcher
 
 

@@ -267,7 +267,7 @@ def entries_to_keep(handle: ParallelDiT, sampling: bool = False) -> list[comfy.m
     ]
 
 
-def make_no_room(executor, *arguments, **options):
+def keep_rank_weights(executor, *arguments, **options):
     """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs elsewhere,
     so no transformer leaves the ranks for it."""
     held = [entry for _, found in _weights.values() for entry in found if entry.held]

@@ -22,7 +22,7 @@ from . import one_rank
 from .auto_plan import sample_planned
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
-from .handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, make_no_room
+from .handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, keep_rank_weights
 from .progress import Reporter
 from .rank_weights import host_room
 from .report import run_lines, shown
@@ -152,7 +152,7 @@ def model_on_ranks(
     model = dit.patcher.clone()
     remote = RemoteSolver(dit, sampler_name)
     model.add_wrapper(WrappersMP.SAMPLER_SAMPLE, remote)
-    add_wrapper(WrappersMP.PREPARE_SAMPLING, make_no_room, model.model_options, is_model_options=True)
+    add_wrapper(WrappersMP.PREPARE_SAMPLING, keep_rank_weights, model.model_options, is_model_options=True)
     apply_shift(model, shift, dit.loaded.family, family_named(dit.loaded))
     return model, remote
 

@@ -143,7 +143,7 @@ def test_making_a_model_without_weights_ready_takes_none(free, monkeypatch):
     monkeypatch.setattr(handle, "_weights", {"dit": (None, ranks.entries)})
     free[FIRST] = GB // 10
     weightless = TextEncoder(FIRST, 1, free)
-    handle.make_no_room(management.load_models_gpu, [weightless])
+    handle.keep_rank_weights(management.load_models_gpu, [weightless])
     assert not ranks.freed
     listed = [entry.model for entry in management.current_loaded_models]
     assert all(entry in listed for entry in ranks.entries)
