@@ -140,7 +140,7 @@ def question_of(
     device = auto.base.resolve_device(gpus_here)
     shapes = [measurements.model_shape(each, device, check, show) for each in (model, *others)]
     machine = measurements.machine_rates(device, devices, check, show)
-    machine = replace(machine, memory=_free_memory(device, devices)).told(auto.rank_shares)
+    machine = replace(machine, memory=_free_memory(device, devices)).with_shares(auto.rank_shares)
     machine = _without_spared(machine, auto, model)
     if not auto.shares:  # whose order is that of gpus
         order = machine.fastest_first()

@@ -13,7 +13,7 @@ from ..parallel.wire_bytes import FULL, row_bytes
 from ..shares import portions, shard_sizes
 from .machine import Machine, Request
 from .model_shape import BlockShape, ModelShape, stages_of
-from .parts import parts
+from .rank_shares import rank_shares
 
 #: Attention over blocks of keys and values that come around a ring, against one kernel over all of them.
 RING_EFFICIENCY = 0.87
@@ -66,17 +66,17 @@ class Cost:
     @cached_property
     def _loads(self) -> list[float]:
         """Of each stage: the seconds of its rank that is last, as a multiple of those that the slowest GPU
-        takes for an even part."""
+        takes for an even share."""
         speeds = self.machine.speeds_of(self.plan.world_size)
         found = [0.0] * self.plan.pipefusion_degree
-        for each, speed in zip(parts(self.plan, self.request.batch), speeds):
-            part = each.tokens * each.matrices * each.samples / self._samples
-            found[each.stage] = max(found[each.stage], part / speed)
+        for each, speed in zip(rank_shares(self.plan, self.request.batch), speeds):
+            share = each.tokens * each.matrices * each.samples / self._samples
+            found[each.stage] = max(found[each.stage], share / speed)
         return found
 
     @cached_property
     def _samples(self) -> int:
-        return max(each.samples for each in parts(self.plan, self.request.batch))
+        return max(each.samples for each in rank_shares(self.plan, self.request.batch))
 
     @cached_property
     def _sequence(self) -> int:

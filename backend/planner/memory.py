@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..config import ParallelConfig
 from .machine import Request
 from .model_shape import ModelShape, modulation_of, stages_of
-from .parts import Part, parts
+from .rank_shares import RankShare, rank_shares
 
 #: Blocks whose weights are whole at once under FSDP2: the one that runs and one ahead.
 GATHERED = 2
@@ -40,27 +40,28 @@ def held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tupl
 
 def held_by_rank(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> list[Held]:
     """Count what each rank holds; ``others`` as in held."""
-    ranks = parts(plan, request.batch)
+    ranks = rank_shares(plan, request.batch)
     known = {
-        part: Held(
-            sum(_weights(each, plan, part) for each in (shape, *others)) + _loras(shape, plan, request, part),
-            _keys(shape, plan, request, part),
-            _transient(shape, plan, request, part),
+        share: Held(
+            sum(_weights(each, plan, share) for each in (shape, *others))
+            + _loras(shape, plan, request, share),
+            _keys(shape, plan, request, share),
+            _transient(shape, plan, request, share),
         )
-        for part in set(ranks)
+        for share in set(ranks)
     }
-    return [known[part] for part in ranks]
+    return [known[share] for share in ranks]
 
 
-def _weights(shape: ModelShape, plan: ParallelConfig, part: Part) -> int:
+def _weights(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> int:
     """Bytes of weights on a rank; modulation is spread to balance them. FSDP2 cuts equally."""
     if plan.shard_weights:
         return math.ceil(shape.weights / (plan.sp_degree * plan.data_parallel_degree))
     stages = min(plan.pipefusion_degree, max(1, len(shape.blocks)))
-    stage = min(part.stage, stages - 1)
+    stage = min(share.stage, stages - 1)
     shares = plan.shares_of("pp")
     own = stages_of(shape, stages, shares)[stage]
-    cut = part.matrices / plan.tensor_parallel_degree
+    cut = share.matrices / plan.tensor_parallel_degree
     plain = sum(
         block.weights * (1 - block.cut + block.cut * cut) for block in shape.blocks[own.start : own.stop]
     )
@@ -69,44 +70,44 @@ def _weights(shape: ModelShape, plan: ParallelConfig, part: Part) -> int:
     return math.ceil(shape.rest + plain)
 
 
-def _loras(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:
+def _loras(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
     """Bytes of LoRAs beside quantized weights on a rank: of its stage's blocks; of two factors, one is cut
     with a matrix. FSDP2 does not cut them."""
     if not request.loras:
         return 0
     stages = min(plan.pipefusion_degree, max(1, len(shape.blocks)))
-    own = stages_of(shape, stages, plan.shares_of("pp"))[min(part.stage, stages - 1)]
+    own = stages_of(shape, stages, plan.shares_of("pp"))[min(share.stage, stages - 1)]
     weights = [block.weights for block in shape.blocks]
-    cut = (1 + part.matrices / plan.tensor_parallel_degree) / 2
+    cut = (1 + share.matrices / plan.tensor_parallel_degree) / 2
     return math.ceil(request.loras * cut * sum(weights[own.start : own.stop]) / max(1, sum(weights)))
 
 
-def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:
+def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
     """Bytes of PipeFusion's buffers of stale keys and values."""
     if not plan.has_stale_kv:
         return 0
     buffers = 2 if plan.stale_kv == "extrapolate" else 1
     branches = request.branches(plan.cfg_degree)
     ranks = plan.tensor_parallel_degree * plan.ulysses_degree
-    heads = math.ceil(shape.heads / ranks * part.matrices * part.heads)
-    own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[part.stage]
+    heads = math.ceil(shape.heads / ranks * share.matrices * share.heads)
+    own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[share.stage]
     width = shape.heads * shape.head_size
     keys = sum(block.keys or width for block in shape.blocks[own.start : own.stop])
     token = 2 * heads * keys // shape.heads * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    return buffers * branches * part.samples * token * tokens
+    return buffers * branches * share.samples * token * tokens
 
 
-def _transient(shape: ModelShape, plan: ParallelConfig, request: Request, part: Part) -> int:
+def _transient(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
     """Bytes of activations, and of weights that are whole for a moment."""
     image, text = request.image_tokens, request.text_tokens
     inside = shape.activation_image * image + shape.activation_text * text
     if plan.sp_degree > 1:
         heads = shape.heads * shape.head_size * shape.itemsize
         inside = (inside + EXCHANGED * heads * shape.sequence(image, text)) / plan.sp_degree
-        inside *= part.tokens
+        inside *= share.tokens
     outside = OUTSIDE * shape.width * shape.itemsize * (image + text)
-    found = part.samples * max(inside, outside) + shape.scratch
+    found = share.samples * max(inside, outside) + shape.scratch
     if plan.shard_weights:
         sizes = sorted((block.weights + block.modulation for block in shape.blocks), reverse=True)
         found += shape.rest + sum(sizes[:GATHERED])

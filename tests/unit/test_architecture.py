@@ -67,7 +67,7 @@ STDLIB_ONLY = (
     "backend.planner.machine",
     "backend.planner.memory",
     "backend.planner.model_shape",
-    "backend.planner.parts",
+    "backend.planner.rank_shares",
     "backend.shares",
     "backend.torch_version",
     "backend.loading.model_key",

@@ -9,9 +9,9 @@ from ..shares import portions, shard_sizes
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's part. stage: of the pipeline. tokens, heads, matrices: multiples of an even part among the
-    ranks of sequence, Ulysses and tensor parallelism. samples: how many of the batch."""
+class RankShare:
+    """One rank's share of the work. stage: of the pipeline. tokens, heads, matrices: multiples of an even
+    share among the ranks of sequence, Ulysses and tensor parallelism. samples: how many of the batch."""
 
     stage: int
     tokens: float
@@ -21,8 +21,8 @@ class Part:
 
 
 @lru_cache(maxsize=4096)
-def parts(plan: ParallelConfig, batch: int) -> tuple[Part, ...]:
-    """Return the part of every rank of a plan with ``batch`` samples."""
+def rank_shares(plan: ParallelConfig, batch: int) -> tuple[RankShare, ...]:
+    """Return the share of every rank of a plan with ``batch`` samples."""
     replicas = plan.data_parallel_degree
     samples = [max(1, size) for size in shard_sizes(batch, replicas, plan.shares_of("dp"))]
     tokens = portions(plan.sp_degree, plan.shares_of("ring", "ulysses"))
@@ -30,6 +30,6 @@ def parts(plan: ParallelConfig, batch: int) -> tuple[Part, ...]:
     matrices = portions(plan.tensor_parallel_degree, plan.shares_of("tp"))
     places = itertools.product(*(range(size) for size in plan.degrees.values()))
     return tuple(
-        Part(pp, tokens[ring * plan.ulysses_degree + ulysses], heads[ulysses], matrices[tp], samples[dp])
+        RankShare(pp, tokens[ring * plan.ulysses_degree + ulysses], heads[ulysses], matrices[tp], samples[dp])
         for dp, _, pp, ring, ulysses, tp in places
     )
