@@ -26,7 +26,7 @@ from .machine_link import Link
 from .machines import Machines
 from .private_folder import LOGS, PrivateFolder
 from .rank_environment import sanitized_environment
-from .silence import CANCEL_SECONDS, SilenceWatch, is_of
+from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend
 
 #: Starting takes seconds on a warm disk and minutes on a cold network one.
 READY_SECONDS = 300.0
@@ -308,7 +308,7 @@ class BackendProcess:
     def _kill_ranks(self):
         """Kill the ranks that live: processes whose command line has our folder, whose name is random."""
         for beat in self._heartbeats.read():
-            if is_of(beat.pid, self.folder):
+            if belongs_to_backend(beat.pid, self.folder):
                 try:
                     os.kill(beat.pid, signal.SIGKILL)
                     self._killed.add(beat.rank)
@@ -324,7 +324,8 @@ class BackendProcess:
 
 
 def _of_one_machine(config: ParallelConfig, ranks: int) -> ParallelConfig:
-    """Return what one machine of several sees of ``config``: so many ranks, on GPUs that it numbers."""
+    """Return a configuration of this machine's ``ranks`` alone, on its first GPUs; ``config`` itself where
+    all ranks are here."""
     if ranks == config.world_size:
         return config
     return ParallelConfig(data_parallel_degree=ranks)

@@ -98,7 +98,7 @@ def process_state(pid: int) -> str:
         return "" if Path("/proc/self/stat").exists() else "R"
 
 
-def is_of(pid: int, folder: Path) -> bool:
+def belongs_to_backend(pid: int, folder: Path) -> bool:
     """Is the process one of the backend in ``folder``? Its number may be another's by now."""
     try:
         return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
