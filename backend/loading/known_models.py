@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..errors import UnsupportedError, some
 from ..models.family import Family
-from ..models.key_layout import BESIDE, PREFIXES, Shapes
+from ..models.key_layout import ALWAYS_UNREAD, PREFIXES, Shapes
 from ..models.patterns import matches
 from .lora_keys import is_lora
 
@@ -202,7 +202,7 @@ def check_format(name: str, shapes: Shapes):
 def check_unread(name: str, family: Family, unread: Mapping[str, str]):
     """Refuse a file with tensors that nothing reads (the layout's name -> the file's), but for those that are
     known by a reason. Raises UnsupportedError."""
-    allowed = (*BESIDE, *family.layout.unread)
+    allowed = (*ALWAYS_UNREAD, *family.layout.unread)
     rest = [key for ours, key in unread.items() if not matches(ours, allowed)]
     if rest:
         raise UnsupportedError(

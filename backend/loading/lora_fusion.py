@@ -137,7 +137,7 @@ class FusedWeights:
         for weight in (self.packed[name] for name in names if name in self.packed):
             weight.adapters, weight.whole = {}, None
 
-    def bytes_beside(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> int:
+    def adapter_bytes(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> int:
         """Count the bytes that the LoRAs of ``stack`` take beside quantized weights, in ``dtype``: on this
         rank, or on one that holds the whole model, of which these parameters are ``quantized``."""
         cuts = {} if quantized else self.cuts

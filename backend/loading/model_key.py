@@ -32,8 +32,8 @@ def check_unchanged(message: Load, before: str):
 
 
 def content_key(path: str) -> str:
-    """Return what the files of one model have in common on all machines: a digest of their names, sizes and
-    first megabyte, which has the headers. Empty where there are none."""
+    """Return a digest that tells on every machine whether a model's files are the same: of their names, sizes
+    and first megabytes, which have the headers. Empty where they cannot be read."""
     digest = hashlib.sha256()
     try:
         for file in _files(Path(path).resolve()):

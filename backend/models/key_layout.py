@@ -21,7 +21,7 @@ PREFIXES = (
     "",
 )
 #: Tensors beside a transformer that it does not read (patterns) -> why they may be there.
-BESIDE = {
+ALWAYS_UNREAD = {
     "first_stage_model.*": "the VAE of an all-in-one file",
     "vae.*": "the VAE of an all-in-one file",
     "audio_vae.*": "the audio's VAE of an all-in-one file",

@@ -72,7 +72,7 @@ class LoadedModel:
 
     def lora_bytes(self, stack: Stack, whole: bool = False) -> int:
         """Count the bytes of LoRAs beside the quantized weights of this rank, or of the ``whole`` model."""
-        return self.weights.bytes_beside(stack, self.dtype, self.choices if whole else ())
+        return self.weights.adapter_bytes(stack, self.dtype, self.choices if whole else ())
 
     @property
     def family(self) -> Family:
