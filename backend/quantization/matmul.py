@@ -86,17 +86,21 @@ def choose(matrix: Matrix, mode: str, device: torch.device, capability: Capabili
     if mode == WEIGHT_ONLY:
         return Choice(None, "as chosen")
     rule = RULES.get(str(matrix.settings.get("format")))
-    why = _of_file(matrix, mode)
+    why = _file_objection(matrix, mode)
     if rule is None or why:
         return Choice(None, why)
-    why = kernels.kitchen()[1] or _of_device(rule, mode, device, capability) or _of_shape(matrix, rule)
+    why = (
+        kernels.kitchen()[1]
+        or _device_objection(rule, mode, device, capability)
+        or _shape_objection(matrix, rule)
+    )
     if why:
         return Choice(None, why)
     dequantizes = device.type == "cpu" and not rule.on_cpu
     return Choice(rule.kernel, f"{matrix.format.short} on this {_kind(device)}", dequantizes)
 
 
-def _of_file(matrix: Matrix, mode: str) -> str:
+def _file_objection(matrix: Matrix, mode: str) -> str:
     """Why a layer is not multiplied natively by what its file says of it; empty where it is."""
     kind = matrix.settings.get("format")
     if matrix.is_precise:
@@ -110,7 +114,8 @@ def _of_file(matrix: Matrix, mode: str) -> str:
     return ""
 
 
-def _of_device(rule: Rule, mode: str, device: torch.device, have: Capability) -> str:
+def _device_objection(rule: Rule, mode: str, device: torch.device, have: Capability) -> str:
+    """Why this device has no kernel for it; empty where it has."""
     if device.type == "cpu":
         return "" if rule.everywhere or mode == NATIVE else "this CPU has no kernel for it"
     if device.type != "cuda" or (have is None and not rule.everywhere):
@@ -123,7 +128,8 @@ def _of_device(rule: Rule, mode: str, device: torch.device, have: Capability) ->
     return f"it needs compute capability {least}, and the ranks' GPUs have {have[0]}.{have[1]}"
 
 
-def _of_shape(matrix: Matrix, rule: Rule) -> str:
+def _shape_objection(matrix: Matrix, rule: Rule) -> str:
+    """Why a kernel cannot multiply a matrix of this shape; empty where it can."""
     unit = column_unit(matrix.format, matrix.settings)
     inside = next((edge for edge in matrix.edges if edge % unit), None)
     if inside is not None:

@@ -20,7 +20,7 @@ from backend.quantization import matmul
 
 @pytest.mark.parametrize("capability", [(8, 6), None], ids=["8.6", "AMD"])
 def test_a_gpu_without_float8_products_is_no_fault(monkeypatch, capability):
-    why = matmul._of_device(matmul.RULES["float8_e4m3fn"], "native", torch.device("cuda"), capability)
+    why = matmul._device_objection(matmul.RULES["float8_e4m3fn"], "native", torch.device("cuda"), capability)
 
     class Lab(StubLab):
         def run(self, config, path, sample, dtype="default", matmul="auto"):
