@@ -29,8 +29,11 @@ class LowRank:
     down: Tensor
     strength: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.strength * F.linear(F.linear(x, self.down), self.up)
+    def add_to(self, out: Tensor, x: Tensor):
+        """Add the product with ``x`` to ``out`` (..., rows) in place: nothing else of its size is made."""
+        inner = F.linear(x, self.down)
+        rows = out.view(-1, out.shape[-1])  # a product's own memory: one row behind the other
+        rows.addmm_(inner.reshape(-1, inner.shape[-1]), self.up.t(), alpha=self.strength)
 
 
 class PackedWeight(nn.Module):
@@ -104,7 +107,7 @@ class PackedWeight(nn.Module):
         else:
             out = self.choice.kernel(self._smoothed(x), self, bias, largest)
         for adapter in self.adapters.values():
-            out = out + adapter(x)
+            adapter.add_to(out, x)
         return out
 
     def _smoothed(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from fused_loras import equal, fuse, parameters, write
+from live_memory import LiveMemory
 from loras import lora
 from published import FLUX, L40
 from safetensors.torch import load_file
@@ -19,6 +20,9 @@ from backend.parallel import mesh
 from backend.planner.choose import Question, choose
 from backend.planner.machine import RESERVE, Request
 from backend.planner.memory import held
+from backend.quantization.formats import PLAIN_FLOAT8
+from backend.quantization.packed import Packed
+from backend.quantization.packed_weight import LowRank, PackedWeight
 
 GB = 10**9
 
@@ -70,3 +74,28 @@ def test_loras_beside_quantized_weights_take_room():
     machine = replace(L40, memory=(int(room * GB) + RESERVE,) * 2)
     assert choose(Question(FLUX, plain, machine, 2)).one.fits
     assert not choose(Question(FLUX, beside, machine, 2)).one.fits
+
+
+@pytest.mark.parametrize("shape", [(2, 300, 64), (300, 64), (64,), (2, 0, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_loras_are_added_in_place(shape, dtype):
+    """Beside a quantized weight they make nothing of the size of its output."""
+    random = torch.Generator().manual_seed(0)
+
+    def numbers(*size):
+        return torch.randn(*size, generator=random).to(dtype)
+
+    values = {"values": numbers(512, 64).to(torch.float8_e4m3fn)}
+    weight = PackedWeight(Packed(PLAIN_FLOAT8, {}, values, 64, (range(64),)), dtype)
+    weight.whole = weight.effective()  # no memory to dequantize in
+    x, bias = numbers(*shape[::-1]).permute(*reversed(range(len(shape)))), numbers(512)
+    bare = weight.linear(x, bias)
+    weight.adapters = {i: LowRank(numbers(512, 4), numbers(4, 64), s) for i, s in enumerate((0.5, -0.3))}
+    with LiveMemory() as memory:
+        found = weight.linear(x, bias)
+    assert found.shape == bare.shape == (*shape[:-1], 512) and found.dtype == dtype
+    assert memory.peak <= 1.2 * found.nbytes
+    beside = sum(a.strength * a.up.double() @ a.down.double() for a in weight.adapters.values())
+    error = found.double() - bare.double() - x.double() @ beside.T
+    assert error.norm() <= torch.finfo(dtype).eps * found.double().norm()
