@@ -8,8 +8,8 @@ from .lora_validation import largest
 from .quantized import ScaledFiles
 from .quantized_layers import Layer
 
-#: The exponent of E8M0 that stands for NaN.
-MOST_E8M0 = 255
+#: The exponent of E8M0 that stands for NaN, and the bits of E4M3 beside its sign that do.
+NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F
 
 
 def check_scales(checkpoint: Checkpoint):
@@ -32,9 +32,12 @@ def check_scales(checkpoint: Checkpoint):
 
 
 def _is_finite(files: ScaledFiles, layer: Layer, leaf: str) -> bool:
+    """Is every value of the scale a number? Those of one byte, millions of blocks, are looked at as bits."""
     values = files.files.read(f"{layer.name}.{leaf}")
-    if values.dtype == torch.uint8:  # block scales that are stored as bytes
-        if layer.format.short == "mxfp8":  # exponents, of which the last stands for NaN
-            return int(values.max()) < MOST_E8M0
-        values = values.view(torch.float8_e4m3fn)
-    return largest(values) < float("inf")
+    if values.element_size() > 1 or not values.numel():
+        return largest(values) < float("inf")
+    bits = values.view(torch.uint8)
+    if layer.format.short == "mxfp8":
+        return int(bits.max()) < NAN_E8M0
+    # E4M3 has no infinity, and NaN of both signs; quantizers write no negative scale, so one look is enough
+    return int(bits.max()) < NAN_E4M3 or not bool((bits & NAN_E4M3 == NAN_E4M3).any())
