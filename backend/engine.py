@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .config import CHOICES, ParallelConfig
+from .config import ParallelConfig
 from .device_memory import DeviceMemory
 from .errors import UnsupportedError
 from .loading import parking
@@ -23,7 +23,7 @@ from .loading.recognition import open_checkpoint
 from .loading.staging import upload_parameters
 from .loading.weight_loading import matrices
 from .models.family import Family
-from .parallel import fsdp, kernel_table, tensor_parallel
+from .parallel import fsdp, tensor_parallel
 from .parallel.cached_layers import cache_layers
 from .parallel.matrix_cuts import Shard
 from .parallel.mesh import Mesh
@@ -247,24 +247,7 @@ class Engine:
 
     def facts(self, key: str) -> dict:
         """Return what a client needs to know of a loaded model (Loaded.info)."""
-        model = self.models[key]
-        blocks = model.family.blocks
-        head_size = 0 if blocks.whole_only else blocks.head_size(model.config)
-        where = (self.mesh.device.type, model.dtype, head_size, self.capabilities)
-        ring = kernel_table.merges(self.config)
-        return {
-            "attention": {name: kernel_table.explained(name, *where, ring) for name in CHOICES["attention"]},
-            "config": model.config,
-            "conditioning": list(model.family.conditioning.accepted),
-            "prediction": model.family.noise.prediction,
-            "latent_format": model.weights.checkpoint.latent_format,
-            "generic": model.weights.checkpoint.generic,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": self.mesh.device.type,
-            "bytes_read": model.bytes_read,
-            "quantized": model.report.quantized,
-            "weights": model.weights.checkpoint.comfy_shapes,
-        }
+        return self.models[key].facts(self.config, self.mesh.device.type, self.capabilities)
 
     @refusing("what is to be described")
     def describe(self, message: Describe, checkpoint: Checkpoint) -> tuple[int, list[dict]]:

@@ -1,7 +1,7 @@
 """A loaded model as the step loop calls it: x in, output tokens out."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -10,12 +10,13 @@ import torch
 from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 
+from ..config import CHOICES, ParallelConfig
 from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights, Stack
 from ..models.common.once import RequestArguments
 from ..models.family import STEP_END, Family
-from ..parallel import comm
+from ..parallel import comm, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.block_streams import block_list
 from ..parallel.cached_layers import first_block_argument
@@ -87,6 +88,27 @@ class LoadedModel:
     def bytes_read(self) -> int:
         """Bytes that this rank read of the checkpoint."""
         return self.report.bytes_read
+
+    def facts(self, config: ParallelConfig, device: str, capabilities: Set[tuple[int, int]]) -> dict:
+        """Return what a client needs to know of the model (Loaded.info), on ranks of ``config`` with GPUs of
+        these ``capabilities``."""
+        blocks = self.family.blocks
+        head_size = 0 if blocks.whole_only else blocks.head_size(self.config)
+        where = (device, self.dtype, head_size, capabilities)
+        ring = kernel_table.merges(config)
+        return {
+            "attention": {name: kernel_table.explained(name, *where, ring) for name in CHOICES["attention"]},
+            "config": self.config,
+            "conditioning": list(self.family.conditioning.accepted),
+            "prediction": self.family.noise.prediction,
+            "latent_format": self.weights.checkpoint.latent_format,
+            "generic": self.weights.checkpoint.generic,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": device,
+            "bytes_read": self.bytes_read,
+            "quantized": self.report.quantized,
+            "weights": self.weights.checkpoint.comfy_shapes,
+        }
 
 
 class Runner:
