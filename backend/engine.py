@@ -32,7 +32,7 @@ from .parallel.pipeline_stage import Stage
 from .parallel.stage_split import Stages
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, Choice
-from .quantization.matmul import capability_of, choose_all, summary
+from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch
 from .rank_plan import describe as describe
 from .sampling.model_call import build_call, check_call, samples_of_replicas
@@ -63,6 +63,8 @@ class Engine:
         self.argument_cache = ArgumentCache(mesh.device)
         self.capabilities: set[tuple[int, int]] = set(filter(None, [capability_of(mesh.device)]))
         self.memory = DeviceMemory(mesh.device)
+        #: What any rank does not multiply natively, and why: the same on all ranks.
+        self.refused: dict[Product, str] = {}
 
     # ------------------------------------------------------------------ loading
     @refusing("the model")
@@ -73,19 +75,21 @@ class Engine:
         open_checkpoint. Raises UnsupportedError."""
         checkpoint = open_checkpoint(path, self.folders, trial)
         check_degrees(checkpoint, self.config)
-        self.weight_dtype(checkpoint, weight_dtype)
-        self._choices(checkpoint, self._cuts(checkpoint), matmul)
+        self._choices(checkpoint, self._cuts(checkpoint), matmul, self.weight_dtype(checkpoint, weight_dtype))
         return checkpoint
 
-    def _choices(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str) -> dict[str, Choice]:
+    def products(self, checkpoint: Checkpoint, matmul: str, dtype: torch.dtype) -> list[Product]:
+        """Return what ranks try before they load a checkpoint that computes in ``dtype`` (trial.agree)."""
+        found = matrices(checkpoint, self._cuts(checkpoint), dtype)
+        return wanted(found.values(), matmul, self.mesh.device, min(self.capabilities, default=None))
+
+    def _choices(
+        self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str, dtype: torch.dtype
+    ) -> dict[str, Choice]:
         """Quantized parameter -> how it multiplies. Raises UnsupportedError."""
-        return choose_all(
-            checkpoint.name,
-            matrices(checkpoint, cuts),
-            matmul,
-            self.mesh.device,
-            min(self.capabilities, default=None),
-        )
+        found = matrices(checkpoint, cuts, dtype)
+        where = (self.mesh.device, min(self.capabilities, default=None))
+        return choose_all(checkpoint.name, found, matmul, *where, self.refused)
 
     def load(
         self,
@@ -110,7 +114,7 @@ class Engine:
         blocks = stages.blocks[own]
         held = {name: holder == own for name, holder in stages.holders.items()}
         cuts = self._cuts(checkpoint)
-        choices = self._choices(checkpoint, cuts, matmul)
+        choices = self._choices(checkpoint, cuts, matmul, dtype)
         if self.mesh.tp.size > 1:
             scheme = self.config.split_scheme
             tensor_parallel.apply(transformer, cuts, checkpoint.family, scheme, self.mesh.tp)

@@ -18,6 +18,7 @@ from .loading.lora_keys import lora_stack, stack_digest
 from .loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
 from .parallel import mesh as meshes
 from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
+from .quantization import trial
 from .sampling.runs import Prepared
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
@@ -163,6 +164,9 @@ class Worker:
         if key in self.engine.models:
             return self._name_loras(key, message)
         self.admission.check(planned, asking=message.asking)
+        reasons = self._try_products(message.products)
+        if reasons:
+            return reasons
         contents = [""] * self.mesh.world_size
         if max(self.machines):  # each machine reads its own file
             contents = self.dispatcher.all_gather_object(content_key(message.path))
@@ -184,6 +188,16 @@ class Worker:
         else:
             self.reports[key] = [report for _, report in answers]
         return reasons
+
+    def _try_products(self, products: list) -> list[str]:
+        """Have all ranks know which native products any of them refuses; the reasons of the ranks that could
+        try none. No collective where there are no products."""
+        if not products:
+            return []
+        gather = self.dispatcher.all_gather_object
+        refused, failures = trial.agree([(kind, dtype) for kind, dtype in products], self.mesh.device, gather)
+        self.engine.refused |= refused
+        return by_rank(failures)
 
     def _name_loras(self, key: str, message: Load) -> list[str]:
         """Name a loaded model with LoRAs as rank 0 does, on whose machine their files may have other times;

@@ -156,7 +156,8 @@ class Leader(Worker):
             check_scales(checkpoint)
             dtype = self.engine.weight_dtype(checkpoint, message.weight_dtype)
             planned = self.admission.plan_load(checkpoint, dtype)
-        told = replace(message, trial=dict(checkpoint.trial or {}))
+            products = self.engine.products(checkpoint, message.matmul, dtype)
+        told = replace(message, trial=dict(checkpoint.trial or {}), products=list(map(list, products)))
 
         def act():
             self.dispatcher.broadcast(told)

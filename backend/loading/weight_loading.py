@@ -71,8 +71,11 @@ def keeps_packed(layer: type[nn.Module], is_cut: bool = False) -> bool:
     return layer in LINEAR or (is_cut and issubclass(layer, nn.Linear))
 
 
-def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str, Matrix]:
-    """Return the parameters that stay quantized, from headers, cut over ranks as ``shards`` are."""
+def matrices(
+    checkpoint: "Checkpoint", shards: Mapping[str, Shard], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Matrix]:
+    """Return the parameters that stay quantized, from headers, cut over ranks as ``shards`` are; ``dtype``:
+    in which the model computes."""
     found = {}
     for name, source in checkpoint.sources.items():
         where, _, leaf = name.rpartition(".")
@@ -85,7 +88,8 @@ def matrices(checkpoint: "Checkpoint", shards: Mapping[str, Shard]) -> dict[str,
             shard = shards.get(where)
             heights = (rows,) if shard is None else shard.heights
             edges = () if shard is None else shard.edges
-            found[name] = Matrix(*quantization, heights, edges or (0, columns))
+            own = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
+            found[name] = Matrix(*quantization, heights, edges or (0, columns), own)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from .packed_weight import PackedWeight
 #: Compute capability of an NVIDIA GPU; None on other devices. Of several ranks it is the least, since those
 #: that add up products must choose alike.
 Capability = tuple[int, int] | None
+#: A format and the type of its inputs, as files and torch name them.
+Product = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,19 @@ class Matrix:
     choose alike.
 
     settings: of the file, with "scales", how many a float8 weight has. rows: of every rank's piece. edges:
-    columns where any rank's piece begins or ends.
+    columns where any rank's piece begins or ends. dtype: of the inputs.
     """
 
     format: Format
     settings: Settings
     rows: tuple[int, ...]
     edges: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def product(self) -> Product:
+        """What ranks try before they multiply so (trial.py)."""
+        return str(self.settings.get("format")), str(self.dtype).removeprefix("torch.")
 
     @property
     def is_precise(self) -> bool:
@@ -81,23 +89,51 @@ def capability_of(device: torch.device) -> Capability:
     return torch.cuda.get_device_capability(device)
 
 
-def choose(matrix: Matrix, mode: str, device: torch.device, capability: Capability = None) -> Choice:
-    """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES."""
+def choose(
+    matrix: Matrix,
+    mode: str,
+    device: torch.device,
+    capability: Capability = None,
+    refused: Mapping[Product, str] = {},
+) -> Choice:
+    """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES, ``refused``: what any rank does
+    not multiply natively, and why (trial.py)."""
     if mode == WEIGHT_ONLY:
         return Choice(None, "as chosen")
-    rule = RULES.get(str(matrix.settings.get("format")))
+    rule = RULES.get(matrix.product[0])
     why = _file_objection(matrix, mode)
     if rule is None or why:
         return Choice(None, why)
-    why = (
-        kernels.kitchen()[1]
-        or _device_objection(rule, mode, device, capability)
-        or _shape_objection(matrix, rule)
-    )
+    why = refused.get(matrix.product) or unavailable(rule, device)
+    why = why or _device_objection(rule, mode, device, capability) or _shape_objection(matrix, rule)
     if why:
         return Choice(None, why)
     dequantizes = device.type == "cpu" and not rule.on_cpu
     return Choice(rule.kernel, f"{matrix.format.short} on this {_kind(device)}", dequantizes)
+
+
+def wanted(
+    matrices: Iterable[Matrix], mode: str, device: torch.device, capability: Capability
+) -> list[Product]:
+    """Return what would be multiplied natively if every rank can: the same whatever is installed here."""
+    if mode == WEIGHT_ONLY:
+        return []
+    found = set()
+    for matrix in matrices:
+        rule = RULES.get(matrix.product[0])
+        if rule is None or _file_objection(matrix, mode):
+            continue
+        if not (_device_objection(rule, mode, device, capability) or _shape_objection(matrix, rule)):
+            found.add(matrix.product)
+    return sorted(found)
+
+
+def unavailable(rule: Rule, device: torch.device) -> str:
+    """Why what is installed here has no kernel; empty where it has. On other machines it may be another."""
+    why = kernels.kitchen()[1]
+    if not why and device.type != "cpu" and not has_torch(*rule.torch):
+        why = f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch_version()} is installed"
+    return why
 
 
 def _file_objection(matrix: Matrix, mode: str) -> str:
@@ -120,8 +156,6 @@ def _device_objection(rule: Rule, mode: str, device: torch.device, have: Capabil
         return "" if rule.everywhere or mode == NATIVE else "this CPU has no kernel for it"
     if device.type != "cuda" or (have is None and not rule.everywhere):
         return "only NVIDIA GPUs have a kernel for it"
-    if not has_torch(*rule.torch):
-        return f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch_version()} is installed"
     if have is None or have >= rule.capability:
         return ""
     least = ".".join(map(str, rule.capability))
@@ -143,13 +177,19 @@ def _kind(device: torch.device) -> str:
 
 
 def choose_all(
-    name: str, matrices: Mapping[str, Matrix], mode: str, device: torch.device, capability: Capability
+    name: str,
+    matrices: Mapping[str, Matrix],
+    mode: str,
+    device: torch.device,
+    capability: Capability,
+    refused: Mapping[Product, str] = {},
 ) -> dict[str, Choice]:
     """Choose for every quantized layer of the checkpoint ``name``. Raises UnsupportedError where ``mode`` is
     native and a layer cannot multiply so, or is none of MODES."""
     if mode not in MODES:
         raise UnsupportedError(f"matmul is {mode!r:.100}; choose {', '.join(MODES)}.")
-    choices = {layer: choose(matrix, mode, device, capability) for layer, matrix in matrices.items()}
+    how = (mode, device, capability, refused)
+    choices = {layer: choose(matrix, *how) for layer, matrix in matrices.items()}
     if mode != NATIVE:
         return choices
     unable = {

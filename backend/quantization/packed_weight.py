@@ -1,5 +1,6 @@
 """The weight of a linear layer that stays as its file stores it, and the layers that hold one."""
 
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
@@ -7,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..device_memory import is_out_of_memory
+from ..errors import reason
 from ..opaque_ops import opaque
-from .kernels import Choice, Largest
+from .kernels import Choice, Kernel, Largest
 from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
@@ -105,10 +108,23 @@ class PackedWeight(nn.Module):
         elif not x.numel():  # a rank without tokens: there is no largest value of none
             out = x.new_empty(*x.shape[:-1], self.shape[0])
         else:
-            out = self.choice.kernel(self._smoothed(x), self, bias, largest)
+            out = self._native(self.choice.kernel, x, bias, largest)
         for adapter in self.adapters.values():
             adapter.add_to(out, x)
         return out
+
+    def _native(self, kernel: Kernel, x: Tensor, bias: Tensor | None, largest: Largest | None) -> Tensor:
+        """Return the native product. Where it fails for a shape that no trial has seen (trial.py), and no
+        other rank waits in it, the layer is weight only from now on."""
+        try:
+            return kernel(self._smoothed(x), self, bias, largest)
+        except (RuntimeError, TypeError) as error:
+            if largest is not None or is_out_of_memory(error):
+                raise
+            why = f"its product failed ({reason(error, 160)})"
+        warnings.warn(f"a layer in {self.format_name} multiplies weight only: {why}", stacklevel=2)
+        self.choice = Choice(None, why)
+        return F.linear(x, self.dequantized(), bias)
 
     def _smoothed(self, x: Tensor) -> Tensor:
         if "smoothing" not in self._dtypes:

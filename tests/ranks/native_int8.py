@@ -6,9 +6,11 @@ main(CHECKPOINT, [labels of CONFIGS], OUT.json)
 
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,9 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import comm, mesh
 from backend.parallel.tensor_parallel import ShardedLinear
+from backend.quantization import trial
 from backend.quantization.packed_weight import PackedWeight
+from backend.serving.broadcast import Dispatcher
 
 #: Id -> how two ranks share the work; and whether ranks agree on the largest values of their inputs.
 CONFIGS = {
@@ -28,15 +32,19 @@ CONFIGS = {
     "ulysses": (ParallelConfig(ulysses_degree=2), True),
     "ulysses, shard_weights": (ParallelConfig(ulysses_degree=2, shard_weights=True), True),
 }
-
+#: As "row", where the kernels of rank 1 alone fail.
+REFUSED = "row, one rank refuses"
 
 #: Latents that the model is called with: how far a flipped rounding spreads is each one's own.
 LATENTS = 5
 
 
-def outputs(path: str, config: ParallelConfig, groups: mesh.Mesh, matmul: str) -> list[torch.Tensor]:
-    """What the model returns of each latent."""
+def outputs(
+    path: str, config: ParallelConfig, groups: mesh.Mesh, matmul: str, refused: dict | None = None
+) -> list[torch.Tensor]:
+    """What the model returns of each latent; ``refused``: of which products."""
     engine = Engine(config, groups)
+    engine.refused = refused or {}
     engine.load("tiny", path, "default", matmul)
     weights = [m for m in engine.models["tiny"].transformer.modules() if isinstance(m, PackedWeight)]
     assert weights and all((each.choice.kernel is not None) == (matmul == "native") for each in weights)
@@ -56,6 +64,24 @@ def rms(several: list[torch.Tensor], others: list[torch.Tensor]) -> list[float]:
     return [((a - b).square().mean().sqrt() / b.std()).item() for a, b in zip(several, others, strict=True)]
 
 
+def refused(path: str, rank: int, weight_only: list[torch.Tensor]) -> dict:
+    """What all ranks say of the kernels that fail on rank 1, and how far they then are from one process that
+    is ``weight_only``: those that go on natively would wait for it."""
+    config = CONFIGS["row"][0]
+    groups = mesh.build(config, "cpu")
+    dispatcher = Dispatcher(groups.control)
+    engine = Engine(config, groups)
+    products = engine.products(engine.check_load(path, "default"), "auto", torch.float32)
+    fails = mock.patch("comfy_kitchen.mm_int8", side_effect=RuntimeError("not supported"))
+    with fails if rank == 1 else nullcontext():
+        found, failures = trial.agree(products, groups.device, dispatcher.all_gather_object)
+    assert not any(failures)
+    results = outputs(path, config, groups, "auto", found)
+    said = dispatcher.all_gather_object([[*product, why] for product, why in found.items()])
+    mesh.close(groups)
+    return {"said": said, "distances": rms(results, weight_only) if rank == 0 else []}
+
+
 def main(path: str, selected: list[str], out: str):
     rank = int(os.environ["RANK"])
     single = {}
@@ -65,6 +91,9 @@ def main(path: str, selected: list[str], out: str):
     found = {}
     agreed = comm.all_reduce_max
     for label in selected:
+        if label == REFUSED:
+            found[label] = refused(path, rank, single.get("weight only", []))
+            continue
         config, is_agreed = CONFIGS[label]
         comm.all_reduce_max = agreed if is_agreed else lambda x, axis, mechanism: x
         groups = mesh.build(config, "cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 from quantized import described
-from ranks.native_int8 import CONFIGS
+from ranks.native_int8 import CONFIGS, REFUSED
 from safetensors.torch import save_file
 from tiny import facts, weights_module
 
@@ -39,3 +39,12 @@ def test_two_ranks(run, rank_programs):
     row = rank_programs[__name__, run.ranks].result()[run.id]
     _, is_agreed = CONFIGS[run.id]
     assert row["quantization"] > 1e-3 and (row["share"] < 0.8 if is_agreed else row["share"] > 0.95)
+
+
+@pytest.mark.parametrize("run", [Run(REFUSED)], ids=lambda run: run.id)
+def test_all_ranks_leave_what_one_refuses(run, rank_programs):
+    """Of columns that are cut, a rank that multiplies natively asks the others for their largest values."""
+    row = rank_programs[__name__, run.ranks].result()[run.id]
+    why = "rank 1: its product failed (not supported)"
+    assert row["said"] == [[["int8_tensorwise", "float32", why]]] * 2
+    assert max(row["distances"]) < 1e-5

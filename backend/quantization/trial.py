@@ -1,0 +1,125 @@
+"""Tries native products before a model is loaded: whether a device multiplies a format depends on torch,
+cuBLAS, comfy-kitchen and the GPU together, and only a product shows it.
+
+All ranks agree on what any of them refuses: those that add up products must multiply alike. Products of other
+shapes that still fail are left by PackedWeight.linear, where no rank waits for another.
+"""
+
+import traceback
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..device_memory import is_out_of_memory
+from ..errors import reason
+from .formats import FORMATS
+from .kernels import Choice
+from .matmul import RULES, Product, unavailable
+from .packed import Packed
+from .packed_weight import PackedWeight, free_scratch
+
+#: Rows and columns of the weight that is tried, and tokens: one, as of a timestep, and several blocks of 16.
+SIZE = 256
+TOKENS = (1, 48)
+#: Native products are off by 0.008 (int8), 0.026 (fp8, mxfp8) and 0.095 (nvfp4) of these values, measured on
+#: a CPU. So much more is a kernel that fails without saying so.
+MOST_ERROR = 0.3
+#: Whether this rank's inputs are whole, or cut over ranks whose largest values it is told.
+LARGEST = (None, lambda most: most)
+
+
+def agree(
+    products: Iterable[Product], device: torch.device, gather: Callable[[list], list[list]]
+) -> tuple[dict[Product, str], list[str]]:
+    """Return the ``products`` that any rank refuses, with the first such rank and why; and for each rank why
+    it could try none, empty where it could. ``gather``: a value that JSON holds -> those of all ranks."""
+    own, failure = {}, ""
+    try:
+        own = refusals(products, device)
+    except Exception as error:  # out of memory, a device that is lost: the other ranks wait for this one
+        traceback.print_exc()
+        failure = reason(error)
+    answers = gather([[[*product, why] for product, why in own.items()], failure])
+    merged: dict[Product, str] = {}
+    for rank, (refused, _) in enumerate(answers):
+        for kind, dtype, why in refused:
+            merged.setdefault((kind, dtype), f"rank {rank}: {why}" if len(answers) > 1 else why)
+    return merged, [why for _, why in answers]
+
+
+def refusals(products: Iterable[Product], device: torch.device) -> dict[Product, str]:
+    """Return why this rank's ``device`` does not multiply natively, of those ``products`` that it does not.
+    Raises what says that memory ran out or that the device is lost."""
+    found = {(kind, dtype): _refusal(kind, dtype, device) for kind, dtype in products}
+    return {product: why for product, why in found.items() if why}
+
+
+@cache
+def _refusal(kind: str, dtype: str, device: torch.device) -> str:
+    """Why a format is not multiplied natively in ``dtype``; empty where it is."""
+    why = unavailable(RULES[kind], device)
+    if why:
+        return why
+    try:
+        error = max(_error(weight) for weight in _examples(kind, getattr(torch, dtype), device))
+    except Exception as failed:
+        if is_out_of_memory(failed):
+            raise
+        why = f"its product failed ({reason(failed, 160)})"
+        torch.ones(1, device=device).item()  # raises where the device is lost: loading ends, and not a step
+        return why
+    finally:
+        free_scratch()  # where a CPU's weight is dequantized: it is no request's
+    return "" if error <= MOST_ERROR else f"its product is off by {error:.2g} of its values"
+
+
+@torch.inference_mode()
+def _error(weight: PackedWeight) -> float:
+    """The largest relative error of native products by a weight, against those by what it stands for."""
+    kernel = weight.choice.kernel
+    assert kernel is not None, "given below"
+    plain = weight.packed.dequantize(weight.dtype)
+    found = [0.0]
+    for tokens in TOKENS:
+        x = _numbers(tokens, SIZE).to(weight.device, weight.dtype)
+        for bias in (None, _numbers(SIZE).to(weight.device, weight.dtype)):
+            wanted = F.linear(x, plain, bias).float()
+            for largest in LARGEST:
+                off = kernel(x, weight, bias, largest).float() - wanted
+                found.append((off.norm() / wanted.norm()).item())
+    return max(found) if all(error == error for error in found) else float("inf")
+
+
+def _examples(kind: str, dtype: torch.dtype, device: torch.device) -> list[PackedWeight]:
+    """Weights of a format that multiply natively; of int8 a plain and a rotated one (ConvRot)."""
+    settings: list[dict] = [{"format": kind}]
+    if kind == "int8_tensorwise":
+        settings.append({**settings[0], "convrot": True, "convrot_groupsize": SIZE})
+    tensors = {role: tensor.to(device) for role, tensor in _stored(kind).items()}
+    columns = (SIZE, (range(SIZE),))
+    choice = Choice(RULES[kind].kernel, "")
+    return [PackedWeight(Packed(FORMATS[kind], each, tensors, *columns), dtype, choice) for each in settings]
+
+
+def _stored(kind: str) -> dict[str, Tensor]:
+    """What a file stores of a weight whose values are near 1 (quantization/formats.py)."""
+    normal = _numbers(SIZE, SIZE)
+    one = torch.ones(1)
+    if kind == "int8_tensorwise":
+        scale = normal.abs().amax(dim=1, keepdim=True) / 127
+        return {"values": (normal / scale).round().to(torch.int8), "scale": scale}
+    if kind == "float8_e4m3fn":
+        return {"values": normal.to(torch.float8_e4m3fn), "scale": one}
+    if kind == "mxfp8":
+        exponents = torch.full((SIZE, SIZE // 32), 127, dtype=torch.uint8)  # of 1
+        return {"values": normal.to(torch.float8_e4m3fn), "block_scales": exponents}
+    bits = torch.randint(256, (SIZE, SIZE // 2), generator=torch.Generator().manual_seed(0))
+    scales = torch.ones(SIZE, SIZE // 16).to(torch.float8_e4m3fn)
+    return {"values": bits.to(torch.uint8), "block_scales": scales, "tensor_scale": one}
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
