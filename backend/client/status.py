@@ -1,6 +1,6 @@
 """How the backends of this process are, also while they work: asked through a connection of its own.
 
-Imports neither ComfyUI nor torch.
+Imports no ComfyUI.
 """
 
 import os
