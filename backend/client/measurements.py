@@ -3,6 +3,7 @@ shape of a model, and the memory that is free. Imports neither ComfyUI nor torch
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import tempfile
@@ -35,6 +36,9 @@ USABLE = 0.9
 
 #: Variables of the environment that choose the GPUs, or the way that NCCL takes between them.
 LINK_SETTINGS = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
+
+#: Where a measurement would be -> what could not be written there.
+_unwritten: dict[Path, str] = {}
 
 Check = Callable[[], None]
 Measured = TypeVar("Measured")
@@ -147,19 +151,22 @@ def _kept(kind: str, key: list, measure: Callable[[], dict], read: Callable[[dic
         return before
     found = measure()
     path = _path(kind, key)
+    written = json.dumps(found)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(f".{os.getpid()}.new")
-        new.write_text(json.dumps(found))
+        new.write_text(written)
         new.replace(path)
-    except OSError:
-        pass  # a home that cannot be written: measured again the next time
+    except OSError as error:  # the disk is full
+        if not _unwritten:
+            logging.warning("parallel-dit: measurements are kept until ComfyUI ends, since %s.", error)
+        _unwritten[path] = written
     return read(found)
 
 
 def _read_kept(kind: str, key: list, read: Callable[[dict], Measured]) -> Measured | None:
+    path = _path(kind, key)
     try:
-        return read(json.loads(_path(kind, key).read_text()))
+        return read(json.loads(_unwritten.get(path) or path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # there is none, or it is not ours
 

@@ -1,0 +1,86 @@
+"""Where measurements and compiled blocks are kept for users whose home cannot be written."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from backend.client import cache_folder, measurements
+from backend.client.rank_environment import sanitized_environment
+from backend.config import ParallelConfig
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty temporary folder, for a user whose home is a file."""
+    (tmp_path / "home").write_text("")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(cache_folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    cache_folder._fallback.cache_clear()
+    yield tmp_path
+    cache_folder._fallback.cache_clear()
+
+
+def measure_twice(monkeypatch) -> int:
+    """Count the measurements of two looks at one machine."""
+    measured = []
+
+    def measure() -> dict:
+        measured.append(1)
+        return {}
+
+    for _ in range(2):
+        measurements._kept("machine", measurements._machine_key("cpu", [0]), measure, dict)
+    return len(measured)
+
+
+def test_a_machine_is_measured_once_where_the_cache_cannot_be_written(place, monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert measure_twice(monkeypatch) == 1
+    (line,) = caplog.messages
+    assert "home/.cache/parallel-dit cannot be written" in line and "XDG_CACHE_HOME" in line
+
+
+def test_or_where_the_disk_is_full(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measurements, "_unwritten", {})
+    monkeypatch.setattr(Path, "write_text", full)
+    with caplog.at_level(logging.WARNING):
+        assert measure_twice(monkeypatch) == 1
+    assert len(caplog.messages) == 1
+
+
+def test_a_user_without_a_home_starts_ranks(place, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cache_folder.Path, "home", homeless)
+    folder = Path(sanitized_environment({}, ParallelConfig(), "cpu")["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.parent.parent == place and folder.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "file"])
+def test_no_code_is_loaded_from_a_folder_that_others_can_enter(place, kind):
+    theirs = place / f"{cache_folder.FALLBACK}{os.getuid()}"
+    if kind == "open":
+        theirs.mkdir()
+        theirs.chmod(0o777)
+    elif kind == "link":
+        (place / "target").mkdir(mode=0o700)
+        theirs.symlink_to(place / "target")
+    else:
+        theirs.write_text("")
+    found = cache_folder.cache_folder()
+    assert found != theirs and found == cache_folder.cache_folder()
+    assert found.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_same_folder_serves_the_next_process(place):
+    first = cache_folder.cache_folder()
+    cache_folder._fallback.cache_clear()
+    assert cache_folder.cache_folder() == first
