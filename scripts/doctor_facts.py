@@ -135,7 +135,7 @@ class Facts:
         if answer.returncode:
             raise RuntimeError(f"nvidia-smi failed: {(answer.stdout + answer.stderr).strip()[:200]}")
         rows = [[entry.strip() for entry in line.split(",")] for line in answer.stdout.splitlines()]
-        return [dict(zip(SMI_FIELDS, row)) for row in rows]
+        return [dict(zip(SMI_FIELDS, row)) for row in rows if len(row) == len(SMI_FIELDS)]  # else a warning
 
     @cached_property
     def topology(self) -> str:

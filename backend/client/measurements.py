@@ -39,6 +39,8 @@ LINK_SETTINGS = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "
 
 #: Where a measurement would be -> what could not be written there.
 _unwritten: dict[Path, str] = {}
+#: What nvidia-smi is asked for.
+SMI_FIELDS = ("index", "uuid", "memory.free")
 
 Check = Callable[[], None]
 Measured = TypeVar("Measured")
@@ -245,14 +247,17 @@ def _physical(index: int) -> str:
 
 def _told_by_driver() -> dict[str, int]:
     """Return index, UUID and bare UUID of each GPU -> free bytes, empty where there is no nvidia-smi."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     found = {}
     for line in answer.splitlines():
-        index, uuid, free = (entry.strip() for entry in line.split(","))
+        entries = [entry.strip() for entry in line.split(",")]
+        if len(entries) != len(SMI_FIELDS):
+            continue  # a warning of the driver
+        index, uuid, free = entries
         if free.isdecimal():
             found |= dict.fromkeys((index, uuid, _bare(uuid)), int(free) * 1024**2)
     return found

@@ -1,10 +1,13 @@
 """What scripts/doctor.py reads of a machine, from packages and drivers that are not here."""
 
+from types import SimpleNamespace
+
 import doctor_checks
+import doctor_facts
 import pytest
 import torch
 from doctor_checks import PROBLEM
-from doctor_facts import is_installed
+from doctor_facts import Facts, is_installed
 from doctor_stubs import machine
 
 
@@ -34,3 +37,12 @@ def test_a_driver_that_is_too_old_is_one_problem(monkeypatch):
     problems = [each for each in doctor_checks.quick(facts) if each.status == PROBLEM]
     assert [each.check for each in problems] == ["CUDA"]
     assert "11040" in problems[0].text and "update the driver" in problems[0].text
+
+
+def test_warnings_of_the_driver_are_no_gpus(monkeypatch):
+    row = "0, NVIDIA GeForce RTX 4090, 550.90, Default, [N/A], 16, 16\n"
+    answer = SimpleNamespace(stdout="WARNING: infoROM is corrupted, gpu 0\n" + row, stderr="", returncode=0)
+    monkeypatch.setattr(doctor_facts.shutil, "which", lambda name: name)
+    monkeypatch.setattr(doctor_facts.subprocess, "run", lambda *_, **__: answer)
+    (gpu,) = Facts().driver
+    assert gpu["name"] == "NVIDIA GeForce RTX 4090"

@@ -74,6 +74,8 @@ def test_ranks_that_do_not_answer_are_said_to_hang(device, says):
 
 #: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.
 SMI = "0, GPU-AAAA-1, 1000\n1, GPU-bbbb-2, 2000\n"
+#: What a driver may print before it.
+WARNED = "WARNING: infoROM is corrupted at gpu 0000:01:00.0\nGPU 0 is hot, slowed down\n"
 MIB = 1 << 20
 
 
@@ -107,6 +109,11 @@ def asked_for_free_memory(monkeypatch, uuids: list[str | None], visible: str | N
 )
 def test_free_memory_is_that_of_the_same_card(monkeypatch, uuids, visible, free):
     assert asked_for_free_memory(monkeypatch, uuids, visible) == free
+
+
+def test_free_memory_is_read_beside_warnings_of_the_driver(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SMI", WARNED + SMI)
+    assert asked_for_free_memory(monkeypatch, ["bbbb-2", "aaaa-1"]) == [2000, 1000]
 
 
 def test_what_this_process_gives_back_is_free(monkeypatch):
