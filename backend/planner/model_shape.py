@@ -51,9 +51,10 @@ class ModelShape:
     computes. joint: text is in the sequence of self-attention. patch: latent pixels of a token (T, H, W).
     pixels: frames, and pixels along each side, of a latent pixel (T, H, W); one frame for images.
     activation_image, activation_text: bytes of activations of a rank for each token. scratch: bytes in which
-    one quantized weight is dequantized. whole_only: why it runs with CFG and data parallelism only, or empty;
-    tensor: whether matrices can be cut. is_quantized: weights stay as the file stores them, with LoRAs beside
-    them. keeps_float32: some weights stay in float32, whatever the others are."""
+    one quantized weight is dequantized, or multiplied some tokens at a time. whole_only: why it runs with CFG
+    and data parallelism only, or empty; tensor: whether matrices can be cut. is_quantized: weights stay as
+    the file stores them, with LoRAs beside them. keeps_float32: some weights stay in float32, whatever the
+    others are."""
 
     name: str
     family: str

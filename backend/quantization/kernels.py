@@ -36,10 +36,10 @@ CALLED = (
 )
 #: CUDA from which comfy-kitchen's own CUDA kernels are used; before, its eager backend, which calls cuBLAS.
 CUDA = 13
-#: Values of an integer product that are scaled at once, and of activations whose blocks are quantized at
-#: once, which takes up to 25 bytes each, to bound memory.
-CHUNK = 1 << 26
-BLOCKED = 1 << 24
+#: Values of an integer product's inputs or outputs that are scaled at once, and of activations whose blocks
+#: are quantized at once, to bound memory; and the bytes that each of them takes.
+CHUNK, CHUNK_BYTES = 1 << 23, 10
+BLOCKED, BLOCKED_BYTES = 1 << 24, 25
 #: Rows of a tile of cuBLAS' block scales.
 BLOCK_ROWS = 128
 #: Largest values of the formats.
@@ -106,6 +106,15 @@ def _fuses() -> bool:
     return bool(found.get("available")) and not found.get("disabled")
 
 
+def turn_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> int:
+    """Count what a product with a weight of so many rows and columns holds for a moment beside its output."""
+    if kernel not in (int8, mxfp8, nvfp4) or _fuses():
+        return 0
+    if kernel is int8:
+        return CHUNK_BYTES * min(CHUNK, tokens * max(rows, columns))
+    return BLOCKED_BYTES * min(BLOCKED, tokens * columns)
+
+
 def _int8_in_turns(
     x: Tensor, weight: "PackedWeight", bias: Tensor | None, size: int | None, largest: Largest | None
 ) -> Tensor:
@@ -113,7 +122,7 @@ def _int8_in_turns(
     rows, which are compared once."""
     values = weight.packed.tensors["values"]
     scale = weight.packed.tensors["scale"].float().view(1, -1)
-    step = max(1, CHUNK // len(values))
+    step = max(1, CHUNK // max(values.shape))
     rows = x.reshape(-1, x.shape[-1])
     turns = [slice(start, start + step) for start in range(0, len(rows), step)]
     most = None
@@ -126,8 +135,9 @@ def _int8_in_turns(
         row_scales = row_scales.clamp(min=1e-30)
         divisors = row_scales.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny)
         quantized = (rotated / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
-        sums = _kitchen().mm_int8(quantized, values.t())
-        return (sums.float() * (row_scales * scale)).to(x.dtype)
+        del rotated
+        sums = _kitchen().mm_int8(quantized, values.t()).float()  # its integers are freed here
+        return sums.mul_(row_scales * scale).to(x.dtype)
 
     return _in_turns(x, len(values), bias, turns, product)
 

@@ -29,12 +29,11 @@ class RankPlan:
     """What one rank holds and sends. Bytes are per rank.
 
     samples: of the batch on its replica. patches: (text tokens, tokens of the image stream) of this rank in
-    each patch. weight_bytes: as the file
-    stores them where layers keep them quantized. scratch_bytes: where one of those is dequantized at a time.
-    gathered_bytes: whole weights under shard_weights while a block runs. host_bytes: weights that wait in
-    host memory (offload_modulation). modulation_bytes: the most modulation that is cached at once, for one
-    prompt that all samples share. activation_bytes: an estimate (activations.py). bytes_per_step: in the
-    steady state, by mechanism.
+    each patch. weight_bytes: as the file stores them where layers keep them quantized. scratch_bytes: where
+    one of those is dequantized at a time, or multiplied some tokens at a time. gathered_bytes: whole weights
+    under shard_weights while a block runs. host_bytes: weights that wait in host memory (offload_modulation).
+    modulation_bytes: the most modulation that is cached at once, for one prompt that all samples share.
+    activation_bytes: an estimate (activations.py). bytes_per_step: in the steady state, by mechanism.
     """
 
     rank: int

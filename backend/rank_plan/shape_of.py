@@ -61,7 +61,7 @@ class _Measured:
             pixels=family.latent.pixels(config),
             activation_image=image,
             activation_text=text,
-            scratch=scratch_bytes(held),
+            scratch=scratch_bytes(held, IMAGE + TEXT),
             whole_only=family.blocks.whole_only or "",
             tensor=bool(self._cuts),
             is_quantized=self.checkpoint.is_quantized,

@@ -14,7 +14,10 @@ from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..quantization.kernels import Choice
+from ..quantization.kernels import Choice, Kernel, turn_bytes
+
+#: How a quantized weight multiplies where nothing else is known.
+DEQUANTIZED = Choice(None, "")
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class HeldParameter:
 
     block: where it is in the order of blocks; None outside of them. sizes: of its tensors, several where it
     is quantized. unpacked: bytes of the weight that a quantized one stands for, of ``dtype``, where that is
-    dequantized to be multiplied; else 0.
+    dequantized to be multiplied; else 0. kernel: which multiplies a quantized one of this ``matrix``
+    natively.
     """
 
     module: str
@@ -31,6 +35,8 @@ class HeldParameter:
     sizes: list[StoredSize]
     dtype: torch.dtype
     unpacked: int = 0
+    kernel: Kernel | None = None
+    matrix: tuple[int, int] = (0, 0)
 
     @property
     def bytes(self) -> int:
@@ -45,7 +51,8 @@ class HeldParameter:
 @dataclass(frozen=True)
 class HeldWeights:
     """Bytes of a rank's weights: on the ``device``, waiting on the ``host``; ``scratch``: where quantized
-    ones are dequantized, one at a time; ``gathered``: whole weights while a block runs under FSDP."""
+    ones are dequantized, one at a time, or multiplied some tokens at a time; ``gathered``: whole weights
+    while a block runs under FSDP."""
 
     device: int
     host: int
@@ -63,17 +70,25 @@ def held_parameters(
     """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
-    scratch = {name: name not in choices or choices[name].needs_scratch for name in checkpoint.parameters}
     return [
-        [_held(checkpoint, name, own, dtype, scratch[name], bits) for name in checkpoint.parameters]
+        [
+            _held(checkpoint, name, own, dtype, choices.get(name, DEQUANTIZED), bits)
+            for name in checkpoint.parameters
+        ]
         for own in cuts
     ]
 
 
 def _held(
-    checkpoint: Checkpoint, name: str, cuts: Mapping[str, Shard], dtype: torch.dtype, scratch: bool, bits: int
+    checkpoint: Checkpoint,
+    name: str,
+    cuts: Mapping[str, Shard],
+    dtype: torch.dtype,
+    choice: Choice,
+    bits: int,
 ) -> HeldParameter:
-    """A parameter, or what is left of it where it is cut. ``scratch``: is it dequantized to be multiplied?"""
+    """A parameter, or what is left of it where it is cut. ``choice``: how it multiplies, if it is
+    quantized."""
     module, _, leaf = name.rpartition(".")
     block, layer = checkpoint.parameters[name]
     shape, source, cut = checkpoint.shapes[name], checkpoint.sources[name], cuts.get(module)
@@ -87,7 +102,8 @@ def _held(
         packed = [StoredSize(kept[0], plain * bits // (8 * own_dtype.itemsize))]
     if packed is None:
         return HeldParameter(module, block, [StoredSize(kept[0], plain)], own_dtype)
-    return HeldParameter(module, block, packed, own_dtype, plain if scratch else 0)
+    unpacked = plain if choice.needs_scratch else 0
+    return HeldParameter(module, block, packed, own_dtype, unpacked, choice.kernel, (kept[0], kept[1]))
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:
@@ -104,12 +120,14 @@ def _chunk(length: int, rank: int, ranks: int) -> int:
     return len(Span(min(rank * size, length), min((rank + 1) * size, length)))
 
 
-def scratch_bytes(held: list[HeldParameter]) -> int:
-    """Count the memory in which quantized weights are dequantized: the largest of each dtype."""
+def scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
+    """Count the memory in which quantized weights are dequantized, the largest of each dtype, and what native
+    products of ``tokens`` hold beside their output."""
     largest: Counter[torch.dtype] = Counter()
     for parameter in held:
         largest[parameter.dtype] = max(largest[parameter.dtype], parameter.unpacked)
-    return sum(largest.values())
+    products = (turn_bytes(each.kernel, tokens, *each.matrix) for each in held if each.kernel)
+    return sum(largest.values()) + max(products, default=0)
 
 
 def gathered_bytes(held: list[HeldParameter]) -> int:

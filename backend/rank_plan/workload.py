@@ -170,13 +170,15 @@ class Workload:
             and (each.module in stages.holders or each.block is None or each.block in stages.blocks[own])
         ]
         host = sum(each.bytes for each in here if each.module in waiting)
+        tokens = self.batch * -(-(self.image_tokens + self.text_tokens) // self.config.sp_degree)
+        scratch = scratch_bytes(here, tokens)
         if not self.config.shard_weights:
             device = sum(each.bytes for each in here) - host
-            return HeldWeights(device, host, scratch_bytes(here), 0)
+            return HeldWeights(device, host, scratch, 0)
         ranks = self.config.sp_degree * self.config.data_parallel_degree
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
         device = sum(each.shard(rank, ranks) for each in here)
-        return HeldWeights(device, host, scratch_bytes(here), gathered_bytes(here))
+        return HeldWeights(device, host, scratch, gathered_bytes(here))
 
     @cached_property
     def _held(self) -> list[list[HeldParameter]]:

@@ -1,11 +1,13 @@
 """How quantized layers multiply: native products bit by bit comfy-kitchen's own, and which layers are given
 them."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from live_memory import LiveMemory
 
 from backend.quantization import kernels, matmul
 from backend.quantization.formats import FORMATS
@@ -200,11 +202,31 @@ def test_int8_without_fused_kernels_takes_rows_in_turns(kitchen, monkeypatch):
         "int8", theirs("int8", numbers(ROWS, COLUMNS, seed=3, dtype=torch.bfloat16)), torch.bfloat16
     )
     whole, call, rows = weight.linear(x, bias), kitchen.mm_int8, []
-    monkeypatch.setattr(kernels, "CHUNK", 5 * ROWS)
+    monkeypatch.setattr(kernels, "CHUNK", 5 * COLUMNS)
     monkeypatch.setattr(kitchen, "mm_int8", lambda x, w: rows.append(len(x)) or call(x, w))
     assert weight.linear(x, bias).equal(whole) and rows == [5] * 8 + [2]
     monkeypatch.setattr(kernels, "_fuses", lambda: True)
     assert weight.linear(x, bias).equal(whole) and not rows[9:]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int8 of rows", "ConvRot"])
+def test_int8_products_hold_what_is_counted(kitchen, monkeypatch, kind, dtype):
+    """Beside their output, of wide inputs and of wide outputs."""
+    for rows, columns in ((256, 256), (1024, 256), (256, 1024)):
+        monkeypatch.setattr(sys.modules[__name__], "ROWS", rows)
+        monkeypatch.setattr(sys.modules[__name__], "COLUMNS", columns)
+        monkeypatch.setattr(kernels, "CHUNK", 100 * max(rows, columns))
+        weight = ours(kind, theirs(kind, numbers(rows, columns, seed=3, dtype=dtype)), dtype)
+        x = numbers(300, columns, seed=1, dtype=dtype)
+        memory = LiveMemory()
+        with memory:
+            out = weight.linear(x, None)
+        counted = kernels.turn_bytes(kernels.int8, 300, rows, columns)
+        assert memory.peak - out.nbytes <= counted == kernels.CHUNK_BYTES * kernels.CHUNK
+    monkeypatch.setattr(kernels, "_fuses", lambda: True)
+    assert kernels.turn_bytes(kernels.int8, 300, rows, columns) == 0
 
 
 @torch.inference_mode()

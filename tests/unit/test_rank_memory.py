@@ -22,6 +22,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
 from backend.parallel.mesh import Axis
+from backend.quantization import kernels
 from backend.quantization.packed_weight import PackedWeight
 from backend.rank_plan import describe
 from backend.rank_plan.request_size import size_of
@@ -89,15 +90,17 @@ def test_weights_are_those_of_the_loaded_rank(files, kind, degrees):
 
 
 @pytest.mark.parametrize(
-    "kind, matmul, has_scratch",
+    "kind, matmul, fuses, has_scratch",
     [
-        ("int8_tensorwise", "auto", False),
-        ("int8_tensorwise", "weight only", True),
-        ("nvfp4", "native", True),  # of which a CPU has no product
+        ("int8_tensorwise", "auto", True, False),
+        ("int8_tensorwise", "auto", False, True),  # multiplied some tokens at a time
+        ("int8_tensorwise", "weight only", True, True),
+        ("nvfp4", "native", True, True),  # of which a CPU has no product
     ],
 )
-def test_layers_that_multiply_natively_need_no_scratch(files, kind, matmul, has_scratch):
+def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind, matmul, fuses, has_scratch):
     pytest.importorskip("comfy_kitchen")
+    monkeypatch.setattr(kernels, "_fuses", lambda: fuses)
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(files[kind]), "bf16", matmul)
     model = engine.models["tiny"]
