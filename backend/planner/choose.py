@@ -32,18 +32,24 @@ RUNNERS_UP = 2
 @dataclass(frozen=True)
 class Option:
     """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
-    unit: what a rank has to itself, for messages."""
+    likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages."""
 
     plan: ParallelConfig
     seconds: float
     bytes: int
     room: int
+    likely: int
     unit: str = "GPU"
 
     @property
     def fits(self) -> bool:
         """Whether every rank has room."""
         return self.bytes <= self.room
+
+    @property
+    def surely_fits(self) -> bool:
+        """Whether every rank has room for the upper end of the estimate."""
+        return self.likely <= self.room
 
     @property
     def mechanisms(self) -> frozenset[str]:
@@ -146,18 +152,21 @@ class Question:
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
         seconds = Cost(self.shape, plan, self.machine, self.request).total
-        size, room = self._tightest(plan)
         unit = "rank" if self.machine.on_host else "GPU"
-        return Option(plan, seconds, size, room, unit)
+        return Option(plan, seconds, *self._tightest(plan), unit)
 
-    def _tightest(self, plan: ParallelConfig) -> tuple[int, int]:
-        """Bytes that the rank with least to spare holds, and may hold."""
+    def _tightest(self, plan: ParallelConfig) -> tuple[int, int, int]:
+        """Bytes that the rank with least to spare holds, may hold, and likely holds at most; the last as much
+        beyond its room as on any rank."""
         rooms = self.machine.rooms(plan.world_size)
         if not plan.shares and len(set(rooms)) == 1:
-            return held(self.shape, plan, self.request, self.others).bytes, rooms[0]
+            fullest = held(self.shape, plan, self.request, self.others)
+            return fullest.bytes, rooms[0], fullest.likely
         ranks = held_by_rank(self.shape, plan, self.request, self.others)
         sizes = [each.bytes for each in ranks]
-        return max(zip(sizes, rooms), key=lambda pair: pair[0] - pair[1])
+        size, room = max(zip(sizes, rooms), key=lambda pair: pair[0] - pair[1])
+        beyond = max(each.likely - own for each, own in zip(ranks, rooms))
+        return size, room, room + beyond
 
     def _shares(self, ranks: int) -> list[str]:
         """How so many ranks may share the work: as the user says, else by speed, by memory or equally, where
@@ -198,13 +207,15 @@ def choose(question: Question, method: str = AUTO, running: ParallelConfig | Non
 
 
 def ranked(options: list[Option], method: str = AUTO) -> list[Option]:
-    """Return the options that may be taken, best first: those that fit, and where one GPU does, those that
-    are not slower than it (all of them for the least memory)."""
+    """Return the options that may be taken, best first: those that fit with the upper end of the estimate of
+    memory, or where none does, by the estimate; where one GPU is among them, those that are not slower than
+    it (all that fit for the least memory)."""
     one = _one_of(options)
     fitting = [each for each in options if each.fits]
     if method == MEMORY:
         return sorted(fitting, key=_by_memory)
-    if one.fits:
+    fitting = [each for each in fitting if each.surely_fits] or fitting
+    if one in fitting:
         fitting = [each for each in fitting if each.seconds <= one.seconds]
     return sorted(fitting, key=attrgetter("score"))
 

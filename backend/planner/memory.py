@@ -1,13 +1,16 @@
 """Bytes that the fullest rank of a plan holds: weights, keys and values, activations."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..config import ParallelConfig
 from .machine import Request
 from .model_shape import ModelShape, modulation_of, stages_of
 from .rank_shares import RankShare, rank_shares
 
+#: Activations that a rank likely has at most, as a multiple of their estimate; admission (rank_plan/need.py)
+#: asks ComfyUI for so much room.
+LIKELY_ACTIVATIONS = 4 / 3
 #: Blocks whose weights are whole at once under FSDP2: the one that runs and one ahead.
 GATHERED = 2
 #: As rank_plan/activations.py counts: tensors of the width of the stream outside of the blocks, and those
@@ -18,39 +21,46 @@ EXCHANGED = 4
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of the fullest rank, by what they are for."""
+    """Bytes of the fullest rank, by what they are for. activations: the part of the transient ones that is an
+    estimate."""
 
     weights: int
     keys: int
     transient: int
+    activations: int
 
     @property
     def bytes(self) -> int:
         """All of them."""
         return self.weights + self.keys + self.transient
 
+    @property
+    def likely(self) -> int:
+        """All of them with as many activations as there likely are at most."""
+        return self.bytes + math.ceil((LIKELY_ACTIVATIONS - 1) * self.activations)
+
 
 def held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> Held:
     """Count what the fullest rank holds: the most of each kind. ``others``: shapes whose weights stay on the
     same ranks."""
     ranks = held_by_rank(shape, plan, request, others)
-    most = (max(getattr(each, kind) for each in ranks) for kind in ("weights", "keys", "transient"))
-    return Held(*most)
+    return Held(*(max(getattr(each, kind.name) for each in ranks) for kind in fields(Held)))
 
 
 def held_by_rank(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> list[Held]:
     """Count what each rank holds; ``others`` as in held."""
     ranks = rank_shares(plan, request.batch)
-    known = {
-        share: Held(
-            sum(_weights(each, plan, share) for each in (shape, *others))
-            + _loras(shape, plan, request, share),
-            _keys(shape, plan, request, share),
-            _transient(shape, plan, request, share),
-        )
-        for share in set(ranks)
-    }
+    known = {share: _held(shape, plan, request, others, share) for share in set(ranks)}
     return [known[share] for share in ranks]
+
+
+def _held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, share: RankShare) -> Held:
+    """Count what the rank of ``share`` holds."""
+    weights = sum(_weights(each, plan, share) for each in (shape, *others))
+    weights += _loras(shape, plan, request, share)
+    activations = _activations(shape, plan, request, share)
+    transient = activations + _gathered(shape, plan) + shape.scratch
+    return Held(weights, _keys(shape, plan, request, share), transient, activations)
 
 
 def _weights(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> int:
@@ -98,8 +108,16 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: Rank
     return buffers * branches * share.samples * token * tokens
 
 
-def _transient(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
-    """Bytes of activations, and of weights that are whole for a moment."""
+def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
+    """Bytes of sharded weights that are whole for a moment."""
+    if not plan.shard_weights:
+        return 0
+    sizes = sorted((block.weights + block.modulation for block in shape.blocks), reverse=True)
+    return shape.rest + sum(sizes[:GATHERED])
+
+
+def _activations(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
+    """Bytes of activations of a rank."""
     image, text = request.image_tokens, request.text_tokens
     inside = shape.activation_image * image + shape.activation_text * text
     if plan.sp_degree > 1:
@@ -107,8 +125,4 @@ def _transient(shape: ModelShape, plan: ParallelConfig, request: Request, share:
         inside = (inside + EXCHANGED * heads * shape.sequence(image, text)) / plan.sp_degree
         inside *= share.tokens
     outside = OUTSIDE * shape.width * shape.itemsize * (image + text)
-    found = share.samples * max(inside, outside) + shape.scratch
-    if plan.shard_weights:
-        sizes = sorted((block.weights + block.modulation for block in shape.blocks), reverse=True)
-        found += shape.rest + sum(sizes[:GATHERED])
-    return math.ceil(found)
+    return math.ceil(share.samples * max(inside, outside))

@@ -7,12 +7,12 @@ make room for the second.
 from dataclasses import dataclass
 
 from ..config import ParallelConfig
+from ..planner.memory import LIKELY_ACTIVATIONS
 from .describe import RankPlan
 
 #: Tiny models allocate between 1/1.45 and 1/0.75 of the estimate of activations (activations.py). Released
 #: sizes and GPUs were not measured: half, and the larger end.
 LEAST_ACTIVATIONS = 0.5
-LIKELY_ACTIVATIONS = 4 / 3
 #: Of the keys and values that are planned for the longest of the prompts. Tiny models of all families hold
 #: them to the byte, but for text that three pad or repeat (up to 1.3 times); a shorter prompt holds less.
 LEAST_KV = 0.9
