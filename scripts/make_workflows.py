@@ -1,26 +1,22 @@
-"""Writes workflows/NAME.json, api/NAME.json and NAME.jpg for the families of workflow_recipes.py: one graph,
-so that its forms agree.
+"""Writes workflows/NAME.json and NAME.jpg, what ComfyUI's page opens and shows, of workflows/api/NAME.json.
 
     make_workflows.py OBJECT_INFO [NAME...]
 
-OBJECT_INFO is a file with a running ComfyUI's response to /object_info: which inputs of a node are widgets,
-and their order and defaults.
+The API form is the source: its nodes are numbered from 2, and those with a title of their own have it under
+``_meta``. Only the note, node 1, is read from the page form. OBJECT_INFO is a file with a running ComfyUI's
+response to /object_info: which inputs of a node are widgets, and their order and defaults.
 """
 
 import json
-import math
-import re
 import sys
 from pathlib import Path
 
-from workflow_graphs import graph_of
 from workflow_layout import WIDTH, best_layout, group_of, height_of
-from workflow_recipes import NAMES
 from workflow_thumbnails import demo_thumbnail, graph_thumbnail
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
-#: Loader -> the folder of models in which its files are.
+#: Loader -> the folder of models in which its files are; those of an input ckpt_name are checkpoints.
 DIRECTORIES = {
     "LoadParallelDiT": "diffusion_models",
     "ParallelLoRA": "loras",
@@ -30,8 +26,6 @@ DIRECTORIES = {
     "QuadrupleCLIPLoader": "text_encoders",
     "LTXAVTextEncoderLoader": "text_encoders",
     "VAELoader": "vae",
-    "CheckpointLoaderSimple": "checkpoints",
-    "LTXVAudioVAELoader": "checkpoints",
     "CLIPVisionLoader": "clip_vision",
 }
 #: File -> where it is published, as in the templates of ComfyUI.
@@ -75,106 +69,85 @@ def inputs_of(info: dict, values: dict) -> tuple[list[tuple[str, str]], list[tup
     return linked, widgets
 
 
-def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list[tuple[str, object]]:
-    """(name, value) in the order of a node's widgets, the default where another node gives it, with those
-    that the page adds: what becomes of a seed, and the button that uploads."""
+def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list:
+    """Return the values of a node's widgets in their order, the default where another node gives it, and
+    those that the page adds: what becomes of a seed, and the button that uploads."""
     values = []
     for name, options in widgets:
-        value = inputs.get(name)
-        if name not in inputs or isinstance(value, list):  # a list is a link to another node
-            value = options["default"]
-        values.append((name, value))
-        values += [("control after generate", "randomize")] * bool(options.get("control_after_generate")) + [
-            ("upload", "image")
-        ] * bool(options.get("image_upload"))
+        is_linked = isinstance(inputs.get(name), list)
+        values.append(options["default"] if is_linked or name not in inputs else inputs[name])
+        if options.get("control_after_generate"):
+            values.append("randomize")
+        if options.get("image_upload"):
+            values.append("image")
     return values
 
 
 def models_of(kind: str, inputs: dict) -> list[dict]:
-    """What the page offers to download for a loader: name, url and folder of each of its files."""
-    names = [value for value in inputs.values() if isinstance(value, str) and value in URLS]
-    own = DIRECTORIES.get(kind, "")
+    """Return what the page offers to download for a loader: name, url and folder of each of its files."""
+    files = {key: value for key, value in inputs.items() if isinstance(value, str) and value in URLS}
     return [
-        {"name": name, "url": URLS[name], "directory": "checkpoints" if key == "ckpt_name" else own}
-        for key, name in ((key, inputs[key]) for key in inputs)
-        if name in names and own
+        {
+            "name": name,
+            "url": URLS[name],
+            "directory": "checkpoints" if key == "ckpt_name" else DIRECTORIES[kind],
+        }
+        for key, name in files.items()
     ]
 
 
-def gpus_of(graph: dict) -> str:
-    """How many GPUs a graph asks for, all of them where it sets no degree."""
-    configs = [node["inputs"] for node in graph.values() if node["class_type"] == "ParallelConfig"]
-    degrees = [value for name, value in configs[0].items() if name.endswith("_degree")] if configs else []
-    return f"{math.prod(degrees) if degrees else 'All'} GPUs"
-
-
-def note_node(title: str, note: str, box: tuple[int, int, int, int]) -> dict:
-    """The note of a graph in its box (left, top, width, height)."""
+def page_node(key: str, node: dict, info: dict) -> dict:
+    """Return a node of the API form as the page has it, without place and links; ``info``: of its type."""
+    kind, given = node["class_type"], node["inputs"]
+    linked, widgets = inputs_of(info, given)
+    inputs = [{"name": name, "type": type_, "link": None} for name, type_ in linked]
+    fed = [name for name, _ in widgets if isinstance(given.get(name), list)]
+    inputs += [
+        {"name": name, "type": info["input"]["required"][name][0], "link": None, "widget": {"name": name}}
+        for name in fed
+    ]
+    outputs = zip(info["output_name"], info["output"], strict=True)
+    values, models = values_of(widgets, given), models_of(kind, given)
+    slots = max(len(linked), len(info["output"]))
+    height = height_of(kind, slots, widgets, len(values), info["category"] == CATEGORY)
     return {
-        "id": 1,
-        "type": "MarkdownNote",
-        "title": title,
-        "pos": list(box[:2]),
-        "size": list(box[2:]),
-        "inputs": [],
-        "outputs": [],
-        "properties": {},
-        "widgets_values": [note],
+        "id": int(key),
+        "type": kind,
+        "pos": [0, 0],
+        "size": [WIDTH, height],
+        "inputs": inputs,
+        "outputs": [{"name": name, "type": type_, "links": []} for name, type_ in outputs],
+        "properties": {"Node name for S&R": kind} | ({"models": models} if models else {}),
+        "widgets_values": values,
+        **node.get("_meta", {}),  # its title
     }
 
 
-def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
-    """The form that ComfyUI's page opens, of the form that /prompt takes."""
-    nodes, grouped = [], []
+def connect(nodes: dict[str, dict], graph: dict) -> list[list]:
+    """Write the links of the API form into the page's nodes, and return them as the page has them."""
     links = []
-    for key, node in graph.items():
-        kind = node["class_type"]
-        linked, widgets = inputs_of(info[kind], node["inputs"])
-        fed = [
-            (name, info[kind]["input"]["required"][name][0])
-            for name, _ in widgets
-            if isinstance(node["inputs"].get(name), list)
-        ]
-        outputs = [
-            {"name": name, "type": type_, "links": []}
-            for name, type_ in zip(info[kind]["output_name"], info[kind]["output"], strict=True)
-        ]
-        values = values_of(widgets, node["inputs"])
-        is_ours = info[kind]["category"] == CATEGORY
-        height = height_of(kind, max(len(linked), len(outputs)), widgets, len(values), is_ours)
-        models = models_of(kind, node["inputs"])
-        made = {
-            "id": int(key),
-            "type": kind,
-            "pos": [0, 0],
-            "size": [WIDTH, height],
-            "inputs": [],
-            "outputs": outputs,
-            "properties": {"Node name for S&R": kind} | ({"models": models} if models else {}),
-            "widgets_values": [value for _, value in values],
-        }
-        if "_meta" in node:
-            made["title"] = node["_meta"]["title"]
-        for slot, (name, type_) in enumerate([*linked, *fed]):
-            link = None
-            if name in node["inputs"]:
-                source, source_slot = node["inputs"][name]
-                link = len(links) + 1
-                links.append([link, int(source), source_slot, int(key), slot, type_])
-            made["inputs"].append(
-                {"name": name, "type": type_, "link": link}
-                | ({"widget": {"name": name}} if (name, type_) in fed else {})
-            )
-        nodes.append(made)
-        grouped.append((group_of(kind, info[kind]["output"]), made))
-    layout = best_layout(grouped, note)
+    for key, node in nodes.items():
+        for slot, entry in enumerate(node["inputs"]):
+            if entry["name"] not in graph[key]["inputs"]:
+                continue
+            source, source_slot = graph[key]["inputs"][entry["name"]]
+            entry["link"] = len(links) + 1
+            nodes[source]["outputs"][source_slot]["links"].append(entry["link"])
+            links.append([entry["link"], int(source), source_slot, int(key), slot, entry["type"]])
+    return links
+
+
+def page_form(note: dict, graph: dict, info: dict) -> dict:
+    """Return the form that ComfyUI's page opens, of the form that /prompt takes and the node of its note."""
+    made = {key: page_node(key, node, info[node["class_type"]]) for key, node in graph.items()}
+    links = connect(made, graph)
+    grouped = [(group_of(node["type"], info[node["type"]]["output"]), node) for node in made.values()]
+    layout = best_layout(grouped, note["widgets_values"][0])
     layout.place()
-    nodes.insert(0, note_node(title, note, layout.box))
-    by_id = {node["id"]: node for node in nodes}
+    note |= {"pos": list(layout.box[:2]), "size": list(layout.box[2:])}
+    nodes = [note, *made.values()]
     for order, node in enumerate(nodes):
         node |= {"flags": {}, "order": order, "mode": 0}
-    for link, source, slot, *_ in links:
-        by_id[source]["outputs"][slot]["links"].append(link)
     return {
         "last_node_id": len(nodes),
         "last_link_id": len(links),
@@ -189,21 +162,14 @@ def page_form(title: str, note: str, graph: dict, info: dict) -> dict:
 
 def main():
     info = json.loads(Path(sys.argv[1]).read_text())
-    for name in sys.argv[2:] or NAMES:
-        title, note, graph = graph_of(name)
-        # bold, since Nodes 2.0 shows code in dark blue on brown
-        note = re.sub("`([^`]+)`", r"**\1**", f"**{gpus_of(graph)}.** {note}")
-        page = page_form(title, note, graph, info)
-        (FOLDER / f"{name}.json").write_text(json.dumps(page, indent=2) + "\n")
-        (FOLDER / "api" / f"{name}.json").write_text(
-            json.dumps(
-                {key: {part: node[part] for part in ("class_type", "inputs")} for key, node in graph.items()},
-                indent=2,
-            )
-            + "\n"
-        )
-        picture = demo_thumbnail(title) if name == "demo" else graph_thumbnail(page)
-        picture.save(FOLDER / f"{name}.jpg", quality=88)
+    for name in sys.argv[2:] or sorted(path.stem for path in (FOLDER / "api").glob("*.json")):
+        path = FOLDER / f"{name}.json"
+        graph = json.loads((FOLDER / "api" / path.name).read_text())
+        note = json.loads(path.read_text())["nodes"][0]
+        page = page_form(note, graph, info)
+        path.write_text(json.dumps(page, indent=2) + "\n")
+        picture = demo_thumbnail(note["title"]) if name == "demo" else graph_thumbnail(page)
+        picture.save(path.with_suffix(".jpg"), quality=88)
 
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ def test_files_and_functions_are_short_and_simple():
 
 def test_all_python_files_are_measured():
     files = {str(path) for path in python_files()}
-    assert {"__init__.py", "scripts/workflow_recipes.py", "tests/unit/test_architecture.py"} <= files
+    assert {"__init__.py", "scripts/make_workflows.py", "tests/unit/test_architecture.py"} <= files
     assert {str(path.relative_to(ROOT)) for path in SOURCES.values()} <= files
     assert not [path for path in files if "site-packages" in path]
 
