@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from workflow_layout import WIDTH, best_layout, group_of, height_of
+from workflow_layout import WIDTH, best_layout, height_of
 from workflow_thumbnails import demo_thumbnail, graph_thumbnail
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
@@ -141,8 +141,7 @@ def page_form(note: dict, graph: dict, info: dict) -> dict:
     """Return the form that ComfyUI's page opens, of the form that /prompt takes and the node of its note."""
     made = {key: page_node(key, node, info[node["class_type"]]) for key, node in graph.items()}
     links = connect(made, graph)
-    grouped = [(group_of(node["type"], info[node["type"]]["output"]), node) for node in made.values()]
-    layout = best_layout(grouped, note["widgets_values"][0])
+    layout = best_layout(list(made.values()), note["widgets_values"][0])
     layout.place()
     note |= {"pos": list(layout.box[:2]), "size": list(layout.box[2:])}
     nodes = [note, *made.values()]

@@ -57,10 +57,11 @@ GROUPS = (
 OTHERS = GROUPS[2]
 
 
-def group_of(kind: str, outputs: list[str]) -> Group:
-    """The group of a node: that which names it, else that of what it makes."""
-    named = (group for group in GROUPS if kind.startswith(group.named))
-    makes = (group for group in GROUPS if outputs and outputs[0] in group.makes)
+def group_of(node: dict) -> Group:
+    """Return the group of a node: that which names it, else that of what it makes."""
+    made = [output["type"] for output in node["outputs"][:1]]
+    named = (group for group in GROUPS if node["type"].startswith(group.named))
+    makes = (group for group in GROUPS if set(made) & set(group.makes))
     return next(named, None) or next(makes, OTHERS)
 
 
@@ -79,15 +80,11 @@ def height_of(kind: str, slots: int, widgets: list[tuple[str, dict]], shown: int
     return FRAME + SLOT * slots + max(modern, CLASSIC * shown) + TEXT * texts + picture
 
 
-def lines_of(text: str, letters: int) -> list[str]:
-    """A note's lines, of at most so many letters."""
-    return [row for line in text.split("\n") for row in wrap(line, letters)]
-
-
 def note_height(text: str, width: int) -> int:
-    """Height of a note of a width: its lines, and the gaps between paragraphs and before a list."""
+    """Return a note's height at a width: its lines, and the gaps between paragraphs and before a list."""
+    lines = sum(len(wrap(line, int(LETTERS * width))) for line in text.split("\n"))
     paragraphs = text.count("\n\n") + ("\n- " in text)
-    return PAPER + LINE * (len(lines_of(text, int(LETTERS * width))) + paragraphs)
+    return PAPER + LINE * (lines + paragraphs)
 
 
 @dataclass
@@ -184,10 +181,10 @@ class Layout:
         return [left - EDGE, top - above, width + 2 * EDGE, above + last + EDGE]
 
 
-def best_layout(nodes: list[tuple[Group, dict]], note: str) -> Layout:
-    """The layout that opens at the largest zoom; of those within a hundredth the one whose groups have the
-    fewest columns, and whose note is at the left."""
-    grouped = [(group, [node for other, node in nodes if other is group]) for group in GROUPS]
+def best_layout(nodes: list[dict], note: str) -> Layout:
+    """Return the layout that opens at the largest zoom; of those within a hundredth the one whose groups have
+    the fewest columns, and whose note is at the left."""
+    grouped = [(group, [node for node in nodes if group_of(node) is group]) for group in GROUPS]
     present = [(group, found) for group, found in grouped if found]
     count = len(present)
     unders = [(0, 1), (0, 0), (0, 2), (count - 2, 2), (count - 1, 1)]
