@@ -150,6 +150,16 @@ def test_wan_without_image_features_reads_the_prompt_in_their_place(tmp_path):
     assert sampled(plain).equal(without)  # nothing is left of the requests between
 
 
+@pytest.mark.parametrize("times", [torch.tensor(0.7), torch.tensor([0.7, 0.3])], ids=["one", "two"])
+@pytest.mark.parametrize("masks", [1, 2])
+def test_levels_of_a_mask_are_those_of_its_tokens(times, masks):
+    """One time for two samples, or their own (Parallel Model); one mask for both, or their own."""
+    tokens = torch.tensor([[0.0, 1.0, 0.5, 1.0], [1.0, 1.0, 0.0, 0.2]])[:masks]
+    levels, indices = ltx2_blocks.levels_of(ltx2_blocks.distinct(tokens), times, 2)
+    assert levels[indices].equal((tokens * times.expand(2)[:, None]).flatten())
+    assert len(levels) == len(tokens.unique()) * times.numel()
+
+
 @pytest.mark.parametrize("name", ["ltx2-i2v", "ltx25-i2v"])
 def test_modulation_of_a_mask_is_kept_once_a_level(name, tmp_path, monkeypatch):
     """LTX-2's rows are given the number of their noise level (8 bytes), and each level's modulation is there
