@@ -13,10 +13,6 @@ from .rank_shares import RankShare, rank_shares
 LIKELY_ACTIVATIONS = 4 / 3
 #: Blocks whose weights are whole at once under FSDP2: the one that runs and one ahead.
 GATHERED = 2
-#: As rank_plan/activations.py counts: tensors of the width of the stream outside of the blocks, and those
-#: that ranks exchange around attention.
-OUTSIDE = 4
-EXCHANGED = 4
 
 
 @dataclass(frozen=True)
@@ -118,11 +114,8 @@ def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
     """Bytes of activations of a rank."""
-    image, text = request.image_tokens, request.text_tokens
-    inside = shape.activation_image * image + shape.activation_text * text
-    if plan.sp_degree > 1:
-        heads = shape.heads * shape.head_size * shape.itemsize
-        inside = (inside + EXCHANGED * heads * shape.sequence(image, text)) / plan.sp_degree
-        inside *= share.tokens
-    outside = OUTSIDE * shape.width * shape.itemsize * (image + text)
-    return math.ceil(share.samples * max(inside, outside))
+    own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[share.stage]
+    skips = max(shape.blocks[index - 1].skips for index in own if index) if own.stop > 1 else 0
+    skipped = skips * shape.width * shape.itemsize
+    token = shape.activations.on_rank(plan, skipped, share.tokens, share.matrices)
+    return math.ceil(share.samples * (request.image_tokens + request.text_tokens) * token)

@@ -3,7 +3,9 @@ the headers of a file."""
 
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from typing import Any
 
+from ..config import ParallelConfig
 from ..parallel import stage_split
 
 
@@ -46,15 +48,41 @@ class BlockShape:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """Bytes of activations for each token of image and text, of one prompt and sample.
+
+    replicated, cut: inside a block, the latter divided by tensor parallelism. exchanged: also inside, where
+    sequence parallelism sends tokens around attention; ring: where keys and values go around. outside: of the
+    model's own first and last layers, which every rank computes for all tokens; latents: through both.
+    """
+
+    replicated: float = 0.0
+    cut: float = 0.0
+    exchanged: float = 0.0
+    ring: float = 0.0
+    outside: float = 0.0
+    latents: float = 0.0
+
+    def on_rank(
+        self, plan: ParallelConfig, skipped: float = 0.0, tokens: float = 1.0, matrices: float = 1.0
+    ) -> float:
+        """Return what a rank holds for each token of the whole sequence. skipped: bytes of long skips;
+        tokens, matrices: multiples of an even part."""
+        inside = self.replicated + self.cut / plan.tensor_parallel_degree * matrices + skipped
+        inside += self.exchanged if plan.sp_degree > 1 else 0.0
+        inside += self.ring if plan.ring_degree > 1 else 0.0
+        return max(inside / plan.sp_degree * tokens, self.outside) + self.latents
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A transformer. rest: bytes of weights outside of its blocks. itemsize: bytes of a number in which it
     computes. joint: text is in the sequence of self-attention. patch: latent pixels of a token (T, H, W).
-    pixels: frames, and pixels along each side, of a latent pixel (T, H, W); one frame for images.
-    activation_image, activation_text: bytes of activations of a rank for each token. scratch: bytes in which
-    one quantized weight is dequantized, or multiplied some tokens at a time. whole_only: why it runs with CFG
-    and data parallelism only, or empty; tensor: whether matrices can be cut. is_quantized: weights stay as
-    the file stores them, with LoRAs beside them. keeps_float32: some weights stay in float32, whatever the
-    others are."""
+    pixels: frames, and pixels along each side, of a latent pixel (T, H, W); one frame for images. scratch:
+    bytes in which one quantized weight is dequantized, or multiplied some tokens at a time. whole_only: why
+    it runs with CFG and data parallelism only, or empty; tensor: whether matrices can be cut. is_quantized:
+    weights stay as the file stores them, with LoRAs beside them. keeps_float32: some weights stay in float32,
+    whatever the others are."""
 
     name: str
     family: str
@@ -67,8 +95,7 @@ class ModelShape:
     joint: bool
     patch: tuple[int, int, int] = (1, 2, 2)
     pixels: tuple[int, int, int] = (1, 8, 8)
-    activation_image: float = 0.0
-    activation_text: float = 0.0
+    activations: Activations = Activations()
     scratch: int = 0
     whole_only: str = ""
     tensor: bool = True
@@ -92,9 +119,10 @@ class ModelShape:
     def from_dict(cls, values: dict) -> "ModelShape":
         """Read what ``as_dict`` made. TypeError or KeyError for anything else."""
         blocks = tuple(BlockShape(**block) for block in values["blocks"])
-        known = {field.name: values[field.name] for field in fields(cls)}
-        sides = {name: tuple(values[name]) for name in ("patch", "pixels")}
-        return cls(**known | {"blocks": blocks, **sides})
+        known: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
+        known |= {name: tuple(values[name]) for name in ("patch", "pixels")}
+        known |= {"blocks": blocks, "activations": Activations(**values["activations"])}
+        return cls(**known)
 
     @property
     def is_video(self) -> bool:

@@ -1,21 +1,37 @@
-"""An estimate of the activations of a rank, from the widths of its layers.
+"""An estimate of the activations of a rank.
 
 It is the most of two moments. Inside a block: the streams, and what attention or the MLP makes of this rank's
 tokens. Outside of the blocks: a few tensors of the whole sequence, which the model's own first and last
 layers compute on every rank. Latents and rotary tables live through both. PipeFusion's first steps compute
 all patches at once. Attention is taken to keep no scores. Cached keys, values and modulation are counted in
-workload.py. Against what 23 tiny families allocate in a request, in float32 and bfloat16, the estimate is
-between 0.75 and 1.45 times as much (the counts below were chosen for that).
+workload.py.
+
+Of known families activations.json has what a token takes in both, as multiples of its width, fitted to dry
+runs of released models (benchmarks/fit_activations.py): within 22 % of each, LTX-2 within 26 %. Of other
+classes the widths of the layers are counted; against what 23 tiny families allocate that is between 0.75 and
+1.45 times as much (the counts below were chosen for that).
 """
 
+import json
+import math
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
+from ..loading.checkpoint import Checkpoint
 from ..parallel.block_cost import QUERY_LAYERS, Latents, is_attention, layer_tokens, query_width
 from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import whole_sequence
 from ..parallel.stage_split import Stages
+from ..planner.model_shape import Activations
+from ..shares import portions
 from .workload import Place, Workload
+
+#: Family -> the fields of Activations but latents, in tokens of its width.
+FITTED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+#: Tokens for which activations of other classes are measured; they are taken to grow with the tokens.
+IMAGE, TEXT = 4096, 512
+FIRST: Place = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
 
 #: Tensors of the width of a stream that live inside a block next to those of its layers: the stream itself,
 #: its residual, and what is normed and modulated.
@@ -50,6 +66,72 @@ class Live:
 
 def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
     """Estimate the most activations of the rank at ``place``, of all samples of one prompt."""
+    found = _fitted(work)
+    if found is None:
+        return _by_layers(work, place, stages)
+    tokens = portions(work.config.sp_degree, work.config.shares_of("ring", "ulysses"))[work.sp_rank(place)]
+    matrices = portions(work.config.tensor_parallel_degree, work.config.shares_of("tp"))[place["tp"]]
+    skipped = long_skips(work.checkpoint, stages.blocks[place["pp"]]) * _stream(work)
+    token = found.on_rank(work.config, skipped, tokens, matrices)
+    return math.ceil(work.batch * (work.image_tokens + work.text_tokens) * token)
+
+
+def activations_of(work: Workload, two: Workload | None) -> Activations:
+    """Return the activations of one rank for each token. ``two``: the same work on ranks of which two cut
+    matrices, None where they cannot."""
+    found = _fitted(work)
+    if found is not None:
+        return found
+    tokens = work.image_tokens + work.text_tokens
+    of_ranks = (_by_layers(each, FIRST, each.checkpoint.stages(each.config)) for each in (work, two or work))
+    whole, half = of_ranks
+    cut = 2 * max(0, whole - half) / tokens
+    heads = work.all_heads(FIRST) * work.head_size * work.dtype.itemsize
+    return Activations(
+        replicated=whole / tokens - cut,
+        cut=cut,
+        exchanged=EXCHANGED * heads,
+        outside=STREAMS_OUTSIDE * _stream(work),
+    )
+
+
+def _fitted(work: Workload) -> Activations | None:
+    """Return the activations that were fitted for a family; None for others."""
+    if work.family.name not in FITTED:
+        return None
+    numbers = {name: number * unit_bytes(work) for name, number in FITTED[work.family.name].items()}
+    controls = CONTROLS * (_width(work, work.controls) - _width(work, 1)) * work.dtype.itemsize
+    numbers["replicated"] += controls
+    numbers["outside"] += controls
+    tokens = work.image_tokens + work.text_tokens
+    return Activations(**numbers, latents=latent_bytes(work) / max(1, tokens))
+
+
+def unit_bytes(work: Workload) -> int:
+    """Return the bytes of a token between blocks, with the control inputs of one."""
+    return _width(work, 1) * work.dtype.itemsize
+
+
+def _stream(work: Workload) -> int:
+    return _width(work, 0) * work.dtype.itemsize
+
+
+def _width(work: Workload, controls: int) -> int:
+    return work.family.blocks.hidden_width(work.checkpoint.config, controls=controls)
+
+
+def latent_bytes(work: Workload) -> int:
+    """Count the latents and rotary tables of a sample, which live through all layers."""
+    latent = work.family.latent
+    config = work.checkpoint.config
+    features = latent.channels(config)
+    for size in latent.patch(config):
+        features *= size
+    return FLOAT32 * (LATENTS * work.image_tokens * features + 2 * work.sequence.joint * work.head_size)
+
+
+def _by_layers(work: Workload, place: Place, stages: Stages) -> int:
+    """Estimate the activations of a rank from the widths of its layers."""
     sequence = work.sequence
     position = sequence.text_position
     uneven = work.config.shares_of("ring", "ulysses")
@@ -57,27 +139,21 @@ def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
     own = shards.local
     latents = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
     text = len(own.text) if position else work.text_tokens
-    stream = work.family.blocks.hidden_width(work.checkpoint.config, controls=0) * work.dtype.itemsize
+    stream = _stream(work)
     controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
     names = work.checkpoint.block_names
     blocks = {_kind(work, names[i], place): names[i] for i in stages.blocks[place["pp"]]}
     inside = [_live(work, name, place, own.stream, text, latents).bytes for name in blocks.values()]
     within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
-    within += _skips(work, stages.blocks[place["pp"]]) * stream * own.stream
+    within += long_skips(work.checkpoint, stages.blocks[place["pp"]]) * stream * own.stream
     tokens = sequence.joint if position else work.image_tokens + text
     outside = (STREAMS_OUTSIDE * stream + controls) * tokens
-    latent = work.family.latent
-    config = work.checkpoint.config
-    features = latent.channels(config)
-    for size in latent.patch(config):
-        features *= size
-    through = LATENTS * work.image_tokens * features + 2 * sequence.joint * work.head_size
-    return work.batch * (max(within, outside) + FLOAT32 * through)
+    return work.batch * (max(within, outside) + latent_bytes(work))
 
 
-def _skips(work: Workload, blocks: range) -> int:
+def long_skips(checkpoint: Checkpoint, blocks: range) -> int:
     """Count the blocks whose image tokens wait at once for long skips to later ones."""
-    structure = BlockStructure.of(work.checkpoint.empty, work.family)
+    structure = BlockStructure.of(checkpoint.empty, checkpoint.family)
     return max((len(structure.crossing(index)) for index in blocks), default=0)
 
 

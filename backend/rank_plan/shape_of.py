@@ -15,15 +15,12 @@ from ..parallel.block_cost import block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
 from ..planner.model_shape import BlockShape, ModelShape
 from ..quantization.kernels import Choice
-from .activations import activation_bytes
+from .activations import FIRST, IMAGE, TEXT, activations_of
 from .weights import HeldParameter, held_parameters, scratch_bytes
-from .workload import Place, Workload
+from .workload import Workload
 
-#: Tokens for which activations are measured; they are taken to grow with the tokens.
-IMAGE, TEXT = 4096, 512
 #: Only the cuts of the first rank of two are looked at: a layer is cut by any degree or by none.
 TWO = 2
-FIRST: Place = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
 
 
 def shape_of(
@@ -46,7 +43,6 @@ class _Measured:
         config = self.checkpoint.config
         held = self._parameters
         position = family.blocks.text_position
-        image, text = self._activations()
         return ModelShape(
             name=self.checkpoint.name,
             family=family.name,
@@ -59,8 +55,7 @@ class _Measured:
             joint=position is not None,
             patch=family.latent.patch(config),
             pixels=family.latent.pixels(config),
-            activation_image=image,
-            activation_text=text,
+            activations=activations_of(self._work(), self._work(TWO) if self._cuts else None),
             scratch=scratch_bytes(held, IMAGE + TEXT),
             whole_only=family.blocks.whole_only or "",
             tensor=bool(self._cuts),
@@ -180,15 +175,3 @@ class _Measured:
         latents = latents_of(self.checkpoint.family, 1)
         calls = self._one_rank.exchanged(range(index, index + 1))
         return sum(n * call.width for call, n in calls.items() if latents.get(getattr(call, side), 1))
-
-    def _activations(self) -> tuple[float, float]:
-        """Bytes of activations of each image token and each text token, by the estimate for many of them."""
-        work = self._work()
-        stages = self.checkpoint.stages(work.config)
-        both, more_image, more_text = (
-            activation_bytes(self._work(image=image, text=text), FIRST, stages)
-            for image, text in ((IMAGE, TEXT), (2 * IMAGE, TEXT), (IMAGE, 2 * TEXT))
-        )
-        text = max(0, more_text - both) / TEXT
-        image = max((more_image - both) / IMAGE, (both - text * TEXT) / IMAGE)
-        return image, text

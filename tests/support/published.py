@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from backend.config import ParallelConfig
 from backend.planner.machine import Machine, Request
-from backend.planner.model_shape import BlockShape, ModelShape
+from backend.planner.model_shape import Activations, BlockShape, ModelShape
 
 BF16 = 2
 G, T = 1e9, 1e12
@@ -77,8 +77,7 @@ def model(name: str, d: int, heads: int, blocks: list[BlockShape], joint: bool =
         width=d,
         itemsize=BF16,
         joint=joint,
-        activation_image=14 * d * BF16,
-        activation_text=14 * d * BF16,
+        activations=Activations(*(width * d * BF16 for width in (5, 10, 8, 2, 3))),
     )
 
 

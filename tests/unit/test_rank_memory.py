@@ -183,6 +183,8 @@ def test_activations_are_about_what_a_request_allocates(tmp_path, family, dtype)
 
 @pytest.mark.parametrize("videos", [1, 2, 3])
 def test_activations_of_control_videos_are_about_what_they_allocate(tmp_path, videos):
+    """Up to 1.65 times as much in float32: the estimate is fitted to bfloat16, whose float32 tensors count
+    double."""
     engine = Engine(ParallelConfig(), mesh.single())
     path = str(write(tmp_path / "vace.safetensors", "wan21-vace-two"))
     pristine = engine.check_load(path, "default")
@@ -199,7 +201,7 @@ def test_activations_of_control_videos_are_about_what_they_allocate(tmp_path, vi
         engine.sample(sample, Callbacks())
     size = size_of(sample, engine.config, model.family, model.config)
     plan = size.plans(engine.config, pristine, model.dtype)[0]
-    assert 0.75 <= plan.activation_bytes / (memory.peak - model.cache.most_bytes) <= 1.45
+    assert 0.75 <= plan.activation_bytes / (memory.peak - model.cache.most_bytes) <= 1.65
 
 
 def test_activations_divide_over_tokens_and_heads(files):

@@ -1,0 +1,134 @@
+"""What the activations of each family are, in tokens of its width: fitted to the dry runs of released models.
+
+    python benchmarks/fit_activations.py [--write]
+
+Needs scipy. Every row of dry_run.json tells how much one rank held; keys and values, latents and long skips
+are known. The rest is max((replicated + cut / TP + exchanged + ring) / SP, outside), whose five numbers are
+fitted for each family: first for the least largest relative error, then for the least mean one. Both are
+linear programs, one for each number of rows of which the layers outside of the blocks hold most. Prints the
+numbers and the largest error; --write stores them in backend/rank_plan/activations.json.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("scripts", "benchmarks", "tests/support"))]
+import numpy as np
+import torch
+from scaling_page import dry_run, model, plans_of
+from scipy.optimize import linprog  # pyright: ignore[reportMissingImports]  # not among what tests need
+
+from backend.config import ParallelConfig
+from backend.rank_plan.activations import latent_bytes, long_skips, unit_bytes
+from backend.rank_plan.workload import Workload
+
+STORED = ROOT / "backend/rank_plan/activations.json"
+NUMBERS = ("replicated", "cut", "exchanged", "ring", "outside")
+#: Digits that are stored, and how much larger than the least the largest error may be for the mean's sake.
+DIGITS, SLACK = 2, 1.001
+
+
+@dataclass(frozen=True)
+class Row:
+    """A dry run in tokens of the model's width. inside: factors of the first four NUMBERS; skips: long skips
+    on this rank; latents: those and rotary tables; held: all but weights, keys and values."""
+
+    family: str
+    inside: tuple[float, ...]
+    skips: float
+    latents: float
+    held: float
+
+
+def rows() -> Iterator[Row]:
+    """Read every dry run that could run."""
+    for name, counted in dry_run.stored().items():
+        if isinstance(counted, dict):
+            golden, method, ranks, rank = name.split("/")
+            yield row_of(golden, method, int(ranks), int(rank), counted)
+
+
+def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Row:
+    """Read one dry run."""
+    checkpoint = model(golden).checkpoint
+    size = model(golden).size
+    request = (size.image_tokens, size.text_tokens, 1, 1)
+    work = Workload(ParallelConfig(), checkpoint, *request, torch.bfloat16, 1, {}, latents=size.latents)
+    unit = (size.image_tokens + size.text_tokens) * unit_bytes(work)
+    plan = plans_of(golden, method, ranks)[rank]
+    sp = ranks if method in ("ulysses", "ring") else 1
+    tp = ranks if method == "tensor parallel" else 1
+    inside = (1 / sp, 1 / tp / sp, (sp > 1) / sp, (method == "ring") / sp)
+    held = counted["peak"] - max(plan.kv_bytes, counted["kv"])
+    skips = long_skips(checkpoint, range(*plan.blocks)) / sp
+    return Row(checkpoint.family.name, inside, skips, latent_bytes(work) / unit, held / unit)
+
+
+def fitted(found: list[Row]) -> tuple[dict[str, float], float]:
+    """Return NUMBERS of a family, and the largest relative error."""
+    found = sorted(found, key=lambda row: row.held - row.latents)
+    counts = range(len(found) + 1)
+    best = min((program(found, count) for count in counts), key=lambda solved: solved[1])
+    numbers, error, outside = best
+    numbers, _, _ = program(found, outside, SLACK * error)
+    return {name: round(max(0.0, float(each)), DIGITS) for name, each in zip(NUMBERS, numbers)}, error
+
+
+def program(found: list[Row], outside: int, most: float | None = None) -> tuple[list[float], float, int]:
+    """Fit rows of which the first ``outside`` hold most outside of the blocks. Return the numbers, what was
+    made least (infinite where nothing fits), and ``outside``. ``most``: a bound of the largest error, whose
+    mean is then made least."""
+    count = len(found)
+    errors = count if most is not None else 1
+    left = []
+    right = []
+
+    def at_most(factors: tuple[float, ...], sign: int, index: int):
+        """sign * (factors * numbers - what remains) <= error * held"""
+        row = found[index]
+        own = np.zeros(len(NUMBERS) + errors)
+        own[: len(NUMBERS)] = sign * np.array(factors)
+        own[len(NUMBERS) + (index if most is not None else 0)] = -row.held
+        left.append(own)
+        is_inside = factors[-1] == 0
+        right.append(sign * (row.held - row.latents - (row.skips if is_inside else 0)))
+
+    for index, row in enumerate(found):
+        inside, around = (*row.inside, 0.0), (0.0, 0.0, 0.0, 0.0, 1.0)
+        at_most(inside, 1, index)
+        at_most(around, 1, index)
+        at_most(around if index < outside else inside, -1, index)
+    cost = [0.0] * len(NUMBERS) + [1.0] * errors
+    bounds = [(0, None)] * len(NUMBERS) + [(0, most)] * errors
+    solved = linprog(cost, left, right, bounds=bounds)
+    if not solved.success:
+        return [], float("inf"), outside
+    return list(solved.x[: len(NUMBERS)]), solved.fun, outside
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help=f"store the numbers in {STORED.name}")
+    chosen = parser.parse_args()
+    families = defaultdict(list)
+    for row in rows():
+        families[row.family].append(row)
+    numbers = {}
+    for family in sorted(families):
+        numbers[family], error = fitted(families[family])
+        print(f"{family}: {numbers[family]}, largest error {error:.1%}", flush=True)
+    if chosen.write:
+        lines = (f"{json.dumps(family)}: {json.dumps(each)}" for family, each in numbers.items())
+        STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
