@@ -129,8 +129,7 @@ HELD = [held_by_torch]
 def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host."""
     if device == "cpu":
-        free = host_free(swap=False)
-        return usual_memory(device, indices) if free == UNKNOWN else (free,)
+        return (host_memory(),)
     told = _told_by_driver()
     found = []
     for index, usual in zip(indices, usual_memory(device, indices)):
@@ -261,3 +260,9 @@ def _told_by_driver() -> dict[str, int]:
         if free.isdecimal():
             found |= dict.fromkeys((index, uuid, _bare(uuid)), int(free) * 1024**2)
     return found
+
+
+def host_memory() -> int:
+    """Return the bytes of host memory that programs may still take, within a container's limit."""
+    free = host_free(swap=False)
+    return int(host_bytes() * USABLE) if free == UNKNOWN else free

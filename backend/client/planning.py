@@ -23,6 +23,8 @@ _memory: dict[tuple, tuple[int, ...]] = {}
 _spared: dict[tuple, int] = {}
 #: Part of a rank's memory that the next plan leaves free beyond what the one that ran out did.
 SPARED = 0.02
+#: Ranks park weights in this part of free host memory at most (loading/parking.py).
+PARKED = 2
 RequestOf = Callable[[ModelShape], Request]
 Ran = TypeVar("Ran")
 #: Tokens of a small latent: of 256 x 256 pixels in most families.
@@ -147,7 +149,7 @@ def question_of(
         machine = machine.ordered(order)
         devices = [devices[index] for index in order] if order else devices
     asked = (shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
-    return Question(*asked, auto.rank_shares), devices
+    return Question(*asked, auto.rank_shares, measurements.host_memory() // PARKED), devices
 
 
 def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> float | None:

@@ -9,7 +9,7 @@ from ..shares import written
 from .candidates import DEGREES, LEAST_STEPS, Rules, candidates
 from .cost import Cost
 from .machine import DIFFERENT, Machine, Request
-from .memory import held, held_by_rank
+from .memory import held, held_by_rank, swap_seconds
 from .model_shape import ModelShape
 
 #: What the user chooses between; "manual" takes the degrees as they are.
@@ -32,7 +32,8 @@ RUNNERS_UP = 2
 @dataclass(frozen=True)
 class Option:
     """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
-    likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages."""
+    likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages. swap:
+    those of the seconds in which this model and another one take turns."""
 
     plan: ParallelConfig
     seconds: float
@@ -40,6 +41,7 @@ class Option:
     room: int
     likely: int
     unit: str = "GPU"
+    swap: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -89,9 +91,13 @@ class Option:
         return replace(self, plan=replace(self.plan, compile="blocks" if pays else "off"))
 
 
-#: Said where one model fits, and not all of a graph.
+#: Said where one model fits, and not all of a graph; and where all do, but by slower plans.
 TURNS = (
     "models take turns: those of this graph do not fit together, so one waits in host memory for the other"
+)
+FASTER_TURNS = (
+    "models take turns: plans with which those of this graph fit together are slower, so one waits in host "
+    "memory for the other"
 )
 
 
@@ -139,7 +145,8 @@ class Choice:
 class Question:
     """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
     plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks.
-    shares: of each GPU, where the user has set them."""
+    shares: of each GPU, where the user has set them. host: bytes of host memory for models that wait; 0 for
+    enough."""
 
     shape: ModelShape
     request: Request
@@ -148,6 +155,7 @@ class Question:
     base: ParallelConfig = field(default_factory=ParallelConfig)
     others: tuple[ModelShape, ...] = ()
     shares: tuple[float, ...] = ()
+    host: int = 0
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
@@ -189,21 +197,35 @@ class Question:
             for shares in self._shares(ranks)
         ]
 
+    def in_turns(self, exact: bool = False) -> list[Option]:
+        """Estimate every plan with one model at a time on the ranks, and the seconds in which they change."""
+        found = []
+        for each in replace(self, others=()).options(exact):
+            swap = swap_seconds(self.shape, each.plan, self.request, self.others, self.host)
+            found.append(replace(each, seconds=each.seconds + swap, swap=swap))
+        return found
+
 
 def choose(question: Question, method: str = AUTO, running: ParallelConfig | None = None) -> Choice:
     """Choose a plan. ``running``: the one that the ranks have, which stays where the best is hardly faster.
-    Models of GPUs that do not fit together take turns. ConfigError, with the numbers, where nothing fits."""
+    Models of GPUs take turns where they do not fit together, or where that is faster.
+    ConfigError, with the numbers, where nothing fits."""
     options = question.options(method == EXACT)
+    fit_together = any(each.fits for each in options)
+    if question.others and not question.machine.on_host and not (fit_together and method == MEMORY):
+        together = [each for each in options if each.fits]
+        plans = [each.plan for each in together]
+        options = together + [each for each in question.in_turns(method == EXACT) if each.plan not in plans]
     ordered = ranked(options, method)
-    notes = (question.machine.line,) if question.machine.line else ()
-    if not ordered and question.others and not question.machine.on_host:
-        options = replace(question, others=()).options(method == EXACT)
-        ordered = ranked(options, method)
-        notes += (TURNS,)
     if not ordered:
         raise ConfigError(_why_not(question, options))
     best = _kept(ordered, running, method) or ordered[0]
-    return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes)
+    notes = [question.machine.line] if question.machine.line else []
+    if best.swap:
+        notes.append(
+            f"{FASTER_TURNS if fit_together else TURNS} (about {best.swap:.0f} s each time, projected)"
+        )
+    return Choice(best, _runners_up(ordered, best), _one_of(options), method, tuple(notes))
 
 
 def ranked(options: list[Option], method: str = AUTO) -> list[Option]:

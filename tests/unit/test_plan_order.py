@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from published import L40, WAN
 
-from backend.planner.choose import Question, choose
+from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, Question, choose
 from backend.planner.machine import Request
 from backend.planner.model_shape import Activations
 
@@ -23,3 +23,32 @@ def test_plans_that_surely_fit_come_before_those_that_may():
         nominal = min((each for each in options if each.fits), key=lambda option: option.score)
         filled += [gigabytes] if nominal.plan != best.plan else []
     assert filled  # where the fastest plan would have filled the cards
+
+
+def experts(gigabytes: float, host: int = 0, steps: int = 20) -> Question:
+    """One of two experts on two cards."""
+    machine = replace(L40, memory=(gigabytes * GB,) * 2)
+    return Question(WAN, Request(32760, 512, steps, 2), machine, 2, others=(WAN,), host=host)
+
+
+def test_experts_take_turns_where_that_is_faster():
+    """Wan 2.2: together they fit by tensor parallelism, PipeFusion or sharded; each alone by CFG."""
+    question = experts(42)
+    assert any(each.fits for each in question.options())
+    choice = choose(question)
+    assert choice.plan.cfg_degree == 2 and choice.option.swap > 0
+    assert any(FASTER_TURNS in line and "s each time" in line for line in choice.lines)
+    together = min(each.seconds for each in question.options() if each.fits)
+    assert choice.option.seconds < together
+
+
+def test_experts_stay_where_the_change_takes_longer():
+    """Of few steps, of a host without memory for the one that waits, and for the least memory."""
+    for question, method in (
+        (experts(42, steps=1), AUTO),
+        (experts(42, host=GB, steps=6), AUTO),
+        (experts(42), MEMORY),
+    ):
+        assert not choose(question, method).option.swap, question
+    assert choose(experts(42, steps=6)).option.swap
+    assert not choose(experts(200)).option.swap  # where all fits, nothing waits
