@@ -23,6 +23,7 @@ from page_parts import Part
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
+from backend.planner import drift
 from backend.planner.candidates import LEAST_STEPS
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
@@ -155,7 +156,8 @@ def text(table: str) -> str:
     """docs/drift.md; its part on ``wire`` is benchmarks/wire_drift.py's, and stays as it is."""
     steps = [int(line.split("|")[1]) for line in table.splitlines()[len(HEAD) :]]
     numbers = {"prompts": len(PROMPTS), "shift": SHIFT, "wire": WIRE.read()}
-    numbers |= {"least": min(steps), "auto": LEAST_STEPS}
+    numbers |= {"least": min(steps), "auto": LEAST_STEPS, "few": drift.FEW_STEPS, "most": drift.MOST_PATCHES}
+    numbers |= {"stale": drift.STALE, "decibel": drift.DECIBEL, "invisible": drift.INVISIBLE}
     return TEXT.format(table=table, conclusion=conclusion(table), **numbers)
 
 
@@ -181,8 +183,10 @@ step before. `extrapolate` reads K + r (K - K_prev), r the ratio of the two step
 costs a second buffer of keys and values.
 
 **Fewer than {least} steps were not measured**, nor any released model. `method` auto may take PipeFusion
-from {auto} steps on: with few steps the step before is further away, and the drift larger. `fastest exact`
-takes no stale keys and values.
+from {auto} steps on: with few steps the step before is further away, and the drift larger. Under {few}
+steps it takes {most} patches at most. A plan has to be {stale:g} times as fast as an exact one, and
+{decibel:g} times more for each dB of the mean below {invisible:g} (`backend/planner/drift.py` has the rows of
+reuse with W = 1). `fastest exact` takes no stale keys and values.
 
 {conclusion}
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..config import AXES, ParallelConfig
 from ..torch_version import unshardable
+from .drift import drifts_too_far
 from .machine import Request
 from .model_shape import ModelShape
 
@@ -83,6 +84,8 @@ def _patched(
     if rules.exact or request.drained or plan.warmup_steps < 1:
         return
     for patches in (stages, stages + 1, 2 * stages):  # one more: no stage waits while outputs go back
+        if drifts_too_far(request.steps, patches):
+            continue
         if patches == stages or tokens >= LEAST_TOKENS * patches * plan.sp_degree:
             if patches * plan.sp_degree <= request.image_tokens:
                 yield replace(plan, num_pipeline_patch=patches)

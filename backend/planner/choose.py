@@ -8,16 +8,15 @@ from ..config import ConfigError, ParallelConfig, in_words
 from ..shares import written
 from .candidates import DEGREES, LEAST_STEPS, Rules, candidates
 from .cost import Cost
+from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request
 from .memory import held, held_by_rank, swap_seconds
 from .model_shape import ModelShape
 
 #: What the user chooses between; "manual" takes the degrees as they are.
 AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory", "manual")
-#: A plan whose result is not one GPU's has to be so much faster than one whose is.
-STALE = 1.05
-#: The same for every further mechanism and every further rank, and for those with more traffic: what is
-#: within the error of the estimate goes to the simpler plan.
+#: A plan has to be so much faster for every further mechanism and every further rank, and for those with more
+#: traffic: what is within the error of the estimate goes to the simpler plan.
 MECHANISM, RANK = 1.01, 1.002
 TRAFFIC = {"ring_degree": 1.005, "tensor_parallel_degree": 1.02, "shard_weights": 1.02}
 #: A plan that runs stays while the best one is not so many times as fast: a change costs seconds.
@@ -33,7 +32,8 @@ RUNNERS_UP = 2
 class Option:
     """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
     likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages. swap:
-    those of the seconds in which this model and another one take turns."""
+    those of the seconds in which this model and another one take turns. drift: how many times as fast as an
+    exact plan it has to be."""
 
     plan: ParallelConfig
     seconds: float
@@ -42,6 +42,7 @@ class Option:
     likely: int
     unit: str = "GPU"
     swap: float = 0.0
+    drift: float = 1.0
 
     @property
     def fits(self) -> bool:
@@ -63,7 +64,7 @@ class Option:
     def score(self) -> float:
         """Seconds, with what a plan has to gain to be worth its drawbacks."""
         penalty = MECHANISM ** len(self.mechanisms) * RANK**self.plan.world_size
-        penalty *= STALE if self.plan.has_stale_kv else 1.0
+        penalty *= self.drift
         for mechanism in self.mechanisms & TRAFFIC.keys():
             penalty *= TRAFFIC[mechanism]
         return self.seconds * penalty
@@ -161,7 +162,8 @@ class Question:
         """Estimate one plan."""
         seconds = Cost(self.shape, plan, self.machine, self.request).total
         unit = "rank" if self.machine.on_host else "GPU"
-        return Option(plan, seconds, *self._tightest(plan), unit)
+        drift = 1.0 if is_exact(plan) else drift_penalty(self.request.steps, plan.patches)
+        return Option(plan, seconds, *self._tightest(plan), unit, drift=drift)
 
     def _tightest(self, plan: ParallelConfig) -> tuple[int, int, int]:
         """Bytes that the rank with least to spare holds, may hold, and likely holds at most; the last as much

@@ -64,6 +64,7 @@ STDLIB_ONLY = (
     "backend.planner.candidates",
     "backend.planner.choose",
     "backend.planner.cost",
+    "backend.planner.drift",
     "backend.planner.machine",
     "backend.planner.memory",
     "backend.planner.model_shape",

@@ -1,9 +1,13 @@
 """Which of several plans that would run auto takes."""
 
 from dataclasses import replace
+from pathlib import Path
 
-from published import L40, WAN
+import pytest
+from published import FLUX, L40, WAN
 
+from backend.planner import drift
+from backend.planner.candidates import is_exact
 from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, Question, choose
 from backend.planner.machine import Request
 from backend.planner.model_shape import Activations
@@ -52,3 +56,29 @@ def test_experts_stay_where_the_change_takes_longer():
         assert not choose(question, method).option.swap, question
     assert choose(experts(42, steps=6)).option.swap
     assert not choose(experts(200)).option.swap  # where all fits, nothing waits
+
+
+def test_drift_is_that_of_the_page():
+    """The least over cfg, of reuse after one step of warm-up."""
+    page = (Path(__file__).parents[2] / "docs/drift.md").read_text()
+    measured: dict[int, dict[int, float]] = {}
+    for line in page.splitlines():
+        cells = [each.strip() for each in line.strip("| ").split("|")]
+        if len(cells) == 8 and cells[0].isdecimal() and cells[3] == "1":
+            row = measured.setdefault(int(cells[0]), {})
+            size, decibels = int(cells[2]), float(cells[4].split(" / ")[0])
+            row[size] = min(decibels, row.get(size, decibels))
+    assert drift.MEASURED == measured
+
+
+@pytest.mark.parametrize("steps, most", [(8, 4), (15, 4), (16, 8), (28, 8)])
+def test_few_steps_have_few_patches(steps, most):
+    machine = replace(L40, memory=(48 * GB,) * 4)
+    options = Question(FLUX, Request(4096, 512, steps, 1), machine, 4).options()
+    assert max(each.plan.patches for each in options if not is_exact(each.plan)) == most
+
+
+def test_what_can_be_seen_has_to_be_faster():
+    few, some, many = (drift.penalty(steps, 4) for steps in (8, 12, 28))
+    assert few > some > many == drift.STALE
+    assert drift.penalty(8, 2) < few and drift.penalty(100, 16) == many
