@@ -162,7 +162,7 @@ class Question:
         """Estimate one plan."""
         seconds = Cost(self.shape, plan, self.machine, self.request).total
         unit = "rank" if self.machine.on_host else "GPU"
-        drift = 1.0 if is_exact(plan) else drift_penalty(self.request.steps, plan.patches)
+        drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
         return Option(plan, seconds, *self._tightest(plan), unit, drift=drift)
 
     def _tightest(self, plan: ParallelConfig) -> tuple[int, int, int]:
