@@ -155,7 +155,7 @@ def test_auto_shares_by_memory_where_speed_does_not_fit():
 
 
 def test_shares_of_the_user_stay():
-    machine = mixed(speeds=(1.0, 3.0)).told((60.0, 40.0))
+    machine = mixed(speeds=(1.0, 3.0)).with_shares((60.0, 40.0))
     question = Question(FLUX, REQUEST, machine, 2, shares=(60.0, 40.0))
     assert {option.plan.shares for option in question.options()} == {"", "60,40"}
     assert {option.plan.shares for option in question.options() if option.plan.world_size == 2} == {"60,40"}
