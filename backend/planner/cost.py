@@ -126,8 +126,8 @@ class Cost:
         return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
 
     def _dequantize(self, blocks: tuple[BlockShape, ...]) -> float:
-        """Seconds to write what quantized weights stand for, before it is read."""
-        size = sum(block.unpacked + block.weights for block in blocks if block.unpacked)
+        """Seconds to make what quantized weights stand for, before it is read."""
+        size = sum(block.dequantizing for block in blocks)
         return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
 
     def _activation(self, patches: int, features: int = 0) -> float:

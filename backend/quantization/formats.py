@@ -32,12 +32,13 @@ SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 
 @dataclass(frozen=True)
 class Format:
-    """weight: stored tensors, settings and dtype -> the weight of these rows; stored: the file's dtypes;
+    """weight: stored tensors, settings, dtype and memory or None -> the weight of these rows, in that memory
+    if it is there and the format can write to it, else in ``dtype`` or float32; stored: the file's dtypes;
     needs: leaves that must be there; leaves: those that are read; block: settings -> neighbours in a row that
     can only be read together; packed: values in an element; short: its name in reports; tiles: the
-    file's dtypes of a weight_scale of blocks, in cuBLAS' tiles."""
+    file's dtypes of a weight_scale of blocks, in cuBLAS' tiles; moved: as moved_bytes."""
 
-    weight: Callable[[Stored, Settings, torch.dtype], Tensor]
+    weight: Callable[[Stored, Settings, torch.dtype, Tensor | None], Tensor]
     stored: tuple[str, ...]
     needs: tuple[str, ...] = ("weight_scale",)
     leaves: tuple[str, ...] = SCALES
@@ -45,26 +46,28 @@ class Format:
     packed: int = 1
     short: str = ""
     tiles: tuple[str, ...] = ()
+    moved: float = 7.0
 
 
-def _float8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
-    values = stored["values"].to(dtype)
-    return values * stored["scale"].to(dtype) if "scale" in stored else values
+def _float8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    values = stored["values"]
+    weight = values.to(dtype) if out is None else out.copy_(values)
+    return torch.mul(weight, stored["scale"].to(dtype), out=out) if "scale" in stored else weight
 
 
-def _int8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
-    weight = stored["values"].float() * stored["scale"].float()
+def _int8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     size = rotation(settings)
+    weight = torch.mul(stored["values"], stored["scale"].float(), out=out if size is None else None)
     return weight if size is None else _rotated(weight, size)
 
 
-def _convrot_w4a4(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
+def _convrot_w4a4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize signed values of four bits under a scale for each row, and rotate them back."""
     signed = (_nibbles(stored["values"]) ^ 8) - 8  # two's complement
     return _rotated(signed.float() * stored["scale"].float(), rotation_size(settings))
 
 
-def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
+def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize codes of four bits (of a codebook, or 8 more than their values) under a scale for each group
     to the int8 that comfy-kitchen multiplies by, these under a scale for each row, and rotate them back."""
     codes = _nibbles(stored["values"])
@@ -84,23 +87,30 @@ def _e4m3(scales: Tensor) -> Tensor:
     return (scales.view(torch.float8_e4m3fn) if scales.dtype == torch.uint8 else scales).float()
 
 
-def _mxfp8(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
+def _mxfp8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize blocks of 32 E4M3 values under a float's exponent (OCP Microscaling Formats 1.0)."""
     scales = (stored["block_scales"].int() << 23).view(torch.float32)
-    return (stored["values"].float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)
+    return _scaled(stored["values"].float(), scales, out)
 
 
-def _nvfp4(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
+def _scaled(values: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
+    """Multiply the blocks of each row by their ``scales`` (rows, blocks)."""
+    blocks = (scales.shape[1], -1)
+    into = None if out is None else out.unflatten(1, blocks)
+    found = torch.mul(values.unflatten(1, blocks), scales.unsqueeze(-1), out=into)
+    return found.flatten(1) if out is None else out
+
+
+def _nvfp4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the
     first value of a byte is in its high bits."""
-    pairs = stored["values"]
-    bits = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(1).int()
+    values = _e2m1(stored["values"].device, dtype)[stored["values"].int()].flatten(1)
     block_scales = stored["block_scales"].contiguous().view(torch.float8_e4m3fn)
     scales = stored["tensor_scale"].to(dtype) * block_scales.to(dtype)
-    return (_e2m1(pairs.device, dtype)[bits].unflatten(1, (-1, 16)) * scales.unsqueeze(-1)).flatten(1)
+    return _scaled(values, scales, out)
 
 
-def _gguf(stored: Stored, settings: Settings, dtype: torch.dtype) -> Tensor:
+def _gguf(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize a GGUF type's blocks, by diffusers' functions in float32."""
     dequantize, block, size = gguf_type(settings["format"])
     values = stored["values"]
@@ -152,7 +162,9 @@ def has_finite_scales(kind: str, blocks: Tensor) -> bool:
 
 @cache
 def _e2m1(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(E2M1, device=device, dtype=dtype)
+    """The two values of each byte, (256, 2)."""
+    pairs = [(E2M1[byte >> 4], E2M1[byte & 15]) for byte in range(256)]
+    return torch.tensor(pairs, device=device, dtype=dtype)
 
 
 def _setting(settings: Settings, name: str, default: int | None = None):
@@ -210,10 +222,14 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 FORMATS = {
     "float8_e4m3fn": Format(_float8, tuple(FLOAT8), short="fp8"),
     "float8_e5m2": Format(_float8, tuple(FLOAT8), short="fp8"),
-    "int8_tensorwise": Format(_int8, ("I8",), block=lambda settings: rotation(settings) or 1, short="int8"),
-    "mxfp8": Format(_mxfp8, ("F8_E4M3",), block=lambda settings: 32, short="mxfp8", tiles=("F8_E8M0", "U8")),
+    "int8_tensorwise": Format(
+        _int8, ("I8",), block=lambda settings: rotation(settings) or 1, short="int8", moved=19.1
+    ),
+    "mxfp8": Format(
+        _mxfp8, ("F8_E4M3",), block=lambda settings: 32, short="mxfp8", tiles=("F8_E8M0", "U8"), moved=11.5
+    ),
     # of files of scaled fp8 that keep some layers as they were, under a scale that ComfyUI multiplies too
-    "scaled plain": Format(_float8, ("BF16", "F16", "F32"), short="scaled"),
+    "scaled plain": Format(_float8, ("BF16", "F16", "F32"), short="scaled", moved=8.0),
     "nvfp4": Format(
         _nvfp4,
         ("U8",),
@@ -222,9 +238,16 @@ FORMATS = {
         packed=2,
         short="nvfp4",
         tiles=("F8_E4M3", "U8"),
+        moved=11.1,
     ),
     "convrot_w4a4": Format(
-        _convrot_w4a4, ("I8",), leaves=("weight_scale",), block=rotation_size, packed=2, short="w4a4"
+        _convrot_w4a4,
+        ("I8",),
+        leaves=("weight_scale",),
+        block=rotation_size,
+        packed=2,
+        short="w4a4",
+        moved=36.1,
     ),
     "asym_w4a8_int8": Format(
         _w4a8,
@@ -234,17 +257,32 @@ FORMATS = {
         lambda settings: math.lcm(rotation_size(settings), scale_group(settings), 16),
         packed=2,
         short="w4a8",
+        moved=64.7,
     ),
 }
 #: Float8 without scales.
-PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8")
+PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8", moved=3.0)
+#: GGUF type -> moved_bytes.
+GGUF_MOVED = {
+    **{"Q4_0": 18.8, "Q4_1": 23.1, "Q5_0": 43.4, "Q5_1": 47.8, "Q8_0": 11.3, "Q2_K": 23.7, "Q3_K": 30.0},
+    **{"Q4_K": 23.6, "Q5_K": 31.7, "Q6_K": 27.9, "IQ4_NL": 38.8, "IQ4_XS": 39.8},
+}
+#: The same of int8 in rows that are not rotated; Format.moved has the other.
+UNROTATED = 3.0
+
+
+def moved_bytes(form: Format, settings: Settings) -> float:
+    """Return the bytes that operators read and write to dequantize one value to half precision, scales
+    included. Counted by tests/unit/test_dequantized.py, of 1024 x 4096 values, with groups of 256."""
+    is_plain = form.short == "int8" and rotation(settings) is None
+    return UNROTATED if is_plain else form.moved
 
 
 @cache
 def gguf_format(kind: str) -> Format:
     """Return the format of a GGUF type; its blocks are bytes."""
     _, block, _ = gguf_type(kind)
-    return Format(_gguf, (kind,), (), block=partial(_constant, block), short=kind)
+    return Format(_gguf, (kind,), (), block=partial(_constant, block), short=kind, moved=GGUF_MOVED[kind])
 
 
 def _constant(block: int, settings: Settings) -> int:

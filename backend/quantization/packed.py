@@ -43,21 +43,20 @@ class Packed:
         rows at a time."""
         rows, _ = self.shape
         step = max(1, CHUNK // max(1, self.columns))
-        if out is None and rows <= step:
-            return self._rows(slice(None), dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
         for start in range(0, rows, step):
-            out[start : start + step] = self._rows(slice(start, start + step), dtype)
+            self._dequantize_rows(slice(start, start + step), out[start : start + step])
         return out
 
-    def _rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
+    def _dequantize_rows(self, rows: slice, out: Tensor):
         stored = {role: value[rows] if value.ndim > 1 else value for role, value in self.tensors.items()}
-        weight = self.format.weight(stored, self.settings, dtype).to(dtype)
+        is_whole = self.kept == (range(self.columns),)
+        weight = self.format.weight(stored, self.settings, out.dtype, out if is_whole else None)
+        if weight is not out:  # the copy rounds to its type
+            out.copy_(weight if is_whole else take(weight, self.kept))
         smoothing = stored.get("smoothing")
-        if self.kept != (range(self.columns),):
-            weight = take(weight, self.kept)
-            smoothing = None if smoothing is None else take(smoothing, self.kept)
-        return weight if smoothing is None else weight * smoothing.to(dtype)
+        if smoothing is not None:
+            out.mul_((smoothing if is_whole else take(smoothing, self.kept)).to(out.dtype))
 
 
 def take(tensor: Tensor, runs: Sequence[range]) -> Tensor:

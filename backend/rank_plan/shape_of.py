@@ -103,8 +103,8 @@ class _Measured:
 
     @cached_property
     def _by_block(self) -> list[Counter[str]]:
-        """Bytes of every block: "modulation", "weights" without it, "cut" by tensor parallelism, and what
-        quantized ones are "unpacked"."""
+        """Bytes of every block: "modulation", "weights" without it, "cut" by tensor parallelism, what
+        quantized ones are "unpacked", and what is moved for that ("dequantizing")."""
         names = self.checkpoint.block_names
         modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
         found = [Counter[str]() for _ in names]
@@ -117,6 +117,7 @@ class _Measured:
                 continue
             counts["weights"] += each.bytes
             counts["unpacked"] += each.unpacked
+            counts["dequantizing"] += each.moved
             counts["cut"] += each.bytes if each.module in self._cuts else 0
         return found
 
@@ -153,6 +154,7 @@ class _Measured:
             weights=sizes["weights"],
             modulation=sizes["modulation"],
             unpacked=sizes["unpacked"],
+            dequantizing=sizes["dequantizing"],
             cut=sizes["cut"] / max(1, sizes["weights"]),
             reduced_image=reduced_image,
             reduced_text=reduced_text,

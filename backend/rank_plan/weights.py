@@ -14,6 +14,7 @@ from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
+from ..quantization.formats import moved_bytes
 from ..quantization.kernels import Choice, Kernel, turn_bytes
 
 #: How a quantized weight multiplies where nothing else is known.
@@ -26,8 +27,8 @@ class HeldParameter:
 
     block: where it is in the order of blocks; None outside of them. sizes: of its tensors, several where it
     is quantized. unpacked: bytes of the weight that a quantized one stands for, of ``dtype``, where that is
-    dequantized to be multiplied; else 0. kernel: which multiplies a quantized one of this ``matrix``
-    natively.
+    dequantized to be multiplied, and moved: bytes that are read and written for that; else 0. kernel: which
+    multiplies a quantized one of this ``matrix`` natively.
     """
 
     module: str
@@ -35,6 +36,7 @@ class HeldParameter:
     sizes: list[StoredSize]
     dtype: torch.dtype
     unpacked: int = 0
+    moved: int = 0
     kernel: Kernel | None = None
     matrix: tuple[int, int] = (0, 0)
 
@@ -102,8 +104,15 @@ def _held(
         packed = [StoredSize(kept[0], plain * bits // (8 * own_dtype.itemsize))]
     if packed is None:
         return HeldParameter(module, block, [StoredSize(kept[0], plain)], own_dtype)
-    unpacked = plain if choice.needs_scratch else 0
-    return HeldParameter(module, block, packed, own_dtype, unpacked, choice.kernel, (kept[0], kept[1]))
+    native = {"kernel": choice.kernel, "matrix": (kept[0], kept[1])}
+    if not choice.needs_scratch:
+        return HeldParameter(module, block, packed, own_dtype, **native)
+    quantization = checkpoint.files.quantization(checkpoint.key(source))
+    # of a file that is plain: what is stored, and what it stands for
+    moved = plain + sum(size.bytes for size in packed)
+    if quantization is not None:
+        moved = round(kept.numel() * moved_bytes(*quantization))
+    return HeldParameter(module, block, packed, own_dtype, plain, moved, **native)
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:

@@ -143,9 +143,9 @@ def test_constants_of_a_type_are_made_once(kind):
     _, _, size = formats.gguf_type(kind)
     stored = {"values": torch.randint(0, 100, (3, 2 * size), dtype=torch.uint8)}
     formats._on_device.cache_clear()
-    first = formats._gguf(stored, {"format": kind}, torch.float32)
+    first = formats._gguf(stored, {"format": kind}, torch.float32, None)
     with Copies() as copies:
-        assert formats._gguf(stored, {"format": kind}, torch.float32).equal(first)
+        assert formats._gguf(stored, {"format": kind}, torch.float32, None).equal(first)
     assert copies.count == 0 and (kind == "Q8_0" or formats._on_device.cache_info().currsize > 0)
 
 
