@@ -71,7 +71,9 @@ class Probe:
         """Return the rates of the slowest rank."""
         gemm, attention, bandwidth, launch = self._compute()
         latency, exchanges = self._exchanges()
-        own = [gemm, attention, bandwidth, launch, latency, self._neighbours(), *exchanges.values()]
+        rings = self._rings()
+        own = [gemm, attention, bandwidth, launch, latency, self._neighbours()]
+        own += [*exchanges.values(), *rings.values()]
         everybody = list(zip(*self.dispatcher.all_gather_object(own)))
         slowest = [min(values) for values in everybody]
         return Machine(
@@ -83,6 +85,7 @@ class Probe:
             latency=max(everybody[4]),
             p2p=slowest[5],
             all_to_all=dict(zip(exchanges, slowest[6:])),
+            rings=dict(zip(rings, slowest[6 + len(exchanges) :])),
             alone=self._alone(slowest[0]),
             ranks=self.ranks,
             names=tuple(self.dispatcher.all_gather_object(self._name())),
@@ -171,11 +174,25 @@ class Probe:
         found = self._grouped(size, lambda axis: comm.all_gather(x, [x.shape] * size, axis, "probe"))
         return (size - 1) * self.sent / found
 
+    def _rings(self) -> dict[int, float]:
+        """Ranks of a group -> bytes/s of each to the next one around, all groups at once: of four GPUs in two
+        bridged pairs the links between the pairs count, which _neighbours does not use."""
+        found = {}
+        x = self._random(self.sent // self.dtype.itemsize)
+        received = torch.empty_like(x)
+        for size in self._sizes():
+            found[size] = self.sent / self._grouped(size, partial(comm.pass_on, x, received))
+        return found
+
+    def _sizes(self) -> list[int]:
+        """Ranks of the groups that are measured."""
+        return [size for size in range(2, self.ranks + 1) if self.ranks % size == 0]
+
     def _exchanges(self) -> tuple[float, dict[int, float]]:
         """Seconds of a tiny all-to-all; ranks of a group -> bytes/s of each in a large one."""
         found = {}
         latency = MICROSECOND
-        for size in (n for n in range(2, self.ranks + 1) if self.ranks % n == 0):
+        for size in self._sizes():
             numbers = self.sent // self.dtype.itemsize // size
             latency = self._grouped(size, partial(_exchange, [self._random(8)] * size))
             large = self._grouped(size, partial(_exchange, [self._random(numbers)] * size))

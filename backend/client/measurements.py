@@ -28,7 +28,7 @@ from .private_folder import PrivateFolder
 from .rank_environment import PACK, sanitized_environment
 
 #: Changes where what is kept has another meaning.
-VERSION = 8
+VERSION = 9
 #: A machine that takes longer than this to measure is not going to.
 LONGEST_SECONDS = 300.0
 #: Part of a GPU's memory that is free where nothing tells how much is.

@@ -189,6 +189,12 @@ def _finish(operations: list[dist.P2POp]):
             work.wait()
 
 
+def pass_on(x: Tensor, received: Tensor, axis: Axis):
+    """Send ``x`` to the next rank of a ring while ``received`` comes from the one before."""
+    sent = dist.P2POp(dist.isend, x, axis.neighbour(1), axis.group)
+    _finish([sent, dist.P2POp(dist.irecv, received, axis.neighbour(-1), axis.group)])
+
+
 class Pipe:
     """A one-way stream of tensors: from the rank that ``incoming`` joins to this one, from this rank to that
     of ``outgoing``. Receives may be posted ahead.

@@ -78,6 +78,11 @@ class Cost:
     def _samples(self) -> int:
         return max(each.samples for each in rank_shares(self.plan, self.request.batch))
 
+    @property
+    def _replica(self) -> int:
+        """Ranks, all neighbours, among which the tokens, blocks and matrices of one prompt are divided."""
+        return self.plan.pipefusion_degree * self.plan.sp_degree * self.plan.tensor_parallel_degree
+
     @cached_property
     def _sequence(self) -> int:
         return self.shape.sequence(self.request.image_tokens, self.request.text_tokens)
@@ -158,7 +163,7 @@ class Cost:
             return attention
         width = plan.ulysses_degree * plan.tensor_parallel_degree
         sent = 2 * self._on_wire * self._activation(patches, self._keys(blocks)) * (r - 1) / (r * width)
-        travelling = sent / self.machine.p2p + (r - 1) * self.machine.latency * len(blocks)
+        travelling = sent / self.machine.neighbour(r * width) + (r - 1) * self.machine.latency * len(blocks)
         if plan.pipefusion_degree > 1:  # gathered into the stage's buffer before attention
             return attention + travelling
         hidden = max(attention / RING_EFFICIENCY, attention / r + travelling)
@@ -196,29 +201,30 @@ class Cost:
         numbers = sum(block.reduced_image * image + block.reduced_text * text for block in blocks)
         held = self._samples * self.shape.itemsize / plan.sp_degree / patches
         sent = 2 * (tp - 1) / tp * numbers * held
-        return sent / self.machine.p2p + 2 * self.machine.latency * len(blocks)
+        return sent / self.machine.neighbour(tp) + 2 * self.machine.latency * len(blocks)
 
     def _gather_weights(self, blocks: tuple[BlockShape, ...]) -> float:
         """Seconds in which sharded weights come from the others, while blocks before them compute."""
         if not self.plan.shard_weights:
             return 0.0
         ranks = self.plan.sp_degree * self.plan.data_parallel_degree
+        rate = self.machine.neighbour(self.plan.world_size if self.plan.data_parallel_degree > 1 else ranks)
         size = sum(block.unpacked or (block.weights + block.modulation) for block in blocks)
-        return size * (ranks - 1) / ranks / self.machine.p2p + self.machine.latency * len(blocks)
+        return size * (ranks - 1) / ranks / rate + self.machine.latency * len(blocks)
 
     def _hop(self, patches: int) -> float:
         """Seconds in which a patch goes to the next stage."""
         if self.plan.pipefusion_degree == 1:
             return 0.0
         carried = max(1 + stage[-1].skips for stage in self._stages[:-1])
-        return (
-            self.machine.latency
-            + carried * self._activation(patches) / self.plan.sp_degree / self.machine.p2p
-        )
+        return self.machine.latency + carried * self._activation(
+            patches
+        ) / self.plan.sp_degree / self.machine.neighbour(self._replica)
 
     def _combine(self) -> float:
         """Seconds in which CFG ranks exchange their predictions."""
         if self.plan.cfg_degree == 1:
             return 0.0
+        rate = self.machine.neighbour(self._replica * self.plan.cfg_degree)
         # float32 of a token's latent pixels: at most about 64 numbers
-        return self.machine.latency + self._samples * self.request.image_tokens * 64 * 4 / self.machine.p2p
+        return self.machine.latency + self._samples * self.request.image_tokens * 64 * 4 / rate

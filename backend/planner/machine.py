@@ -15,14 +15,14 @@ class Machine:
     """Rates of one rank while all ranks work, measured by backend/probe.py. FLOP/s, bytes/s, seconds.
 
     gemm, attention: sustained rates. bandwidth: of device memory. p2p: bytes that a rank sends to its
-    neighbour while all do. all_to_all: ranks of a group -> bytes that each of them sends. latency: of one
-    small message. launch: host seconds to start the kernels of one stream of a block. overhead: further
-    seconds of a block whose tokens are divided. half_rate: tokens at which matrix products run at half their
-    rate. alone: how many times as fast a rank computes while no other does (1 on GPUs; ranks on the CPU
-    share its cores). ranks: how many ranks were measured. names, speeds: of each rank's GPU, in order; times
-    as fast as the slowest, by one timed step (none on the CPU, whose cores ranks share). memory: free bytes
-    of each GPU in order, or of the host. on_host: ranks run on the CPU, share its memory, and hide neither
-    traffic nor kernel starts.
+    neighbour while pairs of them do. all_to_all, rings: ranks of a group -> bytes that each of them sends to
+    all others, to the next one while all groups do. latency: of one small message. launch: host seconds to
+    start the kernels of one stream of a block. overhead: further seconds of a block whose tokens are divided.
+    half_rate: tokens at which matrix products run at half their rate. alone: how many times as fast a rank
+    computes while no other does (1 on GPUs; ranks on the CPU share its cores). ranks: how many ranks were
+    measured. names, speeds: of each rank's GPU, in order; times as fast as the slowest, by one timed step
+    (none on the CPU, whose cores ranks share). memory: free bytes of each GPU in order, or of the host.
+    on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel starts.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Machine:
     speeds: tuple[float, ...] = ()
     memory: tuple[int, ...] = field(default=())
     on_host: bool = False
+    rings: dict[int, float] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
@@ -86,6 +87,12 @@ class Machine:
         nearest = min(self.all_to_all, key=lambda size: abs(math.log(size / ranks)), default=0)
         return self.all_to_all.get(nearest, self.p2p)
 
+    def neighbour(self, span: int) -> float:
+        """Return the bytes/s that a rank sends to another one of a group of neighbours that spans so many
+        ranks: of the smallest measured ring that reaches as far, whose slowest link counts."""
+        sizes = [size for size in sorted(self.rings) if size >= span] or sorted(self.rings)[-1:]
+        return min(self.p2p, self.rings[sizes[0]]) if sizes and span > 2 else self.p2p
+
     def rooms(self, ranks: int) -> tuple[int, ...]:
         """Return the bytes that each of the first ``ranks`` may hold."""
         if self.on_host:
@@ -102,11 +109,14 @@ class Machine:
         known: dict[str, Any] = {
             each.name: values[each.name] for each in fields(cls) if each.name != "memory"
         }
-        rates = {int(size): float(rate) for size, rate in values["all_to_all"].items()}
+        groups = {
+            name: {int(size): float(rate) for size, rate in values[name].items()}
+            for name in ("all_to_all", "rings")
+        }
         lists = {name: tuple(values[name]) for name in ("names", "speeds")}
-        found = cls(**{**known, **lists, "all_to_all": rates})
+        found = cls(**{**known, **lists, **groups})
         numbers = [getattr(found, each.name) for each in fields(cls) if each.type is float]
-        numbers += found.speeds
+        numbers += [*found.speeds, *found.all_to_all.values(), *found.rings.values()]
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or found.gemm <= 0:
             raise ValueError("rates are positive numbers")
         return found

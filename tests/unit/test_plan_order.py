@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from published import FLUX, L40, WAN
 
+from backend.config import ParallelConfig
 from backend.planner import drift
 from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, Question, choose
-from backend.planner.machine import Request
+from backend.planner.cost import Cost
+from backend.planner.machine import Machine, Request
 from backend.planner.model_shape import Activations
 
 GB = 1_000_000_000
@@ -81,3 +83,35 @@ def test_what_can_be_seen_has_to_be_faster():
     few, some, many = (drift.penalty(steps, 4) for steps in (8, 12, 28))
     assert few > some > many == drift.STALE
     assert drift.penalty(8, 2) < few and drift.penalty(100, 16) == many
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ring_degree": 4},
+        {"tensor_parallel_degree": 4},
+        {"ring_degree": 2, "tensor_parallel_degree": 2},
+        {"ulysses_degree": 4, "shard_weights": True},
+        {"pipefusion_degree": 4},
+        {"ring_degree": 2, "data_parallel_degree": 2, "shard_weights": True},
+    ],
+    ids=str,
+)
+def test_plans_of_bridged_pairs_go_at_the_pace_of_the_slow_links(fields):
+    """Four GPUs with two bridges: pairs are fast, what spans both is not. On machines of bytes alone."""
+    far = Machine("links", 1e30, 1e30, 1e30, 50e9, {4: 50e9}, latency=0.0, launch=0.0)
+    bridged = replace(far, rings={2: 50e9, 4: 5e9})
+    plan, request = ParallelConfig(**fields), Request(4096, 512, 8, 1, batch=2)
+    seconds = [Cost(FLUX, plan, each, request).total for each in (bridged, far)]
+    assert seconds[0] > 2 * seconds[1]
+    for pair in ({"ring_degree": 2}, {"tensor_parallel_degree": 2}, {"pipefusion_degree": 2}):
+        costs = [Cost(FLUX, ParallelConfig(**pair), each, request).total for each in (bridged, far)]
+        assert costs[0] == costs[1]
+
+
+def test_rates_without_rings_are_none_of_this_version():
+    values = L40.as_dict()
+    assert Machine.from_dict(values) == replace(L40, memory=())
+    del values["rings"]
+    with pytest.raises(KeyError):
+        Machine.from_dict(values)
