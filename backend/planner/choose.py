@@ -19,6 +19,9 @@ AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory"
 #: traffic: what is within the error of the estimate goes to the simpler plan.
 MECHANISM, RANK = 1.01, 1.002
 TRAFFIC = {"ring_degree": 1.005, "tensor_parallel_degree": 1.02, "shard_weights": 1.02}
+#: A plan has to be so much faster if it may run out of memory: it fits, but not with the upper end of the
+#: estimate.
+TIGHT = 1.1
 #: A plan that runs stays while the best one is not so many times as fast: a change costs seconds.
 STAYS = 1.1
 #: What compiled blocks are taken to save of a request, and the seconds that compiling them costs on GPUs.
@@ -64,7 +67,7 @@ class Option:
     def score(self) -> float:
         """Seconds, with what a plan has to gain to be worth its drawbacks."""
         penalty = MECHANISM ** len(self.mechanisms) * RANK**self.plan.world_size
-        penalty *= self.drift
+        penalty *= self.drift * (1.0 if self.surely_fits else TIGHT)
         for mechanism in self.mechanisms & TRAFFIC.keys():
             penalty *= TRAFFIC[mechanism]
         return self.seconds * penalty
@@ -231,14 +234,12 @@ def choose(question: Question, method: str = AUTO, running: ParallelConfig | Non
 
 
 def ranked(options: list[Option], method: str = AUTO) -> list[Option]:
-    """Return the options that may be taken, best first: those that fit with the upper end of the estimate of
-    memory, or where none does, by the estimate; where one GPU is among them, those that are not slower than
-    it (all that fit for the least memory)."""
+    """Return the options that may be taken, best first: those that fit, and where one GPU is among them, that
+    are not slower than it (all that fit for the least memory)."""
     one = _one_of(options)
     fitting = [each for each in options if each.fits]
     if method == MEMORY:
         return sorted(fitting, key=_by_memory)
-    fitting = [each for each in fitting if each.surely_fits] or fitting
     if one in fitting:
         fitting = [each for each in fitting if each.seconds <= one.seconds]
     return sorted(fitting, key=attrgetter("score"))

@@ -8,7 +8,7 @@ from published import FLUX, L40, WAN
 
 from backend.config import ParallelConfig
 from backend.planner import drift
-from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, Question, choose
+from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, TIGHT, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
 from backend.planner.model_shape import Activations
@@ -16,18 +16,17 @@ from backend.planner.model_shape import Activations
 GB = 1_000_000_000
 
 
-def test_plans_that_surely_fit_come_before_those_that_may():
+def test_a_plan_that_may_run_out_of_memory_has_to_be_faster():
     """HunyuanVideo in fp8 on two cards: PipeFusion's buffers filled them for 5 % of the time."""
     shape = replace(WAN, activations=Activations(replicated=2e5, cut=2e5))
-    filled = []
+    others = set()
     for gigabytes in range(30, 80, 2):
         question = Question(shape, Request(32760, 512, 20, 1), replace(L40, memory=(gigabytes * GB,) * 2), 2)
-        options = question.options()
+        fitting = [each for each in question.options() if each.fits]
         best = choose(question).option
-        assert best.surely_fits or not any(each.surely_fits for each in options)
-        nominal = min((each for each in options if each.fits), key=lambda option: option.score)
-        filled += [gigabytes] if nominal.plan != best.plan else []
-    assert filled  # where the fastest plan would have filled the cards
+        nominal = min(fitting, key=lambda each: each.score if each.surely_fits else each.score / TIGHT)
+        others |= {gigabytes} if nominal.plan != best.plan else set()
+    assert others  # where the fastest plan would have filled the cards
 
 
 def experts(gigabytes: float, host: int = 0, steps: int = 20) -> Question:
