@@ -31,13 +31,15 @@ is_faster() {
     [ "${this[0]}" = "${other[0]}" ] && [ $((this[1] * 5)) -lt $((other[1] * 4)) ]
 }
 
-# Prints the version of the Python $1 and the microseconds of a loop.
+# Prints the version of the Python $1 and the microseconds that calls of functions take a busy processor.
 speed() {
     "$1" - 2>/dev/null <<'END'
-import ensurepip, os, sys, sysconfig, timeit, venv
+import ensurepip, os, sys, sysconfig, time, timeit, venv
 if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
     sys.exit(1)
-seconds = min(timeit.repeat("sum(i * i for i in range(100_000))", number=1, repeat=9))
+loop = "for i in range(5000): call(i, 1, c=i)"
+call = "def call(*args, **kwargs): return {**kwargs, 'args': args}"
+seconds = min(timeit.repeat(loop, call, time.process_time, number=1, repeat=100))
 print("%d.%d" % sys.version_info[:2], round(seconds * 1e6))
 END
 }
