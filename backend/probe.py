@@ -29,6 +29,8 @@ from .start import run_and_exit
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
 #: Calls of each measurement, after one that is not counted.
 CALLS = 5
+#: Copies from host memory that are timed as one: some milliseconds, in which all ranks copy.
+COPIES = 8
 #: Seconds for which ranks on the CPU compute at once: more than a few turns of those that share a core.
 SPAN = 0.1
 #: Linear layers of a stream in a block that is timed.
@@ -72,7 +74,7 @@ class Probe:
         gemm, attention, bandwidth, launch = self._compute()
         latency, exchanges = self._exchanges()
         rings = self._rings()
-        own = [gemm, attention, bandwidth, launch, latency, self._neighbours()]
+        own = [gemm, attention, bandwidth, launch, latency, self._neighbours(), self._host_link()]
         own += [*exchanges.values(), *rings.values()]
         everybody = list(zip(*self.dispatcher.all_gather_object(own)))
         slowest = [min(values) for values in everybody]
@@ -84,8 +86,9 @@ class Probe:
             launch=max(everybody[3]),
             latency=max(everybody[4]),
             p2p=slowest[5],
-            all_to_all=dict(zip(exchanges, slowest[6:])),
-            rings=dict(zip(rings, slowest[6 + len(exchanges) :])),
+            host_link=slowest[6],
+            all_to_all=dict(zip(exchanges, slowest[7:])),
+            rings=dict(zip(rings, slowest[7 + len(exchanges) :])),
             alone=self._alone(slowest[0]),
             ranks=self.ranks,
             names=tuple(self.dispatcher.all_gather_object(self._name())),
@@ -159,6 +162,17 @@ class Probe:
         copied = self.together(x.clone)
         size = 2 * x.numel() * x.element_size()
         return self._gemm(self.together), flop / attention, size / copied, self.together(kernels)
+
+    def _host_link(self) -> float:
+        """Bytes/s from page-locked host memory, as parked weights come back (loading/parking.py)."""
+        waiting = torch.empty(self.sent, dtype=torch.uint8, pin_memory=self.kind == "cuda")
+        x = torch.empty(self.sent, dtype=torch.uint8, device=self.device)
+
+        def copy():
+            for _ in range(COPIES):
+                x.copy_(waiting, non_blocking=True)
+
+        return COPIES * self.sent / self.together(copy)
 
     def _alone(self, together: float) -> float:
         """How many times as fast rank 0 computes while the others sleep: cores of a CPU are shared."""

@@ -4,6 +4,7 @@ shape of a model, and the memory that is free. Imports neither ComfyUI nor torch
 import hashlib
 import json
 import logging
+import math
 import os
 import subprocess
 import tempfile
@@ -28,7 +29,7 @@ from .private_folder import PrivateFolder
 from .rank_environment import PACK, sanitized_environment
 
 #: Changes where what is kept has another meaning.
-VERSION = 9
+VERSION = 10
 #: A machine that takes longer than this to measure is not going to.
 LONGEST_SECONDS = 300.0
 #: Part of a GPU's memory that is free where nothing tells how much is.
@@ -106,6 +107,28 @@ def known(wanted: Wanted, device: str, indices: list[int]) -> tuple[ModelShape, 
     return None if shape is None or machine is None else (shape, machine)
 
 
+def load_rate(wanted: Wanted, device: str) -> float:
+    """Return the bytes/s at which all ranks together read a model's file when they last did; 0 where they
+    never have."""
+    return _read_kept("load", _shape_key(wanted, device), _rate_in) or 0.0
+
+
+def remember_load(wanted: Wanted, device: str, ranks: list[dict]):
+    """Keep the rate of a load, from the reports of its ranks (loading/load_report.py). The page cache counts:
+    of a model that is read because host memory has no room for it, little is there."""
+    read = sum(rank["bytes_read"] for rank in ranks)
+    rate = read / max(1e-6, *(rank["seconds"] for rank in ranks))
+    if read and rate != load_rate(wanted, device):
+        _keep("load", _shape_key(wanted, device), {"bytes_per_second": rate})
+
+
+def _rate_in(values: dict) -> float:
+    rate = float(values["bytes_per_second"])
+    if not 0 < rate < math.inf:
+        raise ValueError("a rate is a positive number")
+    return rate
+
+
 def _machine_key(device: str, indices: list[int]) -> list:
     names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
     settings = [os.environ.get(name) for name in LINK_SETTINGS]
@@ -151,17 +174,22 @@ def _kept(kind: str, key: list, measure: Callable[[], dict], read: Callable[[dic
     if before is not None:
         return before
     found = measure()
+    _keep(kind, key, found)
+    return read(found)
+
+
+def _keep(kind: str, key: list, found: dict):
     path = _path(kind, key)
     written = json.dumps(found)
     try:
         new = path.with_suffix(f".{os.getpid()}.new")
         new.write_text(written)
         new.replace(path)
+        _unwritten.pop(path, None)
     except OSError as error:  # the disk is full
         if not _unwritten:
             logging.warning("parallel-dit: measurements are kept until ComfyUI ends, since %s.", error)
         _unwritten[path] = written
-    return read(found)
 
 
 def _read_kept(kind: str, key: list, read: Callable[[dict], Measured]) -> Measured | None:

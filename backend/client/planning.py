@@ -13,6 +13,7 @@ from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, Question, choose, gigabytes
 from ..planner.machine import Machine, Request
 from ..planner.model_shape import ModelShape
+from ..planner.waiting import Waiting
 from . import measurements, pool
 from .pool import Wanted
 
@@ -148,8 +149,9 @@ def question_of(
         order = machine.fastest_first()
         machine = machine.ordered(order)
         devices = [devices[index] for index in order] if order else devices
+    host, file = measurements.host_memory() // PARKED, measurements.load_rate(model, device)
     asked = (shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
-    return Question(*asked, auto.rank_shares, measurements.host_memory() // PARKED), devices
+    return Question(*asked, auto.rank_shares, Waiting(host, file)), devices
 
 
 def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> float | None:

@@ -10,8 +10,9 @@ from .candidates import DEGREES, LEAST_STEPS, Rules, candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request
-from .memory import held, held_by_rank, swap_seconds
+from .memory import held, held_by_rank
 from .model_shape import ModelShape
+from .waiting import Waiting
 
 #: What the user chooses between; "manual" takes the degrees as they are.
 AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory", "manual")
@@ -35,8 +36,8 @@ RUNNERS_UP = 2
 class Option:
     """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
     likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages. swap:
-    those of the seconds in which this model and another one take turns. drift: how many times as fast as an
-    exact plan it has to be."""
+    those of the seconds in which this model and another one take turns; reads: this one is read for that.
+    drift: how many times as fast as an exact plan it has to be."""
 
     plan: ParallelConfig
     seconds: float
@@ -45,6 +46,7 @@ class Option:
     likely: int
     unit: str = "GPU"
     swap: float = 0.0
+    reads: bool = False
     drift: float = 1.0
 
     @property
@@ -149,8 +151,7 @@ class Choice:
 class Question:
     """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
     plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks.
-    shares: of each GPU, where the user has set them. host: bytes of host memory for models that wait; 0 for
-    enough."""
+    shares: of each GPU, where the user has set them. waiting: where models wait for others."""
 
     shape: ModelShape
     request: Request
@@ -159,7 +160,7 @@ class Question:
     base: ParallelConfig = field(default_factory=ParallelConfig)
     others: tuple[ModelShape, ...] = ()
     shares: tuple[float, ...] = ()
-    host: int = 0
+    waiting: Waiting = Waiting()
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
@@ -206,8 +207,9 @@ class Question:
         """Estimate every plan with one model at a time on the ranks, and the seconds in which they change."""
         found = []
         for each in replace(self, others=()).options(exact):
-            swap = swap_seconds(self.shape, each.plan, self.request, self.others, self.host)
-            found.append(replace(each, seconds=each.seconds + swap, swap=swap))
+            models = (self.shape, each.plan, self.request, self.others)
+            swap, reads = self.waiting.swap(*models, self.machine.host_link)
+            found.append(replace(each, seconds=each.seconds + swap, swap=swap, reads=reads))
         return found
 
 
@@ -227,9 +229,9 @@ def choose(question: Question, method: str = AUTO, running: ParallelConfig | Non
     best = _kept(ordered, running, method) or ordered[0]
     notes = [question.machine.line] if question.machine.line else []
     if best.swap:
-        notes.append(
-            f"{FASTER_TURNS if fit_together else TURNS} (about {best.swap:.0f} s each time, projected)"
-        )
+        where = f", read {question.waiting.source}" if best.reads else ""
+        turns = FASTER_TURNS if fit_together else TURNS
+        notes.append(f"{turns} (about {best.swap:.0f} s each time{where}, projected)")
     return Choice(best, _runners_up(ordered, best), _one_of(options), method, tuple(notes))
 
 

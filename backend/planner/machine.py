@@ -6,6 +6,8 @@ from typing import Any
 
 #: Bytes that CUDA, NCCL and the allocator need on each GPU beside what is counted.
 RESERVE = 1_200_000_000
+#: Bytes/s between a GPU and host memory of a machine that was not measured: PCIe 3.0 of 16 lanes.
+HOST_LINK = 10e9
 #: GPUs whose speeds are further apart get different shares of the work.
 DIFFERENT = 1.1
 
@@ -22,7 +24,8 @@ class Machine:
     computes while no other does (1 on GPUs; ranks on the CPU share its cores). ranks: how many ranks were
     measured. names, speeds: of each rank's GPU, in order; times as fast as the slowest, by one timed step
     (none on the CPU, whose cores ranks share). memory: free bytes of each GPU in order, or of the host.
-    on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel starts.
+    host_link: bytes that each rank reads from page-locked host memory while all do. on_host: ranks run on the
+    CPU, share its memory, and hide neither traffic nor kernel starts.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Machine:
     memory: tuple[int, ...] = field(default=())
     on_host: bool = False
     rings: dict[int, float] = field(default_factory=dict)
+    host_link: float = HOST_LINK
 
     @property
     def differs(self) -> bool:
@@ -117,7 +121,10 @@ class Machine:
         found = cls(**{**known, **lists, **groups})
         numbers = [getattr(found, each.name) for each in fields(cls) if each.type is float]
         numbers += [*found.speeds, *found.all_to_all.values(), *found.rings.values()]
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or found.gemm <= 0:
+        if (
+            not all(math.isfinite(number) and number >= 0 for number in numbers)
+            or min(found.gemm, found.host_link) <= 0
+        ):
             raise ValueError("rates are positive numbers")
         return found
 

@@ -11,9 +11,6 @@ from .rank_shares import RankShare, rank_shares
 #: Activations that a rank likely has at most, as a multiple of their estimate; admission (rank_plan/need.py)
 #: asks ComfyUI for so much room.
 LIKELY_ACTIVATIONS = 4 / 3
-#: Bytes/s between a GPU and host memory while all ranks copy, and from files for all of them together.
-#: Neither was measured: PCIe 3.0 of 16 lanes, and a slow NVMe.
-HOST_RATE, FILE_RATE = 10e9, 1.5e9
 #: Blocks whose weights are whole at once under FSDP2: the one that runs and one ahead.
 GATHERED = 2
 
@@ -44,19 +41,6 @@ def held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tupl
     same ranks."""
     ranks = held_by_rank(shape, plan, request, others)
     return Held(*(max(getattr(each, kind.name) for each in ranks) for kind in fields(Held)))
-
-
-def swap_seconds(
-    shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, host: int
-) -> float:
-    """Return the seconds in which the weights of one of ``others`` leave the ranks and those of ``shape``
-    come. ``host``: bytes that may wait in host memory, 0 for enough; what does not fit comes from its
-    file."""
-    own = held(shape, plan, request).weights
-    waiting = max(held(other, plan, request).weights for other in others)
-    if host and waiting * plan.world_size > host:
-        return own * plan.world_size / FILE_RATE
-    return (own + waiting) / HOST_RATE
 
 
 def held_by_rank(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> list[Held]:

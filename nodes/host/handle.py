@@ -17,6 +17,7 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.utils
 
+from ...backend.client import measurements
 from ...backend.client.launcher import ClosedError
 from ...backend.client.pool import (
     Backend,
@@ -180,6 +181,8 @@ def _load_or_fail(
         lambda: backend.load(path, weight_dtype, keep, check, loras, show, matmul, room),
     )
     _register(config, wanted, backend, loaded)
+    if not config.address and loaded.info["device"] == "cuda":  # on the CPU a file is mapped, not read
+        measurements.remember_load(wanted, "cuda", loaded.info["ranks"])
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
             logging.info("parallel-dit: %s", rank["text"])

@@ -120,3 +120,17 @@ def test_what_this_process_gives_back_is_free(monkeypatch):
     """Of torch's allocator and of ComfyUI's, which the nodes add."""
     monkeypatch.setattr(measurements, "HELD", [lambda index: 100 * MIB, lambda index: index * MIB])
     assert asked_for_free_memory(monkeypatch, ["bbbb-2", "aaaa-1"]) == [2100, 1101]
+
+
+def test_the_rate_of_the_last_load_is_kept(monkeypatch, tmp_path):
+    """Of all ranks together, the last one's seconds; of a model that was there already nothing is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").write_bytes(b"1")
+    model = (str(tmp_path / "model"), "default", "auto")
+    assert measurements.load_rate(model, "cuda") == 0.0
+    for read, rate in ((6_000, 4_000.0), (0, 4_000.0), (60, 40.0)):
+        ranks = [{"bytes_read": read, "seconds": seconds} for seconds in (1.0, 3.0)]
+        measurements.remember_load(model, "cuda", ranks)
+        assert measurements.load_rate(model, "cuda") == rate
+    (tmp_path / "model").write_bytes(b"another")
+    assert measurements.load_rate(model, "cuda") == 0.0

@@ -12,6 +12,7 @@ from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, TIGHT, Question, 
 from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
 from backend.planner.model_shape import Activations
+from backend.planner.waiting import Waiting
 
 GB = 1_000_000_000
 
@@ -32,7 +33,8 @@ def test_a_plan_that_may_run_out_of_memory_has_to_be_faster():
 def experts(gigabytes: float, host: int = 0, steps: int = 20) -> Question:
     """One of two experts on two cards."""
     machine = replace(L40, memory=(gigabytes * GB,) * 2)
-    return Question(WAN, Request(32760, 512, steps, 2), machine, 2, others=(WAN,), host=host)
+    request, waiting = Request(32760, 512, steps, 2), Waiting(host)
+    return Question(WAN, request, machine, 2, others=(WAN,), waiting=waiting)
 
 
 def test_experts_take_turns_where_that_is_faster():
@@ -108,9 +110,12 @@ def test_plans_of_bridged_pairs_go_at_the_pace_of_the_slow_links(fields):
         assert costs[0] == costs[1]
 
 
-def test_rates_without_rings_are_none_of_this_version():
+@pytest.mark.parametrize("name", ["rings", "host_link"])
+def test_rates_without_what_is_measured_now_are_none_of_this_version(name):
     values = L40.as_dict()
     assert Machine.from_dict(values) == replace(L40, memory=())
-    del values["rings"]
+    del values[name]
     with pytest.raises(KeyError):
         Machine.from_dict(values)
+    with pytest.raises(ValueError):
+        Machine.from_dict({**L40.as_dict(), "host_link": 0.0})

@@ -32,6 +32,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(measurements, "machine_rates", rates)
     monkeypatch.setattr(measurements, "free_memory", lambda device, indices: found.free[: len(indices)])
     monkeypatch.setattr(pool, "launched", lambda: None)
+    monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(planning, "_spared", {})
     return found
 
