@@ -33,7 +33,7 @@ STALE = 0.25
 COMFYUI = 2e-3
 #: bf16 of a method may be so many times as far from float32 as bf16 of one rank.
 BF16_RATIO = 3.0
-#: Bytes/s between two GPUs below which the exact methods that send most do not pay.
+#: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
 SLOW_LINK = 6e9
 QUANTIZED = ("float8_e4m3fn", "int8_tensorwise")
 #: Words of refusals that no package and no setting changes (quantization/matmul.py).
@@ -73,17 +73,22 @@ def links(lab: Lab) -> Found:
         return
     rates = f"{machine.gemm / 1e12:.2f} TFLOP/s, attention {machine.attention / 1e12:.2f} TFLOP/s"
     text = f"{lab.ranks} ranks on {machine.name}: {rates}, memory {machine.bandwidth / 1e9:.0f} GB/s"
+    text += f", from host memory {machine.host_link / 1e9:.1f} GB/s"
     yield Finding("links", OK, text, machine.as_dict())
     if lab.ranks == 1:
         return
-    exchanges = ", ".join(f"{size} ranks {rate / 1e9:.2f}" for size, rate in machine.all_to_all.items())
-    text = f"to a neighbour {machine.p2p / 1e9:.2f} GB/s, all-to-all among {exchanges} GB/s"
-    text += f", latency {machine.latency * 1e6:.0f} us"
-    if lab.device == "cuda" and machine.p2p < SLOW_LINK:
+    text = f"to a neighbour {machine.p2p / 1e9:.2f} GB/s, rings of {_groups(machine.rings)} GB/s"
+    text += f", all-to-all among {_groups(machine.all_to_all)} GB/s, latency {machine.latency * 1e6:.0f} us"
+    if lab.device == "cuda" and min([machine.p2p, *machine.rings.values()]) < SLOW_LINK:
         remedy = "prefer CFG and PipeFusion, and see to peer access, /dev/shm and PCIe lanes above"
         yield Finding("links", WARNING, f"{text}: slow for GPUs; {remedy}")
     else:
         yield Finding("links", OK, text)
+
+
+def _groups(rates: dict[int, float]) -> str:
+    """Write the rates of groups of so many ranks, in GB/s."""
+    return ", ".join(f"{size} ranks {rate / 1e9:.2f}" for size, rate in rates.items())
 
 
 def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:

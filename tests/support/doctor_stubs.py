@@ -101,7 +101,7 @@ class StubLab:
         return (samples - golden).abs().max().item()
 
     def machine(self):
-        return Machine("CPU", 1e12, 1e12, 1e10, 1e9, {2: 1e9})
+        return Machine("CPU", 1e12, 1e12, 1e10, 1e9, {2: 1e9}, rings={2: 1e9})
 
     def fresh(self):
         raise OSError("the disk is full")

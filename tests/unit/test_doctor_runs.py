@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import doctor
@@ -38,6 +39,22 @@ def test_boards_share_lanes_among_gpus(width, count, status):
     driver = [{**MODE, "pcie.link.width.current": width}] * count
     ((found, text), *_) = said(machine(driver=driver), "GPU modes")
     assert found == status and f"{width} of 16" in text
+
+
+@pytest.mark.parametrize("ring, status", [(5e9, WARNING), (50e9, OK)])
+def test_rings_and_the_link_to_the_host_are_told(ring, status):
+    """Of two bridged pairs: the links between the pairs count."""
+
+    class Lab(StubLab):
+        def machine(self):
+            return replace(super().machine(), p2p=50e9, rings={2: 50e9, 4: ring}, host_link=25e9)
+
+    lab = Lab()
+    lab.device = "cuda"
+    rates, links = doctor_runs.links(lab)
+    assert "from host memory 25.0 GB/s" in rates.text and rates.values["host_link"] == 25e9
+    assert f"rings of 2 ranks 50.00, 4 ranks {ring / 1e9:.2f} GB/s" in links.text
+    assert rates.values["rings"] == {2: 50e9, 4: ring} and links.status == status
 
 
 @pytest.mark.parametrize(
