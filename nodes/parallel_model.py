@@ -8,6 +8,7 @@ at the node that does it where that can be.
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,10 @@ from comfy_api.latest import io
 
 from ..backend.client.argument_cache import ArgumentCache
 from ..backend.client.pool import Backend
+from ..backend.config import ParallelConfig
 from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
+from .host.auto_plan import as_running, one_plan
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, keep_rank_weights
 from .host.progress import NodeStatus
@@ -127,7 +130,8 @@ class RemoteTransformer(ElsewhereModule):
     def __init__(self, dit: ParallelDiT, dtype: torch.dtype, attributes: dict):
         super().__init__(dtype, attributes)
         self.dit = dit
-        self.held: tuple[Backend, Loaded] | None = None
+        #: While a sampling runs: its backend, the model there, and the handle under its plan.
+        self.held: tuple[Backend, Loaded, ParallelDiT] | None = None
         #: The handle of the MODEL that samples, with its LoRAs; None outside of a sampling.
         self.sampled: ParallelDiT | None = None
         #: Whether the next call asks ComfyUI for room: the first of a sampling.
@@ -155,16 +159,19 @@ class RemoteTransformer(ElsewhereModule):
         )
         return found
 
-    def hold_backend(self, executor, *args, **kwargs):
-        """Hold one live backend for a whole sampling; if it ends, so does the sampling."""
+    def hold_backend(self, executor, noise, latent_image, sampler, sigmas, *args, **kwargs):
+        """Hold one live backend, and its plan, for a whole sampling; if it ends, so does the sampling."""
+        guider = executor.class_obj
+        size = (kwargs.get("latent_shapes") or [noise.shape])[0]
         before = self.held
-        self.held = ensure_loaded(executor.class_obj.model_patcher.dit)
-        self.asks = True
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            (backend, _), self.held = self.held, before
-            backend.release(host_room())
+        with errors_on_node(), one_plan(guider.model_patcher.dit, guider, size, len(sigmas) - 1) as dit:
+            self.held = (*ensure_loaded(dit), dit)
+            self.asks = True
+            try:
+                return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+            finally:
+                (backend, *_), self.held = self.held, before
+                backend.release(host_room())
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
         """x (B, C, [T,] H, W), or a list of several latents, timestep (B,) and what else ComfyUI's model of
@@ -179,7 +186,7 @@ class RemoteTransformer(ElsewhereModule):
     def _call(self, x, timestep, context=None, transformer_options=None, **arguments):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
-        backend, loaded = self.held or ensure_loaded(self.sampled or self.dit, make_room=False)
+        backend, loaded, dit = self.held or self._as_running()
         arguments = {"c_crossattn": context, **arguments}
         values = {name: value for name, value in arguments.items() if value is not None}
         family = family_named(loaded)
@@ -187,35 +194,39 @@ class RemoteTransformer(ElsewhereModule):
             values |= _step_end(transformer_options or {})
         found = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
         found = fill_zeros(found, x.shape[0], family, self.unet_config)
-        self._warn_of_idle_ranks(x.shape[0])
+        self._warn_of_idle_ranks(x.shape[0], dit.config)
         tensors = {"x": x, "time": timestep / self.time_scale}
         tensors |= {f"cond.{name}": value for name, value in found.items()}
         shapes_of_samples = [list(shape[1:]) for shape in shapes]
-        config = self.dit.config
         call = ModelCall(
             loaded.model,
-            attention=config.attention,
-            compile=config.compile,
-            wire=config.wire,
+            attention=dit.config.attention,
+            compile=dit.config.compile,
+            wire=dit.config.wire,
             latent_shapes=shapes_of_samples,
             tensors=tensors,
         )
-        output = self._output(backend, call).to(x.device)
+        output = self._output(backend, dit, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 
-    def _output(self, backend: Backend, call: ModelCall) -> torch.Tensor:
-        with NodeStatus() as status:
-            return self._answer(backend, call, status)
+    def _as_running(self) -> tuple[Backend, Loaded, ParallelDiT]:
+        """Return what ``held`` is within a sampling, for a call without one or in that of another MODEL."""
+        dit = as_running(self.sampled or self.dit)
+        return *ensure_loaded(dit, make_room=False), dit
 
-    def _answer(self, backend: Backend, call: ModelCall, status: NodeStatus) -> torch.Tensor:
+    def _output(self, backend: Backend, dit: ParallelDiT, call: ModelCall) -> torch.Tensor:
+        with NodeStatus() as status:
+            return self._answer(status, partial(self._ask, backend, dit, call, status))
+
+    def _answer(self, status: NodeStatus, ask: Callable[[], tuple[Result | None, bool]]) -> torch.Tensor:
         management = comfy.model_management
         result = None
         try:
-            result, holds = self._ask(backend, call, status)
+            result, holds = ask()
             # the ranks are others, or have served others; or a prompt has changed a little
             if result is not None and ("missing" in result.stats or not holds):
                 self.cached_arguments.reset()
-                result, _ = self._ask(backend, call, status)
+                result, _ = ask()
         finally:
             if result is None:
                 self.cached_arguments.reset()
@@ -226,7 +237,9 @@ class RemoteTransformer(ElsewhereModule):
             self._say_once(note)
         return result.tensors["output"]
 
-    def _ask(self, backend: Backend, call: ModelCall, status: NodeStatus) -> tuple[Result | None, bool]:
+    def _ask(
+        self, backend: Backend, dit: ParallelDiT, call: ModelCall, status: NodeStatus
+    ) -> tuple[Result | None, bool]:
         """Return the result of the shortened call, and whether the ranks cache what it left out."""
         found = []
         sample = partial(
@@ -235,9 +248,9 @@ class RemoteTransformer(ElsewhereModule):
             should_cancel=status.interrupted,
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
             room=host_room() if self.asks else None,
-            keep=entries_to_keep(self.dit, sampling=True),
+            keep=entries_to_keep(dit, sampling=True),
         )
-        result = in_room(backend, self.dit.wanted, sample)
+        result = in_room(backend, dit.wanted, sample)
         self.asks = False
         return result, all(found)
 
@@ -268,8 +281,7 @@ class RemoteTransformer(ElsewhereModule):
                     f"not see it."
                 )
 
-    def _warn_of_idle_ranks(self, batch: int):
-        config = self.dit.config
+    def _warn_of_idle_ranks(self, batch: int, config: ParallelConfig):
         groups = config.cfg_degree * config.data_parallel_degree
         if batch % groups:
             self._say_once(

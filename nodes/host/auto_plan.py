@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import comfy.model_management
@@ -17,6 +19,7 @@ from ...backend.planner.choose import Question
 from ...backend.planner.machine import Request, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import BackendError, RefusedError
+from .graph import TEXT
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_plan
 from .progress import NodeStatus
@@ -25,6 +28,8 @@ from .rank_weights import dynamic_weights, host_room
 measurements.HELD.append(dynamic_weights)
 #: How many plans are tried where ranks run out of memory.
 ATTEMPTS = 3
+#: Handles of the samplings of Parallel Model under way, the innermost last.
+_under_way: list[ParallelDiT] = []
 Ran = TypeVar("Ran")
 
 
@@ -112,12 +117,9 @@ def sample_planned(
     if dit.auto is None:
         return sample(dit)
     prompts = 1 if skips_negative(cfg, sampler_name) else 2
-
-    def request(shape: ModelShape) -> Request:
-        batch, sides = _sides(latent, dit)
-        text = positive[0][0].shape[1]
-        tokens = tokens_of(sides, shape.patch)
-        return Request(tokens, text, max(1, steps), prompts, batch, loras=lora_bytes(dit))
+    samples = latent["samples"]
+    size = (samples.unbind()[0] if samples.is_nested else samples).shape
+    request = _request_of(dit, size, positive[0][0].shape[1], steps, prompts)
 
     def run(config: ParallelConfig, lines: tuple[str, ...]) -> Ran:
         return sample(with_plan(dit, config, lines))
@@ -125,14 +127,62 @@ def sample_planned(
     return run_planned(dit.auto, dit.wanted, request, dit.others, run)
 
 
-def _sides(latent: dict, dit: ParallelDiT) -> tuple[int, tuple[int, int, int]]:
-    """Return the batch and (T, H, W) of a LATENT as the model will get it, of the first of several."""
-    samples = latent["samples"]
-    if samples.is_nested:
-        samples = samples.unbind()[0]
+@contextmanager
+def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterator[ParallelDiT]:
+    """Give the handle as one sampling of Parallel Model should use it, for all of its calls: loaded under
+    another plan where its degrees are left to auto. A sampling within another one, whose calls go on, keeps
+    the ranks as they are. ``guider``: ComfyUI's, with prompts. ``shape``: of the latent, the first of
+    several. Where ranks run out of memory, the next sampling takes a plan that needs less: this one's solver
+    has begun. Errors as in ``sample_planned``."""
+    request = _request_of(dit, shape, _text_tokens(guider.conds), steps, 1, drained=True)
+    if dit.auto is None or _under_way:
+        found = as_running(dit)
+    else:
+        found = run_planned(dit.auto, dit.wanted, request, dit.others, partial(with_plan, dit))
+    _under_way.append(found)
+    try:
+        yield found
+    except (BackendError, RefusedError) as error:
+        if dit.auto is not None and planning.ran_out(error):
+            planning.spare_more(dit.auto, dit.wanted, request, dit.others, found.config)
+        raise
+    finally:
+        _under_way.pop()
+
+
+def as_running(dit: ParallelDiT) -> ParallelDiT:
+    """Return the handle under the plan that the ranks have, where its degrees are left to auto."""
+    running = pool.launched()
+    if dit.auto is None or running is None:
+        return dit
+    own = {"attention": dit.config.attention, "compile": dit.config.compile}
+    return replace(dit, config=replace(running.config, **own))
+
+
+def _text_tokens(conds: dict[str, list[dict]]) -> int:
+    """Return the tokens of a guider's longest prompt; as many as the loader assumes where none has any."""
+    prompts = (each.get("cross_attn") for side in conds.values() for each in side)
+    return max((each.shape[1] for each in prompts if each is not None), default=TEXT)
+
+
+def _request_of(
+    dit: ParallelDiT, size: torch.Size, text: int, steps: int, prompts: int, drained: bool = False
+) -> RequestOf:
+    """Return what makes the request for latents of a ``size`` (B, C, [T,] H, W), the first of several."""
+    batch, sides = _sides(size, dit)
+
+    def request(shape: ModelShape) -> Request:
+        tokens = tokens_of(sides, shape.patch)
+        return Request(tokens, text, max(1, steps), prompts, batch, drained, lora_bytes(dit))
+
+    return request
+
+
+def _sides(size: torch.Size, dit: ParallelDiT) -> tuple[int, tuple[int, int, int]]:
+    """Return the batch and (T, H, W) of latents of this size as the model will get them."""
     format = dit.patcher.model.latent_format
     ratio = getattr(format, "spacial_downscale_ratio", 8)
     # ComfyUI scales an empty latent of another model
-    scale = 1 if samples.shape[1] == format.latent_channels else ratio // 8 or 1
-    frames = samples.shape[2] if samples.ndim == 5 else 1
-    return samples.shape[0], (frames, samples.shape[-2] // scale, samples.shape[-1] // scale)
+    scale = 1 if size[1] == format.latent_channels else ratio // 8 or 1
+    frames = size[2] if len(size) == 5 else 1
+    return size[0], (frames, size[-2] // scale, size[-1] // scale)
