@@ -22,6 +22,10 @@ _memory: dict[tuple, tuple[int, ...]] = {}
 #: Model and GPUs -> bytes of each rank that a plan has to leave free of what is counted, since ranks of one
 #: that left less ran out of memory.
 _spared: dict[tuple, int] = {}
+#: GPU and tokens of the request before -> bytes of weights that ComfyUI, short of room there, has left.
+_left: dict[tuple[int, int], int] = {}
+#: Tokens of the request that was planned last.
+_tokens = 0
 #: Part of a rank's memory that the next plan leaves free beyond what the one that ran out did.
 SPARED = 0.02
 #: Ranks park weights in this part of free host memory at most (loading/parking.py).
@@ -56,6 +60,7 @@ def plan_for(
     now = replace(running.config, gpus="", **asked) if running else None
     question, devices = question_of(auto, model, request, others, check, show)
     choice = choose(question, auto.method, now)
+    _remember_tokens(question.request)
     first, *further = choice.lines
     lines = (first + _why_spared(auto, model), *further)
     return auto.placed(choice.plan, devices, device), lines
@@ -111,6 +116,28 @@ def _spared_key(auto: AutoConfig, model: Wanted) -> tuple:
     return (auto.base.resolve_device(gpus_here), *auto.devices(gpus_here), model)
 
 
+def note_left(gpu: int, size: int):
+    """Have the next plans count that ComfyUI needs room on a GPU between requests of this size: it has just
+    taken weights from ranks there, of which at most ``size`` bytes could have stayed."""
+    _left[gpu, _tokens] = min(_left.get((gpu, _tokens), size), size)
+
+
+def _remember_tokens(request: Request):
+    global _tokens
+    _tokens = request.image_tokens * request.batch
+
+
+def _beside(devices: list[int], request: Request) -> tuple[tuple[int, int], ...]:
+    """Return (rank, bytes of weights) for each GPU on which ComfyUI has left so many after requests that were
+    no larger."""
+    found = {}
+    for (gpu, tokens), size in _left.items():
+        if gpu in devices and tokens <= request.image_tokens * request.batch:
+            rank = devices.index(gpu)
+            found[rank] = min(size, found.get(rank, size))
+    return tuple(sorted(found.items()))
+
+
 def _why_spared(auto: AutoConfig, model: Wanted) -> str:
     """Return a sentence behind that of a choice where memory is spared, else nothing."""
     size = _spared.get(_spared_key(auto, model), 0)
@@ -149,9 +176,11 @@ def question_of(
         order = machine.fastest_first()
         machine = machine.ordered(order)
         devices = [devices[index] for index in order] if order else devices
+    asked = request(shapes[0])
     host, file = measurements.host_memory() // PARKED, measurements.load_rate(model, device)
-    asked = (shapes[0], request(shapes[0]), machine, len(devices), auto.base, tuple(shapes[1:]))
-    return Question(*asked, auto.rank_shares, Waiting(host, file)), devices
+    waiting = Waiting(host, file, _beside(devices, asked) if device == "cuda" else ())
+    known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
+    return Question(*known, auto.rank_shares, waiting), devices
 
 
 def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> float | None:

@@ -28,6 +28,8 @@ class Room:
     def __init__(self, management: Any, gpus: dict[str, torch.device]):
         self.management = management
         self.gpus = gpus
+        #: While true models leave for ranks, not for one of this process.
+        self.is_making = False
 
     def shared_ranks(self, welcome: Welcome) -> list[int]:
         """Return the ranks on GPUs of this process."""
@@ -62,5 +64,9 @@ class Room:
         """Have ``size`` bytes free on ``device``, and what ComfyUI leaves to other programs."""
         management = self.management
         management.soft_empty_cache()
-        management.free_memory(size + management.extra_reserved_memory(), device, list(keep))
+        self.is_making = True
+        try:
+            management.free_memory(size + management.extra_reserved_memory(), device, list(keep))
+        finally:
+            self.is_making = False
         management.soft_empty_cache()

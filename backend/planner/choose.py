@@ -37,7 +37,8 @@ class Option:
     """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
     likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages. swap:
     those of the seconds in which this model and another one take turns; reads: this one is read for that.
-    drift: how many times as fast as an exact plan it has to be."""
+    aside: those in which weights leave for ComfyUI's own models. drift: how many times as fast as an exact
+    plan it has to be."""
 
     plan: ParallelConfig
     seconds: float
@@ -47,6 +48,7 @@ class Option:
     unit: str = "GPU"
     swap: float = 0.0
     reads: bool = False
+    aside: float = 0.0
     drift: float = 1.0
 
     @property
@@ -105,12 +107,14 @@ FASTER_TURNS = (
     "models take turns: plans with which those of this graph fit together are slower, so one waits in host "
     "memory for the other"
 )
+#: Said where ComfyUI has taken weights for its own models before.
+ASIDE = "ComfyUI's own models (text encoder, VAE) share a GPU with rank "
 
 
 @dataclass(frozen=True)
 class Choice:
     """The option to take, the next ones of other methods, and one GPU's estimate (None where it cannot run
-    there). notes: how the GPUs differ, and whether models take turns."""
+    there). notes: how the GPUs differ, whether models take turns, and whether weights leave for ComfyUI's."""
 
     option: Option
     runners_up: tuple[Option, ...]
@@ -167,7 +171,9 @@ class Question:
         seconds = Cost(self.shape, plan, self.machine, self.request).total
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
-        return Option(plan, seconds, *self._tightest(plan), unit, drift=drift)
+        models = (self.shape, plan, self.request, self.others)
+        aside, reads = self.waiting.aside(*models, self.machine.host_link)
+        return Option(plan, seconds + aside, *self._tightest(plan), unit, 0.0, reads, aside, drift)
 
     def _tightest(self, plan: ParallelConfig) -> tuple[int, int, int]:
         """Bytes that the rank with least to spare holds, may hold, and likely holds at most; the last as much
@@ -204,9 +210,10 @@ class Question:
         ]
 
     def in_turns(self, exact: bool = False) -> list[Option]:
-        """Estimate every plan with one model at a time on the ranks, and the seconds in which they change."""
+        """Estimate every plan with one model at a time on the ranks, and the seconds in which they change:
+        one that has left for ComfyUI's models does not leave once more for the next of the ranks'."""
         found = []
-        for each in replace(self, others=()).options(exact):
+        for each in replace(self, others=(), waiting=replace(self.waiting, beside=())).options(exact):
             models = (self.shape, each.plan, self.request, self.others)
             swap, reads = self.waiting.swap(*models, self.machine.host_link)
             found.append(replace(each, seconds=each.seconds + swap, swap=swap, reads=reads))
@@ -227,12 +234,24 @@ def choose(question: Question, method: str = AUTO, running: ParallelConfig | Non
     if not ordered:
         raise ConfigError(_why_not(question, options))
     best = _kept(ordered, running, method) or ordered[0]
-    notes = [question.machine.line] if question.machine.line else []
+    notes = tuple(filter(None, (question.machine.line, *_waits(question, best, fit_together))))
+    return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes)
+
+
+def _waits(question: Question, best: Option, fit_together: bool) -> tuple[str, str]:
+    """Say which weights wait for others, and what that costs; empty where none do."""
+    where = f", read {question.waiting.source}" if best.reads else ""
+    turns = aside = ""
     if best.swap:
-        where = f", read {question.waiting.source}" if best.reads else ""
         turns = FASTER_TURNS if fit_together else TURNS
-        notes.append(f"{turns} (about {best.swap:.0f} s each time{where}, projected)")
-    return Choice(best, _runners_up(ordered, best), _one_of(options), method, tuple(notes))
+        turns += f" (about {best.swap:.0f} s each time{where}, projected)"
+    ranks = [str(rank) for rank, _ in question.waiting.beside if rank < best.plan.world_size]
+    if ranks and not best.swap:
+        aside = f"{ASIDE}{' and '.join(ranks)}: this plan's weights leave room for them"
+    if best.aside:
+        aside = f"{ASIDE}{' and '.join(ranks)}: weights leave for them and come back"
+        aside += f" (about {best.aside:.1f} s each run{where}, projected)"
+    return turns, aside
 
 
 def ranked(options: list[Option], method: str = AUTO) -> list[Option]:

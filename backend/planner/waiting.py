@@ -1,10 +1,10 @@
-"""Seconds in which weights leave the GPUs and come back: of models that take turns."""
+"""Seconds in which weights leave the GPUs and come back: of models that take turns, and for ComfyUI's own."""
 
 from dataclasses import dataclass
 
 from ..config import ParallelConfig
 from .machine import Request
-from .memory import held
+from .memory import held, held_by_rank
 from .model_shape import ModelShape
 
 #: Bytes/s from a file for all ranks together where no load of it was measured: of a slow NVMe.
@@ -14,10 +14,12 @@ FILE_RATE = 1.5e9
 @dataclass(frozen=True)
 class Waiting:
     """Where weights wait. host: bytes of host memory for them; 0 for enough. file: bytes/s of the model's
-    last load from its file, of all ranks together; 0 where none is known."""
+    last load from its file, of all ranks together; 0 where none is known. beside: (rank, bytes of weights)
+    for each GPU on which ComfyUI, short of room between two requests, has left so many."""
 
     host: int = 0
     file: float = 0.0
+    beside: tuple[tuple[int, int], ...] = ()
 
     def reads(self, plan: ParallelConfig, leaving: int) -> bool:
         """Return whether ``leaving`` bytes, on all ranks, are freed and read again, as sharded weights are
@@ -42,5 +44,36 @@ class Waiting:
             return self._reading(own * plan.world_size), True
         return (own + waiting) / link, False
 
+    def aside(
+        self, shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, link: float
+    ) -> tuple[float, bool]:
+        """Return the seconds in which weights of ``shape`` leave a GPU for ComfyUI's own models and come
+        back, once for each request, and whether they are read. Arguments as in ``swap``; all the models stay
+        on the ranks otherwise."""
+        if not self.beside:
+            return 0.0, False
+        models = [held_by_rank(each, plan, request) for each in (shape, *others)]
+        seconds, reads = 0.0, False
+        for rank, left in self.beside:
+            if rank >= plan.world_size:
+                continue
+            sizes = [ranks[rank].weights for ranks in models]
+            gone = _gone(sizes, left)
+            if gone and self.reads(plan, gone):
+                seconds, reads = self._reading(sum(each.weights for each in models[0])), True
+                break  # they are freed on every rank
+            # a request pays for its own model
+            seconds += 2 * gone * sizes[0] / max(1, sum(sizes)) / link
+        return seconds, reads
+
     def _reading(self, size: int) -> float:
         return size / (self.file or FILE_RATE)
+
+
+def _gone(sizes: list[int], left: int) -> int:
+    """Return the bytes of the models that ComfyUI takes, whole and the smallest first, until no more than
+    ``left`` stay."""
+    stay = sum(sizes)
+    for size in sorted(sizes):
+        stay -= size if stay > left else 0
+    return sum(sizes) - stay

@@ -11,7 +11,9 @@ from functools import cache
 import comfy.model_management
 import comfy.model_patcher
 import torch
+from comfy_execution.utils import get_executing_context
 
+from ...backend.client import planning
 from ...backend.client.room import Room, local_gpus
 from ...backend.device_memory import device_name
 from ...backend.protocol import Loaded, Welcome
@@ -57,12 +59,26 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
         if self.pinned_down:
             return memory_to_free  # the entry stays
         size = self.loaded_size()
-        return size if self.take() else 0
+        if not self.take():
+            return 0
+        self._note_left(int(max(0, size - memory_to_free)))
+        return size
 
     def detach(self, unpatch_all=True):
-        if unpatch_all and not self.pinned_down:
-            self.take()
+        """Free all of it, where the manager needs as much or more, or wants all."""
+        if unpatch_all and not self.pinned_down and self.take():
+            self._note_left(0)
         return self.model
+
+    def _note_left(self, size: int):
+        """Have auto know what could have stayed: ``size`` of this entry, and others there. Not where ranks
+        asked for the room, nor outside of a node, where *Unload Models* takes all."""
+        if self.load_device.type != "cuda" or host_room().is_making or get_executing_context() is None:
+            return
+        entries = (entry.model for entry in comfy.model_management.current_loaded_models)
+        others = (each for each in entries if isinstance(each, RankWeights) and each is not self)
+        held = sum(each.loaded_size() for each in others if each.load_device == self.load_device)
+        planning.note_left(self.load_device.index or 0, size + held)
 
     def take(self) -> bool:
         """Free the weights on every rank; return whether this process's ranks had them."""

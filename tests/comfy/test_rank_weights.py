@@ -13,7 +13,8 @@ from fake_memory import GB
 with comfy_modules():
     import comfy.model_management as management
     import comfy.model_patcher
-    from parallel_dit.backend.client import measurements, pool
+    from comfy_execution.utils import CurrentNodeContext
+    from parallel_dit.backend.client import measurements, planning, pool
     from parallel_dit.backend.client.room import Room
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
@@ -118,6 +119,47 @@ def test_a_full_device_leaves_the_weights_that_are_elsewhere(free):
     free[FIRST] = 2 * GB
     management.free_memory(20 * GB, FIRST)
     assert not ranks.freed
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """What auto is told: (GPU, bytes of weights that could have stayed)."""
+    found = []
+    monkeypatch.setattr(planning, "note_left", lambda *told: found.append(told))
+    return found
+
+
+def test_auto_is_told_what_could_have_stayed(free, left):
+    """Of 12 GB on 24: a decode of 15 GB lacks 3 of them, a text encoder of 24 GB all."""
+    ranks = OnRanks(free)
+    with CurrentNodeContext("prompt", "decode"):
+        management.free_memory(15 * GB, FIRST)
+        assert ranks.freed == 1 and left == [(0, 9 * GB)]
+        ranks.load()
+        management.free_memory(12 * GB, FIRST)  # there is room
+        assert ranks.freed == 1
+        management.free_memory(24 * GB, FIRST)
+    assert ranks.freed == 2 and left[1:] == [(0, 0)]
+
+
+def test_auto_is_told_of_all_models_there(free, left):
+    """Of two of 12 GB on one GPU, of which 4 GB are lacking, 20 GB could have stayed."""
+    free[FIRST] = 30 * GB
+    first, second = OnRanks(free, [FIRST]), OnRanks(free, [FIRST])
+    with CurrentNodeContext("prompt", "decode"):
+        management.free_memory(10 * GB, FIRST)
+    assert first.freed + second.freed == 1 and left == [(0, 20 * GB)]
+
+
+def test_auto_is_not_told_where_comfyui_needs_nothing(free, left):
+    """Outside of a node Unload Models takes them; another model of the ranks may be what needs the room."""
+    ranks = OnRanks(free)
+    management.unload_all_models()
+    ranks.load()
+    with CurrentNodeContext("prompt", "sampler"):
+        room = rank_weights.host_room()
+        room.free(20 * GB, FIRST)
+    assert ranks.freed == 2 and not left and not room.is_making
 
 
 @pytest.mark.parametrize("devices", [(FIRST, SECOND), (SECOND,)])

@@ -10,6 +10,7 @@ from published import L40, WAN
 from backend.client import measurements, planning, pool
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig, unused_method
+from backend.planner.choose import ASIDE
 from backend.planner.machine import Request
 from backend.protocol import BackendError, RefusedError
 
@@ -34,6 +35,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(pool, "launched", lambda: None)
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(planning, "_spared", {})
+    monkeypatch.setattr(planning, "_left", {})
     return found
 
 
@@ -157,3 +159,18 @@ def test_a_method_that_degrees_overrule_is_said():
     both = unused_method("least memory", ParallelConfig(ulysses_degree=2, shard_weights=True))
     assert "ulysses_degree 2, shard_weights True are set; choose manual, or set them back" in both
     assert not unused_method("manual", two) and not unused_method("auto", ParallelConfig())
+
+
+def test_what_comfyui_takes_counts_for_requests_as_large(machine):
+    """And on its own GPU: rank 1's here."""
+    auto = AutoConfig(gpus="1,0")
+    plan, lines = plan_for(auto)
+    assert not any(ASIDE in line for line in lines)
+    planning.note_left(0, 0)
+    planning.note_left(0, 5 * GB)
+    assert any(f"{ASIDE}1: " in line for line in plan_for(auto)[1])
+    assert planning.question_of(auto, MODEL, request)[0].waiting.beside == ((1, 0),)
+    assert planning.question_of(auto, MODEL, large)[0].waiting.beside == ((1, 0),)
+    smaller = planning.question_of(auto, MODEL, lambda shape: Request(32759, 512, 20, 2))[0]
+    elsewhere = planning.question_of(AutoConfig(gpus="2,3"), MODEL, request)[0]
+    assert not smaller.waiting.beside and not elsewhere.waiting.beside

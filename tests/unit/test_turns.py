@@ -1,12 +1,12 @@
-"""Plans for models of one graph that do not fit on the ranks together."""
+"""Plans for models of one graph that do not fit on the ranks together, or not beside ComfyUI's own."""
 
 from dataclasses import replace
 
 import pytest
-from published import A100, WAN
+from published import A100, FLUX, L40, WAN
 
-from backend.config import ConfigError
-from backend.planner.choose import TURNS, Question, choose
+from backend.config import ConfigError, ParallelConfig
+from backend.planner.choose import ASIDE, TURNS, Question, choose
 from backend.planner.machine import Machine, Request
 from backend.planner.waiting import Waiting
 
@@ -69,3 +69,56 @@ def test_what_the_host_has_no_room_for_is_read_at_the_pace_of_the_last_load(file
     assert choice.option.swap > own.swap and says in choice.lines[1] and "from its file" in choice.lines[1]
     assumed = choose(replace(two_experts(28), waiting=Waiting(GB))).option.swap
     assert choice.option.swap == pytest.approx(assumed * 1.5e9 / (file or 1.5e9))
+
+
+def beside(left: float, **changes) -> Question:
+    """One model of 24 GB on two ranks, on whose first GPU ComfyUI has left so many GB of weights."""
+    machine = replace(L40, memory=(48 * GB,) * 2)
+    request = Request(4096, 512, 20, 1)
+    question = Question(FLUX, request, machine, 2, waiting=Waiting(beside=((0, round(left * GB)),)))
+    return replace(question, **changes)
+
+
+def test_a_plan_that_leaves_comfyui_room_is_taken_where_it_costs_less():
+    """Exact ones: those with all weights on the first GPU are the fastest, if these can stay."""
+    exact = "fastest exact"
+    free, short = choose(beside(30), exact), choose(beside(13), exact)
+    assert free.plan.sp_degree == 2 and not free.option.aside
+    assert short.plan.sp_degree == 1 or short.plan.shard_weights
+    assert not short.option.aside and f"{ASIDE}0: this plan's weights leave room for them" in short.lines
+    again = beside(13).option(free.plan)
+    weights = FLUX.weights
+    assert again.aside == pytest.approx(2 * weights / L40.host_link, rel=0.02)
+    assert again.seconds == pytest.approx(free.option.seconds + again.aside)
+
+
+def test_weights_leave_where_a_plan_that_leaves_room_is_slower():
+    """Of many steps, what moves once a run is little."""
+    many = beside(13, request=Request(4096, 512, 500, 1))
+    choice = choose(many, "fastest exact")
+    assert choice.plan == choose(beside(30, request=many.request), "fastest exact").plan
+    assert choice.option.aside > 0
+    assert (
+        f"{ASIDE}0: weights leave for them and come back (about {choice.option.aside:.1f} s"
+        in choice.lines[1]
+    )
+
+
+def test_sharded_weights_that_leave_are_read_again():
+    """They cannot wait in host memory (rank.py)."""
+    plan = ParallelConfig(ulysses_degree=2, shard_weights=True)
+    option = beside(1).option(plan)
+    assert option.reads and option.aside == pytest.approx(FLUX.weights / 1.5e9, rel=0.05)
+
+
+def test_only_ranks_on_comfyuis_gpu_wait():
+    question = beside(1, waiting=Waiting(beside=((1, GB),)))
+    assert not question.option(ParallelConfig()).aside
+    stages = question.option(ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1))
+    assert 0 < stages.aside < 2 * 0.6 * FLUX.weights / L40.host_link
+
+
+def test_models_that_take_turns_leave_once():
+    """The one that has left for ComfyUI's does not leave for the next one."""
+    question = replace(two_experts(28), waiting=Waiting(beside=((0, GB),)))
+    assert choose(question).option == choose(two_experts(28)).option
