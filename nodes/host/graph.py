@@ -1,13 +1,15 @@
 """What a queued graph says of a request before its sampler runs: constants of the nodes after a loader."""
 
+import re
 from collections.abc import Iterator
+from functools import partial
 
 from ...backend.client.pool import Wanted
 from ...backend.planner.machine import Request, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
 from .model_files import lora_size, wanted_of
-from .queued import ancestors, loader_of, source, values
+from .queued import ancestors, constants, loader_of, source, values
 
 #: Assumed of what is linked and not known: an image or a video, 20 steps, both prompts.
 IMAGE = {"width": 1024, "height": 1024, "length": 1}
@@ -15,7 +17,19 @@ VIDEO = {"width": 832, "height": 480, "length": 81}
 STEPS, TEXT = 20, 512
 #: Words in the names of inputs through which a latent comes: video before audio, latents before images.
 LATENT = ("video_latent", "latent", "samples", "pixels", "image")
-LOADER, MODEL, LORA = "LoadParallelDiT", "ParallelModel", "ParallelLoRA"
+LOADER, MODEL, SAMPLERS = "LoadParallelDiT", "ParallelModel", "ParallelSampler"
+#: Nodes that add a LoRA -> their input of its strength; all but the first count on Parallel Model alone.
+LORAS = {
+    "ParallelLoRA": "strength",
+    "LoraLoader": "strength_model",
+    "LoraLoaderModelOnly": "strength_model",
+    "LoraLoaderBypass": "strength_model",
+    "LoraLoaderBypassModelOnly": "strength_model",
+}
+#: Its first output has the steps up to its input ``step``, the second one those after it.
+SPLIT = "SplitSigmas"
+#: Numbers in a text of sigmas, as ComfyUI's ManualSigmas reads them.
+SIGMA = re.compile(r"[-+]?(?:\d*\.*\d+)")
 
 
 def other_loaders(prompt: dict, key: str) -> list[dict]:
@@ -33,19 +47,21 @@ def loaded_models(prompt: dict) -> set[Wanted]:
 def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
     """Return the request of the first sampler that the loader ``key`` feeds, as far as constants tell it."""
     fed = [other for other, node in prompt.items() if _samples(node) and loader_of(prompt, other) == key]
-    sampler = fed[0] if fed else ""
-    node = prompt.get(sampler, {"class_type": "", "inputs": {}})
+    # Parallel Model may be there for a scheduler alone
+    sampler = min(fed, key=partial(_is_model, prompt), default="")
+    drained = _is_model(prompt, sampler)
+    sampler = _sampler_of(prompt, sampler) if drained else sampler
+    inputs = constants(prompt, sampler)
     latent = _latent(prompt, sampler)
     usual = VIDEO if shape.is_video else IMAGE
     length, height, width = (_number(latent, name, usual[name]) for name in ("length", "height", "width"))
     time, *space = shape.pixels
     sides = (1 + (length - 1) // time, height // space[0], width // space[1])
-    guidance = guidance_of(node["inputs"])
-    drained = node["class_type"] == MODEL
+    guidance = guidance_of(inputs)
     return Request(
         image_tokens=tokens_of(sides, shape.patch),
         text_tokens=TEXT,
-        steps=_steps(prompt, sampler),
+        steps=_steps(prompt, sampler, inputs),
         prompts=1 if drained or (guidance and skips_negative(*guidance)) else 2,
         batch=_number(latent, "batch_size", 1),
         drained=drained,
@@ -56,37 +72,57 @@ def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
 def _lora_bytes(prompt: dict) -> int:
     """Bytes of all LoRAs of a graph, whose models are on the same ranks: a plain one takes about what its
     file does."""
-    nodes = [values(prompt, key) for key, node in prompt.items() if node.get("class_type") == LORA]
-    return sum(lora_size(inputs.get("lora_name", "")) for inputs in nodes if inputs.get("strength", 1.0))
+    found = 0
+    for key, node in prompt.items():
+        strength = LORAS.get(node.get("class_type", ""))
+        inputs = constants(prompt, key)
+        if strength and inputs.get(strength, 1.0) and _is_on_ranks(prompt, key):
+            found += lora_size(inputs.get("lora_name", ""))
+    return found
+
+
+def _is_on_ranks(prompt: dict, lora: str) -> bool:
+    """Whether a node's LoRA is added to a transformer on the ranks."""
+    if source(prompt, lora, "dit"):
+        return True
+    model = source(prompt, lora, "model")
+    return model is not None and any(_is_model(prompt, key) for key in ancestors(prompt, [model]))
 
 
 def _samples(node: dict) -> bool:
-    return node["class_type"].startswith("ParallelSampler") or node["class_type"] == MODEL
+    return node["class_type"].startswith(SAMPLERS) or node["class_type"] == MODEL
 
 
-def _upstream(prompt: dict, node: str, words: tuple[str, ...]) -> Iterator[dict]:
-    """Yield the inputs of a node and of those before it, along one link of each: of the inputs whose names
-    have one of ``words``, those of the first word first."""
+def _is_model(prompt: dict, key: str) -> bool:
+    return prompt.get(key, {}).get("class_type") == MODEL
+
+
+def _sampler_of(prompt: dict, model: str) -> str:
+    """Return the first sampler of the MODEL of a Parallel Model; an empty word where there is none."""
+    others = [other for other in prompt if source(prompt, other, "latent_image")]
+    return next((other for other in others if model in ancestors(prompt, [other])), "")
+
+
+def _upstream(prompt: dict, node: str, words: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """Yield a node and those before it, along one link of each, and the number of the output that is linked:
+    of the inputs whose names have one of ``words``, those of the first word first."""
     seen = set()
-    following = node
-    while following in prompt and following not in seen:
-        seen.add(following)
-        inputs = prompt[following]["inputs"]
-        yield inputs
+    output = 0
+    while node in prompt and node not in seen:
+        seen.add(node)
+        yield node, output
+        inputs = prompt[node]["inputs"]
         named = [name for word in words for name in inputs if word in name]
-        found = (source(prompt, following, name) for name in named)
-        following = next(filter(None, found), "")
+        linked = (inputs[name] for name in named if source(prompt, node, name))
+        node, output = next(linked, ("", 0))
 
 
 def _latent(prompt: dict, sampler: str) -> dict:
     """Return what the nodes before a sampler's latent say of it, the nearest first: those that join video and
-    audio, or another sampler, say nothing. For Parallel Model: before the first sampler of its MODEL."""
-    if prompt.get(sampler, {}).get("class_type") == MODEL:
-        others = [other for other in prompt if source(prompt, other, "latent_image")]
-        sampler = next((other for other in others if sampler in ancestors(prompt, [other])), "")
+    audio, or another sampler, say nothing."""
     found: dict = {}
-    for inputs in _upstream(prompt, sampler, LATENT):
-        found = {**inputs, **found}
+    for key, _ in _upstream(prompt, sampler, LATENT):
+        found = {**constants(prompt, key), **found}
     return found
 
 
@@ -95,11 +131,24 @@ def _number(inputs: dict, name: str, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
-def _steps(prompt: dict, sampler: str) -> int:
-    """The steps that a sampler makes, or those of the scheduler that gives it its sigmas."""
-    inputs = prompt[sampler]["inputs"] if sampler else {}
-    if "sigmas" in inputs:
-        counts = (_number(each, "steps", 0) for each in _upstream(prompt, sampler, ("sigmas",)))
-        return next(filter(None, counts), STEPS)
+def _steps(prompt: dict, sampler: str, inputs: dict) -> int:
+    """The steps that a sampler with these ``inputs`` makes, or those of the sigmas that it is given."""
+    if source(prompt, sampler, "sigmas"):
+        return _scheduled(prompt, sampler) or STEPS
     steps = _number(inputs, "steps", STEPS)
     return max(1, min(_number(inputs, "end_at_step", steps), steps) - _number(inputs, "start_at_step", 0))
+
+
+def _scheduled(prompt: dict, sampler: str) -> int:
+    """Count the steps of a sampler's sigmas, from the node that makes them to it; 0 where that takes a
+    run."""
+    steps = 0
+    for key, output in reversed(list(_upstream(prompt, sampler, ("sigmas",)))):
+        inputs = constants(prompt, key)
+        text = inputs.get("sigmas")
+        listed = len(SIGMA.findall(text)) - 1 if isinstance(text, str) else 0
+        steps = _number(inputs, "steps", max(listed, 0)) or steps
+        if prompt[key].get("class_type") == SPLIT:
+            first = min(_number(inputs, "step", 0), steps)
+            steps = steps - first if output else first or steps
+    return steps

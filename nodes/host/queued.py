@@ -7,6 +7,7 @@ right before it validates it, in the same task, so a context variable brings it 
 import importlib
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
@@ -14,6 +15,10 @@ from comfy_execution.utils import get_executing_context
 _queued: ContextVar[dict | None] = ContextVar("queued graph", default=None)
 #: Nodes that hand a PARALLEL_DIT on.
 THROUGH = ("ParallelLoRA",)
+#: ComfyUI's node that hands one of two inputs on: the first where its input ``switch`` is false. And the one
+#: that does not hand on its only input, ``value``.
+SWITCH, SWITCHED = "ComfySwitchNode", ("on_false", "on_true")
+NOT = "ComfyNotNode"
 
 
 def remember(request: dict) -> dict:
@@ -44,6 +49,31 @@ def values(graph: dict, node: str) -> dict:
     """Return the inputs of a node that are values, not links."""
     inputs = graph.get(node, {}).get("inputs", {})
     return {name: value for name, value in inputs.items() if not isinstance(value, list)}
+
+
+def constants(graph: dict, node: str) -> dict:
+    """Return what a graph tells of a node's inputs: values, and those of nodes that hand one on as it is."""
+    names = graph.get(node, {}).get("inputs", {})
+    found = ((name, constant(graph, node, name)) for name in names)
+    return {name: value for name, value in found if value is not None}
+
+
+def constant(graph: dict, node: str, name: str, seen: frozenset[str] = frozenset()) -> Any:
+    """Return the value of an input, also of one that is linked to a node whose one input is ``value``
+    (PrimitiveInt) or to a Switch; None where that takes a run. ``seen``: nodes on the way, which may be a
+    cycle."""
+    origin = source(graph, node, name)
+    if origin is None:
+        given = graph[node]["inputs"].get(name)
+        return None if isinstance(given, list) else given
+    if origin in seen:
+        return None
+    further = seen | {origin}
+    kind = graph[origin].get("class_type")
+    if graph[origin]["inputs"].keys() == {"value"} and kind != NOT:
+        return constant(graph, origin, "value", further)
+    switched = constant(graph, origin, "switch", further) if kind == SWITCH else None
+    return None if switched is None else constant(graph, origin, SWITCHED[bool(switched)], further)
 
 
 def source(graph: dict, node: str, name: str) -> str | None:

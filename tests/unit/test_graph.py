@@ -113,17 +113,113 @@ def test_parallel_model_has_the_latent_of_the_sampler_of_its_model(graph):
     prompt["4"] = {"class_type": "EmptyLatent", "inputs": {"width": 64, "height": 64, "length": 1}}
     prompt["5"] = {"class_type": "KSampler", "inputs": {"model": ["8", 0], "latent_image": ["4", 0]}}
     prompt["6"] = {"class_type": "ModelSamplingSD3", "inputs": {"model": ["3", 0]}}
-    prompt["7"] = {"class_type": "KSampler", "inputs": {"model": ["6", 0], "latent_image": ["2", 0]}}
+    inputs = {"model": ["6", 0], "latent_image": ["2", 0], "steps": 6}
+    prompt["7"] = {"class_type": "KSampler", "inputs": inputs}
     request = graph.request_of_graph(prompt, "1", latent_of("wan", out_channels=16))
-    assert request.image_tokens == WAN_TOKENS and request.drained
+    assert (request.image_tokens, request.steps, request.drained) == (WAN_TOKENS, 6, True)
 
 
-def test_steps_of_a_scheduler_are_found_behind_other_nodes(graph):
+def scheduled(nodes: dict, output: int = 0) -> dict:
+    """A graph of one image whose sampler gets its sigmas of an output of the first of these nodes."""
     prompt = queued({})
-    prompt["3"]["inputs"]["sigmas"] = ["4", 0]
-    prompt["4"] = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["5", 0], "step": 3}}
-    prompt["5"] = {"class_type": "BasicScheduler", "inputs": {"steps": 12}}
-    assert graph.request_of_graph(prompt, "1", latent_of("flux")).steps == 12
+    prompt["3"]["inputs"]["sigmas"] = [next(iter(nodes)), output]
+    return prompt | nodes
+
+
+SCHEDULER = {"class_type": "BasicScheduler", "inputs": {"steps": 12}}
+SPLIT = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["scheduler", 0], "step": 5}}
+AGAIN = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["split", 1], "step": 4}}
+LISTED = {"class_type": "ManualSigmas", "inputs": {"sigmas": "0.85, 0.7250,.4219, 0.0"}}
+LINKED = {"class_type": "ManualSigmas", "inputs": {"sigmas": ["text", 0]}}
+TEXT = {"class_type": "PrimitiveString", "inputs": {"value": "1, 0.5, 0"}}
+FIRST = {"class_type": "SetFirstSigma", "inputs": {"sigmas": ["scheduler", 0], "sigma": 0.9}}
+OPEN = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["scheduler", 0], "step": ["size", 0]}}
+
+
+@pytest.mark.parametrize(
+    "nodes, output, steps",
+    [
+        ({"first": FIRST, "scheduler": SCHEDULER}, 0, 12),
+        ({"split": SPLIT, "scheduler": SCHEDULER}, 0, 5),
+        ({"split": SPLIT, "scheduler": SCHEDULER}, 1, 7),
+        ({"again": AGAIN, "split": SPLIT, "scheduler": SCHEDULER}, 1, 3),
+        ({"open": OPEN, "scheduler": SCHEDULER, "size": {"class_type": "Length", "inputs": {}}}, 0, 12),
+        ({"listed": LISTED}, 0, 3),
+        ({"linked": LINKED, "text": TEXT}, 0, 2),
+        ({"linked": LINKED, "text": {"class_type": "Words", "inputs": {}}}, 0, 20),
+    ],
+    ids=["further node", "first half", "second half", "split twice", "split", "text", "linked", "unknown"],
+)
+def test_the_steps_of_sigmas_are_counted(graph, nodes, output, steps):
+    """Sigmas that are listed counted as 20 steps, half of a schedule as all of it."""
+    assert graph.request_of_graph(scheduled(nodes, output), "1", latent_of("flux")).steps == steps
+
+
+def number(value) -> dict:
+    return {"class_type": "PrimitiveInt", "inputs": {"value": value}}
+
+
+def test_numbers_of_other_nodes_are_followed(graph):
+    """2048 x 2048 with 4 steps counted as 1024 x 1024 with 20."""
+    prompt = queued({"width": ["side", 0], "height": ["side", 0]})
+    prompt["3"]["inputs"] |= {"steps": ["steps", 0], "cfg": ["cfg", 0], "sampler_name": "euler"}
+    prompt |= {"side": number(["outer", 0]), "outer": number(2048), "4": number(4), "20": number(20)}
+    fast = {"switch": ["fast", 0], "on_true": ["4", 0], "on_false": ["20", 0]}
+    prompt["steps"] = {"class_type": "ComfySwitchNode", "inputs": fast}
+    prompt["cfg"] = {"class_type": "ComfySwitchNode", "inputs": {**fast, "on_true": 1.0, "on_false": 4.0}}
+    prompt["fast"] = {"class_type": "PrimitiveBoolean", "inputs": {"value": True}}
+    request = graph.request_of_graph(prompt, "1", latent_of("flux"))
+    assert (request.image_tokens, request.steps, request.prompts) == (128 * 128, 4, 1)
+    prompt["fast"]["inputs"]["value"] = False
+    request = graph.request_of_graph(prompt, "1", latent_of("flux"))
+    assert (request.steps, request.prompts) == (20, 2)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"class_type": "ComfyNotNode", "inputs": {"value": 4}},
+        {"class_type": "Multiply", "inputs": {"value": 4, "by": 2}},
+        {"class_type": "PrimitiveInt", "inputs": {"value": ["steps", 0]}},
+        {"class_type": "ComfySwitchNode", "inputs": {"switch": ["1", 0], "on_true": 4, "on_false": 8}},
+    ],
+    ids=["not", "sum", "cycle", "switch"],
+)
+def test_numbers_that_take_a_run_are_not_guessed(graph, node):
+    prompt = queued({})
+    prompt["3"]["inputs"]["steps"] = ["steps", 0]
+    assert graph.request_of_graph(prompt | {"steps": node}, "1", latent_of("flux")).steps == 20
+
+
+def test_parallel_model_for_a_scheduler_does_not_hide_the_sampler(graph):
+    prompt = {"0": {"class_type": "ParallelModel", "inputs": {"dit": ["1", 0]}}}
+    prompt |= scheduled({"scheduler": {**SCHEDULER, "inputs": {"model": ["0", 0], "steps": 12}}})
+    prompt["3"]["inputs"] |= {"cfg": 4.0, "sampler_name": "euler"}
+    request = graph.request_of_graph(prompt, "1", latent_of("flux"))
+    assert (request.drained, request.prompts, request.steps) == (False, 2, 12)
+
+
+def test_loras_of_comfyuis_loaders_are_counted_on_parallel_model(graph, monkeypatch):
+    sizes = {"ours": 1, "strong": 2, "chained": 4, "both": 8, "none": 16, "elsewhere": 32}
+    monkeypatch.setattr(graph, "lora_size", sizes.get)
+
+    def lora(kind: str, name: str, strength: str, value, **inputs) -> dict:
+        return {"class_type": kind, "inputs": {"lora_name": name, strength: value, **inputs}}
+
+    only, bypass = "LoraLoaderModelOnly", "LoraLoaderBypassModelOnly"
+    prompt = queued({}) | {
+        "5": lora("ParallelLoRA", "ours", "strength", 1.0, dit=["1", 0]),
+        "6": {"class_type": "ParallelModel", "inputs": {"dit": ["5", 0]}},
+        "7": lora(only, "strong", "strength_model", ["half", 0], model=["6", 0]),
+        "8": lora(bypass, "chained", "strength_model", 1.0, model=["7", 0]),
+        "9": lora("LoraLoader", "both", "strength_model", 1.0, model=["8", 0], strength_clip=0.0),
+        "10": lora(only, "none", "strength_model", 0.0, model=["9", 0]),
+        "11": lora(only, "elsewhere", "strength_model", 1.0, model=["stock", 0]),
+        "half": {"class_type": "PrimitiveFloat", "inputs": {"value": 0.5}},
+        "stock": {"class_type": "UNETLoader", "inputs": {}},
+    }
+    shape = replace(latent_of("flux"), is_quantized=True)
+    assert graph.request_of_graph(prompt, "1", shape).loras == 1 + 2 + 4 + 8
 
 
 def test_a_cycle_of_latents_ends(graph):
