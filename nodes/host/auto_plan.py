@@ -1,7 +1,7 @@
 """Plans of Parallel Config's auto: from the graph before the ranks start, and again when a sampler runs."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,12 +16,13 @@ from ...backend.client.pool import Wanted
 from ...backend.config import ConfigError, ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.planner.choose import Question
-from ...backend.planner.machine import Request, tokens_of
+from ...backend.planner.machine import Request
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import BackendError, RefusedError
 from .graph import TEXT
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_plan
+from .image_tokens import image_tokens
 from .progress import NodeStatus
 from .rank_weights import dynamic_weights, host_room
 
@@ -119,7 +120,9 @@ def sample_planned(
     prompts = 1 if skips_negative(cfg, sampler_name) else 2
     samples = latent["samples"]
     size = (samples.unbind()[0] if samples.is_nested else samples).shape
-    request = _request_of(dit, size, positive[0][0].shape[1], steps, prompts)
+    prompt, values = positive[0]
+    references = values.get("reference_latents") or ()
+    request = _request_of(dit, size, references, prompt.shape[1], steps, prompts)
 
     def run(config: ParallelConfig, lines: tuple[str, ...]) -> Ran:
         return sample(with_plan(dit, config, lines))
@@ -134,7 +137,8 @@ def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterato
     the ranks as they are. ``guider``: ComfyUI's, with prompts. ``shape``: of the latent, the first of
     several. Where ranks run out of memory, the next sampling takes a plan that needs less: this one's solver
     has begun. Errors as in ``sample_planned``."""
-    request = _request_of(dit, shape, _text_tokens(guider.conds), steps, 1, drained=True)
+    text, references = _text_tokens(guider.conds), _references(guider.conds)
+    request = _request_of(dit, shape, references, text, steps, 1, drained=True)
     if dit.auto is None or _under_way:
         found = as_running(dit)
     else:
@@ -165,14 +169,27 @@ def _text_tokens(conds: dict[str, list[dict]]) -> int:
     return max((each.shape[1] for each in prompts if each is not None), default=TEXT)
 
 
+def _references(conds: dict[str, list[dict]]) -> tuple[torch.Tensor, ...]:
+    """Return the reference latents of a guider's prompt with most of them."""
+    found = (each.get("reference_latents") or () for side in conds.values() for each in side)
+    return max(found, key=len, default=())
+
+
 def _request_of(
-    dit: ParallelDiT, size: torch.Size, text: int, steps: int, prompts: int, drained: bool = False
+    dit: ParallelDiT,
+    size: torch.Size,
+    references: Sequence[torch.Tensor],
+    text: int,
+    steps: int,
+    prompts: int,
+    drained: bool = False,
 ) -> RequestOf:
-    """Return what makes the request for latents of a ``size`` (B, C, [T,] H, W), the first of several."""
+    """Return what makes the request for latents of a ``size`` (B, C, [T,] H, W), the first of several, and
+    reference latents beside them."""
     batch, sides = _sides(size, dit)
 
     def request(shape: ModelShape) -> Request:
-        tokens = tokens_of(sides, shape.patch)
+        tokens = image_tokens(sides, references, shape.patch)
         return Request(tokens, text, max(1, steps), prompts, batch, drained, lora_bytes(dit))
 
     return request

@@ -13,13 +13,16 @@ from pathlib import Path
 import folder_paths
 
 from ...backend.client import planning
-from ...backend.planner.machine import Request, tokens_of
+from ...backend.planner.machine import Request
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample
 from .handle import ParallelDiT
+from .image_tokens import image_tokens
 
 #: Requests that are remembered, the latest ones.
 MOST = 500
+#: Names of a request's reference latents, of one prompt.
+REFERENCES = "positive.ref_latents."
 
 
 def path() -> Path:
@@ -52,11 +55,13 @@ def projected(dit: ParallelDiT, sample: Sample) -> float | None:
         noise = sample.tensors["noise"]
         size = sample.latent_shapes[0] if sample.latent_shapes else noise.shape[1:]
         sides = (size[1] if len(size) == 4 else 1, size[-2], size[-1])
+        references = [each for name, each in sample.tensors.items() if name.startswith(REFERENCES)]
+        tokens = image_tokens(sides, references, shape.patch)
         prompt = sample.tensors.get("positive.c_crossattn")
         text = 0 if prompt is None else prompt.shape[1]
         prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1
         steps = len(sample.tensors["sigmas"]) - 1
-        return Request(tokens_of(sides, shape.patch), text, steps, prompts, noise.shape[0])
+        return Request(tokens, text, steps, prompts, noise.shape[0])
 
     return planning.projected(dit.config, dit.wanted, request)
 
