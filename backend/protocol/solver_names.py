@@ -2,12 +2,12 @@
 
 #: In ComfyUI's order.
 SOLVERS = tuple(
-    "euler euler_cfg_pp euler_ancestral heun dpm_2 dpm_2_ancestral lms dpmpp_2s_ancestral dpmpp_sde dpmpp_2m "
-    "dpmpp_2m_sde dpmpp_3m_sde ddpm lcm ipndm ipndm_v deis res_multistep gradient_estimation er_sde seeds_2 "
-    "seeds_3 sa_solver ddim uni_pc uni_pc_bh2".split()
+    "euler euler_cfg_pp euler_ancestral euler_ancestral_cfg_pp heun dpm_2 dpm_2_ancestral lms "
+    "dpmpp_2s_ancestral dpmpp_sde dpmpp_2m dpmpp_2m_sde dpmpp_3m_sde ddpm lcm ipndm ipndm_v deis "
+    "res_multistep gradient_estimation er_sde seeds_2 seeds_3 sa_solver ddim uni_pc uni_pc_bh2".split()
 )
 #: Solvers that use the negative prompt's prediction by itself, so that it is evaluated at cfg 1.0 too.
-NEEDS_NEGATIVE = frozenset({"euler_cfg_pp"})
+NEEDS_NEGATIVE = frozenset({"euler_cfg_pp", "euler_ancestral_cfg_pp"})
 #: Solvers that step in the half log SNR, which has no value at a flow model's first sigma of 1.
 HALF_LOG_SNR = frozenset(
     {"dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde", "er_sde", "seeds_2", "seeds_3", "sa_solver"}

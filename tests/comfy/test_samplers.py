@@ -50,6 +50,7 @@ def pairs(tmp_path_factory):
         ("pixart-sigma", {"denoise": 0.5}),
         ("pixart-sigma", {"sampler_name": "uni_pc"}),
         ("pixart-sigma", {"sampler_name": "euler_cfg_pp", "cfg": 1.0}),
+        ("flux-dev", {"sampler_name": "euler_ancestral_cfg_pp", "cfg": 1.0}),
     ],
     ids=str,
 )
@@ -154,6 +155,7 @@ def test_custom_without_noise(pairs):
         "sa_solver",
         "res_multistep",
         "euler_cfg_pp",
+        "euler_ancestral_cfg_pp",
         "lcm",
     ],
 )

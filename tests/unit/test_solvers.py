@@ -24,6 +24,7 @@ PREDICTIONS = {"flow": FLOW, "eps": EPS, "v": V}
 MEAN, STD = 0.5, 0.4
 STOCHASTIC = {
     "euler_ancestral",
+    "euler_ancestral_cfg_pp",
     "dpm_2_ancestral",
     "dpmpp_2s_ancestral",
     "dpmpp_sde",
@@ -233,7 +234,8 @@ def test_what_a_solver_lacks_is_named():
     """The negative prompt, or the model's noise levels: refused before a rank works, never replaced by a
     guess.
     """
-    assert "negative" in refused(sampler="euler_cfg_pp")
+    for solver in NEEDS_NEGATIVE:
+        assert "negative" in refused(sampler=solver)
     for solver in HALF_LOG_SNR:
         assert "percent_sigmas" in refused(sampler=solver)
         assert not refused(sampler=solver, tensors={"percent_sigmas": torch.tensor([0.99, 0.8, 0.2])})

@@ -1,8 +1,10 @@
 """Euler, Heun and DPM-Solver-2 steps, their ancestral forms, and the solvers that renoise a prediction."""
 
+from collections.abc import Callable
+
 import torch
 
-from .problem import Problem, Steps, Tensor, ancestral, blend, euler_step
+from .problem import Problem, Steps, Tensor, ancestral, ancestral_split, blend, euler_step
 
 
 def euler(x: Tensor, problem: Problem) -> Steps:
@@ -29,14 +31,29 @@ def euler_ancestral(x: Tensor, problem: Problem) -> Steps:
 
 def euler_cfg_pp(x: Tensor, problem: Problem) -> Steps:
     """CFG++ (arXiv 2406.08070): guided data, renoised by the noise that the negative prompt predicts."""
+    return _cfg_pp(x, problem)
+
+
+def euler_ancestral_cfg_pp(x: Tensor, problem: Problem) -> Steps:
+    """CFG++ with part of that noise fresh, as ancestral steps have it (ComfyUI)."""
+    return _cfg_pp(x, problem, problem.draws())
+
+
+def _cfg_pp(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = None) -> Steps:
     for i, sigma, sigma_next in problem.steps:
         denoised, negative = yield x, sigma, i
         if sigma_next == 0:
             x = denoised
             continue
+        alpha = problem.alpha(sigma)
         alpha_next = problem.alpha(sigma_next)
-        noise = (x - problem.alpha(sigma) * negative) / sigma
-        x = alpha_next * denoised + alpha_next * (sigma_next / alpha_next) * noise
+        noise = (x - alpha * negative) / sigma
+        level = sigma_next / alpha_next
+        # from a flow's sigma of 1, whose alpha is 0, all noise is fresh
+        down, up = ancestral_split(sigma / alpha, level) if fresh else (level, torch.zeros_like(level))
+        x = alpha_next * denoised + alpha_next * down * noise
+        if fresh:
+            x = x + alpha_next * fresh() * up
     return x
 
 
