@@ -3,12 +3,14 @@
 import logging
 
 import torch
+from comfy.cli_args import args
 
 from ...backend.protocol import Describe
 from ..comfy_models.registry import family_named
 from .graph import VIDEO
 from .handle import ParallelDiT, ensure_loaded
 from .report import plan_line, quantized_lines, rank_lines
+from .speed_flags import flag_lines
 
 #: The request: width and height of an image, and text tokens.
 IMAGE_SIZE = 1024
@@ -28,15 +30,17 @@ def plan(dit: ParallelDiT, prompts: int) -> str:
 
 
 def loaded_lines(dit: ParallelDiT) -> list[str]:
-    """Return what each rank of ``dit`` holds, which kernel computes attention and why, and how quantized
-    layers multiply."""
+    """Return what each rank of ``dit`` holds, which kernel computes attention and why, how quantized layers
+    multiply, and what ComfyUI's own models run with and the ranks do not."""
     gpus: list[int] = []
     if dit.loaded.info["device"] == "cuda" and not dit.config.address:
         gpus = dit.config.gpu_indices
     memory = [torch.cuda.get_device_properties(index).total_memory for index in gpus]
     info = dit.loaded.info
     attention = info["attention"][dit.config.attention]
-    return [*rank_lines(info["ranks"], gpus, memory), attention, *quantized_lines(info["quantized"])]
+    chosen = {"attention": dit.config.attention, "weight_dtype": dit.weight_dtype, "matmul": dit.matmul}
+    kernels = [attention, *quantized_lines(info["quantized"])]
+    return [*rank_lines(info["ranks"], gpus, memory), *kernels, *flag_lines(vars(args), chosen, info)]
 
 
 def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
