@@ -295,3 +295,4 @@ class RemoteTransformer(ElsewhereModule):
         if text not in self._said:
             self._said.add(text)
             logging.warning("parallel-dit: %s", text)
+            NodeStatus().warn(text)

@@ -12,6 +12,7 @@ with comfy_modules():
     import comfy.hooks
     import comfy.sd
     from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from parallel_dit.nodes.host import progress
 
 REFUSED = {
     "LoRA": (
@@ -112,6 +113,16 @@ def test_where_keys_are_kept_is_the_ranks_own_matter(flux, caplog):
         <= 1e-4
     )
     assert "stays here" not in caplog.text
+
+
+def test_an_unknown_option_is_said_under_the_node_that_samples(flux, caplog, monkeypatch):
+    """Some node has set it for a reason; the log alone said that nothing came of it."""
+    shown = []
+    monkeypatch.setattr(progress, "node_text", lambda: shown.append)
+    ksampler(flux, steps=2)(with_patch(flux.ours, "foo", 1))
+    (said,) = [text for text in shown if "'foo'" in text]
+    assert said.startswith("transformer_options has 'foo', which stays here: the ranks")
+    assert caplog.text.count(said) == 1 and shown[-1] == said
 
 
 def test_hooks_on_weights_are_refused(flux):
