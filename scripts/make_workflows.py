@@ -16,7 +16,7 @@ from workflow_thumbnails import demo_thumbnail, graph_thumbnail
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
-#: Loader -> the folder of models in which its files are; those of an input ckpt_name are checkpoints.
+#: Loader -> the folder of models in which its files are, but for checkpoints.
 DIRECTORIES = {
     "LoadParallelDiT": "diffusion_models",
     "ParallelLoRA": "loras",
@@ -83,21 +83,27 @@ def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list:
     return values
 
 
-def models_of(kind: str, inputs: dict) -> list[dict]:
+def checkpoints_of(graph: dict) -> set[str]:
+    """Return the all-in-one files of a graph: one place serves all loaders that take a part of one."""
+    return {node["inputs"]["ckpt_name"] for node in graph.values() if "ckpt_name" in node["inputs"]}
+
+
+def models_of(kind: str, inputs: dict, checkpoints: set[str]) -> list[dict]:
     """Return what the page offers to download for a loader: name, url and folder of each of its files."""
-    files = {key: value for key, value in inputs.items() if isinstance(value, str) and value in URLS}
+    files = [value for value in inputs.values() if isinstance(value, str) and value in URLS]
     return [
         {
             "name": name,
             "url": URLS[name],
-            "directory": "checkpoints" if key == "ckpt_name" else DIRECTORIES[kind],
+            "directory": "checkpoints" if name in checkpoints else DIRECTORIES[kind],
         }
-        for key, name in files.items()
+        for name in files
     ]
 
 
-def page_node(key: str, node: dict, info: dict) -> dict:
-    """Return a node of the API form as the page has it, without place and links; ``info``: of its type."""
+def page_node(key: str, node: dict, info: dict, checkpoints: set[str]) -> dict:
+    """Return a node of the API form as the page has it, without place and links; ``info``: of its type;
+    ``checkpoints``: the graph's all-in-one files."""
     kind, given = node["class_type"], node["inputs"]
     linked, widgets = inputs_of(info, given)
     inputs = [{"name": name, "type": type_, "link": None} for name, type_ in linked]
@@ -107,7 +113,7 @@ def page_node(key: str, node: dict, info: dict) -> dict:
         for name in fed
     ]
     outputs = zip(info["output_name"], info["output"], strict=True)
-    values, models = values_of(widgets, given), models_of(kind, given)
+    values, models = values_of(widgets, given), models_of(kind, given, checkpoints)
     slots = max(len(linked), len(info["output"]))
     height = height_of(kind, slots, widgets, len(values), info["category"] == CATEGORY)
     return {
@@ -139,7 +145,8 @@ def connect(nodes: dict[str, dict], graph: dict) -> list[list]:
 
 def page_form(note: dict, graph: dict, info: dict) -> dict:
     """Return the form that ComfyUI's page opens, of the form that /prompt takes and the node of its note."""
-    made = {key: page_node(key, node, info[node["class_type"]]) for key, node in graph.items()}
+    checkpoints = checkpoints_of(graph)
+    made = {key: page_node(key, node, info[node["class_type"]], checkpoints) for key, node in graph.items()}
     links = connect(made, graph)
     layout = best_layout(list(made.values()), note["widgets_values"][0])
     layout.place()

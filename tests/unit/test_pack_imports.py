@@ -182,6 +182,17 @@ def test_the_page_can_offer_every_file(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
+def test_a_file_has_one_place(path):
+    """An all-in-one file is in models/checkpoints, for Load Parallel DiT too."""
+    note, *nodes = json.loads(path.read_text())["nodes"]
+    places = {}
+    for entry in (entry for node in nodes for entry in node["properties"].get("models", [])):
+        assert places.setdefault(entry["name"], entry["directory"]) == entry["directory"]
+    for name in re.findall(r"models/diffusion_models/([\w.-]+)", note["widgets_values"][0]):
+        assert places.get(name, "diffusion_models") == "diffusion_models"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 def test_a_template_opens_with_texts(path):
     """From its card, in a browser on a screen of 1920 x 1080, and on 1366 x 768 unless it is WIDE."""
     boxes = [box(node) for node in json.loads(path.read_text())["nodes"]]
