@@ -19,6 +19,8 @@ from .loading.model_key import check_same, check_unchanged, content_key, model_k
 from .parallel import mesh as meshes
 from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
 from .quantization import trial
+from .quantization.kernels import NATIVE
+from .quantization.matmul import Product
 from .sampling.runs import Prepared
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
@@ -158,14 +160,17 @@ class Worker:
     ) -> list[str]:
         """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
         no rank keeps it), else what it cost each is in ``reports``. ``own``: the key under which rank 0 has
-        checked the model, which is that of all ranks. Raises OutOfRoom before anything is read."""
+        checked the model, which is that of all ranks. Loads nothing and gives no reasons where all ranks have
+        learnt that one cannot multiply natively as it should: rank 0 checks the model again, and says so.
+        Raises OutOfRoom before anything is read."""
         own = own or model_key(message)
         key = self.dispatcher.all_gather_object(own)[0]
         if key in self.engine.models:
             return self._name_loras(key, message)
         self.admission.check(planned, asking=message.asking)
-        reasons = self._try_products(message.products)
-        if reasons:
+        products = [(kind, dtype) for kind, dtype in message.products]
+        reasons = self._try_products(products)
+        if reasons or (message.matmul == NATIVE and not self.engine.refused.keys().isdisjoint(products)):
             return reasons
         contents = [""] * self.mesh.world_size
         if max(self.machines):  # each machine reads its own file
@@ -189,13 +194,13 @@ class Worker:
             self.reports[key] = [report for _, report in answers]
         return reasons
 
-    def _try_products(self, products: list) -> list[str]:
+    def _try_products(self, products: list[Product]) -> list[str]:
         """Have all ranks know which native products any of them refuses; the reasons of the ranks that could
         try none. No collective where there are no products."""
         if not products:
             return []
         gather = self.dispatcher.all_gather_object
-        refused, failures = trial.agree([(kind, dtype) for kind, dtype in products], self.mesh.device, gather)
+        refused, failures = trial.agree(products, self.mesh.device, gather)
         self.engine.refused |= refused
         return by_rank(failures)
 

@@ -165,8 +165,9 @@ class Leader(Worker):
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
-            self.files[key] = message.path, checkpoint
-            self.run(job)  # now that it is loaded: the LoRAs
+            if key in self.engine.models:
+                self.files[key] = message.path, checkpoint
+            self.run(job)  # the LoRAs of what is loaded, or what refuses it by what the ranks have learnt
 
         return act
 

@@ -206,8 +206,8 @@ def choose_all(
         layer, why = next(iter(unable.items()))
         count = f"{len(unable)} of {len(matrices)} quantized layers of {name}"
         raise UnsupportedError(
-            f"matmul is native, but {count} cannot multiply so on {device}, first {some([layer])} ({why}); "
-            f"choose auto or weight only."
+            f"matmul is native, but {count} cannot multiply so, first {some([layer])}: {why}; choose auto or "
+            f"weight only."
         )
     return choices
 

@@ -34,20 +34,23 @@ LARGEST = (None, lambda most: most)
 def agree(
     products: Iterable[Product], device: torch.device, gather: Callable[[list], list[list]]
 ) -> tuple[dict[Product, str], list[str]]:
-    """Return the ``products`` that any rank refuses, with the first such rank and why; and for each rank why
-    it could try none, empty where it could. ``gather``: a value that JSON holds -> those of all ranks."""
-    own, failure = {}, ""
+    """Return the ``products`` that any rank refuses, with the first such rank, its GPU and why; and for each
+    rank why it could try none, empty where it could. ``gather``: a value that JSON holds -> those of all
+    ranks."""
+    own, failure, name = {}, "", "CPU"
     try:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
         own = refusals(products, device)
     except Exception as error:  # out of memory, a device that is lost: the other ranks wait for this one
         traceback.print_exc()
         failure = reason(error)
-    answers = gather([[[*product, why] for product, why in own.items()], failure])
+    answers = gather([[[*product, why] for product, why in own.items()], failure, name])
     merged: dict[Product, str] = {}
-    for rank, (refused, _) in enumerate(answers):
+    for rank, (refused, _, name) in enumerate(answers):
+        where = f"on rank {rank} ({name}) " if len(answers) > 1 else ""
         for kind, dtype, why in refused:
-            merged.setdefault((kind, dtype), f"rank {rank}: {why}" if len(answers) > 1 else why)
-    return merged, [why for _, why in answers]
+            merged.setdefault((kind, dtype), where + why)
+    return merged, [why for _, why, _ in answers]
 
 
 def refusals(products: Iterable[Product], device: torch.device) -> dict[Product, str]:

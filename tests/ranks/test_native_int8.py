@@ -45,6 +45,6 @@ def test_two_ranks(run, rank_programs):
 def test_all_ranks_leave_what_one_refuses(run, rank_programs):
     """Of columns that are cut, a rank that multiplies natively asks the others for their largest values."""
     row = rank_programs[__name__, run.ranks].result()[run.id]
-    why = "rank 1: its product failed (not supported)"
+    why = "on rank 1 (CPU) its product failed (not supported)"
     assert row["said"] == [[["int8_tensorwise", "float32", why]]] * 2
     assert max(row["distances"]) < 1e-5

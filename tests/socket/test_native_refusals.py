@@ -33,13 +33,16 @@ def backend(real_launches, tmp_path, monkeypatch):
 def test_kernels_that_fail(backend, folder):
     path = folder / "int8.safetensors"
     write_scaled(path, weights_module().state_dict(shallow_flux()), "int8_tensorwise")
-    says = "matmul is native, but .* its product failed .not supported here.*choose auto or weight only"
+    says = (
+        r"matmul is native, but \d+ of \d+ quantized layers of int8.safetensors cannot multiply so, first "
+        r"'.*': on rank 0 \(CPU\) its product failed \(not supported here\); choose auto or weight only\."
+    )
     for _ in range(2):  # all ranks agree at the first, rank 0 knows it at the second
-        with pytest.raises(protocol.RefusedError, match=says):
+        with pytest.raises(protocol.RefusedError, match=f"^{says}$"):
             backend.load(str(path), matmul="native")
     loaded = backend.load(str(path))
     (kind,) = loaded.info["quantized"]
-    assert kind["multiplication"] == "weight only: rank 0: its product failed (not supported here)"
+    assert kind["multiplication"] == "weight only: on rank 0 (CPU) its product failed (not supported here)"
     report = backend.client.request(protocol.Status())
     assert [rank["pid"] for rank in report.ranks] == backend.welcome.pids
     assert list(report.models) == [loaded.model]

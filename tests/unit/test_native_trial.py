@@ -77,18 +77,21 @@ def test_memory_that_runs_out_is_no_refusal(kitchen, monkeypatch):
     monkeypatch.setattr(kitchen, "mm_int8", failing(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         trial.refusals([INT8], CPU)
-    assert trial.agree([INT8], CPU, lambda own: [[[], ""], own]) == ({}, ["", "CUDA out of memory"])
+    assert trial.agree([INT8], CPU, lambda own: [[[], "", "CPU"], own]) == ({}, ["", "CUDA out of memory"])
     monkeypatch.undo()
     assert trial.refusals([INT8], CPU) == {}
 
 
 def test_all_ranks_leave_what_one_refuses(monkeypatch):
-    """The first rank is named; one rank alone says no number."""
+    """The first rank and its GPU are named; one rank alone is not."""
     monkeypatch.setattr(kernels, "kitchen", lambda: (None, "comfy-kitchen is not installed"))
-    other = [[[*INT8, "its product failed"], ["nvfp4", "float32", "it is old"]], ""]
-    found = trial.agree([INT8], CPU, lambda own: [[[], ""], other, own])
+    other = [[[*INT8, "its product failed"], ["nvfp4", "float32", "it is old"]], "", "NVIDIA L4"]
+    found = trial.agree([INT8], CPU, lambda own: [[[], "", "CPU"], other, own])
     assert found == (
-        {INT8: "rank 1: its product failed", ("nvfp4", "float32"): "rank 1: it is old"},
+        {
+            INT8: "on rank 1 (NVIDIA L4) its product failed",
+            ("nvfp4", "float32"): "on rank 1 (NVIDIA L4) it is old",
+        },
         [""] * 3,
     )
     assert trial.agree([INT8], CPU, lambda own: [own]) == ({INT8: "comfy-kitchen is not installed"}, [""])
@@ -96,12 +99,13 @@ def test_all_ranks_leave_what_one_refuses(monkeypatch):
 
 def test_a_refused_format_is_weight_only(kitchen):
     """Under auto, of that format in that type alone; native is refused with the reason."""
-    refused = {INT8: "rank 2: its product failed"}
+    refused = {INT8: "on rank 2 (NVIDIA L4) its product failed"}
     choice = choose(MATRIX, "auto", CPU, None, refused)
     assert choice.kernel is None and choice.why == refused[INT8]
     half = Matrix(MATRIX.format, MATRIX.settings, MATRIX.rows, MATRIX.edges, torch.bfloat16)
     assert choose(half, "auto", CPU, None, refused).kernel and choose(MATRIX, "auto", CPU).kernel
-    with pytest.raises(UnsupportedError, match="1 of 1 .*rank 2: its product failed.*choose auto"):
+    says = "1 of 1 quantized layers of m .* first 'a': on rank 2 .NVIDIA L4. its product failed; choose auto"
+    with pytest.raises(UnsupportedError, match=says):
         choose_all("m", {"a": MATRIX}, "native", CPU, None, refused)
 
 
