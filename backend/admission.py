@@ -93,7 +93,8 @@ def short_ranks(rooms: list[RankRoom], asking: Collection[int] = ()) -> list[Ran
 @dataclass(frozen=True)
 class Planned:
     """What rank 0 has planned: the ``needs`` of every rank, and of what. ``reloads``: the ranks hold the
-    weights of ``plans`` already, and would free them for another configuration."""
+    weights of ``plans`` already, and would free them for another configuration; ``parked``: but not on their
+    devices, those of these ranks."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -102,12 +103,15 @@ class Planned:
     plans: list[RankPlan]
     needs: list[Need]
     reloads: bool
+    parked: Collection[int] = ()
 
-    def with_weights(self) -> "Planned":
-        """Return the same where the weights have yet to come to the device."""
-        pairs = zip(self.needs, self.plans)
-        needs = [Need(n.least + plan.weight_bytes, n.likely + plan.weight_bytes) for n, plan in pairs]
-        return replace(self, needs=needs)
+    def with_weights(self, parked: Collection[int]) -> "Planned":
+        """Return the same where the weights of the ranks ``parked`` have yet to come to the device."""
+        needs = list(self.needs)
+        for rank in parked:
+            size = self.plans[rank].weight_bytes
+            needs[rank] = Need(needs[rank].least + size, needs[rank].likely + size)
+        return replace(self, needs=needs, parked=parked)
 
     def shortage(self, rooms: list[RankRoom], short: RankRoom, device: str) -> str:
         """Say which rank lacks how much, and with which settings it would fit."""
@@ -115,11 +119,13 @@ class Planned:
         what = (
             ("for this request", "nothing was run") if plan else ("to load this model", "nothing is loaded")
         )
-        held = [plan.weight_bytes if self.reloads else 0 for plan in self.plans]
+        stays = [self.reloads and rank not in self.parked for rank in range(len(self.plans))]
+        held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
         capacity = [room.free + room.cached + own for room, own in zip(rooms, held)]
         found = fitting(self.config, self.checkpoint, self.size, self.dtype, device, capacity)
         remedy = NO_SETTING if not found else f"It would fit with {', or '.join(found)}."
-        return f"{_shortage(short, *what, plan)} {remedy}"
+        returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
+        return f"{_shortage(short, *what, plan, returning)} {remedy}"
 
 
 class Admission:
@@ -182,16 +188,16 @@ class Admission:
         self,
         message: Sample | ModelCall,
         prepare: Callable[[], Prepared],
-        parked: bool,
+        parked: Collection[int],
         planned: Planned | None,
         lacks: Callable[[], int] = lambda: 0,
     ) -> Prepared:
         """Return what ``prepare`` makes of a request where every rank has room for it. A call like the one
-        before needs no round. ``parked``: the model's weights have to come back first; ``lacks``: bytes
-        of LoRAs beside quantized weights that come back too, or that ``prepare`` has no room for. Raises
-        OutOfRoom."""
+        before needs no round. ``parked``: ranks to which the model's weights have to come back first, the
+        same on every rank; ``lacks``: bytes of LoRAs beside quantized weights that come back too, or that
+        ``prepare`` has no room for. Raises OutOfRoom."""
         if parked:
-            self.check(planned and planned.with_weights(), asking=message.asking, lacks=lacks())
+            self.check(planned and planned.with_weights(parked), asking=message.asking, lacks=lacks())
         about = _about(message)
         if about is not None and about == self._admitted and not message.asking:
             return prepare()
@@ -249,9 +255,11 @@ def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Pre
     return None
 
 
-def _shortage(room: RankRoom, what: str, result: str, plan: RankPlan | None = None) -> str:
-    """Say which rank lacks how much."""
-    parts = {"LoRAs beside quantized weights": room.loras}
+def _shortage(
+    room: RankRoom, what: str, result: str, plan: RankPlan | None = None, returning: int = 0
+) -> str:
+    """Say which rank lacks how much; ``returning``: bytes of weights that come back."""
+    parts = {"weights": returning, "LoRAs beside quantized weights": room.loras}
     if plan is not None:
         parts |= {
             "keys and values": plan.kv_bytes,

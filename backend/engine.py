@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 
@@ -229,9 +229,10 @@ class Engine:
         model.weights.fuse(self.stacks.get(name, ()))
         return model
 
-    def park(self, model: LoadedModel):
-        """Move a model's weights to host memory until it is ``ready`` again. The process groups stay."""
-        model.park()
+    def park(self, model: LoadedModel, ranks: Set[int]):
+        """Move a model's weights to host memory on ``ranks``, until it is ``ready`` again. The process groups
+        stay. Every rank calls it: those whose weights stay forget clients' arguments too."""
+        model.park(ranks)
         self._free_leftovers()
 
     def unload(self, key: str):

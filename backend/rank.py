@@ -98,18 +98,18 @@ class Worker:
         """Return what ``prepare`` makes where every rank has room. Raises OutOfRoom."""
         model = self.engine.models[message.model]
         stack = self.engine.stacks.get(message.model, ())
-        parked = model.parked
+        parked = model.parked_on
 
         def lacks() -> int:
-            if model.parked:
-                return model.lora_bytes(model.weights.stack)
+            if model.parked_on:  # the weights are to come back, where they have left
+                return model.lora_bytes(model.weights.stack) if model.parked else 0
             return 0 if model.weights.stack == stack else model.lora_bytes(stack)
 
         try:
             return self.admission.prepare(message, prepare, parked, planned, lacks)
         except OutOfRoom:
-            if parked:  # again on every rank: some have their weights back, others had no room for them
-                self.engine.park(model)
+            if parked:  # again, as all ranks count: some have weights back, others had no room for theirs
+                self.engine.park(model, parked)
             raise
 
     def _guarded(self, run):
@@ -128,23 +128,32 @@ class Worker:
         if self.mesh.rank in ranks:
             self.engine.memory.release()
 
-    def unload(self, message: Unload):
-        """Free a model, or move its weights to host memory where every rank's machine has room."""
-        if message.park and self._park(message.model):
-            return
+    def unload(self, message: Unload) -> list[int]:
+        """Free a model, or move its weights to host memory on the ranks that are named, where their machines
+        have room. Return the ranks that have none on their device now."""
+        ranks = range(self.mesh.world_size)
+        named = frozenset(rank for rank in ranks if rank in message.ranks or not message.ranks)
+        parked = self._park(message.model, named) if message.park else None
+        if parked is not None:
+            return sorted(parked)
         self.engine.unload(message.model)
         self.forget_unloaded()
+        return list(ranks)
 
-    def _park(self, name: str) -> bool:
-        """Park a model where all ranks can. Apart from ``unload``: whoever refers to a model keeps it."""
+    def _park(self, name: str, ranks: frozenset[int]) -> frozenset[int] | None:
+        """Park a model on ``ranks`` where all of them can; return those on which it is then, None where it
+        cannot be. Apart from ``unload``: whoever refers to a model keeps it."""
         model = self.engine.models.get(name)
         if model is None or not model.can_park:
-            return False
-        room = model.parked or parking.has_room(model.report.weight_bytes)
-        if not all(self.dispatcher.all_gather_object(room)):
-            return False
-        self.engine.park(model)
-        return True
+            return None
+        leaving = ranks - model.parked_on
+        here = self.machines[self.mesh.rank]
+        sizes = self.dispatcher.all_gather_numbers([model.report.weight_bytes])
+        size = sum(sizes[rank][0] for rank in leaving if self.machines[rank] == here)
+        if not all(self.dispatcher.all_gather_object(parking.has_room(size))):
+            return None
+        self.engine.park(model, ranks)
+        return model.parked_on
 
     def forget_unloaded(self):
         """Keep nothing of models that are no longer loaded: a plan's checkpoint maps a whole file."""

@@ -79,8 +79,12 @@ class Leader(Worker):
 
     def _of_rank(self, rank: int) -> dict:
         """What Report.ranks says of a rank's models and last steps; asked from any thread."""
-        models = self._models()
-        held = [ranks[rank]["weight_bytes"] for key, ranks in list(self.reports.items()) if key in models]
+        models = self.engine.models
+        held = [
+            ranks[rank]["weight_bytes"]
+            for key, ranks in list(self.reports.items())
+            if key in models and rank not in models[key].parked_on
+        ]
         return {"weight_bytes": sum(held), "steps": step_rows(self.beats, rank)}
 
     def lead(self):
@@ -210,17 +214,22 @@ class Leader(Worker):
 
     def on_unload(self, job: Job, message: Unload) -> Act:
         """A model that is not loaded is no error."""
-        return partial(self._everywhere, job, message, partial(self.unload, message))
+
+        def act():
+            self.dispatcher.broadcast(message)
+            job.reply(Result({"left": self.unload(message)}))
+
+        return act
 
     def on_release(self, job: Job, message: Release) -> Act:
         """Nothing is refused."""
-        return partial(self._everywhere, job, message, partial(self.release, message.ranks))
 
-    def _everywhere(self, job: Job, message: Unload | Release, action: Callable[[], None]):
-        """Free memory on all ranks, by ``action`` on this one."""
-        self.dispatcher.broadcast(message)
-        action()
-        job.reply(Result())
+        def act():
+            self.dispatcher.broadcast(message)
+            self.release(message.ranks)
+            job.reply(Result())
+
+        return act
 
     def on_sample(self, job: Job, message: Sample) -> Act:
         """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""

@@ -63,7 +63,7 @@ def bring_back(engine: Engine, model: str, device: str) -> tuple[float, int]:
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.clone())
 
     if device != "cpu":
-        engine.park(loaded)
+        engine.park(loaded, {engine.mesh.rank})
     action = copy if device == "cpu" else lambda: loaded.unpark(engine.mesh.device)
     seconds, _ = common.timed(action, device)
     engine.unload("model")

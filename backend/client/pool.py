@@ -99,17 +99,20 @@ class Backend:
         with self._busy:
             return self._request(message)
 
-    def unload(self, path: str, weight_dtype: str, matmul: str = "auto", park: bool = True) -> bool:
-        """Take a transformer off the device of every rank; ``park``: into host memory where that has room.
-        Return whether it was done: not while a request runs."""
+    def unload(
+        self, path: str, weight_dtype: str, matmul: str = "auto", park: bool = True, ranks: Collection = ()
+    ) -> list[int]:
+        """Take a transformer off the device of every rank; ``park``: into host memory where that has room, on
+        ``ranks`` alone if there are any. Return the ranks whose devices hold nothing of it now: none where it
+        is not loaded, or while a request runs."""
         if not self._busy.acquire(blocking=False):
-            return False
+            return []
         try:
             take = self.models.get if park else self.models.pop
             model = take((path, weight_dtype, matmul), None)
-            if model is not None:
-                self._request(protocol.Unload(model, park=park))
-            return model is not None
+            if model is None:
+                return []
+            return self._request(protocol.Unload(model, park, list(ranks))).stats["left"]
         finally:
             self._busy.release()
 

@@ -3,7 +3,6 @@
 Unlike accelerate's hooks, which move a module at each forward, they move once, and only when asked to.
 """
 
-import os
 import sys
 from collections.abc import Iterable
 from itertools import chain
@@ -21,11 +20,9 @@ HOST_SHARE = 0.5
 PIECE, ALIGNMENT = 1 << 28, 512
 
 
-def has_room(weight_bytes: int, free: int | None = None) -> bool:
-    """Return whether the host has room for as much of each rank of this machine. ``free``: bytes of host
-    memory, those of now by default."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return weight_bytes * ranks <= HOST_SHARE * (host_free(swap=False) if free is None else free)
+def has_room(weight_bytes: int) -> bool:
+    """Return whether this machine's host memory has room for so many bytes of its ranks together."""
+    return weight_bytes <= HOST_SHARE * host_free(swap=False)
 
 
 @torch.inference_mode(False)  # parameters outlive the request that brings them back

@@ -140,10 +140,13 @@ class Described:
 @dataclass(frozen=True)
 class Unload:
     """Free the transformer ``model`` on every rank; no error where it is not loaded. ``park``: keep its
-    weights in host memory where that has room; the next request for it brings them back."""
+    weights in host memory where that has room, on ``ranks`` alone (all where there are none); the next
+    request for it brings them back. Where they cannot be parked, every rank frees them. The Result's
+    stats["left"] lists the ranks that have none on their device now."""
 
     model: str
     park: bool = False
+    ranks: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -277,8 +280,8 @@ class Status:
 @dataclass(frozen=True)
 class Report:
     """``seconds`` since the start; ``models``: name -> path; ``ranks``: a dict each of its rank,
-    machine, pid, weight_bytes, resident_bytes (of its process; 0 on another machine) and its last ``steps``
-    (serving/step_times.py); ``running``: kind of the request under way, empty for none, for
+    machine, pid, weight_bytes (on its device), resident_bytes (of its process; 0 on another machine) and its
+    last ``steps`` (serving/step_times.py); ``running``: kind of the request under way, empty for none, for
     ``running_seconds``; ``waiting`` requests; ``answered``: kind -> number so far; ``last_error``: the last
     refusal."""
 

@@ -34,7 +34,8 @@ from .request import Request
 @dataclass
 class LoadedModel:
     """A transformer on this rank. ``stage`` is None where one rank runs every token and block. ``choices``:
-    quantized parameter -> how it multiplies. ``parked``: its weights wait in host memory."""
+    quantized parameter -> how it multiplies. ``parked_on``: ranks whose weights wait in host memory, the
+    same on every rank."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -44,7 +45,12 @@ class LoadedModel:
     cache: LayerCache
     weights: FusedWeights
     choices: Mapping[str, Choice]
-    parked: bool = False
+    parked_on: frozenset[int] = frozenset()
+
+    @property
+    def parked(self) -> bool:
+        """Whether this rank's weights wait in host memory."""
+        return self.cache.mesh.rank in self.parked_on
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -57,17 +63,18 @@ class LoadedModel:
         are tied to buffers of their own."""
         return self.weights.device.type == "cuda" and not self.sharded
 
-    def park(self):
-        """Move the weights to host memory."""
-        if not self.parked:
+    def park(self, ranks: Set[int]):
+        """Move the weights of ``ranks`` to host memory. Every rank calls it."""
+        if self.cache.mesh.rank in ranks - self.parked_on:
             parking.to_host(self.modules, pinned=torch.cuda.is_available())
-        self.parked = True
+        self.parked_on |= ranks
 
     def unpark(self, device: torch.device):
-        """Move parked weights back to ``device``. Where its memory runs out, some are there, and all count as
-        not parked, so that ``park`` takes those."""
-        if self.parked:
-            self.parked = False
+        """Move parked weights back to ``device``. Every rank calls it. Where its memory runs out, some are
+        there, and all count as not parked, so that ``park`` takes those."""
+        was_parked = self.parked
+        self.parked_on = frozenset()
+        if was_parked:
             parking.to_device(self.modules, device, self.cache.offloaded)
             self.cache.offload()
 

@@ -9,8 +9,10 @@ does not name make room, and are loaded again when they are next used.
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 import comfy.model_management
@@ -80,9 +82,12 @@ def load(
     ends the launch or the load, and the backend with it.
     """
     _, loaded = _load(config, (path, weight_dtype, matmul))
-    handle = ParallelDiT(
-        config, path, weight_dtype, loaded, weightless_patcher(loaded), matmul=matmul, **planned
-    )
+    patcher = weightless_patcher(loaded)
+    return _known(ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul, **planned))
+
+
+def _known(handle: ParallelDiT) -> ParallelDiT:
+    """Return a handle, from now on one that weights are kept for."""
     _handles.add(handle)
     return handle
 
@@ -111,9 +116,7 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     """Return a handle of the same transformer with one more LoRA. Both stay usable; errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
     _, loaded = _load(handle.config, handle.wanted, loras)
-    found = replace(handle, loaded=loaded, loras=loras)
-    _handles.add(found)
-    return found
+    return _known(replace(handle, loaded=loaded, loras=loras))
 
 
 def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
@@ -121,9 +124,7 @@ def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...
     if config == handle.config:
         return replace(handle, lines=lines)
     _, loaded = _load(config, handle.wanted, handle.loras)
-    found = replace(handle, config=config, loaded=loaded, lines=lines)
-    _handles.add(found)
-    return found
+    return _known(replace(handle, config=config, loaded=loaded, lines=lines))
 
 
 def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend, Loaded]:
@@ -203,21 +204,32 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[], Ran]) -> Ran:
             needed = loaded_models(running())
             spare = next((model for model in others if model not in needed), None)
             leaves = spare or next(iter(others), None)
-            if not error.lacking or leaves is None or not backend.unload(*leaves, park=spare is None):
+            if not error.lacking or leaves is None or not _unload(backend, leaves, park=spare is None):
                 raise
         left.add(leaves)
-        _let_go(backend, leaves)
         names = [os.path.basename(path) for path, *_ in (leaves, wanted)]
         why = "the graph does not load it" if spare else "both do not fit and take turns"
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
 
 
-def _let_go(backend: Backend, wanted: Wanted):
-    """Tell ComfyUI's memory manager that no device holds these weights now."""
-    for (_, model), (holder, found) in _weights.items():
-        if holder is backend and model == wanted:
-            for entry in found:
-                entry.held = False
+def _unload(backend: Backend, wanted: Wanted, park: bool = True, ranks: Collection[int] = ()) -> list[int]:
+    """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
+    devices no longer hold them. Return these ranks: all where the backend has ended, of which the next sample
+    says why."""
+    left = list(range(backend.welcome.world_size))
+    with suppress(BackendError):
+        left = backend.unload(*wanted, park, ranks) if backend.alive() else left
+    for entry in _entries(backend, {wanted}):
+        entry.held = entry.held and not set(entry.ranks) <= set(left)
+    return left
+
+
+def _entries(backend: Backend, models: Collection[Wanted]) -> list[RankWeights]:
+    """What ComfyUI's memory manager knows of these models on a backend."""
+    here = [
+        found for (_, wanted), (holder, found) in _weights.items() if holder is backend and wanted in models
+    ]
+    return list(chain(*here))
 
 
 def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: Loaded):
@@ -231,11 +243,8 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
         if other != name and (other not in names or is_stale):
             del _weights[other]
 
-    def free() -> bool:
-        try:
-            return not backend.alive() or backend.unload(*wanted)
-        except BackendError:  # it has ended, which frees all: the next sample says why
-            return True
+    def free(ranks: tuple[int, ...]) -> bool:
+        return bool(_unload(backend, wanted, ranks=ranks))
 
     if name not in _weights or _weights[name][0] is not backend:
         _weights[name] = (backend, entries(loaded, backend.welcome, free))
@@ -246,16 +255,8 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
 def free_weights() -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
     left in host memory, where no request runs; return of how many models."""
-    freed = 0
-    for (_, wanted), (backend, found) in list(_weights.items()):
-        try:
-            if not found or not backend.unload(*wanted, park=False):
-                continue
-        except BackendError:  # it has ended, which frees all: the next sample says why
-            pass
-        freed += 1
-        _let_go(backend, wanted)
-    return freed
+    here = [(wanted, each) for (_, wanted), (each, found) in _weights.items() if found and each.alive()]
+    return sum(bool(_unload(backend, wanted, park=False)) for wanted, backend in here)
 
 
 def entries_to_keep(handle: ParallelDiT, sampling: bool = False) -> list[comfy.model_management.LoadedModel]:

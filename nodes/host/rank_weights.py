@@ -1,10 +1,11 @@
 """A transformer's weights on the ranks, as ComfyUI's memory manager sees them.
 
 One entry of its list for each device, with the device and the size that they have there. So the manager takes
-them where that frees the device in question, and *Unload Models* takes them anywhere.
+them where that frees the device in question, and there alone; *Unload Models* takes them anywhere.
 """
 
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 
@@ -18,31 +19,49 @@ from ...backend.client.room import Room, local_gpus
 from ...backend.device_memory import device_name
 from ...backend.protocol import Loaded, Welcome
 
+Free = Callable[[tuple[int, ...]], bool]
+#: Bytes that ComfyUI's manager has to free for Unload Models. Under --disable-smart-memory it has to free a
+#: hundred times as many whatever is needed.
+ALL_MODELS = 1e30
+
 
 class TransformerOnRanks(torch.nn.Module):
     """ComfyUI writes the name of this class to its log."""
 
 
+class Entry(comfy.model_management.LoadedModel):
+    """An entry of ComfyUI's list that tells the weights whether all models go or others need their memory."""
+
+    def model_unload(self, memory_to_free=None, unpatch_weights=True):
+        self.model.all_go = memory_to_free is not None and math.isclose(memory_to_free, ALL_MODELS)
+        return super().model_unload(memory_to_free, unpatch_weights)
+
+
 class RankWeights(comfy.model_patcher.ModelPatcher):
-    """``size`` bytes of weights on ``device``. ``free``: takes them from the ranks; whether it did."""
+    """``size`` bytes of weights on ``device``, those of ``ranks``. ``free``: takes them from such ranks, from
+    every one where it is given none; whether it did."""
 
     is_on_ranks = True
 
-    def __init__(self, device: torch.device, size: int, free: Callable[[], bool]):
+    def __init__(self, device: torch.device, size: int, free: Free, ranks: tuple[int, ...]):
         super().__init__(TransformerOnRanks(), device, torch.device("cpu"), size)
         self.free = free
+        self.ranks = ranks
         self.held = False
+        #: Whether they left with all models, by somebody's wish.
+        self.all_go = False
         #: While true nothing is taken: the manager makes room for a model without weights.
         self.pinned_down = False
 
     def register(self):
         """Put the entry into ComfyUI's list, unless it is there: the ranks have loaded it."""
-        management = comfy.model_management
-        entry = management.LoadedModel(self)
-        if entry not in management.current_loaded_models:
+        entry = Entry(self)
+        listed = comfy.model_management.current_loaded_models
+        if entry not in listed:
             entry.model_load()
-            management.current_loaded_models.insert(0, entry)
+            listed.insert(0, entry)
         self.held = True
+        self.all_go = False
 
     def loaded_size(self) -> int:
         return self.size if self.held else 0
@@ -81,8 +100,9 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
         planning.note_left(self.load_device.index or 0, size + held)
 
     def take(self) -> bool:
-        """Free the weights on every rank; return whether this process's ranks had them."""
-        if not self.held or not self.free():
+        """Free the weights on the ranks of this device, on every rank where all models go; return whether
+        they had them."""
+        if not self.held or not self.free(() if self.all_go else self.ranks):
             return False
         self.held = False
         return True
@@ -105,13 +125,17 @@ def dynamic_weights(index: int) -> int:
     return vbars_analyze(index)
 
 
-def entries(loaded: Loaded, welcome: Welcome, free: Callable[[], bool]) -> list[RankWeights]:
+def entries(loaded: Loaded, welcome: Welcome, free: Free) -> list[RankWeights]:
     """Return an entry for each device of this machine that holds weights of a loaded transformer; ``free`` as
     in RankWeights."""
     cpu = torch.device("cpu")
     devices = host_room().gpus | {device_name(cpu): cpu}
-    sizes: Counter[torch.device] = Counter()
-    for name, report in zip(welcome.devices, loaded.info["ranks"]):
+    ranks: dict[torch.device, list[int]] = defaultdict(list)
+    for rank, name in enumerate(welcome.devices):
         if name in devices:
-            sizes[devices[name]] += report["weight_bytes"]
-    return [RankWeights(device, size, free) for device, size in sizes.items()]
+            ranks[devices[name]].append(rank)
+    sizes = [report["weight_bytes"] for report in loaded.info["ranks"]]
+    return [
+        RankWeights(device, sum(sizes[rank] for rank in own), free, tuple(own))
+        for device, own in ranks.items()
+    ]

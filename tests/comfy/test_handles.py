@@ -9,10 +9,11 @@ with comfy_modules():
     from comfy_execution.graph import DynamicPrompt
     from comfy_execution.progress import reset_progress_state
     from parallel_dit.backend.client import pool
+    from parallel_dit.backend.client.room import Room
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.device_memory import device_name
     from parallel_dit.backend.protocol import Load, Loaded, RefusedError, Result, Sample, Unload, Welcome
-    from parallel_dit.nodes.host import graph, handle
+    from parallel_dit.nodes.host import graph, handle, rank_weights
     from parallel_dit.nodes.host.rank_weights import RankWeights
 
 CONFIG = ParallelConfig(address="tcp:host:1")
@@ -36,12 +37,14 @@ class Ranks:
             for names in (self.held, self.parked):
                 names[:] = [name for name in names if name != message.model]
             self.parked += [message.model] if message.park else []
-            return None
+            return Result({"left": list(range(self.welcome.world_size))})
         if message.path not in self.held:
             self.refuse_without(6)
             self.parked = [name for name in self.parked if name != message.path]
             self.held.append(message.path)
-        return Loaded(message.path, "flux", {"ranks": [{"weight_bytes": 6, "text": "rank 0"}]})
+        return Loaded(
+            message.path, "flux", {"ranks": [{"weight_bytes": 6, "text": ""}] * self.welcome.world_size}
+        )
 
     def sample(self, message, *_, **__):
         self.refuse_without(0)
@@ -147,3 +150,72 @@ def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
     assert handle.free_weights() == 0
     handle.ensure_loaded(first)
     assert backend.client.held == ["/a"] and handle.free_weights() == 1 and not backend.client.held
+
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class OnGpus(Ranks):
+    """Two ranks on GPUs of this ComfyUI, which have less memory than they would like. ``sharded``: weights
+    that are not parked; ``unloads``: what they were told."""
+
+    def __init__(self):
+        super().__init__()
+        self.welcome = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-1"])
+        self.room = 12
+        self.sharded = False
+        self.unloads: list[Unload] = []
+
+    def request(self, message, *callbacks):
+        self.refuse_a_margin(message)
+        answer = super().request(message, *callbacks)
+        if not isinstance(message, Unload):
+            return answer
+        self.unloads.append(message)
+        return Result({"left": message.ranks}) if message.ranks and not self.sharded else answer
+
+    def sample(self, message, *callbacks, **named):
+        self.refuse_a_margin(message)
+        return super().sample(message, *callbacks, **named)
+
+    def refuse_a_margin(self, message):
+        if getattr(message, "asking", []):
+            error = RefusedError("rank 0 likely lacks memory.")
+            error.lacking = {0: 20}
+            raise error
+
+
+@pytest.fixture
+def gpus(backend, monkeypatch):
+    """The backend on OnGpus, whose GPUs have 4 bytes free whatever leaves them."""
+    backend.client = OnGpus()
+    room = Room(management, {"GPU-0": FIRST, "GPU-1": SECOND})
+    for module in (handle, rank_weights):
+        monkeypatch.setattr(module, "host_room", lambda: room)
+    monkeypatch.setattr(management, "get_torch_device", lambda: FIRST)
+    monkeypatch.setattr(management, "get_all_torch_devices", lambda: [FIRST, SECOND], raising=False)
+    monkeypatch.setattr(
+        management, "get_free_memory", lambda device, torch_free_too=False: (4, 0) if torch_free_too else 4
+    )
+    return backend
+
+
+def held(path: str) -> dict[int, int]:
+    """Rank -> bytes of a model that ComfyUI counts on its GPU."""
+    entries = [
+        entry for (_, (name, *_)), (_, found) in handle._weights.items() for entry in found if name == path
+    ]
+    return {rank: entry.loaded_size() for entry in entries for rank in entry.ranks}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_room_on_a_gpu_takes_the_weights_of_its_ranks(gpus, sharded):
+    """Sharded ones leave all ranks, and are counted nowhere then."""
+    gpus.client.sharded = sharded
+    run("/a")
+    first = handle.load(CONFIG, "/a", "default")
+    management.free_memory(20, SECOND)
+    assert gpus.client.unloads == [Unload("/a", True, [1])]
+    assert held("/a") == ({0: 0, 1: 0} if sharded else {0: 6, 1: 0})
+    handle.ensure_loaded(first)
+    assert held("/a") == {0: 6, 1: 6}

@@ -69,13 +69,13 @@ def free(monkeypatch):
 
 
 class OnRanks:
-    """A transformer of 12 GB on each of two ranks; ``freed``: how often it was taken from both."""
+    """A transformer of 12 GB on each of two ranks; ``freed``: from which it was taken, () for all."""
 
     def __init__(self, free, devices=(FIRST, SECOND)):
         self.free = free
-        self.freed = 0
+        self.freed = []
         self.busy = False
-        self.entries = [RankWeights(device, 12 * GB, self.take) for device in devices]
+        self.entries = [RankWeights(device, 12 * GB, self.take, (device.index,)) for device in devices]
         self.load()
 
     def load(self):
@@ -83,13 +83,14 @@ class OnRanks:
             self.free[entry.load_device] -= 0 if entry.held else entry.size
             entry.register()
 
-    def take(self) -> bool:
+    def take(self, ranks) -> bool:
         if self.busy:
             return False
-        self.freed += 1
+        self.freed.append(ranks)
         for entry in self.entries:
-            self.free[entry.load_device] += entry.size
-            entry.held = False
+            if entry.ranks == ranks or not ranks:
+                self.free[entry.load_device] += entry.size
+                entry.held = False
         return True
 
 
@@ -106,10 +107,16 @@ def test_room_for_a_rank_takes_the_text_encoder_and_leaves_its_weights(free):
     assert not ranks.freed and all(entry.held for entry in ranks.entries)
 
 
-def test_a_full_device_takes_the_weights_that_are_on_it(free):
+@pytest.mark.parametrize("smart", [True, False])
+def test_a_full_device_takes_the_weights_that_are_on_it(free, monkeypatch, smart):
+    """And no others: those are not in the way. ComfyUI may ask for more memory than there is."""
+    monkeypatch.setattr(management, "DISABLE_SMART_MEMORY", not smart)
     ranks = OnRanks(free)
     management.free_memory(20 * GB, FIRST)
-    assert ranks.freed == 1 and free[FIRST] == 24 * GB
+    assert ranks.freed == [(0,)] and (free[FIRST], free[SECOND]) == (24 * GB, 12 * GB)
+    assert [entry.loaded_size() for entry in ranks.entries] == [0, 12 * GB]
+    management.free_memory(20 * GB, SECOND)
+    assert ranks.freed == [(0,), (1,)] and free[SECOND] == 24 * GB
 
 
 def test_a_full_device_leaves_the_weights_that_are_elsewhere(free):
@@ -164,12 +171,14 @@ def test_auto_is_not_told_where_comfyui_needs_nothing(free, left):
 
 @pytest.mark.parametrize("devices", [(FIRST, SECOND), (SECOND,)])
 def test_unload_models_takes_them_anywhere(free, devices):
+    """From all ranks at once, though ComfyUI goes from device to device."""
     ranks = OnRanks(free, devices)
-    management.unload_all_models()
-    assert ranks.freed == 1
-    ranks.load()
-    management.unload_all_models()
-    assert ranks.freed == 2
+    for _ in range(2):
+        management.unload_all_models()
+        assert ranks.freed.pop() == () and not ranks.freed
+        ranks.load()
+    management.free_memory(20 * GB, SECOND)
+    assert ranks.freed == [(1,)]
 
 
 def test_weights_in_use_stay_in_the_list(free):
@@ -196,11 +205,11 @@ def test_sizes_are_those_of_each_device(free, monkeypatch):
     reports = [{"weight_bytes": 3 * GB}, {"weight_bytes": 5 * GB}]
     loaded = Loaded("m", "flux", {"ranks": reports})
     here = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-of-another-machine"])
-    (entry,) = rank_weights.entries(loaded, here, lambda: True)
-    assert (entry.load_device, entry.model_size()) == (FIRST, 3 * GB)
+    (entry,) = rank_weights.entries(loaded, here, lambda ranks: True)
+    assert (entry.load_device, entry.model_size(), entry.ranks) == (FIRST, 3 * GB, (0,))
     ram = rank_weights.device_name(CPU)
-    (entry,) = rank_weights.entries(loaded, Welcome(2, "cpu", {}, [], [ram, ram]), lambda: True)
-    assert (entry.load_device, entry.model_size()) == (CPU, 8 * GB)
+    (entry,) = rank_weights.entries(loaded, Welcome(2, "cpu", {}, [], [ram, ram]), lambda ranks: True)
+    assert (entry.load_device, entry.model_size(), entry.ranks) == (CPU, 8 * GB, (0, 1))
 
 
 def test_dynamic_models_are_free_memory_to_auto(monkeypatch):

@@ -13,9 +13,11 @@ from fake_memory import GB, FakeMemory
 
 from backend.admission import Admission, OutOfRoom, Planned
 from backend.config import ParallelConfig
+from backend.loading import parking
 from backend.parallel import mesh
 from backend.probe import Probe
-from backend.protocol import Ping, Result
+from backend.protocol import Ping, Result, Sample, Unload
+from backend.rank import Worker
 from backend.rank_plan.need import Need
 from backend.sampling.step_loop import of_first_rank
 from backend.serving import shared_memory
@@ -75,9 +77,59 @@ def rounds(dispatcher: Dispatcher) -> dict:
     return {"decided": dispatcher.all_gather_object(found), "collectives": collectives}
 
 
-def planned(needs: list[Need]) -> Planned:
-    """The needs of a plan of nothing."""
-    plans = [SimpleNamespace(weight_bytes=0)] * len(needs)
+class Parked:
+    """In the place of a loaded model of 1 GB, on GPUs of its own."""
+
+    can_park = True
+    report = SimpleNamespace(weight_bytes=GB)
+    weights = SimpleNamespace(stack=())
+    parked_on: frozenset[int] = frozenset()
+
+    @property
+    def parked(self) -> bool:
+        return dist.get_rank() in self.parked_on
+
+    def lora_bytes(self, stack) -> int:
+        return 0
+
+
+def parks(dispatcher: Dispatcher) -> list[list]:
+    """Park a model on the last rank alone, and run a request of it with memory for the weights of one rank
+    there, then on all; what each rank returned."""
+    last = dispatcher.ranks - 1
+    model, returned = Parked(), []
+
+    def park(model, ranks):
+        model.parked_on |= ranks
+
+    def prepare():
+        model.parked_on = frozenset()
+        return "prepared"
+
+    memory = FakeMemory(GB * (dist.get_rank() == last), name=f"GPU-{dist.get_rank()}")
+    rank = Worker.__new__(Worker)
+    rank.mesh = SimpleNamespace(rank=dist.get_rank(), world_size=dispatcher.ranks)
+    rank.machines = [0] * dispatcher.ranks
+    rank.engine = SimpleNamespace(models={"m": model}, stacks={}, park=park)
+    rank.dispatcher = dispatcher
+    rank.admission = Admission(ParallelConfig(ulysses_degree=dispatcher.ranks), dispatcher, memory)
+    needs = planned([Need(0, 0)] * dispatcher.ranks, weight_bytes=GB)
+    sample = Sample("m", "euler", 1.0, 7, asking=list(range(dispatcher.ranks)))
+    with mock.patch.object(parking, "host_free", return_value=2 * GB * dispatcher.ranks):
+        for ranks in ([last], []):
+            returned += [rank.unload(Unload("m", True, ranks)), sorted(model.parked_on)]
+            try:
+                plan = needs if dist.get_rank() == 0 else None
+                returned.append(rank._admitted(sample, prepare, plan))
+            except OutOfRoom as error:
+                returned.append(sorted(error.lacking))
+            returned.append(sorted(model.parked_on))
+    return dispatcher.all_gather_object(returned)
+
+
+def planned(needs: list[Need], weight_bytes: int = 0) -> Planned:
+    """The needs of a plan of so many bytes of weights on each rank."""
+    plans = [SimpleNamespace(weight_bytes=weight_bytes)] * len(needs)
     return Planned(ParallelConfig(), None, None, torch.float32, plans, needs, reloads=True)
 
 
@@ -115,6 +167,7 @@ def main(out: str):
     alone.buffer = None
     results = {"shared": tell_all(shared), "by broadcast": tell_all(alone), "timeouts": [*timeouts()]}
     results["admission"] = rounds(shared)
+    results["parks"] = parks(shared)
     results["noise"] = shared.all_gather_object(noise())
     results["rates"] = Probe("cpu").measure().as_dict()
     if dist.get_rank() == 0:

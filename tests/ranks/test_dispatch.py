@@ -20,6 +20,10 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     # every rank decides the same of the same numbers, in one collective, and the backend goes on
     refusal = {str(ranks - 1): 11 * 10**9}
     assert results["admission"] == {"decided": [[refusal, "admitted"]] * ranks, "collectives": 1}
+    # the weights of a rank that is parked alone come back; of all, those without room leave all as they were
+    last, every = ranks - 1, list(range(ranks))
+    alone = [[last], [last], "prepared", []]
+    assert results["parks"] == [alone + [every, every, every[:-1], every]] * ranks
     # other GPUs draw other numbers from the same seed
     assert results["noise"] == [[True, True, True]] * ranks
     # ranks may work for that long while their peers wait, on every axis

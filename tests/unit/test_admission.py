@@ -328,16 +328,20 @@ def test_who_can_make_no_room_is_told_what_would_fit(wan):
 
 
 def test_parked_weights_count(flux):
-    """A request that fits beside its weights, not together with them, or with LoRAs that come with them."""
+    """A request that fits beside its weights, not together with them, or with LoRAs that come with them; on
+    the ranks alone whose weights are parked."""
     sample, _ = golden_request("euler_simple")
 
-    def act(free, parked, loras):
+    def act(free, parked, loras=0):
         def prepare(rank, dispatcher, memory):
-            admission = Admission(ParallelConfig(), dispatcher, memory)
+            admission = Admission(ParallelConfig(ulysses_degree=len(free)), dispatcher, memory)
             planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16)
             return admission.prepare(sample, lambda: "prepared", parked, planned, lambda: loras)
 
-        return on_ranks(gpus(free), prepare)[0][0]
+        found, _ = on_ranks(gpus(*free), prepare)
+        assert len(set(map(str, found))) == 1  # what all ranks say
+        return found[0]
 
-    assert act(10, False, 0) == act(40, True, 0) == "prepared"
-    assert all(isinstance(refused, OutOfRoom) for refused in (act(10, True, 0), act(40, True, 30 * GB)))
+    assert act([10], {}) == act([40], {0}) == act([10, 40], {1}) == "prepared"
+    for refused in (act([10], {0}), act([40], {0}, 30 * GB), act([40, 10], {1}), act([10, 40], {0, 1})):
+        assert isinstance(refused, OutOfRoom) and "weights 2" in str(refused)

@@ -19,7 +19,7 @@ from backend.models.blocks import APART, Blocks
 from backend.models.family import Cache
 from backend.parallel import mesh
 from backend.parallel.matrix_cuts import cut_plan
-from backend.protocol import Load, Loaded, Unload
+from backend.protocol import Load, Loaded, Result, Unload
 from backend.quantization import matmul
 from backend.quantization.formats import FORMATS, PLAIN_FLOAT8
 from backend.quantization.matmul import Matrix, choose
@@ -225,11 +225,11 @@ def test_models_that_multiply_in_another_way_are_others(tmp_path):
 
         def request(self, message, *callbacks):
             self.requests.append(message)
-            return Loaded(model_key(message), "flux") if isinstance(message, Load) else None
+            return Loaded(model_key(message), "flux") if isinstance(message, Load) else Result({"left": [0]})
 
     backend = Backend(ParallelConfig(), Client())
     for mode in ("auto", "native"):
         backend.load(path, matmul=mode)
     assert list(backend.models.values()) == [names[0], names[2]]
-    backend.unload(path, "default", "native")
+    assert backend.unload(path, "default", "native") == [0]
     assert Client.requests[-1] == Unload(names[2], park=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_memory import GB, FakeMemory
+from fake_memory import GB, FakeMemory, on_ranks
 from quantized import write_gguf, write_scaled
 from tiny import BLOCKS, golden_request, save_whole, shallow_flux, weights_module
 
@@ -20,6 +20,7 @@ from backend.protocol import Sample, Unload
 from backend.rank import Worker
 from backend.sampling.step_loop import Callbacks
 from backend.serving.step_times import StepClock
+from backend.worker import Leader
 
 
 def copied(modules, *_, **__):
@@ -52,47 +53,83 @@ def test_nothing_else_holds_the_memory_and_the_latent_is_the_same(files, kind, c
     # what is mapped from the file is in no device's memory
     old = [weakref.ref(each) for each in storages if each.nbytes() != files[kind].stat().st_size]
     del storages
-    engine.park(model)
+    engine.park(model, {0})
     assert old and model.parked and not [storage for storage in old if storage() is not None]
     after, _ = engine.sample(sample, Callbacks())
     assert not model.parked and after.equal(before)
 
 
-class Recorder:
-    """In the place of other ranks: each gives what is here, ``others`` what they answer."""
-
-    def __init__(self, *others):
-        self.others = list(others)
-
-    def all_gather_object(self, value):
-        return [value, *self.others]
+#: Of three ranks with 1 GB of weights each: the number of the machine of each.
+MACHINES = [0, 0, 1]
 
 
-@pytest.mark.parametrize("other_has_room", [True, False])
-def test_all_ranks_park_or_none_does(monkeypatch, other_has_room):
-    """The others' host memory may be another machine's."""
-    calls = []
-    model = SimpleNamespace(can_park=True, parked=False, report=SimpleNamespace(weight_bytes=GB))
-    engine = SimpleNamespace(
-        models={"m": model},
-        park=lambda model: calls.append("park"),
-        unload=lambda name: calls.append("unload"),
-    )
-    monkeypatch.setattr(parking, "host_free", lambda swap: 3 * GB)
-    rank = Worker.__new__(Worker)
-    rank.engine = engine
-    rank.dispatcher = Recorder(other_has_room)
-    rank.reports = {}
-    rank.admission = SimpleNamespace(forget=lambda: None)
-    rank.unload(Unload("m", park=True))
-    rank.unload(Unload("m"))
-    assert calls == ["park" if other_has_room else "unload", "unload"]
+def unloaded(monkeypatch, free: int, *messages: Unload) -> list[tuple[list[int], list[str]]]:
+    """Have three ranks unload, whose machines have ``free`` bytes; what each returns last, and does."""
+
+    def act(number, dispatcher, memory):
+        calls = []
+
+        def park(model, ranks):
+            calls.append("park" if number in ranks - model.parked_on else "keep")
+            model.parked_on |= ranks
+
+        parts = {"can_park": True, "parked_on": frozenset(), "report": SimpleNamespace(weight_bytes=GB)}
+        models = {"m": SimpleNamespace(**parts)}
+        rank = Worker.__new__(Worker)
+        rank.mesh = SimpleNamespace(rank=number, world_size=len(MACHINES))
+        rank.machines = MACHINES
+        rank.engine = SimpleNamespace(models=models, park=park, unload=lambda name: calls.append("unload"))
+        rank.dispatcher, rank.reports = dispatcher, {}
+        rank.admission = SimpleNamespace(forget=lambda: None)
+        return [rank.unload(message) for message in messages][-1], calls
+
+    monkeypatch.setattr(parking, "host_free", lambda swap: free)
+    return on_ranks([FakeMemory(GB)] * len(MACHINES), act)[0]
 
 
-def test_parked_weights_take_half_of_the_free_host_memory_at_most(monkeypatch):
-    assert parking.has_room(GB, free=2 * GB) and not parking.has_room(GB + 1, free=2 * GB)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert not parking.has_room(GB, free=7 * GB) and parking.has_room(GB, free=8 * GB)
+def test_only_the_ranks_that_are_in_the_way_park(monkeypatch):
+    """A text encoder needs room on the GPU of rank 1; the others keep their weights."""
+    found = unloaded(monkeypatch, 2 * GB, Unload("m", True, [1]))
+    assert found == [([1], ["keep"]), ([1], ["park"]), ([1], ["keep"])]
+    found = unloaded(monkeypatch, 2 * GB, Unload("m", True, [1]), Unload("m", True, [2, 1]))
+    assert found == [([1, 2], ["keep"] * 2), ([1, 2], ["park", "keep"]), ([1, 2], ["keep", "park"])]
+    assert unloaded(monkeypatch, 2 * GB, Unload("m", True, [7, "x", [], None])) == [([], ["keep"])] * 3
+
+
+@pytest.mark.parametrize("ranks, free", [([], 4), ([0, 1, 2], 4), ([0], 2), ([0, 2], 2)])
+def test_those_park_for_which_their_machines_have_room(monkeypatch, ranks, free):
+    """Of half of its free memory, for the ranks of each that leave; else every rank frees its weights: a load
+    is one of all of them."""
+    parks = ranks or [0, 1, 2]
+    message = Unload("m", True, ranks)
+    here = unloaded(monkeypatch, free * GB, message)
+    assert here == [(parks, ["park" if rank in parks else "keep"]) for rank in range(3)]
+    assert unloaded(monkeypatch, free * GB - 1, message) == [([0, 1, 2], ["unload"])] * 3
+    assert unloaded(monkeypatch, free * GB, Unload("m")) == [([0, 1, 2], ["unload"])] * 3
+
+
+def test_the_status_counts_what_is_on_the_devices():
+    """Not what is parked."""
+    leader = Leader.__new__(Leader)
+    models = {"m": SimpleNamespace(parked_on={1}), "n": SimpleNamespace(parked_on=frozenset())}
+    leader.engine, leader.beats = SimpleNamespace(models=models), None
+    leader.reports = {key: [{"weight_bytes": GB}] * 2 for key in ("m", "n", "left")}
+    assert [leader._of_rank(rank)["weight_bytes"] for rank in (0, 1)] == [2 * GB, GB]
+
+
+def test_weights_of_a_rank_that_is_not_in_the_way_stay(files, monkeypatch):
+    """It counts as the others do which are parked, and forgets clients' arguments as they do."""
+    monkeypatch.setattr(parking, "to_host", copied)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(files["plain"]), "bf16")
+    model = engine.models["tiny"]
+    weight = model.transformer.x_embedder.weight.data_ptr()
+    forgets = []
+    monkeypatch.setattr(engine.argument_cache, "clear", lambda: forgets.append(True))
+    engine.park(model, {1})
+    assert (model.parked, model.parked_on, forgets) == (False, {1}, [True])
+    engine.ready("tiny")
+    assert not model.parked_on and model.transformer.x_embedder.weight.data_ptr() == weight
 
 
 def test_weights_on_the_cpu_are_not_parked(files):
@@ -112,7 +149,7 @@ def worker(ranks: int) -> Worker:
     memory = FakeMemory(GB, GB)
     rank.engine = SimpleNamespace(memory=memory, sample=sample, models={}, stacks={}, prepare_sample=print)
     rank.admission = SimpleNamespace(prepare=lambda *_: None)
-    rank.engine.models["m"] = SimpleNamespace(parked=False)
+    rank.engine.models["m"] = SimpleNamespace(parked_on=frozenset())
     rank.clock = StepClock(None)
     return rank
 
@@ -134,23 +171,24 @@ def test_memory_that_runs_out_ends_a_rank_only_where_another_waits(ranks, error)
     assert type(raised.value).__name__ == error and rank.engine.memory.released == 1
 
 
-@pytest.mark.parametrize("parked", [True, False])
-def test_a_refused_request_leaves_all_ranks_parked_or_none(parked):
+@pytest.mark.parametrize("parked_on", [set(), {0}, {1}, {0, 1}], ids=str)
+def test_a_refused_request_leaves_ranks_parked_as_they_were(parked_on):
     """One had no room for its weights, others have theirs back: they must enter the next rounds alike."""
     rank, parks = worker(2), []
 
     def refuse(message, prepare, was_parked, planned, lacks):
-        assert was_parked == parked and lacks() == (GB if parked else 0)
-        model.parked = False
+        assert was_parked == parked_on and lacks() == (GB if 0 in parked_on else 0)
+        model.parked_on = set()
         raise OutOfRoom("rank 1 lacks memory", {1: GB})
 
     held = SimpleNamespace(stack=())
-    model = SimpleNamespace(parked=parked, weights=held, lora_bytes=lambda stack: GB)
-    rank.engine.models["m"], rank.engine.park = model, parks.append
+    parked = 0 in parked_on
+    model = SimpleNamespace(parked=parked, parked_on=parked_on, weights=held, lora_bytes=lambda stack: GB)
+    rank.engine.models["m"], rank.engine.park = model, lambda *given: parks.append(given)
     rank.admission.prepare = refuse
     with pytest.raises(OutOfRoom):
         rank.run_sample(Sample("m", "euler", 1.0, 7), Callbacks())
-    assert parks == ([model] if parked else [])
+    assert parks == ([(model, parked_on)] if parked_on else [])
 
 
 def test_weights_that_came_back_in_part_are_parked_whole(files, monkeypatch):
@@ -169,11 +207,11 @@ def test_weights_that_came_back_in_part_are_parked_whole(files, monkeypatch):
 
     monkeypatch.setattr(parking, "to_host", to_host)
     monkeypatch.setattr(parking, "to_device", runs_out)
-    engine.park(model)
+    engine.park(model, {0})
     with pytest.raises(torch.OutOfMemoryError):
         engine.ready("tiny")
     assert not model.transformer.x_embedder.weight.is_meta
-    engine.park(model)
+    engine.park(model, {0})
     assert model.parked and all(parameter.is_meta for parameter in model.transformer.parameters())
 
 
