@@ -22,6 +22,7 @@ from comfy_api.latest import io
 
 from ..backend.client.argument_cache import ArgumentCache
 from ..backend.client.pool import Backend
+from ..backend.client.room import Room
 from ..backend.config import ParallelConfig
 from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
@@ -247,12 +248,15 @@ class RemoteTransformer(ElsewhereModule):
             self.cached_arguments.shortened(call),
             should_cancel=status.interrupted,
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
-            room=host_room() if self.asks else None,
-            keep=entries_to_keep(dit, sampling=True),
+            room=self._room(backend, dit) if self.asks else None,
         )
         result = in_room(backend, dit.wanted, sample)
         self.asks = False
         return result, all(found)
+
+    def _room(self, backend: Backend, dit: ParallelDiT) -> Room:
+        """The room that ComfyUI makes for a sampling."""
+        return host_room().keeping(entries_to_keep(backend, dit.wanted, sampling=True))
 
     def _check_options(self, control, options: dict[str, Any]):
         if control is not None:

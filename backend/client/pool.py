@@ -78,7 +78,7 @@ class Backend:
                 self._request(protocol.Unload(replaced), check)
             return loaded
 
-    def _with_room(self, message, run, room: Room | None, keep: Collection = ()):
+    def _with_room(self, message, run, room: Room | None):
         """Run a message; where it lacks memory on devices of this process, make ``room`` and run it again.
         Not while we are busy: other models of the ranks may have to go for it."""
         shared = room.shared_ranks(self.welcome) if room else []
@@ -91,7 +91,7 @@ class Backend:
             lacking = {rank: size for rank, size in error.lacking.items() if rank in shared}
             if not lacking:
                 raise
-        room.make(self.welcome, lacking, keep)
+        room.make(self.welcome, lacking)
         return run(replace(message, **fields))
 
     def describe(self, message: protocol.Describe) -> protocol.Described:
@@ -124,25 +124,19 @@ class Backend:
                 self._request(protocol.Release(ranks))
 
     def sample(
-        self,
-        message: protocol.Sample | protocol.ModelCall,
-        *callbacks,
-        room: Room | None = None,
-        keep: Collection = (),
-        **named_callbacks,
+        self, message: protocol.Sample | protocol.ModelCall, *callbacks, room: Room | None = None, **named
     ):
         """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
-        this process ends it, as it does where a cancelled request does not end. ``room`` as in load;
-        ``keep``: entries of ComfyUI's list that it leaves."""
+        this process ends it, as it does where a cancelled request does not end. ``room`` as in load."""
 
         def sample(message):
             with self._busy:
                 try:
-                    return self._explained(lambda: self.client.sample(message, *callbacks, **named_callbacks))
+                    return self._explained(lambda: self.client.sample(message, *callbacks, **named))
                 except ClosedError:
                     return None
 
-        result = self._with_room(message, sample, room, keep)
+        result = self._with_room(message, sample, room)
         if result is None and self.closed:
             silence = self.process.silence if self.process is not None else ""
             why = silence or "the call of the model in progress did not end in time"

@@ -5,7 +5,7 @@ of no use to a rank, so the cache goes first and last.
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,13 +23,20 @@ def local_gpus() -> dict[str, torch.device]:
 
 
 class Room:
-    """``management``: comfy.model_management, or what has its functions. ``gpus``: as local_gpus."""
+    """``management``: comfy.model_management, or what has its functions. ``gpus``: as local_gpus. ``keep``:
+    entries of current_loaded_models that stay."""
 
-    def __init__(self, management: Any, gpus: dict[str, torch.device]):
+    #: While true models leave for ranks, not for one of this process.
+    is_making: ClassVar[bool] = False
+
+    def __init__(self, management: Any, gpus: dict[str, torch.device], keep: Collection = ()):
         self.management = management
         self.gpus = gpus
-        #: While true models leave for ranks, not for one of this process.
-        self.is_making = False
+        self.keep = list(keep)
+
+    def keeping(self, entries: Collection) -> "Room":
+        """Return the same room, for which ``entries`` stay."""
+        return Room(self.management, self.gpus, entries)
 
     def shared_ranks(self, welcome: Welcome) -> list[int]:
         """Return the ranks on GPUs of this process."""
@@ -45,13 +52,13 @@ class Room:
         }
         return {self.management.get_torch_device(), *others}
 
-    def make(self, welcome: Welcome, lacking: dict[int, int], keep: Collection = ()):
+    def make(self, welcome: Welcome, lacking: dict[int, int]):
         """Have as many bytes free on the device of each rank as it is ``lacking``, as far as unloading
-        ComfyUI's models gets. ``keep``: entries of current_loaded_models that stay."""
+        ComfyUI's models gets."""
         for rank, size in lacking.items():
             device = self.gpus.get(welcome.devices[rank])
             if device is not None:
-                self.free(size, device, keep)
+                self.free(size, device)
 
     def make_for_start(self, gpu_indices: list[int]):
         """Have room for the ranks' own CUDA contexts, on those of the GPUs of these indices that this process
@@ -60,13 +67,13 @@ class Room:
             if device in self._own_gpus():
                 self.free(CONTEXT_BYTES, device)
 
-    def free(self, size: int, device: torch.device, keep: Collection = ()):
+    def free(self, size: int, device: torch.device):
         """Have ``size`` bytes free on ``device``, and what ComfyUI leaves to other programs."""
         management = self.management
         management.soft_empty_cache()
-        self.is_making = True
+        Room.is_making = True
         try:
-            management.free_memory(size + management.extra_reserved_memory(), device, list(keep))
+            management.free_memory(size + management.extra_reserved_memory(), device, self.keep)
         finally:
-            self.is_making = False
+            Room.is_making = False
         management.soft_empty_cache()

@@ -176,6 +176,7 @@ def _load_or_fail(
         status.show(f"reading {bytes_of(progress.step, progress.total)}")
 
     path, weight_dtype, matmul = wanted
+    room = room and room.keeping(entries_to_keep(backend, wanted))
     loaded = in_room(
         backend,
         wanted,
@@ -259,10 +260,14 @@ def free_weights() -> int:
     return sum(bool(_unload(backend, wanted, park=False)) for wanted, backend in here)
 
 
-def entries_to_keep(handle: ParallelDiT, sampling: bool = False) -> list[comfy.model_management.LoadedModel]:
-    """Return the entries of ComfyUI's list that a request of ``handle`` needs: its own weights and, where it
-    is a part of ComfyUI's ``sampling``, the models that this uses, whose patches must stay."""
-    _, own = _weights.get((handle.config.topology(), handle.wanted), (None, []))
+def entries_to_keep(
+    backend: Backend, wanted: Wanted, sampling: bool = False
+) -> list[comfy.model_management.LoadedModel]:
+    """Return the entries of ComfyUI's list that stay where a load or a request of ``wanted`` likely has too
+    little memory: weights on these ranks of all models of the running graph, such as the other one of two
+    experts, which leave only where it has too little to run at all (in_room); where it is a part of ComfyUI's
+    ``sampling``, also the models that this uses, whose patches must stay."""
+    own = _entries(backend, {wanted, *loaded_models(running())})
     return [
         entry
         for entry in comfy.model_management.current_loaded_models

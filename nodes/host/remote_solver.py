@@ -67,11 +67,11 @@ class RemoteSolver:
         report = Reporter(callback, noise, steps, disable_pbar, self.wants_denoised)
         with report as reporter:
             interrupted = reporter.status.interrupted
-            keep = entries_to_keep(self.dit)
+            room = host_room().keeping(entries_to_keep(self.backend, self.dit.wanted))
             result = in_room(
                 self.backend,
                 self.dit.wanted,
-                lambda: self.backend.sample(request, reporter, interrupted, room=host_room(), keep=keep),
+                lambda: self.backend.sample(request, reporter, interrupted, room=room),
             )
             if result is None:
                 management.throw_exception_if_processing_interrupted()

@@ -58,8 +58,8 @@ class Rank:
         self.engine.load("tiny", checkpoint, "default")
         self.requests = []
 
-    def sample(self, message, on_progress, should_cancel, room=None, keep=()):
-        """As a backend's own; nothing else wants the memory, so ``room`` and ``keep`` are not asked."""
+    def sample(self, message, on_progress, should_cancel, room=None):
+        """As a backend's own; nothing else wants the memory, so ``room`` is not asked."""
         header = json.loads(
             json.dumps({key: value for key, value in vars(message).items() if key != "tensors"})
         )

@@ -135,7 +135,7 @@ def test_weights_under_another_topology_are_not_listed_twice(backend):
         handle._handles.add(each)
         handle._register(each.config, each.wanted, backend, loaded)
     listed = [entry for entry in management.current_loaded_models if isinstance(entry.model, RankWeights)]
-    assert len(listed) == 1 and handle.entries_to_keep(handles[1]) == listed
+    assert len(listed) == 1 and handle.entries_to_keep(backend, handles[1].wanted) == listed
 
 
 def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
@@ -143,7 +143,7 @@ def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
     backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
     run("/a")
     first = handle.load(CONFIG, "/a", "default")
-    (entry,) = handle.entries_to_keep(first)
+    (entry,) = handle.entries_to_keep(backend, first.wanted)
     entry.model.detach()
     assert (backend.client.held, backend.client.parked) == ([], ["/a"])
     assert handle.free_weights() == 1 and not backend.client.parked and not backend.models
@@ -219,3 +219,30 @@ def test_room_on_a_gpu_takes_the_weights_of_its_ranks(gpus, sharded):
     assert held("/a") == ({0: 0, 1: 0} if sharded else {0: 6, 1: 0})
     handle.ensure_loaded(first)
     assert held("/a") == {0: 6, 1: 6}
+
+
+def sample(backend, wanted) -> Result:
+    """As a sampler's node does, where there is less memory than is likely needed."""
+    request = Sample(wanted[0], "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
+    room = handle.host_room().keeping(handle.entries_to_keep(backend, wanted))
+    return handle.in_room(backend, wanted, lambda: backend.sample(request, room=room))
+
+
+def test_a_margin_leaves_the_other_expert_of_the_graph(gpus):
+    """It takes what can be spared, such as a model of another graph."""
+    run("/a", "/b")
+    handles = [handle.load(CONFIG, name, "default") for name in ("/a", "/b")]
+    assert [sample(gpus, each.wanted) for each in handles] == [Result()] * 2
+    assert not gpus.client.unloads and gpus.client.held == ["/a", "/b"]
+    run("/b")
+    sample(gpus, handles[1].wanted)
+    assert gpus.client.unloads == [Unload("/a", True, [0])]
+
+
+def test_what_is_needed_to_run_at_all_takes_the_other_expert(gpus):
+    run("/a", "/b")
+    handles = [handle.load(CONFIG, name, "default") for name in ("/a", "/b")]
+    gpus.client.room = 6
+    assert sample(gpus, handles[0].wanted) == Result()
+    assert gpus.client.unloads == [Unload("/b", True)]
+    assert (held("/a"), held("/b")) == ({0: 6, 1: 6}, {0: 0, 1: 0})

@@ -102,7 +102,7 @@ def test_room_for_a_rank_takes_the_text_encoder_and_leaves_its_weights(free):
     welcome = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-1"])
     assert room.shared_ranks(welcome) == [0]
     keep = [entry for entry in management.current_loaded_models if entry.model in ranks.entries]
-    room.make(welcome, {0: 8 * GB}, keep)
+    room.keeping(keep).make(welcome, {0: 8 * GB})
     assert free[FIRST] == 12 * GB and not encoder.loaded_size()
     assert not ranks.freed and all(entry.held for entry in ranks.entries)
 

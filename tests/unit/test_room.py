@@ -116,7 +116,7 @@ def test_what_comfyui_caches_is_no_room_for_a_rank(management):
 def test_entries_to_keep_stay(management):
     ranks = backend(management, 8, 12)
     kept, other = management.load(4 * GB, FIRST), management.load(14 * GB, FIRST)
-    ranks.sample(REQUESTS["call"], room=Room(management, GPUS), keep=[kept])
+    ranks.sample(REQUESTS["call"], room=Room(management, GPUS).keeping([kept]))
     assert management.current_loaded_models == [kept] and not other.loaded
 
 
