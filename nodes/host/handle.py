@@ -2,8 +2,9 @@
 
 ComfyUI caches node outputs, so a handle can outlive its backend; a backend can outlive its handles too. Both
 are settled whenever a handle is used: a dead backend is launched and loaded again, weights that no handle
-names are freed. A handle can outlive its model, too: where memory is short, models that the running graph
-does not name make room, and are loaded again when they are next used.
+names are freed. That is at the next load, or with the last handle where ComfyUI has unloaded all models (its
+Free model and node cache). A handle can outlive its model, too: where memory is short, models that the
+running graph does not name make room, and are loaded again when they are next used.
 """
 
 import logging
@@ -89,7 +90,18 @@ def load(
 def _known(handle: ParallelDiT) -> ParallelDiT:
     """Return a handle, from now on one that weights are kept for."""
     _handles.add(handle)
+    weakref.finalize(handle, _free_orphans).atexit = False
     return handle
+
+
+def _free_orphans():
+    """Free what ranks have parked of weights that no handle names, where ComfyUI has unloaded all models.
+    What has left to make room waits for the next load, which may want it under another plan."""
+    named = {handle.wanted for handle in _handles}
+    for (_, wanted), (backend, found) in list(_weights.items()):
+        unloaded = any(entry.all_go for entry in found) and not any(entry.held for entry in found)
+        if unloaded and wanted not in named:
+            _unload(backend, wanted, park=False)
 
 
 def lora_bytes(handle: ParallelDiT) -> int:

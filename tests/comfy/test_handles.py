@@ -1,5 +1,7 @@
 """Handles of models in a real ComfyUI's process, on ranks that are not there: their memory is a number."""
 
+import gc
+
 import pytest
 import torch
 from comfy_modules import comfy_modules
@@ -246,3 +248,34 @@ def test_what_is_needed_to_run_at_all_takes_the_other_expert(gpus):
     assert sample(gpus, handles[0].wanted) == Result()
     assert gpus.client.unloads == [Unload("/b", True)]
     assert (held("/a"), held("/b")) == ({0: 6, 1: 6}, {0: 0, 1: 0})
+
+
+def test_free_model_and_node_cache_leaves_nothing_in_host_memory(gpus):
+    """ComfyUI unloads all models, and forgets what its nodes have made."""
+    run("/a")
+    first = handle.load(CONFIG, "/a", "default")
+    management.unload_all_models()
+    assert gpus.client.unloads == [Unload("/a", True)] and gpus.client.parked == ["/a"]
+    del first
+    gc.collect()
+    assert gpus.client.unloads[1:] == [Unload("/a")] and not gpus.client.parked
+
+
+def test_unload_models_parks_what_a_node_still_names(gpus):
+    run("/a")
+    first, second = (handle.load(CONFIG, "/a", "default") for _ in range(2))
+    management.unload_all_models()
+    del second
+    gc.collect()
+    assert gpus.client.parked == [first.path] and len(gpus.client.unloads) == 1
+
+
+def test_room_for_others_leaves_weights_in_host_memory(gpus):
+    """The next load may want them under another plan, of which the handle is another one."""
+    run("/a")
+    first = handle.load(CONFIG, "/a", "default")
+    for device in (FIRST, SECOND):
+        management.free_memory(20, device)
+    del first
+    gc.collect()
+    assert gpus.client.unloads == [Unload("/a", True, [0]), Unload("/a", True, [1])]
