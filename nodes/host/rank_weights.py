@@ -91,8 +91,9 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
 
     def _note_left(self, size: int):
         """Have auto know what could have stayed: ``size`` of this entry, and others there. Not where ranks
-        asked for the room, nor outside of a node, where *Unload Models* takes all."""
-        if self.load_device.type != "cuda" or host_room().is_making or get_executing_context() is None:
+        asked for the room, nor where all models go by somebody's wish."""
+        wished = self.all_go or get_executing_context() is None
+        if self.load_device.type != "cuda" or Room.is_making or wished:
             return
         entries = (entry.model for entry in comfy.model_management.current_loaded_models)
         others = (each for each in entries if isinstance(each, RankWeights) and each is not self)
