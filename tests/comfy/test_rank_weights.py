@@ -141,12 +141,12 @@ def test_auto_is_told_what_could_have_stayed(free, left):
     ranks = OnRanks(free)
     with CurrentNodeContext("prompt", "decode"):
         management.free_memory(15 * GB, FIRST)
-        assert ranks.freed == 1 and left == [(0, 9 * GB)]
+        assert ranks.freed == [(0,)] and left == [(0, 9 * GB)]
         ranks.load()
         management.free_memory(12 * GB, FIRST)  # there is room
-        assert ranks.freed == 1
+        assert ranks.freed == [(0,)]
         management.free_memory(24 * GB, FIRST)
-    assert ranks.freed == 2 and left[1:] == [(0, 0)]
+    assert ranks.freed == [(0,)] * 2 and left[1:] == [(0, 0)]
 
 
 def test_auto_is_told_of_all_models_there(free, left):
@@ -155,7 +155,7 @@ def test_auto_is_told_of_all_models_there(free, left):
     first, second = OnRanks(free, [FIRST]), OnRanks(free, [FIRST])
     with CurrentNodeContext("prompt", "decode"):
         management.free_memory(10 * GB, FIRST)
-    assert first.freed + second.freed == 1 and left == [(0, 20 * GB)]
+    assert first.freed + second.freed == [(0,)] and left == [(0, 20 * GB)]
 
 
 def test_auto_is_not_told_where_comfyui_needs_nothing(free, left):
@@ -166,7 +166,7 @@ def test_auto_is_not_told_where_comfyui_needs_nothing(free, left):
     with CurrentNodeContext("prompt", "sampler"):
         room = rank_weights.host_room()
         room.free(20 * GB, FIRST)
-    assert ranks.freed == 2 and not left and not room.is_making
+    assert ranks.freed == [(), (0,)] and not left and not room.is_making
 
 
 @pytest.mark.parametrize("devices", [(FIRST, SECOND), (SECOND,)])
