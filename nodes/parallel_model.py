@@ -116,7 +116,6 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     # the ranks make those of frames and tokens from the mask, which comes with the arguments
     patcher.model.process_timestep = lambda timestep, **arguments: timestep
     transformer = patcher.model.diffusion_model
-    transformer.unet_config = patcher.model.model_config.unet_config
     sampling = patcher.model.model_sampling
     if isinstance(sampling, comfy.model_sampling.CONST):
         transformer.time_scale = float(sampling.timestep(torch.ones(1)))
@@ -140,7 +139,6 @@ class RemoteTransformer(ElsewhereModule):
         self.cached_arguments = ArgumentCache()
         #: A flow model's timestep, as ComfyUI makes it, over its noise level.
         self.time_scale = 1.0
-        self.unet_config = {}
         self._said = set()
 
     def __getattr__(self, name):
@@ -194,7 +192,7 @@ class RemoteTransformer(ElsewhereModule):
         if "step_end" in loaded.info["conditioning"]:
             values |= _step_end(transformer_options or {})
         found = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
-        found = fill_zeros(found, x.shape[0], family, self.unet_config)
+        found = fill_zeros(found, x.shape[0], family, loaded.info["config"])
         self._warn_of_idle_ranks(x.shape[0], dit.config)
         tensors = {"x": x, "time": timestep / self.time_scale}
         tensors |= {f"cond.{name}": value for name, value in found.items()}

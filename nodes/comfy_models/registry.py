@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import comfy.model_base
+import comfy.model_detection
 import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
@@ -18,12 +18,11 @@ import torch
 from ...backend.protocol import Loaded, RefusedError
 from . import generic
 from . import payloads as arguments
+from .class_names import cogvideox_class, flux_class, hunyuan_video_class, pixart_class, wan_class
 from .flux3 import Flux3
 from .latent_formats import LATENT_FORMATS
 from .qwen_image21 import QwenImage21
 from .sana import Sana
-from .unet_configs import UNET_CONFIGS
-from .unet_values import cogvideox_class, flux_class, hidden, hunyuan_video_class, pixart_class, wan_class
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,11 @@ class Family:
 
     ``comfy_class``: name of the class in comfy.supported_models, or in OURS, or config -> name. ``needs``:
     keys that a CONDITIONING must have. ``zeros``: model arguments for which ComfyUI's model takes zeros where
-    a CONDITIONING has None, and the entry of unet_config with their width. ``accepts``: keys of a
+    a CONDITIONING has None, and the entry of diffusers' config with their width. ``accepts``: keys of a
     CONDITIONING that most families refuse; ``refuses``: those that most do not. ``reads``: config ->
-    attributes (dotted) of the transformer at which ComfyUI's model looks. ``linear_shift``: ComfyUI builds
-    the family with Flux's ModelSamplingFlux, but its workflows shift it with ModelSamplingAuraFlow.
+    attributes (dotted) of the transformer at which ComfyUI's model looks; ``shapes``: weights at whose shapes
+    it looks. ``linear_shift``: ComfyUI builds the family with Flux's ModelSamplingFlux, but its workflows
+    shift it with ModelSamplingAuraFlow.
     ``latents``: channels of every latent where the model denoises several at once. ``images``: it makes
     images, though its latent format is a video's.
     ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
@@ -47,6 +47,7 @@ class Family:
     accepts: tuple[str, ...] = ()
     refuses: tuple[str, ...] = ()
     reads: Callable[[dict], dict] = lambda config: {}
+    shapes: tuple[str, ...] = ()
     linear_shift: bool = False
     latents: tuple[int, ...] = ()
     images: bool = False
@@ -65,16 +66,11 @@ OURS = {"Sana": Sana, "Flux3": Flux3} | (
 REFERENCES = ("reference_latents",)
 
 
-def _input_weight(config: dict) -> torch.Tensor:
-    """The weight of which ComfyUI's model reads the number of input channels."""
-    return torch.empty(hidden(config), config["in_channels"], device="meta")
-
-
 FAMILIES = {
     "flux": Family(
         comfy_class=flux_class,
         needs=("pooled_output",),
-        zeros={"y": "vec_in_dim"},
+        zeros={"y": "pooled_projection_dim"},
         accepts=REFERENCES,
         reads=lambda config: {"patch_size": 2},
     ),
@@ -86,26 +82,11 @@ FAMILIES = {
         needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl"),
     ),
     "hunyuan-video": Family(hunyuan_video_class, needs=("pooled_output",)),
-    "hunyuan-video-1.5": Family(
-        "HunyuanVideo15",
-        needs=("pooled_output",),
-        reads=lambda config: {"img_in.proj.weight": _input_weight(config)},
-    ),
+    "hunyuan-video-1.5": Family("HunyuanVideo15", needs=("pooled_output",), shapes=("img_in.proj.weight",)),
     "hunyuan-image-2.1": Family("HunyuanImage21"),
-    "wan": Family(
-        wan_class,
-        accepts=REFERENCES,
-        reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
-    ),
-    "wan-vace": Family(
-        "WAN21_Vace",
-        translate=arguments.wan_vace,
-        reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
-    ),
-    "wan-animate": Family(
-        "WAN22_Animate",
-        reads=lambda config: {"patch_embedding.weight": _input_weight(config)},
-    ),
+    "wan": Family(wan_class, accepts=REFERENCES, shapes=("patch_embedding.weight",)),
+    "wan-vace": Family("WAN21_Vace", translate=arguments.wan_vace, shapes=("patch_embedding.weight",)),
+    "wan-animate": Family("WAN22_Animate", shapes=("patch_embedding.weight",)),
     "cogvideox": Family(
         cogvideox_class,
         reads=lambda config: {
@@ -184,6 +165,14 @@ def _supported_model(name: str) -> Callable[[dict], Any]:
     return found
 
 
+def _unet_config(name: str, weights: dict[str, torch.Tensor]) -> dict:
+    """Return the unet_config of the class ``name``: what ComfyUI itself detects by the names and shapes of a
+    transformer's ``weights``."""
+    if name in OURS:
+        return {}
+    return comfy.model_detection.detect_unet_config(weights, "") or {}
+
+
 def family_named(loaded: Loaded) -> Family:
     """Return a loaded transformer's entry, or a generic one; RefusedError for another version's family."""
     if loaded.info.get("generic"):
@@ -217,17 +206,21 @@ def weightless_patcher(
     """
     family = family_named(loaded)
     config = loaded.info["config"]
+    attributes = family.reads(config)
     if loaded.info.get("generic"):
         model_config = generic.model_config(loaded.info["generic"])
     else:
-        unet_config = UNET_CONFIGS[loaded.family](config)
-        comfy_class = _supported_model(family.class_name(config))
-        model_config = comfy_class({**unet_config, "disable_unet_model_creation": True})
+        shapes = loaded.info["weights"].items()
+        weights = {key: torch.empty(shape, device="meta") for key, shape in shapes}
+        attributes |= {key: weights[key] for key in family.shapes}
+        name = family.class_name(config)
+        comfy_class = _supported_model(name)
+        model_config = comfy_class({**_unet_config(name, weights), "disable_unet_model_creation": True})
         _follow_folder(model_config, config)
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()
     model = model_config.get_model({})
-    model.diffusion_model = transformer(getattr(torch, loaded.info["dtype"]), family.reads(config))
+    model.diffusion_model = transformer(getattr(torch, loaded.info["dtype"]), attributes)
     # it runs elsewhere: ComfyUI need not make room for its activations
     model.memory_required = lambda *shapes, **more: 0
     management = comfy.model_management

@@ -147,7 +147,7 @@ def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
     return limits, comfy.samplers.get_area_and_mult(always, noise, None).mult[:, :1]
 
 
-def fill_zeros(arguments: dict, batch: int, family: Family, unet_config: dict) -> dict:
+def fill_zeros(arguments: dict, batch: int, family: Family, config: dict) -> dict:
     """Return ``arguments`` with the zeros that ComfyUI's model takes for what a CONDITIONING leaves out."""
-    zeros = {key: torch.zeros(batch, unet_config[width]) for key, width in family.zeros.items()}
+    zeros = {key: torch.zeros(batch, config[width]) for key, width in family.zeros.items()}
     return {**zeros, **arguments}

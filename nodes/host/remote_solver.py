@@ -123,7 +123,7 @@ class RemoteSolver:
     def _prompts(self, guider, noise: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
         """Return Sample.prompts and their tensors."""
         family = family_named(self.loaded)
-        unet_config = guider.inner_model.model_config.unet_config
+        config = self.loaded.info["config"]
         accepted = self.loaded.info["conditioning"]
         batch = noise.shape[0]
         branches = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
@@ -137,7 +137,7 @@ class RemoteSolver:
             others = [other for _, _, other in found if other is not cond]
             other = others[0] if len(others) == 1 else None
             arguments = model_arguments(branch, cond, batch, accepted, family, other)
-            for key, value in fill_zeros(arguments, batch, family, unet_config).items():
+            for key, value in fill_zeros(arguments, batch, family, config).items():
                 tensors[f"{name}.{key}"] = value
             prompts[name], weight = mixing(cond, noise)
             if weight is not None:

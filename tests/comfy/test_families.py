@@ -1,4 +1,4 @@
-"""ComfyUI's own model of every family, built from the diffusers config: the unet_config, arguments and latent
+"""ComfyUI's own model of every family, by what the ranks state of it: the unet_config, arguments and latent
 scaling of the golden files."""
 
 import json
@@ -17,12 +17,13 @@ from backend.protocol import Describe, Loaded
 from backend.sampling.validation import check_workload
 
 with comfy_modules():
+    import comfy.model_detection
     import comfy.samplers
+    import comfy.supported_models
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes.comfy_models.registry import FAMILIES as NODE_FAMILIES
-    from parallel_dit.nodes.comfy_models.registry import weightless_patcher
-    from parallel_dit.nodes.comfy_models.unet_configs import UNET_CONFIGS
+    from parallel_dit.nodes.comfy_models.registry import OURS, weightless_patcher
     from parallel_dit.nodes.host.conditioning import (
         check_conditioning,
         fill_zeros,
@@ -63,6 +64,7 @@ def loaded(request, tmp_path_factory):
         "conditioning": list(checkpoint.family.conditioning.accepted),
         "latent_format": None,
         "dtype": "float32",
+        "weights": checkpoint.comfy_shapes,
     }
     return request.param, Loaded("m", checkpoint.family.name, info)
 
@@ -73,16 +75,22 @@ def conditioning(stored, branch):
     return [[values.pop("cross_attn"), {"pooled_output": None, **values}]]
 
 
-def test_unet_config_is_comfyuis(loaded):
+def test_class_is_comfyuis(loaded):
     name, loaded = loaded
-    family, want = NODE_FAMILIES[loaded.family], facts(name)
-    assert family.class_name(loaded.info["config"]) == want["comfy_class"]
-    have = UNET_CONFIGS[loaded.family](loaded.info["config"])
-    assert {
-        key: value
-        for key, value in have.items()
-        if key in want["unet_config"] and value != want["unet_config"][key] and key != "axes_lens"
-    } == {}
+    assert NODE_FAMILIES[loaded.family].class_name(loaded.info["config"]) == facts(name)["comfy_class"]
+
+
+def test_unet_config_is_what_comfyui_detects_of_its_file(loaded):
+    """Of the names and shapes that the ranks state, as of the whole file."""
+    name, loaded = loaded
+    kind, shapes = facts(name)["comfy_class"], facts(name)["shapes"].items()
+    if kind in OURS:
+        pytest.skip(f"ComfyUI has no {kind}")
+    state_dict = {key: torch.empty(shape, device="meta") for key, shape in shapes}
+    want = getattr(comfy.supported_models, kind)(comfy.model_detection.detect_unet_config(state_dict, ""))
+    have = weightless_patcher(loaded).model.model_config.unet_config
+    # of PixArt's embeddings of the empty prompt, which training alone reads
+    assert want.unet_config.items() <= {"model_max_length": 300, **have}.items()
 
 
 def test_arguments_are_those_of_the_golden_requests(loaded):
@@ -101,7 +109,7 @@ def test_arguments_are_those_of_the_golden_requests(loaded):
         )
         assert latent_shapes(conds[branch][0]) == shapes
         found = model_arguments(branch, conds[branch][0], 1, loaded.info["conditioning"], family)
-        found = fill_zeros(found, 1, family, patcher.model.model_config.unet_config)
+        found = fill_zeros(found, 1, family, loaded.info["config"])
         want = {
             key.removeprefix(f"{branch}."): value
             for key, value in sample.tensors.items()
@@ -192,6 +200,7 @@ def edits(request, tmp_path):
             "conditioning": list(checkpoint.family.conditioning.accepted),
             "latent_format": None,
             "dtype": "float32",
+            "weights": checkpoint.comfy_shapes,
         },
     )
     patcher, family, channels = (

@@ -33,6 +33,7 @@ def model_of(folder):
         "latent_format": None,
         "generic": checkpoint.generic,
         "dtype": "float32",
+        "weights": checkpoint.comfy_shapes,
     }
     return weightless_patcher(Loaded("m", checkpoint.family.name, info)).model
 

@@ -39,8 +39,8 @@ def described(model, name: str) -> list:
     return [name, kinds, settings, type(model.latent_format).__name__]
 
 
-def ours(name: str) -> list:
-    """The same of this pack's model object for a released file."""
+def model_of(name: str):
+    """This pack's model object for a released file, and the name of its class in ComfyUI."""
     checkpoint = open_released(name)
     info = {
         "config": json.loads(json.dumps(checkpoint.config)),
@@ -48,18 +48,15 @@ def ours(name: str) -> list:
         "latent_format": checkpoint.latent_format,
         "generic": checkpoint.generic,
         "dtype": "float32",
+        "weights": checkpoint.comfy_shapes,
     }
     model = weightless_patcher(Loaded("m", checkpoint.family.name, info)).model
-    return described(model, FAMILIES[checkpoint.family.name].class_name(checkpoint.config))
+    return model, FAMILIES[checkpoint.family.name].class_name(checkpoint.config)
 
 
-def theirs(name: str) -> list | None:
-    """The same of ComfyUI's own, detected by the header; None for a file that it does not know."""
-    found = detected(name)
-    if found is None:
-        return None
-    config, _ = found
-    return described(config.get_model({}), type(config).__name__)
+def ours(name: str) -> list:
+    """``described`` for this pack's model object for a released file."""
+    return described(*model_of(name))
 
 
 @pytest.mark.full
@@ -68,12 +65,19 @@ def test_sampling_and_latents_are_comfyuis(name):
     skip_without_class(COMFY[name][0])
     if name in forms()["gguf"]:
         pytest.importorskip("gguf")  # which ComfyUI does not need
-    found = ours(name)
+    model, class_name = model_of(name)
+    found = described(model, class_name)
     assert json.loads(json.dumps(found)) == COMFY[name]
     if name in forms()["folders"] or "diffusers_names" in name:  # of which ComfyUI reads few
         return
     header = forms()["gguf"].get(name, {"header": name})["header"]  # ComfyUI-GGUF hands on names and shapes
-    assert theirs(header) == (None if name in UNKNOWN else found)
+    native = detected(header)
+    assert (native is None) == (name in UNKNOWN)
+    if native is not None:
+        config, _ = native
+        assert described(config.get_model({}), type(config).__name__) == found
+        # theirs has also what marks, metadata and embeddings of the empty prompt tell of the transformer
+        assert model.model_config.unet_config.items() <= config.unet_config.items()
 
 
 def test_every_taken_file_is_listed():

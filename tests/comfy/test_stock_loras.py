@@ -38,6 +38,8 @@ MODULES = {
 def flux(flux, monkeypatch, tmp_path):
     """The pair of models, with files of LoRAs where the ranks of tests may read."""
     monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
+    # ComfyUI before 0.8 takes every Flux for one of the released width
+    monkeypatch.setitem(flux.ours.model.model_config.unet_config, "hidden_size", 256)
     return flux
 
 

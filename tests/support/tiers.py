@@ -117,7 +117,7 @@ SOME = {
 OF_SIGNATURES = (
     "unit/test_families.py::test_patches_against_full_buffers_equal_the_whole",
     "unit/test_tensor_parallel.py::test_megatron_halves_attention_and_mlp_of_every_family",
-    "comfy/test_families.py::test_unet_config_is_comfyuis",
+    "comfy/test_families.py::test_unet_config_is_what_comfyui_detects_of_its_file",
 )
 TESTS = Path(__file__).parents[1]
 
