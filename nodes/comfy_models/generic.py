@@ -1,5 +1,5 @@
-"""ComfyUI's model object for a transformer whose family has no entry: schedules from the pipeline's
-scheduler, latent scaling from its VAE."""
+"""ComfyUI's model object for a transformer of which ComfyUI has none. Of one whose family has no entry:
+schedules from the pipeline's scheduler, latent scaling from its VAE."""
 
 import comfy.conds
 import comfy.latent_formats
@@ -7,8 +7,13 @@ import comfy.model_base
 import comfy.supported_models_base
 import torch
 
-#: Keys of a CONDITIONING -> the transformer's arguments.
-ARGUMENTS = {"cross_attn": "c_crossattn", "pooled_output": "y", "attention_mask": "attention_mask"}
+#: Keys of a CONDITIONING -> the transformer's arguments, and how they are batched.
+ARGUMENTS = {
+    "cross_attn": ("c_crossattn", comfy.conds.CONDRegular),
+    "pooled_output": ("y", comfy.conds.CONDRegular),
+    "attention_mask": ("attention_mask", comfy.conds.CONDRegular),
+    "image_slots": ("image_slots", comfy.conds.CONDConstant),
+}
 #: The backend's prediction -> ComfyUI's model type.
 MODEL_TYPES = {
     "flow": comfy.model_base.ModelType.FLOW,
@@ -18,17 +23,33 @@ MODEL_TYPES = {
 
 
 class GenericModel(comfy.model_base.BaseModel):
-    """Hands on the parts of a CONDITIONING that the transformer takes."""
+    """Hands on the parts of a CONDITIONING that the transformer takes, and whatever it has of references."""
 
-    def extra_conds(self, **kwargs):
+    def extra_conds(self, reference_latents=None, reference_latents_method=None, **kwargs):
         found = super().extra_conds(**kwargs)
         accepted = self.model_config.unet_config["accepted"]
-        for key, name in ARGUMENTS.items():
+        for key, (name, kind) in ARGUMENTS.items():
             if kwargs.get(key) is not None and name in accepted:
-                found[name] = comfy.conds.CONDRegular(kwargs[key])
+                found[name] = kind(kwargs[key])
         if "guidance" in accepted:
             found["guidance"] = comfy.conds.CONDRegular(torch.FloatTensor([kwargs.get("guidance", 3.5)]))
+        if reference_latents is not None:
+            latents = [self.process_latent_in(latent) for latent in reference_latents]
+            found["ref_latents"] = comfy.conds.CONDList(latents)
+        if reference_latents_method is not None:
+            found["ref_latents_method"] = comfy.conds.CONDConstant(reference_latents_method)
         return found
+
+
+class GenericConfig(comfy.supported_models_base.BASE):
+    """As the classes in comfy.supported_models. Its unet_config needs an entry ``accepted``: the arguments
+    that the transformer takes."""
+
+    unet_extra_config = {}
+    kind = comfy.model_base.ModelType.FLOW
+
+    def get_model(self, state_dict, prefix="", device=None):
+        return GenericModel(self, self.kind, device=device)
 
 
 def discrete_settings(start: float, end: float, kind: str, zero_terminal_snr: bool, steps: int) -> dict:
@@ -52,11 +73,9 @@ def model_config(info: dict):
     members = {
         "latent_format": staticmethod(lambda: _latent_format(info, vae)),
         "sampling_settings": settings,
-        "unet_extra_config": {},
-        "inpaint_model": lambda self: False,
-        "get_model": lambda self, state_dict: GenericModel(self, model_type=MODEL_TYPES[info["prediction"]]),
+        "kind": MODEL_TYPES[info["prediction"]],
     }
-    config = type("Generic", (comfy.supported_models_base.BASE,), members)
+    config = type("Generic", (GenericConfig,), members)
     return config({"disable_unet_model_creation": True, "accepted": info["conditioning"]})
 
 

@@ -19,10 +19,7 @@ from ...backend.protocol import Loaded, RefusedError
 from . import generic
 from . import payloads as arguments
 from .class_names import cogvideox_class, flux_class, hunyuan_video_class, pixart_class, wan_class
-from .flux3 import Flux3
-from .latent_formats import LATENT_FORMATS
-from .qwen_image21 import QwenImage21
-from .sana import Sana
+from .own_models import LATENT_FORMATS, Flux3, QwenImage21, Sana
 
 
 @dataclass(frozen=True)
@@ -165,11 +162,11 @@ def _supported_model(name: str) -> Callable[[dict], Any]:
     return found
 
 
-def _unet_config(name: str, weights: dict[str, torch.Tensor]) -> dict:
+def _unet_config(name: str, weights: dict[str, torch.Tensor], accepted: list[str]) -> dict:
     """Return the unet_config of the class ``name``: what ComfyUI itself detects by the names and shapes of a
     transformer's ``weights``."""
     if name in OURS:
-        return {}
+        return {"accepted": accepted}
     return comfy.model_detection.detect_unet_config(weights, "") or {}
 
 
@@ -215,7 +212,8 @@ def weightless_patcher(
         attributes |= {key: weights[key] for key in family.shapes}
         name = family.class_name(config)
         comfy_class = _supported_model(name)
-        model_config = comfy_class({**_unet_config(name, weights), "disable_unet_model_creation": True})
+        unet_config = _unet_config(name, weights, loaded.info["conditioning"])
+        model_config = comfy_class({**unet_config, "disable_unet_model_creation": True})
         _follow_folder(model_config, config)
     if loaded.info["latent_format"] is not None:
         model_config.latent_format = LATENT_FORMATS[loaded.info["latent_format"]]()

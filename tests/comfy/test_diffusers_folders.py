@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 with comfy_modules():
     import comfy.latent_formats
     from parallel_dit.backend.protocol import RefusedError
-    from parallel_dit.nodes.comfy_models.sana import SanaLatent
+    from parallel_dit.nodes.comfy_models.own_models import SanaLatent
     from parallel_dit.nodes.diffusers_folder import pipelines
     from parallel_dit.nodes.diffusers_folder.text_encoder import diffusers_clips
     from parallel_dit.nodes.diffusers_folder.vae import DiffusersVAE

@@ -48,8 +48,9 @@ SETTINGS = {
 def build(case: Case):
     """ComfyUI's ModelPatcher around a model with the golden weights, and the {key: shape} of its
     checkpoint."""
+    ours = {"disable_unet_model_creation": True, "accepted": ("c_crossattn", "attention_mask")}
     config = (OURS.get(case.comfy_class) or getattr(comfy.supported_models, case.comfy_class))(
-        {**case.unet_config, **({"disable_unet_model_creation": True} if case.elsewhere else {})}
+        case.unet_config | (ours if case.elsewhere else {})
     )
     config.unet_config |= case.unet_config  # Ideogram 4's class puts the released widths over it
     config.set_inference_dtype(torch.float32, None)
