@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -290,45 +289,3 @@ def spread(values: list[float]) -> dict[str, float]:
 def ratios(over: list[float], under: list[float]) -> dict[str, float]:
     """Spread of over/under, round by round."""
     return spread([a / b for a, b in zip(over, under)])
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Ways to the same latent. seconds, cpu: by name, of each round, cpu without waiting and without what
-    other processes take; difference: largest relative one of a latent from the first; busy: of interleave."""
-
-    seconds: dict[str, list[float]]
-    cpu: dict[str, list[float]]
-    difference: float
-    busy: list[float]
-
-    def facts(self, options: argparse.Namespace) -> dict:
-        """What a report holds of every contest."""
-        return dict(
-            difference=self.difference, rounds=self.seconds, busy_percent=self.busy, options=vars(options)
-        )
-
-
-def compete(script: str, contest: Callable, show: Callable, options: argparse.Namespace):
-    """Run ``contest(options, model)`` on ``options.ranks`` ranks, each of which runs the command ``script``
-    once more, and ``show(found, options)`` on the first."""
-    if not spawned():
-        spawn(script, options.ranks, options.device, options.model)
-    hold_to_one_core(options.device)
-    found = contest(options, os.environ[MODEL_VARIABLE])
-    if os.environ["RANK"] == "0":
-        show(found, options)
-    leave()
-
-
-def contest(contenders: dict[str, Callable[[], torch.Tensor]], options: argparse.Namespace) -> Contest:
-    """Let functions take turns, after each has run once (which touches every weight)."""
-    results = {name: action() for name, action in contenders.items()}
-    clocked = {
-        name: lambda action=action: timed(action, options.device) for name, action in contenders.items()
-    }
-    found, busy = interleave(clocked, options.rounds, options.patience)
-    seconds, cpu = ({name: [times[i] for times in rounds] for name, rounds in found.items()} for i in (0, 1))
-    first, *others = results.values()
-    difference = max(((first - other).norm() / other.norm()).item() for other in others)
-    return Contest(seconds, cpu, difference, busy)

@@ -1,60 +1,112 @@
-"""Our Ulysses against diffusers' native context parallelism (Ulysses): same weights, tokens, ranks and
+"""Our engine against diffusers' own transformer in a plain Euler loop: same weights, tokens, ranks and
 rounds.
 
-    python benchmarks/peers.py [--quick]
+    python benchmarks/peers.py --ranks 1    # what the engine costs: the time of whole requests
+    python benchmarks/peers.py              # Ulysses of two ranks against diffusers' own context parallelism
+    python benchmarks/peers.py --compile    # and both with compiled blocks (compile_repeated_blocks)
 
 "by CPU" compares rank 0's CPU seconds: work alone, without waiting, and without what other processes take.
+Graphs are compiled before the first round, by the CPU's or the GPU's inductor.
 
 raylight and xDiT are not compared here: they need CUDA and NCCL, so on the CPU there is nothing to compare.
 diffusers' ring attention does not run on the CPU either, and it has no PipeFusion and no CFG parallelism.
 """
 
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
 import common
 import loops
 import report
+import torch
 
 from backend.config import ParallelConfig
 from backend.sampling.step_loop import Callbacks
 
-#: diffusers' time over ours.
-GOAL = 1.05
+#: Our time over diffusers': what the engine may cost, and what Ulysses should save.
+ONE_RANK_OR_COMPILED, ULYSSES = 1.02, 1 / 1.05
+#: Request.compile -> what the rows are called.
+NAMES = {"blocks": ", compiled", "off": ""}
 
 
-def contest(options, model: str) -> common.Contest:
+@dataclass(frozen=True)
+class Contest:
+    """Ways to the same latent. seconds, cpu: by name, of each round, cpu without waiting and without what
+    other processes take; difference: largest relative one of a latent from the first; busy: of interleave."""
+
+    seconds: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+    difference: float
+    busy: list[float]
+
+
+def contest(options: argparse.Namespace, model: str) -> Contest:
+    """Run diffusers and ours in rounds, with compiled blocks first where those are asked for."""
     sample = common.request(model, options.steps, side=options.side, text=options.text)
-    ours = common.engine(ParallelConfig(ulysses_degree=options.ranks), options.device, model)
+    config = ParallelConfig(ulysses_degree=options.ranks)
+    alone = options.ranks == 1
+    ours = common.alone(options.device, model) if alone else common.engine(config, options.device, model)
     theirs = loops.PlainLoop(model, options.device, options.ranks)
-    return common.contest(
-        {"ours": lambda: ours.sample(sample, Callbacks())[0], "diffusers": lambda: theirs(sample)}, options
-    )
+    if options.compile:
+        theirs.compile(fullgraph=alone)  # their context parallelism breaks graphs
+
+    def run(compile: str):
+        samples, stats = ours.sample(replace(sample, compile=compile), Callbacks())
+        assert not any("uncompiled" in note for note in stats["notes"]), stats["notes"]
+        return samples
+
+    contenders = {}
+    for compile in ("blocks", "off") if options.compile else ("off",):
+        contenders[f"diffusers{NAMES[compile]}"] = partial(theirs, sample, compile == "blocks")
+        contenders[f"ours{NAMES[compile]}"] = partial(run, compile)
+    return measured(contenders, options)
 
 
-def show(found: common.Contest, options):
-    ratio = common.ratios(found.seconds["diffusers"], found.seconds["ours"])
-    by_cpu = common.ratios(found.cpu["diffusers"], found.cpu["ours"])
-    report.table(
-        [f"Ulysses, {options.ranks} ranks", "seconds", "x diffusers", "by CPU", "goal", ""],
+def measured(contenders: dict[str, Callable[[], torch.Tensor]], options: argparse.Namespace) -> Contest:
+    """Let functions take turns, after each has run once (which touches every weight, and compiles)."""
+    first, *others = [action() for action in contenders.values()]
+    clocked = {name: partial(common.timed, action, options.device) for name, action in contenders.items()}
+    found, busy = common.interleave(clocked, options.rounds, options.patience)
+    seconds, cpu = ({name: [times[i] for times in rounds] for name, rounds in found.items()} for i in (0, 1))
+    difference = max(((first - other).norm() / other.norm()).item() for other in others)
+    return Contest(seconds, cpu, difference, busy)
+
+
+def show(found: Contest, options: argparse.Namespace):
+    """Print a row for each, and write the numbers, all over those of the first."""
+    base, ours, *_ = found.seconds
+    goal = ONE_RANK_OR_COMPILED if options.ranks == 1 or options.compile else ULYSSES
+    ratios = {name: common.ratios(seconds, found.seconds[base]) for name, seconds in found.seconds.items()}
+    by_cpu = {name: common.ratios(seconds, found.cpu[base]) for name, seconds in found.cpu.items()}
+    title = "one rank" if options.ranks == 1 else f"Ulysses, {options.ranks} ranks"
+    goals = {ours: [f"<= {goal:.2f}", report.outcome(ratios[ours]["median"] <= goal)]}
+    rows = [
         [
-            ["diffusers", report.shown(common.spread(found.seconds["diffusers"]), 3), "1", "1", "", ""],
-            [
-                "ours",
-                report.shown(common.spread(found.seconds["ours"]), 3),
-                report.shown(ratio, 3),
-                report.shown(by_cpu, 3),
-                f">= {GOAL:g}",
-                report.outcome(ratio["median"] >= GOAL),
-            ],
-        ],
-    )
-    print(f"relative difference of the latents: {found.difference:.1e}")
+            name,
+            report.shown(common.spread(found.seconds[name]), 3),
+            report.shown(ratio, 3),
+            report.shown(by_cpu[name], 3),
+            *goals.get(name, ["", ""]),
+        ]
+        for name, ratio in ratios.items()
+    ]
+    report.table([title, "seconds", f"x {base}", "by CPU", "goal", ""], rows)
+    print(f"largest relative difference of the latents: {found.difference:.1e}")
     report.write(
-        "peers",
-        "Speed of our Ulysses over diffusers' own",
-        "times",
-        [report.Bar("ours", **ratio, goal=GOAL)],
-        ratio=ratio,
-        by_cpu=by_cpu,
-        **found.facts(options),
+        f"peers-{options.ranks}{'-compiled' if options.compile else ''}",
+        f"Our time over {base}'s, {title}",
+        "less is better",
+        [report.Bar(name, **ratio, goal=goal if name == ours else None) for name, ratio in ratios.items()],
+        ratio=ratios[ours],
+        by_cpu=by_cpu[ours],
+        difference=found.difference,
+        rounds=found.seconds,
+        busy_percent=found.busy,
+        options=vars(options),
     )
 
 
@@ -62,7 +114,21 @@ def main():
     parser = common.model_options(common.parser(__doc__, rounds=9))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
-    common.compete(__file__, contest, show, common.parse(parser))
+    parser.add_argument("--compile", action="store_true", help="compare both with compiled blocks too")
+    options = common.parse(parser)
+    if options.ranks == 1:
+        with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
+            if not options.model:
+                common.save_model(folder, options.device)
+            show(contest(options, options.model or folder), options)
+        return
+    if not common.spawned():
+        common.spawn(__file__, options.ranks, options.device, options.model)
+    common.hold_to_one_core(options.device)
+    found = contest(options, os.environ[common.MODEL_VARIABLE])
+    if os.environ["RANK"] == "0":
+        show(found, options)
+    common.leave()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 """A benchmark's numbers as a table on the terminal, JSON, and a bar chart, in output/benchmarks/."""
 
-import importlib
 import json
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import psutil
@@ -66,39 +63,6 @@ def write(name: str, title: str, unit: str, bars: list[Bar], **facts):
 
 def chart(path: Path, title: str, bars: list[Bar]):
     """Draw the bars into a PNG file."""
-    (_matplotlib_chart if _has_matplotlib() else _pillow_chart)(path, title, bars)
-
-
-def _has_matplotlib() -> bool:
-    try:
-        importlib.import_module("matplotlib")
-        return True
-    except ImportError:
-        print(
-            "matplotlib is not installed, so the chart is a plain one; pip install matplotlib for a better "
-            "one.",
-            file=sys.stderr,
-        )
-        return False
-
-
-def _matplotlib_chart(path: Path, title: str, bars: list[Bar]):
-    # optional: unknown to pyright where it is not installed
-    importlib.import_module("matplotlib").use("Agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.35 * len(bars)), layout="constrained")
-    errors = [[bar.median - bar.low for bar in bars], [bar.high - bar.median for bar in bars]]
-    axes.barh([bar.label for bar in bars], [bar.median for bar in bars], xerr=errors, color=BAR, ecolor=INK)
-    for row, bar in enumerate(bars):
-        if bar.goal is not None:
-            axes.plot([bar.goal] * 2, [row - 0.4, row + 0.4], color=GOAL)
-    axes.invert_yaxis()
-    axes.set_title(title)
-    figure.savefig(path, dpi=120)
-
-
-def _pillow_chart(path: Path, title: str, bars: list[Bar]):
     image = Image.new("RGB", (LEFT + WIDTH + 80, ROW * (len(bars) + 2)), "white")
     draw = ImageDraw.Draw(image)
     draw.text((10, 8), title, INK)

@@ -64,7 +64,7 @@ def draw(found: list, path: Path):
         import doctor_steps
 
         drawn = doctor_steps.chart(found, path)
-    except ImportError:  # of benchmarks or matplotlib; said already by --full itself
+    except ImportError:  # of benchmarks; said already by --full itself
         return
     if drawn:
         print(f"wrote {path}")

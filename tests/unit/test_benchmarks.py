@@ -54,12 +54,10 @@ def start(monkeypatch):
     [
         *(
             "auto",
-            "compiled",
             "drift",
             "launches",
             "load",
             "memory",
-            "overhead",
             "peers",
             "scaling",
             "shares",
@@ -75,11 +73,11 @@ def test_every_command_tells_its_options(start, name, capsys):
     assert end.value.code == 0 and "--quick" in capsys.readouterr().out
 
 
-def test_overhead_compares_two_ways_to_the_same_latent(start, model, tmp_path):
-    start("overhead", *SMALL, "--model", model, "--out", str(tmp_path))
-    report = json.loads((tmp_path / "overhead.json").read_text())
+def test_peers_compares_two_ways_to_the_same_latent(start, model, tmp_path):
+    start("peers", *SMALL, "--ranks", "1", "--model", model, "--out", str(tmp_path))
+    report = json.loads((tmp_path / "peers-1.json").read_text())
     assert report["difference"] < 1e-5 and report["ratio"]["median"] > 0
-    assert (tmp_path / "overhead.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "peers-1.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_start_reports_every_round_but_the_first(start, tmp_path, monkeypatch, capsys):
