@@ -37,8 +37,6 @@ PROBE_SECONDS = 90.0
 PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
 #: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
 BLOCKS = 2
-#: Fields of ParallelConfig that travel with each request.
-PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile", "wire")
 
 Made = TypeVar("Made")
 
@@ -139,7 +137,7 @@ class Lab:
         """Sample once. Raises RefusedError, BackendError, OutOfTime; TimeoutError where the ranks hang."""
         backend = self.backend(config)
         loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS), matmul=matmul)
-        message = replace(sample, model=loaded.model, **{name: getattr(config, name) for name in PER_REQUEST})
+        message = replace(sample, model=loaded.model, **config.per_request)
         began = time.monotonic()
         result = backend.sample(message, should_cancel=lambda: time.monotonic() > began + RUN_SECONDS)
         if result is None:  # which is to be said even where the minutes are over

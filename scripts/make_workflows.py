@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from workflow_layout import WIDTH, best_layout, height_of
-from workflow_thumbnails import demo_thumbnail, graph_thumbnail
+from workflow_thumbnails import graph_thumbnail
 
 FOLDER = Path(__file__).resolve().parents[1] / "workflows"
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
@@ -174,8 +174,8 @@ def main():
         note = json.loads(path.read_text())["nodes"][0]
         page = page_form(note, graph, info)
         path.write_text(json.dumps(page, indent=2) + "\n")
-        picture = demo_thumbnail(note["title"]) if name == "demo" else graph_thumbnail(page)
-        picture.save(path.with_suffix(".jpg"), quality=88)
+        if name != "demo":  # whose picture is what its model painted
+            graph_thumbnail(page).save(path.with_suffix(".jpg"), quality=88)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Draws workflows/NAME.jpg, the pictures of the template browser: the graph of a workflow; of the demo what
-its model paints, with the timeline of its ranks (method_pictures.py)."""
-
-from argparse import Namespace
+"""Draws workflows/NAME.jpg, the pictures of the template browser: the graph of a workflow."""
 
 from PIL import Image, ImageDraw, ImageFont
 from workflow_layout import TITLE
@@ -19,20 +16,6 @@ COLOURS = {
     "PARALLEL_DIT": "#9fd49f",
     "PARALLEL_CONFIG": "#9fb0d4",
 }
-#: What the demo paints: its workflow's own values.
-DEMO = Namespace(prompt="a red circle left of a blue square on black", steps=20, cfg=2.5, seed=10, repeat=1)
-
-
-def canvas(title: str) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    """An empty picture of twice the size, with a title."""
-    image = Image.new("RGB", (2 * SIZE[0], 2 * SIZE[1]), BACKGROUND)
-    draw = ImageDraw.Draw(image)
-    draw.text((EDGE, EDGE), title, fill=INK, font=ImageFont.load_default(68))
-    return image, draw
-
-
-def done(image: Image.Image) -> Image.Image:
-    return image.resize(SIZE, Image.Resampling.LANCZOS)
 
 
 class View:
@@ -85,7 +68,9 @@ def draw_node(draw: ImageDraw.ImageDraw, view: View, node: dict):
 
 def graph_thumbnail(page: dict) -> Image.Image:
     """The groups, nodes and links of a page, with the title of its note."""
-    image, draw = canvas(page["nodes"][0]["title"])
+    image = Image.new("RGB", (2 * SIZE[0], 2 * SIZE[1]), BACKGROUND)
+    draw = ImageDraw.Draw(image)
+    draw.text((EDGE, EDGE), page["nodes"][0]["title"], fill=INK, font=ImageFont.load_default(68))
     view = View(page)
     for group in page["groups"]:
         colour = Image.blend(
@@ -100,45 +85,4 @@ def graph_thumbnail(page: dict) -> Image.Image:
         draw_link(draw, view, start, end, COLOURS.get(type_, "#aaaaaa"))
     for node in page["nodes"]:
         draw_node(draw, view, node)
-    return done(image)
-
-
-def painted() -> Image.Image:
-    """What the demo's model paints on two ranks; they end with it."""
-    from run_demo import ParallelConfig, device, paint, pool, shapes
-
-    try:
-        samples, _ = paint(ParallelConfig(cfg_degree=2, device=device()), DEMO)
-    finally:
-        pool.close_all()
-    pixels = shapes.decode(shapes.to_vae_units(samples))[0]
-    return Image.fromarray((pixels * 255).round().byte().numpy())
-
-
-def demo_thumbnail(title: str) -> Image.Image:
-    """The demo's picture and its prompt, above the timeline of its two ranks."""
-    from method_pictures import LEFT, PICTURES, WHOLE_COLOUR, timeline
-
-    image, draw = canvas(title)
-    side = 560
-    picture = painted().resize((side, side), Image.Resampling.LANCZOS)
-    image.paste(picture, (EDGE, STRIP))
-    draw.rectangle((EDGE, STRIP, EDGE + side, STRIP + side), outline=ROW, width=2)
-    large, small = ImageFont.load_default(54), ImageFont.load_default(40)
-    head, tail = DEMO.prompt.split(" left of ")
-    lines = [f'"{head}', "left of", *(f'{tail}"'.replace(" on ", "\non ")).split("\n")]
-    for row, line in enumerate(lines):
-        draw.text((2 * EDGE + side, STRIP + 30 + 80 * row), line, fill=INK, font=large)
-    left = EDGE + 2 * LEFT
-    rows = timeline(PICTURES["cfg2"])
-    step = (2 * SIZE[0] - EDGE - left) / max(works[-1].end for works in rows)
-    draw.text((2 * EDGE + side, STRIP + side - 80), "two ranks, one prompt each", fill=INK, font=small)
-    for rank, works in enumerate(rows):
-        top = STRIP + side + 60 + 100 * rank
-        draw.text((EDGE, top + 14), f"GPU {rank}", fill=INK, font=small)
-        for work in works:
-            box = (left + work.start * step, top, left + work.end * step, top + 76)
-            draw.rectangle(box, fill=WHOLE_COLOUR, outline=BACKGROUND, width=3)
-            sign = "+" if work.branch == "positive" else "-"
-            draw.text((box[0] + 40, top + 14), f"{work.step + 1}{sign}", fill="#16202c", font=small)
-    return done(image)
+    return image.resize(SIZE, Image.Resampling.LANCZOS)
