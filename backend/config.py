@@ -31,12 +31,6 @@ CHOICES = {
 PER_REQUEST = ("num_pipeline_patch", "warmup_steps", "stale_kv", "attention", "compile", "wire")
 #: Fields besides the degrees by which ranks hold and share their weights.
 OF_RANKS = ("attn_layer_num_for_pp", "split_scheme", "shard_weights", "offload_modulation", "shares")
-#: Known from the literature, and why they are refused.
-OTHER_SCHEMES = {
-    "2.5d": "it stacks copies of a 2d grid to save traffic, which a tensor parallel group of a few GPUs "
-    "does not need",
-    "3d": "its cube of ranks needs at least 8 of them for one matrix",
-}
 #: On the CPU a rank is a process of a few GB and seconds of imports: more than this is a slip of the mouse.
 MAX_CPU_RANKS = 16
 #: More ranks than anybody has: lists of them stay small.
@@ -288,11 +282,6 @@ class ParallelConfig:
             )
 
     def _validate_weights(self):
-        if self.split_scheme in OTHER_SCHEMES:
-            raise ConfigError(
-                f"split_scheme {self.split_scheme} is not offered: {OTHER_SCHEMES[self.split_scheme]}; "
-                f"choose one of {', '.join(CHOICES['split_scheme'])}."
-            )
         for name in ("pipefusion_degree", "tensor_parallel_degree"):
             if self.shard_weights and getattr(self, name) > 1:
                 raise ConfigError(
