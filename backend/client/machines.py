@@ -1,21 +1,14 @@
-"""The machines of one backend: which of them this is, where they meet, and which methods cross their network.
-Standard library only."""
+"""The machines of one backend: which of them this is, where they meet, and which methods cross their
+network."""
 
 import math
 import socket
-import struct
 from dataclasses import dataclass
+
+import psutil
 
 from ..config import AXES, ConfigError, ParallelConfig
 
-try:
-    import fcntl
-except ImportError:  # Windows, where no backend spans machines
-    fcntl = None
-
-#: ioctl for the IPv4 address of a network interface (linux/sockios.h), and its struct ifreq.
-_SIOCGIFADDR = 0x8915
-_IFREQ = struct.Struct("16s24x")
 #: Axes whose ranks wait for each other in every block: slow over a network.
 EVERY_BLOCK = ("ulysses", "tp")
 
@@ -43,18 +36,14 @@ class Machines:
     @property
     def address(self) -> str:
         """This machine's IPv4 address on the interface. Raises ConfigError."""
-        if fcntl is None:
-            raise ConfigError("a backend of several machines needs Linux; this system is another.")
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, _IFREQ.pack(self.interface.encode()[:15]))
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise ConfigError(
-                f"--interface is {self.interface!r}, which has no IPv4 address here ({error.strerror}); this "
-                f"machine has {names}."
-            ) from None
-        return socket.inet_ntoa(found[20:24])
+        interfaces = psutil.net_if_addrs()
+        for each in interfaces.get(self.interface, []):
+            if each.family == socket.AF_INET:
+                return each.address
+        raise ConfigError(
+            f"--interface is {self.interface!r}, which has no IPv4 address here; this machine has "
+            f"{', '.join(interfaces)}."
+        )
 
     def validate(self) -> "Machines":
         """Return self, or raise ConfigError for what is missing."""

@@ -1,9 +1,9 @@
 """What rank 0 has done and does, for whoever asks how the backend is."""
 
-import os
 import time
 from collections import Counter
-from pathlib import Path
+
+import psutil
 
 from .. import protocol
 
@@ -39,7 +39,6 @@ class Activity:
 def resident(pid: int) -> int:
     """Return the bytes of memory of a process of this machine; 0 where it is on another one."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
