@@ -87,7 +87,11 @@ class Flux3(GenericConfig):
 
     unet_config = {"image_model": "flux3"}
     sampling_settings = {"shift": 6.93}
-    latent_format = comfy.latent_formats.Flux2
+
+    @staticmethod
+    def latent_format():
+        """Return ComfyUI's own scaling, which came with FLUX.2."""
+        return comfy.latent_formats.Flux2()
 
 
 class QwenImage21(GenericConfig):

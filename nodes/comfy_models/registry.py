@@ -56,8 +56,10 @@ class Family:
 
 
 #: Classes of models that ComfyUI does not have, or not in every version.
-OURS = {"Sana": Sana, "Flux3": Flux3} | (
-    {} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21}
+OURS = (
+    {"Sana": Sana}
+    | ({"Flux3": Flux3} if hasattr(comfy.supported_models, "Flux2") else {})
+    | ({} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21})
 )
 #: Keys of a CONDITIONING that hold reference images of edit models.
 REFERENCES = ("reference_latents",)
