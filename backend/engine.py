@@ -23,7 +23,7 @@ from .loading.recognition import open_checkpoint
 from .loading.staging import upload_parameters
 from .loading.weight_loading import matrices
 from .models.family import Family
-from .parallel import fsdp, tensor_parallel
+from .parallel import fsdp, tensor_parallel, token_scales
 from .parallel.cached_layers import cache_layers
 from .parallel.matrix_cuts import Shard
 from .parallel.mesh import Mesh
@@ -133,7 +133,9 @@ class Engine:
         quantized = summary(transformer, fsdp.held_bytes)
         place = (self.mesh.rank, own, (blocks.start, blocks.stop))
         report = LoadReport(*place, bytes_read, checkpoint.files.size, *cost, quantized)
-        self.models[key] = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, choices)
+        model = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, choices)
+        token_scales.regroup(model.modules, self.mesh.sp)
+        self.models[key] = model
 
     def _place(self, checkpoint: Checkpoint, block: str):
         """Offload and shard a loaded block: a rank never holds more than its share and a block."""
@@ -186,6 +188,7 @@ class Engine:
         started = time.perf_counter()
         for module in model.modules:
             tensor_parallel.regroup(module, old, self.mesh)
+        token_scales.regroup(model.modules, self.mesh.sp)
         model.cache.mesh = self.mesh
         staged = self._is_staged(model.family)
         if model.stage and staged:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..parallel.block_cost import OUTSIDE
 from ..parallel.matrix_cuts import Shard
 from ..parallel.tensor_parallel import ShardedLinear
 from ..quantization.kernels import Choice
@@ -122,8 +123,10 @@ def _fill(
         value = checkpoint.read(name, dtype, device, shard)
         is_buffer = leaf in dict(module.named_buffers(recurse=False))
         setattr(module, leaf, value if is_buffer else nn.Parameter(value, requires_grad=False))
-    elif isinstance(module, ShardedLinear):
+        return
+    weight = PackedWeight(packed, dtype, choice, checkpoint.layer_tokens.get(where, OUTSIDE).divided)
+    if isinstance(module, ShardedLinear):
         del module.weight  # a parameter, whose place no module takes
-        module.weight = PackedWeight(packed, dtype, choice)
+        module.weight = weight
     elif isinstance(module, nn.Linear):
-        checkpoint.empty.set_submodule(where, QuantLinear(module, PackedWeight(packed, dtype, choice)))
+        checkpoint.empty.set_submodule(where, QuantLinear(module, weight))

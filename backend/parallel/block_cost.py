@@ -55,12 +55,15 @@ def latents_of(family, image: int) -> dict[str, int]:
 @dataclass(frozen=True)
 class LayerTokens:
     """Which tokens of one step pass a layer: of the image stream or of one ``latent`` in it, of the text, or
-    none where it is computed once a request; is_control: once for each control input."""
+    none where it is computed once a request; is_control: once for each control input. divided: which of them
+    the ranks of sequence parallelism divide, and all call the layer: "image" (and the text, if that passes),
+    or "text" alone; "" where each has the same tokens, or may call a layer that others do not: an expert."""
 
     image: bool
     text: bool
     latent: str = ""
     is_control: bool = False
+    divided: str = ""
 
     def count(self, image: int, text: int, latents: Latents) -> int:
         """Count them, of so many."""
@@ -87,6 +90,11 @@ class AttentionCall:
         """Count queries times keys; linear attention has the head size for keys."""
         known = {"joint": image + text, "text": text, PROMPT: text, STATE: head_size, **latents}
         return known.get(self.queries, image) * known.get(self.keys, image)
+
+
+#: Of layers outside of the blocks: those before them have the same tokens on all ranks, those after them have
+#: this rank's.
+OUTSIDE = LayerTokens(True, False, divided="image")
 
 
 def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> list[AttentionCall]:
@@ -123,10 +131,12 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
         if matches(name, once):
             found[name] = LayerTokens(False, False)
         elif name in of_text:
-            found[name] = LayerTokens(False, True)
+            joint = family.blocks.text_position is not None  # else each rank has the whole prompt
+            found[name] = LayerTokens(False, True, divided="text" if joint else "")
         else:
             is_control = family.blocks.is_control_layer(name)
-            found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name), is_control)
+            divided = "" if matches(name, family.blocks.flop_shares) else "image"
+            found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name), is_control, divided)
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .mesh import Axis
 
 #: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg,
-#: outputs, modulation, linear-attention state, halo).
+#: outputs, modulation, linear-attention state, halo, scales).
 SENT: Counter[str] = Counter()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import opaque
-from .kernels import Choice, Kernel, Largest
+from .kernels import Choice, Kernel, Largest, nvfp4
 from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
@@ -44,13 +44,18 @@ class PackedWeight(nn.Module):
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
     the products, by key. whole: the weight in ``dtype`` where adapters of another kind are in it; the stored
-    one stays beside it.
+    one stays beside it. divided: which of the layer's tokens ranks divide (LayerTokens.divided); over_tokens:
+    compares largest values over these ranks (parallel/token_scales.py).
     """
 
-    def __init__(self, packed: Packed, dtype: torch.dtype, choice: Choice | None = None):
+    def __init__(self, packed: Packed, dtype: torch.dtype, choice: Choice | None = None, divided: str = ""):
         super().__init__()
         self.dtype = dtype
         self.choice = choice or Choice(None, "as chosen")
+        self.divided = divided
+        # whether all inputs are quantized under the largest of their values: the same on all ranks
+        self.has_one_scale = self.choice.kernel is nvfp4 and "input_scale" not in packed.tensors
+        self.over_tokens: Largest | None = None
         self.shape = torch.Size(packed.shape)
         self.adapters: dict[Hashable, LowRank] = {}
         self.whole: Tensor | None = None
@@ -103,19 +108,33 @@ class PackedWeight(nn.Module):
         """Return x W^T + bias, (..., rows). ``largest``: where columns are cut over ranks."""
         if self.whole is not None:
             out = F.linear(x, self.whole, bias)
-        elif self.choice.kernel is None:
-            out = F.linear(x, self.dequantized(), bias)
-        elif not x.numel():  # a rank without tokens: there is no largest value of none
-            out = x.new_empty(*x.shape[:-1], self.shape[0])
-        else:
+        elif self.choice.kernel is not None and x.numel():
             out = self._native(self.choice.kernel, x, bias, largest)
+        else:
+            if self.over_tokens is not None:  # the other ranks wait for this one
+                self.over_tokens(x.new_zeros(()))
+            out = self._by_dequantized(x, bias)
         for adapter in self.adapters.values():
             adapter.add_to(out, x)
         return out
 
+    def _by_dequantized(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the weight-only product; where there are no tokens nothing is dequantized."""
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.shape[0])
+        return F.linear(x, self.dequantized(), bias)
+
+    def _over_ranks(self, over_columns: Largest | None) -> Largest | None:
+        """Compare over the ranks that hold other columns, then over those that have other tokens."""
+        over_tokens = self.over_tokens
+        if over_tokens is None or over_columns is None:
+            return over_tokens or over_columns
+        return lambda most: over_tokens(over_columns(most))
+
     def _native(self, kernel: Kernel, x: Tensor, bias: Tensor | None, largest: Largest | None) -> Tensor:
         """Return the native product. Where it fails for a shape that no trial has seen (trial.py), and no
         other rank waits in it, the layer is weight only from now on."""
+        largest = self._over_ranks(largest)
         try:
             return kernel(self._smoothed(x), self, bias, largest)
         except (RuntimeError, TypeError) as error:
@@ -124,7 +143,7 @@ class PackedWeight(nn.Module):
             why = f"its product failed ({reason(error, 160)})"
         warnings.warn(f"a layer in {self.format_name} multiplies weight only: {why}", stacklevel=2)
         self.choice = Choice(None, why)
-        return F.linear(x, self.dequantized(), bias)
+        return self._by_dequantized(x, bias)
 
     def _smoothed(self, x: Tensor) -> Tensor:
         if "smoothing" not in self._dtypes:

@@ -1,15 +1,14 @@
-"""Rank program (launch.py): a tiny ConvRot Flux that multiplies natively, on two ranks against the single
-process; rank 0 writes distances of one call of the model as JSON.
+"""Rank program (launch.py): a tiny Flux in ConvRot or nvfp4 that multiplies natively, on two ranks against
+the single process; rank 0 writes distances of one call of the model as JSON.
 
-main(CHECKPOINT, [labels of CONFIGS], OUT.json)
+main(FOLDER-OF-CHECKPOINTS, [labels of CONFIGS], OUT.json)
 """
 
 import json
 import os
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from unittest import mock
 
 import torch
@@ -24,13 +23,32 @@ from backend.quantization import trial
 from backend.quantization.packed_weight import PackedWeight
 from backend.serving.broadcast import Dispatcher
 
-#: Id -> how two ranks share the work; and whether ranks agree on the largest values of their inputs.
+#: Formats, whose files are FORMAT.safetensors; the nvfp4 file has no scales of inputs.
+INT8, NVFP4 = "int8_tensorwise", "nvfp4"
+ULYSSES, RING = ParallelConfig(ulysses_degree=2), ParallelConfig(ring_degree=2)
+ROW = ParallelConfig(tensor_parallel_degree=2, split_scheme="row")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How two ranks share the work; and whether they agree on the largest values of their inputs."""
+
+    config: ParallelConfig
+    format: str = INT8
+    is_agreed: bool = True
+
+
+#: Id -> case.
 CONFIGS = {
-    "megatron": (ParallelConfig(tensor_parallel_degree=2), True),
-    "row": (ParallelConfig(tensor_parallel_degree=2, split_scheme="row"), True),
-    "row, scales of each rank's own": (ParallelConfig(tensor_parallel_degree=2, split_scheme="row"), False),
-    "ulysses": (ParallelConfig(ulysses_degree=2), True),
-    "ulysses, shard_weights": (ParallelConfig(ulysses_degree=2, shard_weights=True), True),
+    "megatron": Case(ParallelConfig(tensor_parallel_degree=2)),
+    "row": Case(ROW),
+    "row, scales of each rank's own": Case(ROW, is_agreed=False),
+    "ulysses": Case(ULYSSES),
+    "ulysses, shard_weights": Case(ParallelConfig(ulysses_degree=2, shard_weights=True)),
+    "nvfp4, row": Case(ROW, NVFP4),
+    "nvfp4, ulysses": Case(ULYSSES, NVFP4),
+    "nvfp4, ulysses, scales of each rank's own": Case(ULYSSES, NVFP4, is_agreed=False),
+    "nvfp4, ring": Case(RING, NVFP4),
 }
 #: As "row", where the kernels of rank 1 alone fail.
 REFUSED = "row, one rank refuses"
@@ -67,7 +85,7 @@ def rms(several: list[torch.Tensor], others: list[torch.Tensor]) -> list[float]:
 def refused(path: str, rank: int, weight_only: list[torch.Tensor]) -> dict:
     """What all ranks say of the kernels that fail on rank 1, and how far they then are from one process that
     is ``weight_only``: those that go on natively would wait for it."""
-    config = CONFIGS["row"][0]
+    config = ROW
     groups = mesh.build(config, "cpu")
     dispatcher = Dispatcher(groups.control)
     engine = Engine(config, groups)
@@ -82,28 +100,31 @@ def refused(path: str, rank: int, weight_only: list[torch.Tensor]) -> dict:
     return {"said": said, "distances": rms(results, weight_only) if rank == 0 else []}
 
 
-def main(path: str, selected: list[str], out: str):
+def main(folder: str, selected: list[str], out: str):
     rank = int(os.environ["RANK"])
+    files = {form: str(Path(folder) / f"{form}.safetensors") for form in (INT8, NVFP4)}
+    cases = {label: CONFIGS.get(label, Case(ROW)) for label in selected}
     single = {}
     if rank == 0:
-        for matmul in ("native", "weight only"):
-            single[matmul] = outputs(path, ParallelConfig(), mesh.single(), matmul)
+        for form in {case.format for case in cases.values()}:
+            for matmul in ("native", "weight only"):
+                single[form, matmul] = outputs(files[form], ParallelConfig(), mesh.single(), matmul)
     found = {}
     agreed = comm.all_reduce_max
-    for label in selected:
+    for label, case in cases.items():
         if label == REFUSED:
-            found[label] = refused(path, rank, single.get("weight only", []))
+            found[label] = refused(files[INT8], rank, single.get((INT8, "weight only"), []))
             continue
-        config, is_agreed = CONFIGS[label]
-        comm.all_reduce_max = agreed if is_agreed else lambda x, axis, mechanism: x
-        groups = mesh.build(config, "cpu")
-        results = outputs(path, config, groups, "native")
+        comm.all_reduce_max = agreed if case.is_agreed else lambda x, axis, mechanism: x
+        groups = mesh.build(case.config, "cpu")
+        results = outputs(files[case.format], case.config, groups, "native")
         mesh.close(groups)
         if rank == 0:
-            quantization = rms(single["native"], single["weight only"])
-            errors = rms(results, single["native"])
+            native = single[case.format, "native"]
+            quantization = rms(native, single[case.format, "weight only"])
+            errors = rms(results, native)
             shares = [error / changed for error, changed in zip(errors, quantization, strict=True)]
-            found[label] = {"share": median(shares), "quantization": min(quantization)}
+            found[label] = {"shares": shares, "quantization": min(quantization)}
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()
