@@ -185,19 +185,19 @@ class ParallelConfig:
         return same_devices and self.address == other.address
 
     def same_weights(self, other: "ParallelConfig") -> bool:
-        """Whether every rank holds of any model what it would hold in ``other``. Sharded weights are tied to
-        their process groups."""
-        if self.shard_weights or other.shard_weights:
-            return self.topology() == other.topology()
-        return self._weights() == other._weights()
+        """Whether every rank holds of any model what it would hold in ``other``."""
+        return self.placement == other.placement
 
-    def _weights(self) -> list[tuple]:
-        """Return what decides which weights each rank holds: its stage and its shard of every matrix."""
-        stages, tp = self.pipefusion_degree, self.tensor_parallel_degree
+    @property
+    def placement(self) -> tuple:
+        """What decides the weights of each rank: stage and shard of matrices; process groups if sharded."""
+        if self.shard_weights:
+            return self.topology()
+        stages, sp, tp = self.pipefusion_degree, self.sp_degree, self.tensor_parallel_degree
         uneven = (self.shares_of("pp"), self.shares_of("tp"))
         scheme = self.split_scheme if tp > 1 else ""
-        kind = (stages, self.stage_counts, tp, scheme, self.offload_modulation, uneven)
-        return [(rank // (self.sp_degree * tp) % stages, rank % tp, *kind) for rank in range(self.world_size)]
+        kind = (stages, tuple(self.stage_counts), tp, scheme, self.offload_modulation, uneven)
+        return tuple((rank // (sp * tp) % stages, rank % tp, *kind) for rank in range(self.world_size))
 
     def check_guidance(self, cfg: float, negative: bool):
         """ConfigError where no ``negative`` prompt is computed, so that half of the ranks has no work."""

@@ -10,10 +10,11 @@ import torch
 
 from ..config import ConfigError, ParallelConfig
 from ..planner.auto_config import AutoConfig
-from ..planner.choose import MEMORY, Question, choose, gigabytes
+from ..planner.choose import MEMORY, Choice, Question, choose, gigabytes
 from ..planner.machine import Machine, Request
 from ..planner.model_shape import ModelShape
-from ..planner.waiting import Waiting
+from ..planner.moves import Placement, Ranks
+from ..planner.waiting import FILE_RATE, Waiting
 from . import measurements, pool
 from .pool import Wanted
 
@@ -26,6 +27,8 @@ _spared: dict[tuple, int] = {}
 _left: dict[tuple[int, int], int] = {}
 #: Tokens of the request that was planned last.
 _tokens = 0
+#: Of the last plan: what it was chosen for, itself, and Ranks.behind after it.
+_last: tuple[AutoConfig, ParallelConfig, dict[Placement, float]] | None = None
 #: Part of a rank's memory that the next plan leaves free beyond what the one that ran out did.
 SPARED = 0.02
 #: Ranks park weights in this part of free host memory at most (loading/parking.py).
@@ -55,15 +58,43 @@ def plan_for(
     device = auto.base.resolve_device(gpus_here)
     if len(devices) == 1:
         return auto.placed(auto.base, devices, device), ()
-    running = pool.launched()
-    asked = {"device": auto.base.device, "compile": auto.base.compile}
-    now = replace(running.config, gpus="", **asked) if running else None
     question, devices = question_of(auto, model, request, others, check, show)
-    choice = choose(question, auto.method, now)
-    _remember_tokens(question.request)
+    ranks = _ranks(auto, question, (model, *others), devices, device)
+    choice = choose(question, auto.method, ranks)
+    _remember(auto, question.request, choice, ranks)
     first, *further = choice.lines
     lines = (first + _why_spared(auto, model), *further)
     return auto.placed(choice.plan, devices, device), lines
+
+
+def _ranks(
+    auto: AutoConfig, question: Question, models: tuple[Wanted, ...], devices: list[int], device: str
+) -> Ranks | None:
+    """Return the ranks that may go on under a plan of ``auto``; None where others have to start. ``models``:
+    those of the question."""
+    running = pool.launched()
+    if running is None or running.config.world_size > len(devices):
+        return None
+    now = replace(running.config, gpus="", device=auto.base.device, compile=auto.base.compile)
+    if not running.can_become(auto.placed(now, devices, device)):
+        return None
+    if _last is None or _last[0] != auto or not now.same_weights(_last[1]):
+        return Ranks(now)  # somebody wants it otherwise now, whatever that takes
+    shapes = zip(models, (question.shape, *question.others))
+    held = tuple(shape for wanted, shape in shapes if wanted in running.models)
+    rate = question.waiting.file or FILE_RATE
+    rate = math.inf if question.machine.on_host else rate  # a host maps files
+    return Ranks(now, held, _last[2], rate)
+
+
+def _remember(auto: AutoConfig, request: Request, choice: Choice, ranks: Ranks | None):
+    """Keep what the choice for the next request needs. One for a whole graph counts when it runs."""
+    global _last, _tokens
+    _tokens = request.image_tokens * request.batch
+    behind = choice.behind
+    if request.then is not None:
+        behind = dict(ranks.behind) if ranks and ranks.plan.same_weights(choice.plan) else {}
+    _last = (auto, choice.plan, behind)
 
 
 def or_leanest(auto: AutoConfig, estimate: RequestOf, run: Callable[[AutoConfig, RequestOf], Ran]) -> Ran:
@@ -120,11 +151,6 @@ def note_left(gpu: int, size: int):
     """Have the next plans count that ComfyUI needs room on a GPU between requests of this size: it has just
     taken weights from ranks there, of which at most ``size`` bytes could have stayed."""
     _left[gpu, _tokens] = min(_left.get((gpu, _tokens), size), size)
-
-
-def _remember_tokens(request: Request):
-    global _tokens
-    _tokens = request.image_tokens * request.batch
 
 
 def _beside(devices: list[int], request: Request) -> tuple[tuple[int, int], ...]:

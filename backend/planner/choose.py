@@ -12,6 +12,7 @@ from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request
 from .memory import held, held_by_rank
 from .model_shape import ModelShape
+from .moves import STAYS, Placement, Ranks, settle
 from .waiting import Waiting
 
 #: What the user chooses between; "manual" takes the degrees as they are.
@@ -23,8 +24,6 @@ TRAFFIC = {"ring_degree": 1.005, "tensor_parallel_degree": 1.02, "shard_weights"
 #: A plan has to be so much faster if it may run out of memory: it fits, but not with the upper end of the
 #: estimate.
 TIGHT = 1.1
-#: A plan that runs stays while the best one is not so many times as fast: a change costs seconds.
-STAYS = 1.1
 #: What compiled blocks are taken to save of a request, and the seconds that compiling them costs on GPUs.
 #: Neither was measured on one: a request has to be so long that it pays without a cache.
 COMPILED, COMPILE_SECONDS = 0.15, 60.0
@@ -114,13 +113,16 @@ ASIDE = "ComfyUI's own models (text encoder, VAE) share a GPU with rank "
 @dataclass(frozen=True)
 class Choice:
     """The option to take, the next ones of other methods, and one GPU's estimate (None where it cannot run
-    there). notes: how the GPUs differ, whether models take turns, and whether weights leave for ComfyUI's."""
+    there). notes: how the GPUs differ, whether models take turns, and whether weights leave for ComfyUI's.
+    why: why a faster plan is not taken. behind: Ranks.behind after the request."""
 
     option: Option
     runners_up: tuple[Option, ...]
     one: Option
     method: str
     notes: tuple[str, ...] = ()
+    why: str = ""
+    behind: dict[Placement, float] = field(default_factory=dict)
 
     @property
     def plan(self) -> ParallelConfig:
@@ -134,7 +136,7 @@ class Choice:
         kind = (
             "PipeFusion drifts a little" if chosen.plan.has_stale_kv else f"same result as one {chosen.unit}"
         )
-        first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}."
+        first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}.{self.why}"
         return [
             first,
             *self.notes,
@@ -220,22 +222,29 @@ class Question:
         return found
 
 
-def choose(question: Question, method: str = AUTO, running: ParallelConfig | None = None) -> Choice:
-    """Choose a plan. ``running``: the one that the ranks have, which stays where the best is hardly faster.
-    Models of GPUs take turns where they do not fit together, or where that is faster.
-    ConfigError, with the numbers, where nothing fits."""
+def choose(question: Question, method: str = AUTO, running: Ranks | None = None) -> Choice:
+    """Choose a plan. ``running``: the ranks that there are, whose weights stay where another plan gains less
+    than reading them takes. Models of GPUs take turns where they do not fit together, or where that is
+    faster. ConfigError, with the numbers, where nothing fits."""
+    options, fit_together = _considered(question, method)
+    ordered = ranked(options, method)
+    if not ordered:
+        raise ConfigError(_what_lacks(question, options))
+    best, behind = (ordered[0], {}) if method == MEMORY else _settled(question, method, options, running)
+    notes = tuple(filter(None, (question.machine.line, *_waits(question, best, fit_together))))
+    why = _why_not(question, best, ordered[0], running) if method != MEMORY else ""
+    return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes, why, behind)
+
+
+def _considered(question: Question, method: str) -> tuple[list[Option], bool]:
+    """Return the options of a method, and whether one of them has room for all models of the graph."""
     options = question.options(method == EXACT)
     fit_together = any(each.fits for each in options)
     if question.others and not question.machine.on_host and not (fit_together and method == MEMORY):
         together = [each for each in options if each.fits]
         plans = [each.plan for each in together]
         options = together + [each for each in question.in_turns(method == EXACT) if each.plan not in plans]
-    ordered = ranked(options, method)
-    if not ordered:
-        raise ConfigError(_why_not(question, options))
-    best = _kept(ordered, running, method) or ordered[0]
-    notes = tuple(filter(None, (question.machine.line, *_waits(question, best, fit_together))))
-    return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes)
+    return options, fit_together
 
 
 def _waits(question: Question, best: Option, fit_together: bool) -> tuple[str, str]:
@@ -275,14 +284,30 @@ def _by_memory(option: Option) -> tuple[float, float]:
     return (round(math.log(option.bytes, 1.02)), option.score)
 
 
-def _kept(ordered: list[Option], running: ParallelConfig | None, method: str) -> Option | None:
-    """Return the running plan where it may stay, else the best one for as many ranks: others would start."""
-    if running is None or method == MEMORY:
-        return None
-    near = [each for each in ordered if each.score <= STAYS * ordered[0].score]
-    same = [each for each in near if each.plan == running]
-    as_many = [each for each in near if each.plan.world_size == running.world_size]
-    return next(iter(same + as_many), None)
+def _settled(
+    question: Question, method: str, options: list[Option], running: Ranks | None
+) -> tuple[Option, dict[Placement, float]]:
+    """Return the option to take, and Ranks.behind after it."""
+    later = [_considered(replace(question, request=each), method)[0] for each in question.request.then or ()]
+    further = [{each.plan: each.score for each in found if each.fits} for found in later]
+    found = {each.plan: each for each in ranked(options, method)}
+    if running:  # to stay may be slower than one GPU, where to leave takes longer
+        found |= {each.plan: each for each in options if each.fits and running.plan.same_weights(each.plan)}
+    scores = {plan: each.score for plan, each in found.items()}
+    plan, behind = settle(scores, further, running, question.request)
+    return found[plan], behind
+
+
+def _why_not(question: Question, best: Option, fastest: Option, running: Ranks | None) -> str:
+    """Return a sentence where a plan is not taken that is faster for this request, else nothing."""
+    if best.score <= STAYS * fastest.score:
+        return ""
+    gain = f" {fastest.name} would take {fastest.seconds:.1f} s instead of {best.seconds:.1f} s"
+    if running is None:
+        return f"{gain}, and longer for all samplers of the graph together."
+    first = "read weights again" if fastest.plan.world_size == running.plan.world_size else "start again"
+    change = running.change(fastest.plan, question.request)
+    return f"{gain}, but ranks would {first} for it, about {change:.0f} s."
 
 
 def _runners_up(ordered: list[Option], best: Option) -> tuple[Option, ...]:
@@ -296,7 +321,7 @@ def _runners_up(ordered: list[Option], best: Option) -> tuple[Option, ...]:
     return tuple(found[:RUNNERS_UP])
 
 
-def _why_not(question: Question, options: list[Option]) -> str:
+def _what_lacks(question: Question, options: list[Option]) -> str:
     """Say in one sentence what the request would need, and what would help."""
     least = min(options, key=_missing)
     ranks = least.plan.world_size

@@ -134,7 +134,8 @@ class Request:
     """What is to be sampled: tokens of one latent, text tokens of one prompt, steps, prompts (2 with a
     negative one), latents of the batch. ``drained``: each step is a call of its own, as under Parallel
     Model, so that PipeFusion's stages wait for each other. ``loras``: bytes of LoRAs beside the quantized
-    weights of the whole model."""
+    weights of the whole model. ``then``: further requests of a graph that is about to run; None for one that
+    runs itself."""
 
     image_tokens: int = 4096
     text_tokens: int = 512
@@ -143,6 +144,7 @@ class Request:
     batch: int = 1
     drained: bool = False
     loras: int = 0
+    then: "tuple[Request, ...] | None" = None
 
     def branches(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from ...backend.client.pool import Wanted
@@ -45,10 +46,16 @@ def loaded_models(prompt: dict) -> set[Wanted]:
 
 
 def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
-    """Return the request of the first sampler that the loader ``key`` feeds, as far as constants tell it."""
+    """Return the request of the first sampler that the loader ``key`` feeds, and those of its others as
+    ``then``, as far as constants tell them."""
     fed = [other for other, node in prompt.items() if _samples(node) and loader_of(prompt, other) == key]
-    # Parallel Model may be there for a scheduler alone
-    sampler = min(fed, key=partial(_is_model, prompt), default="")
+    fed = [other for other in fed if not _is_for_a_schedule(prompt, other)]
+    fed.sort(key=partial(_is_model, prompt))
+    first, *others = (_request_of(prompt, sampler, shape) for sampler in fed or [""])
+    return replace(first, then=tuple(others))
+
+
+def _request_of(prompt: dict, sampler: str, shape: ModelShape) -> Request:
     drained = _is_model(prompt, sampler)
     sampler = _sampler_of(prompt, sampler) if drained else sampler
     inputs = constants(prompt, sampler)
@@ -95,6 +102,12 @@ def _samples(node: dict) -> bool:
 
 def _is_model(prompt: dict, key: str) -> bool:
     return prompt.get(key, {}).get("class_type") == MODEL
+
+
+def _is_for_a_schedule(prompt: dict, key: str) -> bool:
+    """Whether a Parallel Model is there for the schedule of a sampler on the ranks alone."""
+    sampler = prompt.get(_sampler_of(prompt, key), {}) if _is_model(prompt, key) else {}
+    return sampler.get("class_type", "").startswith(SAMPLERS)
 
 
 def _sampler_of(prompt: dict, model: str) -> str:

@@ -255,3 +255,14 @@ def test_a_node_that_runs_though_no_output_needs_it_has_the_whole_graph(executed
     """As one that another node has added."""
     prompt = queued({})
     assert executed(prompt, "1") == prompt and executed({}, "1") == {}
+
+
+def test_further_samplers_of_a_loader_are_told(graph):
+    """So that weights lie where they serve all of them."""
+    prompt = queued({"width": 1024, "height": 1024})
+    prompt["3"]["inputs"]["steps"] = 20
+    links = {"dit": ["1", 0], "latent_image": ["3", 0]}
+    prompt["4"] = {"class_type": "ParallelSampler", "inputs": {**links, "steps": 6}}
+    request = graph.request_of_graph(prompt, "1", FLUX)
+    assert request.steps == 20 and [each.steps for each in request.then] == [6]
+    assert graph.request_of_graph({"1": prompt["1"]}, "1", FLUX).then == ()

@@ -20,6 +20,7 @@ from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
 from backend.planner.memory import held
 from backend.planner.model_shape import ModelShape
+from backend.planner.moves import Ranks
 from backend.quantization.kernels import Choice
 from backend.rank_plan import describe
 from backend.rank_plan.shape_of import shape_of
@@ -162,8 +163,8 @@ def test_a_running_plan_stays_while_it_is_nearly_the_best():
     options = sorted(question.options(), key=lambda option: option.score)
     near = next(each for each in options[1:] if each.score < 1.1 * options[0].score)
     slow = next(each for each in options if each.score > 1.2 * options[0].score)
-    assert choose(question, running=near.plan).option.plan == near.plan
-    assert choose(question, running=slow.plan).option.plan != slow.plan
+    assert choose(question, running=Ranks(near.plan)).option.plan == near.plan
+    assert choose(question, running=Ranks(slow.plan)).option.plan != slow.plan
 
 
 @pytest.mark.parametrize("steps,compiled", [(2, "off"), (40, "blocks")])
