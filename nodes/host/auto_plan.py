@@ -21,7 +21,7 @@ from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import BackendError, RefusedError
 from .graph import TEXT
 from .guidance import skips_negative
-from .handle import ParallelDiT, lora_bytes, with_plan
+from .handle import ParallelDiT, lora_bytes, with_own, with_plan
 from .image_tokens import image_tokens
 from .progress import NodeStatus
 from .rank_weights import dynamic_weights, host_room
@@ -159,8 +159,7 @@ def as_running(dit: ParallelDiT) -> ParallelDiT:
     running = pool.launched()
     if dit.auto is None or running is None:
         return dit
-    own = {"attention": dit.config.attention, "compile": dit.config.compile}
-    return replace(dit, config=replace(running.config, **own))
+    return replace(dit, config=with_own(dit, running.config))
 
 
 def _text_tokens(conds: dict[str, list[dict]]) -> int:

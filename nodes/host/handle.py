@@ -29,6 +29,7 @@ from ...backend.client.pool import (
     backend_for,
     folders,
     keeps_weights,
+    launched,
 )
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
@@ -127,8 +128,22 @@ def check_model(config: ParallelConfig, wanted: Wanted, check=lambda: None):
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     """Return a handle of the same transformer with one more LoRA. Both stay usable; errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
-    _, loaded = _load(handle.config, handle.wanted, loras)
-    return _known(replace(handle, loaded=loaded, loras=loras))
+    config = _at_hand(handle)
+    _, loaded = _load(config, handle.wanted, loras)
+    return _known(replace(handle, config=config, loaded=loaded, loras=loras))
+
+
+def _at_hand(handle: ParallelDiT) -> ParallelConfig:
+    """Return the plan under which ranks hold the transformer now, where a sampler has changed auto's."""
+    running = launched()
+    if handle.auto is None or running is None or handle.wanted not in running.models:
+        return handle.config
+    return with_own(handle, running.config)
+
+
+def with_own(handle: ParallelDiT, config: ParallelConfig) -> ParallelConfig:
+    """Return the ranks' plan with what a plan does not change of a handle's."""
+    return replace(config, attention=handle.config.attention, compile=handle.config.compile)
 
 
 def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:

@@ -1,6 +1,8 @@
 """Handles of models in a real ComfyUI's process, on ranks that are not there: their memory is a number."""
 
 import gc
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ with comfy_modules():
     from parallel_dit.backend.client.room import Room
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.device_memory import device_name
+    from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import Load, Loaded, RefusedError, Result, Sample, Unload, Welcome
     from parallel_dit.nodes.host import graph, handle, rank_weights
     from parallel_dit.nodes.host.rank_weights import RankWeights
@@ -124,6 +127,31 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
     request = Sample("/c", "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
     result = handle.in_room(backend, handles[2].wanted, lambda: backend.sample(request))
     assert result == Result() and backend.client.held == ["/a", "/c"]
+
+
+LOADED, SAMPLED = replace(CONFIG, ulysses_degree=2), replace(CONFIG, pipefusion_degree=2)
+
+
+@pytest.mark.parametrize("auto, config", [(AutoConfig(), SAMPLED), (None, LOADED)], ids=["auto", "by hand"])
+def test_a_lora_takes_the_plan_that_ranks_have(backend, monkeypatch, auto, config):
+    """A sampler's plan, not the loader's: that moved the weights twice for a new strength."""
+    run("/a")
+    backend.process = SimpleNamespace(running=True, models=pool._folders, silence="")
+    backend.config = SAMPLED
+    backend.models["/a", "default", "auto"] = "/a"
+    monkeypatch.setattr(pool, "_backends", {SAMPLED.topology(): backend})
+    asked = []
+    monkeypatch.setattr(handle, "backend_for", lambda config, *_: asked.append(config) or backend)
+    loader = handle.ParallelDiT(LOADED, "/a", "default", None, None, auto=auto)
+    found = handle.with_lora(loader, "/lora", 0.5)
+    assert asked == [config] and found.config == config and found.loras == (("/lora", 0.5),)
+
+
+def test_a_lora_of_a_model_that_no_rank_holds_has_the_plan_of_its_loader(backend, monkeypatch):
+    backend.process = SimpleNamespace(running=True, models=pool._folders)
+    monkeypatch.setattr(pool, "_backends", {SAMPLED.topology(): backend})
+    loader = handle.ParallelDiT(LOADED, "/a", "default", None, None, auto=AutoConfig())
+    assert handle._at_hand(loader) == LOADED
 
 
 def test_weights_under_another_topology_are_not_listed_twice(backend):
