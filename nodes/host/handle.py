@@ -196,6 +196,7 @@ def _load_or_fail(
         status.show("opening the model")
     # what auto has placed otherwise goes on with whatever plan its next request gets
     keep = {h.wanted for h in _handles if h.auto is not None or h.config.topology() == config.topology()}
+    keep |= loaded_models(running())  # of which ComfyUI's cache may have dropped the handles
     bar = comfy.utils.ProgressBar(1)
 
     def show(progress):

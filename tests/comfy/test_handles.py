@@ -129,6 +129,19 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
     assert result == Result() and backend.client.held == ["/a", "/c"]
 
 
+def test_the_other_model_of_a_graph_stays_without_a_handle(backend):
+    """As under --cache-none, where ComfyUI drops the first expert's once it was sampled: it was read again
+    in every prompt. One that no graph names goes."""
+    backend.client.room = 12
+    run("/a", "/b")
+    for name in ("/a", "/b"):
+        handle.load(CONFIG, name, "default")  # which nothing keeps
+    assert backend.client.held == ["/a", "/b"]
+    run("/b")
+    handle.load(CONFIG, "/b", "default")
+    assert backend.client.held == ["/b"]
+
+
 LOADED, SAMPLED = replace(CONFIG, ulysses_degree=2), replace(CONFIG, pipefusion_degree=2)
 
 
