@@ -23,7 +23,7 @@ from .parallel.mesh import Mesh
 from .planner.machine import Machine
 from .quantization.matmul import capability_of
 from .serving.broadcast import Dispatcher
-from .start import run_and_exit
+from .start import end_with_parent, run_and_exit
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
@@ -234,6 +234,7 @@ def main():
     parser.add_argument("--device", choices=SIZES, required=True)
     parser.add_argument("--out", required=True, help="where rank 0 writes the result")
     options = parser.parse_args()
+    end_with_parent()
     with torch.inference_mode():
         probe = Probe(options.device, mesh.file_store(options.store))
         machine = probe.measure()

@@ -57,7 +57,7 @@ def begin() -> Start:
     if options.store:
         ready_file(options.store, os.environ["RANK"]).touch()
     if options.parent_pipe:
-        _end_with_parent()
+        end_with_parent()
         text, token = _from_parent(store)
     else:
         text = options.config
@@ -184,7 +184,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     os._exit(status)  # at once: destructors of process groups wait for peers that may be gone
 
 
-def _end_with_parent():
+def end_with_parent():
     """End this rank when the launcher ends: its end of standard input closes, whatever ended it. The exit
     status is an error's, so that torchrun ends a peer that is stopped and cannot see it."""
 

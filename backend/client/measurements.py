@@ -32,6 +32,8 @@ from .rank_environment import PACK, sanitized_environment
 VERSION = 10
 #: A machine that takes longer than this to measure is not going to.
 LONGEST_SECONDS = 300.0
+#: An agent needs this long at most to end ranks that hang.
+END_SECONDS = 8.0
 #: Part of a GPU's memory that is free where nothing tells how much is.
 USABLE = 0.9
 
@@ -81,7 +83,7 @@ def machine_rates(
             out = private.path / "rates.json"
             probe = ["-m", "backend.probe", "--store", str(private.path / "store"), "--device", device]
             command = [*agent_command(len(indices), private.path), *probe, "--out", str(out)]
-            _run(command, replace(config, gpus=listed), device, check, longest)
+            _run(command, replace(config, gpus=listed), device, check, longest, private.inherited)
             return json.loads(out.read_text())
         finally:
             private.close()
@@ -211,18 +213,21 @@ def _run(
     device: str,
     check: Check,
     longest: float = LONGEST_SECONDS,
+    held: tuple[int, ...] = (),
 ):
-    """Run a process of the backend to its end. Raises UnmeasuredError with its last words where it fails."""
+    """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
+    keeps the descriptors ``held``. Raises UnmeasuredError with its last words where it fails."""
     environment = sanitized_environment(dict(os.environ), config, device)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
             cwd=PACK,  # whatever is called backend where we run is not ours
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,
+            pass_fds=held,
         )
         try:
             deadline = time.monotonic() + longest
@@ -231,9 +236,7 @@ def _run(
                 time.sleep(0.1)
             hangs = process.poll() is None
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+            _end(process)
         if hangs:
             raise UnmeasuredError(f"its ranks did not answer within {longest:.0f} s", hang_remedy(device))
         if process.returncode:
@@ -241,6 +244,19 @@ def _run(
             lines = log.read().decode(errors="replace").strip().splitlines()
             last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
             raise UnmeasuredError(last)
+
+
+def _end(process: subprocess.Popen):
+    """End an agent and its ranks: close their pipe, then ask, then kill what is left."""
+    assert process.stdin is not None  # it was opened as a pipe
+    process.stdin.close()
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def hang_remedy(device: str) -> str:
