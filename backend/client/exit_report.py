@@ -20,9 +20,12 @@ _FIRST = "Root Cause (first observed failure)"
 #: What a rank says when it was another one that went away.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket timeout|remote error"
-    r"|recvvalue failed|store.*(timeout|timed out)|timed out waiting|collective operation timeout",
+    r"|recvvalue failed|store.*(timeout|timed out)|timed out waiting|collective operation timeout"
+    r"|remote process exited or there was a network error",
     re.IGNORECASE,
 )
+#: What a rank that aborts says of it: NCCL's watchdog throws what CUDA or NCCL told it, in C++.
+_ABORTED = (r"what\(\):\s+(?:.*with exception: )?(.*)", r"(.*(?:CUDA|NCCL) error.*)")
 _LONGEST = 400
 #: Where NCCL keeps what GPUs without peer access send each other, and how much room it needs (bytes): about
 #: 10 MB a channel and peer.
@@ -52,9 +55,14 @@ class RankFailure:
 
     @property
     def is_cause(self) -> bool:
-        if self.code < 0:
+        if self.is_by_signal:
             return self.code != -signal.SIGTERM
         return not _CONSEQUENCE.search(self.error)
+
+    @property
+    def is_by_signal(self) -> bool:
+        """Did something outside end it? abort() is the rank's own."""
+        return self.code < 0 and self.code != -signal.SIGABRT
 
     def __str__(self):
         who = f"rank {self.rank}" + (f" on {self.machine}" if self.machine else "")
@@ -71,8 +79,8 @@ def failures(folder: Path, first_rank: int = 0, machine: str = "") -> list[RankF
     which are numbered from ``first_rank``."""
     found = {failure.rank: failure for failure in _recorded_errors(folder, first_rank)}
     for rank, code in _exit_codes(folder).items():
-        words = _last_words(folder, rank - first_rank) if code > 0 else ""
-        found[rank] = replace(found.get(rank, RankFailure(rank, error=words)), code=code)
+        known = found.get(rank) or RankFailure(rank, error=_words(folder, rank - first_rank, code))
+        found[rank] = replace(known, code=code)
     first = _seen_first(folder)
     return [replace(each, is_first=each.rank == first, machine=machine) for each in found.values()]
 
@@ -82,9 +90,10 @@ def cause_among(found: list[RankFailure]) -> RankFailure | None:
     causes = [failure for failure in found if failure.is_cause] or found
 
     def order(failure: RankFailure):
-        # a signal comes from outside and leaves no time: what the others recorded followed from it
-        by_signal = failure.code < 0
-        return not by_signal, by_signal and not failure.is_first, failure.seconds, failure.rank
+        # a signal from outside leaves no time: what the others recorded followed from it
+        by_signal = failure.is_by_signal
+        first = failure.is_first
+        return not by_signal, by_signal and not first, failure.seconds, not first, failure.rank
 
     return min(causes, key=order, default=None)
 
@@ -126,11 +135,16 @@ def _recorded_errors(folder: Path, first_rank: int):
         yield RankFailure(first_rank + int(path.parent.name), 1, _one_line(record["message"]), seconds)
 
 
-def _last_words(folder: Path, local_rank: int) -> str:
-    """Return the last line of a rank's stderr, for one that failed before it could record why."""
+def _words(folder: Path, local_rank: int, code: int) -> str:
+    """Return the line of a rank's stderr that says why it ended, for one that could not record it: the last
+    one, or of an abort the exception; nothing of other signals."""
     for path in folder.glob(f"ranks/*/attempt_*/{local_rank}/stderr.log"):
-        lines = path.read_text(errors="replace").split("\n")
-        return _one_line(next((line for line in reversed(lines) if line.strip()), ""))
+        text = path.read_text(errors="replace")
+        if code > 0:
+            return _one_line(text.strip().rpartition("\n")[2])
+        if code == -signal.SIGABRT:
+            found = filter(None, (re.search(pattern, text) for pattern in _ABORTED))
+            return next((_one_line(each[1]) for each in found), "")
     return ""
 
 

@@ -47,9 +47,37 @@ def leave(folder, codes, errors=(), stderr=()):
         (place / "stderr.log").write_text(text)
 
 
+#: stderr of a rank that NCCL's watchdog aborts.
+ABORTED = """\
+[rank1]:[E1125 03:20:11.5 ProcessGroupNCCL.cpp:1896] [PG ID 0 PG GUID 0 Rank 1] watchdog thread terminated
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with exception: {}
+Exception raised from ncclCommWatchdog at ProcessGroupNCCL.cpp:1902 (most recent call first):
+
+Fatal Python error: Aborted
+"""
+LOST = "NCCL error: remote process exited or there was a network error, NCCL version 2.27.5"
+
+
 @pytest.mark.parametrize(
     "codes, errors, expected",
     [
+        (
+            {0: -15, 1: -6},
+            {1: "CUDA error: unspecified launch failure"},
+            "rank 1 failed with CUDA error: unspecified launch failure",
+        ),
+        (
+            {0: -6, 1: 1},
+            {0: LOST, 1: ("OutOfMemoryError: CUDA out of memory", 5)},
+            "rank 1 failed with OutOfMemoryError: CUDA out of memory",
+        ),
+        (
+            {0: -6, 1: -6},
+            {0: LOST, 1: "CUDA error: an illegal memory access"},
+            "rank 1 failed with CUDA error: an illegal memory access",
+        ),
+        ({0: -6, 1: -15}, {}, "rank 0 was killed by SIGABRT"),
         (
             {0: 1, 1: -9},
             {0: ("RuntimeError: Connection closed by peer [127.0.0.1]:1", 5)},
@@ -93,7 +121,10 @@ def leave(folder, codes, errors=(), stderr=()):
     ],
 )
 def test_cause(tmp_path, codes, errors, expected):
-    leave(tmp_path, codes, errors)
+    """An error that is text alone is a watchdog's."""
+    recorded = {rank: error for rank, error in errors.items() if isinstance(error, tuple)}
+    aborted = {rank: ABORTED.format(error) for rank, error in errors.items() if isinstance(error, str)}
+    leave(tmp_path, codes, recorded, aborted)
     assert str(cause_among(failures(tmp_path))) == expected
 
 
