@@ -179,7 +179,7 @@ def check(chosen) -> list[dict]:
 def start_ranks() -> int:
     """Run this command line on two ranks that meet in files of a private folder, as the ranks of a backend
     do; the exit status."""
-    from backend.client.launcher import rendezvous_flags
+    from backend.client.agent_command import rendezvous_flags
     from backend.client.rank_environment import closed_doors
 
     with tempfile.TemporaryDirectory(prefix="parallel-dit-") as folder:

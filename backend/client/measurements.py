@@ -21,8 +21,8 @@ from ..device_memory import UNKNOWN, host_bytes, host_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..protocol import BackendError
+from .agent_command import agent_command
 from .cache_folder import cache_folder
-from .launcher import agent_command
 from .pool import Wanted
 from .preflight import read_shape, stamp
 from .private_folder import PrivateFolder

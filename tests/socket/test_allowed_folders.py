@@ -11,7 +11,7 @@ from tiny import write_checkpoint
 from backend import start
 from backend.admission import Admission
 from backend.client import pool
-from backend.client.launcher import launch_command
+from backend.client.agent_command import launch_command
 from backend.config import ParallelConfig
 from backend.config import ParallelConfig as LaunchedConfig
 from backend.engine import Engine

@@ -20,7 +20,8 @@ import pytest
 import tiny
 
 from backend.client import client, pool, private_folder, rank_environment
-from backend.client.launcher import BackendProcess, launch_command
+from backend.client.agent_command import launch_command
+from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, RefusedError, Status

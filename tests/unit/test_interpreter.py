@@ -7,8 +7,8 @@ import interpreters
 import pytest
 
 from backend.client import interpreter
+from backend.client.agent_command import agent_command
 from backend.client.dependencies import MissingDependencyError, require_dependencies
-from backend.client.launcher import agent_command
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError

@@ -10,7 +10,7 @@ import yaml
 from page_examples import examples
 
 from backend.cli import start
-from backend.client.launcher import agent_command
+from backend.client.agent_command import agent_command
 from backend.client.machines import Machines, crossing, placement
 from backend.config import AXES, ConfigError, ParallelConfig
 from backend.parallel import mesh
