@@ -1,0 +1,124 @@
+"""The private folder of a launched backend: where it is made, and who removes it."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import faults
+import pytest
+
+from backend.client import private_folder
+from backend.client.rank_environment import PACK
+
+
+def test_a_socket_fits_below_a_folder_whose_name_has_more_bytes_than_characters(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        place = Path(short) / ("é" * 40)
+        place.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(place))
+        folder = private_folder.PrivateFolder()
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(folder.path / "backend.sock"))
+        finally:
+            folder.close()
+
+
+#: A launcher that says its folder and waits for its death; ``named`` has it name its log first.
+LAUNCHER = """
+import sys; sys.path.insert(0, {root!r})
+import time
+from backend.client.private_folder import PrivateFolder
+folder = PrivateFolder()
+if {named}: folder.keep()
+print(folder.path, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def waiting_launcher(place: Path, named: bool = False) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """A process with a private folder in ``place``, killed in the end."""
+    code = LAUNCHER.format(root=str(PACK), named=named)
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TMPDIR": str(place)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_the_folder_of_a_killed_launcher_is_removed(tmp_path, end):
+    with waiting_launcher(tmp_path) as (process, folder):
+        assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / "ranks").mkdir()
+        private_folder.sweep(tmp_path)
+        assert (folder / "ranks").exists()  # it lives
+        process.send_signal(end)
+        process.wait()
+        private_folder.sweep(tmp_path)
+        assert not folder.exists()
+
+
+def test_a_log_that_was_named_stays_for_a_day(tmp_path):
+    with waiting_launcher(tmp_path, named=True) as (process, folder):
+        process.kill()
+        process.wait()
+        private_folder.sweep(tmp_path)
+        assert folder.exists()
+        yesterday = time.time() - private_folder.KEEP_SECONDS - 60
+        os.utime(folder / private_folder.LOCK, (yesterday, yesterday))
+        private_folder.sweep(tmp_path)
+        assert not folder.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_log_is_named_on_a_full_disk(tmp_path, monkeypatch):
+    with faults.small_disk(tmp_path / "disk") as place:
+        monkeypatch.setattr("tempfile.tempdir", str(place))
+        folder = private_folder.PrivateFolder()
+        faults.fill(place)
+        folder.keep()
+        folder.close()
+        private_folder.sweep(place)
+        assert (folder.path / private_folder.LOCK).stat().st_size > 0
+
+
+def test_folders_that_are_not_a_dead_launchers_stay(tmp_path):
+    """Another user's, one that others can enter, a link, a linked lock, one without a lock."""
+    place = tmp_path / "place"
+    outside = tmp_path / "outside"
+    for folder in (place, outside, *(place / f"parallel-dit-{name}" for name in ("open", "none", "lock"))):
+        folder.mkdir(mode=0o700)
+    (place / "parallel-dit-open").chmod(0o755)
+    for folder in (outside, place / "parallel-dit-open"):
+        (folder / private_folder.LOCK).touch()
+    (place / "parallel-dit-link").symlink_to(outside)
+    (place / "parallel-dit-lock" / private_folder.LOCK).symlink_to(outside / private_folder.LOCK)
+    (place / "parallel-dit-file").touch()
+    before = sorted(place.iterdir())
+    private_folder.sweep(place)
+    assert sorted(place.iterdir()) == before and (outside / private_folder.LOCK).exists()
+
+
+def test_a_folder_of_another_user_stays(tmp_path, monkeypatch):
+    folder = tmp_path / "parallel-dit-x"
+    folder.mkdir(mode=0o700)
+    (folder / private_folder.LOCK).touch()
+    own = os.getuid()
+    monkeypatch.setattr(private_folder.os, "getuid", lambda: own + 1)
+    private_folder.sweep(tmp_path)
+    assert folder.exists()
+    monkeypatch.undo()
+    private_folder.sweep(tmp_path)
+    assert not folder.exists()

@@ -1,0 +1,95 @@
+"""The environment of agents and ranks: what of ours they inherit, and which GPUs they see."""
+
+import os
+import platform
+import sys
+
+import pytest
+
+from backend.client.rank_environment import PACK, sanitized_environment
+from backend.config import ParallelConfig
+
+TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")
+
+
+def test_environment_drops_other_launchers_settings():
+    parent = {
+        "PATH": "/bin",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "ROLE_RANK": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
+        "NCCL_P2P_DISABLE": "1",
+        "PYTHONPATH": "/other",
+        "PARALLEL_DIT_TOKEN": "of a backend elsewhere",
+        "PARALLEL_DIT_ADDRESSES": "tcp:elsewhere:1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "DIFFUSERS_ATTN_BACKEND": "flash",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+    }
+    env = sanitized_environment(parent, TWO_RANKS, "cpu")
+    assert not {
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "ROLE_RANK",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PARALLEL_DIT_TOKEN",
+        "PARALLEL_DIT_ADDRESSES",
+        "DIFFUSERS_ATTN_BACKEND",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    } & set(env)
+    assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
+    assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo" and env["NCCL_RAS_ENABLE"] == "0"
+    assert env["PYTHONPATH"] == f"{PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
+    assert int(env["OMP_NUM_THREADS"]) >= 1
+
+
+@pytest.mark.parametrize(
+    "theirs, expected",
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,backend:cudaMallocAsync"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_the_allocator_leaves_no_gaps_unless_the_user_has_set_it(theirs, expected, monkeypatch):
+    """ComfyUI sets the backend for its own process."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert sanitized_environment(theirs, TWO_RANKS, "cuda")["PYTORCH_CUDA_ALLOC_CONF"] == expected
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in sanitized_environment(theirs, TWO_RANKS, "cpu")
+
+
+def test_the_allocator_is_as_usual_on_wsl(monkeypatch):
+    """Where segments that grow fail under many drivers; who sets them has them."""
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in sanitized_environment({}, TWO_RANKS, "cuda")
+    theirs = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
+
+
+def test_values_of_nccl_that_somebody_set_are_kept():
+    theirs = {"NCCL_SOCKET_IFNAME": "=eth1", "NCCL_RAS_ENABLE": "1"}
+    assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
+
+
+@pytest.mark.parametrize(
+    "visible, gpus, expected",
+    [
+        (None, "", "0,1"),
+        (None, "3,1", "3,1"),
+        ("4,5,6", "", "4,5"),
+        ("4,5,6", "2,0", "6,4"),
+        ("GPU-a, GPU-b", "", "GPU-a,GPU-b"),
+    ],
+)
+def test_gpus_are_picked_among_the_visible_ones(visible, gpus, expected):
+    parent = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    config = ParallelConfig(ulysses_degree=2, gpus=gpus)
+    assert sanitized_environment(parent, config, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
