@@ -17,7 +17,6 @@ address and the configuration:
 """
 
 import argparse
-import hashlib
 import signal
 import sys
 import time
@@ -31,7 +30,7 @@ from ..client.client import open_socket
 from ..client.launcher import READY_SECONDS, BackendProcess
 from ..client.machine_link import Link
 from ..client.machines import Machines, placement
-from ..client.rank_environment import PACK
+from ..client.pack import pack_version
 from ..config import ConfigError, ParallelConfig
 from ..start import own_token
 from .sample import read_config
@@ -96,14 +95,6 @@ def check_device(config: ParallelConfig, device: str, machines: Machines) -> str
 def same_everywhere() -> dict:
     """Return what has to be equal on all machines: a step that one does differently hangs all."""
     return {"pack": pack_version(), "torch": torch.__version__, "python": sys.version.split()[0]}
-
-
-def pack_version() -> str:
-    """Return a digest of the backend's sources."""
-    digest = hashlib.sha256()
-    for path in sorted((PACK / "backend").rglob("*.py")):
-        digest.update(path.relative_to(PACK).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:

@@ -10,6 +10,7 @@ import time
 
 from .. import protocol
 from ..config import ConfigError
+from ..errors import SHORT
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake
 
 #: A listener takes a connection within this long.
@@ -54,6 +55,12 @@ def open_socket(address: str) -> socket.socket:
     if scheme == "tcp":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
+
+
+class HandshakeError(BackendError):
+    """Who listens at the address has answered, but does not let this client in, or is no backend of ours."""
+
+    __module__ = SHORT
 
 
 class BackendClient:
@@ -165,7 +172,8 @@ class BackendClient:
             self._socket.close()
 
     def _greet(self, token: str, check) -> protocol.Welcome:
-        """Shake hands (handshake.py): the backend proves itself before anything secret is sent."""
+        """Shake hands (handshake.py): the backend proves itself before anything secret is sent. Raises
+        HandshakeError, and BackendError where the peer hangs up."""
         # one deadline for all of it: a listener that sends a byte now and then must not keep us
         deadline = threading.Timer(GREET_SECONDS, self.hang_up)
         deadline.start()
@@ -175,14 +183,16 @@ class BackendClient:
             if not handshake.is_nonce(challenge.nonce) or not handshake.is_proof(
                 challenge.proof, token, handshake.BACKEND, ours, challenge.nonce
             ):
-                raise BackendError("it does not know our token, so nothing of ours was sent to it")
+                what = "it does not know our token, so nothing of ours was sent to it"
+                remedy = "check that PARALLEL_DIT_TOKEN is the token that it was started with"
+                raise BackendError(f"{what}; {remedy}")
             mine = handshake.proof(token, handshake.CLIENT, ours, challenge.nonce)
             return self._asked(protocol.Proof(mine), protocol.Welcome, check)
         except (BackendError, RefusedError) as error:
             self.close()
-            what = f"The backend at {self.address} did not let this client in ({error})"
-            remedy = "check that PARALLEL_DIT_TOKEN is the token that it was started with"
-            raise BackendError(f"{what}; {remedy}.") from error
+            kind = BackendError if isinstance(error.__cause__, OSError) else HandshakeError
+            why = str(error).rstrip(".")
+            raise kind(f"The backend at {self.address} did not let this client in: {why}.") from error
         finally:
             deadline.cancel()
 
@@ -191,7 +201,7 @@ class BackendClient:
         reply = self.request(message, check, limit=framing.MAX_HELLO)
         if not isinstance(reply, kind):
             what = f"it answered {type(reply).__name__} where {kind.__name__} belongs"
-            raise BackendError(f"{what}; it is another program or another version")
+            raise BackendError(f"{what}; it is another program, or of another version of the pack")
         return reply
 
     def _cancel(self, step: float):

@@ -19,9 +19,10 @@ from ..config import ParallelConfig
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
 from .agent_command import ONE_MACHINE, STORE, launch_command
-from .client import BackendClient
+from .client import BackendClient, HandshakeError
 from .exit_report import cause_among, failures, full_disk
 from .machine_link import Link
+from .pack import require_same_pack
 from .private_folder import LOGS, PrivateFolder
 from .rank_environment import sanitized_environment
 from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend
@@ -59,7 +60,9 @@ class BackendProcess:
     ):
         """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``.
         ``address`` and ``token`` are those of other clients; without them there are none. ``link``: to the
-        launchers of the other machines, which start the other ranks."""
+        launchers of the other machines, which start the other ranks. Raises BackendError where the pack or
+        the disk does not allow it."""
+        require_same_pack()
         self.models = frozenset(models)
         self._link = link
         self.machines = link.machines if link is not None else ONE_MACHINE
@@ -142,6 +145,8 @@ class BackendProcess:
             if self.running:
                 return None
             raise self.failure() from None
+        except HandshakeError:
+            raise  # it lives, and has said why
         except BackendError as error:
             raise self.failure() from error
 

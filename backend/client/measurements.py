@@ -23,6 +23,7 @@ from ..planner.model_shape import ModelShape
 from ..protocol import BackendError
 from .agent_command import agent_command
 from .cache_folder import cache_folder
+from .pack import require_same_pack
 from .pool import Wanted
 from .preflight import read_shape, stamp
 from .private_folder import PrivateFolder
@@ -217,6 +218,7 @@ def _run(
 ):
     """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
     keeps the descriptors ``held``. Raises UnmeasuredError with its last words where it fails."""
+    require_same_pack()
     environment = sanitized_environment(dict(os.environ), config, device)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

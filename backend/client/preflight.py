@@ -17,6 +17,7 @@ from ..config import ParallelConfig
 from ..device_memory import host_bytes
 from ..protocol import BackendError, RefusedError
 from .interpreter import ranks_python
+from .pack import require_same_pack
 from .rank_environment import PACK, sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.
@@ -86,6 +87,7 @@ class _Reader:
     """The process that reads headers: what it imports takes seconds, so it stays for further questions."""
 
     def __init__(self, config: ParallelConfig):
+        require_same_pack()
         self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             [ranks_python(), "-m", "backend.preflight"],

@@ -14,10 +14,10 @@ that is sent back to its maker proves nothing. Standard library only.
 import hmac
 import secrets
 
-from .messages import VERSION
-
 #: Shortest token that is taken: whoever has seen a proof can try guesses against it.
 MIN_TOKEN = 32
+#: Of the label. The version of the messages is compared before any proof, so that it can be named.
+FORM = 3
 BACKEND = "backend"
 CLIENT = "client"
 _NONCE_BYTES = 32
@@ -35,7 +35,7 @@ def is_nonce(text: str) -> bool:
 
 def proof(token: str, role: str, client_nonce: str, backend_nonce: str) -> str:
     """Return the proof that ``role`` knows ``token``: HMAC-SHA256 of role and nonces, as hex digits."""
-    label = f"parallel-dit {VERSION} {role} {client_nonce} {backend_nonce}"
+    label = f"parallel-dit {FORM} {role} {client_nonce} {backend_nonce}"
     return hmac.digest(token.encode(errors="surrogateescape"), label.encode(), "sha256").hex()
 
 

@@ -1,12 +1,13 @@
 """Messages between a client (the nodes, a script) and rank 0: frozen dataclasses, sent by framing.py."""
 
-from dataclasses import dataclass, field, is_dataclass
+import zlib
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from ..errors import SHORT
 
-#: Clients and backends of one version understand each other.
-VERSION = 3
+#: Changes where a field of the messages has another meaning.
+MEANING = 3
 #: Separates the name of a model from its LoRAs, in the names of models with LoRAs.
 LORAS = "+"
 #: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels
@@ -34,12 +35,16 @@ class RefusedError(ValueError):
     lacking: dict[int, int] = {}
 
 
+def _own_version() -> int:
+    return VERSION
+
+
 @dataclass(frozen=True)
 class Hello:
     """First message of a client: asks the backend to prove that it knows the token (handshake.py)."""
 
     nonce: str
-    version: int = VERSION
+    version: int = field(default_factory=_own_version)
 
 
 @dataclass(frozen=True)
@@ -304,3 +309,13 @@ class Shutdown:
 
 #: Every dataclass above under its name, which travels in the header.
 MESSAGES: dict[str, Any] = {name: cls for name, cls in list(globals().items()) if is_dataclass(cls)}
+
+
+def version_of(messages: dict[str, Any]) -> int:
+    """Return the number of the protocol that has these messages, by their names, fields and MEANING."""
+    listed = [(name, [(f.name, f.type.__name__) for f in fields(cls)]) for name, cls in messages.items()]
+    return zlib.crc32(repr((MEANING, sorted(listed))).encode())
+
+
+#: Clients and backends of one version understand each other.
+VERSION = version_of(MESSAGES)

@@ -104,8 +104,8 @@ class Client:
             raise ProtocolError("a connection begins with Hello and 64 hexadecimal digits; it is closed.")
         if hello.version != protocol.VERSION:
             raise ProtocolError(
-                f"the client speaks protocol {hello.version}, this backend {protocol.VERSION}; restart "
-                f"both from the same version of the pack."
+                f"client and backend are of different versions of the pack (protocols {hello.version:x} and "
+                f"{protocol.VERSION:x}); restart both, ComfyUI and ranks, from the same one."
             )
         nonce = handshake.new_nonce()
         token = self.server.token

@@ -7,8 +7,9 @@ import pytest
 import torch
 from fake_backend import TOKEN, WELCOME, reply, sample_message
 
+from backend import protocol
 from backend.client import pool
-from backend.client.client import BackendClient
+from backend.client.client import BackendClient, HandshakeError
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import (
     BackendError,
@@ -100,6 +101,14 @@ def test_wrong_token(serve):
         BackendError, match="did not let this client in.*not know our token.*PARALLEL_DIT_TOKEN"
     ):
         BackendClient(serve(lambda connection: None), "guess")
+
+
+def test_another_version_is_not_a_matter_of_the_token(server, monkeypatch):
+    """Nor is it a lost connection, while the backend lives."""
+    monkeypatch.setattr(protocol.messages, "VERSION", protocol.VERSION + 1)
+    with pytest.raises(HandshakeError, match="of different versions of the pack .*; restart both") as refusal:
+        BackendClient(f"unix:{server.path}", TOKEN)
+    assert "PARALLEL_DIT_TOKEN" not in str(refusal.value) and str(refusal.value).endswith("same one.")
 
 
 @pytest.mark.parametrize("address", ["", "unix:", "tcp:host", "tcp:host:port", "http://host:80/"])

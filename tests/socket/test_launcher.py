@@ -9,11 +9,19 @@ import forking
 import pytest
 import tiny
 
-from backend.client import client, pool, rank_environment
+from backend.client import (
+    client,
+    measurements,
+    pack,
+    pool,
+    preflight,
+    rank_environment,
+)
 from backend.client.agent_command import launch_command
+from backend.client.client import HandshakeError
 from backend.client.launcher import BackendProcess
 from backend.config import ConfigError, ParallelConfig
-from backend.protocol import BackendError, RefusedError, Status
+from backend.protocol import BackendError, Failure, RefusedError, Status, framing
 
 TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")
 
@@ -124,6 +132,46 @@ def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
             process.wait_ready(60)
     finally:
         process.close()
+
+
+#: A rank 0 that refuses every client, as one of another version does.
+REFUSING = """
+import socket, sys, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[sys.argv.index("--address") + 1].removeprefix("unix:"))
+listener.listen()
+connection, _ = listener.accept()
+connection.sendall({frame!r})
+time.sleep(1000)
+"""
+
+
+def test_why_a_living_backend_lets_nobody_in_is_said(tmp_path, monkeypatch):
+    """At once: it is no loss of the connection, whose cause would be waited for."""
+    frame = b"".join(framing.encode(Failure("client and backend are of different versions; restart both.")))
+    (tmp_path / "backend").mkdir()
+    (tmp_path / "backend/worker.py").write_text(REFUSING.format(frame=frame))
+    monkeypatch.setattr(rank_environment, "PACK", tmp_path)
+    process = BackendProcess(ParallelConfig(device="cpu"), "cpu")
+    try:
+        with pytest.raises(HandshakeError, match="different versions; restart both"):
+            process.wait_ready(300)
+    finally:
+        process.close()
+
+
+def test_nothing_is_started_of_an_updated_pack(monkeypatch):
+    """ComfyUI keeps what it has imported; a launch, a preflight and a probe would be of another one."""
+    monkeypatch.setattr(pack, "IMPORTED", "of yesterday")
+    monkeypatch.setattr(preflight, "_reader", None)
+    starts = (
+        lambda: BackendProcess(ParallelConfig(device="cpu"), "cpu"),
+        lambda: preflight.read_shape("/m.safetensors", "default", "auto", "cpu"),
+        lambda: measurements._run(["false"], ParallelConfig(), "cpu", lambda: None),
+    )
+    for start in starts:
+        with pytest.raises(BackendError, match="The pack was updated .*; restart ComfyUI"):
+            start()
 
 
 def test_a_backend_that_is_never_ready(tmp_path, monkeypatch):

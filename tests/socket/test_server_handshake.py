@@ -1,12 +1,14 @@
 """Rank 0's socket before the token: proofs, nonces, and frames that come too early."""
 
 import time
+from dataclasses import make_dataclass
 
 import pytest
 from handshakes import TOKEN, answer, closed, connect, greeted
 
 from backend import protocol
 from backend.protocol import Failure, Hello, Load, Ping, Pong, Proof, Welcome, framing, handshake
+from backend.protocol.messages import version_of
 from backend.serving.server import HELLO_SECONDS, MAX_CLIENTS
 
 
@@ -53,6 +55,17 @@ def test_another_version_is_told(server):
     client = connect(server)
     framing.send(client, Hello(handshake.new_nonce(), protocol.VERSION + 1))
     assert "restart both" in framing.receive(client).message and closed(client)
+
+
+def test_a_message_that_changes_is_another_version():
+    """Nobody has to remember it: other fields, other types and other messages have another number."""
+    added = make_dataclass("Ping", [("deep", bool, False)])
+    typed = make_dataclass("Ping", [("deep", int, False)])
+    messages = protocol.MESSAGES
+    without = {name: cls for name, cls in messages.items() if name != "Ping"}
+    others = [messages | {"Ping": added}, messages | {"Ping": typed}, without]
+    assert len({protocol.VERSION, *map(version_of, others)}) == 4
+    assert protocol.VERSION == version_of(dict(reversed(messages.items())))
 
 
 @pytest.mark.parametrize(
