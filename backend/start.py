@@ -27,6 +27,11 @@ from .parallel import mesh
 from .protocol.handshake import MIN_TOKEN
 from .protocol.heartbeats import Heartbeats
 
+try:
+    import resource
+except ImportError:  # Windows, which writes no core dumps here
+    resource = None
+
 TOKEN_VARIABLE = "PARALLEL_DIT_TOKEN"
 #: Key of the ranks' store under which rank 0 leaves the configuration that it has read.
 _CONFIG_KEY = "parallel-dit/config"
@@ -51,6 +56,7 @@ def begin() -> Start:
     """Read the command line and what it points to; ConfigError for what cannot run here."""
     options = arguments().parse_args()
     sys.stdout, sys.stderr = LossyLog(sys.stdout), LossyLog(sys.stderr)
+    _leave_no_core()
     beats = _beat(options.heartbeats) if options.heartbeats else None
     leads = int(os.environ["RANK"]) == 0
     store = mesh.file_store(options.store) if options.store else None
@@ -134,6 +140,13 @@ def _from_parent(store) -> tuple[str, str]:
     text = json.dumps(sent["config"])
     store.set(_CONFIG_KEY, text)
     return text, sent["token"] if os.environ["RANK"] == "0" else ""
+
+
+def _leave_no_core():
+    """Have a crash write no core dump: gigabytes of weights, and the token, into the folder of the logs."""
+    if resource is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def _beat(path: str) -> Heartbeats | None:

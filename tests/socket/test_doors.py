@@ -5,6 +5,7 @@ import ipaddress
 import json
 import os
 import re
+import resource
 import secrets
 import select
 import socket
@@ -68,7 +69,10 @@ class Started:
 
 @pytest.fixture(scope="module")
 def started():
+    ours = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (ours[1], ours[1]))
     started = Started()
+    resource.setrlimit(resource.RLIMIT_CORE, ours)
     yield started
     started.close()
 
@@ -126,6 +130,14 @@ def test_token_and_configuration_are_in_no_place_that_others_read(started):
             assert text and started.token.encode() not in text and b'"ulysses_degree"' not in text
     for path in Path(started.folder).rglob("*"):
         assert not path.is_file() or started.token.encode() not in path.read_bytes()
+
+
+def test_a_rank_that_crashes_leaves_no_dump_of_its_memory(started):
+    """Which holds weights and the token, and would lie in the private folder for a day."""
+    parent, _, *ranks = started.processes
+    _, hard = resource.prlimit(parent, resource.RLIMIT_CORE)
+    assert [resource.prlimit(pid, resource.RLIMIT_CORE) for pid in ranks] == [(0, hard)] * 2
+    assert resource.prlimit(parent, resource.RLIMIT_CORE)[0] != 0 or hard == 0  # such a limit is seen
 
 
 #: A foreign process that takes every port for a rendezvous store and puts a pickle there that makes a file.
