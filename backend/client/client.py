@@ -11,7 +11,7 @@ import time
 from .. import protocol
 from ..config import ConfigError
 from ..errors import SHORT
-from ..protocol import BackendError, Failure, RefusedError, framing, handshake
+from ..protocol import BackendError, Failure, RefusedError, framing, handshake, tcp
 
 #: A listener takes a connection within this long.
 CONNECT_SECONDS = 10.0
@@ -49,11 +49,10 @@ def open_socket(address: str) -> socket.socket:
     sock.settimeout(CONNECT_SECONDS)
     try:
         sock.connect(target)
+        tcp.prepare(sock)
     except OSError:
         sock.close()
         raise
-    if scheme == "tcp":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .. import protocol
-from ..protocol import ProtocolError, handshake
+from ..protocol import ProtocolError, handshake, tcp
 from ..protocol.framing import MAX_HELLO, receive, send
 from .activity import Activity, resident
 
@@ -22,6 +23,8 @@ STRANGER_LOG_SECONDS = 10.0
 #: Connections at a time, and requests of one that may wait; a graph uses one of each.
 MAX_CLIENTS = 16
 MAX_WAITING = 16
+#: How long a client may take to say something for which there is no place.
+FULL_SECONDS = 1.0
 #: How long a client that leaves may take to read what is still to be written.
 LEAVE_SECONDS = 5.0
 #: Requests that Cancel stops.
@@ -204,13 +207,12 @@ class Server:
         while self.listener.fileno() >= 0:
             try:
                 connection, _ = self.listener.accept()
+                tcp.prepare(connection)
             except OSError:
                 time.sleep(0.1)  # the client left before it was in, or this process has too many files open
                 continue
-            if connection.family != getattr(socket, "AF_UNIX", None):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not self._has_place():
-                connection.close()
+                _turn_away(connection)
                 continue
             client = Client(connection, self)
             self.strangers[client] = None
@@ -266,6 +268,15 @@ class Server:
         found = {"rank": rank, "machine": machine, "pid": pid, **self.of_rank(rank)}
         # another machine's process number may be another process's here
         return found | {"resident_bytes": resident(pid) if machine == 0 else 0}
+
+
+def _turn_away(connection: socket.socket):
+    """Answer the first message of a client for which there is no place, and hang up."""
+    connection.settimeout(FULL_SECONDS)
+    with connection, suppress(OSError):
+        receive(connection, limit=MAX_HELLO)
+        why = f"{MAX_CLIENTS} clients are connected, and there is place for no more; end one of them."
+        send(connection, protocol.Failure(why))
 
 
 def _listen(address: str) -> socket.socket:

@@ -7,13 +7,14 @@ import time
 
 import pytest
 import torch
-from handshakes import answer, closed, connect, greeted
+from handshakes import TOKEN, answer, closed, connect, greeted
 
 from backend import protocol
+from backend.client.client import BackendClient, HandshakeError
 from backend.loading.staging import Download
-from backend.protocol import Failure, Load, Ping, Pong, Welcome, framing
+from backend.protocol import Failure, Load, Ping, Pong, Welcome, framing, tcp
 from backend.serving.progress import Previews, progress
-from backend.serving.server import MAX_CLIENTS, MAX_WAITING, _listen
+from backend.serving.server import MAX_CLIENTS, MAX_WAITING, Server, _listen
 
 
 def test_garbage_closes_one_connection_only(server):
@@ -119,7 +120,9 @@ def test_status_has_the_memory_of_each_rank(server):
 
 def test_too_many_connections_are_closed_and_places_come_back(server):
     crowd = [greeted(server) for _ in range(MAX_CLIENTS)]
-    assert closed(connect(server))
+    with pytest.raises(HandshakeError, match=f"not let this client in: {MAX_CLIENTS} clients are connected"):
+        BackendClient(f"unix:{server.path}", TOKEN)
+    assert closed(connect(server))  # one that says nothing does not hold up the others
     crowd.pop().close()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -130,6 +133,22 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
         except ConnectionError:
             time.sleep(0.05)
     pytest.fail("a place was not given back")
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux's names of the options")
+def test_a_peer_whose_machine_is_gone_is_found_by_both_ends():
+    """Its places are given back, and who waits for an answer is told; tcp itself asks nothing for hours."""
+    server = Server("tcp:127.0.0.1:0", TOKEN, Welcome(1, "cpu", {}, [1]), dict)
+    client = BackendClient(f"tcp:127.0.0.1:{server.listener.getsockname()[1]}", TOKEN)
+    client.request(Ping())  # it is in by now
+    (member,) = server.members
+    for end in (client._socket, member.connection):
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        for name, value in tcp.OPTIONS.items():
+            found = end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            assert found == value or (name == "TCP_NODELAY" and found), name
+    client.close()
+    server.listener.close()
 
 
 def test_a_slow_reader_does_not_hold_up_replies(server):
