@@ -17,6 +17,7 @@ address and the configuration:
 """
 
 import argparse
+import importlib.metadata
 import signal
 import sys
 import time
@@ -93,8 +94,18 @@ def check_device(config: ParallelConfig, device: str, machines: Machines) -> str
 
 
 def same_everywhere() -> dict:
-    """Return what has to be equal on all machines: a step that one does differently hangs all."""
-    return {"pack": pack_version(), "torch": torch.__version__, "python": sys.version.split()[0]}
+    """Return what has to be equal on all machines: a step that one does differently hangs all. Kernels of
+    comfy-kitchen may differ: formats are tried, and a product that one rank cannot do is done by none."""
+    packages = {name: _installed(name) for name in ("diffusers", "yunchang")}
+    python = sys.version.split()[0]
+    return {"pack": pack_version(), "torch": torch.__version__, "python": python, **packages}
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:

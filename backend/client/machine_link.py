@@ -259,7 +259,8 @@ def _let_in(
     if not 1 <= index < machines.count or index in peers:
         refusal = f"--node-rank {index} is taken, or none of 1 to {machines.count - 1}"
     elif peer.said.get("hello") != hello:
-        refusal = f"this machine has {peer.said.get('hello')}, machine 0 {hello}; install the same on both"
+        theirs, ours = _differing(peer.said.get("hello"), hello)
+        refusal = f"this machine has {theirs}, machine 0 {ours}; install the same on both"
     if refusal:
         peer.send({"refused": refusal})
         connection.close()
@@ -267,6 +268,14 @@ def _let_in(
     peer.index = index
     peer.name = f"machine {index} ({host})"
     return peer
+
+
+def _differing(theirs: Any, ours: dict) -> tuple[str, str]:
+    """Return what two machines have and the other has not, in words."""
+    theirs = theirs if isinstance(theirs, dict) else {}
+    names = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
+    mine, other = ([f"{n} {has.get(n, 'unknown')!s:.40}" for n in names] for has in (theirs, ours))
+    return ", ".join(mine), ", ".join(other)
 
 
 def join(machines: Machines, token: str, hello: dict, seconds: float, check: Check) -> tuple[Link, dict]:

@@ -313,8 +313,8 @@ MESSAGES: dict[str, Any] = {name: cls for name, cls in list(globals().items()) i
 
 def version_of(messages: dict[str, Any]) -> int:
     """Return the number of the protocol that has these messages, by their names, fields and MEANING."""
-    listed = [(name, [(f.name, f.type.__name__) for f in fields(cls)]) for name, cls in messages.items()]
-    return zlib.crc32(repr((MEANING, sorted(listed))).encode())
+    listed = sorted((name, [(f.name, str(f.type)) for f in fields(cls)]) for name, cls in messages.items())
+    return zlib.crc32(repr((MEANING, listed)).encode())
 
 
 #: Clients and backends of one version understand each other.

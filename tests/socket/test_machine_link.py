@@ -15,7 +15,7 @@ from backend.client.silence import SILENT_SECONDS
 from backend.protocol import BackendError
 
 TOKEN = "4" * 64
-HELLO = {"pack": "1"}
+HELLO = {"pack": "1", "diffusers": "3"}
 BEGIN = {"config": {"cfg_degree": 2}, "device": "cpu"}
 PATIENCE = 60
 
@@ -166,10 +166,12 @@ def test_garbage_ends_the_connection(joined):
     "token, hello, index, says",
     [
         ("5" * 64, HELLO, 1, "does not know this token"),
-        (TOKEN, {"pack": "2"}, 1, "install the same on both"),
+        (TOKEN, {**HELLO, "pack": "2"}, 1, "this machine has pack 2, machine 0 pack 1; install the same"),
+        (TOKEN, {"pack": "1"}, 1, "this machine has diffusers unknown, machine 0 diffusers 3; install"),
+        (TOKEN, {**HELLO, "torch": "2"}, 1, "this machine has torch 2, machine 0 torch unknown; install"),
         (TOKEN, HELLO, 7, "--node-rank 7 is taken, or none of 1 to 1"),
     ],
-    ids=["token", "version", "number"],
+    ids=["token", "version", "absent", "further", "number"],
 )
 def test_who_is_not_let_in_is_told_why(machines, token, hello, index, says):
     stop = threading.Event()

@@ -5,6 +5,7 @@ import subprocess
 from itertools import combinations, product
 from pathlib import Path
 
+import diffusers
 import pytest
 import yaml
 from page_examples import examples
@@ -115,6 +116,15 @@ def test_what_only_machine_0_is_given(arguments, says, monkeypatch):
     where = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29500", "--interface", "lo"]
     with pytest.raises(ConfigError, match=says):
         start.main([*where, *arguments])
+
+
+def test_libraries_that_divide_a_step_are_the_same_everywhere(monkeypatch):
+    """Another diffusers has other blocks, another yunchang other rings: a rank would wait for ever."""
+    found = start.same_everywhere()
+    assert {"pack", "torch", "python", "diffusers", "yunchang"} <= found.keys()
+    assert found["diffusers"] == diffusers.__version__
+    monkeypatch.setattr(start.importlib.metadata, "version", lambda name: f"{name} 0.1")
+    assert start.same_everywhere() != found
 
 
 def test_several_machines_meet_where_nothing_is_unpickled():
