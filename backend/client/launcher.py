@@ -82,7 +82,12 @@ class BackendProcess:
         self._token = token or secrets.token_hex(32)
         self._client = None
         self._closing = False
-        self._agent = self._start_agent(config, device)
+        try:
+            self._agent = self._start_agent(config, device)
+        except BaseException:
+            self._heartbeats.close()
+            self._private.close()
+            raise
         # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py); the
         # ranks see their own devices only, numbered from 0
         seen = replace(config, device=device, gpus="", address="")

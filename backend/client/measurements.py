@@ -27,7 +27,7 @@ from .pack import require_same_pack
 from .pool import Wanted
 from .preflight import read_shape, stamp
 from .private_folder import PrivateFolder
-from .rank_environment import PACK, sanitized_environment
+from .rank_environment import PACK, driver_name, sanitized_environment
 
 #: Changes where what is kept has another meaning.
 VERSION = 10
@@ -153,13 +153,14 @@ HELD = [held_by_torch]
 
 
 def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
-    """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host."""
+    """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host.
+    Raises ConfigError where the environment lists other GPUs by now."""
     if device == "cpu":
         return (host_memory(),)
     told = _told_by_driver()
     found = []
     for index, usual in zip(indices, usual_memory(device, indices)):
-        free = told.get(_uuid(index), told.get(_physical(index)))
+        free = told.get(_uuid(index), told.get(driver_name(os.environ, index)))
         found.append(usual if free is None else free + sum(held(index) for held in HELD))
     return tuple(found)
 
@@ -281,13 +282,6 @@ def _uuid(index: int) -> str:
 def _bare(uuid: str) -> str:
     """Return a UUID without nvidia-smi's prefix, which torch leaves out, in lower case."""
     return uuid.lower().removeprefix("gpu-")
-
-
-def _physical(index: int) -> str:
-    """Return the driver's name of the GPU that this process numbers ``index``, as far as
-    CUDA_VISIBLE_DEVICES and the order tell it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[index].strip() if visible else str(index)
 
 
 def _told_by_driver() -> dict[str, int]:

@@ -3,9 +3,12 @@
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from ..config import ParallelConfig
+import torch
+
+from ..config import ConfigError, ParallelConfig
 from .cache_folder import cache_folder
 from .interpreter import inherited
 
@@ -40,6 +43,10 @@ _DROPPED = {
     *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
 }
 _DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
+#: What lists the GPUs that a process sees: of torch for CUDA, and of torch for ROCm, where the first one that
+#: is set counts. ComfyUI sets both.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES",)
+_VISIBLE_HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 def closed_doors(parent: dict, interface: str = "lo") -> dict:
@@ -74,9 +81,25 @@ def allocator_settings(parent: dict) -> dict:
     return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
 
 
+def driver_name(parent: Mapping[str, str], index: int) -> str:
+    """Return the driver's name of the GPU that this process numbers ``index``, by the list of visible GPUs in
+    the environment ``parent``. Raises ConfigError where that has no such GPU: torch read it when it began."""
+    for variable in _VISIBLE_HIP if torch.version.hip else _VISIBLE:
+        if visible := parent.get(variable):
+            names = visible.split(",")
+            if index < len(names):
+                return names[index].strip()
+            raise ConfigError(
+                f"GPU {index} is wanted, but {variable} is {visible!r:.200}, which something has "
+                f"changed since this process began to use its GPUs; start ComfyUI with it, and let no node "
+                f"set it."
+            )
+    return str(index)
+
+
 def sanitized_environment(parent: dict, config: ParallelConfig, device: str, interface: str = "lo") -> dict:
     """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's.
-    ``config``: of the ranks of this machine; ``interface``: to the other machines."""
+    ``config``: of the ranks of this machine; ``interface``: to the other machines. Raises ConfigError."""
     parent = inherited(parent)
     env = {
         name: value
@@ -93,11 +116,11 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str, int
     env["PYTHONUNBUFFERED"] = "1"
     env["CUDA_VISIBLE_DEVICES"] = ""
     if device == "cuda":
-        indices = config.gpu_indices
-        visible = parent.get("CUDA_VISIBLE_DEVICES")  # this process may itself see a selection only
-        names = visible.split(",") if visible else [str(i) for i in range(max(indices) + 1)]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[index].strip() for index in indices)
+        names = [driver_name(parent, index) for index in config.gpu_indices]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         env |= allocator_settings(parent)
+    if torch.version.hip:
+        env.pop("HIP_VISIBLE_DEVICES", None)  # it would count instead of ours
     env |= closed_doors(parent, interface)
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     env["HF_HUB_OFFLINE"] = "1"

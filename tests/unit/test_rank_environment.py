@@ -5,9 +5,11 @@ import platform
 import sys
 
 import pytest
+import torch
 
+from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
-from backend.config import ParallelConfig
+from backend.config import ConfigError, ParallelConfig
 
 TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")
 
@@ -93,3 +95,39 @@ def test_gpus_are_picked_among_the_visible_ones(visible, gpus, expected):
     parent = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     config = ParallelConfig(ulysses_degree=2, gpus=gpus)
     assert sanitized_environment(parent, config, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize(
+    "parent, gpus, expected",
+    [
+        ({"HIP_VISIBLE_DEVICES": "1,0,2,3", "CUDA_VISIBLE_DEVICES": "1,0,2,3"}, "1,2", "0,2"),
+        ({"HIP_VISIBLE_DEVICES": "5,4"}, "", "5,4"),
+        ({"CUDA_VISIBLE_DEVICES": "5,4"}, "1,0", "4,5"),
+        ({"ROCR_VISIBLE_DEVICES": "6,7"}, "1,0", "1,0"),
+    ],
+    ids=["ComfyUI", "HIP", "CUDA", "ROCR"],
+)
+def test_one_list_of_gpus_counts_on_amd(parent, gpus, expected, monkeypatch):
+    """HIP's own counts before CUDA's; ROCR's is another layer, in whose order the others count."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    env = sanitized_environment(parent, ParallelConfig(ulysses_degree=2, gpus=gpus), "cuda")
+    assert env["CUDA_VISIBLE_DEVICES"] == expected and "HIP_VISIBLE_DEVICES" not in env
+    assert env.get("ROCR_VISIBLE_DEVICES") == parent.get("ROCR_VISIBLE_DEVICES")
+
+
+def test_a_list_of_hip_means_nothing_to_cuda():
+    env = sanitized_environment({"HIP_VISIBLE_DEVICES": "3"}, ParallelConfig(ulysses_degree=2), "cuda")
+    assert env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_visible_gpus_that_changed_since_cuda_began_are_named(monkeypatch, tmp_path):
+    """In one sentence; and nothing stays of the backend that was not started."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    held = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(
+        ConfigError, match="GPU 1 is wanted, but CUDA_VISIBLE_DEVICES is '0', .*; start"
+    ) as no:
+        BackendProcess(ParallelConfig(ulysses_degree=2), "cuda")
+    assert str(no.value).count(". ") == 0
+    assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == held
