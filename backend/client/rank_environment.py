@@ -42,7 +42,7 @@ _DROPPED = {
     # of this process as a client of other backends, not for those that it starts
     *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
 }
-_DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_")
+_DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")
 #: What lists the GPUs that a process sees: of torch for CUDA, and of torch for ROCm, where the first one that
 #: is set counts. ComfyUI sets both.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES",)
