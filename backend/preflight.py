@@ -4,8 +4,9 @@ started, and measures the shape by which the planner chooses degrees.
     python -m backend.preflight < QUESTIONS
 
 client/preflight.py asks: a question is a line of JSON on standard input, the answer {"refused": SENTENCE} on
-standard output, the sentence empty where ranks can load the model. A question without a configuration asks
-for the model's "shape" too. Nothing is read but headers and scales, and no GPU is touched.
+standard output (client/interpreter.py), the sentence empty where ranks can load the model. A question without
+a configuration asks for the model's "shape" too. Nothing is read but headers and scales, and no GPU is
+touched.
 """
 
 import json
@@ -16,6 +17,7 @@ import threading
 import torch
 
 from . import lean_imports  # noqa: F401  # before all that imports diffusers
+from .client import interpreter
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError, quoted
 from .loading.allowed_folders import ANYWHERE, Folders
@@ -145,7 +147,7 @@ def main():
         idle.cancel()
         if not line:
             return
-        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+        print(interpreter.answer(answer(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ..errors import SHORT
 from ..protocol import BackendError
-from .interpreter import VARIABLE, inherited
+from .interpreter import VARIABLE, answer, answered, inherited
 
 PACK = Path(__file__).resolve().parents[2]
 REQUIREMENTS = PACK / "requirements.txt"
@@ -52,7 +51,9 @@ def _unmet_of(python: str, requirements: Path) -> list[str]:
         asked = subprocess.run(
             command, cwd=PACK, env=environment, capture_output=True, text=True, timeout=ASK_SECONDS
         )
-        unmet = json.loads(asked.stdout)
+        unmet = answered(asked.stdout.splitlines())
+        if unmet is None:
+            raise ValueError(asked.stderr.strip().rpartition("\n")[2] or f"it ended with {asked.returncode}")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = f"{VARIABLE} names {python}, which could not be asked for its packages"
         raise BackendError(f"{what} ({error!s:.200}); it has to be Python 3.11 or newer.") from error
@@ -87,4 +88,4 @@ def pip(unmet: list[str], python: str = sys.executable) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(unmet_requirements(Path(sys.argv[1]))))
+    print(answer(unmet_requirements(Path(sys.argv[1]))))

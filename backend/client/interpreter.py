@@ -1,14 +1,18 @@
-"""The Python that runs the ranks: ours, or one that the user chooses."""
+"""The Python that runs the ranks: ours, or one that the user chooses, and how it answers questions."""
 
+import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..config import ConfigError
 
 #: Environment variable with the path of another interpreter, whose packages the ranks then use.
 VARIABLE = "PARALLEL_DIT_PYTHON"
+#: Begins an answer on standard output, where whatever starts with a Python (sitecustomize) may print, too.
+ANSWER = "parallel-dit answers "
 #: What belongs to our interpreter: another one would import from its packages.
 OWN = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")
 
@@ -33,3 +37,17 @@ def inherited(parent: Mapping[str, str]) -> dict[str, str]:
     if ranks_python() == sys.executable:
         return dict(parent)
     return {name: value for name, value in parent.items() if name not in OWN}
+
+
+def answer(value: Any) -> str:
+    """Return the line with which a process answers ``value``, which JSON has."""
+    return ANSWER + json.dumps(value)
+
+
+def answered(lines: Iterable[str]) -> Any:
+    """Return the first answer among the lines of a process's standard output; None where there is none."""
+    for line in lines:
+        _, mark, text = line.partition(ANSWER)
+        if mark:
+            return json.loads(text)
+    return None

@@ -16,7 +16,7 @@ import torch
 from ..config import ParallelConfig
 from ..device_memory import host_bytes
 from ..protocol import BackendError, RefusedError
-from .interpreter import ranks_python
+from .interpreter import answered, ranks_python
 from .pack import require_same_pack
 from .rank_environment import PACK, sanitized_environment
 
@@ -95,6 +95,8 @@ class _Reader:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
+            text=True,
+            errors="replace",
             env=sanitized_environment(dict(os.environ), config, "cpu"),  # it needs no GPU
         )
         self.waiting = ThreadPoolExecutor(1)
@@ -104,19 +106,19 @@ class _Reader:
         pipes = self.process.stdin, self.process.stdout
         assert pipes[0] is not None and pipes[1] is not None  # they were opened as pipes
         try:
-            pipes[0].write(json.dumps(question).encode() + b"\n")
+            pipes[0].write(json.dumps(question) + "\n")
             pipes[0].flush()
         except OSError:  # nobody had asked for a while
             return None
-        line = self.waiting.submit(pipes[1].readline)
-        while not line.done():
-            wait([line], POLL_SECONDS)
+        found = self.waiting.submit(answered, pipes[1])
+        while not found.done():
+            wait([found], POLL_SECONDS)
             try:
                 check()
             except BaseException:
                 self.process.kill()
                 raise
-        return json.loads(line.result()) if line.result() else None
+        return found.result()
 
     def last_words(self) -> str:
         """Return the last line that the process wrote to standard error."""

@@ -9,6 +9,11 @@ def recording(path: Path, log: Path) -> Path:
     return _program(path, f'echo "$@" >> "{log}"\nexec "{sys.executable}" "$@"')
 
 
+def loud(path: Path) -> Path:
+    """Write a program that is this Python, and prints before it begins."""
+    return _program(path, f'echo [patched]\nexec "{sys.executable}" "$@"')
+
+
 def broken(path: Path) -> Path:
     """Write a program that is no Python."""
     return _program(path, "echo what; exit 3")

@@ -51,6 +51,14 @@ def test_it_is_asked_for_its_packages(chosen, tmp_path):
     assert "PARALLEL_DIT_PYTHON" in str(missing.value)
 
 
+def test_what_it_prints_of_its_own_is_no_answer(tmp_path):
+    python = str(interpreters.loud(tmp_path / "python"))
+    require_dependencies(python=python)
+    (tmp_path / "requirements.txt").write_text("no-such-package>=1\n")
+    with pytest.raises(MissingDependencyError, match="no-such-package"):
+        require_dependencies(tmp_path / "requirements.txt", python)
+
+
 def test_one_that_is_no_python_is_named(tmp_path):
     python = str(interpreters.broken(tmp_path / "python"))
     with pytest.raises(BackendError, match="could not be asked for its packages"):

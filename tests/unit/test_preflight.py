@@ -93,6 +93,18 @@ def test_a_process_answers_several_questions(model):
     assert preflight._reader is not first
 
 
+def test_what_is_printed_while_python_starts_is_no_answer(model, monkeypatch, tmp_path):
+    """As by a sitecustomize of the machine, with and without the end of a line."""
+    noise = "import sys\nprint('patched')\nsys.stdout.write('by my site: ')\nsys.stdout.flush()\n"
+    (tmp_path / "sitecustomize.py").write_text(noise)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(preflight, "_reader", None)
+    monkeypatch.setattr(preflight, "_accepted", set())
+    folder = model.rpartition("/")[0]
+    preflight.check_headers(ParallelConfig(device="cpu"), model, "default", "auto", [folder])
+    assert len(preflight._accepted) == 1
+
+
 def test_a_process_that_fails_is_an_error_of_its_own(model, monkeypatch):
     monkeypatch.setattr(preflight, "_reader", None)
     monkeypatch.setattr(preflight, "sanitized_environment", lambda *_: {"PYTHONHOME": "/nowhere"})
