@@ -7,8 +7,10 @@ it however they end, so a folder whose lock is free is nobody's. A size above 0 
 of the log.
 """
 
+import errno
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -28,7 +30,8 @@ KEEP_SECONDS = 24 * 3600.0
 LOGS: deque[Path] = deque(maxlen=8)
 #: Bytes of the longest path that every system takes for a unix socket.
 _LONGEST_SOCKET_PATH = 100
-#: Where the usual place for temporary files has too long a path.
+#: Where the usual place for temporary files has too long a path, or no modes and sockets (/mnt/c under WSL,
+#: exFAT, CIFS).
 _SHORT = "/tmp"
 
 
@@ -39,8 +42,8 @@ class PrivateFolder:
         for place in {tempfile.gettempdir(), _SHORT}:
             sweep(Path(place))
         folder = tempfile.mkdtemp(prefix=PREFIX)
-        if len(os.fsencode(folder)) + len("/backend.sock") > _LONGEST_SOCKET_PATH:
-            os.rmdir(folder)
+        if not _takes_sockets(folder):
+            shutil.rmtree(folder, ignore_errors=True)
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=_SHORT)
         self.path = Path(folder)
         try:
@@ -70,6 +73,22 @@ class PrivateFolder:
         self._lock = None
         if lock is not None:
             os.close(lock)
+
+
+def _takes_sockets(folder: str) -> bool:
+    """Return whether a socket in ``folder`` has a path that fits, and is out of others' reach."""
+    probe = f"{folder}/backend.sock"
+    if len(os.fsencode(probe)) > _LONGEST_SOCKET_PATH:
+        return False
+    if fcntl is None:
+        return True
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(probe)
+        os.unlink(probe)
+    except OSError as error:
+        return error.errno == errno.ENOSPC  # which is said of this disk, and not passed over
+    return stat.S_IMODE(os.stat(folder).st_mode) == 0o700
 
 
 def _locked(folder: Path) -> int | None:

@@ -1,5 +1,6 @@
 """The private folder of a launched backend: where it is made, and who removes it."""
 
+import errno
 import os
 import signal
 import socket
@@ -30,6 +31,34 @@ def test_a_socket_fits_below_a_folder_whose_name_has_more_bytes_than_characters(
                 listener.bind(str(folder.path / "backend.sock"))
         finally:
             folder.close()
+
+
+@pytest.mark.parametrize("lacks", ["sockets", "modes"])
+def test_a_disk_without_sockets_or_modes_is_passed_over(lacks, monkeypatch, tmp_path):
+    """As TMPDIR is on /mnt/c under WSL, or on a USB stick."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    class Refusing(socket.socket):
+        def bind(self, address):
+            if address.startswith(str(tmp_path)):
+                raise PermissionError(errno.EPERM, "Operation not permitted")
+            super().bind(address)
+
+    def made_for_all(prefix, dir=str(tmp_path)):
+        folder = make(prefix=prefix, dir=dir)
+        if dir == str(tmp_path):
+            os.chmod(folder, 0o777)
+        return folder
+
+    make = tempfile.mkdtemp
+    if lacks == "sockets":
+        monkeypatch.setattr(private_folder.socket, "socket", Refusing)
+    else:
+        monkeypatch.setattr(private_folder.tempfile, "mkdtemp", made_for_all)
+    folder = private_folder.PrivateFolder()
+    assert folder.path.parent == Path("/tmp") and stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert not list(tmp_path.iterdir())
+    folder.close()
 
 
 #: A launcher that says its folder and waits for its death; ``named`` has it name its log first.
