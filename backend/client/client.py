@@ -186,7 +186,8 @@ class BackendClient:
                 remedy = "check that PARALLEL_DIT_TOKEN is the token that it was started with"
                 raise BackendError(f"{what}; {remedy}")
             mine = handshake.proof(token, handshake.CLIENT, ours, challenge.nonce)
-            return self._asked(protocol.Proof(mine), protocol.Welcome, check)
+            # it has proved itself, and says a line of every rank
+            return self._asked(protocol.Proof(mine), protocol.Welcome, check, framing.MAX_HEADER)
         except (BackendError, RefusedError) as error:
             self.close()
             kind = BackendError if isinstance(error.__cause__, OSError) else HandshakeError
@@ -195,9 +196,9 @@ class BackendClient:
         finally:
             deadline.cancel()
 
-    def _asked(self, message, kind: type, check):
-        """Return the answer of the class ``kind`` to a message of the handshake, a short one."""
-        reply = self.request(message, check, limit=framing.MAX_HELLO)
+    def _asked(self, message, kind: type, check, limit: int = framing.MAX_HELLO):
+        """Return the answer of the class ``kind``, of at most ``limit`` bytes, to a handshake's message."""
+        reply = self.request(message, check, limit=limit)
         if not isinstance(reply, kind):
             what = f"it answered {type(reply).__name__} where {kind.__name__} belongs"
             raise BackendError(f"{what}; it is another program, or of another version of the pack")

@@ -27,7 +27,8 @@ from .private_folder import LOGS, PrivateFolder
 from .rank_environment import sanitized_environment
 from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend
 
-#: Starting takes seconds on a warm disk and minutes on a cold network one.
+#: A rank starts within seconds on a warm disk and minutes on a cold network one; so long none may be added to
+#: those that are ready.
 READY_SECONDS = 300.0
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why.
 EXIT_REPORT_SECONDS = 8.0
@@ -120,11 +121,16 @@ class BackendProcess:
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
         """Return a client connected to rank 0, once every rank has joined. ``check()`` is called ten times a
         second and may raise to give up. Raises BackendError, which names the cause and the log, where the
-        backend ends first or needs longer than ``seconds``."""
+        backend ends first, or ``seconds`` pass without one more rank that is ready."""
         deadline = time.monotonic() + seconds
+        ready = self.ready
 
         def wait_on():
+            nonlocal deadline, ready
             check()
+            if self.ready != ready:
+                ready = self.ready
+                deadline = time.monotonic() + seconds
             if time.monotonic() > deadline:
                 raise _NotReady
 
@@ -134,9 +140,8 @@ class BackendProcess:
                 time.sleep(0.1)
         except _NotReady:
             self._private.keep()
-            raise BackendError(
-                f"The backend was not ready after {seconds:.0f} s; the reason may be in its log, {self.log}."
-            ) from None
+            what = f"The backend was not ready after {seconds:.0f} s{ready}"
+            raise BackendError(f"{what}; the reason may be in its log, {self.log}.") from None
         self._client = client
         self._watch.ready()
         if self._link is not None:

@@ -1,6 +1,7 @@
 """The client against a server in a thread that speaks the protocol, well or badly."""
 
 import time
+import uuid
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from fake_backend import TOKEN, WELCOME, reply, sample_message
 from backend import protocol
 from backend.client import pool
 from backend.client.client import BackendClient, HandshakeError
-from backend.config import ConfigError, ParallelConfig
+from backend.config import MAX_RANKS, ConfigError, ParallelConfig
 from backend.protocol import (
     BackendError,
     Cancel,
@@ -101,6 +102,14 @@ def test_wrong_token(serve):
         BackendError, match="did not let this client in.*not know our token.*PARALLEL_DIT_TOKEN"
     ):
         BackendClient(serve(lambda connection: None), "guess")
+
+
+def test_a_backend_of_as_many_ranks_as_there_may_be_welcomes(serve):
+    """With the process and the device of each."""
+    devices = [str(uuid.UUID(int=rank)) for rank in range(MAX_RANKS)]
+    welcome = replace(WELCOME, world_size=MAX_RANKS, pids=[4_194_304] * MAX_RANKS, devices=devices)
+    address = serve(lambda connection: None, welcome=welcome)
+    assert BackendClient(address, TOKEN).welcome == welcome
 
 
 def test_another_version_is_not_a_matter_of_the_token(server, monkeypatch):

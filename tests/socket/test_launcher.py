@@ -4,6 +4,7 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import forking
 import pytest
@@ -11,6 +12,7 @@ import tiny
 
 from backend.client import (
     client,
+    launcher,
     measurements,
     pack,
     pool,
@@ -132,6 +134,32 @@ def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
             process.wait_ready(60)
     finally:
         process.close()
+
+
+def test_a_start_takes_as_long_as_ranks_become_ready(tmp_path, monkeypatch):
+    """Each of four takes 200 s, as on a cold network disk; 300 s without another one are the end."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 10))
+    monkeypatch.setattr(launcher, "time", clock)
+    process = BackendProcess.__new__(BackendProcess)
+    process.folder, process.log, process._ranks, process._link = tmp_path, tmp_path / "log", 4, None
+    process._private = SimpleNamespace(keep=lambda: None)
+    process._watch = SimpleNamespace(ready=lambda: None)
+    starts = 4
+
+    def connect(check):
+        for rank in range(min(starts, int(now[0] // 200))):
+            (tmp_path / f"{launcher.STORE}.ready-{rank}").touch()
+        return "client" if now[0] > 1000 and starts == 4 else None
+
+    monkeypatch.setattr(process, "_try_to_connect", connect)
+    assert process.wait_ready() == "client"
+    for ready in tmp_path.glob("*ready*"):
+        ready.unlink()
+    starts, now[0] = 2, 0.0
+    with pytest.raises(BackendError, match="not ready after 300 s: 2 of 4 ready; the reason"):
+        process.wait_ready()
+    assert 700 <= now[0] <= 730
 
 
 #: A rank 0 that refuses every client, as one of another version does.
