@@ -74,10 +74,12 @@ class Client:
         except OSError:
             pass  # the client went away: nobody is left to be told
         finally:
-            self._leave()
+            self.leave()
 
-    def _leave(self):
+    def leave(self):
+        """Cancel what is under way, write what is left, and give the place back."""
         self.server.members.pop(self, None)
+        self.server.strangers.pop(self, None)
         for job in self.jobs:
             job.cancelled.set()
         self.outbox.put(None)
@@ -97,7 +99,7 @@ class Client:
             self._let_in()
         finally:
             deadline.cancel()
-            self.server.strangers.pop(self, None)
+            self.server.strangers.pop(self, None)  # a member cannot be turned out
         send(self.connection, self.server.welcome)
 
     def _let_in(self):
@@ -216,7 +218,10 @@ class Server:
                 continue
             client = Client(connection, self)
             self.strangers[client] = None
-            threading.Thread(target=client.serve, daemon=True).start()
+            try:
+                threading.Thread(target=client.serve, daemon=True).start()
+            except RuntimeError:  # this system starts no more threads: the next client may find one
+                client.leave()
 
     def _has_place(self) -> bool:
         """Take a place for one more peer, if need be that of the one that has proved nothing the longest."""

@@ -215,6 +215,25 @@ def test_accepting_goes_on_after_an_error(server, monkeypatch):
     server.listener = whole
 
 
+def test_accepting_goes_on_where_no_thread_can_be_started(server, monkeypatch):
+    """Nor is its place lost, or a stranger left that cannot be turned out."""
+    scarce = [1]
+
+    class Scarce(threading.Thread):
+        def start(self):
+            if scarce:
+                scarce.pop()
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    before = server.clients._value
+    with monkeypatch.context() as patched:
+        patched.setattr("backend.serving.server.threading.Thread", Scarce)
+        assert closed(connect(server)) and not scarce
+    greeted(server)
+    assert server.clients._value == before - 1 and not server.strangers
+
+
 def test_shared_folder_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
