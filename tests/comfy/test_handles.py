@@ -138,6 +138,7 @@ def test_the_other_model_of_a_graph_stays_without_a_handle(backend):
         handle.load(CONFIG, name, "default")  # which nothing keeps
     assert backend.client.held == ["/a", "/b"]
     run("/b")
+    gc.collect()
     handle.load(CONFIG, "/b", "default")
     assert backend.client.held == ["/b"]
 
