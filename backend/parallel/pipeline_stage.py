@@ -52,6 +52,7 @@ class Stage:
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
         self.known: set[tuple[str, int]] = set()  # branch and sample whose text has run (Cache.static_text)
+        self.launched: set[tuple] = set()  # kinds of forwards that have run in this request
         # branch -> an activation that came: branches may differ in width (control videos of Wan VACE)
         self.like: dict[str, Tensor] = {}
         self.cuts = WeakTensorKeyDictionary()
@@ -118,6 +119,7 @@ class Stage:
         self.attention.begin_request(kernel, buffers, wire, compiled)
         self.sequences.clear()
         self.known.clear()
+        self.launched.clear()
         self.like.clear()
         self.cuts.clear()
         self.static = StaticInputs() if ENABLED else None
@@ -130,11 +132,19 @@ class Stage:
             self.pipe.drain()
 
     def expect(self, context: StepContext) -> bool:
-        """Post the receive of a forward; return False, also for all after it, if its size is unknown."""
-        if context.branch not in self.like or context.branch not in self.sequences:
+        """Post the receive of a forward; return False, also for all after it, if its size is unknown, or if
+        no such forward has run: a kernel's first launch may wait for the whole device, for a receive ahead
+        too, whose sender may wait so for what this stage has not made yet."""
+        known = context.branch in self.like and context.branch in self.sequences
+        if not known or self._kind(context) not in self.launched:
             return False
         self._post(context, self.like[context.branch])
         return True
+
+    def _kind(self, context: StepContext) -> tuple:
+        """What decides which kernels a forward launches."""
+        tokens = self._tokens(context)
+        return context.branch, len(context.items), len(tokens.text), len(tokens.image)
 
     def _post(self, context: StepContext, like: Tensor):
         """Post the receive of a forward; ``like`` is an activation (b, tokens, D) of this request."""
@@ -276,6 +286,7 @@ class Stage:
         both, *skips = pipe.take().chunk(1 + len(crossing), dim=2)
         forward.skips = dict(zip(crossing, skips))
         self.like[forward.context.branch] = both
+        self.launched.add(self._kind(forward.context))
         if text is None:
             return {"image": both, "text": None}
         text_tokens, image_tokens = self._received(forward.tokens)

@@ -19,6 +19,9 @@ if BENCHMARKS not in sys.path:
 from meta_device import tensors_in  # noqa: E402 (a script, in no package)
 from meta_shapes import Mode, compute  # noqa: E402
 
+#: What names of products contain, whose kernels are chosen by shape.
+PRODUCTS = ("mm", "linear", "attention")
+
 
 @dataclass(frozen=True)
 class Message:
@@ -46,14 +49,17 @@ class Operation:
 
 @dataclass
 class Log:
-    """One rank's program: ("start" | "wait", operation) in order.
+    """One rank's program: ("start" | "wait" | "launch", operation) in order. A launch is a kernel's first, at
+    which CUDA may wait for all that the rank has started.
 
-    names: of what it computes. early_waits: (group, operation that was next) of waits after which something
-    else was computed first than with what had come. unused: those of them after which nothing has been yet.
+    launched: kernels so far. names: of what it computes. early_waits: (group, operation that was
+    next) of waits after which something else was computed first than with what had come. unused: those of
+    them after which nothing has been yet.
     """
 
     rank: int
     events: list[tuple[str, Operation]] = field(default_factory=list)
+    launched: set[tuple] = field(default_factory=set)
     names: list[str] = field(default_factory=list)
     early_waits: list[tuple[str, str]] = field(default_factory=list)
     fresh: list[Operation] = field(default_factory=list)
@@ -100,8 +106,19 @@ class Watch(Mode):
         if (self.log.fresh or self.log.unused) and name not in ("aten::empty", "aten::new_empty"):
             given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
             self.look(name, given, func.is_view)
+        self.launch(name, list(tensors_in(args)), func.is_view)
         self.log.names.append(name)
         return compute(func, args, kwargs)
+
+    def launch(self, name: str, given: list[Tensor], is_view: bool):
+        """Note a kernel's first launch; products have one for each shape, by which libraries choose."""
+        kernel = (name, *((x.dtype, x.is_contiguous()) for x in given))
+        is_product = any(word in name for word in PRODUCTS)
+        if is_product:
+            kernel += tuple(x.shape for x in given)
+        if kernel not in self.log.launched and (is_product or not is_view):
+            self.log.launched.add(kernel)
+            self.log.events.append(("launch", Operation(name, [], [], len(self.log.names))))
 
     def look(self, name: str, given: list[Tensor], is_view: bool):
         """Is the first operation after a wait one with what has come? Views of others compute nothing."""
@@ -275,19 +292,22 @@ def deadlock(logs: list[Log]) -> str | None:
 
     A communicator begins an operation when the one before it is done, and ends it when all of its messages
     have met, at the head of their communicators too. A wait holds back all that its rank starts afterwards,
-    since streams wait for the computing one.
+    since streams wait for the computing one. A kernel's first launch holds a rank until all that it has
+    started is done.
     """
     programs = {log.rank: deque(log.events) for log in logs}
+    started: dict[int, set[int]] = {log.rank: set() for log in logs}
     queues: dict[tuple[str, int], deque[Operation]] = defaultdict(deque)
     done: set[int] = set()
     moved = True
     while moved:
         moved = False
         for rank, program in programs.items():
-            while program and (program[0][0] == "start" or id(program[0][1]) in done):
+            while program and _goes_on(*program[0], started[rank], done):
                 kind, operation = program.popleft()
                 moved = True
                 if kind == "start":
+                    started[rank].add(id(operation))
                     queues[operation.group, rank].append(operation)
         for group, rank in list(queues):
             members = _meeting(group, rank, queues)
@@ -297,6 +317,11 @@ def deadlock(logs: list[Log]) -> str | None:
     stuck = {rank: program[0][1].group for rank, program in programs.items() if program}
     queued = {key: len(queue) for key, queue in queues.items() if queue}
     return f"ranks wait for {stuck}, communicators hold {queued}" if stuck or queued else None
+
+
+def _goes_on(kind: str, operation: Operation, started: set[int], done: set[int]) -> bool:
+    """Whether a rank's program passes an event."""
+    return started <= done if kind == "launch" else kind == "start" or id(operation) in done
 
 
 def _meeting(group: str, rank: int, queues) -> set[int]:
