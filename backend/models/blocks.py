@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .patterns import matches
 
@@ -122,6 +122,7 @@ class Blocks:
     (patterns) -> which of nested latents passes through, where blocks keep these apart.
     flop_shares: layers of a block (patterns) -> config -> share of their FLOPs that a token costs, if not
     all.
+    routers: modules of a block (patterns) that choose experts for each token.
     whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None if it can.
     last: layer of the transformer after the blocks, up to which all is token by token, and after which the
     model counts the latent's tokens; None if there is none.
@@ -146,6 +147,7 @@ class Blocks:
     text_layers: tuple[str, ...] = ()
     latent_layers: Mapping[str, str] = field(default_factory=dict)
     flop_shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
+    routers: tuple[str, ...] = ()
     whole_only: str | None = None
     last: str | None = None
     adapter: BlockAdapter = BlockAdapter()
@@ -162,6 +164,10 @@ class Blocks:
     def is_text_layer(self, name: str) -> bool:
         """Does the layer ``name`` of a block see text tokens alone?"""
         return matches(name, self.text_layers)
+
+    def routers_of(self, block: nn.Module) -> list[nn.Module]:
+        """Return the modules of a block that choose experts."""
+        return [module for name, module in block.named_modules() if matches(name, self.routers)]
 
     def latent_of(self, name: str) -> str:
         """Name the nested latent that passes the layer ``name`` of a block; "" for the whole stream."""

@@ -129,6 +129,7 @@ FAMILY = Family(
         adapter=LlamaInEveryBlock(),
         per_token={"image_rotary_emb": ("joint", 1)},
         text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
+        routers=("block.ff_i.gate",),
         flop_shares={
             "block.ff_i.experts.*": lambda config: (
                 config["num_activated_experts"] / config["num_routed_experts"]

@@ -109,6 +109,18 @@ class ShardedNorm(nn.Module):
         return (wide * torch.rsqrt(squares / self.features + self.eps) * self.weight).to(x.dtype)
 
 
+class FirstChoice(nn.Module):
+    """A router's hook: all ranks of ``tp`` use the first one's choice of experts. A GPU that computes another
+    last bit may choose another one: ranks would sum parts of different experts, of different sizes."""
+
+    def __init__(self, tp: Axis):
+        super().__init__()
+        self.tp = tp
+
+    def forward(self, router: nn.Module, args: tuple, output: tuple) -> tuple:
+        return tuple(each if each is None else comm.broadcast(each, (self.tp,)) for each in output)
+
+
 def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):
     """Replace every layer in ``found`` by its sharded module, and set the heads that attention has left."""
     blocks = [block for name in family.blocks.lists for block in block_list(transformer, name)]
@@ -118,6 +130,9 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
         is_linear = isinstance(whole, nn.Linear)
         sharded = ShardedLinear(whole, shard) if is_linear else ShardedNorm(whole, shard)
         transformer.set_submodule(name, sharded)
+    for router in (module for block in blocks for module in family.blocks.routers_of(block)):
+        router.add_module("first_choice", choice := FirstChoice(tp))  # where regroup finds it
+        router.register_forward_hook(choice)
     if scheme != "megatron":
         return
     mine = Span(0, groups).shard(tp.rank, tp.size, tp.shares)
@@ -141,6 +156,8 @@ def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
             reduce = axes.get(id(module.shard.reduce))
             gather = axes.get(id(module.shard.gather))
             module.shard = replace(module.shard, reduce=reduce, gather=gather)
+        elif isinstance(module, FirstChoice):
+            module.tp = new.tp
 
 
 def _own_features(block, args, kwargs, signature, names, mine: Span, groups: int):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import variants
 from cropping import cropped
+from diffusers.models.transformers.transformer_hidream_image import MoEGate
 from families import golden, model_call
 from ranks.compiled import compare
 from ranks.family_cases import Run, runs
@@ -47,6 +48,9 @@ SIDE, TEXT = 12, 40
 #: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
+
+#: By how much the tokens differ that routers of experts are given on unlike ranks.
+UNLIKE = 1e-3
 
 
 def rows_called(run_: Run) -> int:
@@ -162,6 +166,17 @@ def traces(run_: Run, groups: mesh.Mesh, turn: int) -> bool:
     return run_.all_trace or groups.rank == of_stage[turn % len(of_stage)]
 
 
+def disturb_routers(engine: Engine):
+    """Have all but the first of ranks that cut experts choose a few of them otherwise, as unlike GPUs do."""
+    exact = MoEGate.forward
+
+    def forward(self, tokens):
+        noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(0))
+        return exact(self, tokens if engine.mesh.tp.first else tokens + UNLIKE * noise)
+
+    MoEGate.forward = forward
+
+
 def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
     """What a run is judged by, against what the single process computed."""
     count = rows_called(run_)
@@ -189,6 +204,7 @@ def main(folder: str, selected: list[str], out: str):
         case, config = run_.case, run_.config
         if engine is None:
             engine = Engine(config, meshes[config])
+            disturb_routers(engine)
         if previous and previous.case != case:
             engine.unload(previous.case)
         engine.rearrange(config, meshes[config])
