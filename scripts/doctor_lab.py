@@ -32,6 +32,11 @@ sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
 RUN_SECONDS = 150.0
 #: The same of what measures links: about a second, and the start of its ranks, of a torch that is in memory.
 PROBE_SECONDS = 90.0
+#: What is said of ranks that hang where the check "links" has not failed.
+LINKS_FIRST = (
+    "links are to blame only where the check links fails too: otherwise report it, with the console's "
+    "warnings and what nvidia-smi shows meanwhile"
+)
 #: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
 #: no float32 limit bears. cuDNN does that by default, and containers ask for it. Ranks inherit them.
 PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
@@ -101,6 +106,8 @@ class Lab:
         self._temporary = tempfile.TemporaryDirectory(prefix="parallel-dit-doctor-")
         self.folder = Path(self._temporary.name)
         self._kept: dict[tuple, Any] = {}
+        #: Whether the links between ranks could not be measured.
+        self.links_failed = False
         if device == "cpu":  # a rank stands for a GPU: one thread each, or one rank takes the cores of all
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         else:
@@ -141,7 +148,7 @@ class Lab:
         began = time.monotonic()
         result = backend.sample(message, should_cancel=lambda: time.monotonic() > began + RUN_SECONDS)
         if result is None:  # which is to be said even where the minutes are over
-            remedy = measurements.hang_remedy(self.device)
+            remedy = measurements.hang_remedy(self.device) if self.links_failed else LINKS_FIRST
             what = f"no answer within {RUN_SECONDS:.0f} s of {config.product}: the ranks hang"
             raise TimeoutError(f"{what}; {remedy}" if remedy else what)
         notes = result.stats.get("notes", [])
@@ -165,9 +172,13 @@ class Lab:
         """Measure rates and links anew: what is kept for this machine may be of better days."""
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
             ranks = list(range(self.ranks))
-            return measurements.machine_rates(
-                self.device, ranks, self.check, lambda line: None, longest=PROBE_SECONDS
-            )
+            try:
+                return measurements.machine_rates(
+                    self.device, ranks, self.check, lambda line: None, longest=PROBE_SECONDS
+                )
+            except measurements.UnmeasuredError:
+                self.links_failed = True
+                raise
 
     # ------------------------------------------------------------------ models
     def tiny(self, family: str) -> tuple[Path, Sample, Tensor]:

@@ -7,11 +7,13 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from .. import protocol
 from ..config import ConfigError
 from ..errors import SHORT
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake, tcp
+from .pace import Pace
 
 #: A listener takes a connection within this long.
 CONNECT_SECONDS = 10.0
@@ -66,14 +68,22 @@ class BackendClient:
     """A connection whose two ends have proved to each other that they know the token. One caller at a time.
 
     ``welcome`` says what runs behind it, ``check`` is as in ``request``; ``is_hung``: does the caller know
-    that the ranks will not answer? Raises OSError where nobody listens at ``address``, BackendError where the
-    peer hangs up or does not let us in.
+    that the ranks will not answer? ``places``: as of Pace. Raises OSError where nobody listens at
+    ``address``, BackendError where the peer hangs up or does not let us in.
     """
 
-    def __init__(self, address: str, token: str, check=lambda: None, is_hung=lambda: False):
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        check=lambda: None,
+        is_hung=lambda: False,
+        places: Callable[[int], str] = lambda done: "",
+    ):
         self.address = address
         self.closed = False
         self._is_hung = is_hung
+        self._places = places
         self._socket = open_socket(address)
         self._socket.settimeout(FRAME_SECONDS)
         self._selector = selectors.DefaultSelector()
@@ -114,26 +124,24 @@ class BackendClient:
         that the connection stays usable. Where the ranks hang, or their step does not end, it is closed.
         """
         self.send(message)
-        longest = 0.0
-        last = time.monotonic()
+        pace = Pace(message.compile, self._places)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
             while not should_cancel():
                 reply = self._next()
+                pace.look()
                 if isinstance(reply, protocol.Progress):
-                    now = time.monotonic()
-                    longest = max(longest, now - last)
-                    last = now
+                    pace.step()
                     on_progress(reply)
                 elif reply is not None:
                     return self._accepted(reply)
         except (BackendError, RefusedError):
             raise
         except BaseException:
-            self._cancel(longest)
+            self._cancel(pace.longest)
             raise
-        self._cancel(longest)
+        self._cancel(pace.longest)
         return None
 
     def send(self, message):

@@ -216,7 +216,7 @@ class BackendProcess:
 
     def connect_again(self, check=lambda: None) -> BackendClient:
         """Return one more client of rank 0. Errors as of BackendClient."""
-        return BackendClient(self.address, self._token, check, self._is_hung)
+        return BackendClient(self.address, self._token, check, self._is_hung, self._watch.places)
 
     def close(self):
         """End every rank: ask, then close their pipe, then kill what is left. More than once is fine."""

@@ -83,11 +83,27 @@ class SilenceWatch:
                 found.append(f"rank {beat.rank} has been silent for {looks * LOOK_SECONDS:.0f} s ({known})")
         return " and ".join(found)
 
+    def places(self, done: int) -> str:
+        """Say in which step of a request, of which ``done`` steps have ended, each rank here is."""
+        ranks = [beat.rank for beat in self.heartbeats.read()]
+        last = {rank: times[-1] for rank in ranks if (times := self.heartbeats.step_times(rank))}
+        newest = max((time.request for time in last.values()), default=0)
+        steps: dict[int, list[int]] = {}
+        for rank in sorted(ranks):
+            ended = done and rank in last and last[rank].request == newest
+            steps.setdefault(last[rank].step + 2 if ended else 1, []).append(rank)
+        return " and ".join(f"{in_words(of_step)} in step {step}" for step, of_step in steps.items())
+
     def _patience(self, seconds: float, state: str) -> float:
         """Return for how long a rank in this state may be silent where the limit is ``seconds``."""
         if not self.on_gpus or state in STOPPED:
             return seconds
         return max(seconds, min(GPU_PATIENCE * seconds, LONGEST_SECONDS))
+
+
+def in_words(ranks: list[int]) -> str:
+    """Name ranks."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def process_state(pid: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from fake_backend import TOKEN, WELCOME, reply, sample_message
 
 from backend import protocol
-from backend.client import pool
+from backend.client import pace, pool
 from backend.client.client import BackendClient, HandshakeError
 from backend.config import MAX_RANKS, ConfigError, ParallelConfig
 from backend.protocol import (
@@ -180,6 +180,20 @@ def test_sample_reports_progress(serve):
         (2, 2, [[2.0, 2.0]]),
     ]
     assert result.tensors["samples"].tolist() == [[1.0, 1.0]] and result.stats == {"seconds": 1.5}
+
+
+def test_a_step_that_does_not_end_is_told(serve, monkeypatch, caplog):
+    def handler(connection):
+        framing.receive(connection)
+        reply(connection, Progress(1, 2))
+        while not caplog.messages:
+            time.sleep(0.01)
+        reply(connection, Result({}, {"samples": torch.zeros(1)}))
+
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
+    client = BackendClient(serve(handler), TOKEN, places=lambda done: f"rank 0 in step {done + 1}")
+    assert client.sample(sample_message())
+    assert len(caplog.messages) == 1 and "rank 0 in step 2." in caplog.text
 
 
 def test_frame_in_pieces(serve):

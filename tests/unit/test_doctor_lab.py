@@ -47,11 +47,14 @@ def gpus(monkeypatch):
 def test_a_hang_is_said_with_its_remedy_though_the_minutes_are_over(gpus, tmp_path):
     gpus._until = lambda seconds: lambda: None
     gpus.end = 0.0
-    with pytest.raises(TimeoutError, match="the ranks hang.*NCCL_P2P_DISABLE=1.*BIOS"):
+    with pytest.raises(TimeoutError) as hang:
         gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))
+    assert "the ranks hang; links are to blame only where the check links fails" in str(hang.value)
+    assert "NCCL_P2P_DISABLE" not in str(hang.value)
 
 
-def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus):
+def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus, tmp_path):
+    """They are the cause of what hangs after them."""
     asked = []
 
     def hang(device, indices, check, show, longest):
@@ -62,3 +65,6 @@ def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus):
     (found,) = doctor_runs.links(gpus)
     assert found.status == PROBLEM and "NCCL_P2P_DISABLE=1" in found.text and "doctor.py" not in found.text
     assert asked[0] < measurements.LONGEST_SECONDS
+    gpus._until = lambda seconds: lambda: None
+    with pytest.raises(TimeoutError, match="the ranks hang.*NCCL_P2P_DISABLE=1.*BIOS"):
+        gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))

@@ -1,0 +1,55 @@
+"""How fast the steps of one request end, and a word to the user where none does while all ranks live: GPUs
+wait for each other inside a kernel, which no heartbeat shows. Nothing is ended: a slow step looks the same.
+
+Imports neither ComfyUI nor torch.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+#: A step that takes longer than this, and so many times as long as any before it, is reported.
+LEAST_SECONDS, TIMES = 120.0, 20.0
+#: The same of the first step, which loads kernels and tries them, and of one that may compile.
+FIRST_SECONDS, COMPILED_SECONDS = 300.0, 1200.0
+
+
+class Pace:
+    """The steps of a request with that ``compile`` as they end. ``places(done)``: where the ranks are after
+    so many steps, in words; empty where nobody knows."""
+
+    def __init__(self, compile: str, places: Callable[[int], str]):
+        self.longest = 0.0
+        self._places = places
+        self._patience = FIRST_SECONDS if compile == "off" else COMPILED_SECONDS
+        self._done = 0
+        self._last = time.monotonic()
+        self._is_told = False
+
+    def step(self):
+        """A step has ended."""
+        spent = self._spent()
+        self.longest = max(self.longest, spent)
+        first = self._done == 0  # which is no measure of others
+        self._patience = LEAST_SECONDS if first else max(self._patience, TIMES * spent)
+        self._done += 1
+        self._last = time.monotonic()
+
+    def look(self):
+        """Report, once, where the ranks are if no step has ended for too long."""
+        if self._is_told or self._spent() < self._patience:
+            return
+        self._is_told = True
+        places = self._places(self._done)
+        if places:
+            logging.warning(
+                "parallel-dit: no step has ended for %.0f s, and every rank lives: %s. Where GPUs are busy "
+                "and still nothing ends, they wait for each other: press Cancel, which ends the ranks if "
+                "their step does not end, and run python scripts/doctor.py --full, which looks at links and "
+                "kernels.",
+                self._spent(),
+                places,
+            )
+
+    def _spent(self) -> float:
+        return time.monotonic() - self._last

@@ -1,0 +1,69 @@
+"""When a user is told that no step ends, and what of the ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from backend.client import pace, silence
+from backend.client.pace import COMPILED_SECONDS, FIRST_SECONDS, LEAST_SECONDS, TIMES, Pace
+from backend.protocol.heartbeats import Heartbeats
+from backend.protocol.step_times import StepTime
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(pace.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+@pytest.mark.parametrize(
+    "compile, steps, patience",
+    [
+        ("off", (), FIRST_SECONDS),
+        ("blocks", (), COMPILED_SECONDS),
+        ("auto", (), COMPILED_SECONDS),
+        ("off", (200.0,), LEAST_SECONDS),  # the first is no measure
+        ("off", (200.0, 2.0, 1.0), LEAST_SECONDS),
+        ("off", (200.0, 30.0, 1.0), TIMES * 30),
+    ],
+)
+def test_a_step_that_does_not_end_is_told_once(clock, caplog, compile, steps, patience):
+    watched = Pace(compile, lambda done: f"all after {done}")
+    for seconds in steps:
+        clock.now += seconds
+        watched.step()
+    clock.now += patience - 1
+    watched.look()
+    assert caplog.messages == []
+    clock.now += 1
+    watched.look()
+    watched.look()
+    (told,) = caplog.messages
+    assert f"no step has ended for {patience:.0f} s" in told and f"all after {len(steps)}: " not in told
+    assert f"lives: all after {len(steps)}. " in told and "press Cancel" in told
+
+
+def test_nothing_is_told_of_ranks_that_nobody_sees(clock, caplog):
+    watched = Pace("off", lambda done: "")
+    clock.now = 1e6
+    watched.look()
+    assert caplog.messages == []
+
+
+def test_the_step_of_each_rank(tmp_path):
+    """Rank 2 has not begun with the request; its records are those of one before."""
+    beats = Heartbeats.make(3, tmp_path)
+    for rank, (request, last) in enumerate([(2, 3), (2, 2), (1, 7)]):
+        beats.start(rank, rank)
+        ring = beats.ring(rank)
+        for step in range(last + 1):
+            ring.append(StepTime(request, step, 0.0, 1.0, 0.0, 0))
+    watch = silence.SilenceWatch(beats, print)
+    try:
+        while len(beats.read()) < 3:
+            pass
+        assert watch.places(4) == "rank 0 in step 5 and rank 1 in step 4 and rank 2 in step 1"
+        assert watch.places(0) == "ranks 0, 1, 2 in step 1"
+    finally:
+        watch.stop()
