@@ -5,7 +5,8 @@
 One call of 8 heads over 4096 tokens in bf16 on a GPU, over 256 in float32 on the CPU. What a kernel cannot
 compute is torch's own, as in the ranks (backend/parallel/kernel_table.py); "own" says whether it was not.
 With --json each line is written as it comes, an object: {"kernel", "head_size", "masked", "seconds",
-"distance", "own"}, or {"kernel", "head_size", "masked", "unavailable": why}.
+"distance", "own"}, or {"kernel", "head_size", "masked"} with "unavailable": why it cannot be chosen, or
+"failed": what it raised.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def row(kernel: str, device: str, head_size: int, masked: bool) -> dict:
             found = attend(kernel, q, k, v, mask)
             spent = seconds(device, lambda: attend(kernel, q, k, v, mask))
     except Exception as error:  # a wheel raises what it likes
-        return {**case, "unavailable": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        return {**case, "failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     distance = ((found.float() - wanted).norm() / wanted.norm()).item()
     return {**case, "seconds": spent, "distance": distance, "own": own}
 

@@ -55,10 +55,11 @@ def _head_sizes(lab: Lab) -> Found:
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         own = [row for row in rows if row["kernel"] == kernel]
         run = [row for row in own if "seconds" in row]
-        if not run:
+        failed = [row for row in own if "failed" in row]
+        if not run and not failed:
             continue  # said above
         most = APPROXIMATE if kernel.startswith("sage") else EXACT
-        status = PROBLEM if any(not row["distance"] < most for row in run) else OK
+        status = PROBLEM if failed or any(not row["distance"] < most for row in run) else OK
         cells = ", ".join(_cell(row) for row in own)
         yield Finding("kernels", status, f"{kernel} by head size: {cells}", {"rows": own})
     last = f"{rows[-1]['kernel']}, heads of {rows[-1]['head_size']}" if rows else "its start"
@@ -77,6 +78,8 @@ def cut_short(lab: Lab, check: str, what: str, ended: Ended) -> Found:
 def _cell(row: dict) -> str:
     """Write one row in short."""
     name = f"{row['head_size']}{' masked' if row['masked'] else ''}"
+    if "failed" in row:
+        return f"{name} failed ({row['failed']})"
     if "seconds" not in row:
         return f"{name} not possible"
     by_torch = "" if row["own"] else " (torch's)"

@@ -77,14 +77,15 @@ class Kernels:
 
     device = "cuda"
 
-    def __init__(self, distance, ended=ENDED):
-        self.distance = distance
+    def __init__(self, distance, ended=ENDED, failed=False):
         self.ended = ended
+        self.run = {"seconds": 0.001, "distance": distance, "own": True}
+        if failed:
+            self.run = {"failed": "RuntimeError: no kernel image is available"}
 
     def kernel_rows(self):
         cases = [{"kernel": "flash-attn", "head_size": size, "masked": False} for size in (64, 256)]
-        run = {"seconds": 0.001, "distance": self.distance, "own": True}
-        return [{**cases[0], **run}, {**cases[1], "unavailable": "no such heads"}], self.ended
+        return [{**cases[0], **self.run}, {**cases[1], "unavailable": "no such heads"}], self.ended
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,9 @@ class Kernels:
         (Kernels(0.5), [PROBLEM], "5e-01 off"),
         (Kernels(float("nan")), [PROBLEM], "nan off"),
         (Kernels(1e-3, Ended(-11, 1.0)), [OK, PROBLEM], "flash-attn, heads of 256: signal 11"),
+        (Kernels(0, failed=True), [PROBLEM], "64 failed (RuntimeError: no kernel image is available)"),
     ],
-    ids=["right", "wrong", "no numbers", "a crash"],
+    ids=["right", "wrong", "no numbers", "a crash", "a failure"],
 )
 def test_kernels_are_told_by_head_size(lab, statuses, says):
     found = list(doctor_kernels._head_sizes(lab))
