@@ -54,12 +54,16 @@ class RankRoom:
         return self.need.likely - self.cached
 
 
-class OutOfRoom(UnsupportedError):
-    """Some rank lacks memory. ``lacking``: rank -> bytes that should be free on its device."""
+class AllRefuse(UnsupportedError):
+    """All ranks refuse, and none has begun. ``lacking``: rank -> bytes that should be free on its device."""
 
-    def __init__(self, message: str, lacking: dict[int, int]):
+    def __init__(self, message: str, lacking: dict[int, int] | None = None):
         super().__init__(message)
-        self.lacking = lacking
+        self.lacking = lacking or {}
+
+
+class OutOfRoom(AllRefuse):
+    """Some rank lacks memory."""
 
 
 class OutOfMemory(RuntimeError):

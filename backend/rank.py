@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from . import start
-from .admission import Admission, OutOfRoom, Planned, ran_out
+from .admission import Admission, AllRefuse, OutOfRoom, Planned, ran_out
 from .config import ParallelConfig
 from .device_memory import is_out_of_memory
 from .engine import Engine
@@ -16,11 +16,13 @@ from .loading import parking
 from .loading.load_report import by_rank
 from .loading.lora_keys import lora_stack, stack_digest
 from .loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
+from .parallel import kernel_table, kernel_trial
 from .parallel import mesh as meshes
 from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
 from .quantization import trial
 from .quantization.kernels import NATIVE
 from .quantization.matmul import Product
+from .sampling.model_runner import LoadedModel
 from .sampling.runs import Prepared
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
@@ -43,6 +45,8 @@ class Worker:
         self.engine.capabilities = {(major, minor) for of_rank in capabilities for major, minor in of_rank}
         self.admission = Admission(begun.config, self.dispatcher, self.engine.memory)
         self.reports: dict[str, list[dict]] = {}
+        #: Attention kernel, type, head size, with log-sum-exp? -> why requests are refused; empty: they run.
+        self.tried: dict[tuple, str] = {}
         beats = begun.beats
         self.clock = StepClock(beats.ring(int(os.environ["LOCAL_RANK"])) if beats else None)
 
@@ -51,7 +55,7 @@ class Worker:
         while not isinstance(message := self.dispatcher.receive(), Shutdown):
             try:
                 self.obey(message)
-            except (Stopped, OutOfRoom):
+            except (Stopped, AllRefuse):
                 pass  # rank 0 answers the client
 
     def obey(self, message):
@@ -95,8 +99,9 @@ class Worker:
             self.clock.begin(None)
 
     def _admitted(self, message: Sample | ModelCall, prepare, planned: Planned | None) -> Prepared:
-        """Return what ``prepare`` makes where every rank has room. Raises OutOfRoom."""
+        """Return what ``prepare`` makes where every rank has room. Raises AllRefuse."""
         model = self.engine.models[message.model]
+        self._try_kernel(message.attention, model)
         stack = self.engine.stacks.get(message.model, ())
         parked = model.parked_on
 
@@ -111,6 +116,22 @@ class Worker:
             if parked:  # again, as all ranks count: some have weights back, others had no room for theirs
                 self.engine.park(model, parked)
             raise
+
+    def _try_kernel(self, name: str, model: LoadedModel):
+        """Try an attention kernel on every rank before its first request. No collective for torch's own,
+        which only GPUs have several of. Raises AllRefuse where it fails on any."""
+        kernel = kernel_table.kernel_of(name)
+        lse = kernel.lse and self.engine.config.ring_degree > 1
+        case = (name, model.dtype, model.head_size, lse)
+        is_tried = case in self.tried or not model.head_size
+        if kernel.call is None and self.mesh.device.type == "cuda" and not is_tried:
+            self.tried[case] = ""
+            kernel_trial.settle(*case[1:3], self.mesh.device)
+        elif kernel.call is not None and not is_tried:
+            failures = self.dispatcher.all_gather_object(kernel_trial.failure(*case, self.mesh.device))
+            self.tried[case] = kernel_trial.refusal(name, by_rank(failures))
+        if self.tried.get(case):
+            raise AllRefuse(self.tried[case])
 
     def _guarded(self, run):
         """Run; where memory runs out, say so with numbers. One rank alone goes on. Raises OutOfRoom."""

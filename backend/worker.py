@@ -15,7 +15,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import lean_imports, start  # noqa: F401  # the first one before all that imports diffusers
-from .admission import OutOfRoom, Planned
+from .admission import AllRefuse, Planned
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError
 from .loading.checkpoint import Checkpoint
@@ -122,7 +122,7 @@ class Leader(Worker):
             return
         try:
             act()
-        except OutOfRoom as error:  # all ranks agree: none has begun, or there is this one alone
+        except AllRefuse as error:  # none has begun, or there is this one alone
             job.reply(Failure(str(error), lacking=[list(each) for each in error.lacking.items()]))
 
     def on_arrange(self, job: Job, message: Arrange) -> Act:

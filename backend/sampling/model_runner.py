@@ -96,12 +96,16 @@ class LoadedModel:
         """Bytes that this rank read of the checkpoint."""
         return self.report.bytes_read
 
+    @property
+    def head_size(self) -> int:
+        """Features of an attention head; 0 where nobody knows, since nothing is cut."""
+        blocks = self.family.blocks
+        return 0 if blocks.whole_only else blocks.head_size(self.config)
+
     def facts(self, config: ParallelConfig, device: str, capabilities: Set[tuple[int, int]]) -> dict:
         """Return what a client needs to know of the model (Loaded.info), on ranks of ``config`` with GPUs of
         these ``capabilities``."""
-        blocks = self.family.blocks
-        head_size = 0 if blocks.whole_only else blocks.head_size(self.config)
-        where = (device, self.dtype, head_size, capabilities)
+        where = (device, self.dtype, self.head_size, capabilities)
         ring = kernel_table.merges(config)
         return {
             "attention": {name: kernel_table.explained(name, *where, ring) for name in CHOICES["attention"]},

@@ -151,6 +151,7 @@ def worker(ranks: int) -> Worker:
     rank.admission = SimpleNamespace(prepare=lambda *_: None)
     rank.engine.models["m"] = SimpleNamespace(parked_on=frozenset())
     rank.clock = StepClock(None)
+    rank._try_kernel = lambda *_: None
     return rank
 
 

@@ -1,0 +1,70 @@
+"""Tries an attention kernel before a request runs with it: a package that can be imported may have no binary
+for the GPU, and cuDNN no plan for its heads. In a block that would end the ranks, again at every request."""
+
+import torch
+from torch import Tensor
+
+from ..device_memory import is_out_of_memory
+from ..errors import reason
+from .attention_kernels import SDPA
+from .kernel_table import activated, kernel_of
+
+#: Tokens of the one head that is tried.
+TOKENS = 128
+#: Kernels in int8 and fp4 are off by less of their values. So much more is a kernel that fails without
+#: saying so.
+MOST_ERROR = 0.5
+
+
+@torch.inference_mode()
+def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
+    """Return why the kernel ``name`` does not attend here, empty where it does; ``lse``: with the log-sum-exp
+    too. Where memory runs out nothing is known. Raises where the device is lost."""
+    call = kernel_of(name).call
+    assert call is not None, "torch's own kernels are settled"
+    q, k, v = _numbers(dtype, head_size, device)
+    scale = head_size**-0.5
+    try:
+        wanted = SDPA(q.float(), k.float(), v.float(), scale=scale)
+        with activated(name):
+            outputs = [call(q, k, v, scale, each)[0].float() for each in {False, lse}]
+        error = max(((out - wanted).norm() / wanted.norm()).item() for out in outputs)
+    except Exception as failed:  # a wheel raises what it likes
+        return _why(failed, device)
+    return "" if error <= MOST_ERROR else f"it is off by {error:.2g} of its values"
+
+
+@torch.inference_mode()
+def settle(dtype: torch.dtype, head_size: int, device: torch.device):
+    """Have torch attend without cuDNN where its own choice of kernels fails. All of them are exact, so ranks
+    need not agree. Raises where the device is lost."""
+    q, k, v = _numbers(dtype, head_size, device)
+    try:
+        SDPA(q, k, v).sum().item()
+    except Exception as failed:
+        if why := _why(failed, device):
+            print(f"torch's attention failed ({why}), and goes on without cuDNN's")
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def refusal(name: str, failures: list[str]) -> str:
+    """Say that a kernel fails on some ranks; empty where it does on none."""
+    if not failures:
+        return ""
+    package = kernel_of(name).module
+    remedy = f"install a {package} that was built for this GPU" if package else "update torch or the driver"
+    why = f"attention is {name}, which was tried and fails ({'; '.join(failures)})"
+    return f"{why}; {remedy}, or set attention to auto."
+
+
+def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Queries, keys and values (1, 1, TOKENS, head_size)."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(3, 1, 1, TOKENS, head_size, generator=generator).to(device, dtype).unbind()
+
+
+def _why(failed: Exception, device: torch.device) -> str:
+    if is_out_of_memory(failed):
+        return ""
+    torch.ones(1, device=device).item()  # raises where the device is lost
+    return f"{type(failed).__name__}: {reason(failed, 160)}"

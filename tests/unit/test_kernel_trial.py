@@ -1,0 +1,138 @@
+"""Attention kernels are tried before a request: what fails is refused by all ranks, and these stay."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from backend.admission import AllRefuse
+from backend.config import ParallelConfig
+from backend.parallel import kernel_trial
+from backend.parallel.attention_kernels import SDPA
+from backend.parallel.kernel_table import KERNELS
+from backend.protocol import Sample
+from backend.rank import Worker
+from backend.sampling.step_loop import Callbacks
+
+CPU = torch.device("cpu")
+
+
+def missing(q, k, v, scale, lse):
+    raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+
+def without_lse(q, k, v, scale, lse):
+    if lse:
+        raise RuntimeError("No execution plans support the graph.")
+    return SDPA(q, k, v, scale=scale), None
+
+
+def right(q, k, v, scale, lse):
+    return SDPA(q, k, v, scale=scale), None
+
+
+def wrong(q, k, v, scale, lse):
+    return torch.full_like(q, float("nan")), None
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Put a call in the place of SageAttention's."""
+
+    def use(call):
+        monkeypatch.setitem(KERNELS, "sage", replace(KERNELS["sage"], call=call))
+
+    return use
+
+
+class Rank(Worker):
+    """A rank of ``ranks`` whose peers find ``others``; counts collectives and requests."""
+
+    def __init__(self, others: list[str], ring: int = 1):
+        self.mesh = SimpleNamespace(device=CPU, rank=0, world_size=2)
+        self.tried = {}
+        self.gathers = self.requests = 0
+        self.others = others
+        self.dispatcher = SimpleNamespace(all_gather_object=self.gather)
+        self.clock = SimpleNamespace(new_request=print, begin=print)
+        model = SimpleNamespace(dtype=torch.bfloat16, head_size=64, parked=False)
+        config = ParallelConfig(ring_degree=ring)
+        named = dict(prepare_sample=print, sample=self.sample, stacks={})
+        self.engine = SimpleNamespace(models={"m": model}, config=config, **named)
+        self.admission = SimpleNamespace(prepare=lambda *_: None)
+
+    def gather(self, own: str) -> list[str]:
+        self.gathers += 1
+        return [own, *self.others]
+
+    def sample(self, *_):
+        self.requests += 1
+
+    def ask(self, attention="sage"):
+        self.run_sample(Sample("m", "euler", 1.0, 7, attention=attention), Callbacks())
+
+
+def test_a_kernel_that_raises_is_refused_each_time_and_tried_once(kernel):
+    kernel(missing)
+    rank = Rank(["", "RuntimeError: another"])
+    for _ in range(2):
+        with pytest.raises(AllRefuse) as refused:
+            rank.ask()
+    text = str(refused.value)
+    assert text.startswith(
+        "attention is sage, which was tried and fails (rank 0: RuntimeError: CUDA error: no kernel"
+    )
+    assert "; rank 2: RuntimeError: another); install a sageattention" in text
+    assert text.endswith("or set attention to auto.") and text.count(". ") == 0
+    assert (rank.gathers, rank.requests) == (1, 0)
+    rank.ask("auto")
+    assert (rank.gathers, rank.requests) == (1, 1)  # it stays up
+
+
+def test_a_kernel_that_fails_on_another_rank_alone_is_refused(kernel):
+    kernel(right)
+    with pytest.raises(AllRefuse, match=r"fails \(rank 1: it has none\)"):
+        Rank(["it has none"]).ask()
+
+
+def test_a_kernel_that_works_runs(kernel):
+    kernel(right)
+    rank = Rank([""])
+    rank.ask()
+    rank.ask()
+    assert (rank.gathers, rank.requests) == (1, 2)
+
+
+@pytest.mark.parametrize("ring, fails", [(1, False), (2, True)])
+def test_the_log_sum_exp_is_tried_where_a_ring_wants_it(kernel, ring, fails):
+    kernel(without_lse)
+    rank = Rank([""], ring)
+    if fails:
+        with pytest.raises(AllRefuse, match="No execution plans"):
+            rank.ask()
+    else:
+        rank.ask()
+
+
+def test_a_kernel_that_is_wrong_is_refused(kernel):
+    kernel(wrong)
+    assert "off by nan" in kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU)
+
+
+def test_memory_that_runs_out_is_no_verdict(kernel):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernel(full)
+    assert kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU) == ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_goes_on_without_cudnn_where_its_choice_fails(monkeypatch, fails, capsys):
+    switched = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    if fails:
+        monkeypatch.setattr(kernel_trial, "SDPA", lambda *_: missing(*[None] * 5))
+    kernel_trial.settle(torch.bfloat16, 64, CPU)
+    assert switched == [False] * fails and ("no kernel image" in capsys.readouterr().out) == fails
