@@ -3,7 +3,6 @@
 Unlike accelerate's hooks, which move a module at each forward, they move once, and only when asked to.
 """
 
-import sys
 from collections.abc import Iterable
 from itertools import chain
 
@@ -11,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..device_memory import host_free
-from ..errors import reason
+from ..host_memory import HostMemory
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
-#: Bytes of a piece of host memory for parked weights, a power of two, and at multiples of how many bytes a
-#: tensor begins in it.
-PIECE, ALIGNMENT = 1 << 28, 512
 
 
 def has_room(weight_bytes: int) -> bool:
@@ -37,43 +33,6 @@ def to_host(modules: Iterable[nn.Module], pinned: bool = True):
 
     for module in modules:
         module._apply(moved)
-
-
-class HostMemory:
-    """Host memory for many tensors in few pieces: torch rounds each page-locked one up to a power of two."""
-
-    def __init__(self, pinned: bool):
-        self.pinned = pinned
-        self.pieces: list[Tensor] = []
-        self.used: list[int] = []
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """Return memory for a tensor's values, with its shape and type, in the first piece with room."""
-        rooms = (len(piece) - used for piece, used in zip(self.pieces, self.used))
-        index = next((i for i, room in enumerate(rooms) if room >= tensor.nbytes), len(self.pieces))
-        if index == len(self.pieces):
-            self.pieces.append(self._piece(max(PIECE, 1 << (tensor.nbytes - 1).bit_length())))
-            self.used.append(0)
-        start = self.used[index]
-        flat = self.pieces[index][start : start + tensor.nbytes].view(tensor.dtype)
-        self.used[index] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        strides = torch.empty_like(tensor, device="meta").stride()
-        return flat.as_strided(tensor.shape, strides, flat.storage_offset())
-
-    def _piece(self, size: int) -> Tensor:
-        """A piece, page locked as long as the system allows it: WSL 2 and containers limit that."""
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
-        except RuntimeError as error:
-            if not self.pinned:
-                raise
-            print(
-                f"No {size / 1e6:.0f} MB can be page locked ({reason(error, 100)}): parked weights come back "
-                f"slower.",
-                file=sys.stderr,
-            )
-            self.pinned = False
-            return self._piece(size)
 
 
 @torch.inference_mode(False)

@@ -5,11 +5,14 @@ through page-locked memory (safetensors issue 729), 17 times on GB300 (NVIDIA co
 host reads the next piece of the file while the one before it travels.
 """
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import reason
 
 #: Bytes of each of the two buffers of a rank: many pages of a file, and little of the host's memory.
 PIECE = 32 << 20
@@ -42,15 +45,21 @@ class Staging:
 
 
 @lru_cache(maxsize=1)
-def _staging(device: torch.device) -> Staging:
-    """The buffers of this rank, which has one device."""
-    return Staging()
+def _staging(device: torch.device) -> Staging | None:
+    """The buffers of this rank, which has one device; None where the system lets no memory be page locked, as
+    WSL 2 and containers may."""
+    try:
+        return Staging()
+    except RuntimeError as error:
+        print(f"No memory can be page locked ({reason(error, 100)}): loading is slower.", file=sys.stderr)
+        return None
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor of a mapped file on ``device``; on the CPU the tensor itself."""
     place = torch.device(device)
-    return _staging(place).copy(tensor, place) if place.type == "cuda" else tensor.to(place)
+    staging = _staging(place) if place.type == "cuda" else None
+    return staging.copy(tensor, place) if staging else tensor.to(place)
 
 
 def upload_parameters(module: nn.Module, device: torch.device):
@@ -63,8 +72,12 @@ def upload_parameters(module: nn.Module, device: torch.device):
 
 
 def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory of the host that a GPU copies to while nobody waits."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    """Return memory of the host that a GPU copies to while nobody waits; where none can be page locked, other
+    memory, for which the host waits."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(shape, dtype=dtype)
 
 
 class Download:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..host_memory import HostMemory
 from ..opaque_ops import SECOND, opaque
 from . import comm
 from .mesh import Mesh
@@ -210,11 +211,12 @@ class LayerCache:
     def offload(self):
         """Move the modulation weights off the device, where that is asked for; page locked, they come back at
         the speed of the bus."""
-        pinned = self.mesh.device.type == "cuda"
+        memory = HostMemory(pinned=True) if self.mesh.device.type == "cuda" else None
         for layer in self.offloaded:
-            layer.to(self.offload_device)
-            if pinned:
-                layer._apply(Tensor.pin_memory)
+            if memory:
+                layer._apply(memory.moved)
+            else:
+                layer.to(self.offload_device)
 
     def begin_request(self):
         """Forget the request before."""

@@ -20,6 +20,7 @@ LAYERS = [
     "backend.lean_imports",
     "backend.control_group",
     "backend.device_memory",
+    "backend.host_memory",
     "backend.opaque_ops",
     "backend.shares",
     "backend.torch_version",

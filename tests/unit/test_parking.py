@@ -11,6 +11,7 @@ from fake_memory import GB, FakeMemory, on_ranks
 from quantized import write_gguf, write_scaled
 from tiny import BLOCKS, golden_request, save_whole, shallow_flux, weights_module
 
+from backend import host_memory
 from backend.admission import OutOfRoom, ran_out
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -227,11 +228,11 @@ def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, relea
 def test_host_memory_is_in_few_pieces(monkeypatch):
     """Tensors of any layout keep it, and none overlaps another. What a larger one leaves of its piece, which
     is a power of two as torch makes it anyway, others fill."""
-    monkeypatch.setattr(parking, "PIECE", 4096)
+    monkeypatch.setattr(host_memory, "PIECE", 4096)
     shapes = [(3, 5), (7,), (), (0, 4), (40, 40), (16, 16), (2, 3, 4), (16, 24)]
     tensors = [torch.randn(shape) for shape in shapes]
     tensors += [torch.randn(6, 4).t(), torch.randn(5, 3).to(torch.bfloat16)]
-    memory = parking.HostMemory(pinned=False)
+    memory = host_memory.HostMemory(pinned=False)
     copies = [memory.like(tensor).copy_(tensor) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         assert copy.equal(tensor) and copy.stride() == tensor.stride() and copy.dtype == tensor.dtype
@@ -252,14 +253,28 @@ def test_memory_that_cannot_be_page_locked_is_not(monkeypatch, capsys):
             raise RuntimeError("CUDA error: out of memory")
         return empty(*sizes, **settings)
 
-    monkeypatch.setattr(parking, "PIECE", 4096)
+    monkeypatch.setattr(host_memory, "PIECE", 4096)
     monkeypatch.setattr(torch, "empty", limited)
-    memory = parking.HostMemory(pinned=True)
+    memory = host_memory.HostMemory(pinned=True)
     tensors = [torch.randn(40, 20), torch.randn(40, 20)]
     assert all(memory.like(each).copy_(each).equal(each) for each in tensors)
     assert made == [True, False, False]
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "page locked (CUDA error: out of memory)" in told
+
+
+def test_modulation_is_offloaded_where_nothing_can_be_page_locked(files, monkeypatch, capsys):
+    """Here torch cannot, without a GPU."""
+    engine = Engine(ParallelConfig(offload_modulation=True), mesh.single())
+    engine.load("tiny", str(files["plain"]), "bf16")
+    cache = engine.models["tiny"].cache
+    cache.mesh = replace(cache.mesh, device=torch.device("cuda", 0))
+    before = [layer.weight.clone() for layer in cache.offloaded]
+    cache.offload()
+    after = [layer.weight for layer in cache.offloaded]
+    assert before and all(a.equal(b) for a, b in zip(after, before, strict=True))
+    if not torch.cuda.is_available():
+        assert capsys.readouterr().err.count("can be page locked") == 1
 
 
 def test_swap_is_no_room_for_parked_weights(monkeypatch):

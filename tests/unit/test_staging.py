@@ -160,3 +160,26 @@ def test_a_download_of_the_cpu_is_a_copy_that_is_there():
     came = Download(tensor).arrived()
     tensor.zero_()
     assert came is not None and came.equal(torch.ones(3))
+
+
+def limited(*shape, pin_memory=False, **how):
+    """torch.empty, where the system lets no memory be page locked."""
+    if pin_memory:
+        raise RuntimeError("CUDA error: out of memory")
+    return torch.zeros(*shape, **how)
+
+
+def test_files_are_copied_straight_where_nothing_can_be_page_locked(monkeypatch, capsys):
+    class Mapped:
+        def to(self, place):
+            return "straight", place.type
+
+    monkeypatch.setattr(torch, "empty", limited)
+    monkeypatch.setattr(staging, "Staging", lambda: Staging(limited))
+    staging._staging.cache_clear()
+    try:
+        assert [upload(Mapped(), "cuda:0") for _ in range(2)] == [("straight", "cuda")] * 2
+    finally:
+        staging._staging.cache_clear()
+    assert capsys.readouterr().err.count("page locked (CUDA error: out of memory): loading is slower") == 1
+    assert staging.page_locked((2,), torch.float32).shape == (2,)  # previews come too

@@ -1,0 +1,52 @@
+"""Host memory for weights that wait there, page locked where the system allows it."""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from .errors import reason
+
+#: Bytes of a piece of host memory, a power of two, and at multiples of how many bytes a tensor begins in it.
+PIECE, ALIGNMENT = 1 << 28, 512
+
+
+class HostMemory:
+    """Host memory for many tensors in few pieces: torch rounds each page-locked one up to a power of two."""
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self.pieces: list[Tensor] = []
+        self.used: list[int] = []
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return memory for a tensor's values, with its shape and type, in the first piece with room."""
+        rooms = (len(piece) - used for piece, used in zip(self.pieces, self.used))
+        index = next((i for i, room in enumerate(rooms) if room >= tensor.nbytes), len(self.pieces))
+        if index == len(self.pieces):
+            self.pieces.append(self._piece(max(PIECE, 1 << (tensor.nbytes - 1).bit_length())))
+            self.used.append(0)
+        start = self.used[index]
+        flat = self.pieces[index][start : start + tensor.nbytes].view(tensor.dtype)
+        self.used[index] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return flat.as_strided(tensor.shape, strides, flat.storage_offset())
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values in this memory, or the tensor itself where it is page locked."""
+        return tensor if tensor.is_pinned() else self.like(tensor).copy_(tensor)
+
+    def _piece(self, size: int) -> Tensor:
+        """A piece, page locked as long as the system allows it: WSL 2 and containers limit that."""
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+        except RuntimeError as error:
+            if not self.pinned:
+                raise
+            print(
+                f"No {size / 1e6:.0f} MB can be page locked ({reason(error, 100)}): weights that wait there "
+                f"come back slower.",
+                file=sys.stderr,
+            )
+            self.pinned = False
+            return self._piece(size)
