@@ -89,14 +89,9 @@ class BackendProcess:
             self._heartbeats.close()
             self._private.close()
             raise
-        # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py); the
-        # ranks see their own devices only, numbered from 0
-        seen = replace(config, device=device, gpus="", address="")
-        said = {"token": self._token if self.machines.index == 0 else "", "config": asdict(seen)}
         assert self._agent.stdin is not None  # it was opened as a pipe
         self._pipe = self._agent.stdin
-        self._pipe.write(json.dumps(said).encode() + b"\n")
-        self._pipe.flush()
+        self._say_configuration(config, device)
         self._watch = SilenceWatch(self._heartbeats, self._end_silent, device == "cuda")
         if link is not None:
             link.watch(self._end_with_others, self._watch.ready)
@@ -117,6 +112,14 @@ class BackendProcess:
                 start_new_session=True,
                 pass_fds=self._private.inherited,
             )
+
+    def _say_configuration(self, config: ParallelConfig, device: str):
+        # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py); the
+        # ranks see their own devices only, numbered from 0
+        seen = replace(config, device=device, gpus="", address="")
+        said = {"token": self._token if self.machines.index == 0 else "", "config": asdict(seen)}
+        self._pipe.write(json.dumps(said).encode() + b"\n")
+        self._pipe.flush()
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
         """Return a client connected to rank 0, once every rank has joined. ``check()`` is called ten times a
