@@ -56,7 +56,7 @@ class Rank(Worker):
         self.others = others
         self.dispatcher = SimpleNamespace(all_gather_object=self.gather)
         self.clock = SimpleNamespace(new_request=print, begin=print)
-        model = SimpleNamespace(dtype=torch.bfloat16, head_size=64, parked=False)
+        model = SimpleNamespace(dtype=torch.bfloat16, head_size=64, parked_on=frozenset())
         config = ParallelConfig(ring_degree=ring)
         named = dict(prepare_sample=print, sample=self.sample, stacks={})
         self.engine = SimpleNamespace(models={"m": model}, config=config, **named)
