@@ -44,7 +44,7 @@ TRANSFORMERS = [
 
 STEPS, MASKED = 2, 5
 #: Most rows of latent pixels and rows of text of a request: no ComfyUI is compared here.
-SIDE, TEXT = 12, 40
+SIDE, TEXT = 10, 40
 #: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
