@@ -83,6 +83,7 @@ class Parked:
     can_park = True
     report = SimpleNamespace(weight_bytes=GB)
     weights = SimpleNamespace(stack=())
+    dtype, head_size = torch.float32, 0
     parked_on: frozenset[int] = frozenset()
 
     @property
@@ -108,11 +109,12 @@ def parks(dispatcher: Dispatcher) -> list[list]:
 
     memory = FakeMemory(GB * (dist.get_rank() == last), name=f"GPU-{dist.get_rank()}")
     rank = Worker.__new__(Worker)
-    rank.mesh = SimpleNamespace(rank=dist.get_rank(), world_size=dispatcher.ranks)
-    rank.machines = [0] * dispatcher.ranks
-    rank.engine = SimpleNamespace(models={"m": model}, stacks={}, park=park)
+    rank.mesh = SimpleNamespace(rank=dist.get_rank(), world_size=dispatcher.ranks, device=torch.device("cpu"))
+    rank.machines, rank.tried = [0] * dispatcher.ranks, {}
+    config = ParallelConfig(ulysses_degree=dispatcher.ranks)
+    rank.engine = SimpleNamespace(models={"m": model}, stacks={}, park=park, config=config)
     rank.dispatcher = dispatcher
-    rank.admission = Admission(ParallelConfig(ulysses_degree=dispatcher.ranks), dispatcher, memory)
+    rank.admission = Admission(config, dispatcher, memory)
     needs = planned([Need(0, 0)] * dispatcher.ranks, weight_bytes=GB)
     sample = Sample("m", "euler", 1.0, 7, asking=list(range(dispatcher.ranks)))
     with mock.patch.object(parking, "host_free", return_value=2 * GB * dispatcher.ranks):

@@ -253,7 +253,7 @@ def frame(message) -> bytes:
         (frame(Challenge("", "")), "not know our token"),
         (frame(Challenge("0" * 64, "\u00e9")), "not know our token"),
         (frame(WELCOME), "Welcome where Challenge belongs"),
-        (frame(Failure("no")), r"in \(no\)"),
+        (frame(Failure("no")), r"in: no\."),
         (framing.PREFIX.pack(framing.MAGIC, 5000, 0), "limit of 4096"),
         (framing.PREFIX.pack(framing.MAGIC, 100, 1 << 30), "limit of 4096"),
     ],

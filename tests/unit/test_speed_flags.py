@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
 import torch
-from parallel_dit.backend.config import CHOICES
-from parallel_dit.backend.parallel.kernel_table import explained
-from parallel_dit.backend.quantization.formats import PLAIN_FLOAT8
-from parallel_dit.backend.quantization.matmul import Matrix, choose
 from parallel_dit.nodes.host.speed_flags import flag_lines
+
+from backend.config import CHOICES
+from backend.parallel.kernel_table import explained
+from backend.quantization.formats import PLAIN_FLOAT8
+from backend.quantization.matmul import Matrix, choose
 
 OPEN = {"attention": "auto", "weight_dtype": "default", "matmul": "auto"}
 NATIVE = "matmul of Load Parallel DiT to native"
