@@ -2,9 +2,9 @@
 
 For each placement of weights the planner keeps by how much requests so far would be behind, had they ended
 there: each with the best plan that these weights allow, and with the seconds of reading. Ranks go to the one
-that is behind by nothing. This is a work function of metrical task systems (Borodin, Linial and Saks, J. ACM
-39, 1992): requests that want different plans in turn do not move weights each time, and many equal ones get
-their best plan.
+that is behind by nothing, and all is counted anew from there. Up to the next move this is a work function of
+metrical task systems (Borodin, Linial and Saks, J. ACM 39, 1992): requests that want different plans in turn
+do not move weights each time, and many equal ones get their best plan.
 """
 
 import math
@@ -63,7 +63,8 @@ def settle(
         start = min(running.behind.get(place, math.inf), running.change(plans[place], request))
         ends[place] = start + noticed
     best = min(ends, key=lambda place: (ends[place], place != here))
-    behind = {place: end - ends[best] for place, end in ends.items()}
+    # once they have moved, the way back takes all of its seconds again
+    behind = {place: end - ends[best] for place, end in ends.items()} if best == here else {}
     same = best == here and scores.get(running.plan, math.inf) <= STAYS * scores[plans[best]]
     return running.plan if same else plans[best], behind
 
