@@ -149,7 +149,13 @@ def _spared_key(auto: AutoConfig, model: Wanted) -> tuple:
 
 def note_left(gpu: int, size: int):
     """Have the next plans count that ComfyUI needs room on a GPU between requests of this size: it has just
-    taken weights from ranks there, of which at most ``size`` bytes could have stayed."""
+    taken weights from ranks there, of which at most ``size`` bytes could have stayed. Not where the ranks run
+    as no plan of auto placed them."""
+    running = pool.launched()
+    if running is None or _last is None:
+        return
+    if not replace(running.config, gpus="", device=_last[1].device).same_weights(_last[1]):
+        return
     _left[gpu, _tokens] = min(_left.get((gpu, _tokens), size), size)
 
 

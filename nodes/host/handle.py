@@ -143,7 +143,8 @@ def _at_hand(handle: ParallelDiT) -> ParallelConfig:
 
 def with_own(handle: ParallelDiT, config: ParallelConfig) -> ParallelConfig:
     """Return the ranks' plan with what a plan does not change of a handle's."""
-    return replace(config, attention=handle.config.attention, compile=handle.config.compile)
+    own = handle.config
+    return replace(config, attention=own.attention, compile=own.compile, wire=own.wire)
 
 
 def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
@@ -196,7 +197,9 @@ def _load_or_fail(
         status.show("opening the model")
     # what auto has placed otherwise goes on with whatever plan its next request gets
     keep = {h.wanted for h in _handles if h.auto is not None or h.config.topology() == config.topology()}
-    keep |= loaded_models(running())  # of which ComfyUI's cache may have dropped the handles
+    # of those of the graph ComfyUI's cache may have dropped the handles; a model in its calls keeps all,
+    # without a walk through the folders
+    keep |= loaded_models(running()) if make_room else set(backend.models)
     bar = comfy.utils.ProgressBar(1)
 
     def show(progress):
@@ -262,14 +265,15 @@ def _entries(backend: Backend, models: Collection[Wanted]) -> list[RankWeights]:
 
 
 def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: Loaded):
-    """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries without a handle,
-    of models that have left, and of these weights under another topology: through such an entry the manager
-    would take the weights that are about to be used."""
+    """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries of models that have
+    left, of those that neither these ranks nor a handle know, and of these weights under another topology:
+    through such an entry the manager would take the weights that are about to be used."""
     names = {(handle.config.topology(), handle.wanted) for handle in _handles}
     name = (config.topology(), wanted)
     for other, (holder, _) in list(_weights.items()):
-        is_stale = holder is backend and (other[1] == wanted or other[1] not in backend.models)
-        if other != name and (other not in names or is_stale):
+        here = holder is backend and other[1] in backend.models  # maybe without a handle
+        is_stale = holder is backend and (other[1] == wanted or not here)
+        if other != name and (is_stale or not (here or other in names)):
             del _weights[other]
 
     def free(ranks: tuple[int, ...]) -> bool:

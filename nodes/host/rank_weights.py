@@ -18,6 +18,8 @@ from ...backend.client import planning
 from ...backend.client.room import Room, local_gpus
 from ...backend.device_memory import device_name
 from ...backend.protocol import Loaded, Welcome
+from .graph import loaded_models
+from .queued import running
 
 Free = Callable[[tuple[int, ...]], bool]
 #: Bytes that ComfyUI's manager has to free for Unload Models. Under --disable-smart-memory it has to free a
@@ -91,9 +93,9 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
 
     def _note_left(self, size: int):
         """Have auto know what could have stayed: ``size`` of this entry, and others there. Not where ranks
-        asked for the room, nor where all models go by somebody's wish."""
+        asked for the room, where all models go by somebody's wish, or for a graph without ours."""
         wished = self.all_go or get_executing_context() is None
-        if self.load_device.type != "cuda" or Room.is_making or wished:
+        if self.load_device.type != "cuda" or Room.is_making or wished or not loaded_models(running()):
             return
         entries = (entry.model for entry in comfy.model_management.current_loaded_models)
         others = (each for each in entries if isinstance(each, RankWeights) and each is not self)

@@ -137,10 +137,11 @@ def test_the_other_model_of_a_graph_stays_without_a_handle(backend):
     for name in ("/a", "/b"):
         handle.load(CONFIG, name, "default")  # which nothing keeps
     assert backend.client.held == ["/a", "/b"]
+    assert {wanted[0] for _, wanted in handle._weights} == {"/a", "/b"}  # ComfyUI may take both
     run("/b")
     gc.collect()
     handle.load(CONFIG, "/b", "default")
-    assert backend.client.held == ["/b"]
+    assert backend.client.held == ["/b"] and {wanted[0] for _, wanted in handle._weights} == {"/b"}
 
 
 LOADED, SAMPLED = replace(CONFIG, ulysses_degree=2), replace(CONFIG, pipefusion_degree=2)

@@ -133,6 +133,7 @@ def left(monkeypatch):
     """What auto is told: (GPU, bytes of weights that could have stayed)."""
     found = []
     monkeypatch.setattr(planning, "note_left", lambda *told: found.append(told))
+    monkeypatch.setattr(rank_weights, "loaded_models", lambda graph: {("/model", "default", "auto")})
     return found
 
 
@@ -167,6 +168,15 @@ def test_auto_is_not_told_where_comfyui_needs_nothing(free, left):
         room = rank_weights.host_room()
         room.free(20 * GB, FIRST)
     assert ranks.freed == [(), (0,)] and not left and not room.is_making
+
+
+def test_auto_is_not_told_of_a_graph_without_ours(free, left, monkeypatch):
+    """Another graph's model took them once, and every later plan counted weights that leave."""
+    ranks = OnRanks(free)
+    monkeypatch.setattr(rank_weights, "loaded_models", lambda graph: set())
+    with CurrentNodeContext("prompt", "decode"):
+        management.free_memory(24 * GB, FIRST)
+    assert ranks.freed == [(0,)] and not left
 
 
 @pytest.mark.parametrize("devices", [(FIRST, SECOND), (SECOND,)])

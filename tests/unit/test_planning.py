@@ -161,13 +161,19 @@ def test_a_method_that_degrees_overrule_is_said():
     assert not unused_method("manual", two) and not unused_method("auto", ParallelConfig())
 
 
-def test_what_comfyui_takes_counts_for_requests_as_large(machine):
-    """And on its own GPU: rank 1's here."""
+def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
+    """And on its own GPU: rank 1's here. Not what it took from ranks that somebody placed."""
     auto = AutoConfig(gpus="1,0")
     plan, lines = plan_for(auto)
     assert not any(ASIDE in line for line in lines)
-    planning.note_left(0, 0)
-    planning.note_left(0, 5 * GB)
+    left = []
+    for config, size in ((ParallelConfig(data_parallel_degree=2), 0), (plan, 0), (plan, 5 * GB)):
+        ranks = SimpleNamespace(config=config)
+        monkeypatch.setattr(pool, "launched", lambda ranks=ranks: ranks)
+        planning.note_left(0, size)
+        left.append(list(planning._left.values()))
+    assert left == [[], [0], [0]]
+    monkeypatch.setattr(pool, "launched", lambda: None)
     assert any(f"{ASIDE}1: " in line for line in plan_for(auto)[1])
     assert planning.question_of(auto, MODEL, request)[0].waiting.beside == ((1, 0),)
     assert planning.question_of(auto, MODEL, large)[0].waiting.beside == ((1, 0),)
