@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from .config import ParallelConfig
 from .loading.compute_dtype import compute_dtype, fast_dtypes
+from .loading.staging import page_locked
 from .parallel import comm, mesh
 from .parallel.mesh import Mesh
 from .planner.machine import Machine
@@ -164,8 +165,10 @@ class Probe:
         return self._gemm(self.together), flop / attention, size / copied, self.together(kernels)
 
     def _host_link(self) -> float:
-        """Bytes/s from page-locked host memory, as parked weights come back (loading/parking.py)."""
-        waiting = torch.empty(self.sent, dtype=torch.uint8, pin_memory=self.kind == "cuda")
+        """Bytes/s from host memory, page locked where that can be, as parked weights come back
+        (loading/parking.py)."""
+        empty = page_locked if self.kind == "cuda" else torch.empty
+        waiting = empty((self.sent,), dtype=torch.uint8)
         x = torch.empty(self.sent, dtype=torch.uint8, device=self.device)
 
         def copy():

@@ -88,7 +88,7 @@ def _takes_sockets(folder: str) -> bool:
         os.unlink(probe)
     except OSError as error:
         return error.errno == errno.ENOSPC  # which is said of this disk, and not passed over
-    return stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    return not stat.S_IMODE(os.stat(folder).st_mode) & 0o077  # set-group-ID may have come from its parent
 
 
 def _locked(folder: Path) -> int | None:

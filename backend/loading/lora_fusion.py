@@ -142,7 +142,8 @@ class FusedWeights:
         rank, or on one that holds the whole model, of which these parameters are ``quantized``."""
         cuts = {} if quantized else self.cuts
         beside = quantized or self.packed
-        found = self._patches(stack) if beside else {}
+        # of UNKNOWN, no file's, the adapters beside quantized weights have gone
+        found = self._patches(stack) if beside and stack != UNKNOWN else {}
         numbers = 0
         for name, patches in found.items():
             if name not in beside:

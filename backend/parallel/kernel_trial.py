@@ -28,7 +28,8 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
         wanted = SDPA(q.float(), k.float(), v.float(), scale=scale)
         with activated(name):
             outputs = [call(q, k, v, scale, each)[0].float() for each in {False, lse}]
-        error = max(((out - wanted).norm() / wanted.norm()).item() for out in outputs)
+        errors = [(out - wanted).norm() / wanted.norm() for out in outputs]
+        error = torch.stack(errors).max().item()  # of which a NaN is the largest
     except Exception as failed:  # a wheel raises what it likes
         return _why(failed, device)
     return "" if error <= MOST_ERROR else f"it is off by {error:.2g} of its values"

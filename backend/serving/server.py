@@ -276,10 +276,12 @@ class Server:
 
 
 def _turn_away(connection: socket.socket):
-    """Answer the first message of a client for which there is no place, and hang up."""
+    """Answer the first bytes of a client for which there is no place, and hang up."""
     connection.settimeout(FULL_SECONDS)
     with connection, suppress(OSError):
-        receive(connection, limit=MAX_HELLO)
+        # of its Hello, one small frame: what is not read would end the connection before the answer is seen.
+        # A whole one may never come, and nobody is let in meanwhile
+        connection.recv(MAX_HELLO)
         why = f"{MAX_CLIENTS} clients are connected, and there is place for no more; end one of them."
         send(connection, protocol.Failure(why))
 

@@ -123,6 +123,9 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
     with pytest.raises(HandshakeError, match=f"not let this client in: {MAX_CLIENTS} clients are connected"):
         BackendClient(f"unix:{server.path}", TOKEN)
     assert closed(connect(server))  # one that says nothing does not hold up the others
+    slow = connect(server)
+    slow.sendall(b"P")  # nor does one that says it slowly
+    assert isinstance(framing.receive(slow), Failure)
     crowd.pop().close()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:

@@ -36,6 +36,10 @@ def wrong(q, k, v, scale, lse):
     return torch.full_like(q, float("nan")), None
 
 
+def wrong_with_lse(q, k, v, scale, lse):
+    return (wrong if lse else right)(q, k, v, scale, lse)
+
+
 @pytest.fixture
 def kernel(monkeypatch):
     """Put a call in the place of SageAttention's."""
@@ -115,9 +119,10 @@ def test_the_log_sum_exp_is_tried_where_a_ring_wants_it(kernel, ring, fails):
         rank.ask()
 
 
-def test_a_kernel_that_is_wrong_is_refused(kernel):
-    kernel(wrong)
-    assert "off by nan" in kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU)
+@pytest.mark.parametrize("call, lse", [(wrong, False), (wrong_with_lse, True)])
+def test_a_kernel_that_is_wrong_is_refused(kernel, call, lse):
+    kernel(call)
+    assert "off by nan" in kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU)
 
 
 def test_memory_that_runs_out_is_no_verdict(kernel):

@@ -154,6 +154,17 @@ def test_loras_are_beside_the_weights(folder, state, kind):
     assert not any(weight.adapters for weight in weights.values())
 
 
+def test_what_is_unknown_after_a_failed_change_takes_nothing(folder, state, monkeypatch):
+    """It names no file; on a rank that ran out of memory the next request asks for its size."""
+    engine = loaded(write(folder, state, "float8_e4m3fn"))
+    weights = engine.models["tiny"].weights
+    with monkeypatch.context() as patched:
+        patched.setattr(weights, "_put", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            weights.fuse(lora_stack([[str(lora_on(state, folder / "lora.safetensors")), 1.0]]))
+    assert engine.models["tiny"].lora_bytes(weights.stack) == 0
+
+
 def test_other_adapters_make_a_layer_whole(folder, state):
     """A full difference is added once to the values that are stored, which come back without it."""
     path = write(folder, state, "float8_e4m3fn")

@@ -61,6 +61,15 @@ def test_a_disk_without_sockets_or_modes_is_passed_over(lacks, monkeypatch, tmp_
     folder.close()
 
 
+def test_a_disk_that_groups_share_is_fine(monkeypatch, tmp_path):
+    """Folders in a folder with set-group-ID have it, too."""
+    tmp_path.chmod(0o2770)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = private_folder.PrivateFolder()
+    assert folder.path.parent == tmp_path and stat.S_IMODE(folder.path.stat().st_mode) == 0o2700
+    folder.close()
+
+
 #: A launcher that says its folder and waits for its death; ``named`` has it name its log first.
 LAUNCHER = """
 import sys; sys.path.insert(0, {root!r})
