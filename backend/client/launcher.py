@@ -30,8 +30,9 @@ from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend
 #: A rank starts within seconds on a warm disk and minutes on a cold network one; so long none may be added to
 #: those that are ready.
 READY_SECONDS = 300.0
-#: After a rank has ended, torchrun needs this long at most to end the others and to write why.
-EXIT_REPORT_SECONDS = 8.0
+#: After a rank has ended, torchrun needs this long at most to end the others and to write why, also where
+#: other processes want the machine: until then only what followed is known.
+EXIT_REPORT_SECONDS = 20.0
 #: After another machine's ranks have ended, ours have this long to see it, and other clients to be told.
 GRACE_SECONDS = 2.0
 TELL_SECONDS = 0.3
