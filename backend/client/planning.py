@@ -78,13 +78,18 @@ def _ranks(
     now = replace(running.config, gpus="", device=auto.base.device, compile=auto.base.compile)
     if not running.can_become(auto.placed(now, devices, device)):
         return None
-    if _last is None or _last[0] != auto or not now.same_weights(_last[1]):
+    if _last is None or _last[0] != auto or not _as_planned(now):
         return Ranks(now)  # somebody wants it otherwise now, whatever that takes
     shapes = zip(models, (question.shape, *question.others))
     held = tuple(shape for wanted, shape in shapes if wanted in running.models)
     rate = question.waiting.file or FILE_RATE
     rate = math.inf if question.machine.on_host else rate  # a host maps files
     return Ranks(now, held, _last[2], rate)
+
+
+def _as_planned(config: ParallelConfig) -> bool:
+    """Return whether weights lie on the ranks of ``config`` as the last plan has placed them."""
+    return _last is not None and replace(config, gpus="", device=_last[1].device).same_weights(_last[1])
 
 
 def _remember(auto: AutoConfig, request: Request, choice: Choice, ranks: Ranks | None):
@@ -152,9 +157,7 @@ def note_left(gpu: int, size: int):
     taken weights from ranks there, of which at most ``size`` bytes could have stayed. Not where the ranks run
     as no plan of auto placed them."""
     running = pool.launched()
-    if running is None or _last is None:
-        return
-    if not replace(running.config, gpus="", device=_last[1].device).same_weights(_last[1]):
+    if running is None or not _as_planned(running.config):
         return
     _left[gpu, _tokens] = min(_left.get((gpu, _tokens), size), size)
 

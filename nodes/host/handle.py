@@ -271,9 +271,9 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
     names = {(handle.config.topology(), handle.wanted) for handle in _handles}
     name = (config.topology(), wanted)
     for other, (holder, _) in list(_weights.items()):
-        here = holder is backend and other[1] in backend.models  # maybe without a handle
-        is_stale = holder is backend and (other[1] == wanted or not here)
-        if other != name and (is_stale or not (here or other in names)):
+        # these ranks may hold a model without a handle
+        stays = other[1] in backend.models and other[1] != wanted if holder is backend else other in names
+        if other != name and not stays:
             del _weights[other]
 
     def free(ranks: tuple[int, ...]) -> bool:
