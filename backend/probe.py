@@ -24,7 +24,7 @@ from .parallel.mesh import Mesh
 from .planner.machine import Machine
 from .quantization.matmul import capability_of
 from .serving.broadcast import Dispatcher
-from .start import end_with_parent, run_and_exit
+from .start import end_with_parent, ready_file, run_and_exit
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
@@ -39,6 +39,12 @@ LAYERS = 4
 #: Small kernels that a block starts for each stream.
 KERNELS = 24
 MICROSECOND = 1e-6
+#: Exchanges of which every byte is compared.
+CHECKS = 3
+
+
+class LinkError(Exception):
+    """A rank received other bytes than were sent to it."""
 
 
 def computed_in(device: torch.device) -> torch.dtype:
@@ -69,6 +75,27 @@ class Probe:
             self._wait()
             found.append(time.perf_counter() - started)
         return max(MICROSECOND, min(found[1:]))
+
+    def check_links(self):
+        """Raise LinkError on every rank unless each receives what the others send: GPUs whose driver promises
+        peer access have been seen to read something else (vLLM's can_actually_p2p tests the same)."""
+        wrong = [peer for number in range(CHECKS) for peer in self._wrong_peers(number)]
+        for rank, peers in enumerate(self.dispatcher.all_gather_object(wrong)):
+            if peers:
+                raise LinkError(f"rank {rank} received other bytes than rank {peers[0]} sent")
+
+    def _wrong_peers(self, number: int) -> list[int]:
+        """Return the ranks that this one received other bytes from, in one exchange among all."""
+        count = self.sent // torch.int32.itemsize // self.ranks
+        ramp = torch.arange(count, dtype=torch.int32, device=self.device)
+
+        def message(sender: int, receiver: int) -> torch.Tensor:
+            return ramp * (number + 2) + sender * self.ranks + receiver
+
+        axis, peers = self.mesh.ulysses, range(self.ranks)
+        sent = [message(axis.rank, peer) for peer in peers]
+        received = comm.all_to_all(sent, [(count,)] * self.ranks, axis, "probe")
+        return [peer for peer in peers if not received[peer].equal(message(peer, axis.rank))]
 
     def measure(self) -> Machine:
         """Return the rates of the slowest rank."""
@@ -237,9 +264,12 @@ def main():
     parser.add_argument("--device", choices=SIZES, required=True)
     parser.add_argument("--out", required=True, help="where rank 0 writes the result")
     options = parser.parse_args()
+    ready_file(options.store, os.environ["RANK"]).touch()
     end_with_parent()
     with torch.inference_mode():
         probe = Probe(options.device, mesh.file_store(options.store))
+        if probe.ranks > 1:
+            probe.check_links()
         machine = probe.measure()
     if probe.mesh.rank == 0:
         Path(options.out).write_text(json.dumps(machine.as_dict()))

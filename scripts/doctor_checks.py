@@ -179,6 +179,9 @@ def peers(facts: Facts) -> Status:
     count = len(facts.gpus)
     if count < 2:
         return OK, "not asked: fewer than two GPUs"
+    if facts.way:
+        what = "GPUs failed to reach each other's memory when they were measured"
+        return WARNING, f"{what}, and ranks start with {facts.way} since then; --full measures them again"
     lacking = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not facts.peers[a][b]]
     if not lacking:
         return OK, "every GPU reaches the memory of every other one (peer access)"

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 import torch.cuda.nccl
 
-from backend.client import dependencies, measurements
+from backend.client import dependencies, measurements, nccl_settings
+from backend.client.cache_folder import cache_folder
 from backend.client.exit_report import SHARED_MEMORY
 
 #: Packages whose import is tried -> what it is imported by. A wheel built for another torch fails only then.
@@ -176,6 +177,11 @@ class Facts:
         return [[a == b or torch.cuda.can_device_access_peer(a, b) for b in indices] for a in indices]
 
     @cached_property
+    def way(self) -> str:
+        """What NCCL is told since peer access failed when the machine was measured; else nothing."""
+        return nccl_settings.words(nccl_settings.kept(os.environ, list(range(len(self.gpus)))))
+
+    @cached_property
     def shared_memory(self) -> int | None:
         """Bytes of /dev/shm, None where there is none."""
         if not SHARED_MEMORY.exists():
@@ -239,7 +245,7 @@ class Facts:
 
 def _places() -> dict[str, Path]:
     """Return the temporary folder, and of the cache folder what exists of it."""
-    cache = measurements.cache_folder()
+    cache = cache_folder()
     while not cache.exists():
         cache = cache.parent
     return {"temporary folder": Path(tempfile.gettempdir()), "cache folder": cache}

@@ -20,7 +20,8 @@ from doctor_checks import OutOfTime
 from doctor_processes import Ended
 from torch import Tensor
 
-from backend.client import measurements, pool
+from backend.client import measurements, nccl_settings, pool
+from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.config import ParallelConfig
 from backend.planner.machine import Machine
 from backend.protocol import Sample
@@ -148,7 +149,7 @@ class Lab:
         began = time.monotonic()
         result = backend.sample(message, should_cancel=lambda: time.monotonic() > began + RUN_SECONDS)
         if result is None:  # which is to be said even where the minutes are over
-            remedy = measurements.hang_remedy(self.device) if self.links_failed else LINKS_FIRST
+            remedy = hang_remedy(self.device) if self.links_failed else LINKS_FIRST
             what = f"no answer within {RUN_SECONDS:.0f} s of {config.product}: the ranks hang"
             raise TimeoutError(f"{what}; {remedy}" if remedy else what)
         notes = result.stats.get("notes", [])
@@ -169,16 +170,20 @@ class Lab:
         return max(1e-6, least[1] - least[0]) / (many - few), last
 
     def machine(self) -> Machine:
-        """Measure rates and links anew: what is kept for this machine may be of better days."""
+        """Measure rates and links anew: what is kept for this machine may be of better days. Ranks that start
+        later, ComfyUI's too, take the way between GPUs that works now."""
+        ranks = list(range(self.ranks))
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
-            ranks = list(range(self.ranks))
             try:
-                return measurements.machine_rates(
+                found = measurements.machine_rates(
                     self.device, ranks, self.check, lambda line: None, longest=PROBE_SECONDS
                 )
-            except measurements.UnmeasuredError:
+            except UnmeasuredError:
                 self.links_failed = True
                 raise
+            way = nccl_settings.kept(os.environ, ranks)
+        nccl_settings.keep(os.environ, ranks, way)
+        return found
 
     # ------------------------------------------------------------------ models
     def tiny(self, family: str) -> tuple[Path, Sample, Tensor]:

@@ -15,7 +15,7 @@ from doctor_steps import shapes, waits
 from doctor_watch import Watch
 
 from backend import protocol
-from backend.client.measurements import UnmeasuredError
+from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.config import AXES, ParallelConfig
 from backend.protocol import RefusedError
 
@@ -77,6 +77,8 @@ def links(lab: Lab) -> Found:
     yield Finding("links", OK, text, machine.as_dict())
     if lab.ranks == 1:
         return
+    if machine.links:
+        yield Finding("links", WARNING, f"{machine.links} {hang_remedy(lab.device)}.")
     text = f"to a neighbour {machine.p2p / 1e9:.2f} GB/s, rings of {_groups(machine.rings)} GB/s"
     text += f", all-to-all among {_groups(machine.all_to_all)} GB/s, latency {machine.latency * 1e6:.0f} us"
     if lab.device == "cuda" and min([machine.p2p, *machine.rings.values()]) < SLOW_LINK:

@@ -93,19 +93,34 @@ def device() -> str:
     return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
 
 
+def png(name: str) -> Path:
+    """A file's name on the command line; raises ArgumentTypeError unless it ends in .png."""
+    path = Path(name)
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{name!r} is not the name of a .png file")
+    return path
+
+
+def count(text: str) -> int:
+    """A number of the command line; raises ArgumentTypeError where it is not at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", default=PROMPT, help=f'like "{PROMPT}"')
     parser.add_argument(
         "--method", choices=METHODS, default="cfg", help="how the two ranks share the work (default: cfg)"
     )
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=count, default=20)
     parser.add_argument("--cfg", type=float, default=2.5)
     parser.add_argument("--seed", type=int, default=10)
     parser.add_argument(
-        "--repeat", type=int, default=3, help="timed runs on each number of ranks (the median is shown)"
+        "--repeat", type=count, default=3, help="timed runs on each number of ranks (the median is shown)"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "output" / "demo.png")
+    parser.add_argument("--out", type=png, default=ROOT / "output" / "demo.png")
     parser.add_argument(
         "--comfyui",
         type=Path,

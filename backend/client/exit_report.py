@@ -67,7 +67,8 @@ class RankFailure:
     def __str__(self):
         who = f"rank {self.rank}" + (f" on {self.machine}" if self.machine else "")
         if self.error:
-            return f"{who} failed with {self.error}{_shared_memory_hint(self.error)}"
+            hint = shared_memory_hint(self.error) or _peer_access_hint(self.error)
+            return f"{who} failed with {self.error}{hint}"
         if self.code < 0:
             name = signal.Signals(-self.code).name
             return f"{who} was killed by {name}{_SENDERS.get(name, '')}"
@@ -154,7 +155,7 @@ def _one_line(text: str) -> str:
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
 
 
-def _shared_memory_hint(error: str) -> str:
+def shared_memory_hint(error: str) -> str:
     """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it."""
     if not re.search(r"nccl|/dev/shm", error, re.IGNORECASE) or not SHARED_MEMORY.exists():
         return ""
@@ -165,4 +166,14 @@ def _shared_memory_hint(error: str) -> str:
     return (
         f" ({SHARED_MEMORY} has {size >> 20} MB, in which NCCL keeps what GPUs without peer access send each "
         f"other; if this is a container, start it with --shm-size=8g or --ipc=host)"
+    )
+
+
+def _peer_access_hint(error: str) -> str:
+    """Name the remedy where the driver refuses GPUs the memory of each other."""
+    if not re.search(r"peer access|cuda failure 217", error, re.IGNORECASE):
+        return ""
+    return (
+        " (GPUs of this machine do not reach each other's memory; a run with method auto, or python "
+        "scripts/doctor.py --full, finds another way and keeps it)"
     )

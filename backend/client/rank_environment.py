@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..config import ConfigError, ParallelConfig
+from . import nccl_settings
 from .cache_folder import cache_folder
 from .interpreter import inherited
 
@@ -97,9 +98,16 @@ def driver_name(parent: Mapping[str, str], index: int) -> str:
     return str(index)
 
 
-def sanitized_environment(parent: dict, config: ParallelConfig, device: str, interface: str = "lo") -> dict:
+def sanitized_environment(
+    parent: dict,
+    config: ParallelConfig,
+    device: str,
+    interface: str = "lo",
+    nccl: Mapping[str, str] | None = None,
+) -> dict:
     """Return the environment of agent and ranks: ``parent`` with our settings, no other launcher's.
-    ``config``: of the ranks of this machine; ``interface``: to the other machines. Raises ConfigError."""
+    ``config``: of the ranks of this machine; ``interface``: to the other machines; ``nccl``: how GPUs reach
+    each other, without it as the last probe has found to work. Raises ConfigError."""
     parent = inherited(parent)
     env = {
         name: value
@@ -119,6 +127,7 @@ def sanitized_environment(parent: dict, config: ParallelConfig, device: str, int
         names = [driver_name(parent, index) for index in config.gpu_indices]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         env |= allocator_settings(parent)
+        env |= nccl_settings.kept(parent, config.gpu_indices) if nccl is None else nccl
     if torch.version.hip:
         env.pop("HIP_VISIBLE_DEVICES", None)  # it would count instead of ours
     env |= closed_doors(parent, interface)

@@ -231,7 +231,8 @@ def choose(question: Question, method: str = AUTO, running: Ranks | None = None)
     if not ordered:
         raise ConfigError(_what_lacks(question, options))
     best, behind = (ordered[0], {}) if method == MEMORY else _settled(question, method, options, running)
-    notes = tuple(filter(None, (question.machine.line, *_waits(question, best, fit_together))))
+    machine = question.machine
+    notes = tuple(filter(None, (machine.line, machine.links, *_waits(question, best, fit_together))))
     why = _why_not(question, best, ordered[0], running) if method != MEMORY else ""
     return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes, why, behind)
 

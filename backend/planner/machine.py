@@ -25,7 +25,8 @@ class Machine:
     measured. names, speeds: of each rank's GPU, in order; times as fast as the slowest, by one timed step
     (none on the CPU, whose cores ranks share). memory: free bytes of each GPU in order, or of the host.
     host_link: bytes that each rank reads from page-locked host memory while all do. on_host: ranks run on the
-    CPU, share its memory, and hide neither traffic nor kernel starts.
+    CPU, share its memory, and hide neither traffic nor kernel starts. links: a sentence on how GPUs reach
+    each other where NCCL's own choice fails; empty elsewhere.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Machine:
     on_host: bool = False
     rings: dict[int, float] = field(default_factory=dict)
     host_link: float = HOST_LINK
+    links: str = ""
 
     @property
     def differs(self) -> bool:

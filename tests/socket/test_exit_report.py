@@ -178,6 +178,17 @@ def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monk
     assert ("--shm-size" in str(exit_report.RankFailure(0, 1, error))) == hint
 
 
+@pytest.mark.parametrize("end", ["is not supported between these two devices'", "", "of GPU 3 was lost"])
+def test_peer_access_that_the_driver_refuses_is_named(end, monkeypatch):
+    """As of two GeForce cards whose degrees were set by hand, so that no probe has run."""
+    monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", 0)
+    error = f"DistBackendError: NCCL error in: ..., Cuda failure 217 'peer access {end}"
+    assert str(exit_report.RankFailure(0, 1, error)).endswith("finds another way and keeps it)")
+    assert "way" not in str(
+        exit_report.RankFailure(0, 1, "DistBackendError: NCCL error in: ..., Cuda failure 2")
+    )
+
+
 def test_errors_are_read_while_processes_still_run(tmp_path, monkeypatch):
     """As where torchrun itself is stopped and does not end the others."""
     monkeypatch.setattr(launcher, "EXIT_REPORT_SECONDS", 0.1)

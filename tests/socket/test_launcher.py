@@ -13,10 +13,10 @@ import tiny
 from backend.client import (
     client,
     launcher,
-    measurements,
     pack,
     pool,
     preflight,
+    probe_process,
     rank_environment,
 )
 from backend.client.agent_command import launch_command
@@ -195,7 +195,7 @@ def test_nothing_is_started_of_an_updated_pack(monkeypatch):
     starts = (
         lambda: BackendProcess(ParallelConfig(device="cpu"), "cpu"),
         lambda: preflight.read_shape("/m.safetensors", "default", "auto", "cpu"),
-        lambda: measurements._run(["false"], ParallelConfig(), "cpu", lambda: None),
+        lambda: probe_process.run(["false"], {}, lambda: None),
     )
     for start in starts:
         with pytest.raises(BackendError, match="The pack was updated .*; restart ComfyUI"):

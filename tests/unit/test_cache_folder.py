@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.client import cache_folder, measurements
+from backend.client import cache_files, cache_folder, measurements
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 
@@ -32,7 +32,7 @@ def measure_twice(monkeypatch) -> int:
         return {}
 
     for _ in range(2):
-        measurements._kept("machine", measurements._machine_key("cpu", [0]), measure, dict)
+        cache_files.read_or_measure("machine", measurements._machine_key("cpu", [0]), measure, dict)
     return len(measured)
 
 
@@ -48,7 +48,7 @@ def test_or_where_the_disk_is_full(tmp_path, monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measurements, "_unwritten", {})
+    monkeypatch.setattr(cache_files, "_unwritten", {})
     monkeypatch.setattr(Path, "write_text", full)
     with caplog.at_level(logging.WARNING):
         assert measure_twice(monkeypatch) == 1

@@ -62,6 +62,23 @@ def test_model_fits_in_the_repository():
     assert (ROOT / "demo" / "shapes-flux" / "diffusion_pytorch_model.safetensors").stat().st_size <= 20e6
 
 
+@pytest.mark.parametrize(
+    "argument, sentence",
+    [
+        ("--out=picture", "'picture' is not the name of a .png file"),
+        ("--out=picture.jpeg", "'picture.jpeg' is not the name of a .png file"),
+        ("--steps=0", "'0' is not a whole number of at least 1"),
+        ("--repeat=-1", "'-1' is not a whole number of at least 1"),
+    ],
+)
+def test_wrong_options_are_told_before_ranks_start(argument, sentence, monkeypatch, capsys):
+    demo = runpy.run_path(str(ROOT / "scripts/run_demo.py"))
+    monkeypatch.setattr("sys.argv", ["demo", argument])
+    with pytest.raises(SystemExit):
+        demo["options"]()
+    assert sentence in capsys.readouterr().err
+
+
 def test_the_page_about_drift_says_what_its_numbers_say():
     """benchmarks/drift.py --text writes it again; numbers that ask for another default than ParallelConfig's
     are an error."""

@@ -85,6 +85,12 @@ ILL: dict[str, tuple[dict, str, str, list[str]]] = {
         ["differ"],
     ),
     "no peer access": (dict(peers=NO_PEERS), "peer access", WARNING, ["0-1", "host memory", "PipeFusion"]),
+    "peer access that failed": (
+        dict(way="NCCL_P2P_DISABLE=1"),
+        "peer access",
+        WARNING,
+        ["NCCL_P2P_DISABLE=1", "--full"],
+    ),
     "an exclusive GPU": (
         dict(driver=[{**MODE, "compute_mode": "Exclusive_Process"}]),
         "GPU modes",

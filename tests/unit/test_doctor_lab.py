@@ -5,12 +5,13 @@ import os
 import doctor_lab
 import doctor_runs
 import pytest
-from doctor_checks import PROBLEM
+from doctor_checks import PROBLEM, WARNING
 from doctor_facts import Facts
 
-from backend.client import measurements
+from backend.client import measurements, nccl_settings, probe_process
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
+from backend.planner.machine import Machine
 from backend.protocol import Loaded, Sample
 
 
@@ -50,7 +51,7 @@ def test_a_hang_is_said_with_its_remedy_though_the_minutes_are_over(gpus, tmp_pa
     with pytest.raises(TimeoutError) as hang:
         gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))
     assert "the ranks hang; links are to blame only where the check links fails" in str(hang.value)
-    assert "NCCL_P2P_DISABLE" not in str(hang.value)
+    assert "IOMMU" not in str(hang.value)
 
 
 def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus, tmp_path):
@@ -59,12 +60,36 @@ def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus, tmp
 
     def hang(device, indices, check, show, longest):
         asked.append(longest)
-        raise measurements.UnmeasuredError("no answer", measurements.hang_remedy(device))
+        raise probe_process.UnmeasuredError("no answer", probe_process.hang_remedy(device))
 
     monkeypatch.setattr(measurements, "machine_rates", hang)
     (found,) = doctor_runs.links(gpus)
-    assert found.status == PROBLEM and "NCCL_P2P_DISABLE=1" in found.text and "doctor.py" not in found.text
-    assert asked[0] < measurements.LONGEST_SECONDS
+    assert found.status == PROBLEM and "IOMMU" in found.text and "doctor.py" not in found.text
+    assert asked[0] < probe_process.LONGEST_SECONDS
     gpus._until = lambda seconds: lambda: None
-    with pytest.raises(TimeoutError, match="the ranks hang.*NCCL_P2P_DISABLE=1.*BIOS"):
+    with pytest.raises(TimeoutError, match="the ranks hang.*IOMMU.*BIOS"):
         gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))
+
+
+@pytest.mark.parametrize("way", [{}, {"NCCL_P2P_LEVEL": "NVL"}])
+def test_ranks_that_start_later_take_the_way_that_was_found(monkeypatch, tmp_path, gpus, way):
+    """Those of the doctor's other checks and ComfyUI's; a way of better or worse days is forgotten."""
+    for name in nccl_settings.LINK_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    nccl_settings.keep(os.environ, [0, 1], {"NCCL_P2P_DISABLE": "1"})
+    rates = Machine(
+        "GPU", 1e14, 1e14, 1e12, 1e10, {2: 1e10}, links="They send through the host." if way else ""
+    )
+
+    def measure(device, indices, *_, **__):
+        assert nccl_settings.kept(os.environ, indices) == {}  # measured anew
+        nccl_settings.keep(os.environ, indices, way)
+        return rates
+
+    monkeypatch.setattr(measurements, "machine_rates", measure)
+    found = list(doctor_runs.links(gpus))
+    environment = sanitized_environment(dict(os.environ), ParallelConfig(ulysses_degree=2), "cuda")
+    assert {name: environment[name] for name in environment if name.startswith("NCCL_P2P")} == way
+    told = [each.text for each in found if each.status == WARNING]
+    assert bool(told) == bool(way) and all("through the host" in text and "IOMMU" in text for text in told)

@@ -1,20 +1,14 @@
 """What is measured for the planner: by which process, and for which GPUs."""
 
 import os
-import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import interpreters
 import pytest
 
-from backend.client import measurements
+from backend.client import cache_files, measurements
 from backend.client.dependencies import require_dependencies
-from backend.config import ParallelConfig
-from backend.protocol import BackendError
 
 
 @pytest.fixture
@@ -51,78 +45,8 @@ def test_rates_are_measured_again_where_nccl_takes_another_way(monkeypatch, tmp_
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-        measurements._kept("machine", measurements._machine_key("cpu", [0]), measure, dict)
+        cache_files.read_or_measure("machine", measurements._machine_key("cpu", [0]), measure, dict)
     assert measured == [None, "1", "0"]
-
-
-def test_a_machine_that_cannot_be_measured_is_sent_to_the_doctor():
-    """In one sentence: what, why, and what to do about it, the diagnosis first."""
-    command = [sys.executable, "-c", "raise ValueError('no link')"]
-    with pytest.raises(BackendError) as failure:
-        measurements._run(command, ParallelConfig(), "cpu", lambda: None)
-    sentence = str(failure.value)
-    assert "(ValueError: no link); run python scripts/doctor.py" in sentence
-    assert sentence.index("doctor.py") < sentence.index("by hand") and sentence.count(". ") == 0
-
-
-@pytest.mark.parametrize("device, says", [("cuda", "NCCL_P2P_DISABLE=1"), ("cpu", "scripts/doctor.py")])
-def test_ranks_that_do_not_answer_are_said_to_hang(device, says):
-    """In one sentence; the doctor, whose probe it is, too, would send to itself."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(measurements.UnmeasuredError) as failure:
-        measurements._run(command, ParallelConfig(), device, lambda: None, longest=1.0)
-    sentence = str(failure.value)
-    assert "did not answer within 1 s" in sentence and says in sentence and sentence.count(". ") == 0
-    assert (failure.value.remedy == "") == (device == "cpu") and "by hand" in sentence
-
-
-#: A probe whose ranks hang, and a process like ComfyUI's, that measures on a thread and ends meanwhile.
-HANGING = """
-import os, sys, time
-from backend import probe
-def hang(*arguments):
-    with open(sys.argv[sys.argv.index("--out") + 1], "w") as out:
-        out.write(str(os.getpid()))
-    time.sleep(600)
-probe.Probe = hang
-probe.mesh.file_store = str
-probe.main()
-"""
-ENDING = """
-import sys, threading, time
-from pathlib import Path
-from backend.client import measurements
-from backend.config import ParallelConfig
-command = [sys.executable, "-c", {code!r}, "--store", "x", "--device", "cpu", "--out", {out!r}]
-run = lambda: measurements._run(command, ParallelConfig(), "cpu", lambda: None)
-threading.Thread(target=run, daemon=True).start()
-while not (Path({out!r}).exists() and Path({out!r}).read_text()):
-    time.sleep(0.05)
-"""
-
-
-def test_a_probe_that_hangs_ends_with_who_measures(tmp_path):
-    """A daemon thread, as ComfyUI's worker is, runs no ``finally`` when its process ends."""
-    out = tmp_path / "pid"
-    ends = [sys.executable, "-c", ENDING.format(code=HANGING, out=str(out))]
-    subprocess.run(ends, cwd=measurements.PACK, check=True, timeout=300)
-    pid = int(out.read_text())
-    try:
-        deadline = time.monotonic() + 60
-        while Path(f"/proc/{pid}").exists():
-            assert time.monotonic() < deadline, "the probe outlives who started it"
-            time.sleep(0.05)
-    finally:
-        if Path(f"/proc/{pid}").exists():
-            os.kill(pid, signal.SIGKILL)
-
-
-def test_an_agent_that_does_not_end_is_killed(monkeypatch):
-    """Its ranks have seen the end of their pipe by then."""
-    monkeypatch.setattr(measurements, "END_SECONDS", 0.5)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    with pytest.raises(measurements.UnmeasuredError, match="did not answer within 1 s"):
-        measurements._run([sys.executable, "-c", code], ParallelConfig(), "cpu", lambda: None, longest=1.0)
 
 
 #: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.

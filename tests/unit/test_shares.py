@@ -140,6 +140,8 @@ def test_auto_shares_by_speed_and_says_so():
     assert order == [1, 0] and choice.option.plan.validate().shares == "61.5,38.5"
     assert "shares 61.5,38.5" in choice.lines[0]
     assert choice.lines[1] == "GPUs differ: B 1.60x, A 1.00x the speed of the slowest (one timed step)."
+    through_host = replace(machine.ordered(order), links="GPUs send through the host here.")
+    assert choose(Question(FLUX, REQUEST, through_host, 2)).lines[2] == "GPUs send through the host here."
     alike = choose(Question(FLUX, REQUEST, mixed((1.0, 1.05), names=("A", "A")), 2))
     assert alike.option.plan.shares == "" and len(alike.lines) == 1 + len(alike.runners_up)
 

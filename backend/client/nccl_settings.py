@@ -1,0 +1,70 @@
+"""How NCCL reaches other GPUs of this machine where its own choice fails: tried by the probe, kept, and given
+to all ranks that start here.
+
+GPUs whose driver promises peer access have been seen to hang or to receive wrong bytes, with an IOMMU or PCIe
+ACS switched on, and under some drivers (NCCL's troubleshooting guide; vLLM tests it before it uses it).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from . import cache_files
+
+#: Variables of the environment that choose the GPUs, or the way that NCCL takes between them.
+LINK_SETTINGS = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
+#: What NCCL is told, in the order in which it is tried: nothing, to use peer access over NVLink alone, to use
+#: none, and to send through sockets.
+WAYS = (
+    {},
+    {"NCCL_P2P_LEVEL": "NVL"},
+    {"NCCL_P2P_DISABLE": "1"},
+    {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+)
+#: The driver of NVIDIA's GPUs; absent on WSL and on others' machines.
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def link_key(environment: Mapping[str, str]) -> list:
+    """Return what the links of this machine depend on: settings of ``environment``, torch, the driver."""
+    try:
+        driver = DRIVER.read_text().partition("\n")[0]
+    except OSError:
+        driver = ""
+    return [[environment.get(name) for name in LINK_SETTINGS], torch.__version__, driver]
+
+
+def to_try(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the WAYS to try; none but the user's where ``environment`` says how."""
+    has_own = any(environment.get(name) for way in WAYS for name in way)
+    return [{}] if has_own else list(WAYS)
+
+
+def kept(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]:
+    """Return the way that probes found for groups of GPUs of which at least two are among ``gpus``; empty
+    where NCCL's own choice works, or none has run."""
+    found = cache_files.read("nccl", link_key(environment), _parsed) or {}
+    return WAYS[max((way for group, way in found.items() if len(group & set(gpus)) > 1), default=0)]
+
+
+def keep(environment: Mapping[str, str], gpus: list[int], way: dict[str, str]):
+    """Have all ranks that start on two or more of ``gpus`` use ``way``."""
+    before = cache_files.read("nccl", link_key(environment), _parsed) or {}
+    found = {**before, frozenset(gpus): WAYS.index(way)}
+    if found != {**before, frozenset(gpus): before.get(frozenset(gpus), 0)}:
+        written = {",".join(map(str, sorted(group))): index for group, index in found.items()}
+        cache_files.write("nccl", link_key(environment), written)
+
+
+def words(way: Mapping[str, str]) -> str:
+    """Return a way as it is written in a shell."""
+    return " ".join(f"{name}={value}" for name, value in way.items())
+
+
+def _parsed(values: dict) -> dict[frozenset[int], int]:
+    """GPUs -> place of their way in WAYS."""
+    found = {frozenset(map(int, group.split(","))): int(way) for group, way in values.items()}
+    if any(not 0 <= way < len(WAYS) for way in found.values()):
+        raise ValueError("not one of WAYS")
+    return found

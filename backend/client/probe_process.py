@@ -1,0 +1,189 @@
+"""Runs backend/probe.py on ranks of their own, which end with this process."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+
+from ..config import ParallelConfig
+from ..protocol import BackendError
+from . import nccl_settings
+from .agent_command import agent_command
+from .exit_report import shared_memory_hint
+from .pack import require_same_pack
+from .private_folder import PrivateFolder
+from .rank_environment import PACK, sanitized_environment
+
+#: A machine that takes longer than this to measure is not going to.
+LONGEST_SECONDS = 300.0
+#: Ranks that have imported everything answer in seconds; those that hang in NCCL never do.
+ANSWER_SECONDS = 90.0
+#: An agent needs this long at most to end ranks that hang.
+END_SECONDS = 8.0
+#: What a failure says that another way between GPUs may mend.
+_OF_LINKS = re.compile(r"nccl|cuda (error|failure)|other bytes", re.IGNORECASE)
+
+Check = Callable[[], None]
+
+
+class UnmeasuredError(BackendError):
+    """The ranks that measure this machine failed. why: in words; remedy: what to try, empty where the doctor
+    is to say it; of_links: GPUs may be what did not reach each other."""
+
+    def __init__(self, why: str, remedy: str = "", of_links: bool = False):
+        self.why = why
+        self.remedy = remedy
+        self.of_links = of_links
+        first = remedy or "run python scripts/doctor.py, which says what is wrong with GPUs and links"
+        super().__init__(
+            f"Auto could not measure this machine ({why}); {first}, or set the degrees of Parallel Config by "
+            f"hand (method manual)."
+        )
+
+
+def measured_rates(
+    config: ParallelConfig,
+    device: str,
+    check: Check,
+    show: Callable[[str], None],
+    longest: float = LONGEST_SECONDS,
+) -> dict:
+    """Return what the ranks of ``config`` measure (Machine.as_dict), each try in ``longest`` seconds at most.
+
+    Where GPUs do not reach each other as NCCL chooses, the ways of nccl_settings are tried: the first that
+    works is kept for all ranks that start here, and "links" of the result says so. ``check`` and ``show`` as
+    in measurements.machine_rates. Raises UnmeasuredError.
+    """
+    ways = nccl_settings.to_try(os.environ) if device == "cuda" and config.world_size > 1 else [{}]
+    failed = []
+    for way in ways:
+        try:
+            found = _probed(config, device, way, check, longest, is_last=way is ways[-1])
+        except UnmeasuredError as error:
+            failed.append(error)
+            if way is ways[-1] or not error.of_links:
+                raise _in_all(failed, ways) from None
+            logging.warning("parallel-dit: GPUs do not reach each other: %s", error.why)
+            show("GPUs do not reach each other's memory; trying another way between them")
+            continue
+        if device == "cuda":
+            nccl_settings.keep(os.environ, config.gpu_indices, way)
+        return found | {"links": _links(way, failed[0]) if failed else ""}
+    raise AssertionError("there is always a way")
+
+
+def _in_all(failed: list[UnmeasuredError], ways: list[dict[str, str]]) -> UnmeasuredError:
+    """Return what failed at first, with the ways that failed after it."""
+    tried = [nccl_settings.words(way) for way, _ in zip(ways, failed) if way]
+    also = f", also with {', with '.join(tried)}" if tried else ""
+    return UnmeasuredError(failed[0].why + also, failed[0].remedy)
+
+
+def _links(way: Mapping[str, str], failed: UnmeasuredError) -> str:
+    """Say which way the ranks take, and why."""
+    through = "sockets" if "NCCL_SHM_DISABLE" in way else "host memory"
+    why = f"{failed.why}{shared_memory_hint(failed.why)}"
+    return (
+        f"GPUs fail to reach each other's memory here ({why}), so ranks send through {through} "
+        f"({nccl_settings.words(way)}), which is slower: docs/faq.md, peer access."
+    )
+
+
+def _probed(
+    config: ParallelConfig, device: str, way: dict[str, str], check: Check, longest: float, is_last: bool
+) -> dict:
+    """Return what a probe measures whose GPUs reach each other in one ``way``. The last one is waited for as
+    long as it takes."""
+    private = PrivateFolder()
+    try:
+        out, store = private.path / "rates.json", private.path / "store"
+        probe = ["-m", "backend.probe", "--store", str(store), "--device", device, "--out", str(out)]
+        command = [*agent_command(config.world_size, private.path), *probe]
+        environment = sanitized_environment(dict(os.environ), config, device, nccl=way)
+
+        def is_started() -> bool:
+            return not is_last and len(list(private.path.glob(f"{store.name}.ready-*"))) == config.world_size
+
+        run(command, environment, check, longest, is_started, private.inherited, hang_remedy(device))
+        return json.loads(out.read_text())
+    finally:
+        private.close()
+
+
+def run(
+    command: list[str],
+    environment: dict[str, str],
+    check: Check,
+    longest: float = LONGEST_SECONDS,
+    is_started: Callable[[], bool] = lambda: False,
+    held: tuple[int, ...] = (),
+    remedy: str = "",
+):
+    """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
+    keeps the descriptors ``held``. Once ``is_started``, it has ANSWER_SECONDS. Raises UnmeasuredError with
+    its last words where it fails, or with ``remedy`` where it does not end."""
+    require_same_pack()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command,
+            cwd=PACK,  # whatever is called backend where we run is not ours
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=held,
+        )
+        try:
+            hangs = _waited(process, check, longest, is_started)
+        finally:
+            _end(process)
+        if hangs:
+            raise UnmeasuredError(f"its ranks did not answer within {hangs:.0f} s", remedy, bool(remedy))
+        if process.returncode:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
+            raise UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))
+
+
+def _waited(
+    process: subprocess.Popen, check: Check, longest: float, is_started: Callable[[], bool]
+) -> float | None:
+    """Wait for a process; return the seconds that it had where it has not ended by then."""
+    began, limit = time.monotonic(), longest
+    while process.poll() is None:
+        if time.monotonic() > began + limit:
+            return limit
+        check()
+        time.sleep(0.1)
+        if limit == longest and is_started():
+            began, limit = time.monotonic(), min(longest, ANSWER_SECONDS)
+    return None
+
+
+def _end(process: subprocess.Popen):
+    """End an agent and its ranks: close their pipe, then ask, then kill what is left."""
+    assert process.stdin is not None  # it was opened as a pipe
+    process.stdin.close()
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def hang_remedy(device: str) -> str:
+    """Say what to try where ranks do not answer; empty on the CPU, where nothing is known to hang."""
+    if device != "cuda":
+        return ""
+    return (
+        "GPUs that cannot reach each other's memory hang so in NCCL: switch IOMMU and ACS off in the BIOS, "
+        "and see that /dev/shm has room"
+    )

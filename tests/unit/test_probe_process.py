@@ -1,0 +1,240 @@
+"""The process that measures the machine: how it fails, and the ways between GPUs that it tries."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from backend import probe
+from backend.client import nccl_settings, probe_process
+from backend.client.rank_environment import sanitized_environment
+from backend.config import ParallelConfig
+from backend.protocol import BackendError
+
+
+def test_a_machine_that_cannot_be_measured_is_sent_to_the_doctor():
+    """In one sentence: what, why, and what to do about it, the diagnosis first."""
+    command = [sys.executable, "-c", "raise ValueError('no link')"]
+    with pytest.raises(BackendError) as failure:
+        probe_process.run(command, dict(os.environ), lambda: None)
+    sentence = str(failure.value)
+    assert "(ValueError: no link); run python scripts/doctor.py" in sentence
+    assert sentence.index("doctor.py") < sentence.index("by hand") and sentence.count(". ") == 0
+
+
+@pytest.mark.parametrize("device, says", [("cuda", "IOMMU"), ("cpu", "scripts/doctor.py")])
+def test_ranks_that_do_not_answer_are_said_to_hang(device, says):
+    """In one sentence; the doctor, whose probe it is, too, would send to itself."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(probe_process.UnmeasuredError) as failure:
+        probe_process.run(
+            command, dict(os.environ), lambda: None, longest=1.0, remedy=probe_process.hang_remedy(device)
+        )
+    sentence = str(failure.value)
+    assert "did not answer within 1 s" in sentence and says in sentence and sentence.count(". ") == 0
+    assert (failure.value.remedy == "") == (device == "cpu") and "by hand" in sentence
+
+
+#: A probe whose ranks hang, and a process like ComfyUI's, that measures on a thread and ends meanwhile.
+HANGING = """
+import os, sys, time
+from backend import probe
+def hang(*arguments):
+    with open(sys.argv[sys.argv.index("--out") + 1], "w") as out:
+        out.write(str(os.getpid()))
+    time.sleep(600)
+os.environ["RANK"] = "0"
+probe.Probe = hang
+probe.mesh.file_store = str
+probe.main()
+"""
+ENDING = """
+import sys, threading, time
+from pathlib import Path
+import os
+from backend.client import probe_process
+command = [sys.executable, "-c", {code!r}, "--store", {out!r} + ".store", "--device", "cpu", "--out", {out!r}]
+run = lambda: probe_process.run(command, dict(os.environ), lambda: None)
+threading.Thread(target=run, daemon=True).start()
+while not (Path({out!r}).exists() and Path({out!r}).read_text()):
+    time.sleep(0.05)
+"""
+
+
+def test_a_probe_that_hangs_ends_with_who_measures(tmp_path):
+    """A daemon thread, as ComfyUI's worker is, runs no ``finally`` when its process ends."""
+    out = tmp_path / "pid"
+    ends = [sys.executable, "-c", ENDING.format(code=HANGING, out=str(out))]
+    subprocess.run(ends, cwd=probe_process.PACK, check=True, timeout=300)
+    pid = int(out.read_text())
+    try:
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < deadline, "the probe outlives who started it"
+            time.sleep(0.05)
+    finally:
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_an_agent_that_does_not_end_is_killed(monkeypatch):
+    """Its ranks have seen the end of their pipe by then."""
+    monkeypatch.setattr(probe_process, "END_SECONDS", 0.5)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    with pytest.raises(probe_process.UnmeasuredError, match="did not answer within 1 s"):
+        probe_process.run([sys.executable, "-c", code], dict(os.environ), lambda: None, longest=1.0)
+
+
+#: A probe on a machine whose GPUs reach each other in one way alone, and fail in another manner otherwise.
+OF_MACHINE = """
+import json, os, sys, time
+options = dict(zip(sys.argv, sys.argv[1:]))
+for rank in range(2):
+    open(f"{options['--store']}.ready-{rank}", "w").close()
+way = {name: os.environ[name] for name in os.environ if name.startswith(("NCCL_P2P", "NCCL_SHM"))}
+with open(os.environ["TRIED"], "a") as tried:
+    print(json.dumps(way), file=tried)
+if way != json.loads(os.environ["WORKS"]):
+    if os.environ["FAILS"] == "hangs":
+        time.sleep(600)
+    sys.exit(os.environ["FAILS"])
+with open(options["--out"], "w") as out:
+    json.dump({"gemm": 1.0}, out)
+"""
+NVLINK, HOST, SOCKETS = nccl_settings.WAYS[1:]
+REFUSED = "DistBackendError: NCCL error: Cuda failure 217 'peer access is not supported'"
+TWO = ParallelConfig(ulysses_degree=2)
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Measure two GPUs that reach each other in one way: the result, the ways that were tried, what was
+    shown."""
+    for name in nccl_settings.LINK_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
+    monkeypatch.setattr(probe_process, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(probe_process, "agent_command", lambda *_: [sys.executable, "-c", OF_MACHINE])
+
+    def run(works: dict | None, fails: str, config: ParallelConfig = TWO, device: str = "cuda"):
+        (tmp_path / "tried").write_text("")
+        monkeypatch.setenv("WORKS", json.dumps(works))
+        monkeypatch.setenv("FAILS", fails)
+        shown = []
+        try:
+            found = probe_process.measured_rates(config, device, lambda: None, shown.append, longest=20.0)
+        except probe_process.UnmeasuredError as error:
+            found = error
+        tried = [json.loads(line) for line in (tmp_path / "tried").read_text().splitlines()]
+        return found, tried, shown
+
+    return run
+
+
+def settings(device: str = "cuda", **config) -> dict[str, str]:
+    """What ranks that start now are told of links."""
+    env = sanitized_environment(dict(os.environ), ParallelConfig(**config), device)
+    return {name: value for name, value in env.items() if name in nccl_settings.LINK_SETTINGS[1:]}
+
+
+@pytest.mark.parametrize(
+    "works, fails, words",
+    [
+        (NVLINK, "hangs", "did not answer within .*through host memory .NCCL_P2P_LEVEL=NVL"),
+        (HOST, REFUSED, "Cuda failure 217.*through host memory .NCCL_P2P_DISABLE=1"),
+        (HOST, "LinkError: rank 1 received other bytes than rank 0 sent", "other bytes.*host memory"),
+        (SOCKETS, "DistBackendError: NCCL error: unhandled system error", "sockets .*NCCL_SHM_DISABLE=1"),
+    ],
+    ids=["hang", "refused", "other bytes", "no shared memory"],
+)
+def test_another_way_between_gpus_is_found_and_kept(measure, works, fails, words):
+    """In the order of what it costs; ranks that start later take it, on these GPUs."""
+    found, tried, shown = measure(works, fails)
+    assert tried == list(nccl_settings.WAYS[: nccl_settings.WAYS.index(works) + 1])
+    assert re.search(words, found["links"]) and "docs/faq.md" in found["links"]
+    assert shown == ["GPUs do not reach each other's memory; trying another way between them"] * (
+        len(tried) - 1
+    )
+    assert settings(ulysses_degree=2) == works
+    assert settings(cfg_degree=2, ulysses_degree=2) == works  # GPUs 0 to 3
+    assert settings(ulysses_degree=2, gpus="2,3") == settings(gpus="1") == {}
+    assert settings("cpu", ulysses_degree=2) == {}
+
+
+def test_links_that_work_again_are_used_again(measure):
+    """After a change of the BIOS, say: another measurement begins with NCCL's own choice."""
+    measure(HOST, REFUSED)
+    assert settings(ulysses_degree=2) == HOST
+    found, tried, shown = measure({}, REFUSED)
+    assert found["links"] == "" and tried == [{}] and shown == []
+    assert settings(ulysses_degree=2) == {}
+
+
+def test_gpus_that_work_leave_those_that_do_not_as_they_are(measure):
+    measure(HOST, REFUSED)
+    measure({}, REFUSED, ParallelConfig(ulysses_degree=2, gpus="2,3"))
+    assert settings(ulysses_degree=2) == HOST and settings(ulysses_degree=2, gpus="2,3") == {}
+
+
+def test_what_the_user_says_of_links_counts(measure, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_LEVEL", "PIX")
+    error, tried, _ = measure(None, REFUSED)
+    assert tried == [{"NCCL_P2P_LEVEL": "PIX"}] and "also with" not in error.why
+    assert settings(ulysses_degree=2) == {"NCCL_P2P_LEVEL": "PIX"}
+
+
+def test_where_no_way_works_the_first_failure_is_told(measure):
+    error, tried, _ = measure(None, REFUSED)
+    assert tried == list(nccl_settings.WAYS)
+    assert "Cuda failure 217" in error.why
+    assert "also with NCCL_P2P_LEVEL=NVL, with NCCL_P2P_DISABLE=1, with NCCL_P2P_DISABLE=1 NCCL" in error.why
+    assert settings(ulysses_degree=2) == {}
+
+
+@pytest.mark.parametrize(
+    "config, device, fails",
+    [
+        (TWO, "cuda", "ModuleNotFoundError: No module named 'yunchang'"),
+        (TWO, "cuda", "torch.OutOfMemoryError: CUDA out of memory"),
+        (TWO, "cpu", REFUSED),
+        (ParallelConfig(), "cuda", REFUSED),
+    ],
+    ids=["a package", "memory", "CPU", "one GPU"],
+)
+def test_other_failures_are_not_of_links(measure, config, device, fails):
+    error, tried, _ = measure(None, fails, config, device)
+    assert len(tried) == 1 and error.why in fails
+
+
+@pytest.mark.parametrize("written", [{"0,1": 9}, {"0,1": "x"}, {"a": 1}, [1]])
+def test_a_file_of_ways_that_is_not_ours_is_none(measure, written):
+    nccl_settings.cache_files.write("nccl", nccl_settings.link_key(os.environ), written)
+    assert settings(ulysses_degree=2) == {}
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_byte_that_arrives_as_another_one_is_an_error(monkeypatch, is_wrong):
+    def all_to_all(chunks, *_):
+        received = [chunk.clone() for chunk in chunks]
+        received[0][-1] += is_wrong
+        return received
+
+    monkeypatch.setattr(probe.comm, "all_to_all", all_to_all)
+    alone = probe.Probe.__new__(probe.Probe)
+    alone.ranks, alone.sent, alone.device = 1, 1 << 12, torch.device("cpu")
+    alone.mesh = SimpleNamespace(ulysses=SimpleNamespace(rank=0))
+    alone.dispatcher = SimpleNamespace(all_gather_object=lambda value: [value])
+    if is_wrong:
+        with pytest.raises(probe.LinkError, match="rank 0 received other bytes than rank 0 sent"):
+            alone.check_links()
+    else:
+        alone.check_links()
