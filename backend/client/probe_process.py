@@ -25,7 +25,7 @@ ANSWER_SECONDS = 90.0
 #: An agent needs this long at most to end ranks that hang.
 END_SECONDS = 8.0
 #: What a failure says that another way between GPUs may mend.
-_OF_LINKS = re.compile(r"nccl|cuda (error|failure)|other bytes", re.IGNORECASE)
+_OF_LINKS = re.compile(r"nccl|peer access|other bytes|illegal memory access|launch failure", re.IGNORECASE)
 
 Check = Callable[[], None]
 

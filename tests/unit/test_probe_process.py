@@ -152,9 +152,10 @@ def settings(device: str = "cuda", **config) -> dict[str, str]:
         (NVLINK, "hangs", "did not answer within .*through host memory .NCCL_P2P_LEVEL=NVL"),
         (HOST, REFUSED, "Cuda failure 217.*through host memory .NCCL_P2P_DISABLE=1"),
         (HOST, "LinkError: rank 1 received other bytes than rank 0 sent", "other bytes.*host memory"),
+        (NVLINK, "torch.AcceleratorError: CUDA error: an illegal memory access", "illegal.*host memory"),
         (SOCKETS, "DistBackendError: NCCL error: unhandled system error", "sockets .*NCCL_SHM_DISABLE=1"),
     ],
-    ids=["hang", "refused", "other bytes", "no shared memory"],
+    ids=["hang", "refused", "other bytes", "fault", "no shared memory"],
 )
 def test_another_way_between_gpus_is_found_and_kept(measure, works, fails, words):
     """In the order of what it costs; ranks that start later take it, on these GPUs."""
@@ -205,10 +206,11 @@ def test_where_no_way_works_the_first_failure_is_told(measure):
     [
         (TWO, "cuda", "ModuleNotFoundError: No module named 'yunchang'"),
         (TWO, "cuda", "torch.OutOfMemoryError: CUDA out of memory"),
+        (TWO, "cuda", "torch.AcceleratorError: CUDA error: no kernel image is available"),
         (TWO, "cpu", REFUSED),
         (ParallelConfig(), "cuda", REFUSED),
     ],
-    ids=["a package", "memory", "CPU", "one GPU"],
+    ids=["a package", "memory", "a wheel", "CPU", "one GPU"],
 )
 def test_other_failures_are_not_of_links(measure, config, device, fails):
     error, tried, _ = measure(None, fails, config, device)
