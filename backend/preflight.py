@@ -9,6 +9,9 @@ a configuration asks for the model's "shape" too. Nothing is read but headers an
 touched.
 """
 
+from . import lean_imports  # noqa: F401  # before all that imports torch and diffusers
+
+# isort: split
 import json
 import os
 import sys
@@ -16,7 +19,6 @@ import threading
 
 import torch
 
-from . import lean_imports  # noqa: F401  # before all that imports diffusers
 from .client import interpreter
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError, quoted

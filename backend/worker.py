@@ -6,6 +6,9 @@ torchrun ends its peers, and the client starts a fresh backend (crash-only). Wha
 rank 0 before the broadcast.
 """
 
+from . import lean_imports  # noqa: F401  # before all that imports torch and diffusers
+
+# isort: split
 import gc
 import time
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from . import lean_imports, start  # noqa: F401  # the first one before all that imports diffusers
+from . import start
 from .admission import AllRefuse, Planned
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError
