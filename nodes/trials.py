@@ -64,9 +64,7 @@ def options_to_try(question: Question, exact: bool = False) -> list[Option]:
 
 def inputs_of(auto: AutoConfig, plan: ParallelConfig, devices: list[int]) -> dict:
     """Return the inputs of Parallel Config that make ``plan`` by hand."""
-    gpus_here = torch.cuda.device_count()
-    device = auto.base.resolve_device(gpus_here)
-    placed = auto.placed(plan, devices, device)
+    placed = auto.placed(plan, devices)
     planned = {name: getattr(plan, name) for name in (*PLANNED, "shares", "compile")}
     return {"method": MANUAL, "gpus": placed.gpus, **planned}
 

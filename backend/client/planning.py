@@ -53,22 +53,20 @@ def plan_for(
     raise; ``show`` gets a line. Raises ConfigError where nothing fits, RefusedError for a model that cannot
     be loaded, BackendError where the machine cannot be measured.
     """
-    gpus_here = torch.cuda.device_count()
-    devices = auto.devices(gpus_here)
-    device = auto.base.resolve_device(gpus_here)
+    devices = auto.devices(torch.cuda.device_count())
     if len(devices) == 1:
-        return auto.placed(auto.base, devices, device), ()
+        return auto.placed(auto.base, devices), ()
     question, devices = question_of(auto, model, request, others, check, show)
-    ranks = _ranks(auto, question, (model, *others), devices, device)
+    ranks = _ranks(auto, question, (model, *others), devices)
     choice = choose(question, auto.method, ranks)
     _remember(auto, question.request, choice, ranks)
     first, *further = choice.lines
-    lines = (first + _why_spared(auto, model), *further)
-    return auto.placed(choice.plan, devices, device), lines
+    lines = (first + _why_spared(auto, model, choice.option.unit), *further)
+    return auto.placed(choice.plan, devices), lines
 
 
 def _ranks(
-    auto: AutoConfig, question: Question, models: tuple[Wanted, ...], devices: list[int], device: str
+    auto: AutoConfig, question: Question, models: tuple[Wanted, ...], devices: list[int]
 ) -> Ranks | None:
     """Return the ranks that may go on under a plan of ``auto``; None where others have to start. ``models``:
     those of the question."""
@@ -76,7 +74,7 @@ def _ranks(
     if running is None or running.config.world_size > len(devices):
         return None
     now = replace(running.config, gpus="", device=auto.base.device, compile=auto.base.compile)
-    if not running.can_become(auto.placed(now, devices, device)):
+    if not running.can_become(auto.placed(now, devices)):
         return None
     if _last is None or _last[0] != auto or not _as_planned(now):
         return Ranks(now)  # somebody wants it otherwise now, whatever that takes
@@ -173,12 +171,12 @@ def _beside(devices: list[int], request: Request) -> tuple[tuple[int, int], ...]
     return tuple(sorted(found.items()))
 
 
-def _why_spared(auto: AutoConfig, model: Wanted) -> str:
-    """Return a sentence behind that of a choice where memory is spared, else nothing."""
+def _why_spared(auto: AutoConfig, model: Wanted, unit: str) -> str:
+    """Return a sentence behind that of a choice where memory is spared, else nothing. ``unit``: as of its
+    Option."""
     size = _spared.get(_spared_key(auto, model), 0)
     if not size:
         return ""
-    unit = "GPU" if auto.base.resolve_device(torch.cuda.device_count()) == "cuda" else "rank"
     why = "ranks ran out of memory with a plan that left less"
     return f" About {gigabytes(size)} per {unit} stay free until a restart, since {why}."
 

@@ -81,11 +81,11 @@ class AutoConfig:
             probe.resolve_device(gpus_here)
         return indices
 
-    def placed(self, plan: ParallelConfig, devices: list[int], device: str) -> ParallelConfig:
-        """Return ``plan`` on the first of ``devices``."""
+    def placed(self, plan: ParallelConfig, devices: list[int]) -> ParallelConfig:
+        """Return ``plan`` on the first of ``devices``; those of the CPU are numbered from 0."""
         used = devices[: plan.world_size]
         are_first = used == list(range(plan.world_size))
-        listed = "" if are_first or device == "cpu" else ",".join(map(str, used))
+        listed = "" if are_first else ",".join(map(str, used))
         return replace(plan, gpus=listed, device=self.base.device).validate()
 
 

@@ -224,8 +224,8 @@ def test_on_the_cpu_ranks_are_asked_for():
 def test_a_plan_takes_the_first_of_the_devices():
     auto = AutoConfig(gpus="3,1")
     plan = ParallelConfig(ulysses_degree=2)
-    assert auto.placed(plan, [3, 1], "cuda").gpus == "3,1"
-    assert auto.placed(plan, [0, 1], "cuda").gpus == "" == auto.placed(plan, [3, 1], "cpu").gpus
+    assert auto.placed(plan, [3, 1]).gpus == "3,1"
+    assert auto.placed(plan, [0, 1]).gpus == ""
 
 
 @pytest.mark.parametrize(
