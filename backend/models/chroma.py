@@ -12,7 +12,7 @@ from .common.double_stream import config_of
 from .common.tensor_plans import COMMON, PARALLEL_MLP
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import NORM_SPELLINGS, Layout, blocks_of
+from .key_layout import NORM_SPELLINGS, Layout, blocks_of, rope_axes
 
 #: Rows of ComfyUI's modulation table, in any size: those of the released one.
 MODULATIONS = 344
@@ -54,12 +54,10 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of ChromaTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    """Arguments of ChromaTransformer2DModel."""
     found = config_of(shapes)
-    head = found["attention_head_dim"]
-    axis = 56 * head // 128 // 2 * 2
     return found | dict(
-        axes_dims_rope=(head - 2 * axis, axis, axis),
+        axes_dims_rope=rope_axes(found["attention_head_dim"]),
         approximator_num_channels=shapes[f"{GUIDANCE}.in_proj.weight"][1],
         approximator_hidden_dim=shapes[f"{GUIDANCE}.in_proj.weight"][0],
         approximator_layers=blocks_of(shapes, f"{GUIDANCE}.layers"),

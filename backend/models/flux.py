@@ -10,7 +10,7 @@ from .common.once import once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, under
+from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, rope_axes, under
 
 
 def patch_module(transformer, config):
@@ -52,14 +52,12 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of FluxTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    """Arguments of FluxTransformer2DModel."""
     found = config_of(shapes)
-    head = found["attention_head_dim"]
-    image_axis = 56 * head // 128 // 2 * 2
     return found | dict(
         pooled_projection_dim=shapes["vector_in.in_layer.weight"][1],
         guidance_embeds="guidance_in.in_layer.weight" in shapes,
-        axes_dims_rope=(head - 2 * image_axis, image_axis, image_axis),
+        axes_dims_rope=rope_axes(found["attention_head_dim"]),
     )
 
 

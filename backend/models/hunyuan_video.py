@@ -10,7 +10,7 @@ from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
 from .common.hunyuan_first_frame import FirstFrame, patch_module, prepare
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .key_layout import IN_OUT, Layout, blocks_of, under
+from .key_layout import IN_OUT, Layout, blocks_of, rope_axes, under
 
 
 def all_tokens(text):
@@ -49,10 +49,9 @@ def refusal(config, grid, cond):
 
 
 def video_config(shapes):
-    """What HunyuanVideo and 1.5 derive alike; RoPE axes are (16, 56, 56)/128 of the head size."""
+    """What HunyuanVideo and 1.5 derive alike."""
     embedding = shapes["img_in.proj.weight"]
     head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
-    axis = 56 * head // 128 // 2 * 2
     return dict(
         in_channels=embedding[1],
         out_channels=shapes["final_layer.linear.weight"][0] // (embedding[2] * embedding[3] * embedding[4]),
@@ -63,7 +62,7 @@ def video_config(shapes):
         num_layers=blocks_of(shapes, "double_blocks"),
         num_refiner_layers=blocks_of(shapes, "txt_in.individual_token_refiner.blocks"),
         text_embed_dim=shapes["txt_in.input_embedder.weight"][1],
-        rope_axes_dim=(head - 2 * axis, axis, axis),
+        rope_axes_dim=rope_axes(head),
     )
 
 

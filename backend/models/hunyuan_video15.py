@@ -11,6 +11,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from . import hunyuan_video
 from .blocks import APART
 from .common import references
+from .common.call_state import call_state
 from .common.masked_text import MaskedText
 from .common.once import once
 from .common.timestep_precision import round_input
@@ -48,13 +49,7 @@ def patch_module(transformer, config):
     round_input(transformer.time_embed.timestep_embedder.linear_1)
     if config["use_meanflow"]:
         round_input(transformer.time_embed.timestep_embedder_r.linear_1)
-    call = SimpleNamespace(hides=True)
-
-    def take(module, args, kwargs):
-        call.hides = kwargs.pop("hides", True)
-        return args, kwargs
-
-    transformer.register_forward_pre_hook(take, with_kwargs=True)
+    call = call_state(transformer, {"hides": True})
     for block in transformer.transformer_blocks:
         block.attn.set_processor(KeyMask(call))
         block.register_forward_hook(clip_text)

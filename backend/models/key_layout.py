@@ -142,3 +142,9 @@ def under(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:
 def blocks_of(shapes: Shapes, name: str) -> int:
     """How many blocks a file has under ``name``."""
     return len({key.removeprefix(name + ".").split(".")[0] for key in shapes if key.startswith(name + ".")})
+
+
+def rope_axes(head: int) -> tuple[int, int, int]:
+    """Return the features of the RoPE axes of a head of so many, (16, 56, 56)/128 of it, all even."""
+    axis = 56 * head // 128 // 2 * 2
+    return head - 2 * axis, axis, axis

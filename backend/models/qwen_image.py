@@ -10,7 +10,7 @@ from .common.masked_text import MaskedText
 from .common.once import once
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, rope_axes
 
 
 class Places(list):
@@ -97,10 +97,9 @@ TRANSPARENCY = "time_text_embed.addition_t_embedding.weight"
 
 
 def config_from_shapes(shapes):
-    """Arguments of QwenImageTransformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    """Arguments of QwenImageTransformer2DModel."""
     hidden = shapes["img_in.weight"][0]
     head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
-    axis = 56 * head // 128 // 2 * 2
     return dict(
         patch_size=2,
         in_channels=shapes["img_in.weight"][1],
@@ -109,7 +108,7 @@ def config_from_shapes(shapes):
         attention_head_dim=head,
         num_attention_heads=hidden // head,
         joint_attention_dim=shapes["txt_in.weight"][1],
-        axes_dims_rope=(head - 2 * axis, axis, axis),
+        axes_dims_rope=rope_axes(head),
         zero_cond_t=ZERO_TIMESTEP in shapes,
         use_additional_t_cond=TRANSPARENCY in shapes,
     )

@@ -13,7 +13,7 @@ from .blocks import JOINED, Blocks
 from .common import references, token_mixing
 from .common.once import once
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of
+from .key_layout import Layout, blocks_of, rope_axes
 from .qwen_image import Rotary
 
 #: diffusers' model is told of images in slots of so many tokens, 2 x 2 of them.
@@ -208,10 +208,9 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of QwenImage21Transformer2DModel; RoPE axes are (16, 56, 56)/128 of the head size."""
+    """Arguments of QwenImage21Transformer2DModel."""
     hidden = shapes["img_in.weight"][0]
     head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
-    axis = 56 * head // 128 // 2 * 2
     return dict(
         patch_size=1,
         in_channels=shapes["img_in.weight"][1],
@@ -221,7 +220,7 @@ def config_from_shapes(shapes):
         num_attention_heads=hidden // head,
         context_in_dim=shapes["txt_in.in_layer.weight"][1],
         mlp_ratio=shapes["transformer_blocks.0.img_mlp.gate_up.weight"][0] // 2 // hidden,
-        axes_dims_rope=(head - 2 * axis, axis, axis),
+        axes_dims_rope=rope_axes(head),
     )
 
 

@@ -73,7 +73,7 @@ def patch_module(transformer, config):
     wan.patch_module(transformer, config)
     attentions = list(transformer.face_adapter)
     del transformer.face_adapter
-    call = call_state(transformer, pose=None, pixels=None, faces=None)
+    call = call_state(transformer, {"pose_latents": None, "face_pixel_values": None}, faces=None)
     for index, block in enumerate(transformer.blocks):
         block.__class__ = Block
         block.call = call
@@ -82,16 +82,12 @@ def patch_module(transformer, config):
             block.face.set_processor(FaceAttention())
     plain_rope = transformer.rope.forward
 
-    def take(module, args, kwargs):
-        call.pose = kwargs.pop("pose_latents")
-        call.pixels = kwargs.pop("face_pixel_values")
-        return args, kwargs
-
     def embed(convolution, args, x):
-        if call.pose is not None:
-            pose = transformer.pose_patch_embedding(call.pose)[:, :, : x.shape[2] - 1]
+        if call.pose_latents is not None:
+            pose = transformer.pose_patch_embedding(call.pose_latents)[:, :, : x.shape[2] - 1]
             x = x + F.pad(pose, (0, 0, 0, 0, 1, x.shape[2] - 1 - pose.shape[2]))
-        call.faces = None if call.pixels is None else encoded_faces(transformer, call.pixels, x.shape[2])
+        if call.face_pixel_values is not None:
+            call.faces = encoded_faces(transformer, call.face_pixel_values, x.shape[2])
         return x
 
     def rotate(latent):
@@ -101,7 +97,6 @@ def patch_module(transformer, config):
         return cos, sin, numbers.view(1, -1, 1, 1)
 
     transformer.forward = WanTransformer3DModel.forward.__get__(transformer)
-    transformer.register_forward_pre_hook(take, with_kwargs=True)
     # before the tokens are joined with others, and flattened
     transformer.patch_embedding.register_forward_hook(embed, prepend=True)
     transformer.rope.forward = rotate

@@ -33,7 +33,7 @@ class Block(WanTransformerBlock):
         if self.control is not None:
             for number, video in enumerate(videos):
                 hint, videos[number] = self.control(state, encoder_hidden_states, video, temb, rotary_emb)
-                out = out + hint * self.call.strength[:, number, None, None].to(hint.dtype)
+                out = out + hint * self.call.vace_strength[:, number, None, None].to(hint.dtype)
         return torch.cat([out, *videos], dim=-1)
 
 
@@ -42,7 +42,7 @@ def patch_module(transformer, config):
     all control blocks before the others."""
     control = list(transformer.vace_blocks)
     del transformer.vace_blocks
-    call = call_state(transformer, context=None, strength=None)
+    call = call_state(transformer, {"vace_context": None, "vace_strength": None})
     width = config["num_attention_heads"] * config["attention_head_dim"]
     beside = dict(zip(config["vace_layers"], control))
     for index, block in enumerate(transformer.blocks):
@@ -50,17 +50,11 @@ def patch_module(transformer, config):
         block.call = call
         block.control = beside.get(index)
 
-    def take(module, args, kwargs):
-        call.context = kwargs.pop("vace_context")
-        call.strength = kwargs.pop("vace_strength")
-        return args, kwargs
-
     def embed(convolution, args, x):
-        videos = [transformer.vace_patch_embedding(video) for video in call.context.unbind(1)]
+        videos = [transformer.vace_patch_embedding(video) for video in call.vace_context.unbind(1)]
         return torch.cat([x, *videos], dim=1)
 
     transformer.forward = WanTransformer3DModel.forward.__get__(transformer)
-    transformer.register_forward_pre_hook(take, with_kwargs=True)
     transformer.patch_embedding.register_forward_hook(embed)
     transformer.norm_out.register_forward_pre_hook(lambda norm, args: (args[0][..., :width],))
 
@@ -141,7 +135,7 @@ LAYOUT = replace(
 
 def attention_calls(block: Any) -> int:
     """Of the block, and of its control block for each control video."""
-    return 2 if block.control is None else 2 + 2 * block.call.context.shape[1]
+    return 2 if block.control is None else 2 + 2 * block.call.vace_context.shape[1]
 
 
 FAMILY: Family = wan.FAMILY.changed(

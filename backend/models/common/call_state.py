@@ -1,18 +1,27 @@
 """What the hooks of a transformer keep of one call."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 
-def call_state(transformer: nn.Module, **between: Any) -> SimpleNamespace:
-    """Return a place for what hooks of ``transformer`` keep of the call under way. After each call, finished
-    or not, it holds ``between`` again: no prompt or control video stays on the device."""
+def call_state(transformer: nn.Module, taken: Mapping[str, Any] = {}, **between: Any) -> SimpleNamespace:
+    """Return a place for what hooks of ``transformer`` keep of the call under way. ``taken``: arguments that
+    its forward is given by name and does not know, which go there; what each is without one. After each call,
+    finished or not, it holds these and ``between`` again: no prompt or control video stays on the device."""
+    between = {**taken, **between}
     call = SimpleNamespace(**between)
+
+    def take(module, args, kwargs):
+        vars(call).update({name: kwargs.pop(name, usual) for name, usual in taken.items()})
+        return args, kwargs
 
     def release(module, args, output):
         vars(call).update(between)
 
+    if taken:
+        transformer.register_forward_pre_hook(take, with_kwargs=True)
     transformer.register_forward_hook(release, always_call=True)
     return call

@@ -116,7 +116,7 @@ class Levels(LTX2AdaLayerNormSingle):
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
         if timestep.numel() == batch_size:
             return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
-        levels, level_of_token = self.call.levels[self.latent]
+        levels, level_of_token = self.call.noise_levels[self.latent]
         found: Any = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
         self.modulation, embedding = found
         return level_of_token[:, None], embedding[level_of_token]
@@ -146,13 +146,7 @@ def levels_of(known, times, batch):
 def share_levels(transformer, modules):
     """Let the transformer's forward take ``noise_levels``: of each latent with a mask, what ``levels_of``
     returns. ``modules``: latent -> its Levels."""
-    call = call_state(transformer, levels={})
-
-    def take(module, args, kwargs):
-        call.levels = kwargs.pop("noise_levels")
-        return args, kwargs
-
-    transformer.register_forward_pre_hook(take, with_kwargs=True)
+    call = call_state(transformer, {"noise_levels": {}})
     for latent, embeds in modules.items():
         for embed in embeds:
             embed.__class__ = Levels

@@ -16,10 +16,15 @@ PLACES = ("offset", "index", "uxo")
 OTHER_METHOD = "choose another method in Edit Model Reference Method"
 
 
+def listed(cond: Mapping[str, Tensor], name: str) -> list[Tensor]:
+    """The arguments NAME.0, NAME.1, ... of one guidance branch, in order."""
+    keys = [key for key in cond if key.startswith(f"{name}.")]
+    return [cond[key] for key in sorted(keys, key=lambda key: int(key.partition(".")[2]))]
+
+
 def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
     """The reference latents (B, C, [T,] H, W) of one guidance branch, in order."""
-    names = [name for name in cond if name.startswith("ref_latents.")]
-    return [cond[name] for name in sorted(names, key=lambda name: int(name.partition(".")[2]))]
+    return listed(cond, "ref_latents")
 
 
 def method(cond: Mapping[str, Tensor], default: str) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..latent_tokens import TokenGrid
 from .call_state import call_state
+from .references import listed
 
 #: Names of what is given so, as ComfyUI's model calls them.
 NAMES = ("reference_latent", "time_dim_concat", "context_latents", "camera_conditions")
@@ -20,8 +21,13 @@ def given(cond) -> dict[str, Tensor]:
 
 
 def _in_context(cond) -> list[Tensor]:
-    names = [name for name in cond if name.startswith("context_latents.")]
-    return [cond[name] for name in sorted(names, key=lambda name: int(name.partition(".")[2]))]
+    return listed(cond, "context_latents")
+
+
+def _videos(cond) -> list[Tensor]:
+    """Return what is embedded as the latent is, in the order of its tokens."""
+    later = [cond["time_dim_concat"]] if "time_dim_concat" in cond else []
+    return [*later, *_in_context(cond)]
 
 
 def _grid(grid: TokenGrid, latent: Tensor) -> TokenGrid:
@@ -30,9 +36,8 @@ def _grid(grid: TokenGrid, latent: Tensor) -> TokenGrid:
 
 def token_count(config, grid: TokenGrid, cond) -> int:
     """Count the reference tokens: Conditioning.context_tokens."""
-    videos = [cond["time_dim_concat"]] if "time_dim_concat" in cond else []
     count = grid.counts[1] * grid.counts[2] if "reference_latent" in cond else 0
-    return count + sum(_grid(grid, latent).tokens for latent in [*videos, *_in_context(cond)])
+    return count + sum(_grid(grid, latent).tokens for latent in _videos(cond))
 
 
 def refusal(config, grid: TokenGrid, cond) -> str | None:
@@ -116,12 +121,8 @@ def patch_module(transformer, config):
         transformer.ref_conv = nn.Conv2d(config["reference_channels"], width, patch, patch)
     if config.get("camera_channels"):
         transformer.control_adapter = CameraAdapter(config["camera_channels"], width, patch)
-    call = call_state(transformer, further={}, tokens=None)
+    call = call_state(transformer, {"further": {}}, tokens=None)
     plain_rope = transformer.rope.forward
-
-    def take(module, args, kwargs):
-        call.further = kwargs.pop("further", {})
-        return args, kwargs
 
     def embed(convolution, args, x):
         if "camera_conditions" in call.further:
@@ -130,15 +131,13 @@ def patch_module(transformer, config):
         call.tokens = tokens[0].shape[2]
         if "reference_latent" in call.further:
             tokens.append(transformer.ref_conv(call.further["reference_latent"]).flatten(2))
-        videos = [call.further[name] for name in ("time_dim_concat",) if name in call.further]
         # its forward alone: a call would come back here
-        tokens += [convolution.forward(latent).flatten(2) for latent in [*videos, *_in_context(call.further)]]
+        tokens += [convolution.forward(latent).flatten(2) for latent in _videos(call.further)]
         return torch.cat(tokens, dim=2)
 
     def rotate(latent):
         return rotary(plain_rope, config["patch_size"], latent, call.further)
 
-    transformer.register_forward_pre_hook(take, with_kwargs=True)
     transformer.patch_embedding.register_forward_hook(embed)
     transformer.norm_out.register_forward_pre_hook(lambda norm, args: (args[0][:, : call.tokens],))
     transformer.rope.forward = rotate
