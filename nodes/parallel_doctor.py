@@ -15,6 +15,7 @@ import comfy.model_management
 from comfy_api.latest import io
 
 from ..backend.client import pool
+from ..backend.client.probe_process import end_process
 from ..backend.protocol import BackendError
 from .host.progress import NodeStatus
 from .host.refusals import on_node
@@ -132,13 +133,7 @@ def started(command: list[str]) -> Iterator[subprocess.Popen]:
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_process(process, END_SECONDS)
 
 
 def _read(process: subprocess.Popen, lines: list[str]):

@@ -48,13 +48,10 @@ class ArgumentCache:
                 continue
             known = self.known.setdefault(name, {})
             probes = _probes(value)
-            form = (value.shape, value.dtype)
-            for key, (copy, own) in known.items():
-                if (copy.shape, copy.dtype) == form and numpy.array_equal(own, probes):
-                    cached[name] = key
-                    self.taken.append((copy, value))
-                    break
-            if name in cached:
+            found = next((key for key, each in known.items() if _is_alike(each, value, probes)), None)
+            if found:
+                cached[name] = found
+                self.taken.append((known[found][0], value))
                 continue
             keep[name] = f"{name} {self.count}"
             self.count += 1
@@ -64,6 +61,13 @@ class ArgumentCache:
                 del known[forget[-1]]
         tensors = {name: value for name, value in call.tensors.items() if name not in cached}
         return replace(call, client=self.client, keep=keep, kept=cached, forget=forget, tensors=tensors)
+
+
+def _is_alike(known: tuple[torch.Tensor, numpy.ndarray], value: torch.Tensor, probes: numpy.ndarray) -> bool:
+    """Return whether a known value, with its probes, may be this one."""
+    copy, own = known
+    is_of_form = copy.shape == value.shape and copy.dtype == value.dtype
+    return is_of_form and numpy.array_equal(own, probes)
 
 
 def _probes(value: torch.Tensor) -> numpy.ndarray:

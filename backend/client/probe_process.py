@@ -141,7 +141,9 @@ def run(
         try:
             hangs = _waited(process, check, longest, is_started)
         finally:
-            _end(process)
+            assert process.stdin is not None  # it was opened as a pipe
+            process.stdin.close()  # by which an agent and its ranks end
+            end_process(process, END_SECONDS)
         if hangs:
             raise UnmeasuredError(f"its ranks did not answer within {hangs:.0f} s", remedy, bool(remedy))
         if process.returncode:
@@ -166,14 +168,12 @@ def _waited(
     return None
 
 
-def _end(process: subprocess.Popen):
-    """End an agent and its ranks: close their pipe, then ask, then kill what is left."""
-    assert process.stdin is not None  # it was opened as a pipe
-    process.stdin.close()
+def end_process(process: subprocess.Popen, seconds: float):
+    """Ask a process to end unless it has, and kill it after so many ``seconds``."""
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(END_SECONDS)
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
