@@ -285,6 +285,5 @@ def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | Non
         yield buffers
     finally:
         stage.attention.uninstall()
-        stage.attention.begin_request(
-            request.config.attention, None
-        )  # keys and values do not outlive the request
+        # keys and values do not outlive the request
+        stage.attention.begin_request(request.config.attention, None)

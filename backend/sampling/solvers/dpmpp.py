@@ -1,6 +1,8 @@
 """DPM-Solver++ (Lu et al. 2022, arXiv 2211.01095): exponential integrators of the data prediction, and their
 stochastic forms."""
 
+from collections.abc import Callable
+
 from .problem import Problem, Steps, Tensor, ancestral, ancestral_split, blend, euler_step
 
 
@@ -83,51 +85,42 @@ def _sde_step(
     return x + alpha_target * noise * up
 
 
-def _sde_first_order(
-    problem: Problem, x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor
-) -> Tensor:
-    return sigma_next / sigma * (-h).exp() * x + problem.alpha(sigma_next) * (-2 * h).expm1().neg() * denoised
-
-
-def _sde_noise(problem: Problem, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
-    return problem.brownian(sigma, sigma_next) * sigma_next * (-2 * h).expm1().neg().sqrt()
+def _sde_multistep(x: Tensor, problem: Problem, higher_orders: Callable[..., Tensor]) -> Steps:
+    """Step by the SDE's first order, and where there is a history by ``higher_orders``: (x, alpha at the
+    target, prediction, h, (prediction, h) of up to two steps before, newest first) -> x."""
+    problem = problem.with_finite_snr()
+    history: list[tuple[Tensor, Tensor]] = []
+    for i, sigma, sigma_next in problem.steps:
+        denoised = yield x, sigma, i
+        if sigma_next == 0:
+            x = denoised
+            continue
+        h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
+        alpha = problem.alpha(sigma_next)
+        x = sigma_next / sigma * (-h).exp() * x + alpha * (-2 * h).expm1().neg() * denoised
+        if history:
+            x = higher_orders(x, alpha, denoised, h, history)
+        x = x + problem.brownian(sigma, sigma_next) * sigma_next * (-2 * h).expm1().neg().sqrt()
+        history = [(denoised, h), *history[:1]]
+    return x
 
 
 def dpmpp_2m_sde(x: Tensor, problem: Problem) -> Steps:
     """DPM-Solver++(2M) of the SDE, with the midpoint rule."""
-    problem = problem.with_finite_snr()
-    old_denoised = h_last = None
-    for i, sigma, sigma_next in problem.steps:
-        denoised = yield x, sigma, i
-        if sigma_next == 0:
-            x = denoised
-            continue
-        h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
-        x = _sde_first_order(problem, x, denoised, sigma, sigma_next, h)
-        if old_denoised is not None and h_last is not None:
-            weight = 0.5 * problem.alpha(sigma_next) * (-2 * h).expm1().neg() * (1 / (h_last / h))
-            x = x + weight * (denoised - old_denoised)
-        x = x + _sde_noise(problem, sigma, sigma_next, h)
-        old_denoised, h_last = denoised, h
-    return x
+    return _sde_multistep(x, problem, _midpoint)
 
 
 def dpmpp_3m_sde(x: Tensor, problem: Problem) -> Steps:
     """DPM-Solver++(3M) of the SDE (k-diffusion)."""
-    problem = problem.with_finite_snr()
-    history: list[tuple[Tensor, Tensor]] = []  # (denoised, h) of the last steps, newest first
-    for i, sigma, sigma_next in problem.steps:
-        denoised = yield x, sigma, i
-        if sigma_next == 0:
-            x = denoised
-            continue
-        h = problem.half_log_snr(sigma_next) - problem.half_log_snr(sigma)
-        x = _sde_first_order(problem, x, denoised, sigma, sigma_next, h)
-        if history:
-            x = _higher_orders(x, problem.alpha(sigma_next), denoised, h, history)
-        x = x + _sde_noise(problem, sigma, sigma_next, h)
-        history = [(denoised, h), *history[:1]]
-    return x
+    return _sde_multistep(x, problem, _higher_orders)
+
+
+def _midpoint(
+    x: Tensor, alpha: Tensor, denoised: Tensor, h: Tensor, history: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    old_denoised, h_last = history[0]
+    weight = 0.5 * alpha * (-2 * h).expm1().neg() * (1 / (h_last / h))
+    return x + weight * (denoised - old_denoised)
 
 
 def _higher_orders(
