@@ -42,6 +42,11 @@ class Stored:
         """Is it a quantized matrix whose rows are whole blocks?"""
         return self.kind not in PLAIN and len(self.shape) == 2 and self.shape[1] % self.block == 0
 
+    @property
+    def quantization(self) -> tuple[Format, Settings]:
+        """Its format, and what the file says of it."""
+        return gguf_format(self.kind), {"format": self.kind}
+
 
 class GGUFFile:
     """The tensors of one GGUF file (see safetensors_files.Weights)."""
@@ -98,14 +103,12 @@ class GGUFFile:
         self._check_scales(key, blocks)
         kept = range(left - lo * stored.block, right - lo * stored.block)
         values = {"values": upload(blocks.flatten(1), device)}
-        return Packed(
-            gguf_format(stored.kind), {"format": stored.kind}, values, (hi - lo) * stored.block, (kept,)
-        )
+        return Packed(*stored.quantization, values, (hi - lo) * stored.block, (kept,))
 
     def quantization(self, key: str) -> tuple[Format, Settings] | None:
         """As in Weights."""
         stored = self._stored[key]
-        return (gguf_format(stored.kind), {"format": stored.kind}) if stored.is_matrix else None
+        return stored.quantization if stored.is_matrix else None
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """As in Weights."""
@@ -130,13 +133,8 @@ class GGUFFile:
         blocks = upload(blocks.reshape(-1, stored.size), device)
         if stored.kind in PLAIN:
             return blocks.view(PLAIN[stored.kind]).reshape(-1).to(dtype)
-        packed = Packed(
-            gguf_format(stored.kind),
-            {"format": stored.kind},
-            {"values": blocks},
-            stored.block,
-            (range(stored.block),),
-        )
+        kept = (range(stored.block),)
+        packed = Packed(*stored.quantization, {"values": blocks}, stored.block, kept)
         return packed.dequantize(dtype).view(-1)
 
 

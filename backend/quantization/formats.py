@@ -9,7 +9,7 @@ are multiplied by their scales in ComfyUI's order and precision.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -282,8 +282,4 @@ def moved_bytes(form: Format, settings: Settings) -> float:
 def gguf_format(kind: str) -> Format:
     """Return the format of a GGUF type; its blocks are bytes."""
     _, block, _ = gguf_type(kind)
-    return Format(_gguf, (kind,), (), block=partial(_constant, block), short=kind, moved=GGUF_MOVED[kind])
-
-
-def _constant(block: int, settings: Settings) -> int:
-    return block
+    return Format(_gguf, (kind,), (), block=lambda settings: block, short=kind, moved=GGUF_MOVED[kind])
