@@ -215,9 +215,9 @@ class RemoteTransformer(ElsewhereModule):
 
     def _output(self, backend: Backend, dit: ParallelDiT, call: ModelCall) -> torch.Tensor:
         with NodeStatus() as status:
-            return self._answer(status, partial(self._ask, backend, dit, call, status))
+            return self._answer(partial(self._ask, backend, dit, call, status))
 
-    def _answer(self, status: NodeStatus, ask: Callable[[], tuple[Result | None, bool]]) -> torch.Tensor:
+    def _answer(self, ask: Callable[[], tuple[Result | None, bool]]) -> torch.Tensor:
         management = comfy.model_management
         result = None
         try:

@@ -66,19 +66,15 @@ class AutoConfig:
         if not text:  # a process on the CPU uses all its cores: more of them gain little
             return list(range(gpus_here)) if on_gpus else [0]
         if "," in text:
-            listed = replace(self.base, gpus="", data_parallel_degree=text.count(",") + 1)
-            indices = replace(listed, gpus=text).gpu_indices
+            indices = replace(self.base, gpus=text, data_parallel_degree=text.count(",") + 1).gpu_indices
         else:
             indices = list(range(_count(text)))
-        probe = replace(self.base, data_parallel_degree=len(indices))
         if not on_gpus and "," in text:
             raise ConfigError(
                 f"gpus is {text!r:.200}, numbers of GPUs, but the ranks run on the CPU; say how many."
             )
-        if on_gpus:
-            replace(probe, gpus=",".join(map(str, indices))).resolve_device(gpus_here)
-        else:
-            probe.resolve_device(gpus_here)
+        on = ",".join(map(str, indices)) if on_gpus else ""
+        replace(self.base, data_parallel_degree=len(indices), gpus=on).resolve_device(gpus_here)
         return indices
 
     def placed(self, plan: ParallelConfig, devices: list[int]) -> ParallelConfig:

@@ -44,10 +44,10 @@ class RemoteSolver:
     none yet.
     """
 
-    def __init__(self, dit: ParallelDiT, sampler_name: str, wants_denoised: bool = False):
+    def __init__(self, dit: ParallelDiT, sampler_name: str):
         self.dit = dit
         self.sampler_name = sampler_name
-        self.wants_denoised = wants_denoised
+        self.wants_denoised = False
         self.backend, self.loaded = ensure_loaded(dit)
         #: How the last run went.
         self.lines: list[str] = []

@@ -40,7 +40,6 @@ class Trace:
     heads: int
     head_size: int
     timestep: float | None
-    output: Tensor
 
 
 def shallow(cls: type, config: dict) -> nn.Module:
@@ -63,7 +62,7 @@ def shallow(cls: type, config: dict) -> nn.Module:
 def trace(transformer: nn.Module, arguments: dict) -> Trace:
     """Run a forward and record the arguments and results of its blocks."""
     calls: list[BlockCall] = []
-    found = Trace(calls, None, 0, 0, None, torch.empty(0))
+    found = Trace(calls, None, 0, 0, None)
     hooks = []
     for name, modules in transformer.named_children():
         for block in modules if isinstance(modules, nn.ModuleList) else ():
@@ -75,12 +74,11 @@ def trace(transformer: nn.Module, arguments: dict) -> Trace:
     F.scaled_dot_product_attention = _watched(attend, calls, found)
     try:
         with torch.inference_mode():
-            output = transformer(**arguments, return_dict=False)
+            transformer(**arguments, return_dict=False)
     finally:
         F.scaled_dot_product_attention = attend
         for hook in hooks:
             hook.remove()
-    found.output = output if isinstance(output, Tensor) else output[0]
     return found
 
 
