@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import cast
@@ -23,8 +23,8 @@ from ..parallel import stage_split
 from ..parallel.block_cost import AttentionCall, LayerTokens, attention_calls, block_costs, layer_tokens
 from ..parallel.matrix_cuts import CutPlan, Shard, cut_plan
 from ..parallel.stage_split import Stages
-from ..quantization.kernels import Choice
 from ..quantization.packed import Packed
+from . import weight_loading
 from .autodetect import inputs
 from .config_limits import build, check_config
 from .parameter_sources import (
@@ -38,7 +38,6 @@ from .parameter_sources import (
     sources,
 )
 from .safetensors_files import Weights
-from .weight_loading import block_of, column_units, load
 
 #: Ends of the key of a table of positions, which takes seconds and gigabytes to compute.
 STORED_TABLES = ("pos_embed", "pos_embedding")
@@ -187,7 +186,9 @@ class Checkpoint:
         if ranks == 1:
             return CutPlan({})
         uneven = bool(config.shares_of("tp"))
-        return cut_plan(self.empty, self.family, config.split_scheme, ranks, column_units(self), uneven)
+        return cut_plan(
+            self.empty, self.family, config.split_scheme, ranks, weight_loading.column_units(self), uneven
+        )
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -208,7 +209,7 @@ class Checkpoint:
         order = {block: i for i, block in enumerate(self.block_names)}
         return {
             name: (
-                order.get(block_of(name, order) or ""),
+                order.get(weight_loading.block_of(name, order) or ""),
                 type(self.empty.get_submodule(name.rpartition(".")[0])),
             )
             for name, _ in self.empty.named_parameters()
@@ -260,25 +261,7 @@ class Checkpoint:
         """Whether some weights stay as the file stores them, in few bits."""
         return any(self.files.quantization(key) is not None for key in self.read_keys)
 
-    def load(
-        self,
-        blocks: range,
-        dtype: torch.dtype,
-        device: torch.device,
-        shards: Mapping[str, Shard] = {},
-        held: Mapping[str, bool] = {},
-        choices: Mapping[str, Choice] = {},
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-        on_block: Callable[[str], None] = lambda name: None,
-    ) -> int:
-        """Fill ``empty`` with the weights of ``blocks`` and of the shared layers; return the bytes read.
-
-        Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module ->
-        the piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not,
-        whichever block they are in. ``choices``: how quantized parameters multiply, else weight only.
-        ``on_progress`` is given bytes loaded and in all; ``on_block`` a block's name when it is filled.
-        """
-        return load(self, blocks, dtype, device, shards, held, choices, on_progress, on_block)
+    load = weight_loading.load
 
     def read(
         self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None

@@ -11,11 +11,11 @@ from ..errors import UnsupportedError, quoted
 from ..models.key_layout import Shapes
 from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Format, scale_group
 from ..quantization.packed import Packed
+from .mapped_file import DTYPES
 from .quantized_layers import (
     BADLY,
     DESCRIPTIONS,
     INPUT_SCALES,
-    ITEMSIZES,
     TILE_BLOCKS,
     TILE_ROWS,
     Layer,
@@ -167,7 +167,7 @@ class ScaledFiles:
         return found
 
     def _itemsize(self, key: str) -> int:
-        return ITEMSIZES[self.files.stored(key)]
+        return DTYPES[self.files.stored(key)].itemsize
 
     def _matrix(self, key: str) -> Layer | None:
         """The layer of a quantized matrix; float8 without scales is one too."""

@@ -22,8 +22,6 @@ DESCRIPTIONS = ("comfy_quant", "scaled_fp8")
 WITH_INPUT_SCALE = ("float8_e4m3fn", "nvfp4")
 #: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
 TILE_ROWS, TILE_BLOCKS = 128, 4
-#: The file's name of a dtype -> bytes of a value.
-ITEMSIZES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
 #: Of scales: those of whole rows and matrices, and of groups of columns.
 PLAIN = ("F32", "BF16", "F16")
 GROUP_SCALES = (*PLAIN, "F8_E4M3", "U8")

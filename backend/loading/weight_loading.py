@@ -27,13 +27,20 @@ def load(
     blocks: range,
     dtype: torch.dtype,
     device: torch.device,
-    shards: Mapping[str, Shard],
-    held: Mapping[str, bool],
-    choices: Mapping[str, Choice],
-    on_progress: Callable[[int, int], None],
-    on_block: Callable[[str], None],
+    shards: Mapping[str, Shard] = {},
+    held: Mapping[str, bool] = {},
+    choices: Mapping[str, Choice] = {},
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_block: Callable[[str], None] = lambda name: None,
 ) -> int:
-    """Load as Checkpoint.load, of which this is the body."""
+    """Fill ``checkpoint.empty`` with the weights of ``blocks`` and of the shared layers; return the bytes
+    read. It is a method of Checkpoint.
+
+    Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module -> the
+    piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not, whichever
+    block they are in. ``choices``: how quantized parameters multiply, else weight only. ``on_progress`` is
+    given bytes loaded and in all; ``on_block`` a block's name when it is filled.
+    """
     names = checkpoint.block_names
     absent = tuple(name + "." for i, name in enumerate(names) if i not in blocks)
     modules = {name: name.rpartition(".")[0] for name in checkpoint.sources}
