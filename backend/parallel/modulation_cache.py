@@ -258,21 +258,22 @@ class LayerCache:
             for branch, evaluations in (embeddings | seconds).items()
             for evaluation, embedding in enumerate(evaluations)
         }
-        every = torch.cat(list(each.values()))
+        different, places = self._different(torch.cat(list(each.values())))
+        next_place = iter(places)
+        rows = {key: tuple(next(next_place) for _ in embedding) for key, embedding in each.items()}
+        self.plan = ModulationPlan(different, rows, len(next(iter(embeddings.values()))))
+        self._compute(self.plan, 0)
+
+    def _different(self, every: Tensor) -> tuple[Tensor, list[int]]:
+        """Return those of the embeddings (n, D) that differ, in order, and which of them each one equals."""
         _, inverse = torch.unique(every.float(), dim=0, return_inverse=True)  # CUDA's has no bf16
-        # shapes below depend on it, so all ranks take the first one's
+        # shapes depend on it, so all ranks take the first one's
         groups = comm.broadcast(inverse, (self.mesh.tp, self.mesh.pp)).tolist()
         first_rows: dict[int, int] = {}  # group of equal embeddings -> its first one
         for row, group in enumerate(groups):
             first_rows.setdefault(group, row)
         places = {group: place for place, group in enumerate(first_rows)}
-        rows = iter([places[group] for group in groups])
-        self.plan = ModulationPlan(
-            every[list(first_rows.values())],
-            {key: tuple(next(rows) for _ in embedding) for key, embedding in each.items()},
-            len(next(iter(embeddings.values()))),
-        )
-        self._compute(self.plan, 0)
+        return every[list(first_rows.values())], [places[group] for group in groups]
 
     def _compute(self, plan: ModulationPlan, first: int):
         """Compute modulation from evaluation ``first`` on."""
