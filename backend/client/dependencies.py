@@ -10,9 +10,8 @@ from pathlib import Path
 
 from ..errors import SHORT
 from ..protocol import BackendError
-from .interpreter import VARIABLE, answer, answered, inherited
+from .interpreter import PACK, VARIABLE, answer, answered, inherited
 
-PACK = Path(__file__).resolve().parents[2]
 REQUIREMENTS = PACK / "requirements.txt"
 #: An interpreter answers within this long, also from a cold network disk.
 ASK_SECONDS = 120

@@ -9,6 +9,8 @@ from typing import Any
 
 from ..config import ConfigError
 
+#: The folder of this pack.
+PACK = Path(__file__).resolve().parents[2]
 #: Environment variable with the path of another interpreter, whose packages the ranks then use.
 VARIABLE = "PARALLEL_DIT_PYTHON"
 #: Begins an answer on standard output, where whatever starts with a Python (sitecustomize) may print, too.

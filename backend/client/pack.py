@@ -3,7 +3,7 @@
 import hashlib
 
 from ..protocol import BackendError
-from .rank_environment import PACK
+from .interpreter import PACK
 
 
 def pack_version() -> str:

@@ -16,9 +16,9 @@ import torch
 from ..config import ParallelConfig
 from ..device_memory import host_bytes
 from ..protocol import BackendError, RefusedError
-from .interpreter import answered, ranks_python
+from .interpreter import PACK, answered, ranks_python
 from .pack import require_same_pack
-from .rank_environment import PACK, sanitized_environment
+from .rank_environment import sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.
 POLL_SECONDS = 0.1

@@ -14,9 +14,10 @@ from ..protocol import BackendError
 from . import nccl_settings
 from .agent_command import agent_command
 from .exit_report import shared_memory_hint
+from .interpreter import PACK
 from .pack import require_same_pack
 from .private_folder import PrivateFolder
-from .rank_environment import PACK, sanitized_environment
+from .rank_environment import sanitized_environment
 
 #: A machine that takes longer than this to measure is not going to.
 LONGEST_SECONDS = 300.0

@@ -4,17 +4,13 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from ..config import ConfigError, ParallelConfig
 from . import nccl_settings
 from .cache_folder import cache_folder
-from .interpreter import inherited
-
-#: The folder of this pack.
-PACK = Path(__file__).resolve().parents[2]
+from .interpreter import PACK, inherited
 
 #: Settings of torch's allocator, under the names of several versions of it.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

@@ -17,7 +17,7 @@ import faults
 import pytest
 
 from backend.client import private_folder
-from backend.client.rank_environment import PACK
+from backend.client.interpreter import PACK
 
 
 def test_a_socket_fits_below_a_folder_whose_name_has_more_bytes_than_characters(monkeypatch):
