@@ -14,7 +14,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,14 +79,20 @@ class Launches:
 
 def checkpoint_of(family: str) -> Checkpoint:
     """Recognise the golden family's checkpoint by its shapes."""
-    shapes = {key: value[0] if isinstance(value[0], list) else value for key, value in _shapes(family)}
-    tensors = {key: ("BF16", list(shape)) for key, shape in shapes.items()}
+    return replace(_recognised(family))  # without a transformer, of which each rank takes its own apart
+
+
+@cache
+def _recognised(family: str) -> Checkpoint:
+    return with_shapes(family, facts(family)["shapes"])
+
+
+def with_shapes(family: str, shapes: Mapping[str, Any]) -> Checkpoint:
+    """Recognise a checkpoint of a family by the shapes of its tensors."""
+    found = {key: value[0] if isinstance(value[0], list) else value for key, value in shapes.items() if value}
+    tensors = {key: ("BF16", list(shape)) for key, shape in found.items()}
     header = {"tensors": fold(tensors), "metadata": {}, "data": {}}
     return recognise(family, ScaledFiles(cast(TensorFiles, HeaderFiles(family, header))))
-
-
-def _shapes(family: str):
-    return [(key, value) for key, value in facts(family)["shapes"].items() if value]
 
 
 def mesh_of(config: ParallelConfig, rank: int) -> Mesh:

@@ -33,13 +33,21 @@ READS = {"nonzero", "masked_select", "unique_dim", "_unique2", "_local_scalar_de
 COPIES = {"to", "_to_copy", "copy_"}
 
 
-def tensors_in(value) -> Iterator[Tensor]:
-    """Yield the tensors of nested arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for element in value:
-            yield from tensors_in(element)
+def tensors_in(value) -> list[Tensor]:
+    """Return the tensors of nested arguments."""
+    found: list[Tensor] = []
+    # no generator: this is called several times for every operation
+    for element in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(element, Tensor):
+            found.append(element)
+        elif isinstance(element, (list, tuple)):
+            found += tensors_in(element)
+    return found
+
+
+def given_to(args: tuple, kwargs: dict | None) -> list[Tensor]:
+    """Return the tensors of an operation's arguments."""
+    return tensors_in(args) + tensors_in(list(kwargs.values())) if kwargs else tensors_in(args)
 
 
 def place() -> str:
@@ -76,8 +84,7 @@ class Count(Mode):
             return self._leave(*args)
         out = compute(func, args, kwargs)
         if self.active:
-            given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
-            self._note(func, given, list(tensors_in(out)))
+            self._note(func, given_to(args, kwargs), tensors_in(out))
         return out
 
     def _leave(self, onto: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:

@@ -4,7 +4,8 @@ torch computes most results on the meta device in Python, 0.1 to 1 ms each, and 
 hundred operations for every block, step and rank. FakeTensorMode caches its results by the same key.
 """
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +23,33 @@ class NotPlain(Exception):
 
 def _key_of(value, tensors: list[Tensor]):
     if isinstance(value, Tensor):
-        if value.device.type != "meta":
+        if not value.is_meta:
             raise NotPlain
         tensors.append(value)
         return value.shape, value.stride(), value.dtype
-    if type(value) in PLAIN or isinstance(value, PLAIN[-3:]):
-        return type(value), value
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, PLAIN[-3:]):
+        return kind, value
     if isinstance(value, (list, tuple)):
         return tuple([_key_of(each, tensors) for each in value])
     raise NotPlain
+
+
+class Operator(NamedTuple):
+    """What is asked of an operator at every call, which takes torch longer to tell than to call it. name:
+    with its namespace."""
+
+    name: str
+    is_view: bool
+    is_known: bool
+
+
+@cache
+def operator(func) -> Operator:
+    """Return the facts of an operator. is_known: results of torch's own can be made again, unless they share
+    memory with an argument."""
+    is_view = func.is_view
+    return Operator(func._schema.name, is_view, not is_view and func.namespace == "aten")
 
 
 #: Results that are remembered, of about 1 kB each: those of a few families.
@@ -51,11 +70,13 @@ def compute(func, args: tuple, kwargs: dict | None):
     """Do an operation. Results of torch's own operations on meta tensors are made from the earlier result,
     where this is a tensor of its own or one of the arguments."""
     named = kwargs or {}
-    if func.is_view or func.namespace != "aten":
+    if not operator(func).is_known:
         return func(*args, **named)
     tensors: list[Tensor] = []
     try:
-        key = (func, _key_of(args, tensors), tuple(named), _key_of(tuple(named.values()), tensors))
+        key = (func, _key_of(args, tensors))
+        if named:
+            key += (tuple(named), _key_of(tuple(named.values()), tensors))
     except NotPlain:
         return func(*args, **named)
     found = _KNOWN.get(key)

@@ -44,12 +44,14 @@ def facts(family: str) -> dict:
     return json.loads((GOLDEN / f"{family}.json").read_text())
 
 
-def shallow_flux() -> dict[str, list[int]]:
-    """Key -> shape of the tiny Flux with few blocks: loading it takes a third of the time."""
+def shallow_flux(single: int = BLOCKS) -> dict[str, list[int]]:
+    """Key -> shape of the tiny Flux with few blocks, so many ``single`` ones: loading it takes a third of the
+    time."""
+    count = {"double": BLOCKS, "single": single}
 
     def is_here(key: str) -> bool:
-        block = re.match(r"(?:double|single)_blocks\.(\d+)\.", key)
-        return block is None or int(block[1]) < BLOCKS
+        block = re.match(r"(double|single)_blocks\.(\d+)\.", key)
+        return block is None or int(block[2]) < count[block[1]]
 
     return {key: shape for key, shape in facts("flux-dev")["shapes"].items() if is_here(key)}
 

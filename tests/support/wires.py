@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,8 +17,8 @@ from torch import Tensor
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
-from meta_device import tensors_in  # noqa: E402 (a script, in no package)
-from meta_shapes import Mode, compute  # noqa: E402
+from meta_device import given_to, tensors_in  # noqa: E402 (a script, in no package)
+from meta_shapes import Mode, compute, operator  # noqa: E402
 
 #: What names of products contain, whose kernels are chosen by shape.
 PRODUCTS = ("mm", "linear", "attention")
@@ -45,6 +46,11 @@ class Operation:
     received: list[Tensor]
     started: int
     waited: int | None = None
+
+    @cached_property
+    def storages(self) -> set[int]:
+        """Where what is received lies."""
+        return {x.untyped_storage()._cdata for x in self.received}
 
 
 @dataclass
@@ -102,21 +108,23 @@ class Watch(Mode):
         self.log = log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
+        name, is_view, _ = operator(func)
         if (self.log.fresh or self.log.unused) and name not in ("aten::empty", "aten::new_empty"):
-            given = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
-            self.look(name, given, func.is_view)
-        self.launch(name, list(tensors_in(args)), func.is_view)
+            self.look(name, given_to(args, kwargs), is_view)
+        self.launch(name, args, is_view)
         self.log.names.append(name)
         return compute(func, args, kwargs)
 
-    def launch(self, name: str, given: list[Tensor], is_view: bool):
+    def launch(self, name: str, args: tuple, is_view: bool):
         """Note a kernel's first launch; products have one for each shape, by which libraries choose."""
-        kernel = (name, *((x.dtype, x.is_contiguous()) for x in given))
-        is_product = any(word in name for word in PRODUCTS)
+        is_product = _is_product(name)
+        if is_view and not is_product:
+            return
+        given = tensors_in(args)
+        kernel = (name, *[(x.dtype, x.is_contiguous()) for x in given])
         if is_product:
-            kernel += tuple(x.shape for x in given)
-        if kernel not in self.log.launched and (is_product or not is_view):
+            kernel += tuple([x.shape for x in given])
+        if kernel not in self.log.launched:
             self.log.launched.add(kernel)
             self.log.events.append(("launch", Operation(name, [], [], len(self.log.names))))
 
@@ -125,19 +133,20 @@ class Watch(Mode):
         used = {x.untyped_storage()._cdata for x in given}
         waited, self.log.unused = self.log.unused, []
         for operation, after in waited:
-            if used & _storages(operation):
+            if used & operation.storages:
                 self.log.early_waits.append((operation.group, after))
             else:
                 self.log.unused.append((operation, after))
-        if used.isdisjoint(set().union(*map(_storages, self.log.fresh))):
+        if all(used.isdisjoint(operation.storages) for operation in self.log.fresh):
             if is_view:
                 return
             self.log.unused += [(operation, name) for operation in self.log.fresh]
         self.log.fresh.clear()
 
 
-def _storages(operation: Operation) -> set[int]:
-    return {x.untyped_storage()._cdata for x in operation.received}
+@cache
+def _is_product(name: str) -> bool:
+    return any(word in name for word in PRODUCTS)
 
 
 def _about(x: Tensor, count: int | None = None) -> tuple:

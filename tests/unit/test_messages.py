@@ -4,14 +4,17 @@ brings is needed: all ranks one after the other in one process, on meta tensors 
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import wires
+from tiny import shallow_flux
 from wires import Log, Message, Operation
 
 from backend.config import ParallelConfig
+from backend.loading.checkpoint import Checkpoint
 from backend.parallel import compiled_blocks, tensor_parallel, ulysses_ring
 from backend.sampling.model_runner import running
 from backend.sampling.request import build
@@ -31,6 +34,10 @@ OF_VALUES = ("flux-dev", "wan21-t2v", "hunyuan-video", "z-image-turbo", "hidream
 #: What every family is run under: pipelines with their patches, and what cuts tokens.
 OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
 
+#: Single blocks of the Flux that runs under all hybrids, beside two double ones: each of two stages has two
+#: alike, one of them both kinds, and of four stages none is empty. The whole one is among the families.
+SINGLE = 4
+
 RING_TP = OF_FAMILIES[1]
 #: (family, methods) -> what a block computes between a layer's sum, which ends in the layer, and its use.
 EARLY = {
@@ -46,24 +53,43 @@ def configuration(methods: tuple[str, ...], **settings) -> ParallelConfig:
     return ParallelConfig(**{f"{m}_degree": 2**n for m, n in degrees.items()}, **settings).validate()
 
 
-def run(family: str, config: ParallelConfig) -> list[Log]:
-    """Return what every rank of a configuration does for the family's golden request."""
-    checkpoint = launches.checkpoint_of(family)
+def run(family: str, config: ParallelConfig, checkpoint: Checkpoint | None = None) -> list[Log]:
+    """Return what every rank of a configuration does for the family's golden request. ``checkpoint``: another
+    one than the golden."""
+    checkpoint = checkpoint or launches.checkpoint_of(family)
     stages = checkpoint.stages(config)
-    return [one_rank(family, config, rank, stages) for rank in range(config.world_size)]
+    return [one_rank(family, checkpoint, config, rank, stages) for rank in range(config.world_size)]
 
 
-def one_rank(family: str, config: ParallelConfig, rank: int, stages) -> Log:
+def one_rank(family: str, checkpoint: Checkpoint, config: ParallelConfig, rank: int, stages) -> Log:
     log = Log(rank)
     mesh = launches.mesh_of(config, rank)
     with meta_device(Count()), torch.inference_mode(), wires.recorded(log):
-        model = launches.load(launches.checkpoint_of(family), config, mesh, stages)
+        # whose transformer is the rank's own
+        model = launches.load(replace(checkpoint), config, mesh, stages)
         sample = launches.request_of(family, batch=mesh.dp.size)
         sample = replace(sample, wire=config.wire, compile=config.compile)
         request = build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
         with running(model, request) as runner:
             Denoiser(mesh, request, runner, Callbacks()).run()
     return log
+
+
+@cache
+def shallow_checkpoint() -> Checkpoint:
+    return launches.with_shapes("flux-dev", shallow_flux(single=SINGLE))
+
+
+@cache
+def of_shallow_flux(config: ParallelConfig) -> list[Log]:
+    """What several tests look at."""
+    return run("flux-dev", config, shallow_checkpoint())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten():
+    yield
+    of_shallow_flux.cache_clear()
 
 
 def check(logs: list[Log], excused: str = ""):
@@ -83,9 +109,9 @@ PAIRS = [(a, b) for i, a in enumerate(METHODS) for b in METHODS[i:] if a != b or
 @pytest.mark.parametrize("methods", [*((m,) for m in METHODS), *PAIRS], ids="+".join)
 def test_flux_under_all_hybrids(methods):
     config = configuration(methods)
-    check(run("flux-dev", config))
+    check(of_shallow_flux(config))
     if "pipefusion" in methods:
-        check(run("flux-dev", configuration(methods, num_pipeline_patch=1)))
+        check(of_shallow_flux(configuration(methods, num_pipeline_patch=1)))
 
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
@@ -108,7 +134,7 @@ def test_activations_come_while_the_stage_computes():
 def test_float8_travels_in_as_many_messages(methods):
     """Values and scales in one message, in the order of those in full."""
     config = configuration(methods)
-    full, packed = run("flux-dev", config), run("flux-dev", replace(config, wire="fp8"))
+    full, packed = of_shallow_flux(config), of_shallow_flux(replace(config, wire="fp8"))
     check(packed)
     kinds = [
         [[(m.direction, m.peer) for op in log.operations for m in op.messages] for log in logs]
