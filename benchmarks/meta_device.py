@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from meta_shapes import Mode, compute
+from meta_shapes import Mode, compute, operator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,19 +95,19 @@ class Count(Mode):
         return onto
 
     def _note(self, func, given: list[Tensor], made: list[Tensor]):
-        name = func._schema.name.partition("::")[2]
-        kinds = {x.device.type for x in (*given, *made)}
-        if "meta" not in kinds:
-            self.host[name] += bool(kinds)
+        facts = operator(func)
+        name = facts.name.partition("::")[2]
+        every = given + made
+        if not any(x.is_meta for x in every):
+            self.host[name] += bool(every)
             return
         # a number of the host travels with a kernel, but is no copy
-        is_copy = name in COPIES and any(x.device.type == "meta" for x in made)
-        from_host = any(x.device.type == "cpu" and (x.ndim or is_copy) for x in given)
+        is_copy = name in COPIES and any(x.is_meta for x in made)
+        from_host = any(x.is_cpu and (x.ndim or is_copy) for x in given)
         by_mask = name.startswith("index") and any(x.dtype == torch.bool for x in given[1:])
         if from_host or name in READS or by_mask:
             self.wait(name)
-        writes = func._schema.is_mutable
-        if name not in NO_KERNEL and (writes or not _share_memory(given, made)):
+        if name not in NO_KERNEL and (facts.writes or not _share_memory(given, made)):
             self.device[name] += 1
 
 

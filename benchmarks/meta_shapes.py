@@ -42,14 +42,17 @@ class Operator(NamedTuple):
     name: str
     is_view: bool
     is_known: bool
+    writes: bool
 
 
 @cache
 def operator(func) -> Operator:
     """Return the facts of an operator. is_known: results of torch's own can be made again, unless they share
-    memory with an argument."""
+    memory with an argument. writes: into an argument."""
     is_view = func.is_view
-    return Operator(func._schema.name, is_view, not is_view and func.namespace == "aten")
+    schema = func._schema
+    is_known = not is_view and func.namespace == "aten"
+    return Operator(schema.name, is_view, is_known, schema.is_mutable)
 
 
 #: Results that are remembered, of about 1 kB each: those of a few families.

@@ -108,7 +108,7 @@ class Watch(Mode):
         self.log = log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, is_view, _ = operator(func)
+        name, is_view, *_ = operator(func)
         if (self.log.fresh or self.log.unused) and name not in ("aten::empty", "aten::new_empty"):
             self.look(name, given_to(args, kwargs), is_view)
         self.launch(name, args, is_view)
@@ -121,9 +121,8 @@ class Watch(Mode):
         if is_view and not is_product:
             return
         given = tensors_in(args)
-        kernel = (name, *[(x.dtype, x.is_contiguous()) for x in given])
-        if is_product:
-            kernel += tuple([x.shape for x in given])
+        shapes = [x.shape for x in given] if is_product else ()
+        kernel = (name, *[(x.dtype, x.is_contiguous()) for x in given], *shapes)
         if kernel not in self.log.launched:
             self.log.launched.add(kernel)
             self.log.events.append(("launch", Operation(name, [], [], len(self.log.names))))
