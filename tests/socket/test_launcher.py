@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import forking
 import pytest
 import tiny
 
@@ -72,8 +71,7 @@ def test_address_without_token(monkeypatch):
         pool.backend_for(ParallelConfig(address="tcp:127.0.0.1:1"))
 
 
-def test_backend_is_reused_until_its_topology_changes(checkpoint, monkeypatch):
-    forking.launch_really(monkeypatch)
+def test_backend_is_reused_until_its_topology_changes(checkpoint):
     lines = []
     first = pool.backend_for(TWO_RANKS, show=lines.append)
     seconds = [int(re.fullmatch(r"starting 2 ranks, (\d+) s(: [12] of 2 ready)?", line)[1]) for line in lines]

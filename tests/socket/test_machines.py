@@ -1,11 +1,13 @@
 """One backend on two hosts: network namespaces on this machine, with processes of their own (hosts.py)."""
 
 import os
+import re
 import signal
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import forking
 import hosts
 import pytest
 import torch
@@ -19,14 +21,11 @@ from backend.engine import Engine
 from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 
-pytestmark = [
-    pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not()),
-    pytest.mark.usefixtures("real_launches"),
-]
+pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 TOKEN = "7" * 64
 PATIENCE = 600
 #: Steps that outlast what a test does to them.
-LONG = 1000
+LONG = 100
 #: Largest distance to ComfyUI's latent, in its standard deviations.
 EXACT = 1e-4
 #: A machine is silent after so many seconds (tests/socket/test_machine_link.py has the default), and this is
@@ -124,8 +123,11 @@ def check_doors(backend: Served):
 
 
 @pytest.mark.parametrize("ranks", RUNS)
-def test_methods_across_hosts_are_exact(ranks, serve):
-    """And a client that says Shutdown ends both hosts, with nothing left."""
+def test_methods_across_hosts_are_exact(ranks, serve, monkeypatch):
+    """And a client that says Shutdown ends both hosts, with nothing left. Two ranks and their agents are
+    processes that import everything themselves, as users start them."""
+    if ranks == 2:
+        forking.launch_really(monkeypatch)
     backend = serve(RUNS[ranks][0])
     check_doors(backend)
     alone = one_process(backend.checkpoint)
@@ -174,7 +176,7 @@ def test_a_cut_cable_is_told_on_both_sides_and_nothing_is_left(serve):
 
 def test_both_hosts_name_the_rank_that_was_killed(serve):
     backend = serve({"cfg_degree": 2})
-    pids = [p for p in workers() if os.readlink(f"/proc/{p}/ns/net") == namespace(backend, 1)]
+    pids = [pid_here(backend, 1)]
 
     def kill(_):
         while pids:
@@ -186,20 +188,17 @@ def test_both_hosts_name_the_rank_that_was_killed(serve):
         assert code == 1 and "rank 1 on machine 1 (10.213.77.2) was killed by SIGKILL" in error and left == ""
 
 
-def workers() -> list[int]:
-    """The ranks of every backend: children of torchrun that run our entry point."""
+def pid_here(backend: Served, rank: int) -> int:
+    """The process id outside its "host" of a rank, of which each has one."""
+    inode = os.stat(f"/run/netns/{backend.hosts.names[rank]}").st_ino
+    own = str(backend.client.welcome.pids[rank])
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if entry.name.isdigit() and os.readlink(entry / "ns/net") == f"net:[{inode}]":
+                numbers = re.search(r"NSpid:(.*)", (entry / "status").read_text())
+                found += [int(entry.name)] if numbers and numbers[1].split()[1:] == [own] else []
         except OSError:
             continue  # it has just ended
-        if b"backend.worker" in words and b"torch.distributed.run" not in words:
-            found.append(int(entry.name))
-    return found
-
-
-def namespace(backend: Served, index: int) -> str:
-    """The network namespace of a host, as /proc names it."""
-    inode = os.stat(f"/run/netns/{backend.hosts.names[index]}").st_ino
-    return f"net:[{inode}]"
+    assert len(found) == 1
+    return found[0]

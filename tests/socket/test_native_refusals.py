@@ -23,9 +23,9 @@ CONFIG = ParallelConfig(ulysses_degree=2, device="cpu")
 
 
 @pytest.fixture
-def backend(real_launches, tmp_path, monkeypatch):
+def backend(tmp_path, monkeypatch):
     (tmp_path / "comfy_kitchen.py").write_text(BROKEN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)  # ranks import it at its first use
     yield pool.backend_for(CONFIG)
     pool.close_all()
 

@@ -1,5 +1,6 @@
 """python agent_server.py SOCKET PADDING: imports what torchrun's agents and their ranks do, once, and forks
-an agent for each process that asks through ``ask``. Standard input is a pipe of whoever started it: its end
+an agent for each process that asks through ``ask``, in the namespaces of that one (tests/support/hosts.py
+has hosts of their own). Standard input is a pipe of whoever started it: its end
 ends the server. PADDING makes room for an agent's command line, by which /proc tells whose process it is."""
 
 import ctypes
@@ -10,6 +11,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 from pathlib import Path
@@ -31,6 +33,10 @@ OF_IMPORTS = (
 #: File descriptors of the server's own are below this number, those of an agent while they arrive are not.
 OWN = 500
 FORKED, REFUSED = b"f", b"n"
+#: Process, user and group of a socket's peer.
+CREDENTIALS = struct.Struct("=iII")
+#: Namespaces of a "host"; that of mounts has its /proc.
+NAMESPACES = ("net", "pid", "mnt")
 
 
 def ask(path: str, command: list[str]) -> int | None:
@@ -93,6 +99,7 @@ def serve(path: str):
             return
         asking, _ = listener.accept()
         request, files = _received(asking)
+        request["process"] = _process_of(asking)
         if _imports_alike(request["environment"]):
             if os.fork() == 0:
                 listener.close()
@@ -109,6 +116,12 @@ def _received(asking: socket.socket) -> tuple[dict, list[int]]:
     return json.loads(_exactly(asking, int.from_bytes(head, "big"))), files
 
 
+def _process_of(asking: socket.socket) -> int:
+    """The process that asks, by its number here."""
+    asked_by = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return CREDENTIALS.unpack(asked_by)[0]
+
+
 def _imports_alike(environment: dict[str, str]) -> bool:
     def seen(values) -> dict:
         return {name: value for name, value in values.items() if name.startswith(OF_IMPORTS)}
@@ -120,6 +133,7 @@ def _be_agent(request: dict, files: list[int], asking: socket.socket, exit_code_
     """Be the process that asks; does not return."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.enable()
+    _enter_namespaces(request["process"])
     os.setsid()
     told = fcntl.fcntl(asking.fileno(), fcntl.F_DUPFD_CLOEXEC, OWN)
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, OWN) for file in files]
@@ -137,6 +151,21 @@ def _be_agent(request: dict, files: list[int], asking: socket.socket, exit_code_
     code = exit_code_of(command, request["environment"])
     os.write(told, (code & 0xFF).to_bytes(8, "big"))
     os._exit(code)
+
+
+def _enter_namespaces(process: int):
+    """Go where ``process`` is, if that is another "host"."""
+    names = {name: f"/proc/{process}/ns/{name}" for name in NAMESPACES}
+    there = [os.open(path, os.O_RDONLY) for name, path in names.items() if _is_other(name, path)]
+    for namespace in there:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    if there and os.fork():  # a process stays in its PID namespace, and its children are in the other one
+        os._exit(0)
+
+
+def _is_other(name: str, path: str) -> bool:
+    return os.stat(path).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino
 
 
 def _close(file: int):

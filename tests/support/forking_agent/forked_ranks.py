@@ -10,6 +10,8 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
+from pathlib import Path
 
 #: Signals that torchrun handles in its agent.
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -67,6 +69,7 @@ def exit_code_of(command: list[str], environment: dict[str, str]) -> int:
     """Run ``command``, [PYTHON, ..., "-m", MODULE, ...], in this process with its open files 0 to 2."""
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[1:1] = [place for place in _places(environment) if place not in sys.path]
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     at = command.index("-m") + 1
@@ -85,13 +88,29 @@ def exit_code_of(command: list[str], environment: dict[str, str]) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
+def is_of_this_pack(environment: Mapping[str, str]) -> bool:
+    """Are ranks of this environment of this pack, and not of another one, in which a test wants to see a rank
+    fail?"""
+    places = map(Path, _places(environment))
+    first = next((place for place in places if (place / "backend").is_dir()), None)
+    return first is not None and first.resolve() == Path(__file__).resolve().parents[3]
+
+
+def _places(environment: Mapping[str, str]) -> list[str]:
+    return [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+
+
 def fork_ranks():
-    """Have torchrun fork the ranks of this process."""
+    """Have torchrun fork the ranks of this process that are of this pack."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     import backend.worker  # noqa: F401  # once, for all ranks
 
-    def forked(self, args: tuple, env: dict[str, str]) -> Fork:
+    started = SubprocessHandler._popen
+
+    def forked(self, args: tuple, env: dict[str, str]) -> Fork | subprocess.Popen:
+        if not is_of_this_pack(env):
+            return started(self, args, env)
         return Fork(list(args), env, self._stdout, self._stderr)
 
     SubprocessHandler._popen = forked  # pyright: ignore[reportAttributeAccessIssue]  # what it uses of one

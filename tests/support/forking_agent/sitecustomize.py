@@ -9,16 +9,7 @@ import sys
 AGENT = ["-m", "torch.distributed.run"]
 
 
-def _is_of_this_pack() -> bool:
-    """Not of another one, in which a test wants to see a rank fail."""
-    import importlib.util
-    from pathlib import Path
-
-    found = importlib.util.find_spec("backend")
-    return found is not None and Path(str(found.origin)).parents[1] == Path(__file__).parents[3]
-
-
-if sys.orig_argv[1:3] == AGENT and sys.platform == "linux" and _is_of_this_pack():
+if sys.orig_argv[1:3] == AGENT and sys.platform == "linux":
     import agent_server
     import forked_ranks
 
@@ -26,4 +17,5 @@ if sys.orig_argv[1:3] == AGENT and sys.platform == "linux" and _is_of_this_pack(
     code = agent_server.ask(path, sys.orig_argv) if path else None
     if code is not None:
         os._exit(code)
-    forked_ranks.fork_ranks()
+    if forked_ranks.is_of_this_pack(os.environ):
+        forked_ranks.fork_ranks()
