@@ -22,9 +22,10 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 
 CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
-#: Steps that take seconds, also where other processes want the machine, and steps that outlast every fault.
-#: With more of them a request only begins later: the modulation of all is computed first.
-SECONDS, LONG = 100, 1_000
+#: Steps that a request waits behind, steps that take seconds, also where other processes want the machine,
+#: and steps that outlast every fault. With more of them a request only begins later: the modulation of all
+#: is computed first.
+SHORT, SECONDS, LONG = 20, 100, 200
 #: A Flux of 177M parameters.
 LARGE: dict = dict(
     in_channels=64,
@@ -184,7 +185,7 @@ def cancel_of_a_stopped_rank(scene: Scene) -> Outcome:
 def cancel_while_another_samples(scene: Scene) -> Outcome:
     """A script's sample that waits behind another client's."""
     backend, script = scene.backend, scene.raw_client()
-    request = scene.request(SECONDS)
+    request = scene.request(SHORT)
     backend.client.send(request)
     pressed = Once(lambda: None)
 
