@@ -48,7 +48,7 @@ def candidates(
             continue
         yield from _patched(plan, shape, request, rules)
         replicas = plan.sp_degree * plan.data_parallel_degree
-        undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1
+        undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1 and not shape.whole_only
         can_shard = rules.sharded and not unshardable(shape.is_quantized, shape.keeps_float32)
         if can_shard and replicas > 1 and undivided and not base.offload_modulation:
             yield replace(plan, shard_weights=True)

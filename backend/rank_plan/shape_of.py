@@ -46,8 +46,8 @@ class _Measured:
         return ModelShape(
             name=self.checkpoint.name,
             family=family.name,
-            blocks=tuple(self._block(index) for index in range(self.checkpoint.block_count)),
-            rest=sum(each.bytes for each in held if each.block is None),
+            blocks=tuple(map(self._block, range(self.checkpoint.block_count))) or (self._whole_block(),),
+            rest=sum(each.bytes for each in held if each.block is None) if self.checkpoint.block_count else 0,
             heads=family.blocks.heads(config),
             head_size=family.blocks.head_size(config),
             width=family.blocks.hidden_width(config),
@@ -138,6 +138,22 @@ class _Measured:
                 latents = latents_of(family, tokens[0])
                 found[stream] += round(tokens_of[inner].count(*tokens, latents) * numbers)
         return found[0], found[1]
+
+    def _whole_block(self) -> BlockShape:
+        """Return a transformer that cannot be cut as one block: a token of the image meets every matrix.
+        Attention and text, of which nothing is known, are left out; they speed up as the rest does."""
+        held = self._parameters
+        return BlockShape(
+            image=sum(each.numel() for each in self.checkpoint.empty.parameters() if each.ndim > 1),
+            text=0,
+            image_pairs=0,
+            cross_pairs=0,
+            text_pairs=0,
+            weights=sum(each.bytes for each in held),
+            unpacked=sum(each.unpacked for each in held),
+            dequantizing=sum(each.moved for each in held),
+            cut=0,
+        )
 
     def _block(self, index: int) -> BlockShape:
         sizes = self._by_block[index]
