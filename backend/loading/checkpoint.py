@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import diffusers
 import torch
@@ -214,6 +214,11 @@ class Checkpoint:
             )
             for name, _ in self.empty.named_parameters()
         }
+
+    @cached_property
+    def held_whole(self) -> dict[tuple, dict[str, Any]]:
+        """What rank_plan/weights.py remembers of parameters that no rank cuts."""
+        return {}
 
     @cached_property
     def sources(self) -> dict[str, Source]:

@@ -13,7 +13,7 @@ from torch import nn
 from ..models.blocks import IMAGE_ONLY
 from ..models.patterns import matches
 from .block_streams import block_list
-from .matrix_cuts import QUERIES
+from .matrix_cuts import QUERIES, is_leaf
 
 #: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
 IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
@@ -164,7 +164,7 @@ def _attention(block, blocks, family, config, image, text, latents) -> int:
 
 def is_attention(module: nn.Module) -> bool:
     """Does a module make queries?"""
-    return any(hasattr(module, name) for name in QUERY_LAYERS)
+    return not is_leaf(module) and any(hasattr(module, name) for name in QUERY_LAYERS)
 
 
 def query_width(module: nn.Module, family, config: Mapping) -> int:

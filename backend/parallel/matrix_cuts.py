@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -133,8 +134,16 @@ class CutPlan:
 
     def shards(self, mesh: Mesh) -> dict[str, Shard]:
         """Return module -> the piece of the rank whose place is ``mesh``."""
-        alike = {cut: cut.shard(mesh) for cut in set(self.cuts.values())}
-        return {name: alike[cut] for name, cut in self.cuts.items()}
+        kinds, kind_of = self._alike
+        pieces = [cut.shard(mesh) for cut in kinds]
+        return {name: pieces[kind] for name, kind in kind_of.items()}
+
+    @cached_property
+    def _alike(self) -> tuple[list[Cut], dict[str, int]]:
+        """The cuts that differ, and module -> which of them is its own: many layers are cut alike."""
+        kinds: dict[Cut, int] = {}
+        kind_of = {name: kinds.setdefault(cut, len(kinds)) for name, cut in self.cuts.items()}
+        return [*kinds], kind_of
 
 
 def cut_plan(
@@ -150,11 +159,8 @@ def cut_plan(
     ``uneven``: the ranks have different shares, of whole heads. Raises UnsupportedError if the scheme does
     not fit the transformer."""
     units = units or {}
-    layers = {
-        name: module
-        for name, module in transformer.named_modules()
-        if name.startswith(tuple(f"{blocks}." for blocks in family.blocks.lists))
-    }
+    inside = tuple(f"{blocks}." for blocks in family.blocks.lists)
+    layers = {name: module for name, module in transformer.named_modules() if name.startswith(inside)}
     if scheme != "megatron":
         linear = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
         return CutPlan({name: _whole(layer, scheme, units.get(name, 1)) for name, layer in linear.items()})
@@ -197,8 +203,15 @@ def head_groups(modules: Iterable[nn.Module]) -> int:
     return math.gcd(*(count for module in modules for count in _head_counts(module)))
 
 
+def is_leaf(module: nn.Module) -> bool:
+    """Has a module none of its own? Most are layers, which take long to say that they lack a name."""
+    return next(module.children(), None) is None
+
+
 def _head_counts(attention: nn.Module) -> list[int]:
     """Count the heads of an attention module: of queries, as it says, and of keys, by their width too."""
+    if is_leaf(attention):
+        return []
     queries, keys = (
         next((getattr(attention, name).out_features for name in names if hasattr(attention, name)), 0)
         for names in (QUERIES, KEYS)
@@ -220,7 +233,7 @@ def _check_heads(layers: Mapping[str, nn.Module], ranks: int, uneven: bool) -> i
             f"or 2d."
         )
     for name, module in layers.items():
-        if uneven or not any(hasattr(module, query) for query in QUERIES):
+        if uneven or is_leaf(module) or not any(hasattr(module, query) for query in QUERIES):
             continue
         for count in (getattr(module, key, None) for key in HEAD_COUNTS):
             if isinstance(count, int) and count % ranks:
@@ -277,7 +290,8 @@ def _between_blocks(
     transformer with as many hidden features, outside of attention."""
     if not units and not groups:
         return dict(cuts)
-    attentions = {name for name, module in layers.items() if any(hasattr(module, q) for q in QUERIES)}
+    inner = {name: module for name, module in layers.items() if not is_leaf(module)}
+    attentions = {name for name, module in inner.items() if any(hasattr(module, q) for q in QUERIES)}
     blocks = defaultdict(dict)
     for name, cut in cuts.items():
         if not cut.exchanges:

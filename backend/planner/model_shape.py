@@ -2,7 +2,7 @@
 the headers of a file."""
 
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ..config import ParallelConfig
@@ -103,6 +103,14 @@ class ModelShape:
     tensor: bool = True
     is_quantized: bool = False
     keeps_float32: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once of all blocks: what is remembered of a shape is looked up many times for every plan."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def sequence(self, image: int, text: int) -> int:
         """Count the tokens of self-attention."""

@@ -13,6 +13,7 @@ from ..loading.checkpoint import Checkpoint
 from ..models.blocks import APART
 from ..parallel.block_cost import block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
+from ..parallel.matrix_cuts import Shard
 from ..planner.model_shape import BlockShape, ModelShape
 from ..quantization.kernels import Choice
 from .activations import FIRST, IMAGE, TEXT, activations_of
@@ -121,6 +122,15 @@ class _Measured:
             counts["cut"] += each.bytes if each.module in self._cuts else 0
         return found
 
+    @cached_property
+    def _reducing(self) -> list[dict[str, Shard]]:
+        """The layers of every block whose outputs tensor parallelism sums, and what it leaves of each."""
+        found: list[dict[str, Shard]] = [{} for _ in self.checkpoint.block_names]
+        for module, cut in self._cuts.items():
+            if cut.reduce:
+                found[self.checkpoint.layer_blocks[module]][module] = cut
+        return found
+
     def _reduced(self, index: int) -> tuple[int, int]:
         """Numbers of an image token and of a text token that tensor parallelism sums in a block."""
         block = self.checkpoint.block_names[index]
@@ -128,10 +138,8 @@ class _Measured:
         blocks = block.rpartition(".")[0]
         tokens_of = layer_tokens(layers, blocks, self.checkpoint.family)
         found = [0, 0]
-        for module, cut in self._cuts.items():
+        for module, cut in self._reducing[index].items():
             inner = module.removeprefix(f"{block}.")
-            if inner == module or not cut.reduce:
-                continue
             family = self.checkpoint.family
             numbers = cut.reduced_features * family.blocks.flop_share(inner, self.checkpoint.config)
             for stream, tokens in enumerate(((1, 0), (0, 1))):

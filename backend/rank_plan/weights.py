@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ class HeldParameter:
     kernel: Kernel | None = None
     matrix: tuple[int, int] = (0, 0)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of all its tensors, not sharded."""
         return sum(size.bytes for size in self.sizes)
@@ -72,13 +73,17 @@ def held_parameters(
     """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
-    return [
-        [
-            _held(checkpoint, name, own, dtype, choices.get(name, DEQUANTIZED), bits)
-            for name in checkpoint.parameters
-        ]
-        for own in cuts
-    ]
+    # whole ones are the same under all configurations
+    whole = {} if choices else checkpoint.held_whole.setdefault((dtype, bits), {})
+
+    def held(name: str, own: Mapping[str, Shard]) -> HeldParameter:
+        if name.rpartition(".")[0] in own:
+            return _held(checkpoint, name, own, dtype, choices.get(name, DEQUANTIZED), bits)
+        if name not in whole:
+            whole[name] = _held(checkpoint, name, {}, dtype, choices.get(name, DEQUANTIZED), bits)
+        return whole[name]
+
+    return [[held(name, own) for name in checkpoint.parameters] for own in cuts]
 
 
 def _held(

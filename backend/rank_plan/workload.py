@@ -159,26 +159,40 @@ class Workload:
 
     def weights(self, place: Place, stages: Stages) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
-        own = place["pp"]
-        waiting = frozenset()
-        if self.config.offload_modulation:
-            waiting = self.modulation
-        here = [
-            each
-            for each in self._held[place["tp"]]
-            if stages.holders.get(each.module, own) == own
-            and (each.module in stages.holders or each.block is None or each.block in stages.blocks[own])
-        ]
-        host = sum(each.bytes for each in here if each.module in waiting)
-        tokens = self.batch * -(-(self.image_tokens + self.text_tokens) // self.config.sp_degree)
-        scratch = scratch_bytes(here, tokens)
+        here, whole = self._on_stage(place, stages)
         if not self.config.shard_weights:
-            device = sum(each.bytes for each in here) - host
-            return HeldWeights(device, host, scratch, 0)
+            return whole
         ranks = self.config.sp_degree * self.config.data_parallel_degree
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
-        device = sum(each.shard(rank, ranks) for each in here)
-        return HeldWeights(device, host, scratch, gathered_bytes(here))
+        return replace(whole, device=sum(each.shard(rank, ranks) for each in here))
+
+    def _on_stage(self, place: Place, stages: Stages) -> tuple[list[HeldParameter], HeldWeights]:
+        """Return the parameters of the rank at ``place``, and their bytes before they are sharded: those of
+        every rank with its part of the matrices and its stage."""
+        tp, own = place["tp"], place["pp"]
+        found = self._known.get((tp, own))
+        if found is None:
+            here = [
+                each
+                for each in self._held[tp]
+                if stages.holders.get(each.module, own) == own
+                and (each.module in stages.holders or each.block is None or each.block in stages.blocks[own])
+            ]
+            waiting = self.modulation if self.config.offload_modulation else frozenset()
+            host = sum(each.bytes for each in here if each.module in waiting)
+            tokens = self.batch * -(-(self.image_tokens + self.text_tokens) // self.config.sp_degree)
+            gathered = gathered_bytes(here) if self.config.shard_weights else 0
+            device = sum(each.bytes for each in here) - host
+            found = self._known[tp, own] = (
+                here,
+                HeldWeights(device, host, scratch_bytes(here, tokens), gathered),
+            )
+        return found
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], tuple[list[HeldParameter], HeldWeights]]:
+        """Index among the ranks of tensor parallelism, and stage -> what is there."""
+        return {}
 
     @cached_property
     def _held(self) -> list[list[HeldParameter]]:
