@@ -1,19 +1,19 @@
 """Runs one command: python -m backend.cli COMMAND --help."""
 
+import importlib
 import sys
-from collections.abc import Callable
 
 from ..config import ConfigError
 from ..protocol import BackendError, RefusedError
-from . import bench, sample, start, status
 
-#: Command -> (arguments of the command line -> exit status).
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "start": start.main,
-    "status": status.main,
-    "stop": status.stop,
-    "bench": bench.main,
-    "sample": sample.main,
+#: Command -> its module and function: (arguments of the command line) -> exit status. No other command's
+#: module is imported: that of sample has every model, which takes seconds.
+COMMANDS = {
+    "start": ("start", "main"),
+    "status": ("status", "main"),
+    "stop": ("status", "stop"),
+    "bench": ("bench", "main"),
+    "sample": ("sample", "main"),
 }
 
 
@@ -22,8 +22,9 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         print(f"usage: python -m backend.cli {{{','.join(COMMANDS)}}} [--help]", file=sys.stderr)
         return 2
+    module, function = COMMANDS[arguments[0]]
     try:
-        return COMMANDS[arguments[0]](arguments[1:])
+        return getattr(importlib.import_module(f".{module}", __package__), function)(arguments[1:])
     except (ConfigError, RefusedError, BackendError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -17,9 +17,9 @@ from ..client.client import BackendClient
 from ..client.pool import Backend
 from ..config import ConfigError, ParallelConfig
 from ..protocol import Ping
-from .sample import read_settings
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import sample_message
+from .settings import read_settings
 from .status import connect, parser_of
 
 #: Round trips of the socket.

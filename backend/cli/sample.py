@@ -8,29 +8,19 @@ inputs of Parallel Config, whose degrees are chosen for each request unless one 
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from ..client import pool
 from ..client.planning import plan_for
 from ..client.preflight import check_headers
-from ..config import AXES, OF_RANKS, PER_REQUEST, ConfigError, ParallelConfig
-from ..planner.auto_config import AutoConfig, config_of
-from ..protocol import Progress, Welcome
+from ..config import PER_REQUEST, ParallelConfig
+from ..protocol import Progress
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import planned_request, sample_message, write_result
+from .settings import THERE, Plan, read_entries, read_plan, read_settings
 from .status import connect, parser_of
-
-FIELDS = tuple(each.name for each in fields(ParallelConfig))
-#: Why --config has fewer entries with --address.
-THERE = ", since the ranks at --address run already"
-Plan = ParallelConfig | AutoConfig
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 def _run_at_address(options: argparse.Namespace, requests: list[SampleRequest]):
     """Run the requests on ranks that somebody else has started."""
-    _entries(options.config, PER_REQUEST, THERE)  # refused without a connection
+    read_entries(options.config, PER_REQUEST, THERE)  # refused without a connection
     client = connect(options)
     try:
         config = read_settings(options.config, client.welcome)
@@ -93,43 +83,6 @@ def run(backend: pool.Backend, request: SampleRequest, config: ParallelConfig):
     assert result is not None  # nothing cancels it
     write_result(request, result.tensors["samples"], result.stats, message.latent_shapes)
     print(f"{request.out}: {result.stats['seconds']:.2f} s", flush=True)
-
-
-def read_config(text: str) -> ParallelConfig:
-    """Return the ParallelConfig of a JSON object of its fields. Raises ConfigError."""
-    return ParallelConfig(**_entries(text, FIELDS)).validate()
-
-
-def read_settings(text: str, welcome: Welcome) -> ParallelConfig:
-    """Return the configuration of requests to a backend that runs, whose degrees its ``welcome`` has.
-    ConfigError for other entries than PER_REQUEST, and for values that do not go with the degrees."""
-    found = _entries(text, PER_REQUEST, THERE)
-    degrees = {name: welcome.degrees.get(axis, 1) for axis, name in AXES.items()}
-    settings = {name: value for name, value in welcome.settings.items() if name in OF_RANKS}
-    return ParallelConfig(**degrees, **settings, **found).validate()
-
-
-def read_plan(text: str) -> Plan:
-    """Return the configuration of a JSON object of Parallel Config's inputs: degrees, or what leaves them to
-    auto. Raises ConfigError."""
-    found = _entries(text, ("method", *FIELDS))
-    if type(found.get("gpus")) is int:  # as the node's is written
-        found["gpus"] = str(found["gpus"])
-    return config_of(torch.cuda.device_count(), **found)
-
-
-def _entries(text: str, names: Sequence[str], why: str = "") -> dict:
-    """Return a JSON object with entries of these ``names`` alone. Raises ConfigError."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--config is no JSON ({error}); write it like '{{\"ulysses_degree\": 2}}'."
-        ) from error
-    unknown = [name for name in found if name not in names] if isinstance(found, dict) else [text]
-    if unknown:
-        raise ConfigError(f"--config has {unknown[0]!r:.80}; its entries are {', '.join(names)}{why}.")
-    return found
 
 
 def _source(name: str) -> tuple[str, Path]:

@@ -34,7 +34,7 @@ from ..client.machines import Machines, placement
 from ..client.pack import pack_version
 from ..config import ConfigError, ParallelConfig
 from ..start import own_token
-from .sample import read_config
+from .settings import read_config
 from .status import parser_of
 
 

@@ -19,9 +19,10 @@ from published import FLUX
 from safetensors.torch import load_file, save_file
 
 from backend.cli import __main__ as cli
-from backend.cli.sample import read_config, read_plan, read_settings, run
+from backend.cli.sample import run
 from backend.cli.sample_request import read_requests
 from backend.cli.sample_tensors import noise_levels, planned_request, sample_message, write_result
+from backend.cli.settings import read_config, read_plan, read_settings
 from backend.client import pool
 from backend.config import ConfigError, ParallelConfig
 from backend.models import FAMILIES
