@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import diffusers
@@ -13,7 +13,6 @@ from diffusers import OvisImagePipeline
 from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
 from fallback_models import CONFIGS, CUT, configuration, recognised, request, write
 from flops import counted
-from published import L40
 from tiny import relative
 
 from backend.config import ParallelConfig
@@ -26,12 +25,8 @@ from backend.models.blocks import APART, JOINED, Blocks
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh
 from backend.parallel.block_cost import block_costs
-from backend.planner.choose import Question, choose
-from backend.planner.machine import Request
-from backend.rank_plan.shape_of import shape_of
 from backend.sampling.request import build
 from backend.sampling.step_loop import Callbacks
-from backend.sampling.validation import check_degrees, check_family
 
 
 def test_structures():
@@ -262,24 +257,6 @@ def test_self_check_command(tmp_path):
     )
     whole = {row["method"] for row in rows if row["model"] not in CUT and "refused" not in row}
     assert whole == {"cfg_degree 2", "data_parallel_degree 2"}
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in CUT])
-def test_auto_knows_what_cannot_be_cut(tmp_path, name):
-    """Prompts and samples alone are shared, and nothing else is a candidate."""
-    write(tmp_path / name, name)
-    checkpoint = open_checkpoint(str(tmp_path / name))
-    shape = shape_of(checkpoint, torch.float32)
-    machine = replace(L40, memory=(48 << 30,) * 2)
-    for prompts, batch, shared in ((2, 1, (2, 1)), (1, 1, (1, 1)), (1, 2, (1, 2))):
-        question = Question(shape, Request(steps=8, prompts=prompts, batch=batch), machine, 2)
-        plans = [each.plan for each in question.options()]
-        assert {(plan.cfg_degree, plan.data_parallel_degree) for plan in plans} == {(1, 1), shared}
-        chosen = choose(question).option
-        assert chosen.plan in plans and chosen.fits and chosen.seconds > 0
-        for plan in plans:
-            check_family(checkpoint.family, plan)
-            check_degrees(checkpoint, plan)
 
 
 #: Of small transformers with Flux's arguments.
