@@ -182,7 +182,8 @@ class Lab:
                 self.links_failed = True
                 raise
             way = nccl_settings.kept(os.environ, ranks)
-        nccl_settings.keep(os.environ, ranks, way)
+        if self.device == "cuda":
+            nccl_settings.keep(os.environ, ranks, way)
         return found
 
     # ------------------------------------------------------------------ models

@@ -174,6 +174,6 @@ def _peer_access_hint(error: str) -> str:
     if not re.search(r"peer access|cuda failure 217", error, re.IGNORECASE):
         return ""
     return (
-        " (GPUs of this machine do not reach each other's memory; a run with method auto, or python "
-        "scripts/doctor.py --full, finds another way and keeps it)"
+        " (GPUs of this machine do not reach each other's memory; python scripts/doctor.py --full, or a "
+        "first run with method auto, finds another way and keeps it)"
     )

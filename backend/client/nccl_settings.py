@@ -50,10 +50,11 @@ def kept(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]:
 
 def keep(environment: Mapping[str, str], gpus: list[int], way: dict[str, str]):
     """Have all ranks that start on two or more of ``gpus`` use ``way``."""
-    before = cache_files.read("nccl", link_key(environment), _parsed) or {}
-    found = {**before, frozenset(gpus): WAYS.index(way)}
-    if found != {**before, frozenset(gpus): before.get(frozenset(gpus), 0)}:
-        written = {",".join(map(str, sorted(group))): index for group, index in found.items()}
+    found = cache_files.read("nccl", link_key(environment), _parsed) or {}
+    group, index = frozenset(gpus), WAYS.index(way)
+    if found.get(group, 0) != index:
+        found[group] = index
+        written = {",".join(map(str, sorted(each))): its for each, its in found.items()}
         cache_files.write("nccl", link_key(environment), written)
 
 

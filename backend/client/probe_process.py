@@ -158,14 +158,14 @@ def _waited(
     process: subprocess.Popen, check: Check, longest: float, is_started: Callable[[], bool]
 ) -> float | None:
     """Wait for a process; return the seconds that it had where it has not ended by then."""
-    began, limit = time.monotonic(), longest
+    began, limit, started = time.monotonic(), longest, False
     while process.poll() is None:
         if time.monotonic() > began + limit:
             return limit
         check()
         time.sleep(0.1)
-        if limit == longest and is_started():
-            began, limit = time.monotonic(), min(longest, ANSWER_SECONDS)
+        if not started and is_started():
+            began, limit, started = time.monotonic(), min(longest, ANSWER_SECONDS), True
     return None
 
 

@@ -93,3 +93,13 @@ def test_ranks_that_start_later_take_the_way_that_was_found(monkeypatch, tmp_pat
     assert {name: environment[name] for name in environment if name.startswith("NCCL_P2P")} == way
     told = [each.text for each in found if each.status == WARNING]
     assert bool(told) == bool(way) and all("through the host" in text and "IOMMU" in text for text in told)
+
+
+def test_a_doctor_of_the_cpu_leaves_the_way_between_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    nccl_settings.keep(os.environ, [0, 1], {"NCCL_P2P_DISABLE": "1"})
+    monkeypatch.setattr(measurements, "machine_rates", lambda *_, **__: None)
+    lab = doctor_lab.Lab("cpu", 2, 1.0)
+    lab.machine()
+    lab.close()
+    assert nccl_settings.kept(os.environ, [0, 1]) == {"NCCL_P2P_DISABLE": "1"}

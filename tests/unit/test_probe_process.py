@@ -171,6 +171,22 @@ def test_another_way_between_gpus_is_found_and_kept(measure, works, fails, words
     assert settings("cpu", ulysses_degree=2) == {}
 
 
+@pytest.mark.parametrize("longest", [0.5, 0.3])
+def test_ranks_that_hang_have_no_longer_than_was_said(measure, monkeypatch, longest):
+    """Also where that is no more than they have to answer, as the doctor says it."""
+    waited = []
+
+    def sleep(seconds: float):
+        waited.append(seconds)
+        assert len(waited) < 100, "it waits for ever"
+
+    process = SimpleNamespace(poll=lambda: None)
+    monkeypatch.setattr(probe_process.time, "sleep", sleep)
+    monkeypatch.setattr(probe_process.time, "monotonic", lambda: sum(waited))
+    assert probe_process._waited(process, lambda: None, longest, lambda: True) == longest
+    assert sum(waited) < 2 * longest + 0.3
+
+
 def test_links_that_work_again_are_used_again(measure):
     """After a change of the BIOS, say: another measurement begins with NCCL's own choice."""
     measure(HOST, REFUSED)
