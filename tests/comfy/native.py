@@ -20,7 +20,8 @@ from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 
 with comfy_modules():
-    if "nodes" not in sys.modules:  # ComfyUI's, whatever else on the path has that name
+    # this pack's folder nodes is on the path, too, and another test may have had it imported
+    if getattr(sys.modules.get("nodes"), "__file__", "") != str(ROOT / "nodes.py"):
         spec = importlib.util.spec_from_file_location("nodes", ROOT / "nodes.py")
         sys.modules["nodes"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["nodes"])
