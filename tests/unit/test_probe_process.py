@@ -122,16 +122,17 @@ def measure(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
-    monkeypatch.setattr(probe_process, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(probe_process, "agent_command", lambda *_: [sys.executable, "-c", OF_MACHINE])
 
     def run(works: dict | None, fails: str, config: ParallelConfig = TWO, device: str = "cuda"):
         (tmp_path / "tried").write_text("")
         monkeypatch.setenv("WORKS", json.dumps(works))
         monkeypatch.setenv("FAILS", fails)
+        # a process that ends may take its time, where others want the machine
+        monkeypatch.setattr(probe_process, "ANSWER_SECONDS", 0.5 if fails == "hangs" else 60.0)
         shown = []
         try:
-            found = probe_process.measured_rates(config, device, lambda: None, shown.append, longest=20.0)
+            found = probe_process.measured_rates(config, device, lambda: None, shown.append, longest=60.0)
         except probe_process.UnmeasuredError as error:
             found = error
         tried = [json.loads(line) for line in (tmp_path / "tried").read_text().splitlines()]
