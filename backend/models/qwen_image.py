@@ -2,6 +2,8 @@
 released size; text first, rotary tables for image and text. Layered's latent has a layer where videos have a
 frame, and its blocks know by a second embedding whether an image has transparency."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .blocks import APART, Blocks
@@ -13,12 +15,18 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
 
 
-class Places(list):
-    """The argument img_shapes with what Rotary needs: ``positions`` (tokens, 3), and where text starts."""
+class Places(Sequence):
+    """The argument img_shapes, or an entry of it, with what rotary tables need: ``positions`` (tokens, 3),
+    and where text starts. No list: on GPUs FSDP2 makes new ones of those, which have entries alone."""
 
-    def __init__(self, shapes, positions, text):
-        super().__init__(shapes)
-        self.positions, self.text = positions, text
+    def __init__(self, shapes, positions, text=0):
+        self.shapes, self.positions, self.text = shapes, positions, text
+
+    def __len__(self):
+        return len(self.shapes)
+
+    def __getitem__(self, index):
+        return self.shapes[index]
 
 
 class Rotary(torch.nn.Module):

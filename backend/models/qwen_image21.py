@@ -14,18 +14,18 @@ from .common import references, token_mixing
 from .common.once import once
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
-from .qwen_image import Rotary
+from .qwen_image import Places, Rotary
 
 #: diffusers' model is told of images in slots of so many tokens, 2 x 2 of them.
 SLOT = 4
 
 
-class Places(list):
-    """An entry of img_shapes with ``positions`` (tokens, 3) of the sequence and tokens of a ``slot``."""
+class Slots(Places):
+    """An entry of img_shapes with the positions of the whole sequence, and tokens of a ``slot``."""
 
     def __init__(self, shapes, positions, slot):
-        super().__init__(shapes)
-        self.positions, self.slot = positions, slot
+        super().__init__(shapes, positions)
+        self.slot = slot
 
 
 class Slotted(theirs.QwenImage21Transformer2DModel):
@@ -171,7 +171,7 @@ def _sequence(grid, cond, batch, device):
         encoder_hidden_states=torch.cat(tokens, dim=1).expand(batch, -1, -1),
         encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None,
         img_mask=torch.cat(marks).to(device)[None],
-        img_shapes=[Places(shapes, positions(grid, cond, device), slot)] * batch,
+        img_shapes=[Slots(shapes, positions(grid, cond, device), slot)] * batch,
     )
 
 

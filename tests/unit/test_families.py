@@ -14,6 +14,7 @@ from families import CASES, FILES_ALONE, LATENT_FORMATS, TOLERANCES, golden, to_
 from flops import counted
 from live_memory import survivors_of
 from safetensors.torch import save_file
+from sharded_calls import call_as_sharded
 from tiny import (
     as_folder,
     diffusers_state,
@@ -46,6 +47,7 @@ def test_golden_case(name, tmp_path):
     family = name.split("__")[0]
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    call_as_sharded(engine.models["tiny"].transformer)
     sample, latent = golden(name)
     engine.check_sample(sample)
     survivors = survivors_of({name: sample.tensors[name] for name in sample.tensors if "." in name})

@@ -8,6 +8,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
 from families import golden, to_vae_units
 from live_memory import survivors_of
+from sharded_calls import call_as_sharded
 from tiny import as_folder, error_in_std, write_checkpoint
 from tolerance import assert_ulps
 from variants import GOLDENS, VARIANTS, golden_variant, request, write
@@ -50,6 +51,7 @@ def test_golden_variant(name, tmp_path):
     that the request gave survives it."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write(tmp_path / f"{name}.safetensors", name)), "default")
+    call_as_sharded(engine.models["tiny"].transformer)
     sample, want = golden_variant(name)
     engine.check_sample(sample)
     survivors = survivors_of({name: sample.tensors[name] for name in sample.tensors if "." in name})
