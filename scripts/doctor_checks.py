@@ -36,7 +36,10 @@ VARIABLES = {
         "0",
         "models in float32 multiply in TF32, which keeps 10 bits of the mantissa; unset it if they need more",
     ),
-    "CUDA_LAUNCH_BLOCKING": ("0", "every kernel is waited for, which is for debugging alone; unset it"),
+    "CUDA_LAUNCH_BLOCKING": (
+        "0",
+        "ComfyUI waits for each kernel, which is for debugging alone, and ranks run without it; unset it",
+    ),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("0", "every tensor asks CUDA for memory; unset it"),
 }
 #: Packages that are not needed -> what they are for.

@@ -34,6 +34,8 @@ _DROPPED = {
     "TORCH_NCCL_AVOID_RECORD_STREAMS",
     # 1, as Megatron-LM sets it, puts communication behind compute on one hardware queue
     "CUDA_DEVICE_MAX_CONNECTIONS",
+    # the host waits for each receive, which PipeFusion posts before what its peer waits for: none goes on
+    "CUDA_LAUNCH_BLOCKING",
     # another function than the one that the attention hook replaces (sampling/model_runner.py)
     *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
     # of this process as a client of other backends, not for those that it starts

@@ -32,6 +32,7 @@ def test_environment_drops_other_launchers_settings():
         "GLOO_SOCKET_IFNAME": "eth0",
         "DIFFUSERS_ATTN_BACKEND": "flash",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_LAUNCH_BLOCKING": "1",
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
     }
     env = sanitized_environment(parent, TWO_RANKS, "cpu")
@@ -48,6 +49,7 @@ def test_environment_drops_other_launchers_settings():
         "PARALLEL_DIT_ADDRESSES",
         "DIFFUSERS_ATTN_BACKEND",
         "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING",
         "TORCH_NCCL_AVOID_RECORD_STREAMS",
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
