@@ -4,7 +4,6 @@ in USP (arXiv 2405.07719).
 Token counts and heads may be uneven. The ring's transfer and its merge by log-sum-exp are yunchang's.
 """
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,37 +14,16 @@ from torch import Tensor
 from ..shares import shard_sizes
 from .attention_kernels import attend_lse
 from .comm import WAITING, Exchange, count, exchange
-from .kernel_table import import_error
 from .mesh import Axis
+from .ring_library import ring_library
 from .sequence import Span
 from .wire import pack, unpack
 from .wire_bytes import FULL
-
-#: Whose ring is used, and what it imports as it is imported, if they are installed.
-RING_LIBRARY = "yunchang"
-RING_IMPORTS = ("flash_attn", "flashinfer", "sageattention")
 
 #: Query tokens of a tile of attention's kernels, and how many tiles (of heads and samples too) half of a
 #: rank's heads must have to be computed apart: fewer do not fill a large GPU.
 TILE = 128
 TILES_OF_A_HALF = 128
-
-
-def ring_unavailable() -> str | None:
-    """Say why there is no ring attention, as one sentence that names the package at fault; None where there
-    is."""
-    package = RING_LIBRARY
-    error = import_error("yunchang.ring.utils")
-    if not error:
-        return None
-    for name in filter(importlib.util.find_spec, RING_IMPORTS):
-        if import_error(name):
-            package = name
-            error = import_error(name)
-    return (
-        f"ring_degree is above 1, but the package {package} cannot be imported ({error}); reinstall or "
-        f"remove it, or set ring_degree to 1 and raise ulysses_degree."
-    )
 
 
 def head_shards(heads: int, axis: Axis) -> list[int]:
@@ -161,11 +139,9 @@ def ring_attend(
     q (B, H, S, D); kv (2, B, H, own tokens, D); ``lengths[i]`` tokens on ring rank i; ``masks[i]`` for the
     keys of rank i, or None; ``wire``: how they travel, own ones stay as they are. Returns (B, H, S, D).
     """
-    # here: it brings every kernel package that is installed
-    from yunchang.ring.utils import RingComm, update_out_and_lse
-
     assert axis.group is not None, "a ring has several ranks"
-    ring = RingComm(axis.group)
+    library = ring_library()
+    ring = library.RingComm(axis.group)
     out = lse = incoming = None
     kv = kv.contiguous()
     travelling = pack(kv, wire)
@@ -184,7 +160,7 @@ def ring_attend(
         if lengths[source] and q.shape[2]:
             kv = unpack(travelling, kv.dtype) if hop else kv
             block, block_lse = attend_lse(kernel, q, kv[0], kv[1], masks[source] if masks else None, scale)
-            out, lse = update_out_and_lse(out, lse, block.transpose(1, 2), block_lse)
+            out, lse = library.update_out_and_lse(out, lse, block.transpose(1, 2), block_lse)
         if hop + 1 < axis.size:
             with WAITING:
                 ring.wait()

@@ -12,8 +12,9 @@ from ..errors import reason as reason_of
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
-from ..parallel import kernel_table, ulysses_ring
+from ..parallel import kernel_table
 from ..parallel.kernel_table import Capability
+from ..parallel.ring_library import ring_unavailable
 from ..parallel.wire_bytes import FULL
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
@@ -285,7 +286,7 @@ def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
             f"tensor_parallel_degree is {tp}, which does not divide the {heads} attention heads of {name}; "
             f"use a divisor of {heads}, or split_scheme row, column or 2d."
         )
-    if config.ring_degree > 1 and (reason := ulysses_ring.ring_unavailable()):
+    if config.ring_degree > 1 and (reason := ring_unavailable()):
         raise UnsupportedError(reason)
     local = min(shard_sizes(heads, tp, uneven)) if by_heads else heads
     if config.ulysses_degree > local:

@@ -7,12 +7,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
+
+from backend.parallel.ring_library import ring_library
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
@@ -204,21 +206,17 @@ class _Peers:
 
     def _collective(self, group, messages, received, async_op):
         work = self.start(group, messages, [received] if isinstance(received, Tensor) else [])
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return work if async_op else work.wait()
 
 
 class _Ring:
     """Stands for yunchang's RingComm."""
 
     def __init__(self, peers: _Peers, group: str):
-        self.peers = peers
-        self.group = group
+        self.peers, self.group = peers, group
         ranks = ranks_of(group)
-        own = ranks.index(peers.log.rank)
-        self.after, self.before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+        self.before = ranks[ranks.index(peers.log.rank) - 1]
+        self.after = ranks[(ranks.index(peers.log.rank) + 1) % len(ranks)]
         self.operations: list[tuple] = []
 
     def send_recv(self, sent: Tensor, received: Tensor):
@@ -256,7 +254,7 @@ def recorded(log: Log) -> Iterator[None]:
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(dist, name, stand_in))
-        stack.enter_context(patch("yunchang.ring.utils.RingComm", lambda group: _Ring(peers, group)))
+        stack.enter_context(patch.object(ring_library(), "RingComm", partial(_Ring, peers)))
         stack.enter_context(Watch(log))
         yield
 

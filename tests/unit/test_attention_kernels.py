@@ -8,7 +8,7 @@ import torch
 
 from backend.parallel import attention_kernels as kernels
 from backend.parallel import kernel_table as table
-from backend.parallel import ulysses_ring
+from backend.parallel import ring_library
 from backend.parallel.attention_kernels import ALIGNMENT, aligned, attend_lse
 from backend.probe import computed_in
 
@@ -114,21 +114,30 @@ def test_a_package_that_fits_is_available(package):
     assert table.unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
 
 
-def test_rings_name_the_package_that_breaks_their_library(package, monkeypatch):
-    package("flashinfer", BROKEN)
-    monkeypatch.setattr(ulysses_ring, "RING_LIBRARY", "yunchang")
-    real = table.import_error
-
-    def without_ring(module):
-        return "OSError: libcudart" if module.startswith("yunchang") else real(module)
-
-    monkeypatch.setattr(ulysses_ring, "import_error", without_ring)
-    reason = ulysses_ring.ring_unavailable()
-    assert reason and "the package flashinfer cannot be imported (OSError: libcudart.so.11.0" in reason
+#: As yunchang's globals do, under ``except ImportError``, where flashinfer is installed and no GPU visible.
+NEEDS_A_GPU = "import torch; torch.zeros(1, device='cuda')"
 
 
-def test_rings_are_available():
-    assert ulysses_ring.ring_unavailable() is None
+@pytest.mark.parametrize("source", [BROKEN, NEEDS_A_GPU], ids=["broken", "needs a GPU"])
+def test_rings_need_no_kernel_package(package, source):
+    """What reads a model's headers and rank 0 ask for them; the former sees no GPU."""
+    for name in ("flash_attn", "flashinfer", "sageattention"):
+        package(name, source)
+    ring_library.ring_library.cache_clear()
+    assert ring_library.ring_unavailable() is None
+
+
+@pytest.mark.parametrize("files", [{}, {"ring/utils.py": "import gone"}], ids=["older", "broken"])
+def test_rings_name_the_library_that_is_broken(files, tmp_path, monkeypatch):
+    (tmp_path / "yunchang/ring").mkdir(parents=True)
+    (tmp_path / "yunchang/__init__.py").touch()
+    for name, source in files.items():
+        (tmp_path / "yunchang" / name).write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    ring_library.ring_library.cache_clear()
+    reason = ring_library.ring_unavailable()
+    assert reason and "the package yunchang cannot be used" in reason and reason.endswith("ulysses_degree.")
+    ring_library.ring_library.cache_clear()
 
 
 def test_one_rank_runs_the_chosen_kernel(monkeypatch):
