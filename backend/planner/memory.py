@@ -11,8 +11,6 @@ from .rank_shares import RankShare, rank_shares
 #: Activations that a rank likely has at most, as a multiple of their estimate; admission (rank_plan/need.py)
 #: asks ComfyUI for so much room.
 LIKELY_ACTIVATIONS = 4 / 3
-#: Blocks whose weights are whole at once under FSDP2: the one that runs and one ahead.
-GATHERED = 2
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,11 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: Rank
 
 
 def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
-    """Bytes of sharded weights that are whole for a moment."""
+    """Bytes of sharded weights that are whole for a moment, as rank_plan counts them (gathered_bytes)."""
     if not plan.shard_weights:
         return 0
     sizes = sorted((block.weights + block.modulation for block in shape.blocks), reverse=True)
-    return shape.rest + sum(sizes[:GATHERED])
+    return shape.rest + 2 * sum(sizes[:1]) + sum(sizes[1:2])
 
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:

@@ -146,10 +146,11 @@ def scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
 
 def gathered_bytes(held: list[HeldParameter]) -> int:
     """Count the most that FSDP2 gathers at once: what is outside of blocks stays whole through a forward,
-    beside the block that runs and those gathered ahead of their turn."""
+    beside the block that runs and those gathered ahead of their turn. That one is there twice: FSDP2 keeps
+    the buffer that its weights came in until the next block needs its own."""
     whole: Counter[int | None] = Counter()
     for parameter in held:
         whole[parameter.block] += parameter.bytes
     blocks = range(max((block for block in whole if block is not None), default=-1) + 1)
-    together = (sum(whole[i] for i in range(first, first + 1 + PREFETCH)) for first in blocks)
+    together = (whole[i] + sum(whole[j] for j in range(i, i + 1 + PREFETCH)) for i in blocks)
     return whole[None] + max(together, default=0)

@@ -1,11 +1,19 @@
 """Weight sharding, as far as one process shows it; what it computes is in test_ranks.py."""
 
+import weakref
 from dataclasses import replace
+from functools import reduce
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -52,6 +60,56 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert [block.set_modules_to_forward_prefetch.call_args.args[0] for block in blocks] == [
         [block] for block in blocks[1:]
     ] + [[]]
+
+
+class WholeWeights(TorchDispatchMode):
+    """Counts the bytes of what operators make, as FSDP2 grows and empties it; ``peak``: the most at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self.before, self.made = weakref.WeakSet(), weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.before.update(self._storages((args, kwargs)) - self.made)
+        out = func(*args, **kwargs or {})
+        self.made.update(self._storages(out) - self.before)
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.made))
+        return out
+
+    def _storages(self, found) -> weakref.WeakSet:
+        tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        return weakref.WeakSet(tensor.untyped_storage() for tensor in tensors)
+
+
+class Chain(nn.Module):
+    """A transformer of blocks alone."""
+
+    def __init__(self, blocks: list[nn.Module]):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        return reduce(lambda x, block: block(x), self.blocks, x)
+
+
+def test_the_block_that_runs_is_there_twice():
+    """As gathered_bytes counts: its weights, the buffer that they came in, and that of the next block."""
+    width, linears = 256, 2
+    blocks = [nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(linears))) for _ in range(6)]
+    transformer = Chain(blocks).requires_grad_(False)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = SimpleNamespace(weights=init_device_mesh("cpu", (2,)), device=torch.device("cpu"))
+        for index in range(len(blocks)):
+            fsdp.shard_block(transformer, f"blocks.{index}", (), mesh, lambda *_: None)
+        fsdp.shard_rest(transformer, ("blocks",), mesh, lambda *_: None)
+        with torch.inference_mode(), WholeWeights() as memory:
+            transformer(torch.zeros(1, width))
+    finally:
+        dist.destroy_process_group()
+    block = linears * width * width * torch.float32.itemsize
+    assert 3 * block <= memory.peak < 3.1 * block
 
 
 def test_sharded_weights_leave_with_their_groups():
