@@ -32,6 +32,8 @@ SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1
 CALLS = 5
 #: Copies from host memory that are timed as one: some milliseconds, in which all ranks copy.
 COPIES = 8
+#: Seconds in which a GPU that idled raises its clocks.
+WARM = 0.5
 #: Seconds for which ranks on the CPU compute at once: more than a few turns of those that share a core.
 SPAN = 0.1
 #: Linear layers of a stream in a block that is timed.
@@ -99,6 +101,8 @@ class Probe:
 
     def measure(self) -> Machine:
         """Return the rates of the slowest rank."""
+        if self.kind == "cuda":
+            self.warm_up()
         gemm, attention, bandwidth, launch = self._compute()
         latency, exchanges = self._exchanges()
         rings = self._rings()
@@ -139,6 +143,15 @@ class Probe:
         self.dispatcher.all_gather_object(None)  # begin together
         found = self.dispatcher.all_gather_object(self.seconds(step))
         return tuple(max(found) / each for each in found)
+
+    def warm_up(self):
+        """Compute for a while: a GPU that idled is slower at first, and links would seem fast beside it."""
+        x = self._random(self.tokens, self.width)
+        weight = self._random(self.width, self.width)
+        end = time.perf_counter() + WARM
+        while time.perf_counter() < end:
+            F.linear(x, weight)
+            self._wait()
 
     def together(self, action: Callable[[], object]) -> float:
         """Return the seconds of ``action`` while all ranks compute."""

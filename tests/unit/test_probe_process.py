@@ -257,3 +257,17 @@ def test_a_byte_that_arrives_as_another_one_is_an_error(monkeypatch, is_wrong):
             alone.check_links()
     else:
         alone.check_links()
+
+
+def test_gpus_compute_for_a_while_before_they_are_measured(monkeypatch):
+    now = iter(range(1, 100))
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: 0.1 * next(now))
+    waits = []
+    alone = probe.Probe.__new__(probe.Probe)
+    alone.kind, alone.device, alone.dtype = "cuda", torch.device("cpu"), torch.float32
+    alone.tokens = alone.width = 2
+    monkeypatch.setattr(alone, "_wait", lambda: waits.append(1))
+    monkeypatch.setattr(alone, "_compute", lambda: {}[len(waits)])  # the first of what is measured
+    with pytest.raises(KeyError) as warm:
+        alone.measure()
+    assert warm.value.args[0] == len(waits) == int(10 * probe.WARM) - 1
