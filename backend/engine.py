@@ -12,6 +12,7 @@ from torch import Tensor
 from .config import ParallelConfig
 from .device_memory import DeviceMemory
 from .errors import UnsupportedError
+from .host_memory import PAGE_LOCKED
 from .loading import parking
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
@@ -245,12 +246,12 @@ class Engine:
         self.stacks = {name: stack for name, stack in self.stacks.items() if name in self.models}
         del model
         self._free_leftovers()
+        PAGE_LOCKED.give_back()
 
     def _free_leftovers(self):
         self.argument_cache.clear()
         gc.collect()  # a stage and its blocks know each other
         free_scratch()
-        parking.free_pinned()
         self.memory.release()
 
     def facts(self, key: str) -> dict:

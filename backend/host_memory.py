@@ -1,6 +1,8 @@
 """Host memory for weights that wait there, page locked where the system allows it."""
 
 import sys
+import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +11,41 @@ from .errors import reason
 
 #: Bytes of a piece of host memory, a power of two, and at multiples of how many bytes a tensor begins in it.
 PIECE, ALIGNMENT = 1 << 28, 512
+
+
+@dataclass
+class PageLocked:
+    """Page-locked bytes of this process: ``used`` by weights, or ``kept`` by torch's allocator for the next
+    ones. To lock memory takes longer than to copy weights into it: 33 GiB in 8 s were seen elsewhere
+    (ik_llama.cpp, pull request 1517)."""
+
+    used: int = 0
+    kept: int = 0
+
+    def lock(self, size: int) -> Tensor:
+        """Return so many page-locked bytes, of those that are kept if they will do."""
+        piece = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.used += size
+        self.kept -= min(size, self.kept)
+        weakref.finalize(piece.untyped_storage(), self._leave, size)
+        return piece
+
+    def _leave(self, size: int):
+        self.used -= size
+        self.kept += size
+
+    def give_back(self):
+        """Give the system what is kept."""
+        if not torch.cuda.is_available():
+            return
+        if hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
+        else:  # before torch 2.12
+            torch._C._host_emptyCache()
+        self.kept = 0
+
+
+PAGE_LOCKED = PageLocked()
 
 
 class HostMemory:
@@ -39,7 +76,7 @@ class HostMemory:
     def _piece(self, size: int) -> Tensor:
         """A piece, page locked as long as the system allows it: WSL 2 and containers limit that."""
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+            return PAGE_LOCKED.lock(size) if self.pinned else torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:
             if not self.pinned:
                 raise

@@ -12,6 +12,7 @@ from .admission import Admission, AllRefuse, OutOfRoom, Planned, ran_out
 from .config import ParallelConfig
 from .device_memory import is_out_of_memory
 from .engine import Engine
+from .host_memory import PAGE_LOCKED
 from .loading import parking
 from .loading.load_report import by_rank
 from .loading.lora_keys import lora_stack, stack_digest
@@ -169,9 +170,11 @@ class Worker:
             return None
         leaving = ranks - model.parked_on
         here = self.machines[self.mesh.rank]
-        sizes = self.dispatcher.all_gather_numbers([model.report.weight_bytes])
-        size = sum(sizes[rank][0] for rank in leaving if self.machines[rank] == here)
-        if not all(self.dispatcher.all_gather_object(parking.has_room(size))):
+        own = model.report.weight_bytes
+        sizes = self.dispatcher.all_gather_numbers([own, min(own, PAGE_LOCKED.kept)])
+        of_machine = [sizes[rank] for rank in leaving if self.machines[rank] == here]
+        size, kept = (sum(each) for each in zip(*of_machine)) if of_machine else (0, 0)
+        if not all(self.dispatcher.all_gather_object(parking.has_room(size, kept))):
             return None
         self.engine.park(model, ranks)
         return model.parked_on

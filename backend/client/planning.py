@@ -210,7 +210,7 @@ def question_of(
         machine = machine.ordered(order)
         devices = [devices[index] for index in order] if order else devices
     asked = request(shapes[0])
-    host, file = measurements.host_memory() // PARKED, measurements.load_rate(model, device)
+    host, file = _host_memory() // PARKED, measurements.load_rate(model, device)
     waiting = Waiting(host, file, _beside(devices, asked) if device == "cuda" else ())
     known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
     return Question(*known, auto.rank_shares, waiting), devices
@@ -238,3 +238,12 @@ def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
     if pool.launched() is None:
         _memory[key] = measurements.free_memory(device, devices)
     return _memory.get(key) or measurements.usual_memory(device, devices)
+
+
+def _host_memory() -> int:
+    """Return the bytes of host memory that programs may have: what is free, or was before our ranks parked
+    weights there."""
+    key = ("host memory",)
+    if pool.launched() is None or key not in _memory:
+        _memory[key] = (measurements.host_memory(),)
+    return _memory[key][0]

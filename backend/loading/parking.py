@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ..device_memory import host_free
-from ..host_memory import HostMemory
+from ..host_memory import PAGE_LOCKED, HostMemory
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
 
 
-def has_room(weight_bytes: int) -> bool:
-    """Return whether this machine's host memory has room for so many bytes of its ranks together."""
-    return weight_bytes <= HOST_SHARE * host_free(swap=False)
+def has_room(weight_bytes: int, kept: int = 0) -> bool:
+    """Return whether this machine's host memory has room for so many bytes of its ranks together, of which
+    they have ``kept`` page locked."""
+    return weight_bytes <= HOST_SHARE * (host_free(swap=False) + kept)
 
 
 @torch.inference_mode(False)  # parameters outlive the request that brings them back
@@ -49,10 +50,5 @@ def to_device(modules: Iterable[nn.Module], device: torch.device, but: Iterable[
         module._apply(moved)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # before the host's copies go
-        free_pinned()
-
-
-def free_pinned():
-    """Give page-locked memory that nothing uses back to the system, where torch, which keeps it, can."""
-    if torch.cuda.is_available() and hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.6
-        torch.accelerator.empty_host_cache()
+    if not has_room(PAGE_LOCKED.kept, PAGE_LOCKED.kept):
+        PAGE_LOCKED.give_back()

@@ -12,6 +12,7 @@ from quantized import write_gguf, write_scaled
 from tiny import BLOCKS, golden_request, save_whole, shallow_flux, weights_module
 
 from backend import host_memory
+from backend import rank as rank_module
 from backend.admission import OutOfRoom, ran_out
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -107,6 +108,13 @@ def test_those_park_for_which_their_machines_have_room(monkeypatch, ranks, free)
     assert here == [(parks, ["park" if rank in parks else "keep"]) for rank in range(3)]
     assert unloaded(monkeypatch, free * GB - 1, message) == [([0, 1, 2], ["unload"])] * 3
     assert unloaded(monkeypatch, free * GB, Unload("m")) == [([0, 1, 2], ["unload"])] * 3
+
+
+def test_what_leaving_ranks_have_page_locked_is_room(monkeypatch):
+    """From the time before, up to the bytes of their weights; what another rank keeps is none for them."""
+    monkeypatch.setattr(rank_module, "PAGE_LOCKED", host_memory.PageLocked(kept=2 * GB))
+    assert [acts for _, acts in unloaded(monkeypatch, 2 * GB, Unload("m", True))] == [["park"]] * 3
+    assert unloaded(monkeypatch, 2 * GB - 1, Unload("m", True)) == [([0, 1, 2], ["unload"])] * 3
 
 
 def test_the_status_counts_what_is_on_the_devices():
@@ -225,44 +233,6 @@ def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, relea
     assert rank.engine.memory.released == released
 
 
-def test_host_memory_is_in_few_pieces(monkeypatch):
-    """Tensors of any layout keep it, and none overlaps another. What a larger one leaves of its piece, which
-    is a power of two as torch makes it anyway, others fill."""
-    monkeypatch.setattr(host_memory, "PIECE", 4096)
-    shapes = [(3, 5), (7,), (), (0, 4), (40, 40), (16, 16), (2, 3, 4), (16, 24)]
-    tensors = [torch.randn(shape) for shape in shapes]
-    tensors += [torch.randn(6, 4).t(), torch.randn(5, 3).to(torch.bfloat16)]
-    memory = host_memory.HostMemory(pinned=False)
-    copies = [memory.like(tensor).copy_(tensor) for tensor in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        assert copy.equal(tensor) and copy.stride() == tensor.stride() and copy.dtype == tensor.dtype
-        assert copy.data_ptr() % 16 == 0
-    assert [len(piece) for piece in memory.pieces] == [4096, 8192]
-    for copy in copies:
-        copy.add_(1)
-    assert all(copy.equal(tensor + 1) for copy, tensor in zip(copies, tensors, strict=True))
-
-
-def test_memory_that_cannot_be_page_locked_is_not(monkeypatch, capsys):
-    """As on WSL 2: the ranks go on, and say so once."""
-    made, empty = [], torch.empty
-
-    def limited(*sizes, pin_memory=False, **settings):
-        made.append(pin_memory)
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(*sizes, **settings)
-
-    monkeypatch.setattr(host_memory, "PIECE", 4096)
-    monkeypatch.setattr(torch, "empty", limited)
-    memory = host_memory.HostMemory(pinned=True)
-    tensors = [torch.randn(40, 20), torch.randn(40, 20)]
-    assert all(memory.like(each).copy_(each).equal(each) for each in tensors)
-    assert made == [True, False, False]
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "page locked (CUDA error: out of memory)" in told
-
-
 def test_modulation_is_offloaded_where_nothing_can_be_page_locked(files, monkeypatch, capsys):
     """Here torch cannot, without a GPU."""
     engine = Engine(ParallelConfig(offload_modulation=True), mesh.single())
@@ -275,12 +245,6 @@ def test_modulation_is_offloaded_where_nothing_can_be_page_locked(files, monkeyp
     assert before and all(a.equal(b) for a, b in zip(after, before, strict=True))
     if not torch.cuda.is_available():
         assert capsys.readouterr().err.count("can be page locked") == 1
-
-
-def test_swap_is_no_room_for_parked_weights(monkeypatch):
-    asked = []
-    monkeypatch.setattr(parking, "host_free", lambda swap=True: asked.append(swap) or 2 * GB)
-    assert parking.has_room(GB) and asked == [False]
 
 
 def test_offloaded_modulation_stays_where_it_is():

@@ -180,3 +180,13 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
     smaller = planning.question_of(auto, MODEL, lambda shape: Request(32759, 512, 20, 2))[0]
     elsewhere = planning.question_of(AutoConfig(gpus="2,3"), MODEL, request)[0]
     assert not smaller.waiting.beside and not elsewhere.waiting.beside
+
+
+def test_what_ranks_have_parked_is_not_missing(machine, monkeypatch):
+    """Else the plan after the first parked weights would count on reading them from their file."""
+    monkeypatch.setattr(planning, "_memory", {})
+    monkeypatch.setattr(measurements, "host_memory", lambda: 64 * GB)
+    before = planning.question_of(ALL, MODEL, request)[0].waiting.host
+    monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace())
+    monkeypatch.setattr(measurements, "host_memory", lambda: 20 * GB)
+    assert planning.question_of(ALL, MODEL, request)[0].waiting.host == before == 32 * GB

@@ -1,0 +1,103 @@
+"""Host memory for weights that wait: in few pieces, page locked where that can be, kept for the next time."""
+
+import pytest
+import torch
+from fake_memory import GB
+
+from backend import engine as engine_module
+from backend import host_memory
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading import parking
+from backend.parallel import mesh
+
+
+def test_host_memory_is_in_few_pieces(monkeypatch):
+    """Tensors of any layout keep it, and none overlaps another. What a larger one leaves of its piece, which
+    is a power of two as torch makes it anyway, others fill."""
+    monkeypatch.setattr(host_memory, "PIECE", 4096)
+    shapes = [(3, 5), (7,), (), (0, 4), (40, 40), (16, 16), (2, 3, 4), (16, 24)]
+    tensors = [torch.randn(shape) for shape in shapes]
+    tensors += [torch.randn(6, 4).t(), torch.randn(5, 3).to(torch.bfloat16)]
+    memory = host_memory.HostMemory(pinned=False)
+    copies = [memory.like(tensor).copy_(tensor) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert copy.equal(tensor) and copy.stride() == tensor.stride() and copy.dtype == tensor.dtype
+        assert copy.data_ptr() % 16 == 0
+    assert [len(piece) for piece in memory.pieces] == [4096, 8192]
+    for copy in copies:
+        copy.add_(1)
+    assert all(copy.equal(tensor + 1) for copy, tensor in zip(copies, tensors, strict=True))
+
+
+def test_memory_that_cannot_be_page_locked_is_not(monkeypatch, capsys):
+    """As on WSL 2: the ranks go on, and say so once."""
+    made, empty = [], torch.empty
+
+    def limited(*sizes, pin_memory=False, **settings):
+        made.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*sizes, **settings)
+
+    monkeypatch.setattr(host_memory, "PIECE", 4096)
+    monkeypatch.setattr(torch, "empty", limited)
+    memory = host_memory.HostMemory(pinned=True)
+    tensors = [torch.randn(40, 20), torch.randn(40, 20)]
+    assert all(memory.like(each).copy_(each).equal(each) for each in tensors)
+    assert made == [True, False, False]
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "page locked (CUDA error: out of memory)" in told
+
+
+@pytest.fixture
+def page_locked(monkeypatch):
+    """Accounts of page-locked memory, of which this machine has none: ordinary memory stands for it."""
+    empty = torch.empty
+    accounts = host_memory.PageLocked()
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **named: empty(*sizes, **named))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host_memory, "PIECE", 1 << 12)
+    for module in (host_memory, parking, engine_module):
+        monkeypatch.setattr(module, "PAGE_LOCKED", accounts)
+    return accounts
+
+
+@pytest.mark.parametrize("free, kept", [(GB, 1 << 12), (1 << 11, 0)], ids=["room", "no room"])
+def test_page_locked_memory_is_kept_for_the_next_time(page_locked, monkeypatch, free, kept):
+    """Weights that leave at every run would have it locked anew each time, which takes longer than to copy
+    them. Where half of what the host has is less, it goes back."""
+    monkeypatch.setattr(parking, "host_free", lambda swap: free)
+    given_back = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append(1))
+    weights = torch.nn.Linear(8, 8, device="meta").to_empty(device="cpu")
+    weights._apply(host_memory.HostMemory(pinned=True).moved)
+    assert (page_locked.used, page_locked.kept) == (1 << 12, 0)
+    parking.to_device([weights], torch.device("meta"))
+    assert (page_locked.used, page_locked.kept, len(given_back)) == (0, kept, not kept)
+    again = page_locked.lock(1 << 12)
+    assert (page_locked.used, page_locked.kept) == (again.nbytes, 0)
+
+
+@pytest.mark.parametrize("has_public", [True, False], ids=["torch 2.12", "older"])
+def test_page_locked_memory_goes_back(page_locked, monkeypatch, has_public):
+    called = []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: called.append("private"), raising=False)
+    if has_public:
+        monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: called.append("public"))
+    else:
+        monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    page_locked.kept = GB
+    Engine(ParallelConfig(), mesh.single()).unload("of no name")
+    assert called == ["public" if has_public else "private"] and page_locked.kept == 0
+
+
+def test_what_is_page_locked_counts_as_free(monkeypatch):
+    monkeypatch.setattr(parking, "host_free", lambda swap: GB)
+    assert not parking.has_room(GB) and parking.has_room(GB, kept=GB)
+
+
+def test_swap_is_no_room_for_parked_weights(monkeypatch):
+    asked = []
+    monkeypatch.setattr(parking, "host_free", lambda swap=True: asked.append(swap) or 2 * GB)
+    assert parking.has_room(GB) and asked == [False]
