@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.loading import staging
 from backend.parallel import attention_kernels
+from backend.parallel.ring_library import ring_library
 
 META = torch.device("meta")
 ROOT = Path(__file__).resolve().parents[1]
@@ -263,7 +264,7 @@ def meta_device(count: Count) -> Iterator[None]:
         replace(torch, "autocast", lambda *rest, **named: nullcontext())  # which knows no meta device
         # every mask is true: sizes are those of the largest result
         stack.enter_context(patch("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True))
-        stack.enter_context(patch("yunchang.ring.utils.RingComm", Ring))
+        stack.enter_context(patch.object(ring_library(), "RingComm", Ring))
         stack.enter_context(patch("backend.sampling.step_loop.FreshNoise", NoNoise))
         replace(attention_kernels, "SDPA", _attend)
         replace(F, "scaled_dot_product_attention", _attend)
