@@ -91,7 +91,7 @@ def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larges
     """Multiply under one scale of activations a row, rotated (ConvRot) as the weight is."""
     packed = weight.packed
     size = rotation(packed.settings)
-    if largest is None and _fuses():
+    if largest is None and _fuses("int8_linear"):
         values, scale = packed.tensors["values"], packed.tensors["scale"].float()
         rotated = {"convrot": size is not None, "convrot_groupsize": size or 256}
         return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotated)
@@ -99,16 +99,29 @@ def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larges
 
 
 @cache
-def _fuses() -> bool:
-    """Whether comfy-kitchen's own CUDA kernels multiply: without them it holds all that is in between at
-    once, several times input and output, and copies an int8 weight at each product."""
-    found = _kitchen().list_backends().get("cuda", {})
-    return bool(found.get("available")) and not found.get("disabled")
+def _fuses(name: str) -> bool:
+    """Whether comfy-kitchen has a CUDA kernel of that name: without it kitchen holds all that is in between
+    at once, several times input and output, and copies an int8 weight at each product."""
+    return not small_kernels(name)
+
+
+def small_kernels(name: str) -> str:
+    """Return why comfy-kitchen has no CUDA kernel of that name, and takes many small ones of torch's; empty
+    where it has."""
+    module, missing = kitchen()
+    if module is None:
+        return missing
+    found = module.list_backends().get("cuda", {})
+    if found.get("disabled"):
+        return f"torch is for CUDA {torch.version.cuda} and comfy-kitchen's own kernels for {CUDA}"
+    if name not in found.get("capabilities", ()):
+        return found.get("unavailable_reason") or f"comfy-kitchen has no {name} for it"
+    return ""
 
 
 def turn_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> int:
     """Count what a product with a weight of so many rows and columns holds for a moment beside its output."""
-    if kernel not in (int8, mxfp8, nvfp4) or _fuses():
+    if kernel not in FUSED or _fuses(FUSED[kernel]):
         return 0
     if kernel is int8:
         return CHUNK_BYTES * min(CHUNK, tokens * max(rows, columns))
@@ -133,7 +146,8 @@ def _int8_in_turns(
         rotated = _rotated(rows[some], size)
         row_scales = (_most_of_rows(rotated) if most is None else most[some]).float() / MOST_INT8
         row_scales = row_scales.clamp(min=1e-30)
-        divisors = row_scales.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny)
+        divisors = row_scales.to(x.dtype)  # float16 has smaller ones than its tiny, subnormal as they are
+        divisors.masked_fill_(divisors == 0, torch.finfo(x.dtype).tiny)
         quantized = (rotated / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
         del rotated
         sums = _kitchen().mm_int8(quantized, values.t()).float()  # its integers are freed here
@@ -195,7 +209,7 @@ def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
         arguments = (quantized, tensors["values"], scales, block_scales)
         return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(some)]
 
-    return _in_turns(x, weight.shape[0], after, _block_turns(rows), product)
+    return _in_turns(x, weight.shape[0], after, _block_turns(rows, "quantize_mxfp8"), product)
 
 
 def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
@@ -221,7 +235,7 @@ def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
         )
         return _kitchen().scaled_mm_nvfp4(*arguments, bias=inside, out_dtype=x.dtype)[: len(some)]
 
-    return _in_turns(x, weight.shape[0], after, _block_turns(rows), product)
+    return _in_turns(x, weight.shape[0], after, _block_turns(rows, "quantize_nvfp4"), product)
 
 
 def _in_turns(
@@ -239,10 +253,14 @@ def _in_turns(
     return out.view(*x.shape[:-1], columns)
 
 
-def _block_turns(rows: Tensor) -> list[slice]:
-    """Rows whose blocks are quantized at once: all where comfy-kitchen's own kernels do that."""
+#: What comfy-kitchen's own CUDA kernels do of these.
+FUSED = {int8: "int8_linear", mxfp8: "quantize_mxfp8", nvfp4: "quantize_nvfp4"}
+
+
+def _block_turns(rows: Tensor, name: str) -> list[slice]:
+    """Rows whose blocks are quantized at once: all where comfy-kitchen's own kernel does that."""
     some = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
-    step = len(rows) if _fuses() else some
+    step = len(rows) if _fuses(name) else some
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 

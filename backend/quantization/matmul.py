@@ -109,7 +109,16 @@ def choose(
     if why:
         return Choice(None, why)
     dequantizes = device.type == "cpu" and not rule.on_cpu
-    return Choice(rule.kernel, f"{matrix.format.short} on this {_kind(device)}", dequantizes)
+    return Choice(
+        rule.kernel, f"{matrix.format.short} on this {_kind(device)}{_slower(rule, device)}", dequantizes
+    )
+
+
+def _slower(rule: Rule, device: torch.device) -> str:
+    """Why a product on this GPU is slower than it could be, with what to do; empty where it is not."""
+    name = kernels.FUSED.get(rule.kernel)
+    why = kernels.small_kernels(name) if name and device.type == "cuda" else ""
+    return f", slowly, by torch's kernels: {why}" if why else ""
 
 
 def wanted(

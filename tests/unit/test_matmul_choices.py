@@ -65,6 +65,31 @@ def test_auto_is_native_where_comfyui_is(monkeypatch, name, says, device, capabi
     assert choose(matrix, "weight only", device).kernel is None
 
 
+#: The kernels that multiply two kinds of layers.
+CAPABILITIES = {"int8_tensorwise": "int8_linear", "nvfp4": "quantize_nvfp4"}
+
+
+@pytest.mark.parametrize(
+    "found, says",
+    [
+        ({"disabled": True}, "slowly, by torch's kernels: torch is for CUDA "),
+        ({"unavailable_reason": "no extension"}, "slowly, by torch's kernels: no extension"),
+        ({"capabilities": ["other"]}, "slowly, by torch's kernels: comfy-kitchen has no "),
+        ({"capabilities": [*CAPABILITIES.values()]}, ""),
+    ],
+    ids=["CUDA 12", "no extension", "too old", "fast"],
+)
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_kernels_that_are_missing_are_said(monkeypatch, name, found, says):
+    """ComfyUI warns of them, too; the layer is native all the same."""
+    module = SimpleNamespace(list_backends=lambda: {"cuda": found})
+    monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (module, ""))
+    matrix = Matrix(FORMATS[name], {"format": name}, ROWS, (0, COLUMNS))
+    text = str(choose(matrix, "auto", GPU, (12, 0)))
+    assert text.startswith("native: ") and says in text and ("slowly" in text) == bool(says)
+    assert "slowly" not in str(choose(matrix, "auto", CPU))
+
+
 def test_other_gpus_multiply_int8_alone(monkeypatch):
     """AMD's, which have no compute capability."""
     monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (None, ""))

@@ -100,7 +100,7 @@ def test_weights_are_those_of_the_loaded_rank(files, kind, degrees):
 )
 def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind, matmul, fuses, has_scratch):
     pytest.importorskip("comfy_kitchen")
-    monkeypatch.setattr(kernels, "_fuses", lambda: fuses)
+    monkeypatch.setattr(kernels, "_fuses", lambda name: fuses)
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(files[kind]), "bf16", matmul)
     model = engine.models["tiny"]
