@@ -61,7 +61,16 @@ class Packed:
 
 def take(tensor: Tensor, runs: Sequence[range]) -> Tensor:
     """Return these runs of the last dimension, behind each other."""
-    return torch.cat([tensor[..., run.start : run.stop] for run in runs], dim=-1)
+    return _cat([tensor[..., run.start : run.stop] for run in runs], dim=-1)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Put tensors of one type behind each other; those of 8-bit floats as bytes, for which early versions of
+    torch have no kernel on GPUs (kohya-ss/sd-scripts issue 1711)."""
+    dtype = tensors[0].dtype
+    if not dtype.is_floating_point or dtype.itemsize > 1:
+        return torch.cat([*tensors], dim=dim)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors], dim=dim).view(dtype)
 
 
 def join(pieces: Sequence[Packed], dim: int) -> Packed:
@@ -73,7 +82,7 @@ def join(pieces: Sequence[Packed], dim: int) -> Packed:
     for role, tensor in first.tensors.items():
         is_cut = tensor.ndim > 1 if dim == 0 else role in WITH_COLUMNS
         every = [piece.tensors[role] for piece in pieces]
-        tensors[role] = torch.cat(every, dim=0 if dim == 0 else -1) if is_cut else tensor
+        tensors[role] = _cat(every, dim=0 if dim == 0 else -1) if is_cut else tensor
     if dim == 0:
         return replace(first, tensors=tensors)
     starts = accumulate((piece.columns for piece in pieces), initial=0)
