@@ -28,7 +28,14 @@ from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host.auto_plan import as_running, one_plan
 from .host.conditioning import as_tensors, fill_zeros
-from .host.handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, keep_rank_weights
+from .host.handle import (
+    ParallelDiT,
+    ensure_loaded,
+    entries_to_keep,
+    in_room,
+    keep_rank_weights,
+    rank_weights_stay,
+)
 from .host.progress import NodeStatus
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node, on_node
@@ -167,7 +174,8 @@ class RemoteTransformer(ElsewhereModule):
             self.held = (*ensure_loaded(dit), dit)
             self.asks = True
             try:
-                return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+                with rank_weights_stay():  # between two calls a preview's VAE may want room
+                    return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
             finally:
                 (backend, *_), self.held = self.held, before
                 backend.release(host_room())

@@ -120,6 +120,8 @@ def sanitized_environment(
     env = _MALLOC | env
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
+    if sys.flags.no_user_site:  # as by python -s: packages of ~/.local are none of ours
+        env["PYTHONNOUSERSITE"] = "1"
     env["CUDA_VISIBLE_DEVICES"] = ""
     if device == "cuda":
         names = [driver_name(parent, index) for index in config.gpu_indices]

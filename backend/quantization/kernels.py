@@ -254,7 +254,7 @@ def _in_turns(
 
 
 #: What comfy-kitchen's own CUDA kernels do of these.
-FUSED = {int8: "int8_linear", mxfp8: "quantize_mxfp8", nvfp4: "quantize_nvfp4"}
+FUSED: dict[Kernel | None, str] = {int8: "int8_linear", mxfp8: "quantize_mxfp8", nvfp4: "quantize_nvfp4"}
 
 
 def _block_turns(rows: Tensor, name: str) -> list[slice]:

@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -308,15 +308,23 @@ def entries_to_keep(
     ]
 
 
-def keep_rank_weights(executor, *arguments, **options):
-    """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs elsewhere,
-    so no transformer leaves the ranks for it."""
+@contextmanager
+def rank_weights_stay():
+    """Have no transformer leave the ranks for what ComfyUI wants room for meanwhile."""
     held = [entry for _, found in _weights.values() for entry in found if entry.held]
     for entry in held:
-        entry.pinned_down = True
+        entry.holders += 1
     try:
-        return executor(*arguments, **options)
+        yield
     finally:
         for entry in held:
-            entry.pinned_down = False
-            entry.register()
+            entry.holders -= 1
+            if entry.held:
+                entry.register()
+
+
+def keep_rank_weights(executor, *arguments, **options):
+    """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs
+    elsewhere."""
+    with rank_weights_stay():
+        return executor(*arguments, **options)

@@ -13,6 +13,11 @@ from .report import pace
 
 #: Shown until the ranks have stopped.
 CANCELLING = "cancelling: the ranks end the call of the model in progress"
+#: Shown as long as the sampling runs.
+NO_PREVIEW = (
+    "There is no room for previews beside the ranks on ComfyUI's GPU; sampling goes on. The preview method "
+    "latent2rgb needs none."
+)
 #: Least seconds between two lines of text on the node.
 TEXT_SECONDS = 0.5
 
@@ -109,6 +114,10 @@ class Reporter:
         except comfy.model_management.InterruptProcessingException:
             self.status.show(CANCELLING)
             raise
+        except comfy.model_management.OOM_EXCEPTION:  # of a preview: the ranks have what they need
+            comfy.model_management.soft_empty_cache()
+            if NO_PREVIEW not in self.status.sentences:
+                self.status.warn(NO_PREVIEW)
 
 
 def status(step: int, total: int, seconds: float) -> str:

@@ -32,11 +32,20 @@ class TransformerOnRanks(torch.nn.Module):
 
 
 class Entry(comfy.model_management.LoadedModel):
-    """An entry of ComfyUI's list that tells the weights whether all models go or others need their memory."""
+    """An entry of ComfyUI's list that tells the weights whether all models go or others need their memory,
+    and stays there while they do. The manager takes it after all others: it costs a copy both ways, or a
+    load, and dynamic models yield by themselves."""
 
     def model_unload(self, memory_to_free=None, unpatch_weights=True):
         self.model.all_go = memory_to_free is not None and math.isclose(memory_to_free, ALL_MODELS)
-        return super().model_unload(memory_to_free, unpatch_weights)
+        gone = super().model_unload(memory_to_free, unpatch_weights)
+        if gone and self.model.held:  # a request runs
+            self.model_load()
+            return False
+        return gone
+
+    def model_offloaded_memory(self):
+        return -self.model.loaded_size()
 
 
 class RankWeights(comfy.model_patcher.ModelPatcher):
@@ -52,8 +61,8 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
         self.held = False
         #: Whether they left with all models, by somebody's wish.
         self.all_go = False
-        #: While true nothing is taken: the manager makes room for a model without weights.
-        self.pinned_down = False
+        #: How many hold it down: nothing is taken, but for ranks.
+        self.holders = 0
 
     def register(self):
         """Put the entry into ComfyUI's list, unless it is there: the ranks have loaded it."""
@@ -64,6 +73,11 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
             listed.insert(0, entry)
         self.held = True
         self.all_go = False
+
+    @property
+    def pinned_down(self) -> bool:
+        """Whether nothing is taken now."""
+        return self.holders > 0 and not Room.is_making
 
     def loaded_size(self) -> int:
         return self.size if self.held else 0

@@ -1,4 +1,5 @@
-"""Flags of ComfyUI's command line that change how fast its own models run, and do not reach the ranks."""
+"""Flags of ComfyUI's command line that change how fast its own models run and do not reach the ranks, and
+those that work against the ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,11 @@ FLAGS: dict[str, tuple[str, str] | None] = {
     "fp16_accumulation": None,
 }
 NODES = {"attention": "Parallel Config", "weight_dtype": "Load Parallel DiT", "matmul": "Load Parallel DiT"}
+#: Argument -> what it does to ranks that share a GPU with ComfyUI.
+AGAINST = {
+    "reserve_vram": "has their weights leave the sooner for each of ComfyUI's own models; leave it out",
+    "gpu_only": "keeps text encoders and VAE on the GPU that they need; leave it out",
+}
 #: What an input is where it leaves the choice to the ranks.
 OPEN = ("auto", "default")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -22,7 +28,7 @@ WITHOUT_SCALES = "without scales"
 
 
 def flag_lines(arguments: Mapping[str, Any], chosen: Mapping[str, str], info: dict) -> list[str]:
-    """Return a line for each flag that ComfyUI runs with and the ranks do not.
+    """Return a line for each flag that ComfyUI runs with and the ranks do not, or that works against them.
 
     ``arguments``: of ComfyUI's command line. ``chosen``: the values of the inputs in NODES. ``info``: of the
     loaded model. Nothing is said of ranks on the CPU, and of what a model or its GPUs cannot do.
@@ -30,7 +36,11 @@ def flag_lines(arguments: Mapping[str, Any], chosen: Mapping[str, str], info: di
     if info["device"] != "cuda":
         return []
     fast = {feature.value for feature in arguments["fast"]}
-    found = []
+    found = [
+        f"ComfyUI runs with --{name.replace('_', '-')}, which {what}."
+        for name, what in AGAINST.items()
+        if arguments.get(name)
+    ]
     for name, same in FLAGS.items():
         if not (name in fast or arguments.get(name)):
             continue

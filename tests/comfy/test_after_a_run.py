@@ -8,8 +8,9 @@ from comfy_modules import comfy_modules
 
 with comfy_modules():
     import comfy.model_management
+    from parallel_dit.backend.protocol import Progress
     from parallel_dit.nodes.host import one_rank, panel
-    from parallel_dit.nodes.host.progress import NodeStatus, Reporter
+    from parallel_dit.nodes.host.progress import NO_PREVIEW, NodeStatus, Reporter
 
 
 @pytest.mark.parametrize("ends", ["well", "cancelled"])
@@ -28,6 +29,24 @@ def test_nothing_goes_on_after_a_run(make, ends):
     except comfy.model_management.InterruptProcessingException:
         pass
     assert NodeStatus.latest == ""
+
+
+def test_a_preview_without_room_ends_no_sampling():
+    """A VAE of previews runs out of memory beside the ranks; it is said once."""
+    steps, said = [], []
+
+    def callback(step, x0, x, total):
+        steps.append(step)
+        if step != 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with Reporter(callback, torch.zeros(1, 4, 2, 2), 3, True, True) as reporter:
+        reporter.status.send = said.append
+        for step in (1, 2):
+            reporter(Progress(step, 3))
+        reporter.last(torch.ones(1), torch.ones(1))
+        assert reporter.status.sentences == [NO_PREVIEW] and NO_PREVIEW in said[-1]
+    assert steps == [0, 1, 2]
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

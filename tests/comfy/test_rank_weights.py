@@ -3,6 +3,7 @@ memory is a number that models and ranks change."""
 
 import sys
 from collections import Counter
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -195,8 +196,46 @@ def test_weights_in_use_stay_in_the_list(free):
     """A request runs: nothing is freed and nothing is claimed to be."""
     ranks = OnRanks(free)
     ranks.busy = True
+    for size in (11 * GB, 18 * GB, 30 * GB):
+        management.free_memory(size, FIRST)
+    management.unload_all_models()
+    listed = [entry.model for entry in management.current_loaded_models]
+    assert not ranks.freed and all(entry.held and entry in listed for entry in ranks.entries)
+    ranks.busy = False
     management.free_memory(18 * GB, FIRST)
-    assert not ranks.freed and all(entry.held for entry in ranks.entries)
+    assert ranks.freed == [(0,)]
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_models_of_comfyui_go_first(free, is_dynamic):
+    """A dynamic one holds a little more than it says, and yields where its memory is wanted."""
+    ranks = OnRanks(free)
+    encoder = TextEncoder(FIRST, 9 * GB, free)
+    management.load_models_gpu([encoder], minimum_memory_required=0)
+    encoder.is_dynamic = lambda: is_dynamic
+    encoder.loaded_size = lambda: encoder.size + GB // 32
+    ranks.entries[0].size = GB  # the smaller one
+    wanted = free[FIRST] + 2 * GB
+    if not is_dynamic:
+        management.free_memory(wanted, FIRST)
+    elif "for_dynamic" in signature(management.free_memory).parameters:
+        management.free_memory(wanted, FIRST, for_dynamic=True)
+    assert not ranks.freed
+
+
+def test_a_preview_between_two_calls_takes_no_weights(free, monkeypatch):
+    """Of a sampling by Parallel Model, whose next call needs them; a rank that lacks memory may still have
+    another model's."""
+    ranks = OnRanks(free)
+    monkeypatch.setattr(handle, "_weights", {"dit": (None, ranks.entries)})
+    with handle.rank_weights_stay():
+        handle.keep_rank_weights(management.free_memory, 18 * GB, FIRST)
+        management.free_memory(18 * GB, FIRST)
+        assert not ranks.freed
+        rank_weights.host_room().free(18 * GB, FIRST)
+        assert ranks.freed == [(0,)]
+    management.free_memory(18 * GB, SECOND)
+    assert ranks.freed == [(0,), (1,)]
 
 
 def test_making_a_model_without_weights_ready_takes_none(free, monkeypatch):

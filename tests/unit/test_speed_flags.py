@@ -51,6 +51,13 @@ def test_a_flag_without_such_an_input_is_said():
     assert lines("--fast fp16_accumulation") == said
 
 
+@pytest.mark.parametrize("flag", ["--reserve-vram", "--gpu-only"])
+def test_a_flag_that_works_against_the_ranks_is_said(flag):
+    (said,) = lines(flag)
+    assert said.startswith(f"ComfyUI runs with {flag}, which ") and "leave it out" in said
+    assert not lines(flag, device="cpu")
+
+
 @pytest.mark.parametrize(
     "flag, change",
     [
