@@ -117,7 +117,7 @@ class Planned:
             needs[rank] = Need(needs[rank].least + size, needs[rank].likely + size)
         return replace(self, needs=needs, parked=parked)
 
-    def shortage(self, rooms: list[RankRoom], short: RankRoom, device: str) -> str:
+    def shortage(self, rooms: list[RankRoom], short: RankRoom) -> str:
         """Say which rank lacks how much, and with which settings it would fit."""
         plan = self.plans[short.rank] if self.reloads else None
         what = (
@@ -126,7 +126,7 @@ class Planned:
         stays = [self.reloads and rank not in self.parked for rank in range(len(self.plans))]
         held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
         capacity = [room.free + room.cached + own for room, own in zip(rooms, held)]
-        found = fitting(self.config, self.checkpoint, self.size, self.dtype, device, capacity)
+        found = fitting(self.config, self.checkpoint, self.size, self.dtype, capacity)
         remedy = NO_SETTING if not found else f"It would fit with {', or '.join(found)}."
         returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
         return f"{_shortage(short, *what, plan, returning)} {remedy}"
@@ -164,7 +164,7 @@ class Admission:
             self._last = (checkpoint, key, size.plans(config, checkpoint, dtype))
         plans = self._last[2]
         held = scratch_bytes(self.memory.device) > 0
-        needs = [request_need(plan, config, self.memory.device.type, held) for plan in plans]
+        needs = [request_need(plan, held) for plan in plans]
         return Planned(config, checkpoint, size, dtype, plans, needs, reloads=True)
 
     def forget(self):
@@ -186,7 +186,7 @@ class Admission:
         lacking = {room.rank: room.wanted for room in short}
         if planned is None or any(rank in asking for rank in lacking):  # a client makes room and comes again
             raise OutOfRoom(_shortage(short[0], "for this", "nothing was run"), lacking)
-        raise OutOfRoom(planned.shortage(rooms, short[0], self.memory.device.type), lacking)
+        raise OutOfRoom(planned.shortage(rooms, short[0]), lacking)
 
     def prepare(
         self,

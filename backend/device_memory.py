@@ -11,9 +11,12 @@ from .control_group import memory_limits
 
 #: Where the system does not say what is free: more than any request needs.
 UNKNOWN = 1 << 62
-#: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator, NCCL
-#: and cuBLAS.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+#: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator, cuBLAS
+#: and NCCL ("Failed to CUDA calloc 8388608 bytes").
+_OUT_OF_MEMORY = (
+    *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED"),
+    *("CUDA calloc", "CUDA malloc", "CUDA host alloc"),
+)
 
 
 def device_name(device: torch.device) -> str:

@@ -84,10 +84,15 @@ class Worker:
         self.clock.new_request()
         timed = replace(callbacks, on_begin=self.clock.begin)
         try:
-            return self._guarded(partial(self.engine.sample, message, timed, prepared))
+            found = self._guarded(partial(self.engine.sample, message, timed, prepared))
+        except (Stopped, AllRefuse):
+            self.release(message.shared)
+            raise
         finally:
             self.clock.begin(None)
-            self.release(message.shared)
+        # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
+        self.release(message.shared)
+        return found
 
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
         """Call the model once, as run_sample. A call like the one before is not looked at again."""
@@ -142,7 +147,8 @@ class Worker:
             if not is_out_of_memory(error):
                 raise
             failure = ran_out(self.mesh.rank, self.mesh.world_size, self.engine.memory, error)
-        self.engine.memory.release()  # only here: the error held what was computed
+        if self.mesh.world_size == 1:
+            self.engine.memory.release()  # only here: the error held what was computed
         raise failure
 
     def release(self, ranks: list):
@@ -253,6 +259,7 @@ class Worker:
     def arrange(self, config: ParallelConfig):
         """Change the process groups and what is loaded on them."""
         old = self.mesh
+        self.engine.memory.release()  # NCCL cannot use what torch's allocator caches
         self.mesh = meshes.build(config, self.device)
         self.engine.rearrange(config, self.mesh)
         meshes.close(old)

@@ -40,7 +40,10 @@ VARIABLES = {
         "0",
         "ComfyUI waits for each kernel, which is for debugging alone, and ranks run without it; unset it",
     ),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("0", "every tensor asks CUDA for memory; unset it"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
+        "0",
+        "every tensor of ComfyUI asks CUDA for memory, and ranks run without it; unset it",
+    ),
 }
 #: Packages that are not needed -> what they are for.
 OPTIONAL = {

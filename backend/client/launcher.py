@@ -70,6 +70,7 @@ class BackendProcess:
         self.machines = link.machines if link is not None else ONE_MACHINE
         self._ranks = self.machines.ranks_here(config)
         self._is_served = bool(address)
+        self._is_on_gpus = device == "cuda"
         self._private = _private_folder()
         self.folder = self._private.path
         self.log = self.folder / "backend.log"
@@ -144,7 +145,7 @@ class BackendProcess:
                 time.sleep(0.1)
         except _NotReady:
             self._private.keep()
-            what = f"The backend was not ready after {seconds:.0f} s{ready}"
+            what = f"The backend was not ready after {seconds:.0f} s{ready}{self._links_hint()}"
             raise BackendError(f"{what}; the reason may be in its log, {self.log}.") from None
         self._client = client
         self._watch.ready()
@@ -169,6 +170,17 @@ class BackendProcess:
         """How many ranks have imported everything and wait for the others, for a message; empty for none."""
         found = sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
         return f": {found} of {self._ranks} ready" if found else ""
+
+    def _links_hint(self) -> str:
+        """What ranks on GPUs that have all started wait for, and what to do; empty where it is something
+        else."""
+        is_between_gpus = self._is_on_gpus and self._ranks > 1
+        if not is_between_gpus or self.ready != f": {self._ranks} of {self._ranks} ready":
+            return ""
+        return (
+            " and GPUs that do not reach each other's memory hang so (one run with method auto finds another "
+            "way between them: docs/faq.md)"
+        )
 
     @property
     def running(self) -> bool:

@@ -14,7 +14,8 @@ from .interpreter import PACK, inherited
 
 #: Settings of torch's allocator, under the names of several versions of it.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-#: Segments that grow: requests of other sizes leave no gaps that nothing fits into.
+#: Segments that grow: requests of other sizes leave no gaps that nothing fits into. Others are given back
+#: while the whole GPU is waited for, which two stages of a pipeline must not do at once.
 _GROWING = "expandable_segments:True"
 #: glibc raises the size from which a block is memory of its own to 32 MB, as blocks are freed. Smaller ones
 #: then leave gaps, by which ranks grew by 0.6 MB per 100 requests (benchmarks/soak.py). A size that is set
@@ -36,11 +37,14 @@ _DROPPED = {
     "CUDA_DEVICE_MAX_CONNECTIONS",
     # the host waits for each receive, which PipeFusion posts before what its peer waits for: none goes on
     "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
     # another function than the one that the attention hook replaces (sampling/model_runner.py)
     *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
     # of this process as a client of other backends, not for those that it starts
     *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
 }
+#: Seconds after which torch's own monitor of NCCL ends a rank: those of parallel/mesh.py's TIMEOUT.
+NCCL_SECONDS = "7200"
 _DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")
 #: What lists the GPUs that a process sees: of torch for CUDA, and of torch for ROCm, where the first one that
 #: is set counts. ComfyUI sets both.
@@ -60,22 +64,25 @@ def closed_doors(parent: dict, interface: str = "lo") -> dict:
     doors = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if sys.platform == "linux":
         doors["GLOO_SOCKET_IFNAME"] = interface
-        doors["NCCL_SOCKET_IFNAME"] = parent.get("NCCL_SOCKET_IFNAME", interface)
+        # "=": eth1 alone, where NCCL would take eth10 too
+        doors["NCCL_SOCKET_IFNAME"] = parent.get("NCCL_SOCKET_IFNAME", f"={interface}")
     doors["NCCL_RAS_ENABLE"] = parent.get("NCCL_RAS_ENABLE", "0")
     return doors
 
 
 def allocator_settings(parent: dict) -> dict:
-    """Return the allocator's settings for ranks on GPUs: the user's, else segments that grow, where torch has
-    them. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out.
-    None on WSL, where the first allocation fails under drivers before R615 (pytorch issue 192330)."""
+    """Return the allocator's settings for ranks on GPUs: the user's, and segments that grow, unless these say
+    otherwise. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out.
+    None of ours on WSL, where the first allocation fails under drivers before R615 (pytorch issue 192330)."""
     found = {}
+    grows = sys.platform == "linux" and "microsoft" not in platform.release().lower()
     for name in _ALLOCATOR:
         parts = [part.strip() for part in parent.get(name, "").split(",")]
         users = [part for part in parts if part and not part.startswith("backend:")]
         if users:
-            found[name] = ",".join(users)
-    if found or sys.platform != "linux" or "microsoft" in platform.release().lower():
+            is_said = any(part.startswith("expandable_segments") for part in users)
+            found[name] = ",".join(users if is_said or not grows else [*users, _GROWING])
+    if found or not grows:
         return found
     return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
 
@@ -132,5 +139,7 @@ def sanitized_environment(
         env.pop("HIP_VISIBLE_DEVICES", None)  # it would count instead of ours
     env |= closed_doors(parent, interface)
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
+    # the client ends ranks that hang, by their heartbeats, and waits for those that load or compile
+    env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", NCCL_SECONDS)
     env["HF_HUB_OFFLINE"] = "1"
     return env

@@ -138,7 +138,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
     }
     weights = _weights(config, device) if config.shard_weights else None
     control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
-    return Mesh(
+    built = Mesh(
         local,
         dist.get_rank(),
         dist.get_world_size(),
@@ -151,6 +151,16 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
         replica_shares=config.shares_of("dp", "cfg"),
         gpus_differ=device == "cuda" and _differ(torch.cuda.get_device_name(local), control),
     )
+    for group in _groups(built):
+        _connect_all(group, local)
+    return built
+
+
+def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
+    """Return the groups of axes and of sharded weights, each once, in the same order on all ranks."""
+    groups = [value.group for value in vars(mesh).values() if isinstance(value, Axis)]
+    groups.append(mesh.weights and mesh.weights.get_group())
+    return list({id(group): group for group in groups if group is not None}.values())
 
 
 def _differ(name: str, group: dist.ProcessGroup) -> bool:
@@ -163,10 +173,9 @@ def _differ(name: str, group: dist.ProcessGroup) -> bool:
 def close(mesh: Mesh):
     """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays
     for the next mesh."""
-    groups = [value.group for value in vars(mesh).values() if isinstance(value, Axis)]
-    groups += [*mesh.edges.groups, mesh.weights and mesh.weights.get_group(), mesh.control]
+    groups = [*_groups(mesh), *mesh.edges.groups, *filter(None, [mesh.control])]
     dist.barrier(group=mesh.control)
-    for group in {id(group): group for group in groups if group is not None}.values():
+    for group in groups:
         if group is not dist.group.WORLD:  # an axis of all ranks may have been given the default group
             dist.destroy_process_group(group)
 
@@ -250,6 +259,14 @@ def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch
         work = dist.irecv(x, sender, group=group)
     assert work is not None, "this rank is in the group"
     work.wait()
+
+
+def _connect_all(group: dist.ProcessGroup, device: torch.device):
+    """Send a first number among all ranks of a group, and one to each. NCCL then takes its memory before the
+    ranks look at what is free, not in the midst of a request, where it cannot use what torch caches."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    sent = torch.zeros(dist.get_world_size(group), device=device)
+    dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
 def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:

@@ -6,7 +6,6 @@ make room for the second.
 
 from dataclasses import dataclass
 
-from ..config import ParallelConfig
 from ..planner.memory import LIKELY_ACTIVATIONS
 from .describe import RankPlan
 
@@ -16,9 +15,6 @@ LEAST_ACTIVATIONS = 0.5
 #: Of the keys and values that are planned for the longest of the prompts. Tiny models of all families hold
 #: them to the byte, but for text that three pad or repeat (up to 1.3 times); a shorter prompt holds less.
 LEAST_KV = 0.9
-#: Memory of one NCCL communicator on a GPU: its channels' buffers (NCCL_BUFFSIZE, 4 MB, for each protocol and
-#: channel). Not measured here.
-COMMUNICATOR = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -29,17 +25,14 @@ class Need:
     likely: int
 
 
-def request_need(plan: RankPlan, config: ParallelConfig, device: str, scratch_held: bool = False) -> Need:
-    """Count what a request allocates on a rank of ``config`` whose weights are loaded; ``scratch_held``: the
-    memory to dequantize in is there from an earlier request."""
+def request_need(plan: RankPlan, scratch_held: bool = False) -> Need:
+    """Count what a request allocates on a rank whose weights are loaded and whose groups are connected;
+    ``scratch_held``: the memory to dequantize in is there from an earlier request."""
     least = int(LEAST_KV * plan.kv_bytes)
     least += int(LEAST_ACTIVATIONS * (plan.activation_bytes + plan.gathered_bytes))
     likely = plan.kv_bytes + plan.modulation_bytes + plan.gathered_bytes
     likely += int(LIKELY_ACTIVATIONS * plan.activation_bytes)
     likely += 0 if scratch_held else plan.scratch_bytes
-    if device == "cuda":
-        axes = sum(degree > 1 for degree in config.degrees.values())
-        likely += COMMUNICATOR * (axes + config.shard_weights)
     return Need(least, likely)
 
 

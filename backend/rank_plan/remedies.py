@@ -59,7 +59,6 @@ def fitting(
     checkpoint: Checkpoint,
     size: RequestSize,
     dtype: torch.dtype,
-    device: str,
     capacity: list[int],
 ) -> list[str]:
     """Return at most MOST remedies with which weights and request fit into the ``capacity`` of every rank, in
@@ -71,7 +70,7 @@ def fitting(
             plans = remedy.size.plans(remedy.config, checkpoint, dtype, remedy.bits)
         except (ConfigError, UnsupportedError):
             continue  # the model or the other settings forbid it
-        needs = (plan.weight_bytes + request_need(plan, remedy.config, device).likely for plan in plans)
+        needs = (plan.weight_bytes + request_need(plan).likely for plan in plans)
         if all(need <= room for need, room in zip(needs, capacity)):
             found.append(remedy.text)
         if len(found) == MOST:

@@ -143,6 +143,7 @@ def test_a_start_takes_as_long_as_ranks_become_ready(tmp_path, monkeypatch):
     process.folder, process.log, process._ranks, process._link = tmp_path, tmp_path / "log", 4, None
     process._private = SimpleNamespace(keep=lambda: None)
     process._watch = SimpleNamespace(ready=lambda: None)
+    process._is_on_gpus = True
     starts = 4
 
     def connect(check):
@@ -158,6 +159,9 @@ def test_a_start_takes_as_long_as_ranks_become_ready(tmp_path, monkeypatch):
     with pytest.raises(BackendError, match="not ready after 300 s: 2 of 4 ready; the reason"):
         process.wait_ready()
     assert 700 <= now[0] <= 730
+    process._ranks, now[0] = 2, 0.0
+    with pytest.raises(BackendError, match="2 of 2 ready and GPUs that .*method auto.*log"):
+        process.wait_ready()
 
 
 #: A rank 0 that refuses every client, as one of another version does.

@@ -1,7 +1,6 @@
 """Weight sharding, as far as one process shows it; what it computes is in test_ranks.py."""
 
 import weakref
-from dataclasses import replace
 from functools import reduce
 from types import SimpleNamespace
 from unittest import mock
@@ -19,7 +18,6 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import fsdp
 from backend.parallel.mesh import single
-from backend.rank_plan.need import COMMUNICATOR, request_need
 
 #: Seconds in which a link gathers all blocks, as a part of those in which they compute.
 LINKS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
@@ -161,12 +159,3 @@ def test_one_block_ahead_is_enough_on_any_link(family):
     for link in LINKS:
         gathers = [size * link * sum(costs) / sum(sizes) for size in sizes]
         assert seconds(gathers, costs, fsdp.PREFETCH) <= 1.01 * seconds(gathers, costs, 8), link
-
-
-def test_its_communicator_is_counted():
-    plan = SimpleNamespace(
-        kv_bytes=0, activation_bytes=0, gathered_bytes=0, modulation_bytes=0, scratch_bytes=0
-    )
-    whole = ParallelConfig(ulysses_degree=2)
-    needs = [request_need(plan, config, "cuda") for config in (whole, replace(whole, shard_weights=True))]
-    assert [each.likely // COMMUNICATOR for each in needs] == [1, 2]

@@ -92,6 +92,18 @@ def test_weights_are_gathered_over_a_group_of_their_own(rank_1, degrees, holders
     assert list(_world.pg_map) == [dist.group.WORLD]
 
 
+def test_every_group_is_connected_when_it_is_made(rank_1, monkeypatch):
+    """Once, in one order on all ranks: NCCL takes its memory then."""
+    connected = []
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: connected.append(group))
+    monkeypatch.setattr(dist, "all_to_all_single", lambda out, x, group: connected.append(group))
+    found = rank_1(of_degrees(cfg=2, ring=2, ulysses=2, shard_weights=True))
+    axes = [found.cfg, found.ring, found.ulysses, found.sp]
+    assert (
+        connected == [group for axis in axes for group in [axis.group] * 2] + [found.weights.get_group()] * 2
+    )
+
+
 @pytest.mark.parametrize("shard_weights", [False, True])
 def test_degrees_that_come_back_get_new_groups(rank_1, monkeypatch, shard_weights):
     """Before torch 2.10 a mesh that is flattened again may be given the group of an earlier one."""

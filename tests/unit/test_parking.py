@@ -178,7 +178,8 @@ def test_memory_that_runs_out_ends_a_rank_only_where_another_waits(ranks, error)
     rank = worker(ranks)
     with pytest.raises(Exception, match="rank 0 ran out of memory .* 2.00 GB free") as raised:
         rank.run_sample(Sample("m", "euler", 1.0, 7), Callbacks())
-    assert type(raised.value).__name__ == error and rank.engine.memory.released == 1
+    # among several the rank ends: to give memory back it would wait for its GPU, which may wait for a peer's
+    assert type(raised.value).__name__ == error and rank.engine.memory.released == (ranks == 1)
 
 
 @pytest.mark.parametrize("parked_on", [set(), {0}, {1}, {0, 1}], ids=str)
@@ -263,3 +264,12 @@ def test_a_load_offloads_each_block_before_the_next(files, monkeypatch):
     blocks = [event for event in events if event != "read"]
     assert len(blocks) == 2 * BLOCKS and set(blocks) == {1, 2}  # of single and of double blocks
     assert all("read" in events[i - 1 : i] for i, event in enumerate(events) if event != "read")
+
+
+def test_cached_memory_goes_back_before_groups_are_made(monkeypatch):
+    """NCCL cannot use what torch's allocator caches."""
+    rank = worker(2)
+    rank.device = "cpu"
+    monkeypatch.setattr(rank_module.meshes, "build", lambda *_: {}[rank.engine.memory.released])
+    with pytest.raises(KeyError, match="1"):
+        rank.arrange(ParallelConfig(ulysses_degree=2))

@@ -10,6 +10,7 @@ import torch
 from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
+from backend.parallel import mesh
 
 TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")
 
@@ -33,6 +34,7 @@ def test_environment_drops_other_launchers_settings():
         "DIFFUSERS_ATTN_BACKEND": "flash",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUDA_LAUNCH_BLOCKING": "1",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
     }
     env = sanitized_environment(parent, TWO_RANKS, "cpu")
@@ -50,10 +52,13 @@ def test_environment_drops_other_launchers_settings():
         "DIFFUSERS_ATTN_BACKEND",
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "CUDA_LAUNCH_BLOCKING",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "TORCH_NCCL_AVOID_RECORD_STREAMS",
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
-    assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo" and env["NCCL_RAS_ENABLE"] == "0"
+    assert env["GLOO_SOCKET_IFNAME"] == "lo" and env["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert env["NCCL_RAS_ENABLE"] == "0"
+    assert float(env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) == mesh.TIMEOUT.total_seconds()
     assert env["PYTHONPATH"] == f"{PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
     assert int(env["OMP_NUM_THREADS"]) >= 1
 
@@ -63,7 +68,10 @@ def test_environment_drops_other_launchers_settings():
     [
         ({}, "expandable_segments:True"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,backend:cudaMallocAsync"}, "max_split_size_mb:64"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,backend:cudaMallocAsync"},
+            "max_split_size_mb:64,expandable_segments:True",
+        ),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
     ],
 )
@@ -78,6 +86,8 @@ def test_the_allocator_is_as_usual_on_wsl(monkeypatch):
     """Where segments that grow fail under many drivers; who sets them has them."""
     monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in sanitized_environment({}, TWO_RANKS, "cuda")
+    several = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert several.items() <= sanitized_environment(several, TWO_RANKS, "cuda").items()
     theirs = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
 
