@@ -146,8 +146,8 @@ def scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
 
 def gathered_bytes(held: list[HeldParameter]) -> int:
     """Count the most that FSDP2 gathers at once: what is outside of blocks stays whole through a forward,
-    beside the block that runs and those gathered ahead of their turn. That one is there twice: FSDP2 keeps
-    the buffer that its weights came in until the next block needs its own."""
+    beside the block that runs and those gathered ahead of their turn. The one that runs is there twice: FSDP2
+    keeps the buffer that its weights came in until the next block needs its own."""
     whole: Counter[int | None] = Counter()
     for parameter in held:
         whole[parameter.block] += parameter.bytes
