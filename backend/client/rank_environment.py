@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from ..config import ConfigError, ParallelConfig
+from ..torch_version import has_torch
 from . import nccl_settings
 from .cache_folder import cache_folder
 from .interpreter import PACK, inherited
@@ -31,8 +32,8 @@ _DROPPED = {
     *_ALLOCATOR,
     *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
-    # before torch 2.8 it gives memory back that a send still reads; later it is the default, and harmless
-    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    # DETAIL sends a ring's messages one by one, each rank its own first
+    "TORCH_DISTRIBUTED_DEBUG",
     # 1, as Megatron-LM sets it, puts communication behind compute on one hardware queue
     "CUDA_DEVICE_MAX_CONNECTIONS",
     # the host waits for each receive, which PipeFusion posts before what its peer waits for: none goes on
@@ -141,5 +142,9 @@ def sanitized_environment(
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     # the client ends ranks that hang, by their heartbeats, and waits for those that load or compile
     env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", NCCL_SECONDS)
+    if not has_torch(2, 8):
+        # else buffers of a collective are free only when the GPU has passed it, 20 blocks behind the host;
+        # all of ours are held until they are waited for, and later versions do nothing else
+        env["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "1"
     env["HF_HUB_OFFLINE"] = "1"
     return env

@@ -2,6 +2,8 @@
 prompt is a stack of the text encoder's layers, fused inside the model."""
 
 import torch
+import torch.nn.functional as F
+from diffusers.models.transformers import transformer_krea2 as theirs
 
 from .blocks import JOINED, Blocks
 from .common import references
@@ -116,6 +118,24 @@ LAYOUT = Layout(
         "last.modulation.lin": "final_layer.scale_shift_table",
     },
 )
+
+
+class Norm(theirs.Krea2RMSNorm):
+    """diffusers' norm with its multiplier in float32, as in ComfyUI: diffusers loads its weight so, which is
+    stored without the 1, and in bf16 the sum would keep 8 bits."""
+
+    def forward(self, hidden_states):
+        x, weight = hidden_states.float(), self.weight.float() + 1.0
+        return F.rms_norm(x, (self.dim,), weight=weight, eps=self.eps).to(hidden_states.dtype)
+
+
+def patch_module(transformer, config):
+    """Norms whose multiplier is not rounded."""
+    for module in transformer.modules():
+        if type(module) is theirs.Krea2RMSNorm:
+            module.__class__ = Norm
+
+
 FAMILY = Family(
     name="krea2",
     transformer="Krea2Transformer2DModel",
@@ -134,7 +154,7 @@ FAMILY = Family(
         context_tokens=context_tokens,
         refusal=refusal,
     ),
-    build=Build(dtypes=BF16_OR_FP16),
+    build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     cache=Cache(prompt_modules=("text_fusion", "txt_in", "rotary_emb"), image_modules=("img_in",)),
     layout=LAYOUT,
 )

@@ -28,7 +28,8 @@ class Tables(nn.Module):
         words = torch.arange(text)[:, None].expand(-1, 3) * torch.tensor([1, 0, 0])
         image = torch.cartesian_prod(torch.tensor([text]), torch.arange(rows), torch.arange(columns))
         positions = torch.cat([words, image]).expand(batch, -1, -1)
-        whole = self.owner[0]._get_freqs_cis(positions).to(device)
+        # blocks multiply by these in their own precision: GPUs of consumers have 1/64 of float64
+        whole = self.owner[0]._get_freqs_cis(positions).to(device, torch.complex64)
         return whole[:, :text], whole[:, text:], whole
 
 

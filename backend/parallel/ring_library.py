@@ -8,6 +8,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from ..errors import reason
 
 LIBRARY, RING = "yunchang", Path("ring", "utils.py")
@@ -24,7 +26,13 @@ def ring_library() -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{LIBRARY}_ring", path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    script = torch.jit.script
+    # TorchScript would have NVRTC compile the merge in the midst of a ring, and is not for Python 3.14
+    torch.jit.script = lambda function: function
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        torch.jit.script = script
     return module
 
 

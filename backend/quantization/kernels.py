@@ -77,7 +77,7 @@ def kitchen() -> tuple[ModuleType | None, str]:
     if missing:
         return None, f"comfy-kitchen is too old (it has no {missing[0]})"
     comfy_kitchen.disable_backend("triton")
-    if int((torch.version.cuda or "0").partition(".")[0]) < CUDA:
+    if _cuda_version() < CUDA:
         comfy_kitchen.disable_backend("cuda")
     return comfy_kitchen, ""
 
@@ -105,6 +105,16 @@ def _fuses(name: str) -> bool:
     return not small_kernels(name)
 
 
+def _may_fuse() -> bool:
+    """Whether ranks may have kernels that this process, which is given no GPU, cannot find: it plans for
+    them."""
+    return _cuda_version() >= CUDA and not torch.cuda.is_available()
+
+
+def _cuda_version() -> int:
+    return int((torch.version.cuda or "0").partition(".")[0])
+
+
 def small_kernels(name: str) -> str:
     """Return why comfy-kitchen has no CUDA kernel of that name, and takes many small ones of torch's; empty
     where it has."""
@@ -121,7 +131,7 @@ def small_kernels(name: str) -> str:
 
 def turn_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> int:
     """Count what a product with a weight of so many rows and columns holds for a moment beside its output."""
-    if kernel not in FUSED or _fuses(FUSED[kernel]):
+    if kernel not in FUSED or _fuses(FUSED[kernel]) or _may_fuse():
         return 0
     if kernel is int8:
         return CHUNK_BYTES * min(CHUNK, tokens * max(rows, columns))

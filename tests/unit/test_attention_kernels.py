@@ -127,6 +127,14 @@ def test_rings_need_no_kernel_package(package, source):
     assert ring_library.ring_unavailable() is None
 
 
+def test_the_rings_merge_is_no_torchscript():
+    """Of which NVRTC makes kernels on a GPU, while the peer waits."""
+    ring_library.ring_library.cache_clear()
+    merge = ring_library.ring_library()._update_out_and_lse
+    assert not isinstance(merge, torch.jit.ScriptFunction)
+    assert isinstance(torch.jit.script(merge), torch.jit.ScriptFunction)
+
+
 @pytest.mark.parametrize("files", [{}, {"ring/utils.py": "import gone"}], ids=["older", "broken"])
 def test_rings_name_the_library_that_is_broken(files, tmp_path, monkeypatch):
     (tmp_path / "yunchang/ring").mkdir(parents=True)

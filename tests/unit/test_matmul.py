@@ -261,3 +261,12 @@ def test_cublas_is_given_no_bias_in_float32(dtype, inside):
     bias = numbers(ROWS, dtype=dtype)
     found = kernels._bias_where(torch.empty(1, COLUMNS, dtype=dtype, device="meta"), bias)
     assert found == ((bias, None) if inside else (None, bias))
+
+
+def test_a_process_without_gpus_plans_for_ranks_with_kernels(kitchen, monkeypatch):
+    """comfy-kitchen has no CUDA kernels where no GPU is to be seen, as where headers are read."""
+    assert kernels.turn_bytes(kernels.int8, 300, ROWS, COLUMNS) > 0
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert kernels.turn_bytes(kernels.int8, 300, ROWS, COLUMNS) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kernels.turn_bytes(kernels.int8, 300, ROWS, COLUMNS) > 0

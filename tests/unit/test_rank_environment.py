@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from backend.client import rank_environment
 from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
@@ -35,7 +36,7 @@ def test_environment_drops_other_launchers_settings():
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUDA_LAUNCH_BLOCKING": "1",
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     }
     env = sanitized_environment(parent, TWO_RANKS, "cpu")
     assert not {
@@ -53,7 +54,7 @@ def test_environment_drops_other_launchers_settings():
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "CUDA_LAUNCH_BLOCKING",
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        "TORCH_NCCL_AVOID_RECORD_STREAMS",
+        "TORCH_DISTRIBUTED_DEBUG",
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
     assert env["GLOO_SOCKET_IFNAME"] == "lo" and env["NCCL_SOCKET_IFNAME"] == "=lo"
@@ -147,3 +148,10 @@ def test_visible_gpus_that_changed_since_cuda_began_are_named(monkeypatch, tmp_p
         BackendProcess(ParallelConfig(ulysses_degree=2), "cuda")
     assert str(no.value).count(". ") == 0
     assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == held
+
+
+@pytest.mark.parametrize("version, expected", [((2, 7), "1"), ((2, 8), None)])
+def test_early_versions_of_torch_keep_no_buffers_of_collectives(version, expected, monkeypatch):
+    monkeypatch.setattr(rank_environment, "has_torch", lambda *asked: version >= asked)
+    env = sanitized_environment({}, TWO_RANKS, "cuda")
+    assert env.get("TORCH_NCCL_AVOID_RECORD_STREAMS") == expected
