@@ -168,14 +168,16 @@ class BackendProcess:
     @property
     def ready(self) -> str:
         """How many ranks have imported everything and wait for the others, for a message; empty for none."""
-        found = sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
-        return f": {found} of {self._ranks} ready" if found else ""
+        return f": {found} of {self._ranks} ready" if (found := self._started) else ""
+
+    @property
+    def _started(self) -> int:
+        return sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
 
     def _links_hint(self) -> str:
         """What ranks on GPUs that have all started wait for, and what to do; empty where it is something
         else."""
-        is_between_gpus = self._is_on_gpus and self._ranks > 1
-        if not is_between_gpus or self.ready != f": {self._ranks} of {self._ranks} ready":
+        if not self._is_on_gpus or self._ranks == 1 or self._started < self._ranks:
             return ""
         return (
             " and GPUs that do not reach each other's memory hang so (one run with method auto finds another "

@@ -115,7 +115,7 @@ def choose(
 
 
 def _slower(rule: Rule, device: torch.device) -> str:
-    """Why a product on this GPU is slower than it could be, with what to do; empty where it is not."""
+    """Why a product on this GPU is slower than it could be; empty where it is not."""
     name = kernels.FUSED.get(rule.kernel)
     why = kernels.small_kernels(name) if name and device.type == "cuda" else ""
     return f", slowly, by torch's kernels: {why}" if why else ""
