@@ -12,6 +12,8 @@ from ..errors import SHORT
 from ..protocol import BackendError
 from .interpreter import PACK, VARIABLE, answer, answered, inherited
 
+#: That of requires-python: packages of requirements.txt have no release for older ones.
+OLDEST_PYTHON = (3, 11)
 REQUIREMENTS = PACK / "requirements.txt"
 #: An interpreter answers within this long, also from a cold network disk.
 ASK_SECONDS = 120
@@ -30,6 +32,12 @@ class MissingDependencyError(ImportError):
 def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.executable):
     """Raise MissingDependencyError where the interpreter ``python`` lacks a package: this one, or the ranks'
     (interpreter.ranks_python). Raises BackendError where that does not run."""
+    if python == sys.executable and sys.version_info < OLDEST_PYTHON:
+        raise MissingDependencyError(
+            f"The parallel backend needs Python 3.11 or newer, as diffusers and transformers do, but ComfyUI's "
+            f"is {sys.version.split()[0]}; run ComfyUI with a newer one, or set {VARIABLE} to a Python that has "
+            f"what requirements.txt lists (docs/dependencies.md)."
+        )
     unmet = unmet_requirements(requirements) if python == sys.executable else _unmet_of(python, requirements)
     if unmet:
         whose = "ComfyUI's Python" if python == sys.executable else f"{python} ({VARIABLE})"

@@ -2,7 +2,9 @@
 to all ranks that start here.
 
 GPUs whose driver promises peer access have been seen to hang or to receive wrong bytes, with an IOMMU or PCIe
-ACS switched on, and under some drivers (NCCL's troubleshooting guide; vLLM tests it before it uses it).
+ACS switched on, and under some drivers (NCCL's troubleshooting guide; vLLM tests it before it uses it). Without
+peer access, NCCL from 2.24 on takes memory of the host from CUDA's virtual memory, which containers, WSL and
+some GeForce cards refuse (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302).
 """
 
 from collections.abc import Mapping
@@ -13,13 +15,22 @@ import torch
 from . import cache_files
 
 #: Variables of the environment that choose the GPUs, or the way that NCCL takes between them.
-LINK_SETTINGS = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
+LINK_SETTINGS = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_SHM_DISABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
+)
 #: What NCCL is told, in the order in which it is tried: nothing, to use peer access over NVLink alone, to use
-#: none, and to send through sockets.
+#: none, to share memory of the host as it did before 2.24, and to send through sockets.
 WAYS = (
     {},
     {"NCCL_P2P_LEVEL": "NVL"},
     {"NCCL_P2P_DISABLE": "1"},
+    {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"},
     {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 )
 #: The driver of NVIDIA's GPUs; absent on WSL and on others' machines.

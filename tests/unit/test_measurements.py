@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import interpreters
 import pytest
 
-from backend.client import cache_files, measurements
+from backend.client import cache_files, measurements, nccl_settings
 from backend.client.dependencies import require_dependencies
 
 
@@ -32,7 +32,7 @@ def test_nor_is_it_asked_for_the_packages_of_the_ranks(foreign):
     require_dependencies(foreign / "requirements.txt", str(python))
 
 
-@pytest.mark.parametrize("name", ["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL"])
+@pytest.mark.parametrize("name", nccl_settings.LINK_SETTINGS)
 def test_rates_are_measured_again_where_nccl_takes_another_way(monkeypatch, tmp_path, name):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []

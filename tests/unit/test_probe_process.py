@@ -99,7 +99,7 @@ import json, os, sys, time
 options = dict(zip(sys.argv, sys.argv[1:]))
 for rank in range(2):
     open(f"{options['--store']}.ready-{rank}", "w").close()
-way = {name: os.environ[name] for name in os.environ if name.startswith(("NCCL_P2P", "NCCL_SHM"))}
+way = {name: os.environ[name] for name in os.environ if name.startswith(("NCCL_P2P", "NCCL_SHM", "NCCL_CUMEM"))}
 with open(os.environ["TRIED"], "a") as tried:
     print(json.dumps(way), file=tried)
 if way != json.loads(os.environ["WORKS"]):
@@ -109,7 +109,7 @@ if way != json.loads(os.environ["WORKS"]):
 with open(options["--out"], "w") as out:
     json.dump({"gemm": 1.0}, out)
 """
-NVLINK, HOST, SOCKETS = nccl_settings.WAYS[1:]
+NVLINK, HOST, BEFORE, SOCKETS = nccl_settings.WAYS[1:]
 REFUSED = "DistBackendError: NCCL error: Cuda failure 217 'peer access is not supported'"
 TWO = ParallelConfig(ulysses_degree=2)
 
@@ -154,9 +154,10 @@ def settings(device: str = "cuda", **config) -> dict[str, str]:
         (HOST, REFUSED, "Cuda failure 217.*through host memory .NCCL_P2P_DISABLE=1"),
         (HOST, "LinkError: rank 1 received other bytes than rank 0 sent", "other bytes.*host memory"),
         (NVLINK, "torch.AcceleratorError: CUDA error: an illegal memory access", "illegal.*host memory"),
+        (BEFORE, "DistBackendError: NCCL error: out of memory", "host memory.*NCCL_CUMEM_HOST_ENABLE=0"),
         (SOCKETS, "DistBackendError: NCCL error: unhandled system error", "sockets .*NCCL_SHM_DISABLE=1"),
     ],
-    ids=["hang", "refused", "other bytes", "fault", "no shared memory"],
+    ids=["hang", "refused", "other bytes", "fault", "cuMem", "no shared memory"],
 )
 def test_another_way_between_gpus_is_found_and_kept(measure, works, fails, words):
     """In the order of what it costs; ranks that start later take it, on these GPUs."""
