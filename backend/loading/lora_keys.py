@@ -19,6 +19,7 @@ from ..errors import UnsupportedError, quoted, some
 from ..models.key_layout import Layout, Shapes
 from .adapters import KINDS, SCALES, Adapter, Matrix, matrix
 from .allowed_folders import ANYWHERE, Folders
+from .lora_selection import MisfitError, check_most, once_each
 from .lora_validation import check_form
 from .parameter_sources import Source, sources
 from .safetensors_files import TensorFiles
@@ -121,19 +122,24 @@ class Target:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and what it changes of one transformer. ``unmatched``: keys that name nothing there."""
+    """A LoRA file and what it changes of one transformer. ``unmatched``: keys that name nothing there;
+    ``left_out``: tensors whose change is not added, and why."""
 
     path: str
     adapters: list[tuple[Target, Adapter]]
     unmatched: list[str]
+    left_out: list[str]
 
     @property
     def warning(self) -> str:
-        """One sentence on the unmatched keys, empty where there are none."""
-        if not self.unmatched:
-            return ""
-        what = f"{len(self.unmatched)} keys of the LoRA {Path(self.path).name} were not loaded"
-        return f"{what}, because this model has nothing of their names: {some(self.unmatched, 20)}."
+        """A sentence on the unmatched keys and one on what is left out, empty where there are none."""
+        of, found = f"of the LoRA {Path(self.path).name} were not loaded", []
+        if self.unmatched:
+            what = f"{len(self.unmatched)} keys {of}, because this model has nothing of their names"
+            found.append(f"{what}: {some(self.unmatched, 20)}.")
+        if self.left_out:
+            found.append(f"{len(self.left_out)} changes {of}: {'; '.join(self.left_out[:5])}.")
+        return " ".join(found)
 
 
 class Targets:
@@ -238,15 +244,19 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             unmatched.append(key)
         else:
             modules[found["stem"]][found.lastgroup] = key
-    adapters = []
+    adapters, misfits = [], []
     for stem, keys in modules.items():
         bias = {"difference": keys.pop("bias")} if "bias" in keys else {}
         for leaf, roles in (("", keys), (".bias", bias)):
             target = targets.find(stem, leaf) if set(roles) - SCALES else None
-            if target is not None:
-                adapters.append((target, _adapter(where.name, files, roles, target, model)))
-            else:
+            if target is None:
                 unmatched += roles.values()
+                continue
+            try:
+                adapters.append((target, _adapter(where.name, files, roles, target, model)))
+            except MisfitError as error:
+                misfits.append(error)
+    check_most(len(adapters), misfits)
     if not adapters:
         raise UnsupportedError(
             f"the LoRA {where.name} was made for another model and has nothing for {model}; choose a LoRA of "
@@ -254,7 +264,9 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             f"{targets.examples}, looked for with and without the prefixes diffusion_model., transformer., "
             f"lora_unet_, lora_transformer_ and lycoris_."
         )
-    return Lora(path, adapters, unmatched)
+    kept, twice = once_each(adapters)
+    left_out = [each.short for each in misfits] + [f"{target.name} is changed twice" for target in twice]
+    return Lora(path, kept, unmatched, left_out)
 
 
 def _from_uso(key: str) -> str:
@@ -275,23 +287,27 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
         kind = next(kind for word, kind in REFUSED.items() if word in match["refused"])
         what = f"the LoRA {name} has {quoted(keys['refused'])} ({kind}), which is not supported"
         raise UnsupportedError(f"{what}; use KSampler for it, or a LoRA of another kind.")
+    if "difference" in keys:  # which counts alone in ComfyUI, too
+        keys = {role: key for role, key in keys.items() if role == "difference" or role in SCALES}
     kind = next((kind for kind in KINDS if set(keys) - SCALES in kind.ROLES), None)
     if kind is None:
         what = f"of {target.name} it has only {some(keys.values())}"
-        raise UnsupportedError(f"the LoRA {name} is incomplete: {what}; download it again.")
+        raise MisfitError(what, f"the LoRA {name} is incomplete: {what}; download it again.")
     adapter = kind(files, keys, target.shape)
     check_form(name, adapter)
-    is_wider = adapter.size[0] == target.shape[0] and adapter.size[1] > target.shape[1]
-    if is_wider and target.name.split(".")[0] in INPUTS:
+    is_control = adapter.size == (target.shape[0], 2 * target.shape[1])
+    if is_control and target.name.split(".")[0] in INPUTS:
         raise UnsupportedError(
             f"the LoRA {name} widens the input of {target.name} from {target.shape[1]} to {adapter.size[1]}, "
             f"as a control LoRA does, which is not supported; use KSampler for it, or a model that was made "
             f"with this control."
         )
     if adapter.size != target.shape:
-        raise UnsupportedError(
-            f"the LoRA {name} was made for another model: its change of {target.name} is "
-            f"{_times(adapter.size)}, but in {model} that tensor is {_times(target.shape)}."
+        size, here = _times(adapter.size), _times(target.shape)
+        raise MisfitError(
+            f"that of {target.name} is {size}, but the tensor is {here}",
+            f"the LoRA {name} was made for another model: its change of {target.name} is {size}, but in "
+            f"{model} that tensor is {here}.",
         )
     magnitudes = keys.get("dora_scale")
     height, width = target.shape

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted
-from ..models.key_layout import Shapes
+from ..models.key_layout import ALWAYS_UNREAD, Shapes
+from ..models.patterns import matches
 from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Format, scale_group
 from ..quantization.packed import Packed
 from .mapped_file import DTYPES
@@ -118,7 +119,8 @@ class ScaledFiles:
             for key, shape in files.shapes.items()
             if key not in scales and key.rpartition(".")[2] not in (*INPUT_SCALES, *DESCRIPTIONS)
         }
-        orphan = next((key for key in shapes if key.rpartition(".")[2] in READERS), None)
+        ours = (key for key in shapes if not matches(key, ALWAYS_UNREAD))  # not of a text encoder, say
+        orphan = next((key for key in ours if key.rpartition(".")[2] in READERS), None)
         if orphan:
             what = f"{files.name} is quantized with scales ({quoted(orphan)})"
             raise UnsupportedError(f"{what}, but the weight that they belong to is not; {BADLY}.")

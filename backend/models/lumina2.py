@@ -130,6 +130,7 @@ LAYOUT = Layout(
         "final_layer.linear": "norm_out.linear_2",
         "final_layer.adaLN_modulation.1": "norm_out.linear_1",
     },
+    unread={"norm_final.weight": "a norm that nothing uses"},
 )
 FAMILY = Family(
     name="lumina2",

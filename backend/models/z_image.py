@@ -103,7 +103,11 @@ LAYOUT = Layout(
         "x_embedder": "all_x_embedder.2-1",
         "final_layer.linear": "all_final_layer.2-1.linear",
         "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+        "x_pad_token": "x_pad_token",
+        "cap_pad_token": "cap_pad_token",
     },
+    reshaped=("x_pad_token", "cap_pad_token"),  # GGUF files have no leading dimension of 1
+    unread={"norm_final.weight": "a norm that Lumina 2 has, too, and that nothing uses"},
 )
 ONLY = {
     "siglip_feat_dim": (None, "Z-Image Omni"),

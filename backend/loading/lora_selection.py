@@ -1,0 +1,47 @@
+"""Which adapters of a LoRA file are added: one of each tensor, and none that does not fit, as in ComfyUI."""
+
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+from ..errors import UnsupportedError
+
+
+class MisfitError(UnsupportedError):
+    """An adapter that is not added, whose file is refused where most are so. ``short``: it and why, in
+    words."""
+
+    def __init__(self, short: str, message: str):
+        self.short = short
+        super().__init__(message)
+
+
+class HasPieces(Protocol):
+    """A tensor that an adapter changes, by the names of its parameters."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pieces(self) -> Mapping: ...
+
+
+T = TypeVar("T", bound=HasPieces)
+A = TypeVar("A")
+
+
+def once_each(found: list[tuple[T, A]]) -> tuple[list[tuple[T, A]], list[T]]:
+    """Split adapters into those to add and the targets of others: of several that change one parameter, as in
+    files with both a stacked tensor and its parts, that of the largest tensor counts."""
+    taken, kept, twice = set(), [], []
+    for target, adapter in sorted(found, key=lambda each: -len(each[0].pieces)):
+        if taken.isdisjoint(target.pieces):
+            taken |= target.pieces.keys()
+            kept.append((target, adapter))
+        else:
+            twice.append(target)
+    return kept, twice
+
+
+def check_most(fitting: int, misfits: list[MisfitError]):
+    """Refuse a file of whose adapters no more fit than do not. Raises the first of ``misfits``."""
+    if misfits and len(misfits) >= fitting:
+        raise misfits[0]

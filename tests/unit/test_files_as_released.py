@@ -1,0 +1,49 @@
+"""Files as people download them: with tensors that nothing reads, and without dimensions of 1."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
+
+
+def loaded(path) -> dict[str, torch.Tensor]:
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("m", str(path), "default")
+    return engine.models["m"].transformer.state_dict()
+
+
+def same(found: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == others.keys() and all(found[name].equal(others[name]) for name in found)
+
+
+@pytest.mark.parametrize("family", ["z-image-turbo", "lumina2"])
+def test_a_norm_that_nothing_uses(tmp_path, family):
+    """Lumina 2's own file has it, and Z-Image files that older versions of ComfyUI saved, there of NaN."""
+    plain = write_checkpoint(tmp_path / "plain.safetensors", family)
+    tensors = load_file(plain)
+    tensors["norm_final.weight"] = torch.full_like(tensors["cap_embedder.0.weight"], torch.nan)
+    save_file(tensors, tmp_path / "with.safetensors")
+    assert same(loaded(tmp_path / "with.safetensors"), loaded(plain))
+
+
+def test_pad_tokens_without_their_dimension_of_1(tmp_path):
+    """GGUF files drop it: x_pad_token and cap_pad_token of Z-Image are vectors there."""
+    plain = write_checkpoint(tmp_path / "plain.safetensors", "z-image-turbo")
+    tensors = load_file(plain)
+    tensors |= {name: tensors[name].flatten() for name in ("x_pad_token", "cap_pad_token")}
+    save_file(tensors, tmp_path / "flat.safetensors")
+    assert same(loaded(tmp_path / "flat.safetensors"), loaded(plain))
+
+
+def test_a_scale_that_a_text_encoder_has_beside_a_whole_weight(tmp_path):
+    """Of an all-in-one file: what is read is the transformer's."""
+    plain = write_checkpoint(tmp_path / "plain.safetensors", "sd3")
+    others = {"text_encoders.t5xxl.transformer.shared.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
+    others["text_encoders.t5xxl.transformer.shared.weight_scale"] = torch.ones(1)
+    tensors = {f"model.diffusion_model.{name}": value for name, value in load_file(plain).items()}
+    save_file(tensors | others, tmp_path / "all.safetensors")
+    assert same(loaded(tmp_path / "all.safetensors"), loaded(plain))

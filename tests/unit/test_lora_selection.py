@@ -1,0 +1,57 @@
+"""Which changes of a LoRA file are added, and what is said of the others."""
+
+import pytest
+import torch
+from fused_loras import STRENGTH, change, write
+from loras import lora, randn
+from tiny import write_checkpoint, write_shallow_flux
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.errors import UnsupportedError
+from backend.loading.lora_keys import lora_stack
+from backend.parallel import mesh
+
+ATTENTION, PROJECTION = "double_blocks.0.img_attn.qkv", "double_blocks.0.img_attn.proj"
+QUERIES = "transformer.transformer_blocks.0.attn.to_q"
+GOOD = lora({ATTENTION: (768, 256), PROJECTION: (256, 256)}, "comfyui")[0]
+#: One of the changes is not added: what is in the file besides, and what is said of it.
+LEFT_OUT = {
+    "an input of other channels": (lora({"img_in": (256, 96)}, "comfyui")[0], "img_in.weight is 256 x 96, but"),
+    "a difference of another size": ({"diffusion_model.img_in.diff": randn(256, 36)}, "is 256 x 36, but"),
+    "half of a pair": ({"diffusion_model.img_in.lora_A.weight": randn(2, 64)}, "it has only"),
+    "a part of what is there": (lora({QUERIES: (256, 256)}, "peft")[0], "attn.to_q.weight is changed twice"),
+}
+
+
+@pytest.fixture(scope="module")
+def flux(folder):
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("m", str(write_shallow_flux(folder / "flux.safetensors")), "default")
+    return engine
+
+
+@pytest.mark.parametrize("others, says", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_the_rest_of_a_file_is_added(flux, tmp_path, others, says):
+    """As in ComfyUI, which logs the shape that does not fit and lets one change of a tensor replace another
+    one."""
+    path = tmp_path / "mixed.safetensors"
+    (warning,) = flux.check_loras("m", lora_stack([[write(path, GOOD | others), 1.0]]))
+    assert "1 changes of the LoRA mixed.safetensors were not loaded" in warning and says in warning
+    alone, found = change(flux, tmp_path / "alone.safetensors", GOOD), change(flux, path, GOOD | others)
+    assert found.keys() == alone.keys() and all(found[name].equal(alone[name]) for name in found)
+
+
+def test_a_difference_counts_before_a_pair_of_the_same_tensor(flux, tmp_path):
+    """comfy/lora.py: the later patch replaces the earlier one."""
+    pair = {name: value for name, value in GOOD.items() if PROJECTION in name}
+    difference = {f"diffusion_model.{PROJECTION}.diff": randn(256, 256)}
+    (found,) = change(flux, tmp_path / "both.safetensors", pair | difference).values()
+    assert torch.allclose(found, STRENGTH * next(iter(difference.values())), atol=1e-6)
+
+
+def test_a_file_of_which_most_does_not_fit_is_of_another_model(flux, tmp_path):
+    others = lora({"img_in": (256, 96), "txt_in": (256, 5), "final_layer.linear": (7, 256)}, "comfyui")[0]
+    stack = lora_stack([[write(tmp_path / "other.safetensors", GOOD | others), 1.0]])
+    with pytest.raises(UnsupportedError, match="final_layer.linear.weight is 7 x 256, but in .* is 64 x 256"):
+        flux.check_loras("m", stack)
