@@ -125,6 +125,7 @@ class Probe:
             ranks=self.ranks,
             names=tuple(self.dispatcher.all_gather_object(self._name())),
             speeds=self.speeds() if self.kind == "cuda" else (),
+            bandwidths=everybody[2] if self.kind == "cuda" else (),
             on_host=self.kind == "cpu",
         )
 

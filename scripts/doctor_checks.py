@@ -11,6 +11,7 @@ from doctor_facts import IMPORT_SECONDS, Facts
 
 from backend.client.dependencies import pip
 from backend.client.exit_report import LEAST_SHARED_MEMORY
+from backend.gpu_kernels import has_kernels_for
 from backend.protocol import RefusedError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -152,9 +153,10 @@ def gpus(facts: Facts) -> Iterator[Status]:
         major, minor = gpu.capability
         text = f"GPU {gpu.index}: {gpu.name}, {gb(gpu.memory)}, compute capability {major}.{minor}"
         taken = gpu.memory - gpu.free
-        if facts.torch.archs and not _has_kernels(gpu.capability, facts.torch.archs):
+        if facts.torch.archs and not has_kernels_for(gpu.capability, facts.torch.archs):
             archs = " ".join(facts.torch.archs)
-            yield PROBLEM, f"{text}, for which this torch has no kernels ({archs}); install another torch"
+            remedy = "install another torch, or list the other GPUs in gpus of Parallel Config"
+            yield PROBLEM, f"{text}, for which this torch has no kernels ({archs}); {remedy}"
         elif gpu.capability < BF16 and not facts.torch.hip:
             yield WARNING, f"{text}, too old for fast bf16: fp16 where a model allows it, else slow"
         elif taken > OTHERS * gpu.memory:
@@ -166,19 +168,6 @@ def gpus(facts: Facts) -> Iterator[Status]:
     if len({gpu.name for gpu in facts.gpus}) > 1:
         unequal = "PipeFusion's patches, cfg_degree's prompts and shard_weights stay equal"
         yield WARNING, f"the GPUs differ: auto gives each a share by speed and memory, but {unequal}"
-
-
-def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
-    """A binary for x.y runs on x.z >= x.y; PTX (compute_) of x.y is compiled for anything newer."""
-    for arch in archs:
-        kind, _, digits = arch.partition("_")
-        digits = "".join(filter(str.isdigit, digits))
-        if kind not in ("sm", "compute") or len(digits) < 2:
-            return True  # ROCm's gfx names: unknown here
-        built = (int(digits[:-1]), int(digits[-1]))
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
-            return True
-    return False
 
 
 def peers(facts: Facts) -> Status:

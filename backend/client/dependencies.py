@@ -34,9 +34,9 @@ def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.ex
     (interpreter.ranks_python). Raises BackendError where that does not run."""
     if python == sys.executable and sys.version_info < OLDEST_PYTHON:
         raise MissingDependencyError(
-            f"The parallel backend needs Python 3.11 or newer, as diffusers and transformers do, but ComfyUI's "
-            f"is {sys.version.split()[0]}; run ComfyUI with a newer one, or set {VARIABLE} to a Python that has "
-            f"what requirements.txt lists (docs/dependencies.md)."
+            f"The parallel backend needs Python 3.11 or newer, as diffusers and transformers do, but "
+            f"ComfyUI's is {sys.version.split()[0]}; run ComfyUI with a newer one, or set {VARIABLE} to a "
+            f"Python that has what requirements.txt lists (docs/dependencies.md)."
         )
     unmet = unmet_requirements(requirements) if python == sys.executable else _unmet_of(python, requirements)
     if unmet:

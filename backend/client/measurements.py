@@ -5,6 +5,8 @@ import math
 import os
 import subprocess
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -14,9 +16,10 @@ from ..device_memory import UNKNOWN, host_bytes, host_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from . import cache_files
+from .interpreter import ranks_python
 from .nccl_settings import link_key
 from .pool import Wanted
-from .preflight import read_shape, stamp
+from .preflight import least_capability, read_shape, stamp
 from .probe_process import LONGEST_SECONDS, Check, measured_rates
 from .rank_environment import driver_name
 
@@ -46,20 +49,24 @@ def machine_rates(
     return cache_files.read_or_measure("machine", _machine_key(device, indices), measure, Machine.from_dict)
 
 
-def model_shape(wanted: Wanted, device: str, check: Check, show: Callable[[str], None]) -> ModelShape:
-    """Return the shape of a transformer, read once for each state of its file. ``check`` and ``show`` as
-    above. Raises RefusedError where it cannot be loaded, and BackendError."""
+def model_shape(
+    wanted: Wanted, device: str, indices: list[int], check: Check, show: Callable[[str], None]
+) -> ModelShape:
+    """Return the shape of a transformer on the devices ``indices``, read once for each state of its file and
+    of what decides how it is computed. ``check`` and ``show`` as above. Raises RefusedError where it cannot
+    be loaded, and BackendError."""
 
     def measure() -> dict:
         show("reading the model's headers")
-        return read_shape(*wanted, device, check)
+        return read_shape(*wanted, device, indices, check)
 
-    return cache_files.read_or_measure("shape", _shape_key(wanted, device), measure, ModelShape.from_dict)
+    key = _shape_key(wanted, device, indices)
+    return cache_files.read_or_measure("shape", key, measure, ModelShape.from_dict)
 
 
 def known(wanted: Wanted, device: str, indices: list[int]) -> tuple[ModelShape, Machine] | None:
     """Return a model's shape and the rates of these devices where both were measured before."""
-    shape = cache_files.read("shape", _shape_key(wanted, device), ModelShape.from_dict)
+    shape = cache_files.read("shape", _shape_key(wanted, device, indices), ModelShape.from_dict)
     machine = cache_files.read("machine", _machine_key(device, indices), Machine.from_dict)
     return None if shape is None or machine is None else (shape, machine)
 
@@ -67,7 +74,7 @@ def known(wanted: Wanted, device: str, indices: list[int]) -> tuple[ModelShape, 
 def load_rate(wanted: Wanted, device: str) -> float:
     """Return the bytes/s at which all ranks together read a model's file when they last did; 0 where they
     never have."""
-    return cache_files.read("load", _shape_key(wanted, device), _rate_in) or 0.0
+    return cache_files.read("load", _file_key(wanted, device), _rate_in) or 0.0
 
 
 def remember_load(wanted: Wanted, device: str, ranks: list[dict]):
@@ -76,7 +83,7 @@ def remember_load(wanted: Wanted, device: str, ranks: list[dict]):
     read = sum(rank["bytes_read"] for rank in ranks)
     rate = read / max(1e-6, *(rank["seconds"] for rank in ranks))
     if read and rate != load_rate(wanted, device):
-        cache_files.write("load", _shape_key(wanted, device), {"bytes_per_second": rate})
+        cache_files.write("load", _file_key(wanted, device), {"bytes_per_second": rate})
 
 
 def _rate_in(values: dict) -> float:
@@ -91,8 +98,21 @@ def _machine_key(device: str, indices: list[int]) -> list:
     return [device, indices, names, *link_key(os.environ), os.cpu_count()]
 
 
-def _shape_key(wanted: Wanted, device: str) -> list:
+def _file_key(wanted: Wanted, device: str) -> list:
     return [*wanted, device, stamp(Path(wanted[0]))]
+
+
+def _shape_key(wanted: Wanted, device: str, indices: list[int]) -> list:
+    """What types and kernels depend on, too: GPUs, torch and comfy-kitchen of the ranks' Python."""
+    kitchen = version("comfy-kitchen") if find_spec("comfy_kitchen") else ""
+    runs_on = [
+        least_capability(device, indices),
+        torch.__version__,
+        torch.version.cuda,
+        kitchen,
+        ranks_python(),
+    ]
+    return [*_file_key(wanted, device), *runs_on]
 
 
 def held_by_torch(index: int) -> int:

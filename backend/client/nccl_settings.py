@@ -2,9 +2,9 @@
 to all ranks that start here.
 
 GPUs whose driver promises peer access have been seen to hang or to receive wrong bytes, with an IOMMU or PCIe
-ACS switched on, and under some drivers (NCCL's troubleshooting guide; vLLM tests it before it uses it). Without
-peer access, NCCL from 2.24 on takes memory of the host from CUDA's virtual memory, which containers, WSL and
-some GeForce cards refuse (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302).
+ACS switched on, and under some drivers (NCCL's troubleshooting guide; vLLM tests it before it uses it).
+Without peer access, NCCL from 2.24 on takes memory of the host from CUDA's virtual memory, which containers,
+WSL and some GeForce cards refuse (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302).
 """
 
 from collections.abc import Mapping

@@ -2,6 +2,7 @@
 Imports neither ComfyUI nor torch.distributed."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from ..config import ConfigError, ParallelConfig
+from ..gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, Choice, Question, choose, gigabytes
 from ..planner.machine import Machine, Request
@@ -53,9 +55,9 @@ def plan_for(
     raise; ``show`` gets a line. Raises ConfigError where nothing fits, RefusedError for a model that cannot
     be loaded, BackendError where the machine cannot be measured.
     """
-    devices = auto.devices(torch.cuda.device_count())
+    devices = devices_of(auto)
     if len(devices) == 1:
-        return auto.placed(auto.base, devices), ()
+        return auto.placed(auto.base, devices), tuple(filter(None, [_why_alone(auto, devices)]))
     question, devices = question_of(auto, model, request, others, check, show)
     ranks = _ranks(auto, question, (model, *others), devices)
     choice = choose(question, auto.method, ranks)
@@ -63,6 +65,31 @@ def plan_for(
     first, *further = choice.lines
     lines = (first + _why_spared(auto, model, choice.option.unit), *further)
     return auto.placed(choice.plan, devices), lines
+
+
+def devices_of(auto: AutoConfig) -> list[int]:
+    """Return the GPUs, or the ranks of the CPU, that ``auto`` may use on this machine: where it lists none,
+    those that torch has kernels for, if any. ConfigError as AutoConfig.devices."""
+    gpus_here = torch.cuda.device_count()
+    found = auto.devices(gpus_here)
+    if auto.gpus.strip() or auto.shares.strip() or auto.base.resolve_device(gpus_here) == "cpu":
+        return found
+    return [index for index in found if has_kernels(index)] or found
+
+
+def _why_alone(auto: AutoConfig, devices: list[int]) -> str:
+    """Say why one GPU is used where there are others; empty where that was asked for, or is all there is."""
+    if auto.gpus.strip() or auto.base.resolve_device(torch.cuda.device_count()) == "cpu":
+        return ""
+    if torch.cuda.device_count() > 1:
+        return f"one GPU ({devices[0]}): torch has no kernels for the others of this machine."
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if not hidden:
+        return ""
+    return (
+        f"one GPU: CUDA_VISIBLE_DEVICES is {hidden!r:.100}, which hides others from ComfyUI, if there are "
+        f"any; what starts it sets that, or its option --cuda-device."
+    )
 
 
 def _ranks(
@@ -128,7 +155,7 @@ def spare_more(
 ) -> bool:
     """Have the next plans of a model leave more memory free than ``plan`` does, whose ranks ran out of it.
     Return False where there is one rank, and nothing to choose from. Errors as in ``plan_for``."""
-    if len(auto.devices(torch.cuda.device_count())) == 1:
+    if len(devices_of(auto)) == 1:
         return False
     question, _ = question_of(auto, model, request, others)
     together, alone = (each.option(plan) for each in (question, replace(question, others=())))
@@ -147,7 +174,7 @@ def spare_no_more(auto: AutoConfig, model: Wanted) -> bool:
 
 def _spared_key(auto: AutoConfig, model: Wanted) -> tuple:
     gpus_here = torch.cuda.device_count()
-    return (auto.base.resolve_device(gpus_here), *auto.devices(gpus_here), model)
+    return (auto.base.resolve_device(gpus_here), *devices_of(auto), model)
 
 
 def note_left(gpu: int, size: int):
@@ -184,7 +211,7 @@ def _why_spared(auto: AutoConfig, model: Wanted, unit: str) -> str:
 def _without_spared(machine: Machine, auto: AutoConfig, model: Wanted) -> Machine:
     """Return the machine with as much less memory as plans have to leave free."""
     size = _spared.get(_spared_key(auto, model), 0)
-    ranks = len(auto.devices(torch.cuda.device_count())) if machine.on_host else 1
+    ranks = len(devices_of(auto)) if machine.on_host else 1
     return replace(machine, memory=tuple(max(0, free - ranks * size) for free in machine.memory))
 
 
@@ -199,9 +226,9 @@ def question_of(
     """Return what the planner is asked for a model, with what was measured of this machine, and the devices
     in the order of its ranks. Arguments and errors as in ``plan_for``."""
     gpus_here = torch.cuda.device_count()
-    devices = auto.devices(gpus_here)
+    devices = devices_of(auto)
     device = auto.base.resolve_device(gpus_here)
-    shapes = [measurements.model_shape(each, device, check, show) for each in (model, *others)]
+    shapes = [measurements.model_shape(each, device, devices, check, show) for each in (model, *others)]
     machine = measurements.machine_rates(device, devices, check, show)
     machine = replace(machine, memory=_free_memory(device, devices)).with_shares(auto.rank_shares)
     machine = _without_spared(machine, auto, model)

@@ -58,13 +58,24 @@ def check_headers(
     _accepted.add(key)
 
 
-def read_shape(path: str, weight_dtype: str, matmul: str, device: str, check=lambda: None) -> dict:
-    """Return the shape of a transformer (ModelShape.as_dict) on GPUs like the first one, or on the CPU.
+def read_shape(
+    path: str, weight_dtype: str, matmul: str, device: str, indices: list[int], check=lambda: None
+) -> dict:
+    """Return the shape of a transformer (ModelShape.as_dict) on the GPUs ``indices``, or on the CPU.
     ``check`` and errors as of check_headers."""
     config = ParallelConfig(device=device)
     question = {"path": path, "weight_dtype": weight_dtype, "matmul": matmul, "device": device}
-    capability = _hardware(config, device)["capability"]
+    capability = least_capability(device, indices)
     return _ask({**question, "folders": None, "capability": capability}, config, check)["shape"]
+
+
+def least_capability(device: str, indices: list[int]) -> tuple[int, int] | None:
+    """Return the least compute capability of GPUs, by which all ranks choose types and kernels; None on the
+    CPU and with ROCm."""
+    if device == "cpu" or torch.version.hip:
+        return None
+    gpus = [torch.cuda.get_device_properties(index) for index in indices]
+    return min((gpu.major, gpu.minor) for gpu in gpus)
 
 
 def stamp(path: Path) -> tuple:
@@ -78,9 +89,8 @@ def _hardware(config: ParallelConfig, device: str) -> dict:
     """Return the memory and the least compute capability of the ranks' devices."""
     if device == "cpu":
         return {"capability": None, "memory": [size] if (size := host_bytes()) else []}
-    gpus = [torch.cuda.get_device_properties(index) for index in config.gpu_indices]
-    capability = None if torch.version.hip else min((gpu.major, gpu.minor) for gpu in gpus)
-    return {"capability": capability, "memory": [gpu.total_memory for gpu in gpus]}
+    memory = [torch.cuda.get_device_properties(index).total_memory for index in config.gpu_indices]
+    return {"capability": least_capability(device, config.gpu_indices), "memory": memory}
 
 
 class _Reader:

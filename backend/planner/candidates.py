@@ -9,7 +9,7 @@ from .drift import drifts_too_far
 from .machine import Request
 from .model_shape import ModelShape
 
-#: PipeFusion reuses keys and values of the step before: with fewer steps they differ too much.
+#: Patches reuse keys and values of the step before: with fewer steps they differ too much.
 LEAST_STEPS = 8
 #: Fewer tokens of a rank in one patch than these keep no GPU busy.
 LEAST_TOKENS = 128
@@ -63,11 +63,10 @@ def _divides(plan: ParallelConfig, shape: ModelShape, request: Request) -> bool:
         plan.cfg_degree <= request.prompts
         and plan.data_parallel_degree <= request.batch
         and (whole or not shape.whole_only)
-        and (tp == 1 or (shape.tensor and shape.heads % tp == 0))
+        and (tp == 1 or (shape.tensor and (shape.head_groups or shape.heads) % tp == 0))
         and plan.ulysses_degree <= heads
         and plan.pipefusion_degree <= len(shape.blocks)
         and plan.sp_degree <= request.image_tokens
-        and (plan.pipefusion_degree == 1 or request.steps >= LEAST_STEPS)
     )
 
 
@@ -81,7 +80,7 @@ def _patched(
         return
     yield replace(plan, num_pipeline_patch=1)
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    if rules.exact or request.drained or plan.warmup_steps < 1:
+    if rules.exact or request.drained or plan.warmup_steps < 1 or request.steps < LEAST_STEPS:
         return
     for patches in (stages, stages + 1, 2 * stages):  # one more: no stage waits while outputs go back
         if drifts_too_far(request.steps, patches):

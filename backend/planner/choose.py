@@ -6,7 +6,8 @@ from operator import attrgetter
 
 from ..config import ConfigError, ParallelConfig, in_words
 from ..shares import written
-from .candidates import DEGREES, LEAST_STEPS, Rules, candidates
+from ..torch_version import unshardable
+from .candidates import DEGREES, Rules, candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request
@@ -99,13 +100,8 @@ class Option:
 
 
 #: Said where one model fits, and not all of a graph; and where all do, but by slower plans.
-TURNS = (
-    "models take turns: those of this graph do not fit together, so one waits in host memory for the other"
-)
-FASTER_TURNS = (
-    "models take turns: plans with which those of this graph fit together are slower, so one waits in host "
-    "memory for the other"
-)
+TURNS = "models take turns: those of this graph do not fit together"
+FASTER_TURNS = "models take turns: plans with which those of this graph surely fit together are slower"
 #: Said where ComfyUI has taken weights for its own models before.
 ASIDE = "ComfyUI's own models (text encoder, VAE) share a GPU with rank "
 
@@ -253,8 +249,9 @@ def _waits(question: Question, best: Option, fit_together: bool) -> tuple[str, s
     where = f", read {question.waiting.source}" if best.reads else ""
     turns = aside = ""
     if best.swap:
-        turns = FASTER_TURNS if fit_together else TURNS
-        turns += f" (about {best.swap:.0f} s each time{where}, projected)"
+        turns = f"{FASTER_TURNS if fit_together else TURNS}, so one "
+        turns += "leaves the ranks" if best.reads else "waits in host memory"
+        turns += f" for the other (about {best.swap:.0f} s each time{where}, projected)"
     ranks = [str(rank) for rank, _ in question.waiting.beside if rank < best.plan.world_size]
     if ranks and not best.swap:
         aside = f"{ASIDE}{' and '.join(ranks)}: this plan's weights leave room for them"
@@ -329,12 +326,12 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     each = f"the {least.unit}" if ranks == 1 else f"each of {ranks} {least.unit}s"
     more = f"more than {question.gpus} {least.unit}{'s' * (question.gpus > 1)}"
     remedies = ["a quantized file", "a smaller latent", "free memory", more]
-    request = question.request
-    if request.steps < LEAST_STEPS:
-        remedies.insert(0, f"{LEAST_STEPS} steps or more, which PipeFusion needs")
+    request, shape = question.request, question.shape
+    if question.gpus > 1 and (whole := unshardable(shape.is_quantized, shape.keeps_float32)):
+        remedies.insert(0, f"torch {whole[1]}, which can shard {whole[0]}")
     needed, free, missing = map(gigabytes, (least.bytes, least.room, _missing(least)))
     return (
-        f"{question.shape.name} with {request.image_tokens} tokens does not fit: the leanest plan "
+        f"{shape.name} with {request.image_tokens} tokens does not fit: the leanest plan "
         f"({least.name}) needs about {needed} on {each}, which has {free} free for it, {missing} too little; "
         f"use {', '.join(remedies[:-1])} or {remedies[-1]}."
     )

@@ -45,7 +45,8 @@ class Cost:
         """Seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's warm-up."""
         plan = self.plan
         branches = self.request.branches(plan.cfg_degree)
-        micro = max(self._micro(*stage, patches) for stage in zip(self._stages, self._loads))
+        stages = zip(self._stages, self._loads, self._reading)
+        micro = max(self._micro(*stage, patches) for stage in stages)
         hop = self._hop(patches)
         stages = plan.pipefusion_degree
         work = patches * branches
@@ -75,6 +76,16 @@ class Cost:
         return found
 
     @cached_property
+    def _reading(self) -> list[float]:
+        """Of each stage: the seconds in which its last rank reads its weights, as a multiple of those that
+        the slowest memory takes for an even share."""
+        memories = self.machine.bandwidths_of(self.plan.world_size)
+        found = [0.0] * self.plan.pipefusion_degree
+        for each, memory in zip(rank_shares(self.plan, self.request.batch), memories):
+            found[each.stage] = max(found[each.stage], each.matrices / memory)
+        return found
+
+    @cached_property
     def _samples(self) -> int:
         return max(each.samples for each in rank_shares(self.plan, self.request.batch))
 
@@ -93,8 +104,9 @@ class Cost:
         at_once = stages if patches > 1 else min(stages, self.request.branches(self.plan.cfg_degree))
         return self.machine.speed(self.plan.world_size // stages * at_once)
 
-    def _micro(self, blocks: tuple[BlockShape, ...], load: float, patches: int) -> float:
-        """Seconds of one patch of one prompt on the last rank of a stage with these blocks (_loads)."""
+    def _micro(self, blocks: tuple[BlockShape, ...], load: float, reading: float, patches: int) -> float:
+        """Seconds of one patch of one prompt on the last rank of a stage with these blocks (_loads,
+        _reading)."""
         plan = self.plan
         # narrow matrices are as slow as short ones
         divided = plan.sp_degree * plan.tensor_parallel_degree
@@ -104,9 +116,9 @@ class Cost:
         share = self._samples / (divided * patches) * load
         lengths = (self.request.image_tokens, self.request.text_tokens)
         linear = 2 * share * sum(block.linear(*lengths) for block in blocks)
-        products = max(linear / (self.machine.gemm * efficiency), self._read(blocks) / speed)
+        products = max(linear / (self.machine.gemm * efficiency), reading * self._read(blocks) / speed)
         attention = 2 * share * self._uneven_heads * sum(block.attention(*lengths) for block in blocks)
-        device = products + self._dequantize(blocks) / speed
+        device = products + reading * self._dequantize(blocks) / speed
         device += self._ring(attention / (self.machine.attention * efficiency), blocks, patches)
         device += self._exchange(blocks, patches) + self._reduce(blocks, patches)
         gathered = self._gather_weights(blocks)
@@ -204,12 +216,13 @@ class Cost:
         return sent / self.machine.neighbour(tp) + 2 * self.machine.latency * len(blocks)
 
     def _gather_weights(self, blocks: tuple[BlockShape, ...]) -> float:
-        """Seconds in which sharded weights come from the others, while blocks before them compute."""
+        """Seconds in which sharded weights come from the others, as they are stored, while blocks before them
+        compute. Modulation comes once for many steps."""
         if not self.plan.shard_weights:
             return 0.0
         ranks = self.plan.sp_degree * self.plan.data_parallel_degree
         rate = self.machine.neighbour(self.plan.world_size if self.plan.data_parallel_degree > 1 else ranks)
-        size = sum(block.unpacked or (block.weights + block.modulation) for block in blocks)
+        size = sum(block.weights for block in blocks)
         return size * (ranks - 1) / ranks / rate + self.machine.latency * len(blocks)
 
     def _hop(self, patches: int) -> float:

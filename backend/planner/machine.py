@@ -23,10 +23,10 @@ class Machine:
     half_rate: tokens at which matrix products run at half their rate. alone: how many times as fast a rank
     computes while no other does (1 on GPUs; ranks on the CPU share its cores). ranks: how many ranks were
     measured. names, speeds: of each rank's GPU, in order; times as fast as the slowest, by one timed step
-    (none on the CPU, whose cores ranks share). memory: free bytes of each GPU in order, or of the host.
-    host_link: bytes that each rank reads from page-locked host memory while all do. on_host: ranks run on the
-    CPU, share its memory, and hide neither traffic nor kernel starts. links: a sentence on how GPUs reach
-    each other where NCCL's own choice fails; empty elsewhere.
+    (none on the CPU, whose cores ranks share). bandwidths: of each one's memory, in order. memory: free bytes
+    of each GPU in order, or of the host. host_link: bytes that each rank reads from page-locked host memory
+    while all do. on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel starts.
+    links: a sentence on how GPUs reach each other where NCCL's own choice fails; empty elsewhere.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Machine:
     ranks: int = 8
     names: tuple[str, ...] = ()
     speeds: tuple[float, ...] = ()
+    bandwidths: tuple[float, ...] = ()
     memory: tuple[int, ...] = field(default=())
     on_host: bool = False
     rings: dict[int, float] = field(default_factory=dict)
@@ -69,6 +70,13 @@ class Machine:
         alike."""
         return self.speeds[:ranks] if self.differs else (1.0,) * ranks
 
+    def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
+        """Return how many times as fast as the slowest GPU's the memory of each of the first ``ranks`` is: 1
+        where all GPUs are alike."""
+        if not self.differs or not self.bandwidths:
+            return (1.0,) * ranks
+        return tuple(each / min(self.bandwidths) for each in self.bandwidths[:ranks])
+
     def fastest_first(self) -> list[int]:
         """Return the indices of the GPUs, the fastest first; as they are where all are alike."""
         speeds = self.speeds_of(len(self.speeds))
@@ -80,7 +88,7 @@ class Machine:
 
     def ordered(self, order: list[int]) -> "Machine":
         """Return the machine with its GPUs in another order."""
-        known = {name: getattr(self, name) for name in ("names", "speeds", "memory")}
+        known = {name: getattr(self, name) for name in ("names", "speeds", "bandwidths", "memory")}
         moved = {name: tuple(each[i] for i in order) for name, each in known.items() if len(each) > 1}
         return replace(self, **moved)
 
@@ -119,10 +127,10 @@ class Machine:
             name: {int(size): float(rate) for size, rate in values[name].items()}
             for name in ("all_to_all", "rings")
         }
-        lists = {name: tuple(values[name]) for name in ("names", "speeds")}
+        lists = {name: tuple(values[name]) for name in ("names", "speeds", "bandwidths")}
         found = cls(**{**known, **lists, **groups})
         numbers = [getattr(found, each.name) for each in fields(cls) if each.type is float]
-        numbers += [*found.speeds, *found.all_to_all.values(), *found.rings.values()]
+        numbers += [*found.speeds, *found.bandwidths, *found.all_to_all.values(), *found.rings.values()]
         if (
             not all(math.isfinite(number) and number >= 0 for number in numbers)
             or min(found.gemm, found.host_link) <= 0
@@ -136,8 +144,8 @@ class Request:
     """What is to be sampled: tokens of one latent, text tokens of one prompt, steps, prompts (2 with a
     negative one), latents of the batch. ``drained``: each step is a call of its own, as under Parallel
     Model, so that PipeFusion's stages wait for each other. ``loras``: bytes of LoRAs beside the quantized
-    weights of the whole model. ``then``: further requests of a graph that is about to run; None for one that
-    runs itself."""
+    weights of the whole model; ``other_loras``: of those of models that stay on its ranks. ``then``: further
+    requests of a graph that is about to run; None for one that runs itself."""
 
     image_tokens: int = 4096
     text_tokens: int = 512
@@ -146,6 +154,7 @@ class Request:
     batch: int = 1
     drained: bool = False
     loras: int = 0
+    other_loras: int = 0
     then: "tuple[Request, ...] | None" = None
 
     def branches(self, cfg_degree: int) -> int:

@@ -51,7 +51,7 @@ def held_by_rank(shape: ModelShape, plan: ParallelConfig, request: Request, othe
 def _held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, share: RankShare) -> Held:
     """Count what the rank of ``share`` holds."""
     weights = sum(_weights(each, plan, share) for each in (shape, *others))
-    weights += _loras(shape, plan, request, share)
+    weights += _loras(shape, plan, request.loras + (request.other_loras if others else 0), share)
     activations = _activations(shape, plan, request, share)
     transient = activations + _gathered(shape, plan) + shape.scratch
     return Held(weights, _keys(shape, plan, request, share), transient, activations)
@@ -74,22 +74,22 @@ def _weights(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> int:
     return math.ceil(shape.rest + plain)
 
 
-def _loras(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
-    """Bytes of LoRAs beside quantized weights on a rank: of its stage's blocks; of two factors, one is cut
-    with a matrix. FSDP2 does not cut them."""
-    if not request.loras:
+def _loras(shape: ModelShape, plan: ParallelConfig, loras: int, share: RankShare) -> int:
+    """Bytes of ``loras`` beside quantized weights on a rank: of its stage's blocks; of two factors, one is
+    cut with a matrix. FSDP2 does not cut them."""
+    if not loras:
         return 0
     stages = min(plan.pipefusion_degree, max(1, len(shape.blocks)))
     own = stages_of(shape, stages, plan.shares_of("pp"))[min(share.stage, stages - 1)]
     weights = [block.weights for block in shape.blocks]
     cut = (1 + share.matrices / plan.tensor_parallel_degree) / 2
-    return math.ceil(request.loras * cut * sum(weights[own.start : own.stop]) / max(1, sum(weights)))
+    return math.ceil(loras * cut * sum(weights[own.start : own.stop]) / max(1, sum(weights)))
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
-    """Bytes of PipeFusion's buffers of stale keys and values."""
+    """Bytes of PipeFusion's buffers of stale keys and values, or of those of static text."""
     if not plan.has_stale_kv:
-        return 0
+        return _static_text(shape, plan, request, share)
     buffers = 2 if plan.stale_kv == "extrapolate" else 1
     branches = request.branches(plan.cfg_degree)
     ranks = plan.tensor_parallel_degree * plan.ulysses_degree
@@ -100,6 +100,18 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: Rank
     token = 2 * heads * keys // shape.heads * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
     return buffers * branches * share.samples * token * tokens
+
+
+def _static_text(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
+    """Bytes of a prompt's keys and values that are kept through a request, in families that compute them
+    once."""
+    if not shape.static_text:
+        return 0
+    heads = shape.heads / (plan.tensor_parallel_degree * plan.ulysses_degree) * share.matrices * share.heads
+    own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[share.stage]
+    token = 2 * math.ceil(heads) * shape.head_size * shape.itemsize * len(own)
+    tokens = math.ceil(request.text_tokens / plan.ring_degree)
+    return request.branches(plan.cfg_degree) * share.samples * token * tokens
 
 
 def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:

@@ -84,7 +84,8 @@ class ModelShape:
     bytes in which one quantized weight is dequantized, or multiplied some tokens at a time. whole_only: why
     it runs with CFG and data parallelism only, or empty; tensor: whether matrices can be cut. is_quantized:
     weights stay as the file stores them, with LoRAs beside them. keeps_float32: some weights stay in float32,
-    whatever the others are."""
+    whatever the others are. head_groups: of heads that tensor parallelism leaves together, where keys and
+    values have fewer than queries. static_text: keys and values of the text are kept through a request."""
 
     name: str
     family: str
@@ -103,6 +104,8 @@ class ModelShape:
     tensor: bool = True
     is_quantized: bool = False
     keeps_float32: bool = False
+    head_groups: int = 0
+    static_text: bool = False
 
     def __hash__(self) -> int:
         return self._hash

@@ -1,6 +1,6 @@
 """Seconds in which weights leave the GPUs and come back: of models that take turns, and for ComfyUI's own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import ParallelConfig
 from .machine import Request
@@ -39,7 +39,8 @@ class Waiting:
         """Return the seconds in which the weights of one of ``others`` leave the ranks and those of ``shape``
         come, and whether these are read. ``link``: bytes/s between a GPU and host memory."""
         own = held(shape, plan, request).weights
-        waiting = max(held(other, plan, request).weights for other in others)
+        theirs = replace(request, loras=request.other_loras)
+        waiting = max(held(other, plan, theirs).weights for other in others)
         if self.reads(plan, waiting * plan.world_size):
             return self._reading(own * plan.world_size), True
         return (own + waiting) / link, False

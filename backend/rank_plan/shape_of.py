@@ -62,6 +62,8 @@ class _Measured:
             tensor=bool(self._cuts),
             is_quantized=self.checkpoint.is_quantized,
             keeps_float32=bool(family.build.float32),
+            head_groups=self._one_rank.head_groups if self._cuts else 0,
+            static_text=family.cache.static_text,
         )
 
     def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:

@@ -96,11 +96,12 @@ class Workload:
         tp = self.config.tensor_parallel_degree
         if tp == 1 or self.config.split_scheme != "megatron":
             return heads
-        first, end = edges(self._head_groups, tp, self.config.shares_of("tp"))[place["tp"] :][:2]
-        return heads * (end - first) // self._head_groups
+        first, end = edges(self.head_groups, tp, self.config.shares_of("tp"))[place["tp"] :][:2]
+        return heads * (end - first) // self.head_groups
 
     @cached_property
-    def _head_groups(self) -> int:
+    def head_groups(self) -> int:
+        """How many ranks can have attention heads of their own, queries with their keys and values."""
         empty = self.checkpoint.empty
         blocks = map(empty.get_submodule, self.checkpoint.block_names)
         return head_groups(module for block in blocks for module in block.modules())

@@ -89,7 +89,7 @@ def _make_room(auto: AutoConfig):
     """Have room for the processes that measure GPUs, which are ranks too; where ranks run, they did."""
     gpus_here = torch.cuda.device_count()
     if pool.launched() is None and auto.base.resolve_device(gpus_here) == "cuda":
-        host_room().make_for_start(auto.devices(gpus_here))
+        host_room().make_for_start(planning.devices_of(auto))
 
 
 @contextmanager
@@ -189,7 +189,11 @@ def _request_of(
 
     def request(shape: ModelShape) -> Request:
         tokens = image_tokens(sides, references, shape.patch)
-        return Request(tokens, text, max(1, steps), prompts, batch, drained, lora_bytes(dit))
+        # what keeps the keys and values of text has references in it
+        among_text = tokens - image_tokens(sides, (), shape.patch) if shape.static_text else 0
+        return Request(
+            tokens - among_text, text + among_text, max(1, steps), prompts, batch, drained, *lora_bytes(dit)
+        )
 
     return request
 

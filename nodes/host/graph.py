@@ -51,11 +51,11 @@ def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
     fed = [other for other, node in prompt.items() if _samples(node) and loader_of(prompt, other) == key]
     fed = [other for other in fed if not _is_for_a_schedule(prompt, other)]
     fed.sort(key=partial(_is_model, prompt))
-    first, *others = (_request_of(prompt, sampler, shape) for sampler in fed or [""])
+    first, *others = (_request_of(prompt, key, sampler, shape) for sampler in fed or [""])
     return replace(first, then=tuple(others))
 
 
-def _request_of(prompt: dict, sampler: str, shape: ModelShape) -> Request:
+def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> Request:
     drained = _is_model(prompt, sampler)
     sampler = _sampler_of(prompt, sampler) if drained else sampler
     inputs = constants(prompt, sampler)
@@ -65,6 +65,7 @@ def _request_of(prompt: dict, sampler: str, shape: ModelShape) -> Request:
     time, *space = shape.pixels
     sides = (1 + (length - 1) // time, height // space[0], width // space[1])
     guidance = guidance_of(inputs)
+    loras, others = _lora_bytes(prompt, loader) if shape.is_quantized else (0, 0)
     return Request(
         image_tokens=tokens_of(sides, shape.patch),
         text_tokens=TEXT,
@@ -72,28 +73,32 @@ def _request_of(prompt: dict, sampler: str, shape: ModelShape) -> Request:
         prompts=1 if drained or (guidance and skips_negative(*guidance)) else 2,
         batch=_number(latent, "batch_size", 1),
         drained=drained,
-        loras=_lora_bytes(prompt) if shape.is_quantized else 0,
+        loras=loras,
+        other_loras=others,
     )
 
 
-def _lora_bytes(prompt: dict) -> int:
-    """Bytes of all LoRAs of a graph, whose models are on the same ranks: a plain one takes about what its
-    file does."""
-    found = 0
+def _lora_bytes(prompt: dict, loader: str) -> tuple[int, int]:
+    """Bytes of the LoRAs of a loader's model, and of those of others, which are on the same ranks: a plain
+    one takes about what its file does."""
+    own = others = 0
     for key, node in prompt.items():
         strength = LORAS.get(node.get("class_type", ""))
         inputs = constants(prompt, key)
-        if strength and inputs.get(strength, 1.0) and _is_on_ranks(prompt, key):
-            found += lora_size(inputs.get("lora_name", ""))
-    return found
+        loaders = _loaders_of(prompt, key) if strength and inputs.get(strength, 1.0) else set()
+        size = lora_size(inputs.get("lora_name", "")) if loaders else 0
+        own += size if loader in loaders else 0
+        others += size if loader not in loaders else 0
+    return own, others
 
 
-def _is_on_ranks(prompt: dict, lora: str) -> bool:
-    """Whether a node's LoRA is added to a transformer on the ranks."""
+def _loaders_of(prompt: dict, lora: str) -> set[str | None]:
+    """The loaders to whose transformers on the ranks a node's LoRA is added."""
     if source(prompt, lora, "dit"):
-        return True
+        return {loader_of(prompt, lora)}
     model = source(prompt, lora, "model")
-    return model is not None and any(_is_model(prompt, key) for key in ancestors(prompt, [model]))
+    models = [key for key in ancestors(prompt, [model]) if _is_model(prompt, key)] if model else []
+    return {loader_of(prompt, key) for key in models}
 
 
 def _samples(node: dict) -> bool:

@@ -105,15 +105,15 @@ def _free_orphans():
             _unload(backend, wanted, park=False)
 
 
-def lora_bytes(handle: ParallelDiT) -> int:
-    """Return the bytes that LoRAs take beside quantized weights: those of ``handle``, and of the models that
-    stay on its ranks."""
+def lora_bytes(handle: ParallelDiT) -> tuple[int, int]:
+    """Return the bytes that LoRAs take beside quantized weights: those of ``handle``, and those of the models
+    that stay on its ranks."""
 
     def of(found: ParallelDiT) -> int:
         return found.loaded.info["lora_bytes"]
 
     others = (max((of(h) for h in _handles if h.wanted == name), default=0) for name in handle.others)
-    return of(handle) + sum(others)
+    return of(handle), sum(others)
 
 
 def check_model(config: ParallelConfig, wanted: Wanted, check=lambda: None):

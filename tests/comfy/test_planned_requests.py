@@ -32,7 +32,7 @@ def test_reference_images_are_counted(monkeypatch, references):
     """Qwen-Image-Edit, Kontext and FLUX.2 have 2 to 4 times the tokens of the latent alone."""
     given = [LATENT] * references
     monkeypatch.setattr(auto_plan, "run_planned", lambda auto, model, request, others, run: request(SHAPE))
-    monkeypatch.setattr(auto_plan, "lora_bytes", lambda dit: 0)
+    monkeypatch.setattr(auto_plan, "lora_bytes", lambda dit: (0, 0))
     positive = [[PROMPT, {"reference_latents": given} if given else {}]]
     latent = {"samples": LATENT.clone()}
     asked = auto_plan.sample_planned(handle(AutoConfig()), 4, 1.0, "euler", positive, latent, repr)

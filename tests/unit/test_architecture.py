@@ -20,6 +20,7 @@ LAYERS = [
     "backend.lean_imports",
     "backend.control_group",
     "backend.device_memory",
+    "backend.gpu_kernels",
     "backend.host_memory",
     "backend.opaque_ops",
     "backend.shares",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fused_loras import STRENGTH, change, write
 from loras import lora, randn
-from tiny import write_checkpoint, write_shallow_flux
+from tiny import write_shallow_flux
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -17,7 +17,10 @@ QUERIES = "transformer.transformer_blocks.0.attn.to_q"
 GOOD = lora({ATTENTION: (768, 256), PROJECTION: (256, 256)}, "comfyui")[0]
 #: One of the changes is not added: what is in the file besides, and what is said of it.
 LEFT_OUT = {
-    "an input of other channels": (lora({"img_in": (256, 96)}, "comfyui")[0], "img_in.weight is 256 x 96, but"),
+    "an input of other channels": (
+        lora({"img_in": (256, 96)}, "comfyui")[0],
+        "img_in.weight is 256 x 96, but",
+    ),
     "a difference of another size": ({"diffusion_model.img_in.diff": randn(256, 36)}, "is 256 x 36, but"),
     "half of a pair": ({"diffusion_model.img_in.lora_A.weight": randn(2, 64)}, "it has only"),
     "a part of what is there": (lora({QUERIES: (256, 256)}, "peft")[0], "attn.to_q.weight is changed twice"),

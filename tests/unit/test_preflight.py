@@ -78,10 +78,10 @@ def test_a_process_answers_several_questions(model):
     preflight.check_headers(config, *question, asked.append)
     assert not asked
     first = preflight._reader
-    shape = ModelShape.from_dict(preflight.read_shape(*question[:3], "cpu"))
+    shape = ModelShape.from_dict(preflight.read_shape(*question[:3], "cpu", [0]))
     assert shape == shape_of(open_checkpoint(model), torch.float32) and preflight._reader is first
     with pytest.raises(RefusedError, match="weight_dtype"):
-        preflight.read_shape(model, "fp8", "auto", "cpu")
+        preflight.read_shape(model, "fp8", "auto", "cpu", [0])
     deep = replace(config, pipefusion_degree=13)
     with pytest.raises(RefusedError, match="has 12 blocks"):
         preflight.check_headers(deep, *question)

@@ -99,7 +99,8 @@ import json, os, sys, time
 options = dict(zip(sys.argv, sys.argv[1:]))
 for rank in range(2):
     open(f"{options['--store']}.ready-{rank}", "w").close()
-way = {name: os.environ[name] for name in os.environ if name.startswith(("NCCL_P2P", "NCCL_SHM", "NCCL_CUMEM"))}
+ways = ("NCCL_P2P", "NCCL_SHM", "NCCL_CUMEM")
+way = {name: os.environ[name] for name in os.environ if name.startswith(ways)}
 with open(os.environ["TRIED"], "a") as tried:
     print(json.dumps(way), file=tried)
 if way != json.loads(os.environ["WORKS"]):
