@@ -218,14 +218,14 @@ class ParallelConfig:
     def resolve_device(self, gpus_here: int) -> str:
         """ "cuda" or "cpu" for a machine with ``gpus_here`` CUDA devices; ConfigError where the ranks do not
         fit on it."""
+        if sys.platform == "win32":
+            raise ConfigError(
+                "ranks do not run under Windows, where torch has no NCCL to join GPUs; run ComfyUI under "
+                "Linux or WSL2."
+            )
         device = self.device if self.device != "auto" else ("cuda" if gpus_here else "cpu")
         if device == "cuda" and not gpus_here:
             raise ConfigError("device is cuda but this machine has no CUDA GPU; set device to cpu or auto.")
-        if device == "cuda" and sys.platform == "win32":
-            raise ConfigError(
-                "the ranks would run on GPUs under Windows, where torch has no NCCL to join them; run "
-                "ComfyUI under Linux or WSL2, or set device to cpu."
-            )
         if device == "cuda" and max(self.gpu_indices) >= gpus_here:
             raise ConfigError(
                 f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered "

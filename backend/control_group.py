@@ -1,5 +1,7 @@
-"""The memory that control groups leave this process: a container's limit, which /proc/meminfo has not."""
+"""What control groups leave this process: a container's limits of memory and of processors, which
+/proc/meminfo and the affinity of processes do not have."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,8 @@ VERSIONS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         ("total_active_file", "total_inactive_file"),
     ),
 }
+#: Version 1's limit of processors: quota (-1 for none) and period.
+CPU_FILES = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 #: Limits from here on are none: version 1 writes the largest number of pages.
 NO_LIMIT = 1 << 60
 
@@ -32,6 +36,31 @@ def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[in
             folder, limit, used, cached = VERSIONS[name]
             found += [_limit(group, limit, used, cached) for group in _with_parents(root / folder, path)]
     return [each for each in found if each is not None]
+
+
+def cpu_limit(root: Path = ROOT, groups: str | None = None) -> float:
+    """Return how many processors' time the groups of this process may take; infinity without a limit.
+    ``groups`` as in memory_limits."""
+    try:
+        lines = (Path("/proc/self/cgroup").read_text() if groups is None else groups).splitlines()
+    except OSError:
+        return math.inf  # no Linux
+    found = [math.inf]
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers:
+            found += [_cpus(group, "cpu.max") for group in _with_parents(root, path)]
+        elif "cpu" in controllers.split(","):
+            found += [_cpus(group, *CPU_FILES) for group in _with_parents(root / "cpu", path)]
+    return min(found)
+
+
+def _cpus(group: Path, *files: str) -> float:
+    """The quota over the period, in microseconds, that a group's files have."""
+    try:
+        quota, period = " ".join((group / name).read_text() for name in files).split()
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf  # no such group here, or its limit is "max"
 
 
 def _with_parents(root: Path, path: str) -> Iterator[Path]:

@@ -14,6 +14,7 @@ from ..backend.planner.choose import MANUAL
 from ..backend.protocol import RefusedError
 from .host import handle
 from .host.auto_plan import run_planned
+from .host.device import check_device
 from .host.graph import other_loaders, request_of_graph
 from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
@@ -127,6 +128,7 @@ class LoadParallelDiT(io.ComfyNode):
                 f"models/checkpoints nor a diffusers folder in models/diffusers; put it there and refresh "
                 f"the page."
             )
+        check_device(config)
         if isinstance(config, AutoConfig) or not config.address:
             require_dependencies(python=ranks_python())
         pool.allow(*model_folders())

@@ -89,7 +89,7 @@ class ParallelDoctor(io.ComfyNode):
             comfy.model_management.soft_empty_cache()
         with tempfile.TemporaryDirectory(prefix="parallel-dit-doctor-node-") as folder:
             file = Path(folder) / "doctor.json"
-            lines = run([sys.executable, str(DOCTOR), "--json", str(file), *options])
+            lines = run([sys.executable, str(DOCTOR), "--json", str(file), "--ends-with-stdin", *options])
             if not file.exists():
                 raise BackendError(f"the doctor ended without a report: {' '.join(lines[-3:])[-400:]}")
             report = json.dumps(json.loads(file.read_text()), indent=1)
@@ -122,7 +122,7 @@ def started(command: list[str]) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
         command,
         env=environment,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # which ends with us, however we end
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

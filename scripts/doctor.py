@@ -13,9 +13,11 @@ speeds next to it (.png). Ends with 1 where there is a problem.
 
 import argparse
 import json
+import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 COLUMNS = 110
+#: In the environment of the doctor that goes on in the ranks' Python.
+MOVED = "PARALLEL_DIT_DOCTOR_IN"
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -37,6 +41,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="longest time of --full (default 10)")
     parser.add_argument("--only", default="", help="of --full: checks whose names begin so, separated by ,")
+    parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -77,10 +82,37 @@ def end_in_order(number: int, frame):
     sys.exit(128 + number)
 
 
+def go_on_in_ranks_python(arguments: list[str]):
+    """Go on in the Python of the ranks where PARALLEL_DIT_PYTHON names another one than this: its packages,
+    torch and NCCL are what ranks use."""
+    from backend.client.interpreter import inherited, ranks_python
+    from backend.config import ConfigError
+
+    try:
+        python = ranks_python()
+    except ConfigError as error:
+        sys.exit(f"problem  python             {error}")
+    if python != sys.executable and MOVED not in os.environ:
+        os.execve(python, [python, __file__, *arguments], {**inherited(os.environ), MOVED: python})
+
+
+def end_with_parent():
+    """End in order when standard input does, which whoever started this holds."""
+
+    def watch():
+        while sys.stdin.buffer.read(1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks; return the exit status: 1 where there is a problem."""
     chosen = options(arguments)
     signal.signal(signal.SIGTERM, end_in_order)
+    if chosen.ends_with_stdin:
+        end_with_parent()
     try:
         import doctor_checks as checks
         from doctor_facts import Facts
@@ -113,4 +145,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    go_on_in_ranks_python(sys.argv[1:])
     sys.exit(main())

@@ -99,6 +99,15 @@ def cause_among(found: list[RankFailure]) -> RankFailure | None:
     return min(causes, key=order, default=None)
 
 
+def ended_by_signal(log: str) -> RankFailure | None:
+    """Return the rank that a signal has ended first, of what torchrun wrote; None where none was."""
+    codes = {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(log)}
+    found = [RankFailure(rank, code) for rank, code in codes.items() if code < 0]
+    first = _FAILURE.search(log.partition(_FIRST)[2])
+    found = [replace(each, is_first=first is not None and each.rank == int(first["rank"])) for each in found]
+    return cause_among([each for each in found if each.is_cause])
+
+
 def full_disk(folder: Path) -> str:
     """Return a sentence on the disk of the backend's folder where it is full, else nothing."""
     try:

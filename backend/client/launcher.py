@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -18,12 +17,13 @@ from pathlib import Path
 from ..config import ParallelConfig
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
+from . import forks
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
 from .exit_report import cause_among, failures, full_disk
 from .machine_link import Link
 from .pack import require_same_pack
-from .private_folder import LOGS, PrivateFolder
+from .private_folder import LOGS, private_folder
 from .rank_environment import sanitized_environment
 from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend
 
@@ -71,7 +71,7 @@ class BackendProcess:
         self._ranks = self.machines.ranks_here(config)
         self._is_served = bool(address)
         self._is_on_gpus = device == "cuda"
-        self._private = _private_folder()
+        self._private = private_folder()
         self.folder = self._private.path
         self.log = self.folder / "backend.log"
         LOGS.append(self.log)
@@ -93,11 +93,13 @@ class BackendProcess:
             raise
         assert self._agent.stdin is not None  # it was opened as a pipe
         self._pipe = self._agent.stdin
+        forks.hold(self._pipe.fileno())
         self._say_configuration(config, device)
         self._watch = SilenceWatch(self._heartbeats, self._end_silent, device == "cuda")
         if link is not None:
             link.watch(self._end_with_others, self._watch.ready)
-        atexit.register(self.close)
+        self._owner = os.getpid()
+        atexit.register(self._close_at_exit)
 
     def _start_agent(self, config: ParallelConfig, device: str) -> subprocess.Popen:
         here = replace(_of_one_machine(config, self._ranks), device=device)
@@ -239,7 +241,7 @@ class BackendProcess:
     def close(self):
         """End every rank: ask, then close their pipe, then kill what is left. More than once is fine."""
         self._closing = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self._watch.stop()
         if self._client is not None and not self._client.closed:
             try:
@@ -248,6 +250,8 @@ class BackendProcess:
             except BackendError:
                 pass  # it hung up first, which is what was asked for
             self._client.hang_up()  # not closed here: another thread may wait on it
+        if not self._pipe.closed:
+            forks.let_go(self._pipe.fileno())
         self._pipe.close()
         if self._is_hung() or not self._wait(3):
             self._kill_ranks()  # those that live do not see the end of their pipe
@@ -261,6 +265,10 @@ class BackendProcess:
             self._link.close("" if self._agent.returncode == 0 else "it was told to end")
         self._heartbeats.close()
         self._private.close()
+
+    def _close_at_exit(self):
+        if os.getpid() == self._owner:  # not of a fork, which has our handlers too
+            self.close()
 
     def _is_hung(self) -> bool:
         """Has a rank been silent for so long that nobody waits for it who wants to stop?"""
@@ -310,16 +318,6 @@ def _of_one_machine(config: ParallelConfig, ranks: int) -> ParallelConfig:
     if ranks == config.world_size:
         return config
     return ParallelConfig(data_parallel_degree=ranks)
-
-
-def _private_folder() -> PrivateFolder:
-    """Return a new folder, or BackendError where the disk has no room for one."""
-    try:
-        return PrivateFolder()
-    except OSError as error:
-        place = tempfile.gettempdir()
-        what = f"No folder for the backend's socket and logs can be made in {place} ({error})"
-        raise BackendError(f"{what}; make room there, or set TMPDIR to another folder.") from error
 
 
 def _free_address(folder: Path) -> str:

@@ -1,5 +1,5 @@
 """The private folder of a launched backend: made for one launcher, removed with it, or by the next launcher
-where the first one was killed. Standard library only.
+where the first one was killed.
 
 The launcher holds a lock (flock) on a file of its folder, and the agent inherits it, which meets its ranks
 through files in there and outlives a killed launcher for as long as it needs to end them. The system releases
@@ -16,6 +16,9 @@ import tempfile
 import time
 from collections import deque
 from pathlib import Path
+
+from ..protocol import BackendError
+from . import forks
 
 try:
     import fcntl
@@ -51,6 +54,9 @@ class PrivateFolder:
         except OSError:  # the disk is full
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        self._open = _held_open(self.path)
+        for descriptor in self._descriptors:
+            forks.hold(descriptor)
         self._kept = False
 
     def keep(self):
@@ -69,10 +75,24 @@ class PrivateFolder:
         """Remove the folder, or leave one that is kept to ``sweep``. More than once is fine."""
         if not self._kept:
             shutil.rmtree(self.path, ignore_errors=True)
-        lock = self._lock
-        self._lock = None
-        if lock is not None:
-            os.close(lock)
+        for descriptor in self._descriptors:
+            forks.let_go(descriptor)
+            os.close(descriptor)
+        self._lock = self._open = None
+
+    @property
+    def _descriptors(self) -> list[int]:
+        return [each for each in (self._lock, self._open) if each is not None]
+
+
+def private_folder() -> PrivateFolder:
+    """Return a new folder. Raises BackendError where the disk has no room for one."""
+    try:
+        return PrivateFolder()
+    except OSError as error:
+        place = tempfile.gettempdir()
+        what = f"No folder for the backend's socket and logs can be made in {place} ({error})"
+        raise BackendError(f"{what}; make room there, or set TMPDIR to another folder.") from error
 
 
 def _takes_sockets(folder: str) -> bool:
@@ -100,6 +120,20 @@ def _locked(folder: Path) -> int | None:
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(new, folder / LOCK)
     return lock
+
+
+def _held_open(folder: Path) -> int | None:
+    """Return the open folder with a shared lock, by which systemd's cleaner of temporary files (tmpfiles.d)
+    leaves it and all that is in it; None where it takes none, as on NFS."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def sweep(place: Path):
@@ -148,4 +182,4 @@ def _open_lock(folder: Path) -> int | None:
 
 def _is_private(folder: int) -> bool:
     found = os.fstat(folder)
-    return found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
+    return found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700

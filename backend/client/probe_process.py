@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import time
@@ -13,10 +14,10 @@ from ..config import ParallelConfig
 from ..protocol import BackendError
 from . import nccl_settings
 from .agent_command import agent_command
-from .exit_report import shared_memory_hint
+from .exit_report import ended_by_signal, shared_memory_hint
 from .interpreter import PACK
 from .pack import require_same_pack
-from .private_folder import PrivateFolder
+from .private_folder import private_folder
 from .rank_environment import sanitized_environment
 
 #: A machine that takes longer than this to measure is not going to.
@@ -27,6 +28,9 @@ ANSWER_SECONDS = 90.0
 END_SECONDS = 8.0
 #: What a failure says that another way between GPUs may mend.
 _OF_LINKS = re.compile(r"nccl|peer access|other bytes|illegal memory access|launch failure", re.IGNORECASE)
+
+#: By which NCCL's faults end ranks (NVIDIA/nccl issue 2106).
+LINK_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 Check = Callable[[], None]
 
@@ -99,7 +103,7 @@ def _probed(
 ) -> dict:
     """Return what a probe measures whose GPUs reach each other in one ``way``. The last one is waited for as
     long as it takes."""
-    private = PrivateFolder()
+    private = private_folder()
     try:
         out, store = private.path / "rates.json", private.path / "store"
         probe = ["-m", "backend.probe", "--store", str(store), "--device", device, "--out", str(out)]
@@ -149,8 +153,11 @@ def run(
             raise UnmeasuredError(f"its ranks did not answer within {hangs:.0f} s", remedy, bool(remedy))
         if process.returncode:
             log.seek(0)
-            lines = log.read().decode(errors="replace").strip().splitlines()
-            last = next((line for line in lines if "Error" in line), f"code {process.returncode}")[:300]
+            text = log.read().decode(errors="replace").strip()
+            if killed := ended_by_signal(text):
+                raise UnmeasuredError(str(killed), of_links=-killed.code in LINK_SIGNALS)
+            lines = (line for line in text.splitlines() if "Error" in line)
+            last = next(lines, f"code {process.returncode}")[:300]
             raise UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from ..config import ConfigError, ParallelConfig
+from ..control_group import cpu_limit
 from ..torch_version import has_torch
 from . import nccl_settings
 from .cache_folder import cache_folder
@@ -104,6 +105,12 @@ def driver_name(parent: Mapping[str, str], index: int) -> str:
     return str(index)
 
 
+def _cores() -> int:
+    """Count the processors that this process may use: by its affinity, and by its container's quota."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(here, cpu_limit())))
+
+
 def sanitized_environment(
     parent: dict,
     config: ParallelConfig,
@@ -120,11 +127,11 @@ def sanitized_environment(
         for name, value in parent.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.world_size)))
+    threads = str(max(1, _cores() // config.world_size))
+    env.setdefault("OMP_NUM_THREADS", threads)
     # compiled blocks: one folder for all ranks, private since code is loaded from it
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // config.world_size)))
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
     env = _MALLOC | env
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"

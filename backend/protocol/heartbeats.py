@@ -33,6 +33,16 @@ class Beat:
     longest: float
 
 
+def _memory_file() -> int | None:
+    """Return a file in memory without a name; None where the system has none, or allows none."""
+    if not hasattr(os, "memfd_create") or not Path("/proc/self/fd").exists():
+        return None
+    try:
+        return os.memfd_create("parallel-dit-heartbeats")
+    except OSError:  # seccomp, or vm.memfd_noexec
+        return None
+
+
 class Heartbeats:
     """The slots of ``ranks`` ranks; ``make`` them in the launcher, ``join`` them in each rank."""
 
@@ -46,8 +56,8 @@ class Heartbeats:
     def make(cls, ranks: int, folder: Path) -> "Heartbeats":
         """Return new slots at a path that only this user can open: memory without a name, which waits for no
         disk, or a file in ``folder`` where the system has none. Raises OSError."""
-        if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():
-            file = os.memfd_create("parallel-dit-heartbeats")
+        file = _memory_file()
+        if file is not None:
             path = f"/proc/{os.getpid()}/fd/{file}"
         else:
             path = str(folder / "heartbeats")

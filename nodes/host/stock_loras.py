@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...backend.client.private_folder import PrivateFolder
+from ...backend.client.private_folder import PrivateFolder, private_folder
 from ...backend.protocol import RefusedError
 
 #: In front of a weight's name in ComfyUI's model.
@@ -22,7 +22,7 @@ _REMEDY = "add the file with Parallel LoRA, before Parallel Model, or use ComfyU
 
 @functools.cache
 def _private() -> PrivateFolder:
-    found = PrivateFolder()
+    found = private_folder()
     atexit.register(found.close)
     return found
 

@@ -47,6 +47,18 @@ def test_golden_latent_through_the_socket(backend, checkpoint):
     assert shapes == {(1, 16, 16, 16)}
 
 
+def test_a_fork_that_ends_leaves_the_ranks_alone(backend, checkpoint):
+    """It has our handlers of the exit, too, and runs them where it ends as programs do."""
+    launched = pool.launched().process
+    pid = os.fork()
+    if not pid:
+        launched._close_at_exit()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    request, golden = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+
+
 def test_status_has_the_model_and_the_memory_of_every_rank(backend, checkpoint):
     request, _ = request_for(backend, checkpoint)
     backend.sample(request)

@@ -1,10 +1,13 @@
 """Limits of control groups, as files in a folder: of containers, and of services on a host."""
 
+import math
+
 import pytest
 
 from backend import device_memory
-from backend.client import measurements
-from backend.control_group import memory_limits
+from backend.client import measurements, rank_environment
+from backend.config import ParallelConfig
+from backend.control_group import cpu_limit, memory_limits
 
 GB = 1 << 30
 
@@ -61,3 +64,29 @@ def test_auto_plans_with_part_of_the_memory_where_nobody_says_what_is_free(monke
     monkeypatch.setattr(measurements, "host_free", lambda swap: device_memory.UNKNOWN)
     part = measurements.USABLE * device_memory.host_bytes()
     assert measurements.free_memory("cpu", []) == (int(part),)
+
+
+def test_the_least_quota_of_processors_counts(tmp_path):
+    """Version 2: of the group and those that it is in; docker --cpus 2.5 in a pod of 8."""
+    write(tmp_path / "pod" / "job", cpu__max="250000 100000")
+    write(tmp_path / "pod", cpu__max="800000 100000")
+    write(tmp_path, cpu__max="max 100000")
+    assert cpu_limit(tmp_path, "0::/pod/job\n") == 2.5
+    assert cpu_limit(tmp_path, "0::/elsewhere\n") == math.inf
+
+
+def test_version_1_has_quota_and_period_in_files_of_their_own(tmp_path):
+    write(tmp_path / "cpu" / "job", cpu__cfs_quota_us=400000, cpu__cfs_period_us=100000)
+    write(tmp_path / "cpu", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    assert cpu_limit(tmp_path, "5:cpu,cpuacct:/job\n4:memory:/job\n") == 4
+    assert cpu_limit(tmp_path, "5:cpu,cpuacct:/\n") == math.inf
+
+
+@pytest.mark.parametrize("limit, threads", [(math.inf, "8"), (6.5, "3"), (0.5, "1")])
+def test_ranks_share_the_processors_of_their_container(monkeypatch, limit, threads):
+    """A machine's 16 would start as many threads as the container has no time for."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(rank_environment, "cpu_limit", lambda: limit)
+    config = ParallelConfig(ulysses_degree=2, device="cpu")
+    env = rank_environment.sanitized_environment({}, config, "cpu")
+    assert env["OMP_NUM_THREADS"] == env["TORCHINDUCTOR_COMPILE_THREADS"] == threads

@@ -30,6 +30,17 @@ def test_a_machine_that_cannot_be_measured_is_sent_to_the_doctor():
     assert sentence.index("doctor.py") < sentence.index("by hand") and sentence.count(". ") == 0
 
 
+@pytest.mark.parametrize("name, of_links", [("SIGSEGV", True), ("SIGKILL", False)])
+def test_a_rank_that_a_signal_ends_is_named(monkeypatch, name, of_links):
+    """As NCCL's faults do, and the system where memory runs out; torchrun tells it in a table alone."""
+    code = f"import os, signal; os.kill(os.getpid(), signal.{name}) if os.environ['RANK'] == '1' else None"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    command = [*command, sys.executable, "-c", code]
+    with pytest.raises(probe_process.UnmeasuredError, match=f"rank 1 was killed by {name}") as failure:
+        probe_process.run(command, dict(os.environ), lambda: None)
+    assert failure.value.of_links == of_links
+
+
 @pytest.mark.parametrize("device, says", [("cuda", "IOMMU"), ("cpu", "scripts/doctor.py")])
 def test_ranks_that_do_not_answer_are_said_to_hang(device, says):
     """In one sentence; the doctor, whose probe it is, too, would send to itself."""

@@ -1,0 +1,32 @@
+"""Keeps descriptors that processes of ours live by out of forks of this one. Standard library only.
+
+A process that another custom node forks (concurrent.futures, multiprocessing) has a copy of every descriptor,
+and close-on-exec does not act: ranks would not see their pipe end with ComfyUI, and would hold all memory of
+the GPUs for as long as that process lives.
+"""
+
+import os
+
+_held: set[int] = set()
+
+
+def hold(descriptor: int):
+    """Have forks from now on without this descriptor."""
+    _held.add(descriptor)
+
+
+def let_go(descriptor: int):
+    """Forget a descriptor that is about to be closed, whose number may become another's."""
+    _held.discard(descriptor)
+
+
+def _in_child():
+    """Put nothing in their place: an object has the number of each, and would close another's in the end."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _held:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

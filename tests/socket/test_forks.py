@@ -1,0 +1,49 @@
+"""What a process that is forked from ComfyUI's must not hold."""
+
+import os
+import select
+import time
+from pathlib import Path
+
+from backend.client import forks, private_folder
+
+
+def test_a_fork_that_lives_on_does_not_keep_ranks_alive():
+    """Its end of the pipe by which ranks see that ComfyUI has ended."""
+    reading, writing = os.pipe()
+    forks.hold(writing)
+    go, pid = os.pipe(), os.fork()
+    if not pid:
+        os.read(go[0], 1)  # until the test is over
+        os._exit(0)
+    try:
+        forks.let_go(writing)
+        os.close(writing)
+        seen = select.poll()
+        seen.register(reading)
+        assert seen.poll(5000) == [(reading, select.POLLHUP)]
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(pid, 0)
+        for descriptor in (reading, *go):
+            os.close(descriptor)
+
+
+def test_a_fork_does_not_keep_a_folder_from_being_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = private_folder.private_folder()
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        path, descriptors = folder.path, folder._descriptors
+        for descriptor in descriptors:  # as where its launcher is killed
+            forks.let_go(descriptor)
+            os.close(descriptor)
+        folder._lock = folder._open = None
+        private_folder.sweep(Path(tmp_path))
+        assert len(descriptors) == 2 and not path.exists()
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
