@@ -17,6 +17,7 @@ from torch.fx.experimental import _config as shapes
 
 from ..errors import reason
 from ..opaque_ops import RUNNING, opaque_layers, unavailable
+from .effect_order import in_order
 
 #: What compiles the graphs: a name of torch.compiler.list_backends().
 BACKEND = "inductor"
@@ -59,9 +60,14 @@ class Compiler:
         return forward(block, *args, **kwargs)
 
     def _backend(self, graph, inputs):
-        """Compile one graph, and count it."""
+        """Compile one graph, and count it. Raises RuntimeError for what Inductor would leave to eager frames,
+        which begin the block a second time: bfloat16 on GPUs that only emulate it."""
         started = time.perf_counter()
-        found = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+        try:
+            with in_order():
+                found = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+        except torch._dynamo.exc.SkipFrame as error:
+            raise RuntimeError(str(error)) from error
         self.graphs += 1
         self.seconds += time.perf_counter() - started
         return found

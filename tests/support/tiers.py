@@ -26,6 +26,7 @@ LEFT_OUT = {
     "socket/test_cli_sample.py::test_ranks_that_stay_give_the_latent_of_the_same_request": "starts a backend",
     "unit/test_compiled_blocks.py::test_batches_have_graphs_of_their_own_at_most_once": "traces five times",
     "unit/test_compiled_blocks.py::test_inductor_keeps_the_latent": "a C++ compiler, for a minute",
+    "unit/test_effect_order.py::test_inductor_alone_moves_them": "of Inductor, and once more a trace",
     "unit/test_memory_page.py::test_the_page_is_what_the_script_makes": "describes every file, for a minute",
     "unit/test_scaling_page.py::test_the_page_is_what_the_script_makes": "projects and counts every model",
     "unit/test_benchmarks.py::test_scaling_measures_two_ranks": "starts backends and measures",
@@ -73,6 +74,7 @@ LEFT_OUT = {
 #: FILE::TEST -> how many of its parameters, evenly spread, the fast tier takes.
 SOME = {
     "unit/test_compiled_blocks.py::test_quantized_layers_are_one_node_of_a_graph": 1,
+    "unit/test_effect_order.py::test_opaque_operations_run_in_the_order_of_the_code": 1,
     "unit/test_fuzz.py::test_frames_are_refused_or_accepted": 1,
     "unit/test_launches.py::test_a_steady_step_waits_for_nothing": 1,
     "unit/test_launches.py::test_nor_does_one_of_many_ranks": 1,
