@@ -117,7 +117,7 @@ COMPILED_HYBRIDS = {
 }
 STAND_FOR_OTHERS = ("qwen-image", "wan21-t2v", "ltx2", "sana")
 #: That of the fast tier.
-FAST_COMPILED = {"sd3": dict(pipefusion_degree=2, num_pipeline_patch=3)}
+FAST_COMPILED = {"qwen-image21": dict(pipefusion_degree=2, num_pipeline_patch=3)}
 EVERY_COMPILED = "PARALLEL_DIT_TEST_EVERY_COMPILED"
 #: The configuration of a case in the fast tier, where another case has its signature.
 HYBRID = dict(ulysses_degree=2)
