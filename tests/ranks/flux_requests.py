@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from tiny import batch_request, golden_request
 
-#: Most steps of a request; steps of one with stale keys and values, of which at most two are of warm-up; of one that
-#: every step shows as well as another.
+#: Most steps of a request; steps of one with stale keys and values, of which at most two are of warm-up; of
+#: one that every step shows as well as another.
 STEPS, STALE_STEPS, FEW = 6, 4, 2
 #: Positive and negative prompts of different lengths, one of them shorter than any group.
 SHORT_NEGATIVE = "negative of 1 row"
