@@ -26,6 +26,8 @@ torch.compile(nn.Identity(), backend="eager")(torch.zeros(1))  # imports the com
 OF_PATCHES = 3
 #: Rows and columns that the latent of a second request lacks: few, so that no patch is text alone.
 SMALLER = 2
+#: Rows that its prompts lack.
+LACKING = 6
 #: Why a rank does not compile, where its peers trace for it.
 PEERS_TRACE = "other ranks trace for this one"
 
@@ -55,7 +57,7 @@ def another(engine: Engine, sample: Sample) -> Sample:
 
 def _shorter(name: str, value: torch.Tensor) -> torch.Tensor:
     is_text = name.endswith((".c_crossattn", ".attention_mask")) and value.ndim > 1
-    return value[:, :-3].contiguous() if is_text else value
+    return value[:, :-LACKING].contiguous() if is_text else value
 
 
 def _receives(engine: Engine, sample: Sample) -> int:

@@ -43,8 +43,9 @@ TRANSFORMERS = [
 ]  # imported before ranks are forked
 
 STEPS, MASKED = 2, 5
-#: Most rows of latent pixels and rows of text of a request: no ComfyUI is compared here.
-SIDE, TEXT = 10, 40
+#: Most rows of latent pixels and rows of text of a request: no ComfyUI is compared here. Text of a fixed
+#: length is longer.
+SIDE, TEXT, FIXED = 8, 20, 80
 #: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
@@ -88,7 +89,7 @@ def request(case: str, config: ParallelConfig):
 def shortened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a request with fewer tokens; text of a fixed length stays as it is."""
     return {
-        name: value[:, -TEXT:] if name.endswith("c_crossattn") and value.shape[1] > 2 * TEXT else value
+        name: value[:, -TEXT:] if name.endswith("c_crossattn") and value.shape[1] > FIXED else value
         for name, value in cropped(tensors, SIDE).items()  # Flux.2's text begins with padding
     }
 

@@ -117,7 +117,7 @@ COMPILED_HYBRIDS = {
 }
 STAND_FOR_OTHERS = ("qwen-image", "wan21-t2v", "ltx2", "sana")
 #: That of the fast tier.
-FAST_COMPILED = {"sd3": dict(pipefusion_degree=2, num_pipeline_patch=3)}
+FAST_COMPILED = {"qwen-image21": dict(pipefusion_degree=2, num_pipeline_patch=3)}
 EVERY_COMPILED = "PARALLEL_DIT_TEST_EVERY_COMPILED"
 #: The configuration of a case in the fast tier, where another case has its signature.
 HYBRID = dict(ulysses_degree=2)
@@ -166,12 +166,12 @@ class Run:
     @property
     def is_fast(self) -> bool:
         """Is it of the fast tier? Every method of a signature's representative, and one hybrid of every
-        other case."""
+        other family and of some of the variants."""
         if self.case in _representatives(self.ranks) and dict(self.degrees) in METHODS[self.ranks]:
             return True
         if self.ranks == 2 and self.case not in _representatives(2):
-            return dict(self.degrees) == HYBRID
-        return dict(self.degrees) == self._turn
+            return dict(self.degrees) == HYBRID and not self._is_left_out
+        return dict(self.degrees) == self._turn and not self._is_left_out
 
     @property
     def is_compiled(self) -> bool:
@@ -193,6 +193,12 @@ class Run:
     def all_trace(self) -> bool:
         """Do all ranks trace the compiled blocks, and not one for all that have the same?"""
         return EVERY_COMPILED in os.environ or (self.ranks == 2 and self.case in STAND_FOR_OTHERS)
+
+    @property
+    def _is_left_out(self) -> bool:
+        """Is it a variant, with the signature of another one, that --all alone runs? Two of three are."""
+        of_another = self.case in VARIANTS and is_variant(self.ranks, self.case)
+        return of_another and CASES[2].index(self.case) % 3 != 0
 
     @property
     def _turn(self) -> dict[str, Any]:

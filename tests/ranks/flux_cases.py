@@ -23,8 +23,6 @@ from tiny import FLUX_CASES
 
 from backend.config import ParallelConfig
 
-#: World sizes that run whole golden cases on the whole tiny Flux. Others have half its blocks, and few steps.
-GOLDEN = (2,)
 #: Golden cases that differ from others in their solver alone.
 NEW_SOLVERS = {
     "deis_normal",
@@ -67,9 +65,8 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
 
 
 def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
-    """What to run: on two ranks all golden cases under Ulysses, and fewer steps of them under rings, CFG and
-    stale keys and values; elsewhere, where the code is the same, one golden case, and few steps of what is
-    special there."""
+    """What to run: on two ranks all golden cases under Ulysses, and fewer of them under rings, CFG and stale
+    keys and values; elsewhere, where the code is the same, one golden case and what is special there."""
     few = FEW if config.pipefusion_degree == 1 else STALE_STEPS
     if config.data_parallel_degree > 1:
         return [Case(UNEVEN_BATCH, few)] + [Case(EVEN_BATCH, few)] * (config.data_parallel_degree == 2)
@@ -77,7 +74,7 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
         return [Case(case, STALE_STEPS) for case in (*FLUX_CASES, CFG_PP) if case != "size20x12"]
     plain = config.split_scheme == "megatron" and not config.shard_weights
     if world == 2 and variant == "exact" and plain and config.tensor_parallel_degree == 1:
-        golden = [Case(case) for case in FLUX_CASES]
+        golden = [Case(case, STALE_STEPS) for case in FLUX_CASES]
         if config.ulysses_degree == 1:
             golden = [Case(case, STALE_STEPS) for case in FLUX_CASES if case not in NEW_SOLVERS | LIKE_OTHERS]
         return [
@@ -89,10 +86,9 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
     in_turn = (
         variant == "exact" and config.cfg_degree == 1
     )  # prompts are computed one after the other, as in one process
-    golden = plain and variant in ("exact", "one patch")
-    found = [Case("size20x12", None if golden and not in_turn and world in GOLDEN else few)]
-    if golden and in_turn:
-        found.append(Case("euler_ancestral_simple", None if world in GOLDEN else few))
+    found = [Case("size20x12", few)]
+    if plain and in_turn:
+        found.append(Case("euler_ancestral_simple", few))
     if world in (3, 8):  # what prompts need is shown on 2 and 4
         return found
     if not variant.startswith("stale") and (config.sp_degree > 1 or not in_turn):
@@ -233,7 +229,7 @@ def pairs() -> list[str]:
 
 @cache
 def has_negative(case: Case) -> bool:
-    return "negative.y" in request_of(case)[0].tensors
+    return "negative.y" in request_of(case).tensors
 
 
 def shared_runs(config: ParallelConfig) -> list[Run]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from tiny import batch_request, golden_request
 
-#: Steps of a golden case; of one with stale keys and values, of which at most two are of warm-up; of one that
-#: every step shows as well as another.
+#: Most steps of a request; steps of one with stale keys and values, of which at most two are of warm-up; of
+#: one that every step shows as well as another.
 STEPS, STALE_STEPS, FEW = 6, 4, 2
 #: Positive and negative prompts of different lengths, one of them shorter than any group.
 SHORT_NEGATIVE = "negative of 1 row"
@@ -25,18 +25,16 @@ LORA = "LoRA"
 
 @dataclass(frozen=True)
 class Case:
-    """A golden case, or one of those above, over all of its steps or over fewer and longer ones."""
+    """A golden case, or one of those above, over so many of its steps, longer ones."""
 
     name: str
-    steps: int | None = None
+    steps: int = STEPS
 
 
 def request_of(case: Case):
-    """The request of a case, and the golden latent where there is one."""
-    if case.name in MADE:
-        return shortened(MADE[case.name](), case.steps or STEPS), None
-    sample, golden = golden_request(case.name)
-    return (sample, golden) if case.steps is None else (shortened(sample, case.steps), None)
+    """The request of a case."""
+    made = MADE.get(case.name, lambda: golden_request(case.name)[0])
+    return shortened(made(), case.steps)
 
 
 def shortened(sample, steps: int):

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from families import golden, model_call
 from ranks.compiled import compare
 from ranks.flux_cases import CALL, CALLS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
-from ranks.flux_requests import FEW, LORA, STEPS, Case, request_of
+from ranks.flux_requests import FEW, LORA, Case, request_of
 from ranks.share_cases import write_wide
 from ranks.wire_cases import merged, rounding
-from tiny import error_in_std, relative, to_vae_units
+from tiny import relative
 from torch.distributed.tensor import DTensor
 
 from backend import engine as engine_module
@@ -48,7 +48,7 @@ def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[t
 
     fsdp.reshard(model)
     before = held()
-    (samples, _), _ = run(
+    samples, _ = run(
         engine,
         config,
         Case(LORA, FEW),
@@ -61,7 +61,7 @@ def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[t
 def asked(config: ParallelConfig, case: Case, model: str = "tiny"):
     """The request of a case with a configuration's patches."""
     return replace(
-        request_of(case)[0],
+        request_of(case),
         model=model,
         num_pipeline_patch=config.num_pipeline_patch,
         warmup_steps=config.warmup_steps,
@@ -71,10 +71,10 @@ def asked(config: ParallelConfig, case: Case, model: str = "tiny"):
 
 
 def run(engine: Engine, config: ParallelConfig, case: Case, model: str = "tiny"):
-    sample, golden, last = asked(config, case, model), request_of(case)[1], []
+    sample, last = asked(config, case, model), []
     engine.check_sample(sample)
     samples, stats = engine.sample(replace(sample, denoised=True), Callbacks(on_denoised=last.append))
-    return (samples, {**stats, "denoised": last[0]}), golden
+    return samples, {**stats, "denoised": last[0]}
 
 
 def call(engine: Engine, case: str):
@@ -129,7 +129,7 @@ class SingleProcess:
         return (
             run_lora(self.engine, self.engine.config, self.checkpoint)[0]
             if case.name == LORA
-            else run(self.engine, self.engine.config, case)[0][0]
+            else run(self.engine, self.engine.config, case)[0]
         )
 
     @cached_property
@@ -167,20 +167,19 @@ def arranged(engine: Engine | None, config: ParallelConfig, checkpoint: str) -> 
 
 def of_request(engine: Engine, each: Run, reference) -> dict | None:
     """What a request is judged by, on rank 0."""
-    (samples, stats), golden = run(engine, each.varied, each.case)
+    samples, stats = run(engine, each.varied, each.case)
     sent = described_ = None
     if each.case.name in COUNTED and each.variant not in UNDESCRIBED:
         sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
     if reference is None:
         return None
     if sent is not None:
-        described_ = described(each.varied, reference.opened, each.case.steps or STEPS, len(samples))
+        described_ = described(each.varied, reference.opened, each.case.steps, len(samples))
     stale = each.variant.startswith("stale")
     return {
         "relative": relative(samples, reference(each.case)),
         "simulated": relative(samples, reference.stale(each.varied, each.case)) if stale else None,
         "denoised": relative(stats["denoised"], samples),
-        "golden": 0.0 if golden is None else error_in_std(to_vae_units(samples), golden),
         "sent": sent,
         "described": described_,
     }
@@ -249,7 +248,7 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
         of_model = str(Path(checkpoint).with_name("wide")) if config.shares else checkpoint
         engine = in_float64(config, mesh.build(config, "cpu"), of_model)
         for each in group:
-            (samples, stats), _ = run(engine, each.varied, each.case)
+            samples, stats = run(engine, each.varied, each.case)
             sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
             compiled = compare(engine, asked(each.varied, each.case), samples) if each.ranks == 2 else None
             if rank:
@@ -260,7 +259,7 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
             with rounding(each.varied):
                 rounded = single.sample(asked(alone, each.case), Callbacks())[0]
             opened = single.check_load(of_model, "default")
-            described_ = described(each.varied, opened, each.case.steps or STEPS, len(samples), torch.float64)
+            described_ = described(each.varied, opened, each.case.steps, len(samples), torch.float64)
             found.append(
                 {
                     "id": each.id,

@@ -8,6 +8,7 @@ import signatures
 from launch import run_ranks
 from ranks.family_cases import CASES, CONFIGURATIONS, METHODS, TURNS, Run, runs
 from tiers import params
+from variants import VARIANTS
 
 
 def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
@@ -61,7 +62,8 @@ def _number(word: str) -> int | str:
 
 
 def test_every_signature_has_a_representative():
-    """The fast tier runs every method that a case of each signature can run, and something of every case."""
+    """The fast tier runs every method that a case of each signature can run, something of every family, and
+    of a third of the variants that have another one's."""
     for ranks in CASES:
         here = [run for run in runs() if run.ranks == ranks]
         for signature, representative in signatures.representatives(CASES[ranks]).items():
@@ -72,7 +74,9 @@ def test_every_signature_has_a_representative():
                 signature
             )
     fast = [run for run in runs() if run.is_fast]
-    assert {run.case for run in fast} == {case for cases in CASES.values() for case in cases}
+    every = {case for cases in CASES.values() for case in cases}
+    left_out = every - {run.case for run in fast}
+    assert left_out <= VARIANTS.keys() and len(left_out) <= 2 / 3 * len(every & VARIANTS.keys())
 
 
 def test_the_fast_tier_has_every_method():

@@ -10,6 +10,7 @@ from launch import run_ranks
 from quantized import described
 from ranks.native_int8 import CONFIGS, INT8, NVFP4, REFUSED
 from safetensors.torch import save_file
+from tiers import params
 from tiny import facts, weights_module
 
 pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
@@ -20,12 +21,20 @@ pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
 SHARES = {INT8: (median, 0.8, 0.95), NVFP4: (min, 0.1, 0.5)}
 
 
+#: Of the fast tier: inputs that are cut by columns, and scales of each rank's own, of either format.
+FAST = ("row", "row, scales of each rank's own", "nvfp4, ulysses")
+
+
 @dataclass(frozen=True)
 class Run:
     """A configuration of CONFIGS; its id is that of its test."""
 
     id: str
     ranks: int = 2
+
+    @property
+    def is_fast(self) -> bool:
+        return self.id in FAST
 
 
 def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
@@ -36,7 +45,7 @@ def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict
     return run_ranks("ranks.native_int8", ranks, folder, str(folder), [run.id for run in selected])
 
 
-@pytest.mark.parametrize("run", [Run(label) for label in CONFIGS], ids=lambda run: run.id)
+@pytest.mark.parametrize("run", params(map(Run, CONFIGS)))
 def test_two_ranks(run, rank_programs):
     """To flipped roundings, which spread, of what native products change (rms, in standard deviations of the
     output), with MKL's usual and its compatible kernels. Of int8, which changes 0.015, the median of five

@@ -91,6 +91,22 @@ def shared(path: Path, name: str, tensors: Callable[[], dict[str, torch.Tensor]]
     return path
 
 
+def random_weights(shapes: dict[str, list[int]], family: str) -> dict[str, torch.Tensor]:
+    """The random weights of ``shapes``: a weight is its name's and its shape's, so those of a golden family
+    are read from its file where the session has it, which takes a quarter of the time."""
+    file, known = Path(os.environ.get(SHARED, os.devnull), f"{family}.safetensors"), {}
+    if file.exists():
+        with safe_open(file, "pt") as weights:
+            same = [
+                key
+                for key in set(weights.keys()) & set(shapes)
+                if weights.get_slice(key).get_shape() == list(shapes[key])
+            ]
+            known = {key: weights.get_tensor(key) for key in same}
+    others = {key: shape for key, shape in shapes.items() if key not in known}
+    return known | weights_module().state_dict(others)
+
+
 def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     """A safetensors file that no other process sees half written."""
     part = path.with_suffix(f".{os.getpid()}")

@@ -11,7 +11,7 @@ from families import golden
 from image_variants import IMAGE_VARIANTS, OLDER_IMAGE_VARIANTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import GOLDEN, facts, shared, weights_module
+from tiny import GOLDEN, facts, random_weights, shared
 from variant_parts import GUIDANCE, randn
 from video_variants import VIDEO_VARIANTS
 from wan_variants import WAN_VARIANTS
@@ -49,7 +49,7 @@ def write(path: Path, name: str) -> Path:
 
 def state(name: str) -> dict[str, torch.Tensor]:
     """The weights of a variant."""
-    weights = weights_module().state_dict(described(name)["shapes"])
+    weights = random_weights(described(name)["shapes"], VARIANTS[name].family)
     if "head.head.weight" in weights:
         weights["head.head.weight"] *= VARIANTS[name].louder
     # a blur, which ComfyUI reads and diffusers computes
