@@ -231,8 +231,8 @@ def test_accepting_goes_on_where_no_thread_can_be_started(server, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("backend.serving.server.threading.Thread", Scarce)
         assert closed(connect(server)) and not scarce
-    greeted(server)
-    assert server.clients._value == before - 1 and not server.strangers
+    with greeted(server):  # which has its place until it is closed
+        assert server.clients._value == before - 1 and not server.strangers
 
 
 def test_shared_folder_is_refused(tmp_path):
