@@ -9,7 +9,7 @@ import diffusers
 
 from ..errors import UnsupportedError, quoted, reason, some
 from ..models import FAMILIES, family_of_class
-from ..models.key_layout import PREFIXES, renamed
+from ..models.key_layout import PREFIXES, Layout, Shapes, renamed
 from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback
 from .checkpoint import Checkpoint
@@ -104,7 +104,7 @@ def recognise(name: str, files: Weights) -> Checkpoint:
         keys = family.layout.keys(files.shapes)
         if keys is not None:
             shapes = {ours: files.shapes[theirs] for ours, theirs in keys.items()}
-            config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
+            config = _config(family.layout, shapes, name, files)
             return Checkpoint(name, family.of(config), config, files, keys, single_file=True)
     checkpoint = _with_diffusers_names(name, files)
     if checkpoint is not None:
@@ -118,6 +118,11 @@ def recognise(name: str, files: Weights) -> Checkpoint:
         f"{name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin "
         f"with {some(files.shapes, 3)}. A text encoder or VAE does not belong here."
     )
+
+
+def _config(layout: Layout, shapes: Shapes, name: str, files: Weights) -> dict:
+    """The configuration that a file's shapes, header and name tell, the later ones before the earlier."""
+    return layout.config(shapes) | layout.metadata(files.metadata) | layout.named(name)
 
 
 def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
@@ -143,7 +148,7 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
         ):
             continue
         try:
-            config = family.layout.config(shapes) | family.layout.metadata(files.metadata)
+            config = _config(family.layout, shapes, name, files)
             own = keys | renamed(family.layout.moved(config), keys)
             checkpoint = Checkpoint(name, family.of(config), config, files, own)
             found.append((len(checkpoint.sources), checkpoint))

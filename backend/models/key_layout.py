@@ -54,7 +54,8 @@ class Layout:
 
     signature: keys that tell the family; absent: keys of other families. variants: key -> name of the
     variant that has it and is not supported. unread: tensors (patterns) that the model does not need -> why.
-    config: shapes -> arguments of the diffusers class. metadata: strings of the header -> more of them.
+    config: shapes -> arguments of the diffusers class. metadata: strings of the header -> more of them;
+    named: the file's name -> more of them, which nothing in the file tells.
     names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the
     block number; a whole tensor (.weight, .scale) maps to a whole parameter. Others keep their name.
     swapped: diffusers modules whose two halves of rows are the other way round, {} being the number of every
@@ -73,6 +74,7 @@ class Layout:
     reshaped: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
+    named: Callable[[str], dict] = lambda name: {}
     variants: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     companion: CompanionFolder | None = None

@@ -94,12 +94,16 @@ def default_method(config):
 
 def refusal(config, grid, cond):
     """Only Edit 2511's blocks take two timesteps."""
-    remedy = "" if config.get("zero_cond_t") else f"{references.OTHER_METHOD}, or load Qwen-Image-Edit 2511"
+    another = (
+        f"or load Qwen-Image-Edit 2511, which a file without its mark ({ZERO_TIMESTEP}) is by {EDIT_2511}"
+    )
+    remedy = "" if config.get("zero_cond_t") else f"{references.OTHER_METHOD}, {another} in its name"
     return references.wrong_references(grid, cond, remedy)
 
 
-#: Of a file whose model knows reference images by timestep zero (Edit 2511).
-ZERO_TIMESTEP = "__index_timestep_zero__"
+#: Of a file whose model knows reference images by timestep zero (Edit 2511): an empty tensor, which GGUF
+#: files and merges may lack; and what their names have, since no weight is another's.
+ZERO_TIMESTEP, EDIT_2511 = "__index_timestep_zero__", "2511"
 #: Of Layered: embeds whether an image is without transparency.
 TRANSPARENCY = "time_text_embed.addition_t_embedding.weight"
 
@@ -133,6 +137,7 @@ LAYOUT = Layout(
     ),
     unread={ZERO_TIMESTEP: "a mark that the configuration is told by"},
     config=config_from_shapes,
+    named=lambda name: {"zero_cond_t": True} if EDIT_2511 in name else {},
 )
 FAMILY = Family(
     name="qwen-image",

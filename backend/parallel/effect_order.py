@@ -8,16 +8,16 @@ then moves operations to save memory, by sizes: ranks of unlike shares would sen
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch._inductor.config
-import torch._inductor.scheduler as inductor
-from torch._inductor.virtualized import V
-
 
 @contextmanager
 def in_order() -> Iterator[None]:
     """Graphs that Inductor compiles meanwhile keep the order of their opaque operations. A torch that knows
     no such edges reorders nothing."""
-    scheduler = inductor.Scheduler
+    # here: Inductor takes long to import, and most requests compile nothing
+    import torch._inductor.config
+    from torch._inductor.scheduler import Scheduler as scheduler
+    from torch._inductor.virtualized import V
+
     compute = getattr(scheduler, "compute_dependencies", None)
     if compute is None or not hasattr(torch._inductor.config, "reorder_for_peak_memory"):
         yield
@@ -28,7 +28,7 @@ def in_order() -> Iterator[None]:
         if edges is None:
             torch._inductor.config.reorder_for_peak_memory = False  # until the patch below ends
         else:
-            _rename(edges)
+            _rename(edges, V.graph.operations)
         return compute(self)
 
     keeps = torch._inductor.config.reorder_for_peak_memory
@@ -40,9 +40,9 @@ def in_order() -> Iterator[None]:
         scheduler.compute_dependencies = compute
 
 
-def _rename(edges):
+def _rename(edges, operations):
     """Put every edge under the name of its operation, too, which the scheduler looks up."""
-    for operation in V.graph.operations:
+    for operation in operations:
         buffer, name = operation.get_name(), operation.get_operation_name()
         if buffer != name and edges.get(buffer):
             edges[name] |= edges[buffer]

@@ -2,13 +2,21 @@
 
 import math
 
+import comfy.latent_formats
+
 from ...backend.protocol import RefusedError
 from ..comfy_models.registry import family_named
 from .conditioning import check_conditioning
 from .guidance import skips_negative
 
-#: Scale of a model's latents -> ComfyUI's node that makes empty ones.
-_EMPTY = {16: "EmptyFlux2LatentImage", 32: "EmptyHunyuanImageLatent"}
+#: Scale and channels of a model's latents -> ComfyUI's node that makes empty ones.
+_EMPTY = {
+    (16, 128): "EmptyFlux2LatentImage",
+    (32, 32): "EmptyHunyuanImageLatent",
+    (32, 64): "EmptyHunyuanImageLatent",
+}
+#: Pixels along each side to a latent's, of most models and of empty latents that say nothing of it.
+_USUAL_SCALE = 8
 
 
 def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: list, latent: dict) -> list:
@@ -52,10 +60,10 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
                 f"make them with this model's own empty-latent node."
             )
         return
-    if nested and samples.any():
+    if nested and (samples.any() or not _adds_latents(latent_format)):
         raise RefusedError(
-            f"latent_image is one latent, but this transformer takes {len(nested)} (video and audio); make "
-            f"them with this model's own nodes."
+            f"latent_image is one latent, but this transformer takes {len(nested)} (video and audio); join "
+            f"both, for LTX-2 an empty one of LTXV Empty Latent Audio by LTXV Concat AV Latent."
         )
     shapes = {2: (4,), 3: (4, 5)}[latent_format.latent_dimensions]
     wanted = latent_format.latent_channels
@@ -64,10 +72,20 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
             f"latent_image has the shape {list(samples.shape)}, but this transformer takes [batch, "
             f"{wanted}, height, width]; encode the image with the VAE of this model."
         )
-    scale = getattr(latent_format, "spacial_downscale_ratio", 8)
+    scale = getattr(latent_format, "spacial_downscale_ratio", _USUAL_SCALE)
     of_another_model = samples.shape[1] in (4, 16) and samples.shape[1] != wanted
-    if scale in _EMPTY and of_another_model and "downscale_ratio_spacial" not in latent:
+    if scale != _USUAL_SCALE and of_another_model and "downscale_ratio_spacial" not in latent:
+        node = _EMPTY.get((scale, wanted), "the empty-latent node of this model")
         raise RefusedError(
             f"latent_image is an empty latent at 1/8 of the image's size, but this transformer's are at "
-            f"1/{scale}, and this ComfyUI does not scale it; make it with {_EMPTY[scale]}."
+            f"1/{scale}, and this ComfyUI does not scale it; make it with {node}."
         )
+
+
+def _adds_latents(latent_format) -> bool:
+    """Whether ComfyUI gives an empty latent of this format the others, as it does for MiniMax-H3."""
+    ours, usual = (
+        getattr(each, "fix_empty_latent", None)
+        for each in (type(latent_format), comfy.latent_formats.LatentFormat)
+    )
+    return ours is not usual

@@ -32,11 +32,13 @@ def test_a_fork_that_lives_on_does_not_keep_ranks_alive():
 def test_a_fork_does_not_keep_a_folder_from_being_swept(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = private_folder.private_folder()
-    pid = os.fork()
+    ready, pid = os.pipe(), os.fork()
     if not pid:
+        os.write(ready[1], b"x")
         time.sleep(60)
         os._exit(0)
     try:
+        assert os.read(ready[0], 1)  # what forks do at once has been done
         path, descriptors = folder.path, folder._descriptors
         for descriptor in descriptors:  # as where its launcher is killed
             forks.let_go(descriptor)
@@ -47,3 +49,5 @@ def test_a_fork_does_not_keep_a_folder_from_being_swept(tmp_path, monkeypatch):
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
+        for descriptor in ready:
+            os.close(descriptor)

@@ -7,6 +7,7 @@ from tiny import write_checkpoint
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 
 
@@ -37,6 +38,13 @@ def test_pad_tokens_without_their_dimension_of_1(tmp_path):
     tensors |= {name: tensors[name].flatten() for name in ("x_pad_token", "cap_pad_token")}
     save_file(tensors, tmp_path / "flat.safetensors")
     assert same(loaded(tmp_path / "flat.safetensors"), loaded(plain))
+
+
+@pytest.mark.parametrize("name, knows", [("qwen_image_edit_2511_Q4", True), ("qwen_image_edit_2509", False)])
+def test_qwen_image_edit_2511_by_its_name(tmp_path, name, knows):
+    """Where a file lacks the empty tensor that marks it, as after conversion to GGUF."""
+    path = write_checkpoint(tmp_path / f"{name}.safetensors", "qwen-image")
+    assert open_checkpoint(str(path)).config["zero_cond_t"] == knows
 
 
 def test_a_scale_that_a_text_encoder_has_beside_a_whole_weight(tmp_path):
