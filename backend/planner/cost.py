@@ -121,7 +121,7 @@ class Cost:
         device = products + reading * self._dequantize(blocks) / speed
         device += self._ring(attention / (self.machine.attention * efficiency), blocks, patches)
         device += self._exchange(blocks, patches) + self._reduce(blocks, patches)
-        gathered = self._gather_weights(blocks)
+        gathered = self._gather_weights(blocks, patches)
         device = device + gathered if self.machine.on_host else max(device, gathered)
         if divided > 1:
             device += self.machine.overhead * len(blocks)
@@ -173,15 +173,21 @@ class Cost:
         r = plan.ring_degree
         if r == 1:
             return attention
-        width = plan.ulysses_degree * plan.tensor_parallel_degree
-        sent = 2 * self._on_wire * self._activation(patches, self._keys(blocks)) * (r - 1) / (r * width)
-        travelling = sent / self.machine.neighbour(r * width) + (r - 1) * self.machine.latency * len(blocks)
+        travelling = self._travelling(blocks, patches)
         if plan.pipefusion_degree > 1:  # gathered into the stage's buffer before attention
             return attention + travelling
         hidden = max(attention / RING_EFFICIENCY, attention / r + travelling)
         if self.machine.on_host:
             hidden = attention + travelling
         return hidden + (r - 1) * self._merge(blocks, patches)
+
+    def _travelling(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
+        """Seconds in which keys and values go around a ring."""
+        plan = self.plan
+        r = plan.ring_degree
+        width = plan.ulysses_degree * plan.tensor_parallel_degree
+        sent = 2 * self._on_wire * self._activation(patches, self._keys(blocks)) * (r - 1) / (r * width)
+        return sent / self.machine.neighbour(r * width) + (r - 1) * self.machine.latency * len(blocks)
 
     def _merge(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds to merge the attention over one part of the keys into that over others."""
@@ -215,15 +221,18 @@ class Cost:
         sent = 2 * (tp - 1) / tp * numbers * held
         return sent / self.machine.neighbour(tp) + 2 * self.machine.latency * len(blocks)
 
-    def _gather_weights(self, blocks: tuple[BlockShape, ...]) -> float:
+    def _gather_weights(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds in which sharded weights come from the others, as they are stored, while blocks before them
-        compute. Modulation comes once for many steps."""
+        compute, and tokens take the same links. Modulation comes once for many steps."""
         if not self.plan.shard_weights:
             return 0.0
         ranks = self.plan.sp_degree * self.plan.data_parallel_degree
         rate = self.machine.neighbour(self.plan.world_size if self.plan.data_parallel_degree > 1 else ranks)
         size = sum(block.weights for block in blocks)
-        return size * (ranks - 1) / ranks / rate + self.machine.latency * len(blocks)
+        gathered = size * (ranks - 1) / ranks / rate + self.machine.latency * len(blocks)
+        if self.machine.on_host:  # where nothing is hidden, and tokens are counted already
+            return gathered
+        return gathered + self._travelling(blocks, patches) + self._exchange(blocks, patches)
 
     def _hop(self, patches: int) -> float:
         """Seconds in which a patch goes to the next stage."""

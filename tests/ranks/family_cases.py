@@ -165,9 +165,9 @@ class Run:
 
     @property
     def is_fast(self) -> bool:
-        """Is it of the fast tier? Every method of a signature's representative, and one hybrid of every
-        other family and of some of the variants."""
-        if self.case in _representatives(self.ranks) and dict(self.degrees) in METHODS[self.ranks]:
+        """Is it of the fast tier? Every method of a signature's representative on two ranks and one in turn
+        on four, and one hybrid of every other family and of some of the variants."""
+        if self.case in _representatives(self.ranks) and dict(self.degrees) in methods(self.ranks, self.case):
             return True
         if self.ranks == 2 and self.case not in _representatives(2):
             return dict(self.degrees) == HYBRID and not self._is_left_out
@@ -205,6 +205,12 @@ class Run:
         """The configuration that is this case's turn, on whichever world size."""
         turns = [turn for turn in TURNS if can_run(self.case, ParallelConfig(**turn))]
         return turns[CASES[2].index(self.case) % len(turns)]
+
+
+def methods(ranks: int, case: str) -> list[dict[str, Any]]:
+    """What of METHODS a representative runs: on four ranks what is its turn, or all that it can run."""
+    able = [degrees for degrees in METHODS[ranks] if can_run(case, ParallelConfig(**degrees))]
+    return able if ranks == 2 else [able[sorted(_representatives(ranks)).index(case) % len(able)]]
 
 
 @cache

@@ -21,8 +21,8 @@ pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
 SHARES = {INT8: (median, 0.8, 0.95), NVFP4: (min, 0.1, 0.5)}
 
 
-#: Of the fast tier: inputs that are cut by columns, and scales of each rank's own, of either format.
-FAST = ("row", "row, scales of each rank's own", "nvfp4, ulysses")
+#: Of the fast tier: inputs that are cut by columns, and scales of each rank's own.
+FAST = ("row", "row, scales of each rank's own")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ LEFT_OUT = {
     "unit/test_compiled_blocks.py::test_batches_have_graphs_of_their_own_at_most_once": "traces five times",
     "unit/test_compiled_blocks.py::test_inductor_keeps_the_latent": "a C++ compiler, for a minute",
     "unit/test_effect_order.py::test_inductor_alone_moves_them": "of Inductor, and once more a trace",
+    "socket/test_silence.py::test_work_is_no_silence": "computes for seconds",
     "unit/test_memory_page.py::test_the_page_is_what_the_script_makes": "describes every file, for a minute",
     "unit/test_scaling_page.py::test_the_page_is_what_the_script_makes": "projects and counts every model",
     "unit/test_benchmarks.py::test_scaling_measures_two_ranks": "starts backends and measures",

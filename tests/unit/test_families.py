@@ -265,8 +265,8 @@ def test_half_precision_is_near(family, tmp_path):
 @pytest.mark.parametrize(
     "family, kept",
     [
-        ("minimax-h3", ("time_embedder.linear_1", "proj_in", "audio_proj_out")),
         ("flux3", ("single_transformer_blocks.0.attn.norm_q",)),
+        ("minimax-h3", ("time_embedder.linear_1", "proj_in", "audio_proj_out")),
         ("minimax-h3-curves", ("transformer_blocks.0.adaln_proj.linear", "norm_out.linear")),
     ],
 )
