@@ -11,6 +11,9 @@ from .common.once import once
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
+#: The method of references whose tokens are modulated by timestep 0, as style LoRAs were trained with.
+AT_ZERO = "index_timestep_zero"
+
 
 def encoded_references(cond):
     """``cond`` with the references that ComfyUI's model reads: none where no method is set."""
@@ -24,7 +27,7 @@ def context_tokens(config, grid, cond):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references after; positions are (number, y, x) and zeros for text. The
-    prompt's layers come side by side."""
+    prompt's layers come side by side. Where references are at timestep 0, timesteps of them follow."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
     read = encoded_references(cond)
 
@@ -32,18 +35,20 @@ def forward_args(config, grid, latent, sigma, cond):
         image = references.all_positions(grid, read, "index", latent.device)
         return torch.cat([image.new_zeros(text.shape[1], 3), image])
 
+    timestep = sigma.expand(latent.shape[0])
+    if references.references(read) and references.method(read, "") == AT_ZERO:
+        timestep = torch.cat([timestep, torch.zeros_like(timestep)])
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, read)], dim=1),
         encoder_hidden_states=text,
-        timestep=sigma.expand(latent.shape[0]),
+        timestep=timestep,
         position_ids=once(cond, "positions", positions),
     )
 
 
 def refusal(config, grid, cond):
-    """ComfyUI runs frames as a batch; one frame is all that the model makes. diffusers' blocks give one
-    timestep to all tokens."""
-    wrong = references.wrong_references(grid, cond, "choose index in Edit Model Reference Method")
+    """ComfyUI runs frames as a batch; one frame is all that the model makes."""
+    wrong = references.wrong_references(grid, cond)
     if wrong or grid.counts[0] == 1:
         return wrong
     return f"the latent has {grid.counts[0]} frames, but Krea 2 makes one image; use a batch instead."
@@ -129,11 +134,55 @@ class Norm(theirs.Krea2RMSNorm):
         return F.rms_norm(x, (self.dim,), weight=weight, eps=self.eps).to(hidden_states.dtype)
 
 
+class Rotary(theirs.Krea2RotaryPosEmbed):
+    """diffusers' tables, and which tokens are of references: those whose number is not 0."""
+
+    def forward(self, ids):
+        return *super().forward(ids), ids[:, 0] > 0
+
+
+class Block(theirs.Krea2TransformerBlock):
+    """diffusers' block, whose tokens of references may have a modulation of their own: ``temb`` of (2B, 1, 6 x
+    width) has theirs behind the others'. comfy/ldm/krea2/model.py (SingleStreamBlock) cuts at an index, which a
+    rank's own tokens do not have."""
+
+    def forward(self, hidden_states, temb, image_rotary_emb, attention_mask=None):
+        *tables, of_references = image_rotary_emb
+        if temb.shape[0] == hidden_states.shape[0]:
+            return super().forward(hidden_states, temb, tuple(tables), attention_mask)
+        modulation = temb.unflatten(-1, (6, -1)) + self.scale_shift_table
+        own, zero = modulation.chunk(2)
+
+        def of_tokens(i):
+            return torch.where(of_references[:, None], zero[:, :, i], own[:, :, i])
+
+        x = (1.0 + of_tokens(0)) * self.norm1(hidden_states) + of_tokens(1)
+        x = self.attn(x, attention_mask=attention_mask, image_rotary_emb=tuple(tables))
+        hidden_states = hidden_states + of_tokens(2) * x
+        x = self.ff((1.0 + of_tokens(3)) * self.norm2(hidden_states) + of_tokens(4))
+        return hidden_states + of_tokens(5) * x
+
+
+class FinalLayer(theirs.Krea2FinalLayer):
+    """diffusers' layer, by the timestep of the latent's tokens: references' outputs are read by nobody."""
+
+    def forward(self, hidden_states, temb):
+        return super().forward(hidden_states, temb[: hidden_states.shape[0]])
+
+
+#: diffusers' class -> ours, of the same weights.
+REPLACED = {
+    theirs.Krea2RMSNorm: Norm,
+    theirs.Krea2RotaryPosEmbed: Rotary,
+    theirs.Krea2TransformerBlock: Block,
+    theirs.Krea2FinalLayer: FinalLayer,
+}
+
+
 def patch_module(transformer, config):
-    """Norms whose multiplier is not rounded."""
+    """Norms whose multiplier is not rounded, and references at timestep 0."""
     for module in transformer.modules():
-        if type(module) is theirs.Krea2RMSNorm:
-            module.__class__ = Norm
+        module.__class__ = REPLACED.get(type(module), type(module))
 
 
 FAMILY = Family(

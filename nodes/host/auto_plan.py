@@ -138,7 +138,8 @@ def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterato
     several. Where ranks run out of memory, the next sampling takes a plan that needs less: this one's solver
     has begun. Errors as in ``sample_planned``."""
     text, references = _text_tokens(guider.conds), _references(guider.conds)
-    request = _request_of(dit, shape, references, text, steps, 1, drained=True)
+    prompts = 2 if _goes_together(guider) else 1
+    request = _request_of(dit, shape, references, text, steps, prompts, drained=True)
     if dit.auto is None or _under_way:
         found = as_running(dit)
     else:
@@ -160,6 +161,16 @@ def as_running(dit: ParallelDiT) -> ParallelDiT:
     if dit.auto is None or running is None:
         return dit
     return replace(dit, config=with_own(dit, running.config))
+
+
+def _goes_together(guider) -> bool:
+    """Whether ComfyUI hands a positive and a negative prompt to the model in one call (calc_cond_batch), which
+    ranks can divide: one of each, of as many tokens. Others are called one after the other."""
+    sides = [guider.conds.get(name) or [] for name in ("positive", "negative")]
+    if getattr(guider, "cfg", 1.0) == 1.0 or any(len(side) != 1 for side in sides):
+        return False
+    positive, negative = (side[0].get("cross_attn") for side in sides)
+    return positive is not None and negative is not None and positive.shape == negative.shape
 
 
 def _text_tokens(conds: dict[str, list[dict]]) -> int:

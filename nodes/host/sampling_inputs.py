@@ -61,6 +61,6 @@ def shift_input(note: str = "") -> io.Float.Input:
         optional=True,
         tooltip=f"Moves the schedule of a flow model towards high noise levels; 0 = the model's own. The "
         f"number of the ModelSampling node of this model: of ModelSamplingFlux for FLUX.1 dev, "
-        f"FLUX.2, Krea 2, LTX-Video and LTX-2 (there the logarithm), of ModelSamplingSD3 or "
-        f"AuraFlow for others.{note}",
+        f"FLUX.2, Krea 2, Qwen-Image 2.1, LTX-Video and LTX-2 (there the logarithm), of "
+        f"ModelSamplingSD3 or AuraFlow for others.{note}",
     )

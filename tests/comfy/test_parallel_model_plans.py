@@ -95,6 +95,18 @@ def test_the_next_sampling_needs_less_where_ranks_run_out_of_memory(dit, plans):
     assert request.text_tokens == 30 and plan == ONE and not auto_plan._under_way
 
 
+@pytest.mark.parametrize(
+    "lengths, cfg, prompts", [((9, 9), 3.0, 2), ((9, 30), 3.0, 1), ((9, 9), 1.0, 1), ((9,), 3.0, 1)]
+)
+def test_prompts_of_one_call_may_go_to_ranks_of_their_own(dit, plans, lengths, cfg, prompts):
+    """ComfyUI joins those of equal lengths, and skips the negative one at cfg 1."""
+    found = guider(*lengths)
+    found.cfg = cfg
+    with auto_plan.one_plan(dit, found, torch.Size((1, 16, 32, 32)), 4):
+        pass
+    assert plans.asked[-1].prompts == prompts
+
+
 def test_degrees_by_hand_stay(flux, plans):
     with auto_plan.one_plan(flux.dit, guider(9), torch.Size((2, 16, 32, 32)), 4) as found:
         assert found is flux.dit

@@ -98,6 +98,7 @@ IMAGE_VARIANTS = {
         negative={"c_crossattn": randn(1, 7, 64)},
     ),
     "krea2-edit": Variant("krea2", arguments=VIDEO_REFERENCES | METHOD["index"]),
+    "krea2-style": Variant("krea2", arguments=VIDEO_REFERENCES | METHOD["index_timestep_zero"]),
 }
 
 #: PixArt, Hunyuan-DiT and Stable Diffusion 3.5.

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
-import torch._inductor.config
 import torch._inductor.scheduler as inductor
 from families import golden
 from quantized import ANY_MATRIX, write_scaled
@@ -48,7 +47,6 @@ def orders(family: str, folder) -> list[list[int]]:
     with (
         mock.patch.object(compiled_blocks, "COMPILER", compiler),
         mock.patch.object(inductor.Scheduler, "compute_last_usage", stop),
-        torch._inductor.config.patch(force_disable_caches=True),
     ):
         engine.sample(replace(sample, compile="blocks"), Callbacks())
     assert compiler.failed  # none was compiled to the end

@@ -47,7 +47,6 @@ from backend.sampling.validation import check_sample
         ("qwen-image21-edit", {"image_slots": torch.tensor([[3, 99]])}, "12 tokens of the prompt"),
         ("qwen-image21-edit", {"image_slots": torch.tensor([3, 3])}, "a tensor .batch, places. is needed"),
         ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding after"),
-        ("krea2-edit", METHOD["index_timestep_zero"], "choose index"),
         ("wan21-i2v", {"clip_fea": torch.zeros(1, 25, 1024)}, "CLIP Vision model of Wan"),
         ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
         ("wan22-i2v", {"reference_latent": torch.zeros(1, 16, 16, 16)}, "'reference_latent'"),
