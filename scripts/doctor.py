@@ -100,7 +100,7 @@ def end_with_parent():
     """End in order when standard input does, which whoever started this holds."""
 
     def watch():
-        while sys.stdin.buffer.read(1):
+        while os.read(0, 1):  # not by sys.stdin, whose lock this thread would hold when Python ends
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -141,7 +141,7 @@ def nccl(facts: Facts) -> Status:
     built = facts.torch
     if not built.has_gloo:
         return PROBLEM, "torch has no gloo, by which ranks are controlled; install torch from pytorch.org"
-    if facts.gpus and facts.platform == "win32":
+    if facts.platform == "win32":
         return PROBLEM, "torch has no NCCL under Windows: run ComfyUI under Linux or WSL2"
     if len(facts.gpus) > 1 and not built.nccl:
         return PROBLEM, "torch has no NCCL, which joins GPUs; install torch with CUDA from pytorch.org"

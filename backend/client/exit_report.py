@@ -79,10 +79,11 @@ def failures(folder: Path, first_rank: int = 0, machine: str = "") -> list[RankF
     """Return what is recorded in a backend's folder (backend.log, ranks/) of the ranks of this ``machine``,
     which are numbered from ``first_rank``."""
     found = {failure.rank: failure for failure in _recorded_errors(folder, first_rank)}
-    for rank, code in _exit_codes(folder).items():
+    log = _log(folder)
+    for rank, code in _exit_codes(log).items():
         known = found.get(rank) or RankFailure(rank, error=_words(folder, rank - first_rank, code))
         found[rank] = replace(known, code=code)
-    first = _seen_first(folder)
+    first = _seen_first(log)
     return [replace(each, is_first=each.rank == first, machine=machine) for each in found.values()]
 
 
@@ -100,12 +101,11 @@ def cause_among(found: list[RankFailure]) -> RankFailure | None:
 
 
 def ended_by_signal(log: str) -> RankFailure | None:
-    """Return the rank that a signal has ended first, of what torchrun wrote; None where none was."""
-    codes = {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(log)}
-    found = [RankFailure(rank, code) for rank, code in codes.items() if code < 0]
-    first = _FAILURE.search(log.partition(_FIRST)[2])
-    found = [replace(each, is_first=first is not None and each.rank == int(first["rank"])) for each in found]
-    return cause_among([each for each in found if each.is_cause])
+    """Return the rank that torchrun saw end first, by its ``log``, where a signal ended it; else None."""
+    codes, first = _exit_codes(log), _seen_first(log)
+    if first is None or codes.get(first, 0) >= 0 or codes[first] == -signal.SIGTERM:
+        return None
+    return RankFailure(first, codes[first], is_first=True)
 
 
 def full_disk(folder: Path) -> str:
@@ -120,13 +120,13 @@ def full_disk(folder: Path) -> str:
     return f"{what}: make room there, or set TMPDIR to a folder on another one."
 
 
-def _exit_codes(folder: Path) -> dict[int, int]:
-    return {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(_log(folder))}
+def _exit_codes(log: str) -> dict[int, int]:
+    return {int(match["rank"]): int(match["code"]) for match in _FAILURE.finditer(log)}
 
 
-def _seen_first(folder: Path) -> int | None:
+def _seen_first(log: str) -> int | None:
     """Return the rank that torchrun saw end first; it sends SIGTERM to the others itself."""
-    match = _FAILURE.search(_log(folder).partition(_FIRST)[2])
+    match = _FAILURE.search(log.partition(_FIRST)[2])
     return int(match["rank"]) if match else None
 
 

@@ -26,6 +26,7 @@ def _in_child():
     for descriptor in _held:
         os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)
+    _held.clear()
 
 
 if hasattr(os, "register_at_fork"):

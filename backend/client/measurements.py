@@ -5,8 +5,7 @@ import math
 import os
 import subprocess
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -103,8 +102,11 @@ def _file_key(wanted: Wanted, device: str) -> list:
 
 
 def _shape_key(wanted: Wanted, device: str, indices: list[int]) -> list:
-    """What types and kernels depend on, too: GPUs, torch and comfy-kitchen of the ranks' Python."""
-    kitchen = version("comfy-kitchen") if find_spec("comfy_kitchen") else ""
+    """What types and kernels depend on, too: GPUs, torch and comfy-kitchen here, and the ranks' Python."""
+    try:
+        kitchen = version("comfy-kitchen")
+    except PackageNotFoundError:
+        kitchen = ""
     runs_on = [
         least_capability(device, indices),
         torch.__version__,

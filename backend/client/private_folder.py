@@ -51,10 +51,11 @@ class PrivateFolder:
         self.path = Path(folder)
         try:
             self._lock = _locked(self.path)
+            self._open = _held_open(self.path)
         except OSError:  # the disk is full
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._open = _held_open(self.path)
+        self._owner = os.getpid()
         for descriptor in self._descriptors:
             forks.hold(descriptor)
         self._kept = False
@@ -72,7 +73,10 @@ class PrivateFolder:
         return () if self._lock is None else (self._lock,)
 
     def close(self):
-        """Remove the folder, or leave one that is kept to ``sweep``. More than once is fine."""
+        """Remove the folder, or leave one that is kept to ``sweep``. More than once is fine; a fork of its
+        process leaves it."""
+        if os.getpid() != self._owner:
+            return
         if not self._kept:
             shutil.rmtree(self.path, ignore_errors=True)
         for descriptor in self._descriptors:

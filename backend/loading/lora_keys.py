@@ -265,7 +265,9 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             f"lora_unet_, lora_transformer_ and lycoris_."
         )
     kept, twice = once_each(adapters)
-    left_out = [each.short for each in misfits] + [f"{target.name} is changed twice" for target in twice]
+    left_out = [each.short for each in misfits] + [
+        f"{target.name} is changed by another one, too" for target in twice
+    ]
     return Lora(path, kept, unmatched, left_out)
 
 

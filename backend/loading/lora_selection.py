@@ -29,8 +29,9 @@ A = TypeVar("A")
 
 
 def once_each(found: list[tuple[T, A]]) -> tuple[list[tuple[T, A]], list[T]]:
-    """Split adapters into those to add and the targets of others: of several that change one parameter, as in
-    files with both a stacked tensor and its parts, that of the largest tensor counts."""
+    """Split adapters into those to add and the targets of others: of several that change one parameter, that
+    of the largest tensor counts. Files of Z-Image have a stacked tensor and, once more, its parts under names
+    that ComfyUI does not know (diffusers' converter drops them as redundant)."""
     taken, kept, twice = set(), [], []
     for target, adapter in sorted(found, key=lambda each: -len(each[0].pieces)):
         if taken.isdisjoint(target.pieces):
@@ -42,6 +43,6 @@ def once_each(found: list[tuple[T, A]]) -> tuple[list[tuple[T, A]], list[T]]:
 
 
 def check_most(fitting: int, misfits: list[MisfitError]):
-    """Refuse a file of whose adapters no more fit than do not. Raises the first of ``misfits``."""
+    """Refuse a file of which half of the adapters or more do not fit. Raises the first of ``misfits``."""
     if misfits and len(misfits) >= fitting:
         raise misfits[0]

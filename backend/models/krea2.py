@@ -142,9 +142,9 @@ class Rotary(theirs.Krea2RotaryPosEmbed):
 
 
 class Block(theirs.Krea2TransformerBlock):
-    """diffusers' block, whose tokens of references may have a modulation of their own: ``temb`` of (2B, 1, 6 x
-    width) has theirs behind the others'. comfy/ldm/krea2/model.py (SingleStreamBlock) cuts at an index, which a
-    rank's own tokens do not have."""
+    """diffusers' block, whose tokens of references may have a modulation of their own: ``temb`` of (2B, 1,
+    6 x width) has theirs behind the others'. comfy/ldm/krea2/model.py (SingleStreamBlock) cuts at an index,
+    which a rank's own tokens do not have."""
 
     def forward(self, hidden_states, temb, image_rotary_emb, attention_mask=None):
         *tables, of_references = image_rotary_emb
@@ -182,7 +182,8 @@ REPLACED = {
 def patch_module(transformer, config):
     """Norms whose multiplier is not rounded, and references at timestep 0."""
     for module in transformer.modules():
-        module.__class__ = REPLACED.get(type(module), type(module))
+        if type(module) in REPLACED:
+            module.__class__ = REPLACED[type(module)]
 
 
 FAMILY = Family(

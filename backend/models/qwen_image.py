@@ -2,6 +2,7 @@
 released size; text first, rotary tables for image and text. Layered's latent has a layer where videos have a
 frame, and its blocks know by a second embedding whether an image has transparency."""
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -94,10 +95,9 @@ def default_method(config):
 
 def refusal(config, grid, cond):
     """Only Edit 2511's blocks take two timesteps."""
-    another = (
-        f"or load Qwen-Image-Edit 2511, which a file without its mark ({ZERO_TIMESTEP}) is by {EDIT_2511}"
-    )
-    remedy = "" if config.get("zero_cond_t") else f"{references.OTHER_METHOD}, {another} in its name"
+    another = "or load Qwen-Image-Edit 2511; the name of a file without its mark has to have"
+    remedy = f"{references.OTHER_METHOD}, {another} {EDIT_2511}"
+    remedy = "" if config.get("zero_cond_t") else remedy
     return references.wrong_references(grid, cond, remedy)
 
 
@@ -137,7 +137,7 @@ LAYOUT = Layout(
     ),
     unread={ZERO_TIMESTEP: "a mark that the configuration is told by"},
     config=config_from_shapes,
-    named=lambda name: {"zero_cond_t": True} if EDIT_2511 in name else {},
+    named=lambda name: {"zero_cond_t": True} if re.search(rf"(?<!\d){EDIT_2511}(?!\d)", name) else {},
 )
 FAMILY = Family(
     name="qwen-image",

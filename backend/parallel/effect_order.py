@@ -11,33 +11,22 @@ from contextlib import contextmanager
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Graphs that Inductor compiles meanwhile keep the order of their opaque operations. A torch that knows
-    no such edges reorders nothing."""
+    """Graphs that Inductor compiles meanwhile keep the order of their opaque operations."""
     # here: Inductor takes long to import, and most requests compile nothing
-    import torch._inductor.config
-    from torch._inductor.scheduler import Scheduler as scheduler
+    from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
-    compute = getattr(scheduler, "compute_dependencies", None)
-    if compute is None or not hasattr(torch._inductor.config, "reorder_for_peak_memory"):
-        yield
-        return
+    compute = Scheduler.compute_dependencies
 
     def with_edges(self):
-        edges = getattr(V.graph, "additional_star_deps", None)
-        if edges is None:
-            torch._inductor.config.reorder_for_peak_memory = False  # until the patch below ends
-        else:
-            _rename(edges, V.graph.operations)
+        _rename(V.graph.additional_star_deps, V.graph.operations)
         return compute(self)
 
-    keeps = torch._inductor.config.reorder_for_peak_memory
-    scheduler.compute_dependencies = with_edges
+    Scheduler.compute_dependencies = with_edges
     try:
-        with torch._inductor.config.patch(reorder_for_peak_memory=keeps):
-            yield
+        yield
     finally:
-        scheduler.compute_dependencies = compute
+        Scheduler.compute_dependencies = compute
 
 
 def _rename(edges, operations):

@@ -327,7 +327,8 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     more = f"more than {question.gpus} {least.unit}{'s' * (question.gpus > 1)}"
     remedies = ["a quantized file", "a smaller latent", "free memory", more]
     request, shape = question.request, question.shape
-    if question.gpus > 1 and (whole := unshardable(shape.is_quantized, shape.keeps_float32)):
+    can_share = question.gpus > 1 and not shape.whole_only and not question.base.offload_modulation
+    if can_share and (whole := unshardable(shape.is_quantized, shape.keeps_float32)):
         remedies.insert(0, f"torch {whole[1]}, which can shard {whole[0]}")
     needed, free, missing = map(gigabytes, (least.bytes, least.room, _missing(least)))
     return (

@@ -53,7 +53,8 @@ class Waiting:
         on the ranks otherwise."""
         if not self.beside:
             return 0.0, False
-        models = [held_by_rank(each, plan, request) for each in (shape, *others)]
+        theirs = replace(request, loras=request.other_loras)
+        models = [held_by_rank(shape, plan, request), *(held_by_rank(each, plan, theirs) for each in others)]
         seconds, reads = 0.0, False
         for rank, left in self.beside:
             if rank >= plan.world_size:

@@ -164,13 +164,17 @@ def as_running(dit: ParallelDiT) -> ParallelDiT:
 
 
 def _goes_together(guider) -> bool:
-    """Whether ComfyUI hands a positive and a negative prompt to the model in one call (calc_cond_batch), which
-    ranks can divide: one of each, of as many tokens. Others are called one after the other."""
+    """Whether ComfyUI hands a positive and a negative prompt to the model in one call (calc_cond_batch),
+    which ranks can divide: one of each, with as many tokens, and with the same beside them. Others are called
+    one after the other."""
     sides = [guider.conds.get(name) or [] for name in ("positive", "negative")]
     if getattr(guider, "cfg", 1.0) == 1.0 or any(len(side) != 1 for side in sides):
         return False
-    positive, negative = (side[0].get("cross_attn") for side in sides)
-    return positive is not None and negative is not None and positive.shape == negative.shape
+    positive, negative = (side[0] for side in sides)
+    texts = [each.get("cross_attn") for each in (positive, negative)]
+    if positive.keys() != negative.keys() or any(text is None for text in texts):
+        return False
+    return texts[0].shape == texts[1].shape
 
 
 def _text_tokens(conds: dict[str, list[dict]]) -> int:

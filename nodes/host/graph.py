@@ -70,7 +70,7 @@ def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> R
         image_tokens=tokens_of(sides, shape.patch),
         text_tokens=TEXT,
         steps=_steps(prompt, sampler, inputs),
-        prompts=1 if drained or (guidance and skips_negative(*guidance)) else 2,
+        prompts=1 if (skips_negative(*guidance) if guidance else drained) else 2,
         batch=_number(latent, "batch_size", 1),
         drained=drained,
         loras=loras,

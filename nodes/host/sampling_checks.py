@@ -63,7 +63,7 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
     if nested and (samples.any() or not _adds_latents(latent_format)):
         raise RefusedError(
             f"latent_image is one latent, but this transformer takes {len(nested)} (video and audio); join "
-            f"both, for LTX-2 an empty one of LTXV Empty Latent Audio by LTXV Concat AV Latent."
+            f"both (for LTX-2 by LTXV Concat AV Latent, with LTXV Empty Latent Audio)."
         )
     shapes = {2: (4,), 3: (4, 5)}[latent_format.latent_dimensions]
     wanted = latent_format.latent_channels

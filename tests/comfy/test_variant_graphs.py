@@ -59,6 +59,7 @@ GRAPHS = {
     "qwen 2.1, two pictures": ("qwen-image21-edit", encoded((128, 96), (96, 160), shape=(2, 64, 7, 9))),
     "qwen 2.1, other references": ("qwen-image21-edit", references(False, channels=64, negative=True)),
     "krea 2, reference": ("krea2-edit", references(True, "index")),
+    "krea 2, style": ("krea2-style", references(True, "index_timestep_zero")),
     "wan 2.1 i2v": ("wan21-i2v", first_frame("WanImageToVideo", 1280, batch=2)),
     "wan 2.1 flf2v": ("wan21-flf2v", first_and_last_frame),
     "wan 2.2 i2v": ("wan22-i2v", first_frame("WanImageToVideo", None)),
@@ -116,7 +117,7 @@ GRAPHS = {
 }
 #: Variants whose attention has no use for prompts of two lengths.
 ONE_LENGTH = ("hunyuan-dit-1.1",)
-TOLERANCES = {"krea2-edit": 2e-4}
+TOLERANCES = {"krea2-edit": 2e-4, "krea2-style": 2e-4}
 
 
 @pytest.mark.parametrize("name", GRAPHS)

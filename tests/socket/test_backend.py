@@ -52,8 +52,10 @@ def test_a_fork_that_ends_leaves_the_ranks_alone(backend, checkpoint):
     launched = pool.launched().process
     pid = os.fork()
     if not pid:
-        launched._close_at_exit()
-        os._exit(0)
+        try:
+            launched._close_at_exit()
+        finally:
+            os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     request, golden = request_for(backend, checkpoint)
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4

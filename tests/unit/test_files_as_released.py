@@ -40,7 +40,9 @@ def test_pad_tokens_without_their_dimension_of_1(tmp_path):
     assert same(loaded(tmp_path / "flat.safetensors"), loaded(plain))
 
 
-@pytest.mark.parametrize("name, knows", [("qwen_image_edit_2511_Q4", True), ("qwen_image_edit_2509", False)])
+@pytest.mark.parametrize(
+    "name, knows", [("qwen_image_edit_2511_Q4", True), ("qwen_image_edit_20251120", False)]
+)
 def test_qwen_image_edit_2511_by_its_name(tmp_path, name, knows):
     """Where a file lacks the empty tensor that marks it, as after conversion to GGUF."""
     path = write_checkpoint(tmp_path / f"{name}.safetensors", "qwen-image")

@@ -23,7 +23,10 @@ LEFT_OUT = {
     ),
     "a difference of another size": ({"diffusion_model.img_in.diff": randn(256, 36)}, "is 256 x 36, but"),
     "half of a pair": ({"diffusion_model.img_in.lora_A.weight": randn(2, 64)}, "it has only"),
-    "a part of what is there": (lora({QUERIES: (256, 256)}, "peft")[0], "attn.to_q.weight is changed twice"),
+    "a part of what is there": (
+        lora({QUERIES: (256, 256)}, "peft")[0],
+        "attn.to_q.weight is changed by another one",
+    ),
 }
 
 
@@ -36,8 +39,8 @@ def flux(folder):
 
 @pytest.mark.parametrize("others, says", LEFT_OUT.values(), ids=LEFT_OUT)
 def test_the_rest_of_a_file_is_added(flux, tmp_path, others, says):
-    """As in ComfyUI, which logs the shape that does not fit and lets one change of a tensor replace another
-    one."""
+    """As in ComfyUI, which logs a shape that does not fit and knows no other names of a stacked tensor's
+    parts in files that have both."""
     path = tmp_path / "mixed.safetensors"
     (warning,) = flux.check_loras("m", lora_stack([[write(path, GOOD | others), 1.0]]))
     assert "1 changes of the LoRA mixed.safetensors were not loaded" in warning and says in warning

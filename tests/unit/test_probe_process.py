@@ -31,11 +31,11 @@ def test_a_machine_that_cannot_be_measured_is_sent_to_the_doctor():
 
 
 @pytest.mark.parametrize("name, of_links", [("SIGSEGV", True), ("SIGKILL", False)])
-def test_a_rank_that_a_signal_ends_is_named(monkeypatch, name, of_links):
+def test_a_rank_that_a_signal_ends_is_named(name, of_links):
     """As NCCL's faults do, and the system where memory runs out; torchrun tells it in a table alone."""
     code = f"import os, signal; os.kill(os.getpid(), signal.{name}) if os.environ['RANK'] == '1' else None"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
-    command = [*command, sys.executable, "-c", code]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*command, "--no-python", sys.executable, "-c", code]
     with pytest.raises(probe_process.UnmeasuredError, match=f"rank 1 was killed by {name}") as failure:
         probe_process.run(command, dict(os.environ), lambda: None)
     assert failure.value.of_links == of_links

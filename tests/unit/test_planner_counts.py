@@ -1,0 +1,121 @@
+"""What plans are counted with: cards that differ, groups of heads, shared links, LoRAs and text."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from published import FLUX, QWEN, RTX4090
+
+from backend import gpu_kernels
+from backend.client import planning
+from backend.config import ParallelConfig
+from backend.planner.auto_config import AutoConfig
+from backend.planner.candidates import Rules, candidates
+from backend.planner.choose import Question
+from backend.planner.cost import Cost
+from backend.planner.machine import Request
+from backend.planner.memory import held
+
+GB = 1_000_000_000
+ONE, TP = ParallelConfig(), ParallelConfig(tensor_parallel_degree=2)
+SHARDED = ParallelConfig(ring_degree=2, shard_weights=True)
+
+
+def packed(shape, bits: int = 4):
+    """``shape`` from a file of so many bits a weight, dequantized at each use."""
+    blocks = [
+        replace(b, weights=b.weights * bits // 16, unpacked=b.weights, dequantizing=2 * b.weights)
+        for b in shape.blocks
+    ]
+    return replace(shape, blocks=tuple(blocks), is_quantized=True)
+
+
+def test_one_card_reads_weights_at_its_own_rate():
+    """A fast card beside a slow one is not as slow as that by itself."""
+    shape, request = packed(FLUX), Request(4096, 512, 20, 1)
+    machine = replace(
+        RTX4090, names=("fast", "slow"), speeds=(3.0, 1.0), bandwidth=0.3e12, bandwidths=(1.2e12, 0.3e12)
+    )
+    alone = Cost(shape, ONE, machine, request)
+    assert alone._reading == [pytest.approx(0.25)]
+    assert alone.total < 0.8 * Cost(shape, ONE, replace(machine, bandwidths=()), request).total
+    shares = replace(TP, shares="75,25")
+    assert Cost(shape, shares, machine, request)._reading == [pytest.approx(max(1.5 / 4, 0.5))]
+    turned = machine.ordered([1, 0])
+    assert turned.bandwidths == (0.3e12, 1.2e12)
+
+
+def test_tensor_parallelism_divides_groups_of_heads():
+    """Krea 2 has 48 heads and 12 of keys: no plan may have 8 ranks cut them."""
+    shape = replace(FLUX, heads=48, head_groups=12)
+    plans = list(candidates(shape, Request(4096, 512, 20, 1), 8, ParallelConfig(), Rules()))
+    assert {plan.tensor_parallel_degree for plan in plans} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_gathered_weights_and_tokens_take_the_same_links(drained):
+    """As they are stored; modulation at each call of a model that is called, and once for many steps else."""
+    shape = packed(QWEN)
+    cost = Cost(shape, SHARDED, RTX4090, Request(4096, 512, 20, 1, drained=drained))
+    stored = sum(b.weights + (b.modulation if drained else 0) for b in shape.blocks)
+    tokens = cost._travelling(shape.blocks, 1)
+    latency = RTX4090.latency * len(shape.blocks)
+    want = stored / 2 / RTX4090.neighbour(2) + latency + tokens
+    assert tokens > 0 and cost._gather_weights(shape.blocks, 1) == pytest.approx(want)
+
+
+def test_loras_of_models_that_take_turns_are_their_own():
+    shape = packed(QWEN)
+    request = Request(4096, 512, 20, 1, loras=GB, other_loras=2 * GB)
+    own, without = (held(shape, ONE, each).weights for each in (request, replace(request, loras=0)))
+    assert own - without == pytest.approx(GB, rel=1e-6)
+    both = held(shape, ONE, request, (shape,)).weights - held(shape, ONE, request, ()).weights
+    assert both == pytest.approx(without + 2 * GB, rel=1e-6)
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_static_text_is_kept(ring):
+    shape = replace(QWEN, static_text=True)
+    plan = ParallelConfig(ring_degree=ring)
+    token = 2 * shape.heads * shape.head_size * shape.itemsize * len(shape.blocks)
+    assert held(shape, plan, Request(4096, 1000, 20, 2)).keys == 2 * token * 1000 // ring
+    assert held(QWEN, plan, Request(4096, 1000, 20, 2)).keys == 0
+
+
+def test_a_pipeline_of_one_patch_is_exact_at_any_steps():
+    plans = list(candidates(FLUX, Request(4096, 512, 4, 2), 2, ParallelConfig(), Rules()))
+    staged = [plan for plan in plans if plan.pipefusion_degree == 2]
+    assert staged and all(plan.patches == 1 for plan in staged)
+
+
+def test_a_refusal_names_the_torch_that_can_share_a_quantized_file(monkeypatch):
+    monkeypatch.setattr("backend.planner.choose.unshardable", lambda *_: ("the quantized weights", "2.12"))
+    from backend.planner.choose import _what_lacks
+
+    machine = replace(RTX4090, memory=(2 * GB,) * 2)
+    question = Question(packed(FLUX), Request(4096, 512, 4, 1), machine, 2)
+    assert "use torch 2.12, which can shard the quantized weights" in _what_lacks(
+        question, question.options()
+    )
+
+
+CARDS = {0: (8, 9), 1: (6, 1), 2: (8, 9)}
+
+
+@pytest.mark.parametrize("gpus, used", [("", [0, 2]), ("0,1", [0, 1]), ("3", [0, 1, 2])])
+def test_cards_without_kernels_are_used_where_they_are_named(monkeypatch, gpus, used):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_86", "compute_90"])
+    found = {index: SimpleNamespace(major=major, minor=minor) for index, (major, minor) in CARDS.items()}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+    assert planning.devices_of(AutoConfig(gpus=gpus)) == used
+    assert [gpu_kernels.has_kernels(index) for index in CARDS] == [True, False, True]
+
+
+@pytest.mark.parametrize("visible, says", [("0", "CUDA_VISIBLE_DEVICES is '0'"), ("", "")])
+def test_one_visible_card_is_said_to_be_one_of_several(monkeypatch, visible, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    _, lines = planning.plan_for(AutoConfig(), ("m", "default", "auto"), lambda shape: Request())
+    assert lines == () if not says else says in lines[0]
