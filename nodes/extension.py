@@ -7,6 +7,7 @@ import folder_paths
 from comfy_api.latest import ComfyExtension
 from server import PromptServer
 
+from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
 from .host import panel, queued
 from .host.refusals import MISTAKES, NoTracebackOfMistakes
@@ -27,6 +28,14 @@ from .trials import trials
 DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 
 
+def _trials(body: dict) -> dict:
+    """Answer what a benchmark of a graph queues. ConfigError while a graph runs: the question measures this
+    machine, and makes room on its GPUs."""
+    if PromptServer.instance.prompt_queue.currently_running:
+        raise ConfigError("a graph runs; wait for its end, or cancel it, before a benchmark.")
+    return trials(body.get("prompt") or {}, str(body.get("sampler", "")))
+
+
 class ParallelDiTExtension(ComfyExtension):
     """The nodes of category "Parallel DiT"."""
 
@@ -40,7 +49,7 @@ class ParallelDiTExtension(ComfyExtension):
         actions = {
             "free": lambda body: panel.free(),
             "stop": lambda body: panel.stop(),
-            "trials": lambda body: trials(body.get("prompt") or {}, str(body.get("sampler", ""))),
+            "trials": _trials,
         }
         add_routes(PromptServer.instance.routes, questions, actions, (*MISTAKES, BackendError))
 

@@ -106,7 +106,10 @@ export async function* benchmark(stop) {
     } catch (error) {
       result.error = error.message;
     }
-    if (result.seconds === null) return;
+    if (result.seconds === null) {
+      stop.isStopped = true; // by Cancel, or another queue
+      return;
+    }
     yield result;
   }
 }

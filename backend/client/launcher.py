@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -85,6 +86,8 @@ class BackendProcess:
         self._token = token or secrets.token_hex(32)
         self._client = None
         self._closing = False
+        self._ended = False
+        self._ending = threading.RLock()
         try:
             self._agent = self._start_agent(config, device)
         except BaseException:
@@ -239,8 +242,15 @@ class BackendProcess:
         return BackendClient(self.address, self._token, check, self._is_hung, self._watch.places)
 
     def close(self):
-        """End every rank: ask, then close their pipe, then kill what is left. More than once is fine."""
+        """End every rank: ask, then close their pipe, then kill what is left. More than once is fine, also on
+        several threads."""
         self._closing = True
+        with self._ending:
+            if not self._ended:
+                self._end()
+                self._ended = True
+
+    def _end(self):
         atexit.unregister(self._close_at_exit)
         self._watch.stop()
         if self._client is not None and not self._client.closed:

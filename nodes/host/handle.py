@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -246,11 +246,15 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[], Ran]) -> Ran:
 
 def _unload(backend: Backend, wanted: Wanted, park: bool = True, ranks: Collection[int] = ()) -> list[int]:
     """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
-    devices no longer hold them. Return these ranks: all where the backend has ended, of which the next sample
-    says why."""
+    devices no longer hold them. Return these ranks: all where the backend has ended, of which a line in the
+    log says why."""
     left = list(range(backend.welcome.world_size))
-    with suppress(BackendError):
+    try:
         left = backend.unload(*wanted, park, ranks) if backend.alive() else left
+    except ClosedError:  # by ourselves
+        pass
+    except BackendError as error:
+        logging.warning("parallel-dit: %s", error)
     for entry in _entries(backend, {wanted}):
         entry.held = entry.held and not set(entry.ranks) <= set(left)
     return left
@@ -287,8 +291,12 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
 
 def free_weights() -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
-    left in host memory, where no request runs; return of how many models."""
-    here = [(wanted, each) for (_, wanted), (each, found) in _weights.items() if found and each.alive()]
+    left in host memory, where no request and no sampling runs; return of how many models."""
+    every = [(wanted, each, found) for (_, wanted), (each, found) in list(_weights.items())]
+    busy = {id(each) for _, each, found in every if any(entry.holders for entry in found)}
+    here = [
+        (wanted, each) for wanted, each, found in every if found and each.alive() and id(each) not in busy
+    ]
     return sum(bool(_unload(backend, wanted, park=False)) for wanted, backend in here)
 
 

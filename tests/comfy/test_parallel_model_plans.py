@@ -68,7 +68,7 @@ def test_each_sampling_is_planned_for_its_latent_and_steps(flux, dit, plans, mon
     text = flux.positive[0][0].shape[1]
     sizes = [(each.image_tokens, each.batch, each.steps, each.text_tokens) for each in plans.asked]
     assert sizes == [(height * width // 4, 1, 2, text), (height * 2, 2, 3, text)]
-    assert all(each.drained and each.prompts == 1 for each in plans.asked)
+    assert all(each.drained and each.prompts == 2 for each in plans.asked)  # which go together
 
 
 def guider(*lengths: int):
