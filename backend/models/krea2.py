@@ -147,9 +147,9 @@ class Block(theirs.Krea2TransformerBlock):
     which a rank's own tokens do not have."""
 
     def forward(self, hidden_states, temb, image_rotary_emb, attention_mask=None):
-        *tables, of_references = image_rotary_emb
+        tables, of_references = image_rotary_emb[:2], image_rotary_emb[-1]
         if temb.shape[0] == hidden_states.shape[0]:
-            return super().forward(hidden_states, temb, tuple(tables), attention_mask)
+            return super().forward(hidden_states, temb, tables, attention_mask)
         modulation = temb.unflatten(-1, (6, -1)) + self.scale_shift_table
         own, zero = modulation.chunk(2)
 
@@ -157,7 +157,7 @@ class Block(theirs.Krea2TransformerBlock):
             return torch.where(of_references[:, None], zero[:, :, i], own[:, :, i])
 
         x = (1.0 + of_tokens(0)) * self.norm1(hidden_states) + of_tokens(1)
-        x = self.attn(x, attention_mask=attention_mask, image_rotary_emb=tuple(tables))
+        x = self.attn(x, attention_mask=attention_mask, image_rotary_emb=tables)
         hidden_states = hidden_states + of_tokens(2) * x
         x = self.ff((1.0 + of_tokens(3)) * self.norm2(hidden_states) + of_tokens(4))
         return hidden_states + of_tokens(5) * x
