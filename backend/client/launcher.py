@@ -85,8 +85,7 @@ class BackendProcess:
         self.address = address or _free_address(self.folder)
         self._token = token or secrets.token_hex(32)
         self._client = None
-        self._closing = False
-        self._ended = False
+        self._closing = self._ended = False
         self._ending = threading.RLock()
         try:
             self._agent = self._start_agent(config, device)

@@ -82,12 +82,13 @@ def test_one_graph_for_each_kind_of_block(tmp_path, monkeypatch, compiler):
 def test_without_a_compiler_blocks_run_as_they_are(tmp_path, monkeypatch, compiler):
     """One line for each kind of block, the same latent, and no second attempt."""
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     engine = loaded(tmp_path)
     sample = steps(golden_request("euler_simple")[0], 2)
     plain, _ = engine.sample(sample, Callbacks())
     for _ in range(2):
-        uncompiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
+        # not by monkeypatch, after which Inductor has no such setting
+        with torch._inductor.config.patch(force_disable_caches=True):
+            uncompiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
         assert uncompiled.equal(plain)
         assert len(stats["notes"]) == FLUX_KINDS
         assert all("runs uncompiled" in note and "\n" not in note for note in stats["notes"])
