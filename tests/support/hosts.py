@@ -23,7 +23,8 @@ SHELL = """
 [ -z "$OTHER" ] || mount --bind "$OTHER" "$FILE"
 "$@"; code=$?
 sleep 1
-for p in /proc/[0-9]*; do { tr '\\0' ' ' < $p/cmdline; } 2>/dev/null; echo; done | grep '[b]ackend.worker' > "$LEFT"
+list() { for p in /proc/[0-9]*; do { tr '\\0' ' ' < $p/cmdline; } 2>/dev/null; echo; done }
+list | grep '[b]ackend.worker' > "$LEFT"
 exit $code
 """
 
