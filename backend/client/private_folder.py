@@ -131,11 +131,13 @@ def _held_open(folder: Path) -> int | None:
     leaves it and all that is in it; None where it takes none, as on NFS."""
     if fcntl is None:
         return None
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = None
     try:
+        descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
+    except OSError:  # it is a comfort
+        if descriptor is not None:
+            os.close(descriptor)
         return None
     return descriptor
 

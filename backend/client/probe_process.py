@@ -29,8 +29,8 @@ END_SECONDS = 8.0
 #: What a failure says that another way between GPUs may mend.
 _OF_LINKS = re.compile(r"nccl|peer access|other bytes|illegal memory access|launch failure", re.IGNORECASE)
 
-#: By which NCCL's faults end ranks (NVIDIA/nccl issue 2106).
-LINK_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+#: By which NCCL's faults end ranks (NVIDIA/nccl issue 2106); names, which Windows need not have.
+LINK_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGABRT")
 
 Check = Callable[[], None]
 
@@ -155,7 +155,7 @@ def run(
             log.seek(0)
             text = log.read().decode(errors="replace").strip()
             if killed := ended_by_signal(text):
-                raise UnmeasuredError(str(killed), of_links=-killed.code in LINK_SIGNALS)
+                raise UnmeasuredError(str(killed), of_links=signal.Signals(-killed.code).name in LINK_SIGNALS)
             lines = (line for line in text.splitlines() if "Error" in line)
             last = next(lines, f"code {process.returncode}")[:300]
             raise UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))
