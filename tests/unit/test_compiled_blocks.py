@@ -11,7 +11,7 @@ import torch._inductor.config
 from families import golden
 from quantized import write_scaled
 from safetensors.torch import load_file
-from tiny import batch_request, golden_request, relative, write_checkpoint
+from tiny import batch_request, golden_request, relative, write_checkpoint, write_shallow_flux
 
 from backend import opaque_ops
 from backend.config import ParallelConfig
@@ -36,10 +36,14 @@ def compiler(monkeypatch):
     return fresh
 
 
-def loaded(folder, name: str = "flux-dev", patches: int = 0) -> Engine:
+def loaded(folder, family: str = "", patches: int = 0) -> Engine:
+    """``family``: Flux with few blocks, unless another is named."""
     config = ParallelConfig(num_pipeline_patch=patches) if patches else ParallelConfig()
     engine = Engine(config, mesh.single())
-    engine.load("tiny", str(write_checkpoint(folder / f"{name}.safetensors", name)), "default")
+    path = folder / "m.safetensors"
+    engine.load(
+        "tiny", str(write_checkpoint(path, family) if family else write_shallow_flux(path)), "default"
+    )
     return engine
 
 
@@ -48,7 +52,7 @@ def steps(sample, count: int, **changes):
     return replace(sample, tensors={**sample.tensors, "sigmas": sigmas}, **changes)
 
 
-@pytest.mark.parametrize("family", ["flux-dev", "sana"])
+@pytest.mark.parametrize("family", ["qwen-image", "sana"])
 def test_inductor_keeps_the_latent(family, tmp_path, compiler):
     """Generated C++ against torch's own kernels, 1e-5 relative in float32."""
     engine = loaded(tmp_path, family)
@@ -61,7 +65,7 @@ def test_inductor_keeps_the_latent(family, tmp_path, compiler):
 
 
 def test_one_graph_for_each_kind_of_block(tmp_path, monkeypatch, compiler):
-    """12 blocks, 2 graphs; another seed, more steps and a shorter prompt need no other ones, nor does a
+    """4 blocks, 2 graphs; another seed, more steps and a shorter prompt need no other ones, nor does a
     request that was not compiled in between."""
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
     engine = loaded(tmp_path)
@@ -221,7 +225,7 @@ STORED = ("float8_e4m3fn", "int8_tensorwise", "plain float8")
 def test_quantized_layers_are_one_node_of_a_graph(kind, tmp_path, monkeypatch, compiler):
     """As many graphs as plain layers have, the same latent, and none more for a second request."""
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
-    state = load_file(write_checkpoint(tmp_path / "plain.safetensors"))
+    state = load_file(write_shallow_flux(tmp_path / "plain.safetensors"))
     path = write_scaled(tmp_path / f"{kind.replace(' ', '_')}.safetensors", state, kind)
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(path), "fp32", "weight only")

@@ -1,6 +1,8 @@
 """What dequantizing costs and gives: the values of ComfyUI's order of operations to the bit, in few passes
 over them, which the planner counts."""
 
+from functools import cache
+
 import pytest
 import torch
 from headers import opened
@@ -37,6 +39,7 @@ def bits(columns: int, high: int = 256) -> torch.Tensor:
     return torch.randint(high, (ROWS, columns), generator=random, dtype=torch.int32).to(torch.uint8)
 
 
+@cache
 def stored(kind: str) -> dict[str, torch.Tensor]:
     """Any values of a format, by role."""
     scale, rows = torch.tensor([0.37]), number(ROWS, 1)

@@ -242,26 +242,6 @@ def test_a_page_has_its_table_of_families(page, monkeypatch):
     assert table.count("\n") == len(script["models"].MODULES) + 2 and part.read() == table
 
 
-@pytest.mark.parametrize("family", LATENT_FORMATS)
-def test_half_precision_is_near(family, tmp_path):
-    """What files are in, and GPUs compute in: one step in bf16. Flux's tiny weights are the sharpest."""
-    path, sample, latents = (
-        write_checkpoint(tmp_path / f"{family}.safetensors", family),
-        golden(f"{family}__euler_simple")[0],
-        [],
-    )
-    for precision in ("fp32", "bf16"):
-        engine = Engine(ParallelConfig(), mesh.single())
-        engine.load("tiny", str(path), precision)
-        latents.append(
-            engine.sample(
-                replace(sample, tensors=sample.tensors | {"sigmas": sample.tensors["sigmas"][:2]}),
-                Callbacks(),
-            )[0]
-        )
-    assert relative(latents[1], latents[0]) < (0.12 if family in ("flux-dev", "hunyuan-video") else 0.03)
-
-
 @pytest.mark.parametrize(
     "family, kept",
     [

@@ -9,7 +9,8 @@ import pytest
 import torch
 from fake_memory import GB, FakeMemory, on_ranks
 from quantized import write_gguf, write_scaled
-from tiny import BLOCKS, golden_request, save_whole, shallow_flux, weights_module
+from ranks.flux_requests import FEW, Case, request_of
+from tiny import BLOCKS, save_whole, shallow_flux, weights_module
 
 from backend import host_memory
 from backend import rank as rank_module
@@ -48,7 +49,7 @@ def test_nothing_else_holds_the_memory_and_the_latent_is_the_same(files, kind, c
     monkeypatch.setattr(parking, "to_device", copied)
     engine = Engine(ParallelConfig(**config), mesh.single())
     engine.load("tiny", str(files[kind]), "bf16")
-    sample = replace(golden_request("euler_simple")[0], model="tiny")
+    sample = request_of(Case("euler_simple", FEW))
     before, _ = engine.sample(sample, Callbacks())
     model = engine.models["tiny"]
     storages = [p.untyped_storage() for module in model.modules for p in module.parameters()]
