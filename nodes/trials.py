@@ -1,6 +1,7 @@
 """What the side panel's benchmark queues: the graph up to a sampler, once for each way to share its work."""
 
 import copy
+import random
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -22,6 +23,8 @@ MOST = 5
 #: The node that a graph gets where its loader has no Parallel Config; no id of a page looks so.
 CONFIG = "parallel-dit-trial"
 SEEDS = ("seed", "noise_seed")
+#: Seeds of trials are drawn from so many.
+MOST_SEEDS = 1 << 32
 
 
 def trials(graph: dict, selected: str = "") -> dict:
@@ -116,17 +119,19 @@ def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, lis
 
 def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:
     """Return the ``graph``, which ends at ``sampler``, with these inputs, twice with two seeds where it has
-    one: the first run of new process groups is slower."""
+    one: the first run of new process groups is slower. New seeds: ComfyUI remembers runs of earlier ones."""
     trial = copy.deepcopy(graph)
     node = trial.setdefault(config, {"class_type": "ParallelConfig", "inputs": {}})
     node["inputs"] |= inputs
     trial[loader]["inputs"]["config"] = [config, 0]
     trial[f"{CONFIG}-end"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 0]}}
-    seeded = [(key, name) for key, name in _seeds(trial, sampler)][:1]
-    again = copy.deepcopy(trial)
-    for key, name in seeded:
-        again[key]["inputs"][name] += 1
-    return [trial, again] if seeded else [trial]
+    seeded = next(_seeds(trial, sampler), None)
+    if seeded is None:
+        return [trial]
+    key, name = seeded
+    again, seed = copy.deepcopy(trial), random.randrange(MOST_SEEDS)
+    trial[key]["inputs"][name], again[key]["inputs"][name] = seed, seed + 1
+    return [trial, again]
 
 
 def _seeds(graph: dict, sampler: str):

@@ -82,6 +82,7 @@ async function seconds(trial, stop) {
     const { last_run } = await ask("status");
     if (last_run.prompt === id) least = Math.min(least, last_run.seconds);
   }
+  if (least === Infinity) throw new Error("ComfyUI remembered this run; change the seed and try again");
   return least;
 }
 
