@@ -125,7 +125,8 @@ class Cost:
         device = device + gathered if self.machine.on_host else max(device, gathered)
         if divided > 1:
             device += self.machine.overhead * len(blocks)
-        launches = self.machine.launch * sum(block.streams for block in blocks) / speed
+        started = sum(block.kernels for block in blocks) / plan.tensor_parallel_degree / LAUNCHES
+        launches = self.machine.launch * (sum(block.streams for block in blocks) + started) / speed
         return device + launches if self.machine.on_host else max(device, launches)
 
     @property

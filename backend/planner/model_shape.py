@@ -17,7 +17,7 @@ class BlockShape:
     text_pairs: multiplications of attention for a pair of two image tokens, of one of each, of two text
     tokens. weights: bytes without modulation, as stored; cut: the share of them that tensor parallelism
     divides. modulation: bytes of adaLN layers. unpacked: bytes that the quantized weights have dequantized;
-    dequantizing: bytes that are read and written to make them.
+    dequantizing: bytes that are read and written to make them, by so many ``kernels``.
     reduced_image, reduced_text: numbers of one token that tensor parallelism sums. streams: 2 where text and
     image pass layers of their own. queries, keys: features of a token in the attention calls whose keys come
     from all ranks, 0 for the model's width. skips: long skips that go on with what the block returns.
@@ -32,6 +32,7 @@ class BlockShape:
     modulation: int = 0
     unpacked: int = 0
     dequantizing: int = 0
+    kernels: int = 0
     cut: float = 1.0
     reduced_image: int = 0
     reduced_text: int = 0

@@ -31,12 +31,26 @@ SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 
 
 @dataclass(frozen=True)
+class Effort:
+    """What it takes to dequantize to half precision.
+
+    moved: bytes that operators read and write for a value, scales included; kernels: how many they start for
+    all that is dequantized at once; made: most bytes a value that they hold between them. Counted by
+    tests/unit/test_dequantized.py, of 1024 x 4096 values, with groups of 256.
+    """
+
+    moved: float
+    kernels: int
+    made: float
+
+
+@dataclass(frozen=True)
 class Format:
     """weight: stored tensors, settings, dtype and memory or None -> the weight of these rows, in that memory
     if it is there and the format can write to it, else in ``dtype`` or float32; stored: the file's dtypes;
     needs: leaves that must be there; leaves: those that are read; block: settings -> neighbours in a row that
     can only be read together; packed: values in an element; short: its name in reports; tiles: the
-    file's dtypes of a weight_scale of blocks, in cuBLAS' tiles; moved: as moved_bytes."""
+    file's dtypes of a weight_scale of blocks, in cuBLAS' tiles; effort: of its usual settings (effort_of)."""
 
     weight: Callable[[Stored, Settings, torch.dtype, Tensor | None], Tensor]
     stored: tuple[str, ...]
@@ -46,7 +60,7 @@ class Format:
     packed: int = 1
     short: str = ""
     tiles: tuple[str, ...] = ()
-    moved: float = 7.0
+    effort: Effort = Effort(7.0, 3, 0.0)
 
 
 def _float8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -223,13 +237,22 @@ FORMATS = {
     "float8_e4m3fn": Format(_float8, tuple(FLOAT8), short="fp8"),
     "float8_e5m2": Format(_float8, tuple(FLOAT8), short="fp8"),
     "int8_tensorwise": Format(
-        _int8, ("I8",), block=lambda settings: rotation(settings) or 1, short="int8", moved=19.1
+        _int8,
+        ("I8",),
+        block=lambda settings: rotation(settings) or 1,
+        short="int8",
+        effort=Effort(19.1, 3, 8.0),
     ),
     "mxfp8": Format(
-        _mxfp8, ("F8_E4M3",), block=lambda settings: 32, short="mxfp8", tiles=("F8_E8M0", "U8"), moved=11.5
+        _mxfp8,
+        ("F8_E4M3",),
+        block=lambda settings: 32,
+        short="mxfp8",
+        tiles=("F8_E8M0", "U8"),
+        effort=Effort(11.5, 4, 4.1),
     ),
     # of files of scaled fp8 that keep some layers as they were, under a scale that ComfyUI multiplies too
-    "scaled plain": Format(_float8, ("BF16", "F16", "F32"), short="scaled", moved=8.0),
+    "scaled plain": Format(_float8, ("BF16", "F16", "F32"), short="scaled", effort=Effort(8.0, 3, 0.0)),
     "nvfp4": Format(
         _nvfp4,
         ("U8",),
@@ -238,7 +261,7 @@ FORMATS = {
         packed=2,
         short="nvfp4",
         tiles=("F8_E4M3", "U8"),
-        moved=11.1,
+        effort=Effort(11.1, 6, 4.0),
     ),
     "convrot_w4a4": Format(
         _convrot_w4a4,
@@ -247,7 +270,7 @@ FORMATS = {
         block=rotation_size,
         packed=2,
         short="w4a4",
-        moved=36.1,
+        effort=Effort(36.1, 10, 9.0),
     ),
     "asym_w4a8_int8": Format(
         _w4a8,
@@ -257,29 +280,37 @@ FORMATS = {
         lambda settings: math.lcm(rotation_size(settings), scale_group(settings), 16),
         packed=2,
         short="w4a8",
-        moved=64.7,
+        effort=Effort(64.7, 15, 19.0),
     ),
 }
 #: Float8 without scales.
-PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8", moved=3.0)
-#: GGUF type -> moved_bytes.
-GGUF_MOVED = {
-    **{"Q4_0": 18.8, "Q4_1": 23.1, "Q5_0": 43.4, "Q5_1": 47.8, "Q8_0": 11.3, "Q2_K": 23.7, "Q3_K": 30.0},
-    **{"Q4_K": 23.6, "Q5_K": 31.7, "Q6_K": 27.9, "IQ4_NL": 38.8, "IQ4_XS": 39.8},
+PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8", effort=Effort(3.0, 1, 0.0))
+GGUF_EFFORT = {
+    "Q4_0": Effort(18.8, 7, 5.1),
+    "Q4_1": Effort(23.1, 7, 9.2),
+    "Q5_0": Effort(43.4, 20, 10.1),
+    "Q5_1": Effort(47.8, 20, 11.2),
+    "Q8_0": Effort(11.3, 3, 4.1),
+    "Q2_K": Effort(23.7, 11, 9.5),
+    "Q3_K": Effort(30.0, 22, 7.5),
+    "Q4_K": Effort(23.6, 21, 9.3),
+    "Q5_K": Effort(31.7, 26, 11.3),
+    "Q6_K": Effort(27.9, 13, 7.5),
+    "IQ4_NL": Effort(38.8, 7, 12.1),
+    "IQ4_XS": Effort(39.8, 16, 12.3),
 }
-#: The same of int8 in rows that are not rotated; Format.moved has the other.
-UNROTATED = 3.0
+#: Of int8 in rows that are not rotated.
+UNROTATED = Effort(3.0, 1, 0.0)
 
 
-def moved_bytes(form: Format, settings: Settings) -> float:
-    """Return the bytes that operators read and write to dequantize one value to half precision, scales
-    included. Counted by tests/unit/test_dequantized.py, of 1024 x 4096 values, with groups of 256."""
+def effort_of(form: Format, settings: Settings) -> Effort:
+    """Return what it takes to dequantize a layer of a format with these settings."""
     is_plain = form.short == "int8" and rotation(settings) is None
-    return UNROTATED if is_plain else form.moved
+    return UNROTATED if is_plain else form.effort
 
 
 @cache
 def gguf_format(kind: str) -> Format:
     """Return the format of a GGUF type; its blocks are bytes."""
     _, block, _ = gguf_type(kind)
-    return Format(_gguf, (kind,), (), block=lambda settings: block, short=kind, moved=GGUF_MOVED[kind])
+    return Format(_gguf, (kind,), (), block=lambda settings: block, short=kind, effort=GGUF_EFFORT[kind])

@@ -107,7 +107,8 @@ class _Measured:
     @cached_property
     def _by_block(self) -> list[Counter[str]]:
         """Bytes of every block: "modulation", "weights" without it, "cut" by tensor parallelism, what
-        quantized ones are "unpacked", and what is moved for that ("dequantizing")."""
+        quantized ones are "unpacked", and what is moved for that ("dequantizing"), by how many "kernels".
+        """
         names = self.checkpoint.block_names
         modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
         found = [Counter[str]() for _ in names]
@@ -121,6 +122,7 @@ class _Measured:
             counts["weights"] += each.bytes
             counts["unpacked"] += each.unpacked
             counts["dequantizing"] += each.moved
+            counts["kernels"] += each.kernels
             counts["cut"] += each.bytes if each.module in self._cuts else 0
         return found
 
@@ -162,6 +164,7 @@ class _Measured:
             weights=sum(each.bytes for each in held),
             unpacked=sum(each.unpacked for each in held),
             dequantizing=sum(each.moved for each in held),
+            kernels=sum(each.kernels for each in held),
             cut=0,
         )
 
@@ -181,6 +184,7 @@ class _Measured:
             modulation=sizes["modulation"],
             unpacked=sizes["unpacked"],
             dequantizing=sizes["dequantizing"],
+            kernels=sizes["kernels"],
             cut=sizes["cut"] / max(1, sizes["weights"]),
             reduced_image=reduced_image,
             reduced_text=reduced_text,

@@ -15,8 +15,9 @@ from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..quantization.formats import moved_bytes
+from ..quantization.formats import Format, Settings, effort_of
 from ..quantization.kernels import Choice, Kernel, turn_bytes
+from ..quantization.packed import rows_at_once
 
 #: How a quantized weight multiplies where nothing else is known.
 DEQUANTIZED = Choice(None, "")
@@ -28,8 +29,9 @@ class HeldParameter:
 
     block: where it is in the order of blocks; None outside of them. sizes: of its tensors, several where it
     is quantized. unpacked: bytes of the weight that a quantized one stands for, of ``dtype``, where that is
-    dequantized to be multiplied, and moved: bytes that are read and written for that; else 0. kernel: which
-    multiplies a quantized one of this ``matrix`` natively.
+    dequantized to be multiplied; moved: bytes that are read and written for that, by so many ``kernels``;
+    made: the most that these hold between them; else 0. kernel: which multiplies a quantized one of this
+    ``matrix`` natively.
     """
 
     module: str
@@ -38,6 +40,8 @@ class HeldParameter:
     dtype: torch.dtype
     unpacked: int = 0
     moved: int = 0
+    kernels: int = 0
+    made: int = 0
     kernel: Kernel | None = None
     matrix: tuple[int, int] = (0, 0)
 
@@ -113,11 +117,23 @@ def _held(
     if not choice.needs_scratch:
         return HeldParameter(module, block, packed, own_dtype, **native)
     quantization = checkpoint.files.quantization(checkpoint.key(source))
-    # of a file that is plain: what is stored, and what it stands for
-    moved = plain + sum(size.bytes for size in packed)
-    if quantization is not None:
-        moved = round(kept.numel() * moved_bytes(*quantization))
-    return HeldParameter(module, block, packed, own_dtype, plain, moved, **native)
+    if quantization is None:  # of a file that is plain: what is stored, and what it stands for
+        moved = plain + sum(size.bytes for size in packed)
+        return HeldParameter(module, block, packed, own_dtype, plain, moved, **native)
+    return HeldParameter(
+        module, block, packed, own_dtype, plain, **_dequantizing(kept, *quantization), **native
+    )
+
+
+def _dequantizing(shape: torch.Size, form: Format, settings: Settings) -> dict[str, int]:
+    """What it takes to dequantize a weight once (HeldParameter)."""
+    (rows, columns), effort = shape, effort_of(form, settings)
+    step = rows_at_once(form, columns)
+    return {
+        "moved": round(rows * columns * effort.moved),
+        "kernels": -(-rows // step) * effort.kernels,
+        "made": round(min(rows, step) * columns * effort.made),
+    }
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:
@@ -135,13 +151,13 @@ def _chunk(length: int, rank: int, ranks: int) -> int:
 
 
 def scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
-    """Count the memory in which quantized weights are dequantized, the largest of each dtype, and what native
-    products of ``tokens`` hold beside their output."""
+    """Count the memory in which quantized weights are dequantized, the largest of each dtype, and what that
+    or native products of ``tokens`` hold beside."""
     largest: Counter[torch.dtype] = Counter()
     for parameter in held:
         largest[parameter.dtype] = max(largest[parameter.dtype], parameter.unpacked)
-    products = (turn_bytes(each.kernel, tokens, *each.matrix) for each in held if each.kernel)
-    return sum(largest.values()) + max(products, default=0)
+    products = [turn_bytes(each.kernel, tokens, *each.matrix) for each in held if each.kernel]
+    return sum(largest.values()) + max([*products, *(each.made for each in held)], default=0)
 
 
 def gathered_bytes(held: list[HeldParameter]) -> int:

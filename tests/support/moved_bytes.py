@@ -1,4 +1,4 @@
-"""The bytes that operators read and write, counted by their tensors."""
+"""The bytes that operators read and write, counted by their tensors, and how many operators."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,16 +18,16 @@ VIEWS = {
         "split_with_sizes",
         "squeeze",
     ),
-    *("t", "transpose", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "empty"),
+    *("t", "transpose", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "empty", "empty_strided"),
 }
 
 
 class MovedBytes(TorchDispatchMode):
-    """Counts in ``bytes``: every input read once, every output written once."""
+    """Counts in ``bytes``: every input read once, every output written once; in ``kernels`` what did so."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.kernels = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -35,6 +35,7 @@ class MovedBytes(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if name in VIEWS:
             return out
+        self.kernels += 1
         kwargs.pop("out", None)
         read = args[1:] if name == "copy_" else (args, kwargs)
         tensors = [x for x in tree_leaves((read, out)) if isinstance(x, torch.Tensor)]

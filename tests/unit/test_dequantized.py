@@ -3,26 +3,30 @@ over them, which the planner counts."""
 
 from functools import cache
 
+import memory_table
 import pytest
 import torch
 from headers import opened
+from live_memory import LiveMemory
 from moved_bytes import MovedBytes
 from published import L40
+from released_forms import checkpoint_of
 
 from backend.config import ParallelConfig
-from backend.planner.cost import Cost
+from backend.planner.cost import LAUNCHES, Cost
 from backend.planner.machine import Request
 from backend.quantization.formats import (
     E2M1,
     FORMATS,
-    GGUF_MOVED,
+    GGUF_EFFORT,
     PLAIN_FLOAT8,
+    Effort,
+    effort_of,
     gguf_format,
     gguf_type,
     hadamard,
-    moved_bytes,
 )
-from backend.quantization.packed import Packed, take
+from backend.quantization.packed import CHUNK, MORE, Packed, take
 from backend.rank_plan.shape_of import shape_of
 
 ROWS, COLUMNS = 1024, 4096
@@ -102,29 +106,30 @@ def test_bits_do_not_depend_on_the_passes(kind, dtype):
             assert piece.dequantize(dtype, torch.empty(piece.shape, dtype=dtype)).equal(expected)
 
 
-def count(piece: Packed) -> float:
-    """Bytes a value, once what is made once is there."""
+def check(piece: Packed, effort: Effort):
+    """Is that what it takes, once what is made once is there?"""
     out = torch.empty(piece.shape, dtype=torch.bfloat16)
     piece.dequantize(torch.bfloat16, out)
-    with MovedBytes() as moved:
+    with MovedBytes() as moved, LiveMemory() as memory:
         piece.dequantize(torch.bfloat16, out)
-    return moved.bytes / out.numel()
+    assert moved.bytes / out.numel() == pytest.approx(effort.moved, rel=0.03)
+    assert moved.kernels == effort.kernels
+    assert memory.peak / out.numel() == pytest.approx(effort.made, abs=0.1)
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_the_bytes_that_dequantizing_moves(kind):
-    """As the planner counts them; before they were 7, 11, 23 and 31 (fp8, scaled, int8 in rows, ConvRot), 23
-    (mxfp8, nvfp4) and 4 more for every GGUF type."""
-    assert count(packed(kind)) == pytest.approx(moved_bytes(*FILES[kind]), rel=0.03)
+def test_what_dequantizing_takes(kind):
+    """As the planner counts it; before 7, 11, 23 and 31 bytes were moved (fp8, scaled, int8 in rows,
+    ConvRot), 23 (mxfp8, nvfp4) and 4 more for every GGUF type."""
+    check(packed(kind), effort_of(*FILES[kind]))
 
 
-@pytest.mark.parametrize("kind", GGUF_MOVED)
-def test_the_bytes_that_gguf_types_move(kind):
+@pytest.mark.parametrize("kind", GGUF_EFFORT)
+def test_what_gguf_types_take(kind):
     pytest.importorskip("gguf")
     _, block, size = gguf_type(kind)
     values = {"values": bits(COLUMNS // block * size, 30)}
-    piece = Packed(gguf_format(kind), {"format": kind}, values, COLUMNS, (range(COLUMNS),))
-    assert count(piece) == pytest.approx(GGUF_MOVED[kind], rel=0.03)
+    check(Packed(gguf_format(kind), {"format": kind}, values, COLUMNS, (range(COLUMNS),)), GGUF_EFFORT[kind])
 
 
 def test_the_planner_counts_them():
@@ -134,3 +139,28 @@ def test_the_planner_counts_them():
     cost = Cost(shape, ParallelConfig(), L40, Request(1024, 128, 4, 1))
     moved = sum(block.dequantizing for block in shape.blocks)
     assert cost._dequantize(shape.blocks) == pytest.approx(moved / L40.bandwidth)
+
+
+def test_the_planner_counts_the_kernels_that_the_host_starts():
+    """Of Q4_K more than of the blocks' own; tensor parallelism dequantizes a part on each rank, Ulysses
+    all."""
+    qwen = next(file for file in memory_table.FILES if file.model == "Qwen-Image, Q4_K")
+    shape = shape_of(checkpoint_of(qwen), torch.bfloat16)
+    kernels = sum(block.kernels for block in shape.blocks)
+    assert kernels > 3 * LAUNCHES * sum(block.streams for block in shape.blocks)
+
+    def step(**degrees) -> float:
+        return Cost(shape, ParallelConfig(**degrees), L40, Request(256, 64, 4, 1)).step(1)
+
+    host = L40.launch * kernels / LAUNCHES
+    assert host < step(ulysses_degree=4) < 1.5 * host
+    assert host / 2 < step(tensor_parallel_degree=2) < host
+
+
+def test_what_dequantizing_makes_is_planned():
+    """Beside the largest weight: of as many values as are dequantized at once."""
+    qwen = next(file for file in memory_table.FILES if file.model == "Qwen-Image, Q4_K")
+    shape = shape_of(checkpoint_of(qwen), torch.bfloat16)
+    largest = 6 * 3072 * 3072  # of modulation
+    made = MORE * CHUNK * GGUF_EFFORT["Q4_K"].made
+    assert shape.scratch == pytest.approx(2 * largest + made, rel=0.01)
