@@ -67,20 +67,33 @@ CONFIGURATIONS = {
         dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
     ],
 }
-#: Those of a variant whose blocks and attention are like another case's: what conditions it is cut, or is
-#: not. Under CFG and rings it is called, and does not sample.
+#: Those of a variant, on four ranks also of a family, whose blocks and attention are like another case's:
+#: what conditions it is cut, or is not. Under CFG it is called, and does not sample. Rings cut what Ulysses
+#: cuts.
 OF_VARIANTS = {
     2: [
         dict(ulysses_degree=2),
         dict(cfg_degree=2),
-        dict(ring_degree=2),
         dict(pipefusion_degree=2, num_pipeline_patch=3),
     ],
     4: [dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2)],
 }
 #: Variants with a condition that tensor parallelism cuts by heads: how much guides are attended to.
 CUT_BY_HEADS = ("ltxv-i2v", "ltx25-i2v")
-CALLED_ALONE = ("cfg_degree", "ring_degree")
+#: Methods of whose exact runs each family is called under one, in turn, besides Ulysses and CFG: what a call
+#: has else, samples at different times, they do not see.
+CALLED_IN_TURN = {
+    2: [
+        dict(ring_degree=2),
+        dict(tensor_parallel_degree=2),
+        dict(tensor_parallel_degree=2, shares="70,30"),
+        dict(pipefusion_degree=2, num_pipeline_patch=1),
+    ],
+    4: [
+        dict(tensor_parallel_degree=2, ulysses_degree=2),
+        dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1),
+    ],
+}
 #: Other ways to cut matrices: one call of the model each.
 SCHEMES = {2: ("row", "column"), 4: ("2d",)}
 #: World size -> configurations of a signature's representative in the fast tier: what blocks and their
@@ -152,16 +165,20 @@ class Run:
     @property
     def samples(self) -> bool:
         """Does it sample? Megatron's and plain weights do."""
-        alone = is_variant(self.ranks, self.case) and any(
-            getattr(self.config, name) > 1 for name in CALLED_ALONE
-        )
-        return self.config.split_scheme == "megatron" and not alone
+        is_alone = is_variant(self.ranks, self.case) and self.config.cfg_degree > 1
+        return self.config.split_scheme == "megatron" and not is_alone
 
     @property
     def is_called(self) -> bool:
         """Is the model called? Not where a pipeline differs from another run's in its patches alone: for a
         call it is drained."""
-        return not self.stale or is_variant(self.ranks, self.case) or self.config.cfg_degree > 1
+        if is_variant(self.ranks, self.case) or self.config.cfg_degree > 1 or not self.samples:
+            return True
+        in_turn = CALLED_IN_TURN[self.ranks]
+        if dict(self.degrees) not in in_turn:
+            return not self.stale
+        turns = [turn for turn in in_turn if can_run(self.case, ParallelConfig(**turn))]
+        return dict(self.degrees) == turns[CASES[self.ranks].index(self.case) % len(turns)]
 
     @property
     def is_fast(self) -> bool:
@@ -219,8 +236,9 @@ def _representatives(ranks: int) -> set[str]:
 
 
 def is_variant(ranks: int, case: str) -> bool:
-    """Is it a variant with the signature of another case?"""
-    return case not in LATENT_FORMATS and case not in _representatives(ranks)
+    """Is it a variant with the signature of another case? On four ranks families are too: the cuts of their
+    own weights are shown on two."""
+    return (ranks == 4 or case not in LATENT_FORMATS) and case not in _representatives(ranks)
 
 
 def can_run(case: str, config: ParallelConfig) -> bool:

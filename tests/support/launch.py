@@ -31,6 +31,8 @@ PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", 
 NICE = itertools.chain(range(10, 19, 3), itertools.repeat(19))
 #: Longest time of a rank program: most of it may be spent giving way to others.
 SECONDS = 3000
+#: Memory of ranks in large pages: weights are read and copied hundreds of times (8 % of their seconds).
+LARGE_PAGES = "glibc.malloc.hugetlb=1"
 #: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.
 AT_ONCE = 3
 
@@ -97,7 +99,8 @@ def fork_server():
     multiprocessing.get_context("forkserver").set_forkserver_preload(PROGRAMS)
     folders = [TESTS.parent, TESTS, TESTS / "support"]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, PYTHONPATH=path, GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=""):
+    here = dict(PYTHONPATH=path, GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="", GLIBC_TUNABLES=LARGE_PAGES)
+    with mock.patch.dict(os.environ, here):
         forkserver.ensure_running()
 
 

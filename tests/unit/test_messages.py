@@ -38,6 +38,9 @@ OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
 #: alike, one of them both kinds, and of four stages none is empty. The whole one is among the families.
 SINGLE = 4
 
+#: Steps of a request without a pipeline: one after another.
+EXACT_STEPS = 2
+
 RING_TP = OF_FAMILIES[1]
 #: (family, methods) -> what a block computes between a layer's sum, which ends in the layer, and its use.
 EARLY = {
@@ -68,6 +71,8 @@ def one_rank(family: str, checkpoint: Checkpoint, config: ParallelConfig, rank: 
         # whose transformer is the rank's own
         model = launches.load(replace(checkpoint), config, mesh, stages)
         sample = launches.request_of(family, batch=mesh.dp.size)
+        if config.pipefusion_degree == 1:  # whose steps are alike
+            sample.tensors["sigmas"] = sample.tensors["sigmas"][: EXACT_STEPS + 1]
         sample = replace(sample, wire=config.wire, compile=config.compile)
         request = build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
         with running(model, request) as runner:
