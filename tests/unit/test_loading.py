@@ -25,6 +25,12 @@ from backend.loading.scale_values import check_scales
 from backend.parallel import mesh
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tiny_flux(folder):
+    """Its file, which several tests change."""
+    write_checkpoint(folder / "flux-tiny.safetensors")
+
+
 @pytest.fixture(scope="module")
 def weights(folder):
     """The transformer's parameters as loaded from the plain single file."""

@@ -23,6 +23,7 @@ from backend.engine import Engine
 from backend.parallel import mesh
 from backend.parallel.mesh import Axis
 from backend.quantization import kernels
+from backend.quantization.formats import effort_of
 from backend.quantization.packed_weight import PackedWeight
 from backend.rank_plan import describe
 from backend.rank_plan.request_size import size_of
@@ -85,8 +86,14 @@ def test_weights_are_those_of_the_loaded_rank(files, kind, degrees):
             for module in chain.from_iterable(root.modules() for root in held)
             if isinstance(module, PackedWeight) and not module.device.type == "meta"
         ]
-        largest = [2 * weight.shape.numel() for weight in packed]
-        assert plan.scratch_bytes == max(largest, default=0)
+        largest = max([2 * weight.shape.numel() for weight in packed], default=0)
+        assert plan.scratch_bytes == largest + max(map(made, packed), default=0)
+
+
+def made(weight: PackedWeight) -> int:
+    """Bytes that dequantizing holds beside the weight, which is small enough to be dequantized at once."""
+    stored = weight.packed
+    return round(weight.shape.numel() * effort_of(stored.format, stored.settings).made)
 
 
 @pytest.mark.parametrize(
