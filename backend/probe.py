@@ -107,6 +107,7 @@ class Probe:
         latency, exchanges = self._exchanges()
         rings = self._rings()
         own = [gemm, attention, bandwidth, launch, latency, self._neighbours(), self._host_link()]
+        float32 = max(1.0, gemm / self._gemm(self.together, torch.float32)) if self.kind == "cuda" else 1.0
         own += [*exchanges.values(), *rings.values()]
         everybody = list(zip(*self.dispatcher.all_gather_object(own)))
         slowest = [min(values) for values in everybody]
@@ -119,6 +120,7 @@ class Probe:
             latency=max(everybody[4]),
             p2p=slowest[5],
             host_link=slowest[6],
+            float32=max(self.dispatcher.all_gather_object(float32)),
             all_to_all=dict(zip(exchanges, slowest[7:])),
             rings=dict(zip(rings, slowest[7 + len(exchanges) :])),
             alone=self._alone(slowest[0]),
@@ -179,13 +181,13 @@ class Probe:
     def _name(self) -> str:
         return torch.cuda.get_device_name() if self.kind == "cuda" else "CPU"
 
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+    def _random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
 
-    def _gemm(self, clock: Callable) -> float:
+    def _gemm(self, clock: Callable, dtype: torch.dtype | None = None) -> float:
         """FLOP/s of a linear layer; ``clock``: seconds of a call."""
-        x = self._random(self.tokens, self.width)
-        weight = self._random(self.width, self.width)
+        x = self._random(self.tokens, self.width, dtype=dtype)
+        weight = self._random(self.width, self.width, dtype=dtype)
         return 2 * self.tokens * self.width**2 / clock(lambda: F.linear(x, weight))
 
     def _compute(self) -> tuple[float, float, float, float]:

@@ -116,6 +116,7 @@ class Cost:
         share = self._samples / (divided * patches) * load
         lengths = (self.request.image_tokens, self.request.text_tokens)
         linear = 2 * share * sum(block.linear(*lengths) for block in blocks)
+        efficiency /= self.machine.float32 if self.shape.itemsize == FLOAT32 else 1.0
         products = max(linear / (self.machine.gemm * efficiency), reading * self._read(blocks) / speed)
         attention = 2 * share * self._uneven_heads * sum(block.attention(*lengths) for block in blocks)
         device = products + reading * self._dequantize(blocks) / speed

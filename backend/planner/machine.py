@@ -25,7 +25,8 @@ class Machine:
     measured. names, speeds: of each rank's GPU, in order; times as fast as the slowest, by one timed step
     (none on the CPU, whose cores ranks share). bandwidths: of each one's memory, in order. memory: free bytes
     of each GPU in order, or of the host. host_link: bytes that each rank reads from page-locked host memory
-    while all do. on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel starts.
+    while all do. float32: how many times as long products take in it, of models that a GPU has no other type
+    for. on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel starts.
     links: a sentence on how GPUs reach each other where NCCL's own choice fails; empty elsewhere.
     """
 
@@ -48,6 +49,7 @@ class Machine:
     on_host: bool = False
     rings: dict[int, float] = field(default_factory=dict)
     host_link: float = HOST_LINK
+    float32: float = 1.0
     links: str = ""
 
     @property

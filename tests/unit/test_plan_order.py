@@ -110,7 +110,7 @@ def test_plans_of_bridged_pairs_go_at_the_pace_of_the_slow_links(fields):
         assert costs[0] == costs[1]
 
 
-@pytest.mark.parametrize("name", ["rings", "host_link"])
+@pytest.mark.parametrize("name", ["rings", "host_link", "float32"])
 def test_rates_without_what_is_measured_now_are_none_of_this_version(name):
     values = L40.as_dict()
     assert Machine.from_dict(values) == replace(L40, memory=())
@@ -119,3 +119,17 @@ def test_rates_without_what_is_measured_now_are_none_of_this_version(name):
         Machine.from_dict(values)
     with pytest.raises(ValueError):
         Machine.from_dict({**L40.as_dict(), "host_link": 0.0})
+
+
+def test_what_computes_in_float32_takes_as_much_longer():
+    """As on Volta and Turing, of models that are not in float16; tokens take twice as long on the way."""
+    turing, wide = replace(L40, float32=6.0, launch=0.0), replace(FLUX, itemsize=4)
+    alone, ulysses = ParallelConfig(), ParallelConfig(ulysses_degree=2)
+    request = Request(4096, 512, 8, 1)
+
+    def seconds(shape, plan) -> float:
+        return Cost(shape, plan, turing, request).total
+
+    assert seconds(wide, alone) == pytest.approx(6 * seconds(FLUX, alone), rel=0.01)
+    speedups = [seconds(shape, alone) / seconds(shape, ulysses) for shape in (FLUX, wide)]
+    assert speedups[0] < speedups[1] < 2

@@ -284,3 +284,15 @@ def test_gpus_compute_for_a_while_before_they_are_measured(monkeypatch):
     with pytest.raises(KeyError) as warm:
         alone.measure()
     assert warm.value.args[0] == len(waits) == int(10 * probe.WARM) - 1
+
+
+def test_products_are_timed_in_the_type_that_is_asked_for():
+    alone, types = probe.Probe.__new__(probe.Probe), []
+    alone.device, alone.dtype, alone.tokens, alone.width = torch.device("cpu"), torch.bfloat16, 4, 8
+
+    def clock(action) -> float:
+        types.append(action().dtype)
+        return 0.5
+
+    assert alone._gemm(clock) == alone._gemm(clock, torch.float32) == 2 * 4 * 8**2 / 0.5
+    assert types == [torch.bfloat16, torch.float32]
