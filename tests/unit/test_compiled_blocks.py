@@ -118,6 +118,22 @@ def test_a_block_of_too_many_graphs_runs_uncompiled(monkeypatch, compiler):
         ]
 
 
+def test_what_inductor_leaves_to_eager_frames_runs_uncompiled_from_its_start(tmp_path, monkeypatch, compiler):
+    """It begins a frame again, as for bfloat16 on GPUs that emulate it: a rank would send twice."""
+
+    def skips(graph, inputs):
+        raise torch._dynamo.exc.SkipFrame("BF16 is not supported")
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: skips)
+    engine = loaded(tmp_path)
+    sample = steps(golden_request("euler_simple")[0], 1)
+    plain, _ = engine.sample(sample, Callbacks())
+    uncompiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
+    assert uncompiled.equal(plain) and compiler.graphs == 0
+    assert len(stats["notes"]) == FLUX_KINDS
+    assert all("runs uncompiled" in note and "BF16 is not supported" in note for note in stats["notes"])
+
+
 def test_an_older_torch_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(opaque_ops, "_ordered", None)
     engine = loaded(tmp_path)

@@ -1,8 +1,11 @@
 """Programs that scripts/doctor.py runs: how they end, and what is said of it."""
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import doctor
 import doctor_kernels
 import doctor_lab
 import doctor_processes
@@ -11,7 +14,9 @@ import psutil
 import pytest
 from doctor_checks import OK, PROBLEM, WARNING, OutOfTime, findings
 from doctor_processes import Ended
+from interpreters import recording
 
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 #: Starts a process in a session of its own, as torchrun does a rank, which does not end when it is told to.
 PARENT = """
 import subprocess, sys, time
@@ -102,3 +107,49 @@ def test_what_was_found_until_the_limit_is_told(lab, check):
     assert [each.status for each in found] == [OK, WARNING] and "minutes are over" in found[1].text
     with pytest.raises(OutOfTime):
         lab.check()
+
+
+#: The doctor, whose checks are a wait.
+WAITS = """
+import sys, time, types
+import doctor
+checks = types.ModuleType("doctor_checks")
+checks.quick = lambda facts: print("checking", flush=True) or time.sleep(600)
+facts = types.ModuleType("doctor_facts")
+facts.Facts = object
+sys.modules |= {"doctor_checks": checks, "doctor_facts": facts}
+doctor.main(sys.argv[1:])
+"""
+
+
+def test_it_ends_in_order_with_whoever_holds_its_standard_input():
+    command = [sys.executable, "-c", WAITS, "--ends-with-stdin"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=SCRIPTS) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_it_goes_on_in_the_python_of_the_ranks_once(tmp_path, monkeypatch, other):
+    ran = []
+    monkeypatch.setattr(doctor.os, "execve", lambda *arguments: ran.append(arguments))
+    monkeypatch.delenv(doctor.MOVED, raising=False)
+    python = str(recording(tmp_path / "python", tmp_path / "log")) if other else sys.executable
+    monkeypatch.setenv("PARALLEL_DIT_PYTHON", python)
+    doctor.go_on_in_ranks_python(["--full"])
+    assert [(path, arguments[0], arguments[2:]) for path, arguments, _ in ran] == (
+        [(python, python, ["--full"])] if other else []
+    )
+    for _, _, environment in ran:
+        monkeypatch.setenv(doctor.MOVED, environment[doctor.MOVED])
+        doctor.go_on_in_ranks_python(["--full"])
+    assert len(ran) == other
+
+
+def test_a_python_of_the_ranks_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setenv("PARALLEL_DIT_PYTHON", "/nowhere/python")
+    with pytest.raises(SystemExit, match="problem  python .*/nowhere/python"):
+        doctor.go_on_in_ranks_python([])
