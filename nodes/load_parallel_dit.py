@@ -104,8 +104,8 @@ class LoadParallelDiT(io.ComfyNode):
         wanted = wanted_of(inputs)
         if not isinstance(config, ParallelConfig) or wanted is None:
             return True
-        if not config.address:
-            require_dependencies(python=ranks_python())
+        if not config.address:  # which may start another Python, while ComfyUI's page waits for nothing else
+            await asyncio.to_thread(lambda: require_dependencies(python=ranks_python()))
         pool.allow(*model_folders())
         with errors_on_node(), NodeStatus() as status:
             await asyncio.to_thread(handle.check_model, config, wanted, lambda: status.show(READING))
