@@ -4,6 +4,8 @@ share their modulation; no pooled prompt, latents of 128 channels."""
 from dataclasses import replace
 
 import torch
+from diffusers.models.normalization import AdaLayerNormContinuous
+from diffusers.models.transformers import transformer_flux2 as theirs
 
 from . import flux
 from .blocks import APART, JOINED, BlockAdapter
@@ -19,37 +21,37 @@ from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, under
 NUMBERS = 10
 
 
-def patch_module(transformer, config):
-    """Timesteps are not rounded."""
-    embed = transformer.time_guidance_embed
-    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
-
-
 def forward_args(config, grid, latent, sigma, cond):
     """References follow the latent. Positions are (number, y, x, 0), and (0, 0, 0, number) for text.
-    diffusers multiplies timestep and guidance by 1000 itself."""
+    diffusers multiplies timestep and guidance by 1000 itself. Where references are at timestep 0, timesteps
+    of them follow, and positions end with a mark of their tokens."""
     batch = latent.shape[0]
     device = latent.device
     text = cond["c_crossattn"]
     how = references.method(cond, "index")
-    placed = how if how in references.PLACES else "offset"
+    at_zero = how == references.AT_ZERO and bool(references.references(cond))
+    placed = how if how in (*references.PLACES, references.AT_ZERO) else "offset"
 
     def image_positions():
         image = references.all_positions(grid, cond, placed, device)
-        spread = image.new_tensor((NUMBERS if how == "index" else 1, 1, 1))
-        return torch.nn.functional.pad(image * spread, (0, 1))
+        spread = image.new_tensor((NUMBERS if placed in ("index", references.AT_ZERO) else 1, 1, 1))
+        found = torch.nn.functional.pad(image * spread, (0, 1))
+        return torch.cat([found, (found[:, :1] > 0).to(found)], dim=1) if at_zero else found
 
     def text_positions():
         numbers = torch.arange(text.shape[1], device=device)[:, None]
-        return torch.nn.functional.pad(numbers, (3, 0))
+        return torch.nn.functional.pad(numbers, (3, 1 if at_zero else 0))
 
-    guidance = None
+    timestep, guidance = sigma.expand(batch), None
     if config["guidance_embeds"] and "guidance" in cond:
         guidance = cond["guidance"].reshape(-1).expand(batch)
+    if at_zero:
+        timestep = torch.cat([timestep, torch.zeros_like(timestep)])
+        guidance = None if guidance is None else guidance.repeat(2)
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=text,
-        timestep=sigma.expand(batch),
+        timestep=timestep,
         guidance=guidance,
         img_ids=once(cond, "img_ids", image_positions),
         txt_ids=once(cond, "txt_ids", text_positions),
@@ -57,8 +59,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """diffusers' blocks give one timestep to all tokens."""
-    return references.wrong_references(grid, cond, references.OTHER_METHOD)
+    return references.wrong_references(grid, cond)
 
 
 def config_from_shapes(shapes):
@@ -110,6 +111,118 @@ LAYOUT = Layout(
         "final_layer.adaLN_modulation.1": "norm_out.linear",
     },
 )
+
+
+class Rotary(theirs.Flux2PosEmbed):
+    """diffusers' tables, with the marks of references behind the cosines where positions have them: a table
+    is what a rank has of its own tokens."""
+
+    def forward(self, ids):
+        cosines, sines = super().forward(ids)
+        marks = ids[:, len(self.axes_dim) :]
+        return torch.cat([cosines, marks.to(cosines)], dim=1) if marks.shape[1] else cosines, sines
+
+
+def taken_apart(image_rotary_emb):
+    """Return the tables of tokens, and which of them are of references."""
+    cosines, sines = image_rotary_emb
+    return (cosines[:, :-1], sines), cosines[:, -1] > 0
+
+
+def of_tokens(modulation, parts, of_references):
+    """Return the ``parts`` of a modulation (2B, F) for each token, (B, tokens, F / parts): the second half of
+    it for references."""
+    own, zero = modulation.unflatten(-1, (parts, -1)).chunk(2)
+    return lambda i: torch.where(of_references[:, None], zero[:, i, None], own[:, i, None])
+
+
+class DoubleBlock(theirs.Flux2TransformerBlock):
+    """diffusers' block, whose tokens of references may have a modulation of their own, as in ComfyUI
+    (comfy/ldm/flux/layers.py, DoubleStreamBlock, which cuts at an index that a rank's own tokens do not
+    have)."""
+
+    def forward(
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        temb_mod_img,
+        temb_mod_txt,
+        image_rotary_emb=None,
+        joint_attention_kwargs=None,
+    ):
+        image, text = hidden_states, encoder_hidden_states
+        if temb_mod_img.shape[0] == image.shape[0]:
+            return super().forward(
+                image, text, temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
+            )
+        tables, of_references = taken_apart(image_rotary_emb)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = map(
+            of_tokens(temb_mod_img, 6, of_references[-image.shape[1] :]), range(6)
+        )
+        (c_shift, c_scale, c_gate), c_mlp = theirs.Flux2Modulation.split(temb_mod_txt[: len(text)], 2)
+        attended, c_attended = self.attn(
+            hidden_states=(1 + scale) * self.norm1(image) + shift,
+            encoder_hidden_states=(1 + c_scale) * self.norm1_context(text) + c_shift,
+            image_rotary_emb=tables,
+            **(joint_attention_kwargs or {}),
+        )
+        image = image + gate * attended
+        image = image + mlp_gate * self.ff(self.norm2(image) * (1 + mlp_scale) + mlp_shift)
+        text = text + c_gate * c_attended
+        text = text + c_mlp[2] * self.ff_context(self.norm2_context(text) * (1 + c_mlp[1]) + c_mlp[0])
+        return text.clip(-65504, 65504) if text.dtype == torch.float16 else text, image
+
+
+class SingleBlock(theirs.Flux2SingleTransformerBlock):
+    """The same of text and image in one stream."""
+
+    def forward(
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        temb_mod,
+        image_rotary_emb=None,
+        joint_attention_kwargs=None,
+    ):
+        x = hidden_states
+        if temb_mod.shape[0] == x.shape[0]:
+            return super().forward(
+                x, encoder_hidden_states, temb_mod, image_rotary_emb, joint_attention_kwargs
+            )
+        tables, of_references = taken_apart(image_rotary_emb)
+        shift, scale, gate = map(of_tokens(temb_mod, 3, of_references), range(3))
+        attended = self.attn(
+            hidden_states=(1 + scale) * self.norm(x) + shift,
+            image_rotary_emb=tables,
+            **(joint_attention_kwargs or {}),
+        )
+        x = x + gate * attended
+        return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+class FinalNorm(AdaLayerNormContinuous):
+    """diffusers' norm, by the timestep of the latent's tokens: references' outputs are read by nobody."""
+
+    def forward(self, x, conditioning_embedding):
+        return super().forward(x, conditioning_embedding[: x.shape[0]])
+
+
+#: diffusers' class -> ours, of the same weights.
+REPLACED = {
+    theirs.Flux2PosEmbed: Rotary,
+    theirs.Flux2TransformerBlock: DoubleBlock,
+    theirs.Flux2SingleTransformerBlock: SingleBlock,
+    AdaLayerNormContinuous: FinalNorm,
+}
+
+
+def patch_module(transformer, config):
+    """Timesteps are not rounded, and references may be at timestep 0."""
+    embed = transformer.time_guidance_embed
+    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
+    for module in transformer.modules():
+        if type(module) in REPLACED:
+            module.__class__ = REPLACED[type(module)]
 
 
 class TextCountedBefore(BlockAdapter):

@@ -11,9 +11,6 @@ from .common.once import once
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
-#: The method of references whose tokens are modulated by timestep 0, as style LoRAs were trained with.
-AT_ZERO = "index_timestep_zero"
-
 
 def encoded_references(cond):
     """``cond`` with the references that ComfyUI's model reads: none where no method is set."""
@@ -27,7 +24,8 @@ def context_tokens(config, grid, cond):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Latents travel packed 2x2, references after; positions are (number, y, x) and zeros for text. The
-    prompt's layers come side by side. Where references are at timestep 0, timesteps of them follow."""
+    prompt's layers come side by side. Where references are at timestep 0, as style LoRAs were trained with,
+    timesteps of them follow."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
     read = encoded_references(cond)
 
@@ -36,7 +34,7 @@ def forward_args(config, grid, latent, sigma, cond):
         return torch.cat([image.new_zeros(text.shape[1], 3), image])
 
     timestep = sigma.expand(latent.shape[0])
-    if references.references(read) and references.method(read, "") == AT_ZERO:
+    if references.references(read) and references.method(read, "") == references.AT_ZERO:
         timestep = torch.cat([timestep, torch.zeros_like(timestep)])
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, read)], dim=1),

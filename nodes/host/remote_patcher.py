@@ -83,6 +83,12 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
     set_model_compute_dtype = _refused("another compute type (set weight_dtype in Load Parallel DiT)")
 
     def add_object_patch(self, name, obj):
+        if name.endswith(".default_ref_method"):
+            raise RefusedError(
+                "Flux KV Cache cannot be used with the MODEL of Parallel Model; take it out, and put Edit "
+                "Model Reference Method (index_timestep_zero) behind each prompt with references: the ranks "
+                "compute them at every step."
+            )
         if name.startswith("diffusion_model"):
             _refused(f"a patch of the transformer's own parts ({name})")(self)
         super().add_object_patch(name, obj)

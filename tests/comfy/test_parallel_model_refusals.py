@@ -12,7 +12,16 @@ with comfy_modules():
     import comfy.hooks
     import comfy.sd
     from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras import nodes_flux
     from parallel_dit.nodes.host import progress
+
+
+def kv_cached(model):
+    """Through Flux KV Cache, which an older ComfyUI lacks."""
+    if not hasattr(nodes_flux, "FluxKVCache"):
+        pytest.skip("this ComfyUI has no Flux KV Cache")
+    return nodes_flux.FluxKVCache.execute(model)
+
 
 REFUSED = {
     "LoRA": (
@@ -24,6 +33,7 @@ REFUSED = {
     "compile": (lambda m: set_torch_compile_wrapper(m.clone(), "inductor"), "torch.compile"),
     "compute type": (lambda m: m.clone().set_model_compute_dtype(torch.float16), "weight_dtype"),
     "part": (lambda m: m.clone().add_object_patch("diffusion_model.img_in", None), "diffusion_model.img_in"),
+    "cached references": (kv_cached, r"Flux KV Cache .* \(index_timestep_zero\)"),
 }
 
 

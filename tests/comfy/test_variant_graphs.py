@@ -45,6 +45,7 @@ GRAPHS = {
     "canny": ("flux-canny", control),
     "schnell": ("flux-schnell", plain(1, 16, 15, 18)),
     "flux.2, index": ("flux2-edit", references(False, negative=True, batch=2, channels=128)),
+    "flux.2, at timestep 0": ("flux2-edit-zero", references(False, "index_timestep_zero", channels=128)),
     "flux.2, offset": ("flux2-edit", references(False, "offset", channels=128)),
     "flux.2, uxo": ("flux2-edit", references(False, "uxo/uno", channels=128)),
     "qwen edit": ("qwen-image-edit", references(True, negative=True)),

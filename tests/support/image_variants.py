@@ -65,6 +65,7 @@ IMAGE_VARIANTS = {
         arguments={"c_concat": randn(1, 16, 16, 16)},
     ),
     "flux-schnell": Variant("flux-dev", GUIDANCE, "FluxSchnell", {"guidance_embed": False}),
+    "flux2-edit-zero": Variant("flux2-dev", arguments=WIDE_REFERENCES | METHOD["index_timestep_zero"]),
     "flux2-edit": Variant("flux2-dev", arguments=WIDE_REFERENCES, negative={"ref_latents.1": None}),
     "flux3-edit": Variant("flux3", arguments=WIDE_REFERENCES, negative={"ref_latents.1": None}),
     "qwen-image-edit": Variant(

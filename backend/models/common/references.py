@@ -12,6 +12,8 @@ from .once import once
 
 #: Ways to place references that Flux knows; it takes every other one for "offset".
 PLACES = ("offset", "index", "uxo")
+#: The method under which the tokens of references are modulated by timestep 0.
+AT_ZERO = "index_timestep_zero"
 #: The remedy where a method does not exist (wrong_references).
 OTHER_METHOD = "choose another method in Edit Model Reference Method"
 
@@ -56,9 +58,9 @@ def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero:
             f"ref_latents_method is {number}; it is 0 to {len(REFERENCE_METHODS) - 1}, for "
             f"{', '.join(REFERENCE_METHODS)}."
         )
-    if timestep_zero and names and method(cond, "") == "index_timestep_zero":
+    if timestep_zero and names and method(cond, "") == AT_ZERO:
         return (
-            f"the references are placed by index_timestep_zero, which this model in diffusers does not "
+            f"the references are placed by {AT_ZERO}, which this model in diffusers does not "
             f"have; {timestep_zero}."
         )
     return None
@@ -90,7 +92,7 @@ def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int,
         index = 1
         row = 0
         column = 0
-        if how in ("index", "index_timestep_zero"):
+        if how in ("index", AT_ZERO):
             index = number
         elif how == "negative_index":
             index = -number
