@@ -151,13 +151,14 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         joint_attention_kwargs=None,
     ):
         image, text = hidden_states, encoder_hidden_states
-        if temb_mod_img.shape[0] == image.shape[0]:
+        if temb_mod_img.shape[0] != 2 * image.shape[0]:
             return super().forward(
                 image, text, temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
             )
         tables, of_references = taken_apart(image_rotary_emb)
+        of_references = of_references[len(of_references) - image.shape[1] :]  # text is before the image
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = map(
-            of_tokens(temb_mod_img, 6, of_references[-image.shape[1] :]), range(6)
+            of_tokens(temb_mod_img, 6, of_references), range(6)
         )
         (c_shift, c_scale, c_gate), c_mlp = theirs.Flux2Modulation.split(temb_mod_txt[: len(text)], 2)
         attended, c_attended = self.attn(
@@ -185,7 +186,7 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
         joint_attention_kwargs=None,
     ):
         x = hidden_states
-        if temb_mod.shape[0] == x.shape[0]:
+        if temb_mod.shape[0] != 2 * x.shape[0]:
             return super().forward(
                 x, encoder_hidden_states, temb_mod, image_rotary_emb, joint_attention_kwargs
             )
