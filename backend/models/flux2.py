@@ -12,6 +12,7 @@ from .blocks import APART, JOINED, BlockAdapter
 from .common import references
 from .common.double_stream import DOUBLE_STREAM, config_of
 from .common.once import once
+from .common.replaced_classes import replace_classes
 from .common.tensor_plans import COMMON
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -129,13 +130,6 @@ def taken_apart(image_rotary_emb):
     return (cosines[:, :-1], sines), cosines[:, -1] > 0
 
 
-def of_tokens(modulation, parts, of_references):
-    """Return the ``parts`` of a modulation (2B, F) for each token, (B, tokens, F / parts): the second half of
-    it for references."""
-    own, zero = modulation.unflatten(-1, (parts, -1)).chunk(2)
-    return lambda i: torch.where(of_references[:, None], zero[:, i, None], own[:, i, None])
-
-
 class DoubleBlock(theirs.Flux2TransformerBlock):
     """diffusers' block, whose tokens of references may have a modulation of their own, as in ComfyUI
     (comfy/ldm/flux/layers.py, DoubleStreamBlock, which cuts at an index that a rank's own tokens do not
@@ -157,8 +151,8 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
             )
         tables, of_references = taken_apart(image_rotary_emb)
         of_references = of_references[len(of_references) - image.shape[1] :]  # text is before the image
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = map(
-            of_tokens(temb_mod_img, 6, of_references), range(6)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = references.of_tokens(
+            temb_mod_img.unflatten(-1, (6, -1)), of_references
         )
         (c_shift, c_scale, c_gate), c_mlp = theirs.Flux2Modulation.split(temb_mod_txt[: len(text)], 2)
         attended, c_attended = self.attn(
@@ -191,7 +185,7 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
                 x, encoder_hidden_states, temb_mod, image_rotary_emb, joint_attention_kwargs
             )
         tables, of_references = taken_apart(image_rotary_emb)
-        shift, scale, gate = map(of_tokens(temb_mod, 3, of_references), range(3))
+        shift, scale, gate = references.of_tokens(temb_mod.unflatten(-1, (3, -1)), of_references)
         attended = self.attn(
             hidden_states=(1 + scale) * self.norm(x) + shift,
             image_rotary_emb=tables,
@@ -208,7 +202,7 @@ class FinalNorm(AdaLayerNormContinuous):
         return super().forward(x, conditioning_embedding[: x.shape[0]])
 
 
-#: diffusers' class -> ours, of the same weights.
+#: diffusers' class -> ours.
 REPLACED = {
     theirs.Flux2PosEmbed: Rotary,
     theirs.Flux2TransformerBlock: DoubleBlock,
@@ -221,9 +215,7 @@ def patch_module(transformer, config):
     """Timesteps are not rounded, and references may be at timestep 0."""
     embed = transformer.time_guidance_embed
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
-    for module in transformer.modules():
-        if type(module) in REPLACED:
-            module.__class__ = REPLACED[type(module)]
+    replace_classes(transformer, REPLACED)
 
 
 class TextCountedBefore(BlockAdapter):

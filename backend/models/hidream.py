@@ -8,6 +8,7 @@ from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwa
 
 from ..opaque_ops import opaque
 from .blocks import APART, JOINED, BlockAdapter, Blocks
+from .common.replaced_classes import replace_classes
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -33,9 +34,7 @@ class Experts(MOEFeedForwardSwiGLU):
 def patch_module(transformer, config):
     """Images of any shape, and experts that are called whole."""
     transformer.patchify = partial(patchify, config["patch_size"])
-    for module in transformer.modules():
-        if isinstance(module, MOEFeedForwardSwiGLU):
-            module.__class__ = Experts
+    replace_classes(transformer, {MOEFeedForwardSwiGLU: Experts})
 
 
 def forward_args(config, grid, latent, sigma, cond):

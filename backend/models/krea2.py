@@ -8,6 +8,7 @@ from diffusers.models.transformers import transformer_krea2 as theirs
 from .blocks import JOINED, Blocks
 from .common import references
 from .common.once import once
+from .common.replaced_classes import replace_classes
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
@@ -146,19 +147,15 @@ class Block(theirs.Krea2TransformerBlock):
 
     def forward(self, hidden_states, temb, image_rotary_emb, attention_mask=None):
         tables, of_references = image_rotary_emb[:2], image_rotary_emb[-1]
-        if temb.shape[0] == hidden_states.shape[0]:
+        if temb.shape[0] != 2 * hidden_states.shape[0]:
             return super().forward(hidden_states, temb, tables, attention_mask)
-        modulation = temb.unflatten(-1, (6, -1)) + self.scale_shift_table
-        own, zero = modulation.chunk(2)
-
-        def of_tokens(i):
-            return torch.where(of_references[:, None], zero[:, :, i], own[:, :, i])
-
-        x = (1.0 + of_tokens(0)) * self.norm1(hidden_states) + of_tokens(1)
+        modulation = temb.squeeze(1).unflatten(-1, (6, -1)) + self.scale_shift_table
+        scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = references.of_tokens(modulation, of_references)
+        x = (1.0 + scale) * self.norm1(hidden_states) + shift
         x = self.attn(x, attention_mask=attention_mask, image_rotary_emb=tables)
-        hidden_states = hidden_states + of_tokens(2) * x
-        x = self.ff((1.0 + of_tokens(3)) * self.norm2(hidden_states) + of_tokens(4))
-        return hidden_states + of_tokens(5) * x
+        hidden_states = hidden_states + gate * x
+        x = self.ff((1.0 + mlp_scale) * self.norm2(hidden_states) + mlp_shift)
+        return hidden_states + mlp_gate * x
 
 
 class FinalLayer(theirs.Krea2FinalLayer):
@@ -168,7 +165,7 @@ class FinalLayer(theirs.Krea2FinalLayer):
         return super().forward(hidden_states, temb[: hidden_states.shape[0]])
 
 
-#: diffusers' class -> ours, of the same weights.
+#: diffusers' class -> ours.
 REPLACED = {
     theirs.Krea2RMSNorm: Norm,
     theirs.Krea2RotaryPosEmbed: Rotary,
@@ -179,9 +176,7 @@ REPLACED = {
 
 def patch_module(transformer, config):
     """Norms whose multiplier is not rounded, and references at timestep 0."""
-    for module in transformer.modules():
-        if type(module) in REPLACED:
-            module.__class__ = REPLACED[type(module)]
+    replace_classes(transformer, REPLACED)
 
 
 FAMILY = Family(

@@ -11,6 +11,7 @@ from fake_memory import GB, FakeMemory, on_ranks
 from families import LATENT_FORMATS, golden
 from headers import opened
 from live_memory import LiveMemory
+from ranks.flux_requests import FEW, shortened
 from tiny import golden_request, write_checkpoint
 from variants import request, write
 
@@ -186,8 +187,7 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     sample = (
         golden(f"{family}__euler_simple")[0] if family != "flux-dev" else golden_request("euler_simple")[0]
     )
-    short = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}
-    sample = replace(sample, model="tiny", tensors=short)
+    sample = shortened(replace(sample, model="tiny"), FEW)
     model = engine.models["tiny"]
     memory = LiveMemory()
     with memory:

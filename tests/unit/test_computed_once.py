@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from families import golden
+from ranks.flux_requests import STALE_STEPS, shortened
 from tiny import (
     write_checkpoint,
 )
@@ -49,9 +50,7 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
     model = engine.models["tiny"]
-    sample = golden(f"{family}__euler_simple")[0]
-    short = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:4]}
-    sample = replace(sample, num_pipeline_patch=2, tensors=short)
+    sample = shortened(replace(golden(f"{family}__euler_simple")[0], num_pipeline_patch=2), STALE_STEPS)
     samples, _ = engine.sample(sample, Callbacks())
     blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.blocks.lists)
     assert modulation_cache.COMPUTED["prompt"] == 2 * (blocks * layers + before)

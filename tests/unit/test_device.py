@@ -14,14 +14,15 @@ def check(monkeypatch):
     """check(kind, config): check_device where ComfyUI computes on a device of that kind, beside no GPU."""
     management = ModuleType("comfy.model_management")
     comfy = ModuleType("comfy")
-    comfy.model_management = management  # pyright: ignore[reportAttributeAccessIssue]  # a stand-in
+    monkeypatch.setattr(comfy, "model_management", management, raising=False)
     monkeypatch.setitem(sys.modules, "comfy", comfy)
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     device = importlib.import_module("parallel_dit.nodes.host.device")
 
     def run(kind: str, config):
-        management.get_torch_device = lambda: SimpleNamespace(type=kind)  # pyright: ignore
+        of_kind = SimpleNamespace(type=kind)
+        monkeypatch.setattr(management, "get_torch_device", lambda: of_kind, raising=False)
         device.check_device(config)
 
     yield run

@@ -135,6 +135,14 @@ def all_positions(
     return torch.cat([positions(one, corner, device, centred) for one, corner in pairs])
 
 
+def of_tokens(modulation: Tensor, of_references: Tensor) -> list[Tensor]:
+    """The parts of a modulation (2B, parts, F) for each token, (B, tokens, F): of its second half, which is
+    that of timestep 0, where ``of_references`` (tokens) is set."""
+    own, zero = modulation.chunk(2)
+    parts = range(modulation.shape[1])
+    return [torch.where(of_references[:, None], zero[:, i, None], own[:, i, None]) for i in parts]
+
+
 def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
     """The latent with the image that comes as further channels (c_concat), where there is one."""
     return torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent
