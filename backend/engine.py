@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from . import lean_imports  # noqa: F401  # before all that imports diffusers
 from .config import ParallelConfig
 from .device_memory import DeviceMemory
 from .errors import UnsupportedError

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import diffusers
 import torch
 from families import golden
 from headers import HeaderFiles, fold, released
@@ -155,7 +154,7 @@ def in_words(family: str) -> str:
 def arguments_of(family: str, blocks: int) -> tuple[type, dict]:
     """Return the diffusers class of a released model, and its arguments for so many blocks."""
     checkpoint = checkpoint_of(family)
-    cls = getattr(diffusers, checkpoint.family.transformer)
+    cls = checkpoint.transformer_class
     known = inspect.signature(cls).parameters
     arguments = {name: value for name, value in checkpoint.config.items() if name in known}
     return cls, arguments | {"num_layers": blocks}

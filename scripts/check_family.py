@@ -21,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"
-import diffusers
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -82,7 +81,7 @@ def options() -> argparse.Namespace:
 def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
     """Three Euler steps with two prompts, of as many samples as there are replicas."""
     family, generator = checkpoint.family, torch.Generator().manual_seed(3)
-    frames = [chosen.frames] if is_video(getattr(diffusers, family.transformer)) else []
+    frames = [chosen.frames] if is_video(checkpoint.transformer_class) else []
     shapes = (
         [list(map(int, part.split("x"))) for part in chosen.latents.split(",")]
         if family.latent.nested and chosen.latents

@@ -10,7 +10,7 @@ from typing import Any, cast
 import diffusers
 import torch
 from accelerate import init_empty_weights
-from diffusers.models.modeling_utils import no_init_weights
+from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 from torch import nn
 
 from ..config import ParallelConfig
@@ -61,11 +61,16 @@ class Checkpoint:
     trial: Mapping | None = None
 
     @property
+    def transformer_class(self) -> type[ModelMixin]:
+        """The transformer's class in diffusers."""
+        return getattr(diffusers, self.family.transformer)
+
+    @property
     def generic(self) -> dict | None:
         """Facts for clients on a transformer that no family file describes; None where one does."""
         if self.family.name in FAMILIES:
             return None
-        video = inputs.is_video(getattr(diffusers, self.family.transformer))
+        video = inputs.is_video(self.transformer_class)
         schedule = self.family.noise.schedule
         return {
             "prediction": self.family.noise.prediction,
@@ -91,7 +96,7 @@ class Checkpoint:
         return self._build(include_buffers=False)
 
     def _build(self, include_buffers: bool) -> nn.Module:
-        cls = getattr(diffusers, self.family.transformer)
+        cls = self.transformer_class
         patch_module = self.family.build.patch_module
         check_config(self.name, cls.__name__, self.config, self.files.shapes)
         parts = self.family.layout.most_parameters if self.single_file else 1

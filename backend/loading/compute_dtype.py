@@ -1,14 +1,19 @@
 """Which type a model computes in where the user does not choose one: ComfyUI's rule (unet_dtype and
 unet_manual_cast of comfy.model_management), with the types that its comfy.supported_models lists."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import UnsupportedError
 from ..quantization.formats import PLAIN_FLOAT8
 from ..quantization.matmul import Capability
-from .checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint  # which imports diffusers; a probe does not need it
 
 #: The choices of LoadParallelDiT's ``weight_dtype`` but for default.
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
-import diffusers
-
 from ..errors import UnsupportedError, quoted, reason, some
 from ..models import FAMILIES, family_of_class
 from ..models.key_layout import PREFIXES, Layout, Shapes, renamed
@@ -52,8 +50,8 @@ def _unread(checkpoint: Checkpoint) -> dict[str, str]:
     itself leaves out."""
     read = {checkpoint.keys.get(source.key, source.key) for source in checkpoint.sources.values()}
     own = checkpoint.keys or {key: key for key in checkpoint.files.shapes}
-    cls = getattr(diffusers, checkpoint.family.transformer)
-    ignored = [re.compile(pattern) for pattern in cls._keys_to_ignore_on_load_unexpected or ()]
+    patterns = checkpoint.transformer_class._keys_to_ignore_on_load_unexpected or ()
+    ignored = [re.compile(pattern) for pattern in patterns]
     return {
         ours: key
         for ours, key in own.items()

@@ -16,6 +16,7 @@ from backend.protocol import BackendError, ProtocolError, RefusedError
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_COMFY = [
+    "backend.probe",  # which auto waits for
     *(f"backend.client.{path.stem}" for path in sorted((ROOT / "backend/client").glob("*.py"))),
     "parallel_dit.nodes.diffusers_folder.pipelines",
 ]
