@@ -25,8 +25,10 @@ SETTINGS = walk.STEPS | {"denoise": 1.0}
 walk.SIZE |= {"width": 64, "height": 48}
 
 
-#: From its highest noise level, 4519, float32 alone leaves 1e-4.
-OTHERS = {"cogvideox-1.0-i2v": {"denoise": 0.5}}
+OTHERS = {
+    "cogvideox-1.0-i2v": {"denoise": 0.5},  # from its highest noise level, 4519, float32 alone leaves 1e-4
+    "flux2-edit-zero": {"cfg": 1.0},  # two prompts with guidance fail in ComfyUI
+}
 
 
 def walked(node: str, absent: str = ""):
@@ -42,6 +44,16 @@ def pictured(case: str, prompts: dict):
     return *made.args[:2], {"samples": torch.zeros(1, 16, 3, 14, 18)}  # the picture's in latent pixels
 
 
+def at_timestep_0(case: str, prompts: dict):
+    """A reference whose tokens are modulated by timestep 0."""
+    given = importlib.import_module("comfy_extras.nodes_edit_model").ReferenceLatent
+    placed = importlib.import_module("comfy_extras.nodes_flux").FluxKontextMultiReferenceLatentMethod
+    latent = variants.VARIANTS[case].arguments["ref_latents.0"]
+    empty = {"samples": torch.zeros_like(latent)}
+    made = [given.execute(prompt, {"samples": latent}).args[0] for prompt in prompts.values()]
+    return *(placed.execute(each, "index_timestep_zero").args[0] for each in made), empty
+
+
 def plain(*shape: int):
     return lambda case, prompts: (*prompts.values(), {"samples": torch.zeros(shape)})
 
@@ -52,6 +64,8 @@ GOLDENS = {
     "wan21-fun-camera": walked("WanCameraImageToVideo"),
     "wan22-animate": walked("WanAnimateToVideo", "face_video"),  # of which a picture is 3 MB
     "qwen-image-layered": walked("ReferenceLatent"),
+    "flux2-edit-zero": at_timestep_0,
+    "krea2-style": at_timestep_0,
     "cogvideox-1.0-i2v": pictured,
     "hunyuan-video15-meanflow": plain(1, 32, 3, 10, 11),
 }
