@@ -163,7 +163,7 @@ class Admission:
         if self._last is None or self._last[0] is not checkpoint or self._last[1] != key:
             self._last = (checkpoint, key, size.plans(config, checkpoint, dtype))
         plans = self._last[2]
-        held = scratch_bytes(self.memory.device) > 0
+        held = scratch_bytes(self.memory.device)
         needs = [request_need(plan, held) for plan in plans]
         return Planned(config, checkpoint, size, dtype, plans, needs, reloads=True)
 

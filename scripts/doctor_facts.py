@@ -26,6 +26,7 @@ from backend.client import dependencies, measurements, nccl_settings
 from backend.client.cache_folder import cache_folder
 from backend.client.exit_report import SHARED_MEMORY
 
+ROOT = Path(__file__).resolve().parents[1]
 #: Packages whose import is tried -> what it is imported by. A wheel built for another torch fails only then.
 WHEELS = {
     "diffusers": "diffusers.models.transformers",
@@ -38,6 +39,8 @@ WHEELS = {
     "comfy-kitchen": "comfy_kitchen",
     "gguf": "gguf",
 }
+#: Package -> how it is imported where that is not all of it.
+HOW = {"yunchang": "from backend.parallel.ring_library import ring_library; ring_library()"}
 #: Fields that nvidia-smi is asked for.
 SMI_FIELDS = (
     *("index", "name", "driver_version", "compute_mode", "mig.mode.current"),
@@ -254,9 +257,9 @@ def _places() -> dict[str, Path]:
 def tried(name: str) -> Wheel:
     """Import a package of WHEELS after torch, in another process."""
     version = _version(name)
-    command = [sys.executable, "-c", f"import torch, {WHEELS[name]}"]
+    command = [sys.executable, "-c", f"import torch; {HOW.get(name, f'import {WHEELS[name]}')}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=IMPORT_SECONDS)
     except subprocess.TimeoutExpired:
         return Wheel(version, is_slow=True)
     if done.returncode == 0:

@@ -153,9 +153,14 @@ def _words(folder: Path, local_rank: int, code: int) -> str:
         if code > 0:
             return _one_line(text.strip().rpartition("\n")[2])
         if code == -signal.SIGABRT:
-            found = filter(None, (re.search(pattern, text) for pattern in _ABORTED))
-            return next((_one_line(each[1]) for each in found), "")
+            return words_of_abort(text)
     return ""
+
+
+def words_of_abort(log: str) -> str:
+    """Return what a rank that ended by abort() has said of it; empty where it said nothing."""
+    found = filter(None, (re.search(pattern, log) for pattern in _ABORTED))
+    return next((_one_line(each[1]) for each in found), "")
 
 
 def _one_line(text: str) -> str:

@@ -9,12 +9,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..config import ParallelConfig
 from ..protocol import BackendError
 from . import nccl_settings
 from .agent_command import agent_command
-from .exit_report import ended_by_signal, shared_memory_hint
+from .exit_report import ended_by_signal, shared_memory_hint, words_of_abort
 from .interpreter import PACK
 from .pack import require_same_pack
 from .private_folder import private_folder
@@ -155,7 +156,10 @@ def run(
             log.seek(0)
             text = log.read().decode(errors="replace").strip()
             if killed := ended_by_signal(text):
-                raise UnmeasuredError(str(killed), of_links=signal.Signals(-killed.code).name in LINK_SIGNALS)
+                name = signal.Signals(-killed.code).name
+                said = words_of_abort(text) if name == "SIGABRT" else ""
+                of_links = bool(_OF_LINKS.search(said)) if said else name in LINK_SIGNALS
+                raise UnmeasuredError(str(replace(killed, error=said)), of_links=of_links)
             lines = (line for line in text.splitlines() if "Error" in line)
             last = next(lines, f"code {process.returncode}")[:300]
             raise UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))

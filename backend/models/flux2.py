@@ -151,18 +151,16 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
             )
         tables, of_references = taken_apart(image_rotary_emb)
         of_references = of_references[len(of_references) - image.shape[1] :]  # text is before the image
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = references.of_tokens(
-            temb_mod_img.unflatten(-1, (6, -1)), of_references
-        )
+        part = references.of_tokens(temb_mod_img.unflatten(-1, (6, -1)), of_references)
         (c_shift, c_scale, c_gate), c_mlp = theirs.Flux2Modulation.split(temb_mod_txt[: len(text)], 2)
         attended, c_attended = self.attn(
-            hidden_states=(1 + scale) * self.norm1(image) + shift,
+            hidden_states=(1 + part(1)) * self.norm1(image) + part(0),
             encoder_hidden_states=(1 + c_scale) * self.norm1_context(text) + c_shift,
             image_rotary_emb=tables,
             **(joint_attention_kwargs or {}),
         )
-        image = image + gate * attended
-        image = image + mlp_gate * self.ff(self.norm2(image) * (1 + mlp_scale) + mlp_shift)
+        image = image + part(2) * attended
+        image = image + part(5) * self.ff(self.norm2(image) * (1 + part(4)) + part(3))
         text = text + c_gate * c_attended
         text = text + c_mlp[2] * self.ff_context(self.norm2_context(text) * (1 + c_mlp[1]) + c_mlp[0])
         return text.clip(-65504, 65504) if text.dtype == torch.float16 else text, image
@@ -185,13 +183,13 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
                 x, encoder_hidden_states, temb_mod, image_rotary_emb, joint_attention_kwargs
             )
         tables, of_references = taken_apart(image_rotary_emb)
-        shift, scale, gate = references.of_tokens(temb_mod.unflatten(-1, (3, -1)), of_references)
+        part = references.of_tokens(temb_mod.unflatten(-1, (3, -1)), of_references)
         attended = self.attn(
-            hidden_states=(1 + scale) * self.norm(x) + shift,
+            hidden_states=(1 + part(1)) * self.norm(x) + part(0),
             image_rotary_emb=tables,
             **(joint_attention_kwargs or {}),
         )
-        x = x + gate * attended
+        x = x + part(2) * attended
         return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 

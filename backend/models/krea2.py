@@ -150,12 +150,12 @@ class Block(theirs.Krea2TransformerBlock):
         if temb.shape[0] != 2 * hidden_states.shape[0]:
             return super().forward(hidden_states, temb, tables, attention_mask)
         modulation = temb.squeeze(1).unflatten(-1, (6, -1)) + self.scale_shift_table
-        scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = references.of_tokens(modulation, of_references)
-        x = (1.0 + scale) * self.norm1(hidden_states) + shift
+        part = references.of_tokens(modulation, of_references)
+        x = (1.0 + part(0)) * self.norm1(hidden_states) + part(1)
         x = self.attn(x, attention_mask=attention_mask, image_rotary_emb=tables)
-        hidden_states = hidden_states + gate * x
-        x = self.ff((1.0 + mlp_scale) * self.norm2(hidden_states) + mlp_shift)
-        return hidden_states + mlp_gate * x
+        hidden_states = hidden_states + part(2) * x
+        x = self.ff((1.0 + part(3)) * self.norm2(hidden_states) + part(4))
+        return hidden_states + part(5) * x
 
 
 class FinalLayer(theirs.Krea2FinalLayer):

@@ -23,6 +23,9 @@ TIMEOUT = timedelta(hours=2)
 
 #: Most CTAs of a GPU that copy along an edge of a pipeline: NVLink is full with fewer, and blocks want them.
 EDGE_CTAS = 4
+#: Numbers of the first messages: NCCL has one algorithm for few and another for many, and takes the memory of
+#: each when it is first used (NCCL_RUNTIME_CONNECT, from 2.22 on).
+FEW_AND_MANY = (1, 1 << 22)
 
 
 @dataclass(frozen=True)
@@ -262,10 +265,14 @@ def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch
 
 
 def _connect_all(group: dist.ProcessGroup, device: torch.device):
-    """Send a first number among all ranks of a group, and one to each. NCCL then takes its memory before the
+    """Send first numbers among all ranks of a group, and one to each. NCCL then takes its memory before the
     ranks look at what is free, not in the midst of a request, where it cannot use what torch caches."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    sent = torch.zeros(dist.get_world_size(group), device=device)
+    ranks = dist.get_world_size(group)
+    for count in (1,) if device.type == "cpu" else FEW_AND_MANY:
+        x = torch.zeros(count, device=device)
+        dist.all_reduce(x, group=group)
+        dist.all_gather(list(x.new_empty(ranks, count)), x, group=group)
+    sent = torch.zeros(ranks, device=device)
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 

@@ -10,6 +10,9 @@ RESERVE = 1_200_000_000
 HOST_LINK = 10e9
 #: GPUs whose speeds are further apart get different shares of the work.
 DIFFERENT = 1.1
+#: Samples of a call go through the model together up to this many tokens: beyond it a device is busy anyway,
+#: and memory would grow with the batch.
+TOKENS_AT_ONCE = 16384
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,12 @@ class Request:
     def branches(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""
         return math.ceil(self.prompts / cfg_degree)
+
+
+def samples_at_once(tokens: int) -> int:
+    """Return how many samples of so many ``tokens``, with those of references, a call puts through the model
+    together."""
+    return max(1, TOKENS_AT_ONCE // tokens)
 
 
 def tokens_of(sides: tuple[int, int, int], patch: tuple[int, int, int]) -> int:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ..config import ParallelConfig
-from .machine import Request
+from .machine import Request, samples_at_once
 from .model_shape import ModelShape, modulation_of, stages_of
 from .rank_shares import RankShare, rank_shares
 
@@ -128,4 +128,8 @@ def _activations(shape: ModelShape, plan: ParallelConfig, request: Request, shar
     skips = max(shape.blocks[index - 1].skips for index in own if index) if own.stop > 1 else 0
     skipped = skips * shape.width * shape.itemsize
     token = shape.activations.on_rank(plan, skipped, share.tokens, share.matrices)
-    return math.ceil(share.samples * (request.image_tokens + request.text_tokens) * token)
+    samples = share.samples
+    if request.drained and plan.pipefusion_degree == 1:  # a call has all prompts
+        at_once = samples_at_once(request.image_tokens)
+        samples = min(samples * request.branches(plan.cfg_degree), at_once)
+    return math.ceil(samples * (request.image_tokens + request.text_tokens) * token)

@@ -100,8 +100,8 @@ def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larges
 
 @cache
 def _fuses(name: str) -> bool:
-    """Whether comfy-kitchen has a CUDA kernel of that name: without it kitchen holds all that is in between
-    at once, several times input and output, and copies an int8 weight at each product."""
+    """Whether comfy-kitchen has a kernel of that name for these GPUs: without it kitchen holds all that is in
+    between at once, several times input and output, and copies an int8 weight at each product."""
     return not small_kernels(name)
 
 
@@ -116,12 +116,12 @@ def _cuda_version() -> int:
 
 
 def small_kernels(name: str) -> str:
-    """Return why comfy-kitchen has no CUDA kernel of that name, and takes many small ones of torch's; empty
-    where it has."""
+    """Return why comfy-kitchen has no kernel of that name for NVIDIA's, or AMD's, GPUs, and takes many small
+    ones of torch's; empty where it has."""
     module, missing = kitchen()
     if module is None:
         return missing
-    found = module.list_backends().get("cuda", {})
+    found = module.list_backends().get("hip" if torch.version.hip else "cuda", {})
     if found.get("disabled"):
         return f"torch is for CUDA {torch.version.cuda} and comfy-kitchen's own kernels for {CUDA}"
     if name not in found.get("capabilities", ()):

@@ -25,14 +25,14 @@ class Need:
     likely: int
 
 
-def request_need(plan: RankPlan, scratch_held: bool = False) -> Need:
+def request_need(plan: RankPlan, scratch_held: int = 0) -> Need:
     """Count what a request allocates on a rank whose weights are loaded and whose groups are connected;
-    ``scratch_held``: the memory to dequantize in is there from an earlier request."""
+    ``scratch_held``: bytes to dequantize in that are there from an earlier request."""
     least = int(LEAST_KV * plan.kv_bytes)
     least += int(LEAST_ACTIVATIONS * (plan.activation_bytes + plan.gathered_bytes))
     likely = plan.kv_bytes + plan.modulation_bytes + plan.gathered_bytes
     likely += int(LIKELY_ACTIVATIONS * plan.activation_bytes)
-    likely += 0 if scratch_held else plan.scratch_bytes
+    likely += max(0, plan.scratch_bytes - scratch_held)
     return Need(least, likely)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
+from ..planner.machine import samples_at_once
 from ..protocol import ModelCall, Sample
 from ..sampling.guidance import guidance_of, names
-from ..sampling.model_call import samples_at_once
 from ..sampling.request import arguments_of, request_config
 from .describe import RankPlan, describe
 
@@ -85,8 +85,8 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
     given = arguments_of("cond", call.tensors)
     references = family.conditioning.context_tokens(model_config, grid, given)
     replicas = config.data_parallel_degree * config.cfg_degree
-    batch = min(-(-x.shape[0] // replicas), samples_at_once(grid.tokens))
     tokens = grid.tokens + references
+    batch = min(-(-x.shape[0] // replicas), samples_at_once(tokens))
     prompts = config.cfg_degree  # one on each side: its samples know of no CFG branches
     samples = batch * config.data_parallel_degree
     latents = family.latent.named(grid)

@@ -18,6 +18,7 @@ from ..parallel.kernel_table import Capability
 from ..parallel.mesh import Axis, Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
+from ..planner.machine import samples_at_once
 from ..protocol import ModelCall
 from ..shares import edges
 from .guidance import GUIDANCE, Prompt
@@ -29,9 +30,6 @@ from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
 from .validation import check_kernel, check_patches, check_wire
 
-#: Samples of the batch go through the model together up to this many tokens: beyond it a device is busy
-#: anyway, and memory would grow with the batch.
-TOKENS_AT_ONCE = 16384
 ALONE = Axis(None, 0, 1, (0,))
 
 
@@ -104,11 +102,6 @@ def samples_of_replicas(batch: int, mesh: Mesh) -> list[list[int]]:
     count = -(-batch // replicas)
     samples = [min(sample, batch - 1) for sample in range(replicas * count)]
     return [samples[first : first + count] for first in range(0, len(samples), count)]
-
-
-def samples_at_once(tokens: int) -> int:
-    """Return how many samples of so many ``tokens`` go through the model together."""
-    return max(1, TOKENS_AT_ONCE // tokens)
 
 
 def build_call(
@@ -196,7 +189,8 @@ class OneCall(Denoiser):
 
     def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
         batch = self.x.shape[0]
-        size = 1 if self.outputs else samples_at_once(self.request.grid.tokens)
+        tokens = self.request.grid.tokens + max(self.request.reference_tokens.values(), default=0)
+        size = 1 if self.outputs else samples_at_once(tokens)
         return [
             StepContext(branch, index, Span(first, min(first + size, batch)))
             for branch in branches

@@ -90,6 +90,17 @@ def test_kernels_that_are_missing_are_said(monkeypatch, name, found, says):
     assert "slowly" not in str(choose(matrix, "auto", CPU))
 
 
+def test_amds_gpus_have_kernels_of_their_own(monkeypatch):
+    """comfy-kitchen calls them hip; CUDA's are never there."""
+    found = {"cuda": {"disabled": True}, "hip": {"capabilities": ["int8_linear"]}}
+    monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (SimpleNamespace(list_backends=lambda: found), ""))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    matrix = Matrix(FORMATS["int8_tensorwise"], {"format": "int8_tensorwise"}, ROWS, (0, COLUMNS))
+    assert "slowly" not in str(choose(matrix, "auto", GPU, None))
+    found["hip"] = {"unavailable_reason": "an older GPU"}
+    assert str(choose(matrix, "auto", GPU, None)).endswith("slowly, by torch's kernels: an older GPU")
+
+
 def test_other_gpus_multiply_int8_alone(monkeypatch):
     """AMD's, which have no compute capability."""
     monkeypatch.setattr(matmul.kernels, "kitchen", lambda: (None, ""))

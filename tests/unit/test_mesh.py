@@ -96,12 +96,25 @@ def test_every_group_is_connected_when_it_is_made(rank_1, monkeypatch):
     """Once, in one order on all ranks: NCCL takes its memory then."""
     connected = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: connected.append(group))
+    monkeypatch.setattr(dist, "all_gather", lambda out, x, group: connected.append(group))
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, x, group: connected.append(group))
     found = rank_1(of_degrees(cfg=2, ring=2, ulysses=2, shard_weights=True))
     axes = [found.cfg, found.ring, found.ulysses, found.sp]
     assert (
-        connected == [group for axis in axes for group in [axis.group] * 2] + [found.weights.get_group()] * 2
+        connected == [group for axis in axes for group in [axis.group] * 3] + [found.weights.get_group()] * 3
     )
+
+
+def test_gpus_are_connected_for_few_numbers_and_for_many(monkeypatch):
+    """Which NCCL sends by other algorithms, each with memory of its own."""
+    sizes = []
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: sizes.append(x.numel()))
+    monkeypatch.setattr(dist, "all_gather", lambda out, x, group: sizes.append(sum(map(len, out))))
+    monkeypatch.setattr(dist, "all_to_all_single", lambda out, x, group: sizes.append(out.numel()))
+    mesh._connect_all("group", torch.device("meta"))
+    few, many = mesh.FEW_AND_MANY
+    assert sizes == [few, 2 * few, many, 2 * many, 2]
 
 
 @pytest.mark.parametrize("shard_weights", [False, True])

@@ -65,6 +65,23 @@ def test_gathered_weights_and_tokens_take_the_same_links(drained):
     assert tokens > 0 and cost._gather_weights(shape.blocks, 1) == pytest.approx(want)
 
 
+@pytest.mark.parametrize(
+    "plan, tokens, prompts, times",
+    [
+        (ONE, 4096, 1, 1),
+        (ONE, 4096, 2, 2),
+        (ONE, 8193, 2, 1),  # so many tokens keep a device busy: one after the other
+        (ParallelConfig(cfg_degree=2), 4096, 2, 1),
+        (ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1), 4096, 2, 1),
+    ],
+)
+def test_prompts_of_a_call_go_through_the_model_together(plan, tokens, prompts, times):
+    """Under Parallel Model; a request of Parallel Sampler takes one after the other."""
+    call = Request(tokens, 512, 20, prompts, drained=True)
+    sample = replace(call, drained=False)
+    assert held(FLUX, plan, call).activations == times * held(FLUX, plan, sample).activations
+
+
 def test_loras_of_models_that_take_turns_are_their_own():
     shape = packed(QWEN)
     request = Request(4096, 512, 20, 1, loras=GB, other_loras=2 * GB)

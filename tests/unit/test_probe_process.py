@@ -15,6 +15,7 @@ import torch
 
 from backend import probe
 from backend.client import nccl_settings, probe_process
+from backend.client.exit_report import _FIRST
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.protocol import BackendError
@@ -39,6 +40,28 @@ def test_a_rank_that_a_signal_ends_is_named(name, of_links):
     with pytest.raises(probe_process.UnmeasuredError, match=f"rank 1 was killed by {name}") as failure:
         probe_process.run(command, dict(os.environ), lambda: None)
     assert failure.value.of_links == of_links
+
+
+@pytest.mark.parametrize(
+    "said, of_links",
+    [
+        ("  what():  [PG ID 1 Rank 1] Process group watchdog thread terminated with exception: {}", True),
+        ("  what():  {}", True),
+        ("", True),
+        ("  what():  CUDA error: out of memory", False),
+    ],
+)
+def test_a_rank_that_aborts_is_judged_by_its_words(said, of_links):
+    """NCCL's watchdog aborts it for links, and for what CUDA says besides."""
+    error = "CUDA error: unspecified launch failure"
+    table = f"{_FIRST}: rank : 1 (local_rank: 1) exitcode : {-signal.SIGABRT} (pid: 42)"
+    told = f"{said.format(error)}\n{table}"
+    command = [sys.executable, "-c", f"import sys; print({told!r}); sys.exit(1)"]
+    with pytest.raises(probe_process.UnmeasuredError) as failure:
+        probe_process.run(command, dict(os.environ), lambda: None)
+    assert failure.value.of_links == of_links
+    says = said.rpartition(": ")[2].strip().format(error) if said else "killed by SIGABRT"
+    assert says in failure.value.why
 
 
 @pytest.mark.parametrize("device, says", [("cuda", "IOMMU"), ("cpu", "scripts/doctor.py")])

@@ -24,8 +24,9 @@ from backend.parallel import mesh
 from backend.parallel.mesh import Axis
 from backend.quantization import kernels
 from backend.quantization.formats import effort_of
-from backend.quantization.packed_weight import PackedWeight
+from backend.quantization.packed_weight import PackedWeight, free_scratch, scratch_bytes
 from backend.rank_plan import describe
+from backend.rank_plan.need import request_need
 from backend.rank_plan.request_size import size_of
 from backend.sampling.step_loop import Callbacks
 
@@ -117,6 +118,18 @@ def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind,
     assert bool(plan.scratch_bytes) == has_scratch
 
 
+def test_what_dequantizing_makes_is_needed_at_every_request(files):
+    """The memory for a weight stays from the first one on."""
+    free_scratch()
+    (plan,) = describe(ParallelConfig(), str(files["gguf"]), 60, 12, dtype=torch.bfloat16)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(files["gguf"]), "bf16")
+    engine.sample(golden_request("euler_simple", "tiny")[0], Callbacks())
+    held = scratch_bytes(engine.mesh.device)
+    assert 0 < held < plan.scratch_bytes
+    assert request_need(plan).likely - request_need(plan, held).likely == held
+
+
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("kind", FILES)
 def test_sharded_weights_are_those_of_the_loaded_rank(files, kind, ranks):
@@ -187,6 +200,29 @@ def test_activations_are_about_what_a_request_allocates(tmp_path, family, dtype)
     plan = describe(ParallelConfig(), str(path), image, text, dtype=model.dtype)[0]
     measured = memory.peak - model.cache.most_bytes
     assert 0.75 <= plan.activation_bytes / measured <= 1.45
+
+
+@pytest.mark.parametrize("case, other", [("flux2-edit-zero", "flux2-edit"), ("krea2-style", "krea2-edit")])
+def test_references_at_timestep_0_hold_little_more(tmp_path, case, other):
+    """A modulation for each token is made where it is used: all parts at once were a fifth and two fifths."""
+    peaks = []
+    for name in (case, other):
+        path = write(tmp_path / f"{name}.safetensors", name)
+        engine = Engine(ParallelConfig(), mesh.single())
+        engine.load("tiny", str(path), "bf16")
+        sample = request(name, "tiny")
+        tensors = {
+            key: torch.randn(*value.shape[:-2], 3 * value.shape[-2], 3 * value.shape[-1])
+            if key in ("noise", "latent") or "ref_latents." in key
+            else value
+            for key, value in sample.tensors.items()
+        }
+        tensors["sigmas"] = tensors["sigmas"][:2]
+        memory = LiveMemory()
+        with memory:
+            engine.sample(replace(sample, tensors=tensors), Callbacks())
+        peaks.append(memory.peak)
+    assert peaks[0] < 1.1 * peaks[1]
 
 
 @pytest.mark.parametrize("videos", [1, 2, 3])

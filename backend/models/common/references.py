@@ -1,7 +1,7 @@
 """Reference images: latents whose tokens follow the latent's in the image stream, at positions of their own
 (ComfyUI's ref_latents_method), and latents that come as further channels."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -135,12 +135,16 @@ def all_positions(
     return torch.cat([positions(one, corner, device, centred) for one, corner in pairs])
 
 
-def of_tokens(modulation: Tensor, of_references: Tensor) -> list[Tensor]:
-    """The parts of a modulation (2B, parts, F) for each token, (B, tokens, F): of its second half, which is
-    that of timestep 0, where ``of_references`` (tokens) is set."""
+def of_tokens(modulation: Tensor, of_references: Tensor) -> Callable[[int], Tensor]:
+    """A function that makes one part of a modulation (2B, parts, F) for each token, (B, tokens, F): of its
+    second half, which is that of timestep 0, where ``of_references`` (tokens) is set. All parts at once would
+    be as large as all else that a block holds."""
     own, zero = modulation.chunk(2)
-    parts = range(modulation.shape[1])
-    return [torch.where(of_references[:, None], zero[:, i, None], own[:, i, None]) for i in parts]
+
+    def part(index: int) -> Tensor:
+        return torch.where(of_references[:, None], zero[:, index, None], own[:, index, None])
+
+    return part
 
 
 def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
