@@ -16,6 +16,7 @@ from ..protocol import BackendError, RefusedError
 from .client import BackendClient
 from .connect import connect
 from .idle import watch
+from .interrupts import Watch
 from .launcher import BackendProcess, ClosedError
 from .room import Room
 
@@ -57,18 +58,19 @@ class Backend:
         room: Room | None = None,
     ) -> protocol.Loaded:
         """Load a transformer, or find it loaded. ``keep``: what somebody still needs; with it, all others
-        make room first. ``loras``: (path, strength) of each, in order. ``check`` and ``on_progress`` as in
-        BackendClient.request. ``room``: makes room on devices that ranks share with this process."""
+        make room first. ``loras``: (path, strength), in order. ``check``, ``on_progress``: BackendClient's.
+        ``room``: makes room on devices that ranks share with this process."""
         key = (path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         with self._busy:
             unused = set() if keep is None else self.models.keys() - {key, *keep}
             for other in unused:
                 self._request(protocol.Unload(self.models.pop(other)), check)
+        interrupts = Watch(check, on_progress, is_short=key in self.models)
 
         def load(message) -> protocol.Loaded:
             with self._busy:
-                return self._request(message, check, on_progress)
+                return self._request(message, interrupts.check, interrupts.on_progress)
 
         loaded = self._with_room(message, load, room)
         with self._busy:
@@ -76,7 +78,8 @@ class Backend:
             self.models[key] = loaded.base  # now the last of them
             if replaced is not None and replaced != loaded.base:  # the file has changed since
                 self._request(protocol.Unload(replaced), check)
-            return loaded
+        interrupts.end()
+        return loaded
 
     def _with_room(self, message, run, room: Room | None):
         """Run a message; where it lacks memory on devices of this process, make ``room`` and run it again.
@@ -88,8 +91,8 @@ class Backend:
         try:
             return run(replace(message, asking=shared, **fields))
         except RefusedError as error:
-            lacking = {rank: size for rank, size in error.lacking.items() if rank in shared}
-            if not lacking:
+            lacking = error.lacking
+            if not lacking or not lacking.keys() <= set(shared):  # on the others no room can be made
                 raise
         room.make(self.welcome, lacking)
         return run(replace(message, **fields))

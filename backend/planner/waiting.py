@@ -41,7 +41,8 @@ class Waiting:
         own = held(shape, plan, request).weights
         theirs = replace(request, loras=request.other_loras)
         waiting = max(held(other, plan, theirs).weights for other in others)
-        if self.reads(plan, waiting * plan.world_size):
+        # they are parked while those of ``shape`` still are, and half of what memory these leave counts
+        if self.reads(plan, (waiting + own // 2) * plan.world_size):
             return self._reading(own * plan.world_size), True
         return (own + waiting) / link, False
 

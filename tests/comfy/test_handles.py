@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy_modules import comfy_modules
+from safetensors.torch import save_file
 
 with comfy_modules():
     import comfy.model_management as management
@@ -18,7 +19,7 @@ with comfy_modules():
     from parallel_dit.backend.device_memory import device_name
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import Load, Loaded, RefusedError, Result, Sample, Unload, Welcome
-    from parallel_dit.nodes.host import graph, handle, rank_weights
+    from parallel_dit.nodes.host import graph, handle, model_files, rank_weights
     from parallel_dit.nodes.host.rank_weights import RankWeights
 
 CONFIG = ParallelConfig(address="tcp:host:1")
@@ -322,3 +323,16 @@ def test_room_for_others_leaves_weights_in_host_memory(gpus):
     del first
     gc.collect()
     assert gpus.client.unloads == [Unload("/a", True, [0]), Unload("/a", True, [1])]
+
+
+@pytest.mark.parametrize("dtype, times", [(torch.float32, 0.5), (torch.bfloat16, 1.0)])
+def test_a_lora_file_is_planned_as_ranks_hold_it(monkeypatch, tmp_path, dtype, times):
+    """Two bytes for a number; a file that cannot be read counts whole, and is refused by who loads it."""
+    path = tmp_path / "lora.safetensors"
+    save_file({"up": torch.zeros(512, 64, dtype=dtype), "alpha": torch.tensor(4.0)}, path)
+    monkeypatch.setattr(model_files.folder_paths, "get_full_path", lambda kind, name: str(path))
+    assert model_files.lora_size("lora.safetensors") == pytest.approx(
+        512 * 64 * dtype.itemsize * times, abs=400
+    )
+    path.write_bytes(b"no safetensors at all")
+    assert model_files.lora_size("lora.safetensors") == 21

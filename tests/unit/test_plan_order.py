@@ -11,6 +11,7 @@ from backend.planner import drift
 from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, TIGHT, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
+from backend.planner.memory import held
 from backend.planner.model_shape import Activations
 from backend.planner.waiting import Waiting
 
@@ -46,6 +47,16 @@ def test_experts_take_turns_where_that_is_faster():
     assert any(FASTER_TURNS in line and "s each time" in line for line in choice.lines)
     together = min(each.seconds for each in question.options() if each.fits)
     assert choice.option.seconds < together
+
+
+@pytest.mark.parametrize("spare, reads", [(0, False), (-GB, True)])
+def test_one_expert_is_parked_while_the_other_one_still_is(spare, reads):
+    """Half of the memory that is free then is for it."""
+    question = experts(42)
+    plan = choose(question).plan
+    size = held(WAN, plan, question.request).weights
+    asked = (WAN, plan, question.request, (WAN,), L40.host_link)
+    assert Waiting(plan.world_size * size * 3 // 2 + spare).swap(*asked)[1] == reads
 
 
 def test_experts_stay_where_the_change_takes_longer():

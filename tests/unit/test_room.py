@@ -71,6 +71,26 @@ def test_a_text_encoder_loaded_afterwards_goes_when_rank_0_samples(management, k
     assert [message.asking for message in ranks.client.received] == [[], [0], []]
 
 
+def test_no_room_is_made_where_another_rank_lacks_memory_too(management):
+    """Where ComfyUI has nothing: a model has to leave the ranks, and then it is asked again."""
+    ranks = backend(management, 8, 12)
+    management.load(20 * GB, FIRST)
+    refuse = ranks.client.sample
+
+    def sample(*args, **named):
+        try:
+            return refuse(*args, **named)
+        except RefusedError as error:
+            error.lacking[1] = 12 * GB
+            raise
+
+    ranks.client.sample = sample
+    here = Room(management, {"GPU-0": FIRST})
+    with pytest.raises(RefusedError):
+        ranks.sample(REQUESTS["sample"], room=here)
+    assert not management.asked
+
+
 def test_a_load_asks_too(management):
     ranks = backend(management, 20, 20)
     management.load(10 * GB, FIRST)

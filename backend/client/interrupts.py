@@ -1,0 +1,39 @@
+"""Interrupts of requests that nobody can cancel.
+
+Imports neither ComfyUI nor torch.
+"""
+
+from collections.abc import Callable
+
+
+class Watch:
+    """``check`` and ``on_progress`` of BackendClient.request. What they raise closes the connection and ends
+    the ranks with all their weights. So the interrupt of a request that ``is_short``, as one that names the
+    LoRAs of a model that is loaded, waits for its reply, or for progress, which shows that it is not."""
+
+    def __init__(self, check: Callable[[], None], on_progress: Callable, is_short: bool):
+        self._check = check
+        self._on_progress = on_progress
+        self._is_short = is_short
+        self._interrupt: BaseException | None = None
+
+    def check(self):
+        """Let the caller interrupt the request, at once or at its end."""
+        if not self._is_short:
+            self._check()
+        elif self._interrupt is None:
+            try:
+                self._check()
+            except BaseException as interrupt:  # by whatever the caller interrupts; end raises it
+                self._interrupt = interrupt
+
+    def on_progress(self, progress):
+        """Tell the caller; weights are being loaded."""
+        self._is_short = False
+        self.end()
+        self._on_progress(progress)
+
+    def end(self):
+        """Raise the interrupt that has waited, if there is one."""
+        if self._interrupt is not None:
+            raise self._interrupt
