@@ -229,7 +229,7 @@ class ParallelConfig:
         if device == "cuda" and max(self.gpu_indices) >= gpus_here:
             raise ConfigError(
                 f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered "
-                f"from 0); lower a degree or change gpus."
+                f"from 0); lower a degree, change gpus, or set device to cpu for a small model."
             )
         if device == "cpu" and self.world_size > MAX_CPU_RANKS:
             raise ConfigError(

@@ -57,6 +57,9 @@ OPTIONAL = {
     "gguf": "GGUF files",
 }
 
+#: Words of refusals by which something is broken (backend/worker.py, sampling/).
+OF_FAULTS = ("has computed NaN", "could not be loaded (", "could not be checked (")
+
 Status = tuple[str, str]
 
 
@@ -287,15 +290,23 @@ def findings(name: str, check: Callable, subject) -> Iterator[Finding]:
         yield Finding(name, PROBLEM, f"this check failed ({what})", details)
 
 
+def refused(name: str, what: str, refusal: RefusedError) -> Finding:
+    """Say what a refusal means: degrees that divide no heads or blocks of a model, and kernels that are not
+    there, are no fault; what fails in a load or computes no number is."""
+    if refusal.lacking:
+        return Finding(name, WARNING, f"{what}: not run ({refusal})")
+    is_fault = any(words in str(refusal) for words in OF_FAULTS)
+    return Finding(name, PROBLEM if is_fault else OK, f"{what}: not possible ({refusal})")
+
+
 def possible(name: str, what: str, check: Callable, subject) -> Iterator[Finding]:
-    """Run one check of what ranks may refuse, as degrees that divide no heads or blocks of a model: that
-    is no fault. ``what``: the method, in words."""
+    """Run one check of what ranks may refuse (``refused``). ``what``: the method, in words."""
 
     def unless_refused(subject):
         try:
             yield from check(subject)
         except RefusedError as refusal:
-            yield Finding(name, OK, f"{what}: not possible ({refusal})")
+            yield refused(name, what, refusal)
 
     yield from findings(name, unless_refused, subject)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, possible
+from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, possible, refused
 from doctor_lab import Lab, relative
 from doctor_processes import Ended
 
@@ -42,7 +42,7 @@ def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
         seconds, _ = lab.step_seconds(config, path, partial(lab.request, path))
         distance = relative(lab.run(config, path, lab.request(path, 2)).samples, wanted)
     except RefusedError as refusal:
-        yield Finding("kernels", OK, f"{kernel}: not usable ({refusal})")
+        yield refused("kernels", kernel, refusal)
         return
     status = OK if distance < LATENT else PROBLEM
     text = f"{kernel}: {seconds:.4f} s a step, latent {distance:.1e} from torch's kernel"

@@ -18,13 +18,15 @@ import doctor_processes
 import torch
 from doctor_checks import OutOfTime
 from doctor_processes import Ended
+from doctor_sizes import SIZES
 from torch import Tensor
 
 from backend.client import measurements, nccl_settings, pool
 from backend.client.probe_process import UnmeasuredError, hang_remedy
+from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.planner.machine import Machine
-from backend.protocol import Sample
+from backend.protocol import BackendError, Sample
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
@@ -45,43 +47,6 @@ PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 BLOCKS = 2
 
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class Size:
-    """What runs on a kind of device. flux: the mid-size model's arguments beside common.FLUX; side, text: its
-    latent and prompt; steps: of two requests, whose difference is timed; width: of quantized files; disk:
-    bytes of all files; slack: bytes that a rank may hold besides what is planned."""
-
-    flux: dict
-    side: int
-    text: int
-    steps: tuple[int, int]
-    width: int
-    disk: int
-    slack: int
-
-
-SIZES = {
-    "cuda": Size(
-        # Flux.1's width, 10 of its 57 blocks: 1.8 billion parameters, 3.6 GB in bf16, at 1024 x 1024
-        flux=dict(
-            num_layers=2,
-            num_single_layers=8,
-            attention_head_dim=128,
-            num_attention_heads=24,
-            joint_attention_dim=4096,
-            axes_dims_rope=(16, 56, 56),
-        ),
-        side=128,
-        text=512,
-        steps=(3, 11),
-        width=2048,
-        disk=8 << 30,
-        slack=1_200_000_000,
-    ),
-    "cpu": Size(dict(num_layers=2, num_single_layers=4), 32, 64, (2, 5), 256, 2 << 30, 400_000_000),
-}
 
 
 @dataclass(frozen=True)
@@ -147,7 +112,19 @@ class Lab:
         loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS), matmul=matmul)
         message = replace(sample, model=loaded.model, **config.per_request)
         began = time.monotonic()
-        result = backend.sample(message, should_cancel=lambda: time.monotonic() > began + RUN_SECONDS)
+
+        def is_late() -> bool:
+            late = time.monotonic() > began + RUN_SECONDS
+            if late:  # ranks that hang hear no cancel, and it would be waited for
+                backend.close()
+            return late
+
+        try:
+            result = backend.sample(message, should_cancel=is_late)
+        except BackendError:
+            if not is_late():
+                raise
+            result = None
         if result is None:  # which is to be said even where the minutes are over
             remedy = hang_remedy(self.device) if self.links_failed else LINKS_FIRST
             what = f"no answer within {RUN_SECONDS:.0f} s of {config.product}: the ranks hang"
@@ -257,7 +234,10 @@ class Lab:
         self.fresh()  # it wants the GPUs' memory
         left = max(1.0, min(seconds, self.end - time.monotonic()))
         command = [sys.executable, BENCHMARKS / script, "--device", self.device, *options]
-        return doctor_processes.run(command, left, self.folder)
+        # that of ranks: NCCL's way between these GPUs, and nothing that would hold them up
+        config = ParallelConfig(ulysses_degree=self.ranks)
+        environment = sanitized_environment(dict(os.environ), config, self.device)
+        return doctor_processes.run(command, left, self.folder, environment)
 
     def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
         """Return a request for a Flux whose configuration is in the folder ``path``."""
@@ -297,12 +277,16 @@ class Lab:
             if kind == "bf16":
                 save_file(state, path)
                 return path
-            return write_scaled(path, state, kind)
+            return write_scaled(
+                path, state, kind, rowwise=False
+            )  # layers with scales of rows have no product
 
         return self.kept(("quantized", kind), write)
 
     def need_disk(self):
-        """Raise OSError where the temporary folder has no room for the files."""
+        """Raise OSError where the temporary folder has no room for all files, before the first is written."""
+        if ("disk",) in self._kept:
+            return
         room = os.statvfs(self.folder)
         free = room.f_frsize * room.f_bavail
         if free < self.size.disk:
@@ -310,6 +294,7 @@ class Lab:
                 f"{free / 1e9:.1f} GB are free in {self.folder.parent}, less than {self.size.disk / 1e9:.0f}"
             )
             raise OSError(f"{what} GB that the files of --full need; set TMPDIR to a larger disk")
+        self._kept[("disk",)] = free
 
     def _until(self, seconds: float) -> Callable[[], None]:
         """Return what raises once the minutes are over, or so many seconds from now."""

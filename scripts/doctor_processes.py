@@ -40,13 +40,14 @@ class Ended:
         return raised[0][:400] if raised else words[-400:] or f"exit status {self.code}"
 
 
-def run(command: list, seconds: float, folder: Path) -> Ended:
-    """Run a program to its end, or for so many seconds. Its temporary files lie in ``folder``, which outlives
-    it. What it has started ends with it, and where an exception comes, as by Ctrl-C."""
+def run(command: list, seconds: float, folder: Path, environment: dict[str, str] | None = None) -> Ended:
+    """Run a program to its end, or for so many seconds, in the doctor's environment or another one. Its
+    temporary files lie in ``folder``, which outlives it. What it has started ends with it, and where an
+    exception comes, as by Ctrl-C."""
     with tempfile.TemporaryFile(dir=folder) as errors:
         process = subprocess.Popen(
             list(map(str, command)),
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**(environment or os.environ), "TMPDIR": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,

@@ -148,13 +148,14 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str) -> Found:
     text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit}), bf16 {drift:.1e} from float32"
     text += f" (one rank in bf16: {usual:.1e})"
     status = OK
-    if not exact <= most:
-        status = PROBLEM
-    elif exact > USUAL and not stale:
+    if drift > BF16_RATIO * usual + (STALE if stale else 0.0):
+        status = WARNING
+        text += "; bf16 is farther off than one rank's"
+    if exact > USUAL and not stale:
         status = WARNING
         text += f"; float32 is above {USUAL:g}, as on the CPU: other kernels explain it, please report it"
-    elif drift > BF16_RATIO * usual + (STALE if stale else 0.0):
-        status = WARNING
+    if not (exact <= most and drift <= BF16_RATIO * usual + STALE):  # NaN is neither
+        status = PROBLEM
     yield Finding("methods", status, text, values)
 
 
@@ -231,6 +232,9 @@ def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
     text += f"; latent {distance:.1e} from weight only's"
     values = {"kind": kind, "matmul": matmul, "seconds": own, "bf16": seconds, "distance": distance}
     status = OK if distance < STALE else PROBLEM
+    if matmul == "native" and distance == 0:
+        status = PROBLEM
+        text += ": the product failed, and ranks went on weight only (the end of the ranks' log says why)"
     yield Finding("quantized", status, text, {**values, "layers": str(run.info.get("quantized", ""))})
 
 

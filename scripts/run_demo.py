@@ -90,7 +90,8 @@ def save(samples: torch.Tensor, path: Path):
 def device() -> str:
     """cuda where there is a GPU for each of the two ranks; one GPU cannot show what two do, so then the
     CPU."""
-    return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    # is_available asks the driver too, which may be too old for this torch
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= 2 else "cpu"
 
 
 def png(name: str) -> Path:

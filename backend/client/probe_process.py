@@ -151,7 +151,9 @@ def run(
             process.stdin.close()  # by which an agent and its ranks end
             end_process(process, END_SECONDS)
         if hangs:
-            raise UnmeasuredError(f"its ranks did not answer within {hangs:.0f} s", remedy, bool(remedy))
+            what = f"its ranks did not answer within {hangs:.0f} s"
+            # those that are still importing say nothing of links
+            raise UnmeasuredError(what, remedy, of_links=bool(remedy) and is_started())
         if process.returncode:
             log.seek(0)
             text = log.read().decode(errors="replace").strip()

@@ -100,14 +100,14 @@ def four_bits(weight: torch.Tensor, kind: str, seed: int) -> tuple[dict, dict]:
 
 
 def described(
-    state: dict, kind: str, in_header: bool = False, pattern: re.Pattern = MATRICES
+    state: dict, kind: str, in_header: bool = False, pattern: re.Pattern = MATRICES, rowwise: bool = True
 ) -> tuple[dict, dict]:
     """(state, metadata) with every matrix of the blocks in ``kind``, described in X.comfy_quant tensors or in
-    the header."""
+    the header. ``rowwise``: every other one in float8 has a scale for each row."""
     found, layers = dict(state), {}
     for seed, key in enumerate(matrices(state, pattern)):
         name = key.removesuffix(".weight")
-        leaves, settings = layer(state[key], kind, seed, rowwise=kind in FLOAT8 and seed % 2 == 1)
+        leaves, settings = layer(state[key], kind, seed, rowwise=rowwise and kind in FLOAT8 and seed % 2 == 1)
         found |= {f"{name}.{leaf}": value for leaf, value in leaves.items()}
         layers[name] = {"format": kind, **settings}
     if in_header:
@@ -130,13 +130,17 @@ def weights_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace(".layer.", ".").replace(".block.", "."): value for name, value in found.items()}
 
 
-def write_scaled(path: Path, state: dict, kind: str, pattern: re.Pattern = MATRICES) -> Path:
+def write_scaled(
+    path: Path, state: dict, kind: str, pattern: re.Pattern = MATRICES, rowwise: bool = True
+) -> Path:
     """A safetensors file of ``kind``: legacy, header (fp8 described in the header), plain float8 or one of
-    KINDS."""
+    KINDS; ``rowwise`` as in described."""
     if kind in ("legacy", "plain float8"):
         found, metadata = (legacy_fp8(state) if kind == "legacy" else plain_float8(state, pattern)), {}
     else:
-        found, metadata = described(state, FIRST if kind == "header" else kind, kind == "header", pattern)
+        found, metadata = described(
+            state, FIRST if kind == "header" else kind, kind == "header", pattern, rowwise
+        )
     save_file(found, path, metadata)
     return path
 

@@ -79,6 +79,15 @@ def test_wrong_options_are_told_before_ranks_start(argument, sentence, monkeypat
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("works, count, device", [(True, 2, "cuda"), (True, 1, "cpu"), (False, 2, "cpu")])
+def test_the_demo_takes_gpus_that_torch_can_use(monkeypatch, works, count, device):
+    """NVML counts them also where the driver is too old for this torch."""
+    demo = runpy.run_path(str(ROOT / "scripts/run_demo.py"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: works)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert demo["device"]() == device
+
+
 def test_the_page_about_drift_says_what_its_numbers_say():
     """benchmarks/drift.py --text writes it again; numbers that ask for another default than ParallelConfig's
     are an error."""

@@ -1,6 +1,7 @@
 """The ranks and processes of scripts/doctor.py --full, on stand-ins for GPUs."""
 
 import os
+from types import SimpleNamespace
 
 import doctor_lab
 import doctor_runs
@@ -11,8 +12,10 @@ from doctor_facts import Facts
 from backend.client import measurements, nccl_settings, probe_process
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
+from backend.loading.quantized import ScaledFiles
+from backend.loading.safetensors_files import TensorFiles
 from backend.planner.machine import Machine
-from backend.protocol import Loaded, Sample
+from backend.protocol import BackendError, Loaded, Sample
 
 
 def test_ranks_on_gpus_compute_float32_without_tf32(monkeypatch):
@@ -52,6 +55,67 @@ def test_a_hang_is_said_with_its_remedy_though_the_minutes_are_over(gpus, tmp_pa
         gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))
     assert "the ranks hang; links are to blame only where the check links fails" in str(hang.value)
     assert "IOMMU" not in str(hang.value)
+
+
+def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
+    """They do not hear it, and it is waited for."""
+
+    class Hanging:
+        closed = False
+
+        def load(self, *args, **named):
+            return Loaded("tiny", "flux")
+
+        def sample(self, message, should_cancel):
+            assert should_cancel()
+            raise BackendError("The connection is closed")
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(doctor_lab, "RUN_SECONDS", 0.0)
+    lab, ranks = doctor_lab.Lab("cpu", 2, 10.0), Hanging()
+    monkeypatch.setattr(lab, "backend", lambda config: ranks)
+    monkeypatch.setattr(lab, "_until", lambda seconds: lambda: None)
+    with pytest.raises(TimeoutError, match="the ranks hang"):
+        lab.run(ParallelConfig(), tmp_path, Sample("", "euler", 1.0, 0))
+    assert ranks.closed
+    lab.close()
+
+
+def test_benchmarks_run_in_the_environment_of_ranks(monkeypatch, tmp_path, gpus):
+    """With the way between GPUs that was found, and without what only ComfyUI is to have."""
+    for name in nccl_settings.LINK_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    way = {"NCCL_P2P_DISABLE": "1"}
+    nccl_settings.keep(os.environ, [0, 1], way)
+    monkeypatch.setattr(doctor_lab.doctor_processes, "run", lambda command, seconds, folder, env: env)
+    environment = gpus._benchmark("waits.py", 1.0)
+    assert environment.items() >= way.items() and "CUDA_LAUNCH_BLOCKING" not in environment
+
+
+def test_room_on_the_disk_is_asked_for_before_the_first_file(monkeypatch, gpus):
+    room = [gpus.size.disk]
+    monkeypatch.setattr(
+        os, "statvfs", lambda folder: SimpleNamespace(f_frsize=1, f_bavail=room[0] - bool(room[1:]))
+    )
+    gpus.need_disk()
+    room.append(0)
+    gpus.need_disk()  # what it has written itself is not missing
+    gpus._kept.clear()
+    with pytest.raises(OSError, match="set TMPDIR"):
+        gpus.need_disk()
+
+
+def test_fp8_of_the_doctor_has_a_native_product(monkeypatch):
+    """Layers with scales of rows have none, and one of them refuses the whole file."""
+    lab = doctor_lab.Lab("cpu", 2, 10.0)
+    files = ScaledFiles(TensorFiles([lab.quantized("float8_e4m3fn")]))
+    scales = [shape for key, shape in files.files.shapes.items() if key.endswith("weight_scale")]
+    assert scales and set(scales) <= {(), (1,)}
+    lab.close()
 
 
 def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus, tmp_path):

@@ -86,7 +86,7 @@ RUN = '[{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {}}]'
 def lab(monkeypatch):
     """A lab of two ranks whose programs write half of what they have to, and do not end."""
 
-    def run(command, seconds, folder):
+    def run(command, seconds, folder, environment):
         (folder / "kernels.jsonl").write_text(ROW + ROW[:20])
         (folder / "waits.1").write_text(RUN)
         return Ended(None, seconds, "waiting for NCCL")

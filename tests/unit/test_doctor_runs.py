@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import doctor
+import doctor_checks
 import doctor_lab
 import doctor_runs
 import pytest
@@ -15,8 +16,11 @@ from doctor_checks import OK, PROBLEM, WARNING
 from doctor_stubs import MODE, StubLab, full_findings, machine, said
 
 from backend.config import ParallelConfig
+from backend.errors import UnsupportedError
 from backend.protocol import RefusedError
 from backend.quantization import matmul
+from backend.sampling.tensor_validation import check_result
+from backend.sampling.validation import refusing
 
 
 @pytest.mark.parametrize("capability", [(8, 6), None], ids=["8.6", "AMD"])
@@ -79,6 +83,59 @@ def test_gpus_may_add_in_another_order(device, distance, status, says):
     lab.device = device
     (found,) = doctor_runs._method(lab, "ulysses", ParallelConfig(ulysses_degree=2), "flux-dev")
     assert found.status == status and says in found.text, found.text
+
+
+@pytest.mark.parametrize(
+    "exact, half, status", [(0.0, float("nan"), PROBLEM), (1e-4, float("nan"), PROBLEM), (0.0, 0.1, WARNING)]
+)
+def test_bf16_of_a_method_is_judged_by_itself(exact, half, status):
+    """Half precision has other kernels than float32."""
+
+    class Lab(StubLab):
+        def run(self, config, path, sample, dtype="default", matmul="auto"):
+            off = half if dtype == "bf16" else exact
+            if config.world_size == 1:
+                off = 1e-2 if dtype == "bf16" else 0.0
+            return doctor_lab.Run(torch.ones(4) * (1 + off), 1.0)
+
+    lab = Lab()
+    lab.device = "cuda"
+    (found,) = doctor_runs._method(lab, "ring", ParallelConfig(ring_degree=2), "flux-dev")
+    assert found.status == status, found.text
+
+
+def computed_nothing():
+    check_result(torch.full((2,), float("nan")), "a.safetensors", torch.bfloat16)
+
+
+def unforeseen():
+    with refusing("the model"):
+        raise KeyError("a")
+
+
+@pytest.mark.parametrize("fault", [computed_nothing, unforeseen])
+def test_a_refusal_of_what_is_broken_is_a_problem(fault):
+    with pytest.raises(UnsupportedError) as error:
+        fault()
+    assert doctor_checks.refused("methods", "ring", RefusedError(str(error.value))).status == PROBLEM
+
+
+def test_a_refusal_for_want_of_memory_is_a_warning():
+    refusal = RefusedError("rank 1 needs 30 GB")
+    refusal.lacking = {1: 30}
+    assert doctor_checks.refused("speed", "ulysses", refusal).status == WARNING
+
+
+def test_a_native_product_that_gave_up_is_a_problem():
+    """Ranks go on by the dequantized weight, with its very latent."""
+
+    class Lab(StubLab):
+        def run(self, config, path, sample, dtype="default", matmul="auto"):
+            return doctor_lab.Run(torch.ones(4), 1.0)
+
+    found = [each for each in full_findings(Lab(), "--only", "quantized") if "native" in each.text]
+    assert found and {each.status for each in found} == {PROBLEM}
+    assert "went on weight only" in found[0].text
 
 
 def test_degrees_that_do_not_divide_a_model_are_no_problem():

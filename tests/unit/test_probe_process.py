@@ -65,13 +65,20 @@ def test_a_rank_that_aborts_is_judged_by_its_words(said, of_links):
 
 
 @pytest.mark.parametrize("device, says", [("cuda", "IOMMU"), ("cpu", "scripts/doctor.py")])
-def test_ranks_that_do_not_answer_are_said_to_hang(device, says):
+@pytest.mark.parametrize("started", [False, True])
+def test_ranks_that_do_not_answer_are_said_to_hang(device, says, started):
     """In one sentence; the doctor, whose probe it is, too, would send to itself."""
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(probe_process.UnmeasuredError) as failure:
         probe_process.run(
-            command, dict(os.environ), lambda: None, longest=1.0, remedy=probe_process.hang_remedy(device)
+            command,
+            dict(os.environ),
+            lambda: None,
+            longest=1.0,
+            is_started=lambda: started,
+            remedy=probe_process.hang_remedy(device),
         )
+    assert failure.value.of_links == (started and device == "cuda")  # who still imports says nothing of links
     sentence = str(failure.value)
     assert "did not answer within 1 s" in sentence and says in sentence and sentence.count(". ") == 0
     assert (failure.value.remedy == "") == (device == "cpu") and "by hand" in sentence
