@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import torch
 from comfy_server import CannotStart, ComfyServer
 
 WORKFLOW = ROOT / "workflows" / "api" / "demo.json"
@@ -22,6 +23,15 @@ def python_of(comfyui: Path) -> str:
     return os.environ.get("COMFYUI_PYTHON") or next(found, sys.executable)
 
 
+def workflow() -> dict:
+    """The bundled workflow; on the CPU where there is one GPU, which its two ranks cannot share."""
+    graph = json.loads(WORKFLOW.read_text())
+    if torch.cuda.device_count() == 1:
+        for node in graph.values():
+            node["inputs"] |= {"device": "cpu"} if node["class_type"] == "ParallelConfig" else {}
+    return graph
+
+
 def run(comfyui: Path, out: Path):
     """Start ``comfyui`` in a temporary folder with this pack in it, queue the demo, write its image to
     ``out``."""
@@ -31,9 +41,7 @@ def run(comfyui: Path, out: Path):
     try:
         print(f"Starting {comfyui} with {os.environ['COMFYUI_PYTHON']} ...")
         server = ComfyServer(folder, {"parallel-dit": ROOT})
-        result = server.run(
-            json.loads(WORKFLOW.read_text()), lambda step: print(f"\r  step {step}", end="", flush=True)
-        )
+        result = server.run(workflow(), lambda step: print(f"\r  step {step}", end="", flush=True))
         print()
         if result.status != "success":
             sys.exit(f"ComfyUI says: {result.message.strip()}")

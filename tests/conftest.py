@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # everything here is of CPUs; scripts/doctor.py --full is of GPUs
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only get in each other's way
 # bits do not depend on where tensors lie in memory, as MKL's do on AMD's processors otherwise
 os.environ.setdefault("MKL_CBWR", "AUTO")

@@ -86,7 +86,6 @@ CALLED_IN_TURN = {
     2: [
         dict(ring_degree=2),
         dict(tensor_parallel_degree=2),
-        dict(tensor_parallel_degree=2, shares="70,30"),
         dict(pipefusion_degree=2, num_pipeline_patch=1),
     ],
     4: [
@@ -164,9 +163,10 @@ class Run:
 
     @property
     def samples(self) -> bool:
-        """Does it sample? Megatron's and plain weights do."""
+        """Does it sample? Megatron's equal cuts and plain weights do."""
         is_alone = is_variant(self.ranks, self.case) and self.config.cfg_degree > 1
-        return self.config.split_scheme == "megatron" and not is_alone
+        is_other_cut = self.config.split_scheme != "megatron" or bool(self.config.shares)
+        return not is_other_cut and not is_alone
 
     @property
     def is_called(self) -> bool:

@@ -79,6 +79,14 @@ def test_wrong_options_are_told_before_ranks_start(argument, sentence, monkeypat
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("count, device", [(0, "auto"), (1, "cpu"), (2, "auto")])
+def test_the_demo_in_comfyui_runs_with_one_gpu_too(monkeypatch, count, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    graph = runpy.run_path(str(ROOT / "scripts/demo_comfyui.py"))["workflow"]()
+    (config,) = (node for node in graph.values() if node["class_type"] == "ParallelConfig")
+    assert config["inputs"]["device"] == device and config["inputs"]["cfg_degree"] == 2
+
+
 @pytest.mark.parametrize("works, count, device", [(True, 2, "cuda"), (True, 1, "cpu"), (False, 2, "cpu")])
 def test_the_demo_takes_gpus_that_torch_can_use(monkeypatch, works, count, device):
     """NVML counts them also where the driver is too old for this torch."""
