@@ -13,6 +13,7 @@ COMFYUI = (
     "folder_paths",
     "nodes",
     "comfy",
+    "comfy.utils",
     "comfy.weight_adapter",
     "comfy_execution",
     "comfy_execution.progress",
