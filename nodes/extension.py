@@ -29,11 +29,15 @@ DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 
 
 def _trials(body: dict) -> dict:
-    """Answer what a benchmark of a graph queues. ConfigError while a graph runs: the question measures this
-    machine, and makes room on its GPUs."""
-    if PromptServer.instance.prompt_queue.currently_running:
-        raise ConfigError("a graph runs; wait for its end, or cancel it, before a benchmark.")
-    return trials(body.get("prompt") or {}, str(body.get("sampler", "")))
+    """Answer what a benchmark of a graph queues. ConfigError where a graph runs, or begins meanwhile: the
+    question measures this machine, and makes room on its GPUs."""
+
+    def check():
+        if PromptServer.instance.prompt_queue.currently_running:
+            raise ConfigError("a graph runs; wait for its end, or cancel it, before a benchmark.")
+
+    check()
+    return trials(body.get("prompt") or {}, str(body.get("sampler", "")), check)
 
 
 class ParallelDiTExtension(ComfyExtension):

@@ -36,7 +36,7 @@ from .host.handle import (
     keep_rank_weights,
     rank_weights_stay,
 )
-from .host.progress import NodeStatus
+from .host.progress import NodeStatus, with_room_or_without
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node, on_node
 from .host.remote_patcher import RemotePatcher
@@ -141,8 +141,10 @@ class RemoteTransformer(ElsewhereModule):
         self.held: tuple[Backend, Loaded, ParallelDiT] | None = None
         #: The handle of the MODEL that samples, with its LoRAs; None outside of a sampling.
         self.sampled: ParallelDiT | None = None
-        #: Whether the next call asks ComfyUI for room: the first of a sampling.
-        self.asks = False
+        #: Sizes of calls for which ComfyUI has made room in this sampling; None outside of one.
+        self.asked: set | None = None
+        #: The MODELs that a guider samples with, which stay where room is made.
+        self.used: tuple = ()
         self.cached_arguments = ArgumentCache()
         #: A flow model's timestep, as ComfyUI makes it, over its noise level.
         self.time_scale = 1.0
@@ -165,19 +167,33 @@ class RemoteTransformer(ElsewhereModule):
         )
         return found
 
-    def hold_backend(self, executor, noise, latent_image, sampler, sigmas, *args, **kwargs):
+    def hold_backend(
+        self,
+        executor,
+        noise,
+        latent_image,
+        sampler,
+        sigmas,
+        denoise_mask=None,
+        callback=None,
+        *args,
+        **kwargs,
+    ):
         """Hold one live backend, and its plan, for a whole sampling; if it ends, so does the sampling."""
         guider = executor.class_obj
         size = (kwargs.get("latent_shapes") or [noise.shape])[0]
-        before = self.held
+        before = self.held, self.asked, self.used
+        args = denoise_mask, callback and with_room_or_without(callback, NodeStatus()), *args
         with errors_on_node(), one_plan(guider.model_patcher.dit, guider, size, len(sigmas) - 1) as dit:
             self.held = (*ensure_loaded(dit), dit)
-            self.asks = True
+            self.asked = set()
+            self.used = (guider.model_patcher, getattr(guider, "uncond_model_patcher", None))
             try:
                 with rank_weights_stay():  # between two calls a preview's VAE may want room
                     return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
             finally:
-                (backend, *_), self.held = self.held, before
+                backend = self.held[0]
+                self.held, self.asked, self.used = before
                 backend.release(host_room())
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
@@ -247,22 +263,26 @@ class RemoteTransformer(ElsewhereModule):
     def _ask(
         self, backend: Backend, dit: ParallelDiT, call: ModelCall, status: NodeStatus
     ) -> tuple[Result | None, bool]:
-        """Return the result of the shortened call, and whether the ranks cache what it left out."""
+        """Return the result of the shortened call, and whether the ranks cache what it left out. The
+        first call of a size in a sampling asks ComfyUI for room: areas and longer prompts may come later."""
         found = []
+        size = (*call.latent_shapes, *sorted((name, value.shape) for name, value in call.tensors.items()))
+        asks = self.asked is not None and str(size) not in self.asked
         sample = partial(
             backend.sample,
             self.cached_arguments.shortened(call),
             should_cancel=status.interrupted,
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
-            room=self._room(backend, dit) if self.asks else None,
+            room=self._room(backend, dit) if asks else None,
         )
         result = in_room(backend, dit.wanted, sample)
-        self.asks = False
+        if self.asked is not None:
+            self.asked.add(str(size))
         return result, all(found)
 
     def _room(self, backend: Backend, dit: ParallelDiT) -> Room:
         """The room that ComfyUI makes for a sampling."""
-        return host_room().keeping(entries_to_keep(backend, dit.wanted, sampling=True))
+        return host_room().keeping(entries_to_keep(backend, dit.wanted, self.used))
 
     def _check_options(self, control, options: dict[str, Any]):
         if control is not None:

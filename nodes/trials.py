@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -27,12 +28,13 @@ SEEDS = ("seed", "noise_seed")
 MOST_SEEDS = 1 << 32
 
 
-def trials(graph: dict, selected: str = "") -> dict:
+def trials(graph: dict, selected: str = "", check: Callable[[], None] = lambda: None) -> dict:
     """Return {"sampler", "loader", "config": node ids (config empty where the graph has none), "trials"}.
 
     Each trial: ``name``; ``inputs`` of Parallel Config; ``prompts`` to queue one after the other, the same
     but for the seed; ``projected`` seconds of a run. ``selected``: a sampler of this pack in the API
-    ``graph``, else the first one is taken. Raises ConfigError, RefusedError or BackendError.
+    ``graph``, else the first one is taken. ``check`` is called while the machine is measured, and may raise.
+    Raises ConfigError, RefusedError or BackendError.
     """
     sampler = selected if loader_of(graph, selected) else _first_sampler(graph)
     loader = loader_of(graph, sampler)
@@ -42,7 +44,7 @@ def trials(graph: dict, selected: str = "") -> dict:
     config = source(graph, loader, "config")
     auto = _auto(_config_of(graph, config))
     found = []
-    question, devices = _question(graph, loader, auto)
+    question, devices = _question(graph, loader, auto, check)
     for option in options_to_try(question, auto.method == EXACT):
         inputs = inputs_of(auto, option.plan, devices)
         prompts = _prompts(graph, sampler, loader, config or CONFIG, inputs)
@@ -106,7 +108,9 @@ def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
     return AutoConfig(gpus=gpus, base=replace(config, gpus="", **opened), shares=config.shares)
 
 
-def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, list[int]]:
+def _question(
+    graph: dict, loader: str, auto: AutoConfig, check: Callable[[], None]
+) -> tuple[Question, list[int]]:
     inputs = values(graph, loader)
     wanted = wanted_of(inputs)
     if wanted is None:
@@ -114,7 +118,7 @@ def _question(graph: dict, loader: str, auto: AutoConfig) -> tuple[Question, lis
             f"model_name is {inputs.get('model_name')!r:.200}, which is not in a models folder."
         )
     pool.allow(*model_folders())
-    return question_of(auto, wanted, partial(request_of_graph, graph, loader))
+    return question_of(auto, wanted, partial(request_of_graph, graph, loader), check)
 
 
 def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:

@@ -109,7 +109,7 @@ def _guide_weights(guide: dict) -> torch.Tensor:
         return torch.full((1, guide["pre_filter_count"]), guide["strength"], dtype=torch.float32)
     from comfy.ldm.lightricks.model import LTXVModel
 
-    reduced = LTXVModel._downsample_mask_to_latent(mask.float(), *guide["latent_shape"])
+    reduced = LTXVModel._downsample_mask_to_latent(mask.float().cpu(), *guide["latent_shape"])
     return reduced[:1, : guide["pre_filter_count"]] * guide["strength"]
 
 

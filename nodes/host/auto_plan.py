@@ -78,11 +78,13 @@ def run_planned(
     raise failure
 
 
-def question_of(auto: AutoConfig, model: Wanted, request: RequestOf) -> tuple[Question, list[int]]:
-    """Return what the planner is asked for a model, as planning.question_of does, with Cancel."""
+def question_of(
+    auto: AutoConfig, model: Wanted, request: RequestOf, check: Callable[[], None]
+) -> tuple[Question, list[int]]:
+    """Return what the planner is asked for a model, as planning.question_of does. For the page: no node runs,
+    and Cancel belongs to a graph; what ``check`` raises ends it."""
     _make_room(auto)
-    with _watched() as (check, show):
-        return planning.question_of(auto, model, request, (), check, show)
+    return planning.question_of(auto, model, request, (), check)
 
 
 def _make_room(auto: AutoConfig):

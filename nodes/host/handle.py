@@ -301,18 +301,17 @@ def free_weights() -> int:
 
 
 def entries_to_keep(
-    backend: Backend, wanted: Wanted, sampling: bool = False
+    backend: Backend, wanted: Wanted, used: Collection = ()
 ) -> list[comfy.model_management.LoadedModel]:
     """Return the entries of ComfyUI's list that stay where a load or a request of ``wanted`` likely has too
     little memory: weights on these ranks of all models of the running graph, such as the other one of two
-    experts, which leave only where it has too little to run at all (in_room); where it is a part of ComfyUI's
-    ``sampling``, also the models that this uses, whose patches must stay."""
+    experts, which leave only where it has too little to run at all (in_room); and the models ``used`` by a
+    sampling of ComfyUI's, whose patches must stay."""
     own = _entries(backend, {wanted, *loaded_models(running())})
     return [
         entry
         for entry in comfy.model_management.current_loaded_models
-        if entry.model in own
-        or (sampling and entry.currently_used and not isinstance(entry.model, RankWeights))
+        if entry.model in own or any(entry.model is each for each in used)
     ]
 
 

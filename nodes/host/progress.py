@@ -2,6 +2,7 @@
 and the terminal's bar."""
 
 import time
+from collections.abc import Callable
 
 import comfy.model_management
 import torch
@@ -73,12 +74,12 @@ class Reporter:
     """
 
     def __init__(self, callback, latent: torch.Tensor, total: int, disable_pbar: bool, holds_last: bool):
-        self.callback = callback
         self.latest = latent
         self.total = total
         self.holds_last = holds_last
         self.bar = tqdm(total=total, disable=disable_pbar)
         self.status = NodeStatus()
+        self.callback = callback and with_room_or_without(callback, self.status)
         self.began = time.monotonic()
         self.said = float("-inf")
 
@@ -114,10 +115,21 @@ class Reporter:
         except comfy.model_management.InterruptProcessingException:
             self.status.show(CANCELLING)
             raise
-        except comfy.model_management.OOM_EXCEPTION:  # of a preview: the ranks have what they need
+
+
+def with_room_or_without(callback: Callable, status: NodeStatus) -> Callable:
+    """Return ComfyUI's ``callback`` of a step, whose preview may be out of memory: the ranks have what they
+    need, and the sampling goes on."""
+
+    def call(*arguments):
+        try:
+            callback(*arguments)
+        except comfy.model_management.OOM_EXCEPTION:
             comfy.model_management.soft_empty_cache()
-            if NO_PREVIEW not in self.status.sentences:
-                self.status.warn(NO_PREVIEW)
+            if NO_PREVIEW not in status.sentences:
+                status.warn(NO_PREVIEW)
+
+    return call
 
 
 def status(step: int, total: int, seconds: float) -> str:

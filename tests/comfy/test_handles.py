@@ -184,6 +184,14 @@ def test_weights_under_another_topology_are_not_listed_twice(backend):
     assert len(listed) == 1 and handle.entries_to_keep(backend, handles[1].wanted) == listed
 
 
+def test_models_of_a_sampling_stay_where_room_is_made(backend, monkeypatch):
+    """Not what ComfyUI's flag says: it stays set on other devices, and goes for a guider's second MODEL."""
+    used, encoder = (SimpleNamespace(model=object(), currently_used=flag) for flag in (False, True))
+    monkeypatch.setattr(management, "current_loaded_models", [used, encoder])
+    wanted = ("/a", "default", "auto")
+    assert handle.entries_to_keep(backend, wanted, (used.model, None)) == [used]
+
+
 def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
     """ComfyUI's Unload Models leaves them there, which its cache and other programs may need."""
     backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])

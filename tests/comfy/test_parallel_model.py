@@ -186,6 +186,39 @@ def test_loading_is_free_and_prompts_are_called_together(flux):
     assert batches == [2, 2]
 
 
+def test_room_is_asked_for_once_for_each_size_of_a_call(flux, monkeypatch):
+    """A small area may come first: what it needs is not what the whole picture does."""
+    backend, asked = pool.backend_for(CONFIG), []
+    sample = backend.sample
+
+    def ask(message, room=None, **rest):
+        asked.append((tuple(message.tensors["x"].shape[-2:]), room is not None))
+        return sample(message, room=room, **rest)
+
+    monkeypatch.setattr(backend, "sample", ask)
+    whole, area = regional("area", [flux.positive[0], flux.negative[0]])
+    run = ksampler(flux, steps=2, positive=[area, whole])
+    run(flux.ours)
+    small, large = sorted({size for size, _ in asked})
+    assert [size for size, asks in asked if asks] == [small, large] and len(asked) > 2
+    asked.clear()
+    run(flux.ours)
+    assert len([size for size, asks in asked if asks]) == 2, "the next sampling asks again"
+
+
+def test_a_preview_without_room_does_not_end_a_sampling(flux):
+    """The ranks' GPUs are full by then, as ComfyUI's first one."""
+    seen = []
+
+    def preview(*arguments):
+        seen.append(arguments)
+        raise comfy.model_management.OOM_EXCEPTION("of a preview")
+
+    with torch.inference_mode():
+        found = ksampler(flux, steps=2, callback=preview)(flux.ours)
+        assert found.equal(ksampler(flux, steps=2)(flux.ours)) and len(seen) == 2
+
+
 def test_prompts_are_sent_once(flux, monkeypatch):
     """Regions call the model several times a step, with other prompts; after an unload the ranks are told
     again."""

@@ -284,7 +284,7 @@ def test_what_measures_gpus_has_room(monkeypatch, launched, device, asked):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("plan_for", "question_of"):
         monkeypatch.setattr(auto_plan.planning, name, lambda *_: (None, ()))
-        getattr(auto_plan, name)(
-            AutoConfig(base=ParallelConfig(device=device), gpus="2" * (device == "cpu")), None, None
-        )
+        auto = AutoConfig(base=ParallelConfig(device=device), gpus="2" * (device == "cpu"))
+        check = () if name == "plan_for" else (lambda: None,)
+        getattr(auto_plan, name)(auto, None, None, *check)
     assert found == 2 * asked
