@@ -21,7 +21,7 @@ from .loading.compute_dtype import compute_dtype, fast_dtypes
 from .loading.staging import page_locked
 from .parallel import comm, mesh
 from .parallel.mesh import Mesh
-from .planner.machine import Machine
+from .planner.machine import OVERHEAD, Machine
 from .quantization.matmul import capability_of
 from .serving.broadcast import Dispatcher
 from .start import end_with_parent, ready_file, run_and_exit
@@ -117,6 +117,7 @@ class Probe:
             attention=slowest[1],
             bandwidth=slowest[2],
             launch=max(everybody[3]),
+            overhead=OVERHEAD if self.kind == "cuda" else 0.0,
             latency=max(everybody[4]),
             p2p=slowest[5],
             host_link=slowest[6],

@@ -27,7 +27,7 @@ from backend.loading.checkpoint import Checkpoint
 from backend.planner.candidates import Rules, candidates
 from backend.planner.choose import Option, Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import Machine, Request
+from backend.planner.machine import OVERHEAD, Machine, Request
 from backend.planner.model_shape import ModelShape
 from backend.rank_plan import RankPlan
 from backend.rank_plan.request_size import RequestSize, size_of
@@ -39,7 +39,7 @@ PART = Part("docs/scaling.md", "scaling", "scripts/scaling_page.py")
 GOAL = 0.10
 #: Seconds of the host for a stream of a block, and those that a divided block adds: Machine's default, and a
 #: wrapper without copies. Neither was measured on a GPU.
-HOST = {"launch": Machine.launch, "overhead": 1.5e-4}
+HOST = {"launch": Machine.launch, "overhead": OVERHEAD}
 GIB = 2**30
 #: Name -> machine, how many GPUs it has, GiB of each.
 MACHINES = {

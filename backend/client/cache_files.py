@@ -12,7 +12,7 @@ from typing import TypeVar
 from .cache_folder import cache_folder
 
 #: Changes where what is written has another meaning.
-VERSION = 14
+VERSION = 15
 
 #: Where a measurement would be -> what could not be written there.
 _unwritten: dict[Path, str] = {}

@@ -12,8 +12,8 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
-from ..planner.choose import MEMORY, Choice, Question, choose, gigabytes
-from ..planner.machine import Machine, Request
+from ..planner.choose import MEMORY, Choice, Question, choose
+from ..planner.machine import Machine, Request, gigabytes
 from ..planner.model_shape import ModelShape
 from ..planner.moves import Placement, Ranks
 from ..planner.waiting import FILE_RATE, Waiting

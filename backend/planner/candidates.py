@@ -11,6 +11,8 @@ from .model_shape import ModelShape
 
 #: Patches reuse keys and values of the step before: with fewer steps they differ too much.
 LEAST_STEPS = 8
+#: Kernels that give no log-sum-exp, by which rings merge (parallel/kernel_table.py).
+NOT_OF_RINGS = ("sage-3", "cudnn")
 #: Fewer tokens of a rank in one patch than these keep no GPU busy.
 LEAST_TOKENS = 128
 #: In the order of the mesh, fastest last, as products of factors are listed.
@@ -51,7 +53,13 @@ def candidates(
         undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1 and not shape.whole_only
         can_shard = rules.sharded and not unshardable(shape.is_quantized, shape.keeps_float32)
         if can_shard and replicas > 1 and undivided and not base.offload_modulation:
-            yield replace(plan, shard_weights=True)
+            if _is_computed(plan):
+                yield replace(plan, shard_weights=True)
+
+
+def _is_computed(plan: ParallelConfig) -> bool:
+    """Whether the attention kernel that the user has chosen gives what rings merge by."""
+    return plan.attention not in NOT_OF_RINGS or plan.ring_degree == 1 or plan.has_stale_kv
 
 
 def _divides(plan: ParallelConfig, shape: ModelShape, request: Request) -> bool:
@@ -76,9 +84,11 @@ def _patched(
     """Yield a plan with every number of patches that is worth it."""
     stages = plan.pipefusion_degree
     if stages == 1:
-        yield plan
+        if _is_computed(plan):
+            yield plan
         return
-    yield replace(plan, num_pipeline_patch=1)
+    if _is_computed(first := replace(plan, num_pipeline_patch=1)):
+        yield first
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
     if rules.exact or request.drained or plan.warmup_steps < 1 or request.steps < LEAST_STEPS:
         return

@@ -10,7 +10,7 @@ from ..torch_version import unshardable
 from .candidates import DEGREES, Rules, candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
-from .machine import DIFFERENT, Machine, Request
+from .machine import DIFFERENT, Machine, Request, gigabytes
 from .memory import held, held_by_rank
 from .model_shape import ModelShape
 from .moves import STAYS, Placement, Ranks, settle
@@ -62,6 +62,11 @@ class Option:
         return self.likely <= self.room
 
     @property
+    def _doubt(self) -> float:
+        """How much of the estimate's upper part has no room, 0 to 1: a step would flip choices."""
+        return min(1.0, max(0, self.likely - self.room) / max(1, self.likely - self.bytes))
+
+    @property
     def mechanisms(self) -> frozenset[str]:
         """The methods that share the work."""
         sharded = {"shard_weights"} if self.plan.shard_weights else set()
@@ -71,7 +76,7 @@ class Option:
     def score(self) -> float:
         """Seconds, with what a plan has to gain to be worth its drawbacks."""
         penalty = MECHANISM ** len(self.mechanisms) * RANK**self.plan.world_size
-        penalty *= self.drift * (1.0 if self.surely_fits else TIGHT)
+        penalty *= self.drift * (1.0 + (TIGHT - 1.0) * self._doubt)
         for mechanism in self.mechanisms & TRAFFIC.keys():
             penalty *= TRAFFIC[mechanism]
         return self.seconds * penalty
@@ -330,6 +335,9 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     can_share = question.gpus > 1 and not shape.whole_only and not question.base.offload_modulation
     if can_share and (whole := unshardable(shape.is_quantized, shape.keeps_float32)):
         remedies.insert(0, f"torch {whole[1]}, which can shard {whole[0]}")
+    offloading = replace(question, base=replace(question.base, offload_modulation=True))
+    if any(each.fits for each in offloading.options()):
+        remedies.insert(0, "offload_modulation of Parallel Config, with which it fits")
     needed, free, missing = map(gigabytes, (least.bytes, least.room, _missing(least)))
     return (
         f"{shape.name} with {request.image_tokens} tokens does not fit: the leanest plan "
@@ -340,8 +348,3 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
 
 def _missing(option: Option) -> int:
     return option.bytes - option.room
-
-
-def gigabytes(size: float) -> str:
-    """Write bytes in GB, and less than 0.1 of them in MB."""
-    return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.0f} MB"

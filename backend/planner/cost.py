@@ -5,13 +5,14 @@ arXiv 2310.01889, USP arXiv 2405.07719, PipeFusion arXiv 2405.14430, Megatron ar
 rank_plan/traffic.py, which tests compare.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import ParallelConfig
 from ..parallel.wire_bytes import FULL, row_bytes
 from ..shares import portions, shard_sizes
-from .machine import Machine, Request
+from .machine import Machine, Request, samples_at_once
 from .model_shape import BlockShape, ModelShape, stages_of
 from .rank_shares import rank_shares
 
@@ -36,24 +37,36 @@ class Cost:
     def total(self) -> float:
         """Seconds of all steps."""
         steps = self.request.steps
+        offloaded = self._offloaded() * (steps if self.request.drained else 1)
         if not self.plan.has_stale_kv:
-            return steps * self.step(1)
+            return steps * self.step(1) + offloaded
         synchronous = min(self.plan.warmup_steps, steps)
-        return synchronous * self.step(1) + (steps - synchronous) * self.step(self.plan.patches)
+        return synchronous * self.step(1) + (steps - synchronous) * self.step(self.plan.patches) + offloaded
+
+    def _offloaded(self) -> float:
+        """Seconds in which modulation that waits in host memory comes: once for many steps, or for a call."""
+        if not self.plan.offload_modulation:
+            return 0.0
+        size = sum(block.modulation for block in self.shape.blocks) / self._divided
+        return size / self.machine.host_link
+
+    @property
+    def _divided(self) -> int:
+        """Ranks among which matrices and blocks are divided."""
+        return self.plan.pipefusion_degree * self.plan.tensor_parallel_degree
 
     def step(self, patches: int) -> float:
         """Seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's warm-up."""
         plan = self.plan
-        branches = self.request.branches(plan.cfg_degree)
-        stages = zip(self._stages, self._loads, self._reading)
-        micro = max(self._micro(*stage, patches) for stage in stages)
+        parts = zip(self._stages, self._loads, self._reading)
+        micro = max(self._micro(*stage, patches) for stage in parts)
         hop = self._hop(patches)
         stages = plan.pipefusion_degree
-        work = patches * branches
+        work = patches * self._batches(patches)
         if stages == 1:
             seconds = work * micro
-        elif patches == 1:  # every stage waits for the one before; branches follow each other
-            seconds = (stages + branches - 1) * (micro + hop)
+        elif patches == 1:  # every stage waits for the one before; batches follow each other
+            seconds = (stages + work - 1) * (micro + hop)
         else:
             seconds = max(work * micro, stages * (micro + hop), work * hop)
         return seconds + self._combine()
@@ -89,6 +102,21 @@ class Cost:
     def _samples(self) -> int:
         return max(each.samples for each in rank_shares(self.plan, self.request.batch))
 
+    def _at_once(self, patches: int) -> int:
+        """Samples that go through the model together: in a synchronous step of a pipeline one, and in a call
+        those of all prompts, up to so many tokens."""
+        if self.plan.pipefusion_degree > 1:
+            return 1 if patches == 1 else self._samples
+        if not self.request.drained:
+            return self._samples
+        every = self._samples * self.request.branches(self.plan.cfg_degree)
+        return min(every, samples_at_once(self.request.image_tokens))
+
+    def _batches(self, patches: int) -> int:
+        """How many of them a step has on the rank with most."""
+        every = self._samples * self.request.branches(self.plan.cfg_degree)
+        return math.ceil(every / self._at_once(patches))
+
     @property
     def _replica(self) -> int:
         """Ranks, all neighbours, among which the tokens, blocks and matrices of one prompt are divided."""
@@ -101,7 +129,7 @@ class Cost:
     def _speed(self, patches: int) -> float:
         """How much faster than measured a rank computes; stages that wait leave others their cores."""
         stages = self.plan.pipefusion_degree
-        at_once = stages if patches > 1 else min(stages, self.request.branches(self.plan.cfg_degree))
+        at_once = stages if patches > 1 else min(stages, self._batches(patches))
         return self.machine.speed(self.plan.world_size // stages * at_once)
 
     def _micro(self, blocks: tuple[BlockShape, ...], load: float, reading: float, patches: int) -> float:
@@ -110,10 +138,11 @@ class Cost:
         plan = self.plan
         # narrow matrices are as slow as short ones
         divided = plan.sp_degree * plan.tensor_parallel_degree
-        tokens = self._samples * self._sequence / divided / patches
+        at_once = self._at_once(patches)
+        tokens = at_once * self._sequence / divided / patches
         speed = self._speed(patches)
         efficiency = speed * tokens / (tokens + self.machine.half_rate)
-        share = self._samples / (divided * patches) * load
+        share = at_once / (divided * patches) * load
         lengths = (self.request.image_tokens, self.request.text_tokens)
         linear = 2 * share * sum(block.linear(*lengths) for block in blocks)
         efficiency /= self.machine.float32 if self.shape.itemsize == FLOAT32 else 1.0
@@ -153,7 +182,7 @@ class Cost:
         """Bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group: of so many
         features, or of the model's width."""
         width = features or self.shape.width
-        return self._samples * self._sequence * width * self.shape.itemsize / patches
+        return self._at_once(patches) * self._sequence * width * self.shape.itemsize / patches
 
     @property
     def _on_wire(self) -> float:
@@ -176,7 +205,7 @@ class Cost:
         if r == 1:
             return attention
         travelling = self._travelling(blocks, patches)
-        if plan.pipefusion_degree > 1:  # gathered into the stage's buffer before attention
+        if plan.has_stale_kv:  # gathered into the stage's buffer before attention
             return attention + travelling
         hidden = max(attention / RING_EFFICIENCY, attention / r + travelling)
         if self.machine.on_host:
@@ -219,7 +248,7 @@ class Cost:
             return 0.0
         image, text = self.request.image_tokens, self.request.text_tokens
         numbers = sum(block.reduced_image * image + block.reduced_text * text for block in blocks)
-        held = self._samples * self.shape.itemsize / plan.sp_degree / patches
+        held = self._at_once(patches) * self.shape.itemsize / plan.sp_degree / patches
         sent = 2 * (tp - 1) / tp * numbers * held
         return sent / self.machine.neighbour(tp) + 2 * self.machine.latency * len(blocks)
 

@@ -10,6 +10,9 @@ RESERVE = 1_200_000_000
 HOST_LINK = 10e9
 #: GPUs whose speeds are further apart get different shares of the work.
 DIFFERENT = 1.1
+#: Further seconds of a block whose tokens are divided on GPUs, which the probe does not time: the least by
+#: which published tables are met.
+OVERHEAD = 1.5e-4
 #: Samples of a call go through the model together up to this many tokens: beyond it a device is busy anyway,
 #: and memory would grow with the batch.
 TOKENS_AT_ONCE = 16384
@@ -165,6 +168,11 @@ class Request:
     def branches(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""
         return math.ceil(self.prompts / cfg_degree)
+
+
+def gigabytes(size: float) -> str:
+    """Write bytes in GB, and less than 0.1 of them in MB."""
+    return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.0f} MB"
 
 
 def samples_at_once(tokens: int) -> int:

@@ -132,4 +132,5 @@ def _activations(shape: ModelShape, plan: ParallelConfig, request: Request, shar
     if request.drained and plan.pipefusion_degree == 1:  # a call has all prompts
         at_once = samples_at_once(request.image_tokens)
         samples = min(samples * request.branches(plan.cfg_degree), at_once)
-    return math.ceil(samples * (request.image_tokens + request.text_tokens) * token)
+    held = shape.activations.of_samples(plan, samples, token)
+    return math.ceil((request.image_tokens + request.text_tokens) * held)

@@ -73,7 +73,8 @@ def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
     matrices = portions(work.config.tensor_parallel_degree, work.config.shares_of("tp"))[place["tp"]]
     skipped = long_skips(work.checkpoint, stages.blocks[place["pp"]]) * _stream(work)
     token = found.on_rank(work.config, skipped, tokens, matrices)
-    return math.ceil(work.batch * (work.image_tokens + work.text_tokens) * token)
+    held = found.of_samples(work.config, work.batch, token)
+    return math.ceil((work.image_tokens + work.text_tokens) * held)
 
 
 def activations_of(work: Workload, two: Workload | None) -> Activations:

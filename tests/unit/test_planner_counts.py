@@ -9,10 +9,11 @@ from published import FLUX, QWEN, RTX4090
 
 from backend import gpu_kernels
 from backend.client import planning
-from backend.config import ParallelConfig
+from backend.config import CHOICES, ConfigError, ParallelConfig
+from backend.parallel.kernel_table import kernel_of, merges
 from backend.planner.auto_config import AutoConfig
 from backend.planner.candidates import Rules, candidates
-from backend.planner.choose import Question
+from backend.planner.choose import TIGHT, Option, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Request
 from backend.planner.memory import held
@@ -80,6 +81,68 @@ def test_prompts_of_a_call_go_through_the_model_together(plan, tokens, prompts, 
     call = Request(tokens, 512, 20, prompts, drained=True)
     sample = replace(call, drained=False)
     assert held(FLUX, plan, call).activations == times * held(FLUX, plan, sample).activations
+
+
+@pytest.mark.parametrize("attention", CHOICES["attention"])
+def test_rings_are_planned_with_kernels_that_can_merge(attention):
+    """Others are refused by the ranks, for a degree that auto has chosen."""
+    base = ParallelConfig(attention=attention)
+    plans = list(candidates(FLUX, Request(4096, 512, 20, 1), 4, base, Rules()))
+    refused = [plan for plan in plans if merges(plan) and not kernel_of(attention).lse]
+    assert not refused and any(plan.ring_degree > 1 for plan in plans)  # PipeFusion's rings do not merge
+    assert any(merges(plan) for plan in plans) == kernel_of(attention).lse
+
+
+def seconds(plan: ParallelConfig, **request) -> float:
+    return Cost(FLUX, plan, RTX4090, Request(4096, 512, 20, **request)).total
+
+
+def test_samples_of_a_batch_follow_each_other_through_a_pipeline_of_one_patch():
+    """Each by itself: two take half as long again on two stages, and the memory of one."""
+    plan = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1)
+    one, two = (seconds(plan, prompts=1, batch=batch) for batch in (1, 2))
+    assert two == pytest.approx(1.5 * one, rel=1e-6)
+    prompts = seconds(plan, prompts=2, batch=1)
+    assert prompts == pytest.approx(two, rel=1e-6)
+    one, two = (held(FLUX, plan, Request(4096, 512, 20, 1, batch)).activations for batch in (1, 2))
+    assert one <= two < 1.3 * one
+
+
+def test_prompts_of_a_call_read_the_weights_once():
+    """They go through the model together, under Parallel Model."""
+    plan = ParallelConfig(ulysses_degree=2, shard_weights=True)
+    together = seconds(plan, prompts=2, drained=True)
+    assert together == pytest.approx(seconds(plan, prompts=1, batch=2, drained=True), rel=1e-6)
+    assert together < seconds(plan, prompts=2)
+
+
+def test_modulation_in_host_memory_comes_at_every_call():
+    plan = ParallelConfig(tensor_parallel_degree=2)
+    away = replace(plan, offload_modulation=True)
+    size = sum(block.modulation for block in FLUX.blocks) / 2 / RTX4090.host_link
+    assert size > 0
+    assert seconds(away, prompts=1) - seconds(plan, prompts=1) == pytest.approx(size)
+    called = seconds(away, prompts=1, drained=True) - seconds(plan, prompts=1, drained=True)
+    assert called == pytest.approx(20 * size)
+
+
+def test_what_offloading_would_make_fit_is_told():
+    machine = replace(RTX4090, memory=(round(12.6 * GB),) * 2)
+    question = Question(FLUX, Request(4096, 512, 20, 1), machine, 2)
+    with pytest.raises(ConfigError, match="use offload_modulation of Parallel Config, with which it fits, "):
+        choose(question)
+    tiny = replace(machine, memory=(4 * GB,) * 2)
+    with pytest.raises(ConfigError) as error:
+        choose(replace(question, machine=tiny))
+    assert "offload_modulation" not in str(error.value)
+
+
+def test_a_little_doubt_costs_a_little():
+    """Of a step, a little more memory could make the choice a slower one."""
+    sure = Option(ONE, 10.0, 8 * GB, 12 * GB, 10 * GB)
+    scores = [replace(sure, room=room).score for room in (10 * GB, 19 * GB // 2, 9 * GB, 8 * GB)]
+    assert scores == sorted(scores) and len(set(scores)) == 4
+    assert scores[0] == sure.score and scores[-1] == pytest.approx(TIGHT * sure.score)
 
 
 def test_loras_of_models_that_take_turns_are_their_own():
