@@ -14,6 +14,8 @@ LEAST_BYTES = 1 << 16
 PROBES = 1 << 8
 #: Values of one argument that are cached: a step may call the model several times, with other prompts.
 MOST_VALUES = 8
+#: Bytes of those but for the newest, here and on each rank: of a video's control images one may have 200 MB.
+MOST_BYTES = 1 << 28
 
 
 class ArgumentCache:
@@ -56,11 +58,15 @@ class ArgumentCache:
             keep[name] = f"{name} {self.count}"
             self.count += 1
             known[keep[name]] = (value.clone(), probes)
-            if len(known) > MOST_VALUES:
+            while len(known) > 1 and (len(known) > MOST_VALUES or _size(known) > MOST_BYTES):
                 forget.append(next(iter(known)))
                 del known[forget[-1]]
         tensors = {name: value for name, value in call.tensors.items() if name not in cached}
         return replace(call, client=self.client, keep=keep, kept=cached, forget=forget, tensors=tensors)
+
+
+def _size(known: dict[str, tuple[torch.Tensor, numpy.ndarray]]) -> int:
+    return sum(copy.numel() * copy.element_size() for copy, _ in known.values())
 
 
 def _is_alike(known: tuple[torch.Tensor, numpy.ndarray], value: torch.Tensor, probes: numpy.ndarray) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from backend.client import argument_cache
 from backend.client.argument_cache import LEAST_BYTES, MOST_VALUES, ArgumentCache
 from backend.protocol import ModelCall
 from backend.serving.argument_cache import MOST_CLIENTS
@@ -66,6 +67,18 @@ def test_several_prompts_take_turns_and_the_oldest_are_forgotten():
         wire, _ = arrives(client, ranks, prompt)
     assert not wire.tensors
     assert sum(map(len, ranks.clients.values())) == MOST_VALUES
+
+
+@pytest.mark.parametrize("fit, kept", [(2, 2), (0, 1)])
+def test_large_arguments_do_not_pile_up(monkeypatch, fit, kept):
+    """Control images of a video, one for each part of it; the newest stays, for the next step."""
+    monkeypatch.setattr(argument_cache, "MOST_BYTES", fit * 4 * SIZE + 1)
+    client, ranks = ArgumentCache(), Ranks(torch.device("cpu"))
+    images = [call(**{"cond.face_pixel_values": torch.full((SIZE,), float(i))}) for i in range(5)]
+    for image in [*images, images[-1]]:
+        wire, _ = arrives(client, ranks, image)
+    assert not wire.tensors
+    assert sum(map(len, ranks.clients.values())) == kept
 
 
 def test_ranks_keep_copies_and_a_few_clients_only():
