@@ -276,7 +276,8 @@ class RemoteTransformer(ElsewhereModule):
             room=self._room(backend, dit) if asks else None,
         )
         result = in_room(backend, dit.wanted, sample)
-        if self.asked is not None:
+        # ranks that miss cached arguments have not looked at their memory
+        if self.asked is not None and result is not None and "missing" not in result.stats:
             self.asked.add(str(size))
         return result, all(found)
 

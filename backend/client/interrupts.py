@@ -1,21 +1,35 @@
-"""Interrupts of requests that nobody can cancel.
+"""Interrupts of requests that nobody can cancel."""
 
-Imports neither ComfyUI nor torch.
-"""
-
+import time
 from collections.abc import Callable
+
+from ..protocol import RefusedError
+
+#: Seconds that an interrupt waits for the reply: ranks that hang, or work for another client, send none.
+PATIENCE = 20.0
 
 
 class Watch:
     """``check`` and ``on_progress`` of BackendClient.request. What they raise closes the connection and ends
     the ranks with all their weights. So the interrupt of a request that ``is_short``, as one that names the
-    LoRAs of a model that is loaded, waits for its reply, or for progress, which shows that it is not."""
+    LoRAs of a model that is loaded, waits for its reply, for PATIENCE seconds, or for progress, which shows
+    that it is not short."""
 
     def __init__(self, check: Callable[[], None], on_progress: Callable, is_short: bool):
         self._check = check
         self._on_progress = on_progress
         self._is_short = is_short
         self._interrupt: BaseException | None = None
+        self._since = 0.0
+
+    def ask(self, request: Callable, message):
+        """Return what ``request`` does with the message. One that is refused is not tried again, and nothing
+        leaves for it, where an interrupt has waited."""
+        try:
+            return request(message, self.check, self.on_progress)
+        except RefusedError:
+            self.end()
+            raise
 
     def check(self):
         """Let the caller interrupt the request, at once or at its end."""
@@ -26,6 +40,9 @@ class Watch:
                 self._check()
             except BaseException as interrupt:  # by whatever the caller interrupts; end raises it
                 self._interrupt = interrupt
+                self._since = time.monotonic()
+        elif time.monotonic() > self._since + PATIENCE:
+            self.end()
 
     def on_progress(self, progress):
         """Tell the caller; weights are being loaded."""

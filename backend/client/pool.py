@@ -57,9 +57,8 @@ class Backend:
         matmul: str = "auto",
         room: Room | None = None,
     ) -> protocol.Loaded:
-        """Load a transformer, or find it loaded. ``keep``: what somebody still needs; with it, all others
-        make room first. ``loras``: (path, strength), in order. ``check``, ``on_progress``: BackendClient's.
-        ``room``: makes room on devices that ranks share with this process."""
+        """Load a transformer, or find it loaded. ``keep``: what somebody still needs; all others make room
+        first. ``loras``: (path, strength), in order. ``room``: on devices that ranks share with us."""
         key = (path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         with self._busy:
@@ -70,7 +69,7 @@ class Backend:
 
         def load(message) -> protocol.Loaded:
             with self._busy:
-                return self._request(message, interrupts.check, interrupts.on_progress)
+                return interrupts.ask(self._request, message)
 
         loaded = self._with_room(message, load, room)
         with self._busy:
@@ -92,9 +91,10 @@ class Backend:
             return run(replace(message, asking=shared, **fields))
         except RefusedError as error:
             lacking = error.lacking
-            if not lacking or not lacking.keys() <= set(shared):  # on the others no room can be made
+            if not lacking.keys() & set(shared):
                 raise
-        room.make(self.welcome, lacking)
+        if lacking.keys() <= set(shared):  # else it is refused all the same, and says what would fit
+            room.make(self.welcome, lacking)
         return run(replace(message, **fields))
 
     def describe(self, message: protocol.Describe) -> protocol.Described:

@@ -28,7 +28,9 @@ ANSWER_SECONDS = 90.0
 #: An agent needs this long at most to end ranks that hang.
 END_SECONDS = 8.0
 #: What a failure says that another way between GPUs may mend.
-_OF_LINKS = re.compile(r"nccl|peer access|other bytes|illegal memory access|launch failure", re.IGNORECASE)
+_OF_LINKS = re.compile(
+    r"nccl|nvlink|peer access|other bytes|illegal memory access|launch failure", re.IGNORECASE
+)
 
 #: By which NCCL's faults end ranks (NVIDIA/nccl issue 2106); names, which Windows need not have.
 LINK_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGABRT")

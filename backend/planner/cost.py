@@ -102,20 +102,20 @@ class Cost:
     def _samples(self) -> int:
         return max(each.samples for each in rank_shares(self.plan, self.request.batch))
 
-    def _at_once(self, patches: int) -> int:
-        """Samples that go through the model together: in a synchronous step of a pipeline one, and in a call
-        those of all prompts, up to so many tokens."""
-        if self.plan.pipefusion_degree > 1:
-            return 1 if patches == 1 else self._samples
-        if not self.request.drained:
-            return self._samples
-        every = self._samples * self.request.branches(self.plan.cfg_degree)
-        return min(every, samples_at_once(self.request.image_tokens))
+    def _at_once(self, patches: int) -> float:
+        """Samples that go through the model together, of several batches their mean: in a synchronous step of
+        a pipeline one, and in a call those of all prompts, up to so many tokens."""
+        return self._samples * self.request.branches(self.plan.cfg_degree) / self._batches(patches)
 
     def _batches(self, patches: int) -> int:
-        """How many of them a step has on the rank with most."""
-        every = self._samples * self.request.branches(self.plan.cfg_degree)
-        return math.ceil(every / self._at_once(patches))
+        """How many batches a step has on the rank with most samples."""
+        branches = self.request.branches(self.plan.cfg_degree)
+        every = self._samples * branches
+        if self.plan.pipefusion_degree > 1:
+            return every if patches == 1 else branches
+        if not self.request.drained:
+            return branches
+        return math.ceil(every / samples_at_once(self.request.image_tokens))
 
     @property
     def _replica(self) -> int:

@@ -88,11 +88,13 @@ def activations_of(work: Workload, two: Workload | None) -> Activations:
     whole, half = of_ranks
     cut = 2 * max(0, whole - half) / tokens
     heads = work.all_heads(FIRST) * work.head_size * work.dtype.itemsize
+    latents = latent_bytes(work) / tokens
     return Activations(
-        replicated=whole / tokens - cut,
+        replicated=whole / tokens - cut - latents,
         cut=cut,
         exchanged=EXCHANGED * heads,
         outside=STREAMS_OUTSIDE * _stream(work),
+        latents=latents,
     )
 
 
@@ -149,7 +151,8 @@ def _by_layers(work: Workload, place: Place, stages: Stages) -> int:
     within += long_skips(work.checkpoint, stages.blocks[place["pp"]]) * stream * own.stream
     tokens = sequence.joint if position else work.image_tokens + text
     outside = (STREAMS_OUTSIDE * stream + controls) * tokens
-    return work.batch * (max(within, outside) + latent_bytes(work))
+    one_by_one = work.config.pipefusion_degree > 1 and work.config.patches == 1  # as Activations.of_samples
+    return (1 if one_by_one else work.batch) * max(within, outside) + work.batch * latent_bytes(work)
 
 
 def long_skips(checkpoint: Checkpoint, blocks: range) -> int:

@@ -1,8 +1,14 @@
 """When the interrupt of a load reaches the caller."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from backend.client import interrupts
 from backend.client.interrupts import Watch
+from backend.client.pool import Backend
+from backend.config import ParallelConfig
+from backend.protocol import RefusedError
 
 
 class Interrupt(Exception):
@@ -44,6 +50,42 @@ def test_a_short_request_is_interrupted_at_its_end(caller):
     watch.check()
     with pytest.raises(Interrupt):
         watch.end()
+
+
+def test_an_interrupt_does_not_wait_for_ever(caller, monkeypatch):
+    """Ranks that hang, or work for another client, do not reply."""
+    now = [0.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
+    watch = Watch(caller.check, caller.seen.append, is_short=True)
+    caller.tired = True
+    watch.check()
+    now[0] = interrupts.PATIENCE
+    watch.check()
+    now[0] += 1.0
+    with pytest.raises(Interrupt):
+        watch.check()
+
+
+def test_a_cancelled_load_that_is_refused_is_not_tried_again():
+    """Nor does anything leave for it."""
+
+    class Refusing:
+        welcome = SimpleNamespace(devices=[])
+        closed = False
+
+        def request(self, message, check, on_progress):
+            check()
+            raise RefusedError("rank 0 lacks memory")
+
+    def check():
+        raise Interrupt
+
+    backend = Backend(ParallelConfig(address="tcp:host:1"), Refusing())
+    with pytest.raises(RefusedError):
+        backend.load("/a", check=lambda: None)
+    backend.models["/a", "default", "auto"] = "/a"
+    with pytest.raises(Interrupt):
+        backend.load("/a", check=check)
 
 
 def test_one_that_loads_weights_all_the_same_is_not_short(caller):

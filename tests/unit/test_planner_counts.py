@@ -15,7 +15,7 @@ from backend.planner.auto_config import AutoConfig
 from backend.planner.candidates import Rules, candidates
 from backend.planner.choose import TIGHT, Option, Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import Request
+from backend.planner.machine import Request, samples_at_once
 from backend.planner.memory import held
 
 GB = 1_000_000_000
@@ -114,6 +114,20 @@ def test_prompts_of_a_call_read_the_weights_once():
     together = seconds(plan, prompts=2, drained=True)
     assert together == pytest.approx(seconds(plan, prompts=1, batch=2, drained=True), rel=1e-6)
     assert together < seconds(plan, prompts=2)
+
+
+def test_the_last_samples_of_a_call_are_as_few_as_they_are():
+    """Of 5184 tokens three go together: of four samples the other one alone, not three more."""
+    tokens = 5184
+    assert samples_at_once(tokens) == 3
+
+    def products(prompts, batch):
+        request = Request(tokens, 512, 1, prompts, batch, drained=True)
+        machine = replace(RTX4090, launch=0.0, half_rate=0.0, bandwidth=1e18)
+        return Cost(FLUX, ONE, machine, request).total
+
+    assert products(2, 2) == pytest.approx(4 * products(1, 1), rel=1e-3)
+    assert products(1, 5) == pytest.approx(5 * products(1, 1), rel=1e-3)
 
 
 def test_modulation_in_host_memory_comes_at_every_call():

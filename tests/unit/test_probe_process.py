@@ -47,6 +47,7 @@ def test_a_rank_that_a_signal_ends_is_named(name, of_links):
     [
         ("  what():  [PG ID 1 Rank 1] Process group watchdog thread terminated with exception: {}", True),
         ("  what():  {}", True),
+        ("  what():  CUDA error: uncorrectable NVLink error detected during the execution", True),
         ("", True),
         ("  what():  CUDA error: out of memory", False),
     ],
