@@ -187,7 +187,8 @@ class RemoteTransformer(ElsewhereModule):
         with errors_on_node(), one_plan(guider.model_patcher.dit, guider, size, len(sigmas) - 1) as dit:
             self.held = (*ensure_loaded(dit), dit)
             self.asked = set()
-            self.used = (guider.model_patcher, getattr(guider, "uncond_model_patcher", None))
+            second = getattr(guider, "uncond_model_patcher", None)
+            self.used = (guider.model_patcher, *([second] if second is not None else []))
             try:
                 with rank_weights_stay():  # between two calls a preview's VAE may want room
                     return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)

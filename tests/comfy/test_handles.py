@@ -189,7 +189,7 @@ def test_models_of_a_sampling_stay_where_room_is_made(backend, monkeypatch):
     used, encoder = (SimpleNamespace(model=object(), currently_used=flag) for flag in (False, True))
     monkeypatch.setattr(management, "current_loaded_models", [used, encoder])
     wanted = ("/a", "default", "auto")
-    assert handle.entries_to_keep(backend, wanted, (used.model, None)) == [used]
+    assert handle.entries_to_keep(backend, wanted, (used.model,)) == [used]
 
 
 def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
