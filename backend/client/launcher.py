@@ -36,7 +36,7 @@ READY_SECONDS = 300.0
 EXIT_REPORT_SECONDS = 20.0
 #: After another machine's ranks have ended, ours have this long to see it, and other clients to be told.
 GRACE_SECONDS = 2.0
-TELL_SECONDS = 0.3
+TELL_SECONDS = 1.5
 
 
 class ClosedError(BackendError):
@@ -292,7 +292,7 @@ class BackendProcess:
         if self._is_served and self._client is not None and not self._client.closed:
             try:  # rank 0 tells the clients of this address, unless it is the one that hangs
                 self._client.send(Shutdown(f"The backend ends because {silence}."))
-                time.sleep(TELL_SECONDS)
+                self._wait(TELL_SECONDS)  # a busy machine takes its time
             except BackendError:
                 pass
         self._kill_ranks()
