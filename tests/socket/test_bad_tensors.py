@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from cropping import cropped
 from families import LATENT_FORMATS, golden
 from tiny import write_checkpoint
 from variants import VARIANTS, request, write
@@ -18,6 +19,8 @@ from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 from backend.sampling.validation import check_sample
 
+#: Most rows of latent pixels: what is refused depends on ranks of tensors, not on their sizes.
+SIDE = 8
 #: What is wrong -> the tensor with it, None where it cannot be.
 BROKEN = {
     "a dimension less": lambda x: x[0] if x.ndim else None,
@@ -92,7 +95,8 @@ def changes(tensors: dict, keys) -> dict[tuple[str, str], dict]:
 def test_a_broken_tensor_is_refused_or_runs(name, tmp_path):
     path, variant = tmp_path / f"{name}.safetensors", VARIANTS.get(name)
     sample = request(name) if variant else golden(f"{name}__euler_simple")[0]
-    tensors = {key: value for key, value in sample.tensors.items() if not key.startswith("negative.")}
+    small = cropped(sample.tensors, SIDE)
+    tensors = {key: value for key, value in small.items() if not key.startswith("negative.")}
     valid = replace(sample, cfg=1.0, tensors=tensors | {"sigmas": tensors["sigmas"][:2]})
     checkpoint, engine = (
         open_checkpoint(str(write(path, name) if variant else write_checkpoint(path, name))),

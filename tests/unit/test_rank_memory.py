@@ -172,13 +172,13 @@ def test_weights_that_stay_in_float32_are_counted_so(tmp_path):
 
 
 def larger(family: str):
-    """A golden request of one step with three times the latent's height and width."""
+    """A golden request of one step with twice the latent's height and width."""
     case = {"wan21-t2v": "wan21-t2v__euler_simple"}.get(family, f"{family}__euler_simple")
     sample = golden_request("euler_simple")[0] if family == "flux-dev" else golden(case)[0]
     tensors = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:2]}
     for name in ("noise", "latent"):
         *shape, height, width = tensors[name].shape
-        tensors[name] = torch.randn(*shape, 3 * height, 3 * width)
+        tensors[name] = torch.randn(*shape, 2 * height, 2 * width)
     return replace(sample, tensors=tensors)
 
 
@@ -234,10 +234,10 @@ def test_activations_of_control_videos_are_about_what_they_allocate(tmp_path, vi
     pristine = engine.check_load(path, "default")
     engine.load("tiny", path, "default")
     model = engine.models["tiny"]
-    noise = torch.randn(1, 16, 3, 48, 48)
+    noise = torch.randn(1, 16, 3, 32, 32)
     tensors = {**request("wan21-vace-two").tensors, "noise": noise, "latent": noise, "sigmas": torch.ones(2)}
     for side in ("positive", "negative"):
-        tensors[f"{side}.vace_context"] = torch.randn(1, videos, 96, 3, 48, 48)
+        tensors[f"{side}.vace_context"] = torch.randn(1, videos, 96, 3, 32, 32)
         tensors[f"{side}.vace_strength"] = torch.ones(1, videos)
     sample = replace(request("wan21-vace-two"), tensors=tensors)
     memory = LiveMemory()
