@@ -277,9 +277,8 @@ class Lab:
             if kind == "bf16":
                 save_file(state, path)
                 return path
-            return write_scaled(
-                path, state, kind, rowwise=False
-            )  # layers with scales of rows have no product
+            # layers with scales of rows have no native product
+            return write_scaled(path, state, kind, rowwise=False)
 
         return self.kept(("quantized", kind), write)
 

@@ -42,8 +42,15 @@ def factorings(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
 def candidates(
     shape: ModelShape, request: Request, ranks: int, base: ParallelConfig, rules: Rules
 ) -> Iterator[ParallelConfig]:
-    """Yield the plans of exactly ``ranks`` ranks that fit the model and the request; what ``base`` says of
-    anything but degrees, patches and sharding stays."""
+    """Yield the plans of exactly ``ranks`` ranks that fit the model, the request and the attention kernel;
+    what ``base`` says of anything but degrees, patches and sharding stays."""
+    return filter(_is_computed, _dividing(shape, request, ranks, base, rules))
+
+
+def _dividing(
+    shape: ModelShape, request: Request, ranks: int, base: ParallelConfig, rules: Rules
+) -> Iterator[ParallelConfig]:
+    """Yield them for every kernel."""
     for sizes in factorings(ranks, len(DEGREES)):
         plan = replace(base, **dict(zip(DEGREES, sizes)), num_pipeline_patch=0, shard_weights=False)
         if not _divides(plan, shape, request):
@@ -53,8 +60,7 @@ def candidates(
         undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1 and not shape.whole_only
         can_shard = rules.sharded and not unshardable(shape.is_quantized, shape.keeps_float32)
         if can_shard and replicas > 1 and undivided and not base.offload_modulation:
-            if _is_computed(plan):
-                yield replace(plan, shard_weights=True)
+            yield replace(plan, shard_weights=True)
 
 
 def _is_computed(plan: ParallelConfig) -> bool:
@@ -84,11 +90,9 @@ def _patched(
     """Yield a plan with every number of patches that is worth it."""
     stages = plan.pipefusion_degree
     if stages == 1:
-        if _is_computed(plan):
-            yield plan
+        yield plan
         return
-    if _is_computed(first := replace(plan, num_pipeline_patch=1)):
-        yield first
+    yield replace(plan, num_pipeline_patch=1)
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
     if rules.exact or request.drained or plan.warmup_steps < 1 or request.steps < LEAST_STEPS:
         return

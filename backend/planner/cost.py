@@ -47,13 +47,8 @@ class Cost:
         """Seconds in which modulation that waits in host memory comes: once for many steps, or for a call."""
         if not self.plan.offload_modulation:
             return 0.0
-        size = sum(block.modulation for block in self.shape.blocks) / self._divided
-        return size / self.machine.host_link
-
-    @property
-    def _divided(self) -> int:
-        """Ranks among which matrices and blocks are divided."""
-        return self.plan.pipefusion_degree * self.plan.tensor_parallel_degree
+        ranks = self.plan.pipefusion_degree * self.plan.tensor_parallel_degree
+        return sum(block.modulation for block in self.shape.blocks) / ranks / self.machine.host_link
 
     def step(self, patches: int) -> float:
         """Seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's warm-up."""

@@ -77,8 +77,8 @@ class Activations:
         return max(inside / plan.sp_degree * tokens, self.outside) + self.latents
 
     def of_samples(self, plan: ParallelConfig, samples: int, token: float) -> float:
-        """Return what a rank holds for each token of several samples that hold ``token`` for one: a pipeline
-        of one patch takes one after the other, and keeps the latents of all."""
+        """Return what a rank holds for each token (or for all) of several samples, of which one takes
+        ``token``: a pipeline of one patch takes one after the other, and keeps the latents of all."""
         if plan.pipefusion_degree > 1 and plan.patches == 1:
             return token + (samples - 1) * self.latents
         return samples * token

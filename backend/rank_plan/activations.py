@@ -140,19 +140,20 @@ def _by_layers(work: Workload, place: Place, stages: Stages) -> int:
     uneven = work.config.shares_of("ring", "ulysses")
     shards = whole_sequence(sequence, work.sp_rank(place), work.config.sp_degree, uneven)
     own = shards.local
-    latents = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
+    nested = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
     text = len(own.text) if position else work.text_tokens
     stream = _stream(work)
     controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
     names = work.checkpoint.block_names
     blocks = {_kind(work, names[i], place): names[i] for i in stages.blocks[place["pp"]]}
-    inside = [_live(work, name, place, own.stream, text, latents).bytes for name in blocks.values()]
+    inside = [_live(work, name, place, own.stream, text, nested).bytes for name in blocks.values()]
     within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
     within += long_skips(work.checkpoint, stages.blocks[place["pp"]]) * stream * own.stream
     tokens = sequence.joint if position else work.image_tokens + text
     outside = (STREAMS_OUTSIDE * stream + controls) * tokens
-    one_by_one = work.config.pipefusion_degree > 1 and work.config.patches == 1  # as Activations.of_samples
-    return (1 if one_by_one else work.batch) * max(within, outside) + work.batch * latent_bytes(work)
+    latents = latent_bytes(work)
+    one = max(within, outside) + latents
+    return math.ceil(Activations(latents=latents).of_samples(work.config, work.batch, one))
 
 
 def long_skips(checkpoint: Checkpoint, blocks: range) -> int:

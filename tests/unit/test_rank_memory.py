@@ -20,14 +20,18 @@ from variants import request, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.parallel.mesh import Axis
+from backend.planner.machine import Request
+from backend.planner.memory import held
 from backend.quantization import kernels
 from backend.quantization.formats import effort_of
 from backend.quantization.packed_weight import PackedWeight, free_scratch, scratch_bytes
 from backend.rank_plan import describe
 from backend.rank_plan.need import request_need
 from backend.rank_plan.request_size import size_of
+from backend.rank_plan.shape_of import shape_of
 from backend.sampling.step_loop import Callbacks
 
 GGUF = ("Q8_0", "Q4_K", "Q5_1", "IQ4_XS")
@@ -246,6 +250,22 @@ def test_activations_of_control_videos_are_about_what_they_allocate(tmp_path, vi
     size = size_of(sample, engine.config, model.family, model.config)
     plan = size.plans(engine.config, pristine, model.dtype)[0]
     assert 0.75 <= plan.activation_bytes / (memory.peak - model.cache.most_bytes) <= 1.65
+
+
+@pytest.mark.parametrize("family", ["krea2", "qwen-image21"], ids=["fitted", "by layers"])
+def test_a_batch_through_a_one_patch_pipeline_is_planned_as_ranks_count_it(tmp_path, family):
+    """Sample by sample; ranks would refuse what the planner takes for small."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "tiny.safetensors", family)))
+    shape = shape_of(checkpoint, checkpoint.dtype)
+    plan = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1)
+    planned, counted = [], []
+    for batch in (1, 4):
+        planned.append(held(shape, plan, Request(4096, 512, 20, 1, batch)).activations)
+        ranks = describe(plan, checkpoint, 4096, 512, batch, 1)
+        counted.append(max(rank.activation_bytes for rank in ranks))
+    assert planned == pytest.approx(counted, rel=0.25)
+    assert planned[1] - planned[0] == pytest.approx(counted[1] - counted[0], rel=0.01, abs=8)
+    assert counted[1] < 2 * counted[0]
 
 
 def test_activations_divide_over_tokens_and_heads(files):
