@@ -24,8 +24,9 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
-from backend.planner.choose import Option, Question, ranked
+from backend.planner.choose import Question, ranked
 from backend.planner.machine import Machine, Request
+from backend.planner.option import Option
 from backend.probe import Probe
 from backend.protocol import Sample
 from backend.rank_plan.shape_of import shape_of

@@ -12,7 +12,8 @@ import torch
 from ..backend.client import pool
 from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import PLANNED, AutoConfig
-from ..backend.planner.choose import EXACT, MANUAL, Option, Question
+from ..backend.planner.choose import EXACT, MANUAL, Question
+from ..backend.planner.option import Option
 from .host.auto_plan import question_of
 from .host.graph import request_of_graph
 from .host.model_files import model_folders, wanted_of

@@ -25,10 +25,11 @@ from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import Checkpoint
 from backend.planner.candidates import Rules, candidates
-from backend.planner.choose import Option, Question, choose
+from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import OVERHEAD, Machine, Request
 from backend.planner.model_shape import ModelShape
+from backend.planner.option import Option
 from backend.rank_plan import RankPlan
 from backend.rank_plan.request_size import RequestSize, size_of
 from backend.rank_plan.shape_of import shape_of

@@ -4,104 +4,25 @@ import math
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from ..config import ConfigError, ParallelConfig, in_words
+from ..config import ConfigError, ParallelConfig
 from ..shares import written
 from ..torch_version import unshardable
-from .candidates import DEGREES, Rules, candidates
+from .candidates import Rules, candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request, gigabytes
 from .memory import held, held_by_rank
 from .model_shape import ModelShape
 from .moves import STAYS, Placement, Ranks, settle
+from .option import Option
 from .waiting import Waiting
 
 #: What the user chooses between; "manual" takes the degrees as they are.
 AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory", "manual")
-#: A plan has to be so much faster for every further mechanism and every further rank, and for those with more
-#: traffic: what is within the error of the estimate goes to the simpler plan.
-MECHANISM, RANK = 1.01, 1.002
-TRAFFIC = {"ring_degree": 1.005, "tensor_parallel_degree": 1.02, "shard_weights": 1.02}
-#: A plan has to be so much faster if it may run out of memory: it fits, but not with the upper end of the
-#: estimate.
-TIGHT = 1.1
-#: What compiled blocks are taken to save of a request, and the seconds that compiling them costs on GPUs.
-#: Neither was measured on one: a request has to be so long that it pays without a cache.
-COMPILED, COMPILE_SECONDS = 0.15, 60.0
 #: Runners-up that are told.
 RUNNERS_UP = 2
-
-
-@dataclass(frozen=True)
-class Option:
-    """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
-    likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages. swap:
-    those of the seconds in which this model and another one take turns; reads: this one is read for that.
-    aside: those in which weights leave for ComfyUI's own models. drift: how many times as fast as an exact
-    plan it has to be."""
-
-    plan: ParallelConfig
-    seconds: float
-    bytes: int
-    room: int
-    likely: int
-    unit: str = "GPU"
-    swap: float = 0.0
-    reads: bool = False
-    aside: float = 0.0
-    drift: float = 1.0
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank has room."""
-        return self.bytes <= self.room
-
-    @property
-    def surely_fits(self) -> bool:
-        """Whether every rank has room for the upper end of the estimate."""
-        return self.likely <= self.room
-
-    @property
-    def _doubt(self) -> float:
-        """How much of the estimate's upper part has no room, 0 to 1: a step would flip choices."""
-        return min(1.0, max(0, self.likely - self.room) / max(1, self.likely - self.bytes))
-
-    @property
-    def mechanisms(self) -> frozenset[str]:
-        """The methods that share the work."""
-        sharded = {"shard_weights"} if self.plan.shard_weights else set()
-        return frozenset({name for name in DEGREES if getattr(self.plan, name) > 1} | sharded)
-
-    @property
-    def score(self) -> float:
-        """Seconds, with what a plan has to gain to be worth its drawbacks."""
-        penalty = MECHANISM ** len(self.mechanisms) * RANK**self.plan.world_size
-        penalty *= self.drift * (1.0 + (TIGHT - 1.0) * self._doubt)
-        for mechanism in self.mechanisms & TRAFFIC.keys():
-            penalty *= TRAFFIC[mechanism]
-        return self.seconds * penalty
-
-    @property
-    def name(self) -> str:
-        """The inputs of Parallel Config that make it."""
-        words = [in_words(self.plan.degrees)] if self.plan.world_size > 1 else [f"one {self.unit}"]
-        if self.plan.pipefusion_degree > 1:
-            words.append("1 patch" if self.plan.patches == 1 else f"{self.plan.patches} patches")
-        if self.plan.shard_weights:
-            words.append("shard_weights")
-        if self.plan.compile == "blocks":
-            words.append("compiled blocks")
-        if self.plan.shares:
-            words.append(f"shares {self.plan.shares}")
-        return ", ".join(words)
-
-    @property
-    def with_compile(self) -> "Option":
-        """The option with compiled blocks, if that is left open and its steps are long or many enough."""
-        if self.plan.compile != "auto":
-            return self
-        pays = self.unit == "GPU" and COMPILED * self.seconds > COMPILE_SECONDS
-        return replace(self, plan=replace(self.plan, compile="blocks" if pays else "off"))
+#: Shares that are tried until unlike GPUs are as full as each other.
+FILLINGS = 8
 
 
 #: Said where one model fits, and not all of a graph; and where all do, but by slower plans.
@@ -141,8 +62,12 @@ class Choice:
         return [
             first,
             *self.notes,
-            *(f"next: {each.name}. {self._figures(each)}." for each in self.runners_up),
+            *(f"next: {each.name}. {self._next(each, chosen)}." for each in self.runners_up),
         ]
+
+    def _next(self, option: Option, chosen: Option) -> str:
+        why = option.why_not(chosen) if self.method != MEMORY and not self.why else ""
+        return "; ".join(filter(None, (self._figures(option), why)))
 
     def _figures(self, option: Option) -> str:
         memory = f"about {gigabytes(option.bytes)} of {gigabytes(option.room)} per {option.unit}"
@@ -205,12 +130,27 @@ class Question:
 
     def options(self, exact: bool = False) -> list[Option]:
         """Estimate every plan of one to ``gpus`` ranks; ``exact``: of those whose result is one GPU's."""
-        return [
-            self.option(replace(plan, shares=shares))
-            for ranks in range(1, self.gpus + 1)
-            for plan in candidates(self.shape, self.request, ranks, self.base, Rules(exact))
-            for shares in self._shares(ranks)
-        ]
+        found = []
+        for ranks in range(1, self.gpus + 1):
+            shares = self._shares(ranks)
+            for plan in candidates(self.shape, self.request, ranks, self.base, Rules(exact)):
+                tried = [self.option(replace(plan, shares=each)) for each in shares]
+                if len(tried) > 1 and not any(each.fits for each in tried):
+                    tried.append(self.option(self._filling_alike(plan)))
+                found += tried
+        return found
+
+    def _filling_alike(self, plan: ParallelConfig) -> ParallelConfig:
+        """Return the plan with shares by which every GPU is as full as the others: what each holds whatever
+        its share fills a small one most."""
+        shares = rooms = [max(1, room) for room in self.machine.rooms(plan.world_size)]
+        for _ in range(FILLINGS):
+            plan = replace(plan, shares=written(shares))
+            sizes = [each.bytes for each in held_by_rank(self.shape, plan, self.request, self.others)]
+            if all(size <= room for size, room in zip(sizes, rooms)):
+                break
+            shares = [share * room / size for share, room, size in zip(shares, rooms, sizes)]
+        return plan
 
     def in_turns(self, exact: bool = False) -> list[Option]:
         """Estimate every plan with one model at a time on the ranks, and the seconds in which they change:

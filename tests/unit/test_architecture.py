@@ -70,6 +70,7 @@ STDLIB_ONLY = (
     "backend.planner.machine",
     "backend.planner.memory",
     "backend.planner.model_shape",
+    "backend.planner.option",
     "backend.planner.rank_shares",
     "backend.shares",
     "backend.torch_version",

@@ -8,11 +8,12 @@ from published import FLUX, L40, WAN
 
 from backend.config import ParallelConfig
 from backend.planner import drift
-from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, TIGHT, Question, choose
+from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
 from backend.planner.memory import held
 from backend.planner.model_shape import Activations
+from backend.planner.option import TIGHT, Option
 from backend.planner.waiting import Waiting
 
 GB = 1_000_000_000
@@ -29,6 +30,16 @@ def test_a_plan_that_may_run_out_of_memory_has_to_be_faster():
         nominal = min(fitting, key=lambda each: each.score if each.surely_fits else each.score / TIGHT)
         others |= {gigabytes} if nominal.plan != best.plan else set()
     assert others  # where the fastest plan would have filled the cards
+
+
+def test_a_faster_plan_says_why_it_is_not_taken():
+    chosen = Option(ParallelConfig(tensor_parallel_degree=2), 10.0, bytes=10, room=20, likely=12)
+    assert replace(chosen, seconds=9.0, likely=25).why_not(chosen) == "faster, but it may run out of memory"
+    assert "drifts further" in replace(chosen, seconds=9.0, drift=1.1).why_not(chosen)
+    assert "error of the estimate" in replace(chosen, seconds=9.95).why_not(chosen)
+    assert replace(chosen, seconds=10.5).why_not(chosen) == ""
+    few_steps = choose(Question(WAN, Request(4096, 512, 8, 1), replace(L40, memory=(40 * GB,) * 2), 2))
+    assert any("; faster" in line for line in few_steps.lines), few_steps.lines
 
 
 def experts(gigabytes: float, host: int = 0, steps: int = 20) -> Question:

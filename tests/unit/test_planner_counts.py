@@ -13,10 +13,11 @@ from backend.config import CHOICES, ConfigError, ParallelConfig
 from backend.parallel.kernel_table import kernel_of, merges
 from backend.planner.auto_config import AutoConfig
 from backend.planner.candidates import Rules, candidates
-from backend.planner.choose import TIGHT, Option, Question, choose
+from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Request, samples_at_once
 from backend.planner.memory import held
+from backend.planner.option import TIGHT, Option
 
 GB = 1_000_000_000
 ONE, TP = ParallelConfig(), ParallelConfig(tensor_parallel_degree=2)

@@ -21,6 +21,7 @@ from backend.sampling.model_call import samples_of_replicas
 
 GB = 1_000_000_000
 REQUEST = Request(4096, 512, 20, 1)
+TP = ParallelConfig(tensor_parallel_degree=2)
 
 
 def mixed(speeds=(1.0, 1.6), gigabytes=(80, 80), names=("A", "B")) -> Machine:
@@ -154,6 +155,16 @@ def test_auto_shares_by_memory_where_speed_does_not_fit():
         option = choose(question, method).option
         assert option.fits and option.plan.shares
         assert not question.option(replace(option.plan, shares="")).fits
+
+
+def test_auto_fills_unlike_gpus_alike_where_nothing_else_fits():
+    """What a GPU holds whatever its share, here of many tokens, is too much for a share by memory."""
+    machine = mixed(speeds=(1.6, 1.0), gigabytes=(26, 10), names=("B", "A"))
+    question = Question(FLUX, replace(REQUEST, image_tokens=65536), machine, 2)
+    for given in ("61.5,38.5", "73.8,26.2", ""):
+        assert not question.option(replace(TP, shares=given)).fits
+    option = choose(question).option
+    assert option.fits and option.plan.shares == "76.7,23.3"
 
 
 def test_shares_of_the_user_stay():
