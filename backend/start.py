@@ -113,7 +113,7 @@ def own_token(path: str | None) -> str:
                 raise ConfigError(f"the token's file {path} can be read by other users; chmod 600 it.")
             token = file.read().strip()
     else:
-        token = os.environ.get(TOKEN_VARIABLE, "")
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if len(token) < MIN_TOKEN:
         raise ConfigError(
             f"the token ({path or TOKEN_VARIABLE}) has {len(token)} characters, which could be guessed; give "

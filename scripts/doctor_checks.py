@@ -25,6 +25,8 @@ HOST_MEMORY = 8 << 30
 #: Part of a GPU's memory that others may use before it is said.
 OTHERS = 0.15
 OPEN_FILES = 1024
+#: NCCL registers more memory with InfiniBand than the 8 MB that systemd and containers let a process lock.
+LOCKED_MEMORY = 1 << 30
 #: Variable -> values that are fine, and what another one does.
 VARIABLES = {
     "NCCL_P2P_DISABLE": (
@@ -247,7 +249,12 @@ def limits(facts: Facts) -> Status:
         return PROBLEM, f"nothing can listen on 127.0.0.1 ({facts.loopback}), where ranks find each other"
     if facts.open_files is not None and 0 <= facts.open_files < OPEN_FILES:
         return WARNING, f"a process may open {facts.open_files} files; raise that: ulimit -n 65536"
-    return OK, "sockets on loopback, open files"
+    if facts.locked_memory is not None and 0 <= facts.locked_memory < LOCKED_MEMORY:
+        return WARNING, (
+            f"a process may lock {facts.locked_memory >> 10} kB of memory, too few for InfiniBand; raise "
+            f"that: ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, Docker: --ulimit memlock=-1)"
+        )
+    return OK, "sockets on loopback, open files, locked memory"
 
 
 def variables(facts: Facts) -> Iterator[Status]:

@@ -213,11 +213,12 @@ class Facts:
     @cached_property
     def open_files(self) -> int | None:
         """How many files a process may open, None where nobody counts them."""
-        try:
-            import resource
-        except ImportError:  # Windows
-            return None
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return _limit("RLIMIT_NOFILE")
+
+    @cached_property
+    def locked_memory(self) -> int | None:
+        """Bytes that a process may lock, -1 without a limit; None where there is no InfiniBand."""
+        return _limit("RLIMIT_MEMLOCK") if any(Path("/sys/class/infiniband").glob("*")) else None
 
     @cached_property
     def loopback(self) -> str:
@@ -297,3 +298,12 @@ def _plain(value):
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value
+
+
+def _limit(name: str) -> int | None:
+    """Return a limit of this process; None on Windows, which has none."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrlimit(getattr(resource, name))[0]

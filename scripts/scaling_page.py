@@ -24,7 +24,7 @@ from released_sizes import RELEASED, checkpoint_of, request_of
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import Checkpoint
-from backend.planner.candidates import Rules, candidates
+from backend.planner.candidates import candidates
 from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import OVERHEAD, Machine, Request
@@ -190,10 +190,9 @@ def by_method(asked: Question, field: str) -> Option | None:
     """Return the plan that gives all GPUs to one method; None where it does not fit the model."""
     stages = asked.gpus if field == "pipefusion_degree" else 0
     wanted = replace(ParallelConfig(), **{field: asked.gpus})
-    for plan in candidates(asked.shape, asked.request, asked.gpus, asked.base, Rules(sharded=False)):
-        if plan.degrees == wanted.degrees and plan.num_pipeline_patch == stages:
-            return asked.option(plan)
-    return None
+    plans = candidates(asked.shape, asked.request, asked.gpus, asked.base)
+    found = (each for each in plans if (each.degrees, each.num_pipeline_patch) == (wanted.degrees, stages))
+    return next(map(asked.option, found), None)
 
 
 def cell(asked: Question, option: Option | None, one: float) -> str:

@@ -1,6 +1,7 @@
 """Runs one command: python -m backend.cli COMMAND --help."""
 
 import importlib
+import signal
 import sys
 
 from ..config import ConfigError
@@ -28,6 +29,8 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, RefusedError, BackendError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ Plan = ParallelConfig | AutoConfig
 
 def read_config(text: str) -> ParallelConfig:
     """Return the ParallelConfig of a JSON object of its fields. Raises ConfigError."""
-    return ParallelConfig(**read_entries(text, FIELDS)).validate()
+    found = read_entries(text, FIELDS)
+    if type(found.get("gpus")) is int:  # a number of GPUs, as auto has it
+        like = f'{{"ulysses_degree": {found["gpus"]}}}'
+        raise ConfigError(
+            f'gpus is {found["gpus"]}; start takes degrees, like {like}, or gpus as a list, like "0,2".'
+        )
+    return ParallelConfig(**found).validate()
 
 
 def read_settings(text: str, welcome: Welcome) -> ParallelConfig:

@@ -18,6 +18,7 @@ address and the configuration:
 
 import argparse
 import importlib.metadata
+import os
 import signal
 import sys
 import time
@@ -54,8 +55,9 @@ def main(arguments: list[str]) -> int:
         )
     if leads and not options.address:
         raise ConfigError("start needs --address, unix:PATH or tcp:HOST:PORT, at which clients connect.")
+    if leads and somebody_listens(options.address):
+        raise ConfigError(f"a backend listens at {options.address} already; stop it first.")
     config, device, link = joined(machines, options.config, token)
-    remove_stale(options.address)
     process = BackendProcess(config, device, options.models, options.address, token, link)
     try:
         return served(process, config, device)
@@ -63,7 +65,7 @@ def main(arguments: list[str]) -> int:
         return 0
     finally:
         process.close()
-        remove_stale(options.address)
+        somebody_listens(options.address)
 
 
 def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, str, Link | None]:
@@ -115,7 +117,7 @@ def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:
         where = f"{config.product} on {device} at {process.address}"
     else:
         where = f"{process.machines.name} of {process.machines.count} started, on {device}"
-    print(f"{where}, log {process.log}", flush=True)
+    print(f"{where}{_unused(config, device)}, log {process.log}", flush=True)
     while process.running:
         time.sleep(0.5)
     if process.ended_as_asked:
@@ -124,14 +126,26 @@ def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:
     return 1
 
 
-def remove_stale(address: str):
-    """Remove the socket that a killed backend has left, on which nobody listens."""
+def _unused(config: ParallelConfig, device: str) -> str:
+    """Say how many of this machine's GPUs have no rank; empty where all have one."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    return f" ({config.world_size} of {gpus} GPUs)" if config.world_size < gpus else ""
+
+
+def somebody_listens(address: str) -> bool:
+    """Return whether a backend listens at ``address``; the socket that a killed one has left is removed."""
+    if not address:  # of another machine than 0
+        return False
     kind, _, path = address.partition(":")
-    if kind == "unix" and Path(path).is_socket():
-        try:
-            open_socket(address).close()
-        except ConnectionRefusedError:
+    try:
+        open_socket(address).close()
+    except ConnectionRefusedError:
+        if kind == "unix" and Path(path).is_socket():
             Path(path).unlink()
+        return False
+    except OSError:  # no such file
+        return False
+    return True
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -144,4 +158,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         "--rdzv-endpoint", default="", help="HOST:PORT of machine 0; PORT and PORT + 1 are taken there"
     )
     parser.add_argument("--interface", default="", help="network interface to the other machines")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    # ranks run in a folder of their own; a unit file has no shell that knows ~
+    options.models = [os.path.abspath(os.path.expanduser(each)) for each in options.models]
+    return options

@@ -7,11 +7,12 @@
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 
 from ..client.client import BackendClient
 from ..client.machines import placement
-from ..protocol import Report, Shutdown, Status
+from ..protocol import BackendError, Report, Shutdown, Status
 from ..start import own_token
 
 #: Metric -> its help; values are made by ``metrics``.
@@ -39,10 +40,12 @@ def main(arguments: list[str]) -> int:
 
 
 def stop(arguments: list[str]) -> int:
-    """Have a backend end. Raises BackendError and ConfigError."""
+    """Have a backend end, once it has answered what waits. Raises BackendError and ConfigError."""
     client = connect(parser_of("stop", __doc__).parse_args(arguments))
-    client.send(Shutdown())
-    client.close()
+    try:
+        client.request(Shutdown())
+    except BackendError:
+        pass  # it has hung up: its ranks end
     return 0
 
 
@@ -54,15 +57,25 @@ def parser_of(command: str, doc: str | None, needs_address: bool = True) -> argp
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     where = "the backend's, unix:PATH or tcp:HOST:PORT"
-    parser.add_argument("--address", default="", required=needs_address, help=where)
+    parser.add_argument("--address", type=_address, default="", required=needs_address, help=where)
     secret = "a file of this user alone with the token; without it PARALLEL_DIT_TOKEN counts"
     parser.add_argument("--token-file", help=secret)
     return parser
 
 
 def connect(chosen: argparse.Namespace) -> BackendClient:
-    """Return a client of the backend that the command line names."""
-    return BackendClient(chosen.address, own_token(chosen.token_file))
+    """Return a client of the backend that the command line names. BackendError where there is none."""
+    token = own_token(chosen.token_file)
+    try:
+        return BackendClient(chosen.address, token)
+    except OSError as error:
+        raise BackendError(f"no backend listens at {chosen.address} ({error}).") from None
+
+
+def _address(text: str) -> str:
+    """Return an address whose path does not depend on the folder; shells leave the ~ of unix:~/ as it is."""
+    kind, _, path = text.partition(":")
+    return f"unix:{os.path.abspath(os.path.expanduser(path))}" if kind == "unix" and path else text
 
 
 def status(client: BackendClient, prometheus: bool) -> str:

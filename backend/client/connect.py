@@ -21,7 +21,7 @@ def connect(config: ParallelConfig) -> BackendClient:
             f"name only backends that whoever starts ComfyUI allows there (exact addresses, with commas), or "
             f"clear address to launch one here."
         )
-    token = os.environ.get("PARALLEL_DIT_TOKEN", "")
+    token = os.environ.get("PARALLEL_DIT_TOKEN", "").strip()
     if not token:
         what = f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN"
         raise ConfigError(f"{what}; set it to the token that this backend was started with.")

@@ -27,6 +27,8 @@ _CONSEQUENCE = re.compile(
 #: What a rank that aborts says of it: NCCL's watchdog throws what CUDA or NCCL told it, in C++.
 _ABORTED = (r"what\(\):\s+(?:.*with exception: )?(.*)", r"(.*(?:CUDA|NCCL) error.*)")
 _LONGEST = 400
+#: Where NCCL's errors have their cause, in lines of its own.
+_NCCL_CAUSE = re.compile(r"^Last error:\s*(\S.*?)\s*$", re.MULTILINE)
 #: Where NCCL keeps what GPUs without peer access send each other, and how much room it needs (bytes): about
 #: 10 MB a channel and peer.
 SHARED_MEMORY = Path("/dev/shm")
@@ -130,6 +132,13 @@ def _seen_first(log: str) -> int | None:
     return int(match["rank"]) if match else None
 
 
+def last_error(folder: Path) -> str:
+    """Return the last line of the log that names an error, in brackets: why torchrun itself has ended, which
+    no rank records; empty where there is none."""
+    found = re.findall(r"^(?:\w+\.)*\w*Error: \S.*", _log(folder), re.MULTILINE)
+    return f" ({_cut(found[-1])})" if found else ""
+
+
 def _log(folder: Path) -> str:
     log = folder / "backend.log"
     return log.read_text(errors="replace") if log.exists() else ""
@@ -164,8 +173,14 @@ def words_of_abort(log: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    lines = [line for line in text.strip().split("\n") if line.strip()]
-    line = lines[0].strip() if lines else ""
+    """Return the first line that is not empty, cut; of NCCL's errors with their cause, which comes last."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    line = _cut(lines[0]) if lines else ""
+    cause = _NCCL_CAUSE.search(text)
+    return f"{line}: {_cut(cause[1])}" if cause else line
+
+
+def _cut(line: str) -> str:
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
 
 

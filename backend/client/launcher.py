@@ -21,7 +21,7 @@ from ..protocol.heartbeats import Beat, Heartbeats
 from . import forks
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
-from .exit_report import cause_among, failures, full_disk
+from .exit_report import cause_among, failures, full_disk, last_error
 from .machine_link import Link
 from .pack import require_same_pack
 from .private_folder import LOGS, private_folder
@@ -37,6 +37,11 @@ EXIT_REPORT_SECONDS = 20.0
 #: After another machine's ranks have ended, ours have this long to see it, and other clients to be told.
 GRACE_SECONDS = 2.0
 TELL_SECONDS = 1.5
+#: What ranks that have all started wait for where others are on other machines, and what to do.
+UNREACHED = (
+    "those of other machines are not ready or not reached (let every TCP port pass between the machines, "
+    "give containers the host's network, and set NCCL_IB_DISABLE=1 where InfiniBand does not connect them)"
+)
 
 
 class ClosedError(BackendError):
@@ -50,7 +55,8 @@ class _NotReady(Exception):
 
 class BackendProcess:
     """A backend that this process started and owns. Every rank inherits the read end of a pipe that only we
-    hold open: token and configuration come through it, and ranks end when it closes, however we end."""
+    hold open: token and configuration come through it, and ranks end when it closes, however we end. Other
+    machines are told ``_gave_up`` where we have not waited for the ranks any longer."""
 
     def __init__(
         self,
@@ -78,7 +84,7 @@ class BackendProcess:
         LOGS.append(self.log)
         #: Which rank was found to hang, and ended with all others; empty while none was.
         self.silence = ""
-        self._ended_elsewhere = False
+        self._ended_elsewhere, self._gave_up = False, ""
         #: Ranks that we have killed ourselves.
         self._killed: set[int] = set()
         self._heartbeats = Heartbeats.make(self._ranks, self.folder)
@@ -149,7 +155,8 @@ class BackendProcess:
                 time.sleep(0.1)
         except _NotReady:
             self._private.keep()
-            what = f"The backend was not ready after {seconds:.0f} s{ready}{self._links_hint()}"
+            self._gave_up = f"it was not ready after {seconds:.0f} s{ready}{self._links_hint()}"
+            what = f"The backend gives up: {self._gave_up}"
             raise BackendError(f"{what}; the reason may be in its log, {self.log}.") from None
         self._client = client
         self._watch.ready()
@@ -181,7 +188,11 @@ class BackendProcess:
     def _links_hint(self) -> str:
         """What ranks on GPUs that have all started wait for, and what to do; empty where it is something
         else."""
-        if not self._is_on_gpus or self._ranks == 1 or self._started < self._ranks:
+        if self._started < self._ranks:
+            return ""
+        if self._link is not None:
+            return f" here, so {UNREACHED}"
+        if not self._is_on_gpus or self._ranks == 1:
             return ""
         return (
             " and GPUs that do not reach each other's memory hang so (one run with method auto finds another "
@@ -220,7 +231,7 @@ class BackendProcess:
         if cause is None and status is None:
             what = "The backend's connection was lost while its processes still run"
             return f"{what}; its log is {self.log}.{disk}"
-        cause = cause or f"its launcher exited with code {status}"
+        cause = cause or f"its launcher exited with code {status}{last_error(self.folder)}"
         return f"The backend ended because {cause}; its log is {self.log}.{disk}"
 
     def _wait_for_report(self):
@@ -271,7 +282,7 @@ class BackendProcess:
                 self._agent.kill()
         self._agent.wait()
         if self._link is not None:
-            self._link.close("" if self._agent.returncode == 0 else "it was told to end")
+            self._link.close("" if self._agent.returncode == 0 else self._gave_up or "it was told to end")
         self._heartbeats.close()
         self._private.close()
 

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -208,13 +209,12 @@ class Link:
 def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: float, check: Check) -> Link:
     """On machine 0: wait until every other machine has joined, send each ``begin``, and return the link.
     ``hello``: what must be the same on all, such as versions. Raises BackendError or ConfigError."""
-    try:
-        listener = socket.create_server((machines.address, machines.link_port))
-    except OSError as error:
-        place = f"{machines.address}:{machines.link_port}"
-        raise ConfigError(f"the launchers' port {place} cannot be opened ({error.strerror}).") from None
+    _check_endpoint(machines)
+    _listener(machines.address, machines.link_port - 1, "torchrun").close()
+    listener = _listener(machines.address, machines.link_port, "the launchers")
     listener.settimeout(0.1)
     peers: dict[int, Peer] = {}
+    refused = ""
     deadline = time.monotonic() + seconds
     while missing := [i for i in range(1, machines.count) if i not in peers]:
         check()
@@ -223,38 +223,64 @@ def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: fl
             names = ", ".join(map(str, missing))
             raise BackendError(
                 f"machine {names} of {machines.count} has not joined in {seconds:.0f} s; start it with "
-                f"--node-rank {missing[0]} --rdzv-endpoint {machines.endpoint} and this token."
+                f"--node-rank {missing[0]} --rdzv-endpoint {machines.endpoint} and this token{refused}."
             )
         try:
             connection, (host, _) = listener.accept()
         except OSError:
             continue
-        peer = _let_in(connection, host, machines, token, hello, peers)
-        if peer is not None:
-            peers[peer.index] = peer
+        try:
+            peer = _let_in(connection, host, machines, token, hello, peers)
+        except OSError as error:
+            connection.close()
+            if refused != (refused := f"; {host} was not let in: {error}"):
+                print(refused[2:], file=sys.stderr, flush=True)
+            continue
+        peers[peer.index] = peer
     for peer in peers.values():
         peer.send({"begin": begin})
     return Link(machines, list(peers.values()), listener)
 
 
+def _check_endpoint(machines: Machines):
+    """Refuse an endpoint that is an address of another network than the interface, where the others would
+    find nobody. Debian has a machine's own name at 127.0.1.1, wherever others find it."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(machines.host, None, socket.AF_INET)}
+    except OSError:
+        return  # a name that others know: the link says whether they come
+    if machines.address not in found and not any(str(each).startswith("127.") for each in found):
+        raise ConfigError(
+            f"--rdzv-endpoint {machines.endpoint} is {', '.join(sorted(map(str, found)))}, but --interface "
+            f"{machines.interface} is {machines.address} on this machine; give every machine "
+            f"{machines.address}:{machines.link_port - 1}."
+        )
+
+
+def _listener(address: str, port: int, whose: str) -> socket.socket:
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        raise ConfigError(
+            f"the port {address}:{port} of {whose} cannot be opened ({error.strerror}); end what listens "
+            f"there, or give every machine another --rdzv-endpoint."
+        ) from None
+
+
 def _let_in(
     connection: socket.socket, host: str, machines: Machines, token: str, hello: dict, peers: dict[int, Peer]
-) -> Peer | None:
-    """Return a machine that has proved itself, or None where it has not, or is told why it cannot join."""
+) -> Peer:
+    """Return a machine that has proved itself. OSError for one that has not, or may not join."""
     peer = Peer(connection, -1, host)
-    try:
-        index = peer.ask(ROLE, HELLO_SECONDS)
-        theirs = peer.ask("nonce", HELLO_SECONDS)
-        if not isinstance(index, int) or not isinstance(theirs, str) or not handshake.is_nonce(theirs):
-            raise ConnectionError("it is no launcher")
-        nonce = handshake.new_nonce()
-        peer.send({"nonce": nonce, "proof": handshake.proof(token, f"{ROLE} 0", theirs, nonce)})
-        proof = str(peer.ask("proof", HELLO_SECONDS))
-        if not handshake.is_proof(proof, token, f"{ROLE} {index}", theirs, nonce):
-            raise ConnectionError("it does not know the token")
-    except OSError:
-        connection.close()
-        return None
+    index = peer.ask(ROLE, HELLO_SECONDS)
+    theirs = peer.ask("nonce", HELLO_SECONDS)
+    if not isinstance(index, int) or not isinstance(theirs, str) or not handshake.is_nonce(theirs):
+        raise ConnectionError("it is no launcher")
+    nonce = handshake.new_nonce()
+    peer.send({"nonce": nonce, "proof": handshake.proof(token, f"{ROLE} 0", theirs, nonce)})
+    proof = str(peer.ask("proof", HELLO_SECONDS))
+    if not handshake.is_proof(proof, token, f"{ROLE} {index}", theirs, nonce):
+        raise ConnectionError("it does not know the token")
     refusal = ""
     if not 1 <= index < machines.count or index in peers:
         refusal = f"--node-rank {index} is taken, or none of 1 to {machines.count - 1}"
@@ -263,8 +289,7 @@ def _let_in(
         refusal = f"this machine has {theirs}, machine 0 {ours}; install the same on both"
     if refusal:
         peer.send({"refused": refusal})
-        connection.close()
-        return None
+        raise ConnectionError(refusal.replace("this machine", "it"))
     peer.index = index
     peer.name = f"machine {index} ({host})"
     return peer

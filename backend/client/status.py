@@ -43,7 +43,7 @@ def _connected(backend: Backend, check) -> BackendClient:
     try:
         if backend.process is not None:
             return backend.process.connect_again(check)
-        return BackendClient(backend.config.address, os.environ.get("PARALLEL_DIT_TOKEN", ""), check)
+        return BackendClient(backend.config.address, os.environ.get("PARALLEL_DIT_TOKEN", "").strip(), check)
     except OSError as error:
         raise BackendError(f"nobody listens at {backend.client.address} ({error})") from error
 

@@ -1,7 +1,7 @@
 """Every plan that could run: degrees, patches and sharded weights for so many ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..config import AXES, ParallelConfig
 from ..torch_version import unshardable
@@ -19,15 +19,6 @@ LEAST_TOKENS = 128
 DEGREES = tuple(AXES.values())
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a plan may do. exact: no stale keys and values. sharded: weights may be sharded (FSDP2), which
-    needs fast links."""
-
-    exact: bool = False
-    sharded: bool = True
-
-
 def factorings(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
     """Yield every way to write ``ranks`` as an ordered product of ``axes`` factors."""
     if axes == 1:
@@ -40,27 +31,22 @@ def factorings(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def candidates(
-    shape: ModelShape, request: Request, ranks: int, base: ParallelConfig, rules: Rules
+    shape: ModelShape, request: Request, ranks: int, base: ParallelConfig, exact: bool = False
 ) -> Iterator[ParallelConfig]:
     """Yield the plans of exactly ``ranks`` ranks that fit the model, the request and the attention kernel;
-    what ``base`` says of anything but degrees, patches and sharding stays."""
-    return filter(_is_computed, _dividing(shape, request, ranks, base, rules))
-
-
-def _dividing(
-    shape: ModelShape, request: Request, ranks: int, base: ParallelConfig, rules: Rules
-) -> Iterator[ParallelConfig]:
-    """Yield them for every kernel."""
+    what ``base`` says of anything but degrees, patches and sharding stays. ``exact``: no stale keys and
+    values."""
+    can_shard = not (unshardable(shape.is_quantized, shape.keeps_float32) or base.offload_modulation)
     for sizes in factorings(ranks, len(DEGREES)):
         plan = replace(base, **dict(zip(DEGREES, sizes)), num_pipeline_patch=0, shard_weights=False)
         if not _divides(plan, shape, request):
             continue
-        yield from _patched(plan, shape, request, rules)
+        plans = [*_patched(plan, shape, request, exact)]
         replicas = plan.sp_degree * plan.data_parallel_degree
         undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1 and not shape.whole_only
-        can_shard = rules.sharded and not unshardable(shape.is_quantized, shape.keeps_float32)
-        if can_shard and replicas > 1 and undivided and not base.offload_modulation:
-            yield replace(plan, shard_weights=True)
+        if can_shard and replicas > 1 and undivided:
+            plans.append(replace(plan, shard_weights=True))
+        yield from filter(_is_computed, plans)
 
 
 def _is_computed(plan: ParallelConfig) -> bool:
@@ -85,7 +71,7 @@ def _divides(plan: ParallelConfig, shape: ModelShape, request: Request) -> bool:
 
 
 def _patched(
-    plan: ParallelConfig, shape: ModelShape, request: Request, rules: Rules
+    plan: ParallelConfig, shape: ModelShape, request: Request, exact: bool
 ) -> Iterator[ParallelConfig]:
     """Yield a plan with every number of patches that is worth it."""
     stages = plan.pipefusion_degree
@@ -94,7 +80,7 @@ def _patched(
         return
     yield replace(plan, num_pipeline_patch=1)
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    if rules.exact or request.drained or plan.warmup_steps < 1 or request.steps < LEAST_STEPS:
+    if exact or request.drained or plan.warmup_steps < 1 or request.steps < LEAST_STEPS:
         return
     for patches in (stages, stages + 1, 2 * stages):  # one more: no stage waits while outputs go back
         if drifts_too_far(request.steps, patches):

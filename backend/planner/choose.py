@@ -7,7 +7,7 @@ from operator import attrgetter
 from ..config import ConfigError, ParallelConfig
 from ..shares import written
 from ..torch_version import unshardable
-from .candidates import Rules, candidates
+from .candidates import candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request, gigabytes
@@ -133,7 +133,7 @@ class Question:
         found = []
         for ranks in range(1, self.gpus + 1):
             shares = self._shares(ranks)
-            for plan in candidates(self.shape, self.request, ranks, self.base, Rules(exact)):
+            for plan in candidates(self.shape, self.request, ranks, self.base, exact):
                 tried = [self.option(replace(plan, shares=each)) for each in shares]
                 if len(tried) > 1 and not any(each.fits for each in tried):
                     tried.append(self.option(self._filling_alike(plan)))

@@ -56,6 +56,14 @@ Exception raised from ncclCommWatchdog at ProcessGroupNCCL.cpp:1902 (most recent
 
 Fatal Python error: Aborted
 """
+#: As torch 2.13 and NCCL 2.27 write an error that a call returns.
+NCCL_ERROR = """\
+DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, \
+unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+{}
+"""
 LOST = "NCCL error: remote process exited or there was a network error, NCCL version 2.27.5"
 
 
@@ -182,7 +190,8 @@ def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monk
 def test_peer_access_that_the_driver_refuses_is_named(end, monkeypatch):
     """As of two GeForce cards whose degrees were set by hand, so that no probe has run."""
     monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", 0)
-    error = f"DistBackendError: NCCL error in: ..., Cuda failure 217 'peer access {end}"
+    error = exit_report._one_line(NCCL_ERROR.format(f"Cuda failure 217 'peer access {end}"))
+    assert "ncclUnhandledCudaError" not in error  # no cause: it stands in the last line
     assert str(exit_report.RankFailure(0, 1, error)).endswith("finds another way and keeps it)")
     assert "way" not in str(
         exit_report.RankFailure(0, 1, "DistBackendError: NCCL error in: ..., Cuda failure 2")

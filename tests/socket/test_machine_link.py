@@ -12,6 +12,7 @@ from backend.client import machine_link
 from backend.client.exit_report import RankFailure, cause_among
 from backend.client.machines import Machines
 from backend.client.silence import SILENT_SECONDS
+from backend.config import ConfigError
 from backend.protocol import BackendError
 
 TOKEN = "4" * 64
@@ -24,12 +25,22 @@ class GaveUp(Exception):
     pass
 
 
+def two_free_ports() -> int:
+    """Return a free port whose next one is free too."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+                return port
+            except OSError:
+                pass
+
+
 @pytest.fixture
 def machines():
-    """Both machines, at a port whose next one is free."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    head = Machines(2, 0, f"127.0.0.1:{port - 1}", "lo").validate()
+    """Both machines, at two free ports."""
+    head = Machines(2, 0, f"127.0.0.1:{two_free_ports()}", "lo").validate()
     return head, replace(head, index=1)
 
 
@@ -187,6 +198,35 @@ def test_who_is_not_let_in_is_told_why(machines, token, hello, index, says):
         stop.set()
         with pytest.raises(GaveUp):
             head.result()
+
+
+def test_machine_0_says_who_was_not_let_in(machines, capsys):
+    """As of a machine with another token, whose launcher alone would know why."""
+    with ThreadPoolExecutor() as pool:
+        head = pool.submit(machine_link.gather, machines[0], TOKEN, HELLO, BEGIN, 2, lambda: None)
+        for hello, token in ((HELLO, "5" * 64), ({**HELLO, "pack": "2"}, TOKEN)):
+            with pytest.raises(BackendError):
+                machine_link.join(machines[1], token, hello, PATIENCE, lambda: None)
+        with pytest.raises(BackendError, match="and this token; 127.0.0.1 was not let in: it has pack 2"):
+            head.result()
+    assert "127.0.0.1 was not let in: it " in capsys.readouterr().err
+
+
+def test_an_endpoint_of_another_network_is_refused(machines, monkeypatch):
+    """The others would look for machine 0 there, where it does not listen."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.1.2.3", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    port = machines[0].link_port - 1
+    with pytest.raises(ConfigError, match=f"is 10.1.2.3, but --interface lo is 127.0.0.1 .*127.0.0.1:{port}"):
+        machine_link.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
+
+
+@pytest.mark.parametrize("after, whose", [(0, "torchrun"), (1, "the launchers")])
+def test_a_port_that_is_taken_is_named(machines, after, whose):
+    """29500 is torchrun's own default: another training may hold it."""
+    port = machines[0].link_port - 1 + after
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=f"{port} of {whose}"):
+        machine_link.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
 
 
 def test_who_does_not_come_is_named(machines):

@@ -88,7 +88,7 @@ def test_status_sample_bench_and_stop(place, served, run):
     check_prometheus(run("status", "--prometheus"), {wanted: 4, "parallel_dit_models": 1})
     assert run("stop") == ""
     assert served.wait(PATIENCE) == 0 and not (place / "s").exists()
-    assert "No such file" in run("status", fails=True)
+    assert "no backend listens at unix:" in run("status", fails=True)
 
 
 def check_prometheus(text: str, values: dict[str, float]):
@@ -124,10 +124,37 @@ def test_a_stale_socket_is_removed_and_a_live_one_is_not(place):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        start.remove_stale(f"unix:{path}")
-        assert path.exists()
-    start.remove_stale(f"unix:{path}")
-    assert not path.exists()
+        assert start.somebody_listens(f"unix:{path}") and path.exists()
+    assert not start.somebody_listens(f"unix:{path}") and not path.exists()
+
+
+def test_a_second_backend_at_an_address_is_refused(place, run):
+    """It would take the first one's clients for its own, and end the first one with itself."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / "s"))
+        listener.listen()
+        assert "listens at unix:" in run("start", "--config", '{"device": "cpu"}', fails=True)
+
+
+def test_a_number_of_gpus_is_no_configuration_of_ranks(run):
+    assert 'like {"ulysses_degree": 2}' in run("start", "--config", '{"gpus": 2}', fails=True)
+
+
+def test_ctrl_c_is_no_traceback(place, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status, "BackendClient", interrupted)
+    assert cli.main(command(place, "status")) == 130
+
+
+def test_paths_do_not_depend_on_the_folder(place, monkeypatch):
+    """Ranks run in a folder of their own, and a unit file has no shell that knows ~."""
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.chdir(place)
+    options = start._options(["--address", "unix:~/s", "--models", "models", "~/more", "/most"])
+    assert options.address == f"unix:{place}/s"
+    assert options.models == [f"{place}/models", f"{place}/more", "/most"]
 
 
 def test_a_token_that_others_can_read_is_refused(place, run):

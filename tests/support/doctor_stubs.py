@@ -30,8 +30,8 @@ def machine(**changes) -> Facts:
     healthy = dict(python=(3, 12, 1), platform="linux", system="Linux", unmet=[], torch=TORCH, gpus=gpus)
     healthy |= dict(driver=[MODE, {**MODE, "index": "1"}], peers=[[True, True], [True, True]])
     healthy |= dict(shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16)
-    healthy |= dict(host_memory=64 << 30, open_files=65536, loopback="", variables={}, way="")
-    healthy |= dict(wheels={"diffusers": Wheel("0.42.1")})
+    healthy |= dict(host_memory=64 << 30, open_files=65536, locked_memory=None, loopback="")
+    healthy |= dict(variables={}, way="", wheels={"diffusers": Wheel("0.42.1")})
     return Facts(**healthy | changes)
 
 

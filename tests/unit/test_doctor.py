@@ -117,6 +117,12 @@ ILL: dict[str, tuple[dict, str, str, list[str]]] = {
     "few cores": (dict(cores=1), "host", WARNING, ["1 cores"]),
     "no loopback": (dict(loopback="denied"), "limits", PROBLEM, ["127.0.0.1", "denied"]),
     "few open files": (dict(open_files=256), "limits", WARNING, ["256", "ulimit"]),
+    "little to lock": (
+        dict(locked_memory=8 << 20),
+        "limits",
+        WARNING,
+        ["8192 kB", "memlock=-1"],
+    ),
     "TF32 in float32 models": (
         dict(variables={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}),
         "environment",

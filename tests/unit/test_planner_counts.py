@@ -12,7 +12,7 @@ from backend.client import planning
 from backend.config import CHOICES, ConfigError, ParallelConfig
 from backend.parallel.kernel_table import kernel_of, merges
 from backend.planner.auto_config import AutoConfig
-from backend.planner.candidates import Rules, candidates
+from backend.planner.candidates import candidates
 from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Request, samples_at_once
@@ -51,7 +51,7 @@ def test_one_card_reads_weights_at_its_own_rate():
 def test_tensor_parallelism_divides_groups_of_heads():
     """Krea 2 has 48 heads and 12 of keys: no plan may have 8 ranks cut them."""
     shape = replace(FLUX, heads=48, head_groups=12)
-    plans = list(candidates(shape, Request(4096, 512, 20, 1), 8, ParallelConfig(), Rules()))
+    plans = list(candidates(shape, Request(4096, 512, 20, 1), 8, ParallelConfig()))
     assert {plan.tensor_parallel_degree for plan in plans} == {1, 2, 4}
 
 
@@ -88,7 +88,7 @@ def test_prompts_of_a_call_go_through_the_model_together(plan, tokens, prompts, 
 def test_rings_are_planned_with_kernels_that_can_merge(attention):
     """Others are refused by the ranks, for a degree that auto has chosen."""
     base = ParallelConfig(attention=attention)
-    plans = list(candidates(FLUX, Request(4096, 512, 20, 1), 4, base, Rules()))
+    plans = list(candidates(FLUX, Request(4096, 512, 20, 1), 4, base))
     refused = [plan for plan in plans if merges(plan) and not kernel_of(attention).lse]
     assert not refused and any(plan.ring_degree > 1 for plan in plans)  # PipeFusion's rings do not merge
     assert any(merges(plan) for plan in plans) == kernel_of(attention).lse
@@ -179,7 +179,7 @@ def test_static_text_is_kept(ring):
 
 
 def test_a_pipeline_of_one_patch_is_exact_at_any_steps():
-    plans = list(candidates(FLUX, Request(4096, 512, 4, 2), 2, ParallelConfig(), Rules()))
+    plans = list(candidates(FLUX, Request(4096, 512, 4, 2), 2, ParallelConfig()))
     staged = [plan for plan in plans if plan.pipefusion_degree == 2]
     assert staged and all(plan.patches == 1 for plan in staged)
 

@@ -202,7 +202,7 @@ def test_sharding_where_torch_shards_no_weights_of_several_types(folder, monkeyp
 def check_sharding(path, refused: str):
     checkpoint = open_checkpoint(str(path))
     shape = shape_of(checkpoint, torch.bfloat16)
-    plans = candidates.candidates(shape, Request(), 2, ParallelConfig(), candidates.Rules())
+    plans = candidates.candidates(shape, Request(), 2, ParallelConfig())
     assert any(plan.shard_weights for plan in plans) == (not refused)
     config = ParallelConfig(ulysses_degree=2, shard_weights=True)
     validation.check_degrees(checkpoint, ParallelConfig(ulysses_degree=2))
