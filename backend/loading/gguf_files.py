@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import Shapes
-from ..quantization.formats import Format, Settings, gguf_format, has_finite_scales
+from ..quantization.formats import Format, Settings
+from ..quantization.gguf_blocks import gguf_format, has_finite_scales
 from ..quantization.packed import Packed
 from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable

@@ -13,7 +13,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedError, quoted
 
@@ -122,56 +121,6 @@ def _nvfp4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor |
     block_scales = stored["block_scales"].contiguous().view(torch.float8_e4m3fn)
     scales = stored["tensor_scale"].to(dtype) * block_scales.to(dtype)
     return _scaled(values, scales, out)
-
-
-def _gguf(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Dequantize a GGUF type's blocks, by diffusers' functions in float32."""
-    dequantize, block, size = gguf_type(settings["format"])
-    values = stored["values"]
-    with _Constants():
-        return dequantize(values.reshape(-1, size), block, size, torch.float32).view(len(values), -1)
-
-
-class _Constants(TorchFunctionMode):
-    """Makes each constant of diffusers' functions once: they write lists of shifts to the device at every
-    call, and a copy from the host's memory waits for all that the device has to do."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is not torch.tensor or not isinstance(args[0], (list, tuple)):
-            return func(*args, **kwargs)
-        return _on_device(tuple(args[0]), **kwargs)
-
-
-@cache
-def _on_device(values: tuple, **options) -> Tensor:
-    return torch.tensor(values, **options)
-
-
-@cache
-def gguf_type(kind: str) -> tuple[Callable, int, int]:
-    """Return (dequantization, values, bytes) of a block of the GGUF type of that name."""
-    import gguf
-    from diffusers.quantizers.gguf.utils import dequantize_functions
-
-    type_ = gguf.GGMLQuantizationType[kind]
-    return (dequantize_functions[type_], *gguf.GGML_QUANT_SIZES[type_])
-
-
-#: GGUF type -> bytes of a block at which its float16 scales and minima begin (ggml-common.h).
-GGUF_SCALES = {
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)},
-}
-#: Bits of a float16 that are all set in infinity and NaN.
-EXPONENT = 0x7C00
-
-
-def has_finite_scales(kind: str, blocks: Tensor) -> bool:
-    """Are all scales in ``blocks`` (blocks, bytes) of the GGUF type ``kind`` finite?"""
-    found = (blocks[:, at : at + 2].contiguous().view(torch.int16) for at in GGUF_SCALES.get(kind, ()))
-    return not any(bool((scales & EXPONENT == EXPONENT).any()) for scales in found)
 
 
 @cache
@@ -285,20 +234,6 @@ FORMATS = {
 }
 #: Float8 without scales.
 PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8", effort=Effort(3.0, 1, 0.0))
-GGUF_EFFORT = {
-    "Q4_0": Effort(18.8, 7, 5.1),
-    "Q4_1": Effort(23.1, 7, 9.2),
-    "Q5_0": Effort(43.4, 20, 10.1),
-    "Q5_1": Effort(47.8, 20, 11.2),
-    "Q8_0": Effort(11.3, 3, 4.1),
-    "Q2_K": Effort(23.7, 11, 9.5),
-    "Q3_K": Effort(30.0, 22, 7.5),
-    "Q4_K": Effort(23.6, 21, 9.3),
-    "Q5_K": Effort(31.7, 26, 11.3),
-    "Q6_K": Effort(27.9, 13, 7.5),
-    "IQ4_NL": Effort(38.8, 7, 12.1),
-    "IQ4_XS": Effort(39.8, 16, 12.3),
-}
 #: Of int8 in rows that are not rotated.
 UNROTATED = Effort(3.0, 1, 0.0)
 
@@ -307,10 +242,3 @@ def effort_of(form: Format, settings: Settings) -> Effort:
     """Return what it takes to dequantize a layer of a format with these settings."""
     is_plain = form.short == "int8" and rotation(settings) is None
     return UNROTATED if is_plain else form.effort
-
-
-@cache
-def gguf_format(kind: str) -> Format:
-    """Return the format of a GGUF type; its blocks are bytes."""
-    _, block, _ = gguf_type(kind)
-    return Format(_gguf, (kind,), (), block=lambda settings: block, short=kind, effort=GGUF_EFFORT[kind])

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from .formats import Format, Settings
 
-#: Values that are dequantized at once, to bound memory. Formats of MANY_KERNELS take MORE times as many: with
-#: 21 kernels for each 4 million values, a Flux in Q4_K would start 60,000 at every forward, which takes the
-#: host longer than a GPU their work.
+#: Values that are dequantized at once where that takes a few passes: what one pass writes is still in a GPU's
+#: cache when the next one reads it. One pass reads nothing again, and the host takes longer to start
+#: MANY_KERNELS than a GPU for so few values: those formats take as many as hold HELD bytes between passes.
 CHUNK = 1 << 22
-MANY_KERNELS, MORE = 10, 4
+MANY_KERNELS, HELD = 10, 160_000_000
 #: Roles of tensors with columns of the matrix, each an element or a block.
 WITH_COLUMNS = ("values", "block_scales", "smoothing")
 
@@ -64,7 +64,8 @@ class Packed:
 
 def rows_at_once(form: Format, columns: int) -> int:
     """Return how many rows of so many columns are dequantized at once."""
-    values = CHUNK * MORE if form.effort.kernels >= MANY_KERNELS else CHUNK
+    is_quick = 2 < form.effort.kernels < MANY_KERNELS
+    values = CHUNK if is_quick else int(HELD / max(1.0, form.effort.made))
     return max(1, values // max(1, columns))
 
 

@@ -15,8 +15,8 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
-from backend.quantization import formats
-from backend.quantization.formats import GGUF_SCALES
+from backend.quantization import gguf_blocks
+from backend.quantization.gguf_blocks import GGUF_SCALES
 
 GGUF_KINDS = (
     "Q8_0",
@@ -140,13 +140,13 @@ class Copies(TorchFunctionMode):
 @pytest.mark.parametrize("kind", GGUF_SCALES)
 def test_constants_of_a_type_are_made_once(kind):
     pytest.importorskip("gguf")
-    _, _, size = formats.gguf_type(kind)
+    _, _, size = gguf_blocks.gguf_type(kind)
     stored = {"values": torch.randint(0, 100, (3, 2 * size), dtype=torch.uint8)}
-    formats._on_device.cache_clear()
-    first = formats._gguf(stored, {"format": kind}, torch.float32, None)
+    gguf_blocks._on_device.cache_clear()
+    first = gguf_blocks.weight(stored, {"format": kind}, torch.float32, None)
     with Copies() as copies:
-        assert formats._gguf(stored, {"format": kind}, torch.float32, None).equal(first)
-    assert copies.count == 0 and (kind == "Q8_0" or formats._on_device.cache_info().currsize > 0)
+        assert gguf_blocks.weight(stored, {"format": kind}, torch.float32, None).equal(first)
+    assert copies.count == 0 and (not kind.endswith("_K") or gguf_blocks._on_device.cache_info().currsize > 0)
 
 
 @pytest.mark.parametrize(
