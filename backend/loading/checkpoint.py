@@ -10,12 +10,15 @@ from typing import Any, cast
 import diffusers
 import torch
 from accelerate import init_empty_weights
+from diffusers.models import normalization
 from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 from torch import nn
 
 from ..config import ParallelConfig
 from ..errors import UnsupportedError, some
 from ..models import FAMILIES
+from ..models.common.fewer_passes import RMSNorm
+from ..models.common.replaced_classes import replace_classes
 from ..models.family import Family
 from ..models.key_layout import Shapes
 from ..models.patterns import matches
@@ -104,6 +107,7 @@ class Checkpoint:
             transformer = build(self.name, cls, self.config, len(self.files.shapes) * parts)
             if patch_module:
                 patch_module(transformer, self.config)
+            replace_classes(transformer, {normalization.RMSNorm: RMSNorm})
         return transformer.eval().requires_grad_(False)
 
     @cached_property

@@ -12,6 +12,7 @@ from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common import references, wan_inputs
 from .common.header_config import transformer_config
+from .common.wan_blocks import Block, SelfAttention
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
@@ -62,6 +63,9 @@ def embed_image(embedder, processor, features):
 def patch_module(transformer, config):
     """Image features, or none, text of any length, and the inputs of variants."""
     wan_inputs.patch_module(transformer, config)
+    for block in transformer.blocks:
+        block.__class__ = Block
+        block.attn1.set_processor(SelfAttention())
     embedder = transformer.condition_embedder.image_embedder
     processor = ImageFirst()
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from . import wan
+from .common import wan_blocks
 from .common.call_state import call_state
 from .common.tensor_plans import COMMON
 from .family import Family, ModelIO
@@ -38,7 +39,7 @@ class FaceAttention:
         return attn.to_out(read.transpose(1, 2).flatten(2))
 
 
-class Block(WanTransformerBlock):
+class Block(wan_blocks.Block):
     """A block of Wan, and its face attention where it has one (``face``, else None).
 
     rotary_emb: cosines, sines, and the number of each token's frame (1, tokens, 1, 1). call: what

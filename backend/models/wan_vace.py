@@ -6,16 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from . import wan
+from .common import wan_blocks
 from .common.call_state import call_state
 from .family import Family, ModelIO
 from .key_layout import blocks_of, under
 
 
-class Block(WanTransformerBlock):
+class Block(wan_blocks.Block):
     """A block of Wan, and its control block where it has one (``control``, else None).
 
     hidden_states: (B, tokens, width times 1 + videos), the token's state and that of each control video.
@@ -49,6 +50,10 @@ def patch_module(transformer, config):
         block.__class__ = Block
         block.call = call
         block.control = beside.get(index)
+        block.attn1.set_processor(wan_blocks.SelfAttention())
+    for block in control:
+        block.__class__ = wan_blocks.ControlBlock
+        block.attn1.set_processor(wan_blocks.SelfAttention())
 
     def embed(convolution, args, x):
         videos = [transformer.vace_patch_embedding(video) for video in call.vace_context.unbind(1)]

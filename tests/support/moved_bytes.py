@@ -18,7 +18,8 @@ VIEWS = {
         "split_with_sizes",
         "squeeze",
     ),
-    *("t", "transpose", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "empty", "empty_strided"),
+    *("t", "transpose", "unbind", "unsqueeze", "view", "view_as_complex", "view_as_real"),
+    *("_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_strided"),
 }
 
 

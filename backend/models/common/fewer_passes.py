@@ -1,0 +1,93 @@
+"""Arithmetic of diffusers' blocks in fewer passes over 16-bit activations.
+
+diffusers stores float32 copies of them between operators. These functions compute in float32 as well, and
+store the type of the activations alone, rounded once, as ComfyUI's do. Float32 models stay the same but for
+the last bit. A compiler fuses the operators of diffusers' forms, so compiled blocks keep those.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from diffusers.models import embeddings, normalization
+from torch import Tensor, nn
+
+NAME = "apply_rotary_emb"
+THEIRS = embeddings.apply_rotary_emb
+#: Modules that call it by a name of their own, as far as they are imported.
+CALLERS = (
+    "diffusers.models.embeddings",
+    *(f"diffusers.models.transformers.transformer_{name}" for name in ("flux", "flux2", "flux3", "chroma")),
+)
+
+
+class RMSNorm(normalization.RMSNorm):
+    """The norm of queries and keys: 4 bytes a value are moved for 34."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        if self.bias is not None or (weight is not None and weight.dtype != hidden_states.dtype):
+            return super().forward(hidden_states)
+        return F.rms_norm(hidden_states, self.dim, weight, self.eps)
+
+
+def layer_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return what ``norm``, a LayerNorm that may stay in float32, makes of x."""
+    if not isinstance(norm, nn.LayerNorm):
+        return norm(x)
+    weight, bias, shape = norm.weight, norm.bias, norm.normalized_shape
+    if weight is None or weight.dtype == x.dtype:
+        return F.layer_norm(x, shape, weight, bias, norm.eps)
+    return modulated(F.layer_norm(x, shape, eps=norm.eps), weight, bias)
+
+
+def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return x * scale + shift; of scale and shift any part broadcasts."""
+    return torch.addcmul(shift, x, scale, out=torch.empty_like(x))
+
+
+def gated(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
+    """Return x + change * gate."""
+    return torch.addcmul(x, change, gate, out=torch.empty_like(x))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of neighbours in x (..., D) by angles whose cosines and sines are (..., D / 2): rotary
+    embedding in 20 bytes a value for diffusers' 34 to 54."""
+    wide = x.float()
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    angles = torch.complex(cos, sin)
+    pairs = pairs * angles if wide is x else pairs.mul_(angles)
+    return torch.view_as_real(pairs).flatten(-2).to(x.dtype)
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    freqs_cis: Any,
+    use_real: bool = True,
+    use_real_unbind_dim: int = -1,
+    sequence_dim: int = 2,
+) -> Tensor:
+    """Take the place of diffusers' function of this name where pairs are neighbours: x (B, S, H, D) or
+    (B, H, S, D), cosines and sines (S, D), of which two neighbours are equal."""
+    if not use_real or use_real_unbind_dim != -1 or torch.compiler.is_compiling():
+        return cast(Tensor, THEIRS(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim))
+    cos, sin = (table[:, ::2] for table in freqs_cis)
+    return turned(x, cos[:, None], sin[:, None]) if sequence_dim == 1 else turned(x, cos, sin)
+
+
+@contextmanager
+def rotary() -> Iterator[None]:
+    """Have diffusers' blocks call ``apply_rotary_emb``, as they call the attention of a request."""
+    found = [sys.modules[name] for name in CALLERS if name in sys.modules]
+    callers = [each for each in found if getattr(each, NAME, None) is THEIRS]
+    for module in callers:
+        setattr(module, NAME, apply_rotary_emb)
+    try:
+        yield
+    finally:
+        for module in callers:
+            setattr(module, NAME, THEIRS)

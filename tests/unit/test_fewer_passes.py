@@ -1,0 +1,136 @@
+"""Arithmetic of blocks in fewer passes: what diffusers' gives in float32, no less precise in 16 bits, and
+fewer bytes."""
+
+import copy
+
+import pytest
+import torch
+from diffusers.models import embeddings, normalization
+from diffusers.models.transformers import transformer_flux
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from moved_bytes import MovedBytes
+from torch import nn
+
+from backend.models.common import fewer_passes
+from backend.models.common.wan_blocks import Block, SelfAttention
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOKENS, HEADS, SIZE = 33, 2, 32
+WIDTH = HEADS * SIZE
+
+
+def number(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (tokens, D), of which two neighbours are equal."""
+    angles = number(TOKENS, SIZE // 2)
+    return angles.cos().repeat_interleave(2, 1), angles.sin().repeat_interleave(2, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sequence_dim", [1, 2])
+def test_rotary_embedding_has_the_bits_of_diffusers(dtype, sequence_dim):
+    x = number(32, TOKENS, HEADS, SIZE).to(dtype)
+    x = x if sequence_dim == 1 else x.transpose(1, 2)
+    before = x.clone()
+    with MovedBytes() as ours:
+        out = fewer_passes.apply_rotary_emb(x, tables(), sequence_dim=sequence_dim)
+    with MovedBytes() as theirs:
+        want = embeddings.apply_rotary_emb(x, tables(), sequence_dim=sequence_dim)
+    assert torch.allclose(out, want, rtol=1e-6, atol=1e-6) and x.equal(before)
+    assert ours.bytes < 0.6 * theirs.bytes
+
+
+def test_rotary_embedding_of_halves_stays_diffusers_own():
+    x = number(2, TOKENS, HEADS, SIZE)
+    with fewer_passes.rotary():
+        out = embeddings.apply_rotary_emb(x, tables(), use_real_unbind_dim=-2, sequence_dim=1)
+    assert out.equal(fewer_passes.THEIRS(x, tables(), use_real_unbind_dim=-2, sequence_dim=1))
+
+
+def test_blocks_turn_by_it_while_a_request_runs_alone():
+    with pytest.raises(ZeroDivisionError), fewer_passes.rotary():
+        for module in (embeddings, transformer_flux):
+            assert module.apply_rotary_emb is fewer_passes.apply_rotary_emb
+        raise ZeroDivisionError
+    assert embeddings.apply_rotary_emb is transformer_flux.apply_rotary_emb is fewer_passes.THEIRS
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_rms_norm_is_rounded_once(dtype, affine):
+    norm = normalization.RMSNorm(SIZE, 1e-6, elementwise_affine=affine)
+    if affine:
+        nn.init.normal_(norm.weight)
+    exact = norm(number(TOKENS, SIZE).to(dtype).float())
+    norm, x = norm.to(dtype), number(TOKENS, SIZE).to(dtype)
+    theirs = (norm(x).float() - exact).norm()
+    norm.__class__ = fewer_passes.RMSNorm
+    out = norm(x)
+    assert out.dtype == dtype and (out.float() - exact).norm() <= theirs + 1e-5 * exact.norm()
+
+
+def test_a_norm_with_a_weight_of_another_type_is_diffusers_own():
+    norm = normalization.RMSNorm(SIZE, 1e-6)
+    x = number(TOKENS, SIZE).bfloat16()
+    want = norm(x)
+    norm.__class__ = fewer_passes.RMSNorm
+    assert norm(x).equal(want) and want.dtype == torch.float32
+
+
+def wan_block() -> WanTransformerBlock:
+    torch.manual_seed(0)
+    return WanTransformerBlock(WIDTH, 2 * WIDTH, HEADS, cross_attn_norm=True).eval().requires_grad_(False)
+
+
+def arguments(dtype: torch.dtype, *tokens: int) -> tuple:
+    rotary = tuple(table[None, :, None] for table in tables())
+    given = number(2, TOKENS, WIDTH).to(dtype), number(2, 7, WIDTH, seed=1).to(dtype)
+    return *given, number(2, *tokens, 6, WIDTH, seed=2).to(dtype), rotary
+
+
+def ours(block: WanTransformerBlock) -> nn.Module:
+    block = copy.deepcopy(block)
+    block.__class__ = Block
+    block.attn1.set_processor(SelfAttention())
+    return block
+
+
+@pytest.mark.parametrize("keeps_norms", [True, False], ids=["norms in float32", "norms too"])
+@pytest.mark.parametrize("tokens", [(), (TOKENS,)], ids=["a timestep", "a timestep a token"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wans_block_is_no_less_precise(dtype, tokens, keeps_norms):
+    block = wan_block()
+    exact = block(*(x.float() if isinstance(x, torch.Tensor) else x for x in arguments(dtype, *tokens)))
+    block.to(dtype)
+    if keeps_norms:
+        block.norm2.float()
+    theirs = (block(*arguments(dtype, *tokens)).float() - exact).norm()
+    out = ours(block)(*arguments(dtype, *tokens))
+    assert out.dtype == dtype
+    assert (out.float() - exact).norm() <= 1.1 * theirs + 1e-6 * exact.norm()
+
+
+class Passes(nn.Module):
+    """Stands for attention or MLP: what is left is norms, modulation and residuals."""
+
+    def forward(self, x, *others):
+        return x
+
+    def set_processor(self, processor):
+        pass
+
+
+def test_wans_block_moves_a_fourth_of_the_bytes():
+    block = wan_block().bfloat16()
+    block.attn1, block.attn2, block.ffn = Passes(), Passes(), Passes()
+    moved = []
+    for each in (ours(block), block):
+        x, text, temb, rotary = arguments(torch.bfloat16)
+        x = x.repeat(1, 100, 1)
+        with MovedBytes() as found:
+            each(x, text, temb, rotary)
+        moved.append(found.bytes / x.numel())
+    assert moved == pytest.approx([38, 166], abs=2)
