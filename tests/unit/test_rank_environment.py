@@ -58,7 +58,7 @@ def test_environment_drops_other_launchers_settings():
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
     assert env["GLOO_SOCKET_IFNAME"] == "lo" and env["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert env["NCCL_RAS_ENABLE"] == "0"
+    assert env["NCCL_RAS_ENABLE"] == "0" and env["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert float(env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) == mesh.TIMEOUT.total_seconds()
     assert env["PYTHONPATH"] == f"{PACK}{os.pathsep}/other" and env["CUDA_VISIBLE_DEVICES"] == ""
     assert int(env["OMP_NUM_THREADS"]) >= 1
