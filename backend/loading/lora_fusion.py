@@ -135,7 +135,7 @@ class FusedWeights:
         self.stack = UNKNOWN
         self._held |= dict.fromkeys(names, UNKNOWN)
         for weight in (self.packed[name] for name in names if name in self.packed):
-            weight.adapters, weight.whole = {}, None
+            weight.put_beside({})
 
     def adapter_bytes(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> int:
         """Count the bytes that the LoRAs of ``stack`` take beside quantized weights, in ``dtype``: on this
@@ -214,10 +214,11 @@ class FusedWeights:
 
     def _put_beside(self, weight: PackedWeight, name: str, patches: list[Patch], wholes):
         """Put LoRAs beside a quantized weight, or adapters of other kinds into a copy that is held whole."""
-        known, weight.adapters, weight.whole = weight.adapters, {}, None
+        known, adapters = dict(weight.adapters), {}
         if not all(is_low_rank(patch.adapter) for patch in patches):
+            weight.put_beside({})
             value = self._value(name, patches, wholes, torch.float32)
-            weight.whole = value.to(weight.device, weight.dtype)
+            weight.put_beside({}, value.to(weight.device, weight.dtype))
             return
         rows, columns = self._spans(name, self.cuts)
         for patch in patches:
@@ -227,9 +228,10 @@ class FusedWeights:
                 up, down = patch.adapter.factors(where, columns, weight.device)
                 up = up * patch.adapter.scale
                 known[patch.key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
-            before = weight.adapters.get(patch.key)
+            before = adapters.get(patch.key)
             strength = patch.use.strength + (before.strength if before else 0.0)
-            weight.adapters[patch.key] = replace(known[patch.key], strength=strength)
+            adapters[patch.key] = replace(known[patch.key], strength=strength)
+        weight.put_beside(adapters)
 
     def _spans(
         self, name: str, cuts: Mapping[str, Shard], here: Span | None = None

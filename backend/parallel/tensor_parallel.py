@@ -62,8 +62,8 @@ class ShardedLinear(nn.Module):
             x = x[..., shard.inputs[0].lo : shard.inputs[0].hi]
         if shard.reduce is None:
             out = packed_weight.linear(x, self.weight, self.bias)
-        elif isinstance(self.weight, nn.Parameter) and x.shape[:-1].numel() >= ROWS_OF_TWO_HALVES:
-            out = self._in_halves(x, self.weight, shard.reduce)
+        elif packed_weight.takes_any_rows(self.weight) and x.shape[:-1].numel() >= ROWS_OF_TWO_HALVES:
+            out = self._in_halves(x, shard.reduce)
         else:
             largest = partial(comm.all_reduce_max, axis=shard.reduce, mechanism="tensor")
             out = packed_weight.linear(x, self.weight, None, largest)
@@ -74,19 +74,20 @@ class ShardedLinear(nn.Module):
         shapes = [(*out.shape[:-1], width) for width in shard.widths]
         return torch.cat(comm.all_gather(out, shapes, shard.gather, "tensor"), dim=-1)
 
-    def _in_halves(self, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    def _in_halves(self, x: Tensor, axis: Axis) -> Tensor:
         """Multiply and sum over ranks in two halves of tokens: one is summed while the other multiplies."""
         rows = x.reshape(-1, x.shape[-1])
-        own = rows.new_empty(len(rows), len(weight))
+        own = rows.new_empty(len(rows), self.weight.shape[0])
+        multiply = packed_weight.multiplier(self.weight)
         ends = []
         for part, result in zip(rows.tensor_split(2), own.tensor_split(2)):
-            torch.mm(part, weight.t(), out=result)
+            multiply(part, result)
             ends.append(comm.begin_all_reduce(result, axis, "tensor"))
         for end, result in zip(ends, own.tensor_split(2)):
             end()
             if self.bias is not None:
                 result += self.bias  # once, after the sum
-        return own.view(*x.shape[:-1], len(weight))
+        return own.view(*x.shape[:-1], own.shape[1])
 
 
 class ShardedNorm(nn.Module):
@@ -104,9 +105,10 @@ class ShardedNorm(nn.Module):
     @opaque
     def forward(self, x: Tensor) -> Tensor:
         assert self.shard.reduce is not None, "a norm is cut over the heads of several ranks"
-        wide = x.float()
-        squares = comm.all_reduce(wide.square().sum(dim=-1, keepdim=True), self.shard.reduce, "tensor")
-        return (wide * torch.rsqrt(squares / self.features + self.eps) * self.weight).to(x.dtype)
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+        squares = comm.all_reduce(squares, self.shard.reduce, "tensor")
+        normed = x * torch.rsqrt(squares / self.features + self.eps)  # in float32
+        return torch.mul(normed, self.weight, out=torch.empty_like(x))
 
 
 class FirstChoice(nn.Module):

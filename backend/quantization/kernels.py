@@ -182,10 +182,12 @@ def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larg
     from comfy_kitchen.scaled_mm_v2 import scaled_mm_v2  # pyright: ignore[reportMissingImports]  # optional
 
     tensors = weight.packed.tensors
-    rows = _rows(x)
-    one = torch.ones(1, device=x.device)
+    rows, one = _rows(x), _one(x.device)
     input_scale = tensors.get("input_scale", one).float()
-    quantized = _kitchen().quantize_per_tensor_fp8(rows, input_scale, torch.float8_e4m3fn)
+    if input_scale is one and not _fuses("quantize_per_tensor_fp8"):  # kitchen would multiply by it
+        quantized = rows.clamp(-MOST_E4M3, MOST_E4M3).to(torch.float8_e4m3fn)
+    else:
+        quantized = _kitchen().quantize_per_tensor_fp8(rows, input_scale, torch.float8_e4m3fn)
     inside, after = _bias_where(x, bias)
     out = scaled_mm_v2(
         quantized,
@@ -197,6 +199,11 @@ def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larg
     )
     out = out if after is None else out + after
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones(1, device=device)
 
 
 def _bias_where(x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

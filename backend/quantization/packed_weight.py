@@ -1,7 +1,7 @@
 """The weight of a linear layer that stays as its file stores it, and the layers that hold one."""
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import opaque
-from .kernels import Choice, Kernel, Largest, nvfp4
+from .kernels import Choice, Kernel, Largest, float8, mxfp8, nvfp4
 from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
@@ -26,17 +26,42 @@ FLOAT8 = tuple(
 
 @dataclass
 class LowRank:
-    """A LoRA beside a weight: ``strength`` x ``up`` (rows, rank) x ``down`` (rank, columns)."""
+    """A LoRA beside a weight: ``strength`` x ``up`` (rows, rank) x ``down`` (rank, columns). strengths: of
+    each rank, where it stands for several (joined)."""
 
     up: Tensor
     down: Tensor
     strength: float
+    strengths: Tensor | None = None
 
     def add_to(self, out: Tensor, x: Tensor):
         """Add the product with ``x`` to ``out`` (..., rows) in place: nothing else of its size is made."""
         inner = F.linear(x, self.down)
+        if self.strengths is not None:
+            inner *= self.strengths
         rows = out.view(-1, out.shape[-1])  # a product's own memory: one row behind the other
         rows.addmm_(inner.reshape(-1, inner.shape[-1]), self.up.t(), alpha=self.strength)
+
+
+def joined(adapters: Sequence[LowRank]) -> LowRank | None:
+    """Return one that adds all of several adapters, which become parts of it: the outputs of a layer are read
+    and written once, however many LoRAs there are. None without any."""
+    if len(adapters) < 2:
+        for each in adapters:  # alone, it does not keep what it was a part of
+            if each.up.untyped_storage().nbytes() > each.up.nbytes:
+                each.up, each.down = each.up.clone(), each.down.clone()
+        return adapters[0] if adapters else None
+    up = torch.cat([each.up for each in adapters], dim=1)
+    down = torch.cat([each.down for each in adapters])
+    ranks = [len(each.down) for each in adapters]
+    for each, *parts in zip(adapters, up.split(ranks, dim=1), down.split(ranks)):
+        each.up, each.down = parts
+    return LowRank(up, down, 1.0, _strengths(adapters))
+
+
+def _strengths(adapters: Sequence[LowRank]) -> Tensor:
+    each_rank = [each.strength for each in adapters for _ in range(len(each.down))]
+    return torch.tensor(each_rank, dtype=adapters[0].down.dtype, device=adapters[0].down.device)
 
 
 class PackedWeight(nn.Module):
@@ -58,6 +83,7 @@ class PackedWeight(nn.Module):
         self.over_tokens: Largest | None = None
         self.shape = torch.Size(packed.shape)
         self.adapters: dict[Hashable, LowRank] = {}
+        self._joined: LowRank | None = None
         self.whole: Tensor | None = None
         self._empty = replace(packed, tensors={})
         self._dtypes = {role: tensor.dtype for role, tensor in packed.tensors.items()}
@@ -75,6 +101,15 @@ class PackedWeight(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def put_beside(self, adapters: dict[Hashable, LowRank], whole: Tensor | None = None):
+        """Have these adapters added to the products, or multiply by ``whole`` instead."""
+        parts = list(adapters.values())
+        if self._joined is not None and len(parts) > 1 and [*adapters] == [*self.adapters]:
+            self._joined = replace(self._joined, strengths=_strengths(parts))
+        else:
+            self._joined = joined(parts)
+        self.adapters, self.whole = adapters, whole
 
     @property
     def format_name(self) -> str:
@@ -101,6 +136,7 @@ class PackedWeight(nn.Module):
         """Move what is beside the stored weight with it."""
         for adapter in self.adapters.values():
             adapter.up, adapter.down = fn(adapter.up), fn(adapter.down)
+        self._joined = joined(list(self.adapters.values()))
         self.whole = None if self.whole is None else fn(self.whole)
         return super()._apply(fn, recurse)
 
@@ -114,9 +150,24 @@ class PackedWeight(nn.Module):
             if self.over_tokens is not None:  # the other ranks wait for this one
                 self.over_tokens(x.new_zeros(()))
             out = self._by_dequantized(x, bias)
-        for adapter in self.adapters.values():
-            adapter.add_to(out, x)
+        if self._joined is not None:
+            self._joined.add_to(out, x)
         return out
+
+    def multiplier(self) -> Callable[[Tensor, Tensor], None]:
+        """See the function of this name."""
+        kernel = self.choice.kernel if self.whole is None else None
+        plain = self.whole if self.whole is not None or kernel else self.dequantized()
+
+        def multiply(x: Tensor, out: Tensor):
+            if plain is None:
+                out.copy_(self.linear(x, None))
+                return
+            torch.mm(x, plain.t(), out=out)
+            if self._joined is not None:
+                self._joined.add_to(out, x)
+
+        return multiply
 
     def _by_dequantized(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the weight-only product; where there are no tokens nothing is dequantized."""
@@ -196,6 +247,20 @@ def linear(
     if isinstance(weight, PackedWeight):
         return weight.linear(x, bias, largest)
     return F.linear(x, weight, bias)
+
+
+def takes_any_rows(weight: Tensor | PackedWeight) -> bool:
+    """Whether some inputs are multiplied as they are beside others: ranks compare no largest values, so they
+    may take them in turns. The same on all ranks."""
+    return not isinstance(weight, PackedWeight) or weight.choice.kernel in (None, float8, mxfp8)
+
+
+def multiplier(weight: Tensor | PackedWeight) -> Callable[[Tensor, Tensor], object]:
+    """Return what writes x W^T, (tokens, rows), to memory that is given, for several inputs in turn: the
+    weight is dequantized once, and until another one is."""
+    if isinstance(weight, PackedWeight):
+        return weight.multiplier()
+    return lambda x, out: torch.mm(x, weight.t(), out=out)
 
 
 def scratch_bytes(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from tiny import batch_request, relative
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.lora_keys import lora_stack
-from backend.parallel import fsdp, mesh
+from backend.parallel import fsdp, mesh, tensor_parallel
 from backend.quantization.packed_weight import PackedWeight
 from backend.sampling.step_loop import Callbacks
 
@@ -145,6 +145,7 @@ def main(folder: str, selected: list[str], out: str):
     where = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     chosen = [run for run in runs() if run.ranks == world and run.id in set(selected)]
+    tensor_parallel.ROWS_OF_TWO_HALVES = 1  # of so few tokens too
     single = Engine(ParallelConfig(), mesh.single())
     found, wanted, whole, file, meshes = [], [], {}, None, {}
     for run in chosen:

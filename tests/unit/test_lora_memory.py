@@ -76,6 +76,29 @@ def test_loras_beside_quantized_weights_take_room():
     assert not choose(Question(FLUX, beside, machine, 2)).one.fits
 
 
+@torch.inference_mode()
+def test_loras_are_added_by_one_product():
+    """What is taken out of several leaves no memory behind, and a changed strength makes nothing anew."""
+    packed = Packed(PLAIN_FLOAT8, {}, {"values": torch.zeros(32, 64)}, 64, (range(64),))
+    weight, whole, x = PackedWeight(packed, torch.float32), torch.zeros(32, 64), torch.randn(5, 64)
+    one, two = (LowRank(torch.randn(32, rank), torch.randn(rank, 64), 0.5) for rank in (4, 8))
+
+    def product(of: LowRank) -> torch.Tensor:
+        return of.strength * x @ of.down.T @ of.up.T
+
+    weight.put_beside({"one": one, "two": two}, whole)
+    together = weight._joined
+    assert together is not None and together.up.shape == (32, 12)
+    assert one.up.data_ptr() == together.up.data_ptr()
+    one = replace(one, strength=2.0)
+    weight.put_beside({"one": one, "two": two}, whole)
+    assert weight._joined is not None and weight._joined.up is together.up
+    assert torch.allclose(weight.linear(x, None), product(one) + product(two), atol=1e-4)
+    weight.put_beside({"two": two}, whole)
+    assert two.up.untyped_storage().nbytes() == two.up.nbytes
+    assert torch.allclose(weight.linear(x, None), product(two), atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(2, 300, 64), (300, 64), (64,), (2, 0, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
@@ -88,14 +111,16 @@ def test_loras_are_added_in_place(shape, dtype):
 
     values = {"values": numbers(512, 64).to(torch.float8_e4m3fn)}
     weight = PackedWeight(Packed(PLAIN_FLOAT8, {}, values, 64, (range(64),)), dtype)
-    weight.whole = weight.effective()  # no memory to dequantize in
+    whole = weight.effective()  # no memory to dequantize in
+    weight.put_beside({}, whole)
     x, bias = numbers(*shape[::-1]).permute(*reversed(range(len(shape)))), numbers(512)
     bare = weight.linear(x, bias)
-    weight.adapters = {i: LowRank(numbers(512, 4), numbers(4, 64), s) for i, s in enumerate((0.5, -0.3))}
+    loras = {i: LowRank(numbers(512, 4), numbers(4, 64), s) for i, s in enumerate((0.5, -0.3))}
+    weight.put_beside(loras, whole)
     with LiveMemory() as memory:
         found = weight.linear(x, bias)
     assert found.shape == bare.shape == (*shape[:-1], 512) and found.dtype == dtype
     assert memory.peak <= 1.2 * found.nbytes
     beside = sum(a.strength * a.up.double() @ a.down.double() for a in weight.adapters.values())
     error = found.double() - bare.double() - x.double() @ beside.T
-    assert error.norm() <= torch.finfo(dtype).eps * found.double().norm()
+    assert error.norm() <= 1.5 * torch.finfo(dtype).eps * found.double().norm()

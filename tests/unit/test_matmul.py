@@ -13,7 +13,7 @@ from backend.quantization import kernels, matmul
 from backend.quantization.formats import FORMATS
 from backend.quantization.kernels import Choice
 from backend.quantization.packed import Packed
-from backend.quantization.packed_weight import LowRank, PackedWeight
+from backend.quantization.packed_weight import LowRank, PackedWeight, multiplier, takes_any_rows
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -132,6 +132,25 @@ def test_smoothed_inputs(kitchen, kind):
     assert torch.equal(found, product(kind, x * smoothing, quantized, None))
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kind", LAYOUTS)
+@torch.inference_mode()
+def test_halves_of_the_tokens_are_multiplied_in_turn(kitchen, kind, native):
+    """Ranks sum one half while they multiply the other: where no scale is compared over ranks."""
+    x = numbers(22, COLUMNS, seed=1)
+    weight = ours(kind, theirs(kind, numbers(ROWS, COLUMNS, seed=3)), x.dtype)
+    if not native:
+        weight.choice = Choice(None, "")
+    weight.put_beside({"a lora": LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)})
+    assert takes_any_rows(weight) == (not native or kind in ("fp8", "mxfp8"))
+    if takes_any_rows(weight):
+        out = torch.empty(22, ROWS)
+        multiply = multiplier(weight)
+        for half in (slice(0, 11), slice(11, 22)):
+            multiply(x[half], out[half])
+        assert torch.allclose(out, weight.linear(x, None), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 @torch.inference_mode()
 def test_a_rank_without_tokens(kitchen, kind):
@@ -145,7 +164,7 @@ def test_a_lora_is_added_beside_the_native_product(kitchen):
     quantized = theirs("ConvRot", numbers(ROWS, COLUMNS, seed=3))
     weight = ours("ConvRot", quantized, x.dtype)
     up, down = numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5)
-    weight.adapters["a lora"] = LowRank(up, down, 0.5)
+    weight.put_beside({"a lora": LowRank(up, down, 0.5)})
     want = product("ConvRot", x, quantized, None) + 0.5 * x @ down.T @ up.T
     assert torch.allclose(weight.linear(x, None), want, rtol=1e-5, atol=1e-4)
 
