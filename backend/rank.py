@@ -4,6 +4,7 @@ import os
 import traceback
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -58,6 +59,7 @@ class Worker:
                 self.obey(message)
             except (Stopped, AllRefuse):
                 pass  # rank 0 answers the client
+            del message  # its tensors make room for those of the next one
 
     def obey(self, message):
         """Do what a message says, as every other rank does now."""
@@ -83,15 +85,18 @@ class Worker:
         prepared = self._admitted(message, prepare, planned)
         self.clock.new_request()
         timed = replace(callbacks, on_begin=self.clock.begin)
+        ended: Exception | None = None
+        found: Any = None
         try:
             found = self._guarded(partial(self.engine.sample, message, timed, prepared))
-        except (Stopped, AllRefuse):
-            self.release(message.shared)
-            raise
+        except (Stopped, AllRefuse) as error:  # whose frames hold keys and values
+            ended = error.with_traceback(None)
         finally:
             self.clock.begin(None)
         # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
         self.release(message.shared)
+        if ended is not None:
+            raise ended
         return found
 
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:

@@ -220,7 +220,8 @@ class Leader(Worker):
 
         def act():
             self.dispatcher.broadcast(message)
-            job.reply(Result({"left": self.unload(message)}))
+            left = self.unload(message)
+            job.reply(Result({"left": left, "freed": message.model not in self.engine.models}))
 
         return act
 

@@ -15,7 +15,12 @@ class Watch:
     LoRAs of a model that is loaded, waits for its reply, for PATIENCE seconds, or for progress, which shows
     that it is not short."""
 
-    def __init__(self, check: Callable[[], None], on_progress: Callable, is_short: bool):
+    def __init__(
+        self,
+        check: Callable[[], None],
+        on_progress: Callable = lambda progress: None,
+        is_short: bool = True,
+    ):
         self._check = check
         self._on_progress = on_progress
         self._is_short = is_short

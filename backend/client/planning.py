@@ -3,6 +3,7 @@ Imports neither ComfyUI nor torch.distributed."""
 
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -17,11 +18,14 @@ from ..planner.machine import Machine, Request, gigabytes
 from ..planner.model_shape import ModelShape
 from ..planner.moves import Placement, Ranks
 from ..planner.waiting import FILE_RATE, Waiting
-from . import measurements, pool
+from ..protocol import BackendError
+from . import measurements, pool, status
 from .pool import Wanted
 
 #: GPUs -> free bytes of each before our ranks took theirs.
 _memory: dict[tuple, tuple[int, ...]] = {}
+#: GPUs -> when it was looked whether more is free, while ranks of ours run.
+_looked: dict[tuple, float] = {}
 #: Model and GPUs -> bytes of each rank that a plan has to leave free of what is counted, since ranks of one
 #: that left less ran out of memory.
 _spared: dict[tuple, int] = {}
@@ -35,6 +39,8 @@ _last: tuple[AutoConfig, ParallelConfig, dict[Placement, float]] | None = None
 SPARED = 0.02
 #: Ranks park weights in this part of free host memory at most (loading/parking.py).
 PARKED = 2
+#: nvidia-smi takes up to a second: while ranks run it is asked this often at most.
+LOOK_SECONDS = 60.0
 RequestOf = Callable[[ModelShape], Request]
 Ran = TypeVar("Ran")
 #: Tokens of a small latent: of 256 x 256 pixels in most families.
@@ -262,9 +268,26 @@ def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> floa
 def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
     """Return the bytes that our ranks may have on each GPU: what is free, or was before ours ran there."""
     key = (device, *devices)
-    if pool.launched() is None:
+    running = pool.launched()
+    if running is None:
         _memory[key] = measurements.free_memory(device, devices)
-    return _memory.get(key) or measurements.usual_memory(device, devices)
+    known = _memory.get(key) or measurements.usual_memory(device, devices)
+    if running is not None and device == "cuda" and time.monotonic() > _looked.get(key, 0) + LOOK_SECONDS:
+        _looked[key] = time.monotonic()
+        known = _memory[key] = _or_more(known, devices, running)
+    return known
+
+
+def _or_more(known: tuple[int, ...], devices: list[int], running: pool.Backend) -> tuple[int, ...]:
+    """Return what is known to be free, or more where other programs have given memory back since: what is
+    free now, with the weights of our ranks."""
+    try:
+        ranks = status.report(running).ranks
+        now = measurements.free_memory("cuda", devices)
+    except (BackendError, ConfigError):
+        return known
+    weights = {gpu: rank["weight_bytes"] for gpu, rank in zip(running.config.gpu_indices, ranks)}
+    return tuple(max(was, free + weights.get(gpu, 0)) for was, free, gpu in zip(known, now, devices))
 
 
 def _host_memory() -> int:

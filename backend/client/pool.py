@@ -12,13 +12,13 @@ import torch
 
 from .. import protocol
 from ..config import ParallelConfig
-from ..protocol import BackendError, RefusedError
+from ..protocol import BackendError
 from .client import BackendClient
 from .connect import connect
 from .idle import watch
 from .interrupts import Watch
 from .launcher import BackendProcess, ClosedError
-from .room import Room
+from .room import Room, with_room
 
 #: What a backend holds for a graph: path, weight_dtype, matmul.
 Wanted = tuple[str, str, str]
@@ -61,41 +61,26 @@ class Backend:
         first. ``loras``: (path, strength), in order. ``room``: on devices that ranks share with us."""
         key = (path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
+        leaving = Watch(check)
         with self._busy:
-            unused = set() if keep is None else self.models.keys() - {key, *keep}
-            for other in unused:
-                self._request(protocol.Unload(self.models.pop(other)), check)
+            for other in set() if keep is None else self.models.keys() - {key, *keep}:
+                leaving.ask(self._request, protocol.Unload(self.models.pop(other)))
+        leaving.end()
         interrupts = Watch(check, on_progress, is_short=key in self.models)
 
         def load(message) -> protocol.Loaded:
             with self._busy:
                 return interrupts.ask(self._request, message)
 
-        loaded = self._with_room(message, load, room)
+        loaded = with_room(room, self.client, message, load)
         with self._busy:
             replaced = self.models.pop(key, None)
             self.models[key] = loaded.base  # now the last of them
             if replaced is not None and replaced != loaded.base:  # the file has changed since
-                self._request(protocol.Unload(replaced), check)
+                leaving.ask(self._request, protocol.Unload(replaced))
+        leaving.end()
         interrupts.end()
         return loaded
-
-    def _with_room(self, message, run, room: Room | None):
-        """Run a message; where it lacks memory on devices of this process, make ``room`` and run it again.
-        Not while we are busy: other models of the ranks may have to go for it."""
-        shared = room.shared_ranks(self.welcome) if room else []
-        if room is None or not shared:
-            return run(message)
-        fields = {"shared": shared} if isinstance(message, protocol.Sample) else {}
-        try:
-            return run(replace(message, asking=shared, **fields))
-        except RefusedError as error:
-            lacking = error.lacking
-            if not lacking.keys() & set(shared):
-                raise
-        if lacking.keys() <= set(shared):  # else it is refused all the same, and says what would fit
-            room.make(self.welcome, lacking)
-        return run(replace(message, **fields))
 
     def describe(self, message: protocol.Describe) -> protocol.Described:
         """What each rank would hold and send; nothing runs."""
@@ -110,12 +95,14 @@ class Backend:
         is not loaded, or while a request runs."""
         if not self._busy.acquire(blocking=False):
             return []
+        key = (path, weight_dtype, matmul)
         try:
-            take = self.models.get if park else self.models.pop
-            model = take((path, weight_dtype, matmul), None)
-            if model is None:
+            if key not in self.models:
                 return []
-            return self._request(protocol.Unload(model, park, list(ranks))).stats["left"]
+            done = self._request(protocol.Unload(self.models[key], park, list(ranks))).stats
+            if done["freed"]:
+                del self.models[key]
+            return done["left"]
         finally:
             self._busy.release()
 
@@ -139,7 +126,7 @@ class Backend:
                 except ClosedError:
                     return None
 
-        result = self._with_room(message, sample, room)
+        result = with_room(room, self.client, message, sample)
         if result is None and self.closed:
             silence = self.process.silence if self.process is not None else ""
             why = silence or "the call of the model in progress did not end in time"
@@ -155,14 +142,17 @@ class Backend:
         """Whether it may load from all folders allowed by now; who launches another one says from which."""
         return self.process is None or _folders <= self.process.models
 
-    def become(self, config: ParallelConfig, check=lambda: None):
-        """Run ``config`` on the same ranks and forget the models that these have freed for it."""
+    def become(self, config: ParallelConfig, check=lambda: None) -> Watch:
+        """Run ``config`` on the same ranks and forget the models that these have freed for it. Return what
+        has an interrupt of ``check``, which waits."""
         fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
+        interrupts = Watch(check)
         with self._busy:
-            self.client.welcome = self._request(protocol.Arrange(fields), check)
-            left = self._request(protocol.Ping(), check).models
+            self.client.welcome = interrupts.ask(self._request, protocol.Arrange(fields))
+            left = interrupts.ask(self._request, protocol.Ping()).models
         self.config = config
         self.models = {key: model for key, model in self.models.items() if model in left}
+        return interrupts
 
     def alive(self) -> bool:
         """Return whether the process runs and the connection is open; costs no round trip."""
@@ -316,7 +306,7 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
         names = (before.product, config.product)
         if running.can_become(config) and running.alive():
             try:
-                running.become(config, check)
+                interrupts = running.become(config, check)
             except BackendError as error:
                 logging.warning("parallel-dit: %s", error)
             else:
@@ -324,7 +314,9 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
                 if before.same_weights(config):
                     what = "each keeps its weights, which are the same"
                 logging.info("parallel-dit: the ranks for %s go on as %s: %s", *names, what)
-                return _backends.pop(key)
+                _backends[config.topology()] = _backends.pop(key)
+                interrupts.end()
+                return running
         what = "the ranks for %s end and the model is loaded again: %s are other ranks"
         logging.info("parallel-dit: " + what, *names)
         _drop(key)

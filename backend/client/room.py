@@ -4,13 +4,14 @@ The manager is an argument: this imports no ComfyUI. It counts what its own proc
 of no use to a rank, so the cache goes first and last.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from ..device_memory import device_name
-from ..protocol import Welcome
+from ..protocol import RefusedError, Sample, Welcome
 
 #: A rank's CUDA context, its libraries and their workspaces, before anything is loaded.
 CONTEXT_BYTES = 10**9
@@ -77,3 +78,21 @@ class Room:
         finally:
             Room.is_making = False
         management.soft_empty_cache()
+
+
+def with_room(room: Room | None, client: Any, message, run: Callable):
+    """Run a message; where it lacks memory on devices of this process, make ``room`` and run it again. Not
+    while the backend is busy: other models of the ranks may have to go for it."""
+    shared = room.shared_ranks(client.welcome) if room else []
+    if room is None or not shared:
+        return run(message)
+    fields = {"shared": shared} if isinstance(message, Sample) else {}
+    try:
+        return run(replace(message, asking=shared, **fields))
+    except RefusedError as error:
+        lacking = error.lacking
+        if not lacking.keys() & set(shared):
+            raise
+    if lacking.keys() <= set(shared):  # else it is refused all the same, and says what would fit
+        room.make(client.welcome, lacking)
+    return run(replace(message, **fields))

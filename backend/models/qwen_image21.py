@@ -82,7 +82,7 @@ class BlockCausal:
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2).type_as(hidden_states)))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)  # of both prompts: with references they are large
 def before(segments, device):
     """(1, 1, tokens, tokens), true where given tokens may look; segments: (first token, end, is it text)."""
     ends = torch.cat(

@@ -254,6 +254,7 @@ class Pipe:
         """Free the buffers of the shapes until now, which come no more."""
         self.free.clear()
         self.shapes.clear()
+        self.taken = None
 
     def drain(self):
         """Wait for everything under way."""

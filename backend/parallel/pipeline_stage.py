@@ -116,13 +116,18 @@ class Stage:
     def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL, compiled: bool = False):
         """Forget the request before; ``buffers`` where stale keys and values will be read, ``compiled``
         where blocks are."""
+        self.end_request()
         self.attention.begin_request(kernel, buffers, wire, compiled)
         self.sequences.clear()
         self.known.clear()
         self.launched.clear()
+        self.static = StaticInputs() if ENABLED else None
+
+    def end_request(self):
+        """Free what would outlive the request: keys, values, and what came from the stage before."""
+        self.attention.begin_request(self.attention.kernel, None)
         self.like.clear()
         self.cuts.clear()
-        self.static = StaticInputs() if ENABLED else None
         if self.pipe:
             self.pipe.forget_buffers()
 

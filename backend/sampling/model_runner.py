@@ -286,5 +286,4 @@ def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | Non
         yield buffers
     finally:
         stage.attention.uninstall()
-        # keys and values do not outlive the request
-        stage.attention.begin_request(request.config.attention, None)
+        stage.end_request()

@@ -17,6 +17,8 @@ from ...backend.protocol import RefusedError
 
 #: In front of a weight's name in ComfyUI's model.
 PREFIX = "diffusion_model."
+#: Bytes of LoRAs that are kept for ranks at most: temporary files may lie in memory.
+MOST_BYTES = 8 << 30
 _REMEDY = "add the file with Parallel LoRA, before Parallel Model, or use ComfyUI's own loader"
 
 
@@ -110,9 +112,26 @@ def _saved(tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     path = Path(folder(), f"{digest.hexdigest()[:24]}.safetensors")
-    if not path.exists():
-        path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner of old temporary files may have been here
-        part = path.with_suffix(".part")
+    if path.exists():
+        os.utime(path)
+        return str(path)
+    path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner of old temporary files may have been here
+    part = path.with_suffix(".part")
+    try:
         save_file({name: value.contiguous() for name, value in tensors.items()}, part)
         os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    _remove_oldest(path)
     return str(path)
+
+
+def _remove_oldest(path: Path):
+    """Keep the newest files, MOST_BYTES of them at most, and ``path``. Who needs another one again writes
+    it; ranks that read one have it open."""
+    others = sorted(path.parent.glob("*.safetensors"), key=lambda each: -each.stat().st_mtime)
+    left = MOST_BYTES - path.stat().st_size
+    for each in others:
+        left -= each.stat().st_size if each != path else 0
+        if left < 0 and each != path:
+            each.unlink()

@@ -43,7 +43,7 @@ class Ranks:
             for names in (self.held, self.parked):
                 names[:] = [name for name in names if name != message.model]
             self.parked += [message.model] if message.park else []
-            return Result({"left": list(range(self.welcome.world_size))})
+            return Result({"left": list(range(self.welcome.world_size)), "freed": not message.park})
         if message.path not in self.held:
             self.refuse_without(6)
             self.parked = [name for name in self.parked if name != message.path]
@@ -226,7 +226,8 @@ class OnGpus(Ranks):
         if not isinstance(message, Unload):
             return answer
         self.unloads.append(message)
-        return Result({"left": message.ranks}) if message.ranks and not self.sharded else answer
+        left = Result({"left": message.ranks, "freed": False})
+        return left if message.ranks and not self.sharded else answer
 
     def sample(self, message, *callbacks, **named):
         self.refuse_a_margin(message)

@@ -43,6 +43,21 @@ def flux(flux, monkeypatch, tmp_path):
     return flux
 
 
+def test_the_newest_files_are_kept(tmp_path, monkeypatch):
+    """Temporary files may lie in memory: a day of other LoRAs would fill it."""
+    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
+    monkeypatch.setattr(stock_loras, "MOST_BYTES", 10_000)
+    paths = []
+    for age, value in enumerate((0.0, 1.0, 2.0)):
+        paths.append(Path(stock_loras._saved({"a": torch.full((1000,), value)})))
+        os.utime(paths[-1], (age, age))
+    assert [path.exists() for path in paths] == [False, True, True]
+    again = Path(stock_loras._saved({"a": torch.full((1000,), 1.0)}))
+    assert again == paths[1] and again.stat().st_mtime > 2
+    stock_loras._saved({"a": torch.full((1000,), 3.0)})
+    assert paths[1].exists() and not paths[2].exists() and not list(tmp_path.glob("*.part"))
+
+
 def with_loras(model, *files, strength=0.8):
     for file in files:
         model, _ = comfy.sd.load_lora_for_models(model, None, dict(file), strength, 0.0)

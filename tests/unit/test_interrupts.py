@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.client import interrupts
+from backend.client import interrupts, pool
 from backend.client.interrupts import Watch
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
@@ -86,6 +86,33 @@ def test_a_cancelled_load_that_is_refused_is_not_tried_again():
     backend.models["/a", "default", "auto"] = "/a"
     with pytest.raises(Interrupt):
         backend.load("/a", check=check)
+
+
+def test_a_change_of_methods_is_whole_before_an_interrupt(caller, monkeypatch):
+    """Else ranks would run with other degrees than they are known by."""
+    asked = []
+
+    class Changing:
+        welcome = SimpleNamespace(device="cpu")
+        closed = False
+
+        def request(self, message, check, on_progress):
+            check()
+            asked.append(type(message).__name__)
+            return SimpleNamespace(models=["/a"], device="cpu")
+
+    before, after = ParallelConfig(cfg_degree=2, device="cpu"), ParallelConfig(ulysses_degree=2, device="cpu")
+    process = SimpleNamespace(models=frozenset(), running=True, close=lambda: None)
+    backend = Backend(before, Changing(), process)
+    backend.models = {("/a", "default", "auto"): "/a", ("/b", "default", "auto"): "/b"}
+    monkeypatch.setattr(backend, "alive", lambda: True)
+    monkeypatch.setattr(pool, "_folders", set())
+    monkeypatch.setattr(pool, "_backends", {before.topology(): backend})
+    caller.tired = True
+    with pytest.raises(Interrupt):
+        pool.backend_for(after, caller.check)
+    assert asked == ["Arrange", "Ping"] and [*backend.models.values()] == ["/a"]
+    assert pool.backend_for(after) is backend and pool._backends == {after.topology(): backend}
 
 
 def test_one_that_loads_weights_all_the_same_is_not_short(caller):

@@ -261,7 +261,8 @@ def test_models_that_multiply_in_another_way_are_others(tmp_path):
 
         def request(self, message, *callbacks):
             self.requests.append(message)
-            return Loaded(model_key(message), "flux") if isinstance(message, Load) else Result({"left": [0]})
+            left = Result({"left": [0], "freed": True})
+            return Loaded(model_key(message), "flux") if isinstance(message, Load) else left
 
     backend = Backend(ParallelConfig(), Client())
     for mode in ("auto", "native"):

@@ -1,5 +1,6 @@
 """When auto has ranks read weights again for another plan."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -135,6 +136,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(planning, "_memory", {("cuda", 0, 1): (96 * GB,) * 2})
     monkeypatch.setattr(planning, "_last", (ALL, RING, {}))
     monkeypatch.setattr(pool, "launched", lambda: found)
+    monkeypatch.setattr(planning, "LOOK_SECONDS", math.inf)
     return found
 
 

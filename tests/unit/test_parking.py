@@ -22,6 +22,7 @@ from backend.parallel import mesh
 from backend.protocol import Sample, Unload
 from backend.rank import Worker
 from backend.sampling.step_loop import Callbacks
+from backend.sampling.step_loop import Cancelled as Stopped
 from backend.serving.step_times import StepClock
 from backend.worker import Leader
 
@@ -233,6 +234,22 @@ def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, relea
     rank.engine.sample = lambda *_: ("samples", {})
     assert rank.run_sample(Sample("m", "euler", 1.0, 7, shared=shared), Callbacks()) == ("samples", {})
     assert rank.engine.memory.released == released
+
+
+def test_what_a_cancelled_request_held_goes_back_too():
+    """Its keys and values are in the frames of what it raised."""
+    rank, alive = worker(1), []
+
+    def cancelled(*_):
+        keys = torch.zeros(1)
+        alive.append(weakref.ref(keys))
+        raise Stopped(2)
+
+    rank.engine.sample = cancelled
+    rank.engine.memory.release = lambda: alive.append(alive[0]())
+    with pytest.raises(Stopped):
+        rank.run_sample(Sample("m", "euler", 1.0, 7, shared=[0]), Callbacks())
+    assert alive[1:] == [None]
 
 
 def test_modulation_is_offloaded_where_nothing_can_be_page_locked(files, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Plans of auto after ranks have run out of memory."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -36,6 +37,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(planning, "_spared", {})
     monkeypatch.setattr(planning, "_left", {})
+    monkeypatch.setattr(planning, "_memory", {})
+    monkeypatch.setattr(planning, "LOOK_SECONDS", math.inf)
     return found
 
 
@@ -182,9 +185,25 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
     assert not smaller.waiting.beside and not elsewhere.waiting.beside
 
 
+def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monkeypatch):
+    """It was measured before they started, and a larger model was refused until they ended. What they hold
+    themselves is theirs again; that less is free than before says nothing."""
+    two = AutoConfig(gpus="1,0")
+    machine.free = (12 * GB,) * GPUS
+    assert planning.question_of(two, MODEL, request)[0].machine.memory == (12 * GB,) * 2
+    ranks = [{"weight_bytes": 6 * GB}, {"weight_bytes": 5 * GB}]
+    config = ParallelConfig(data_parallel_degree=2, gpus="1,0")
+    monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace(config=config))
+    monkeypatch.setattr(planning.status, "report", lambda backend: SimpleNamespace(ranks=ranks))
+    monkeypatch.setattr(planning, "LOOK_SECONDS", -1.0)
+    for free, expected in ((4, (12, 12)), (20, (26, 25)), (2, (26, 25))):
+        machine.free = (free * GB,) * GPUS
+        found = planning._free_memory("cuda", [1, 0])
+        assert found == tuple(each * GB for each in expected)
+
+
 def test_what_ranks_have_parked_is_not_missing(machine, monkeypatch):
     """Else the plan after the first parked weights would count on reading them from their file."""
-    monkeypatch.setattr(planning, "_memory", {})
     monkeypatch.setattr(measurements, "host_memory", lambda: 64 * GB)
     before = planning.question_of(ALL, MODEL, request)[0].waiting.host
     monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace())
