@@ -240,5 +240,8 @@ UNROTATED = Effort(3.0, 1, 0.0)
 
 def effort_of(form: Format, settings: Settings) -> Effort:
     """Return what it takes to dequantize a layer of a format with these settings."""
-    is_plain = form.short == "int8" and rotation(settings) is None
-    return UNROTATED if is_plain else form.effort
+    if form.short == "int8" and rotation(settings) is None:
+        return UNROTATED
+    if form.short == "fp8" and settings.get("scales") == 1:  # by which products are multiplied
+        return PLAIN_FLOAT8.effort
+    return form.effort

@@ -221,7 +221,7 @@ def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
         quantized, scales = _kitchen().quantize_mxfp8(some, pad_32x=len(some) % 32 != 0)
         if x.device.type == "cpu":
             seen = _kitchen().dequantize_mxfp8(quantized, scales, x.dtype)
-            return F.linear(seen[: len(some)], weight.dequantized(smoothed=False), bias)
+            return F.linear(seen[: len(some)], weight.dequantized(but="smoothing"), bias)
         block_scales = _tiled(tensors["block_scales"], torch.float8_e8m0fnu)
         arguments = (quantized, tensors["values"], scales, block_scales)
         return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(some)]
@@ -244,7 +244,7 @@ def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
         quantized, scales = _kitchen().quantize_nvfp4(some, scale, pad_16x=len(some) % 16 != 0)
         if x.device.type == "cpu":
             seen = _kitchen().dequantize_nvfp4(quantized, scale, scales, x.dtype)
-            return F.linear(seen[: len(some)], weight.dequantized(smoothed=False), bias)
+            return F.linear(seen[: len(some)], weight.dequantized(but="smoothing"), bias)
         block_scales = _tiled(tensors["block_scales"], torch.float8_e4m3fn)
         arguments = (
             *(quantized, tensors["values"], scale),

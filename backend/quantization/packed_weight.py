@@ -70,7 +70,7 @@ class PackedWeight(nn.Module):
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
     the products, by key. whole: the weight in ``dtype`` where adapters of another kind are in it; the stored
     one stays beside it. divided: which of the layer's tokens ranks divide (LayerTokens.divided); over_tokens:
-    compares largest values over these ranks (parallel/token_scales.py).
+    compares largest values over these ranks (parallel/token_scales.py). factor: see _one_scale.
     """
 
     def __init__(self, packed: Packed, dtype: torch.dtype, choice: Choice | None = None, divided: str = ""):
@@ -82,6 +82,7 @@ class PackedWeight(nn.Module):
         self.has_one_scale = self.choice.kernel is nvfp4 and "input_scale" not in packed.tensors
         self.over_tokens: Largest | None = None
         self.shape = torch.Size(packed.shape)
+        self.factor = _one_scale(packed)
         self.adapters: dict[Hashable, LowRank] = {}
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
@@ -156,14 +157,15 @@ class PackedWeight(nn.Module):
 
     def multiplier(self) -> Callable[[Tensor, Tensor], None]:
         """See the function of this name."""
-        kernel = self.choice.kernel if self.whole is None else None
-        plain = self.whole if self.whole is not None or kernel else self.dequantized()
+        plain, factor = self.whole, 1.0
+        if plain is None and self.choice.kernel is None:
+            plain, factor = self._unscaled()
 
         def multiply(x: Tensor, out: Tensor):
             if plain is None:
                 out.copy_(self.linear(x, None))
                 return
-            torch.mm(x, plain.t(), out=out)
+            torch.addmm(out, x, plain.t(), beta=0, alpha=factor, out=out)
             if self._joined is not None:
                 self._joined.add_to(out, x)
 
@@ -173,7 +175,20 @@ class PackedWeight(nn.Module):
         """Return the weight-only product; where there are no tokens nothing is dequantized."""
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.shape[0])
-        return F.linear(x, self.dequantized(), bias)
+        weight, factor = self._unscaled()
+        if factor == 1.0:
+            return F.linear(x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        beta, added = (0, x.new_empty(1)) if bias is None else (1, bias)
+        out = torch.addmm(added, rows, weight.t(), beta=beta, alpha=factor)
+        return out.view(*x.shape[:-1], len(weight))
+
+    def _unscaled(self) -> tuple[Tensor, float]:
+        """Return the weight, and what products with it are multiplied by: float8 under one scale is read
+        once, where to scale it would read and write it again."""
+        if self.factor is None:
+            return self.dequantized(), 1.0
+        return self.dequantized(but="scale"), self.factor
 
     def _over_ranks(self, over_columns: Largest | None) -> Largest | None:
         """Compare over the ranks that hold other columns, then over those that have other tokens."""
@@ -201,18 +216,24 @@ class PackedWeight(nn.Module):
             return x
         return x * self.get_parameter("smoothing").to(x.dtype)
 
-    def dequantized(self, smoothed: bool = True) -> Tensor:
-        """Return the weight in memory that it has until another one is dequantized; ``smoothed``: for inputs
-        that are not."""
+    def dequantized(self, but: str = "") -> Tensor:
+        """Return the weight in memory that it has until another one is dequantized, without what is stored as
+        ``but``."""
         packed = self.packed
-        if not smoothed:
-            tensors = {role: tensor for role, tensor in packed.tensors.items() if role != "smoothing"}
-            packed = replace(packed, tensors=tensors)
+        packed = replace(packed, tensors={role: x for role, x in packed.tensors.items() if role != but})
         place = (packed.device, self.dtype)
         scratch = _SCRATCH.get(place)
         if scratch is None or scratch.numel() < self.shape.numel():
             scratch = _SCRATCH[place] = torch.empty(self.shape.numel(), device=place[0], dtype=place[1])
         return packed.dequantize(self.dtype, scratch[: self.shape.numel()].view(self.shape))
+
+
+def _one_scale(packed: Packed) -> float | None:
+    """Return the scale of all values of a float8 weight; None where there are several, or none to read."""
+    scale = packed.tensors.get("scale")
+    if scale is None or scale.numel() != 1 or scale.is_meta or packed.tensors["values"].dtype not in FLOAT8:
+        return None
+    return float(scale)
 
 
 class QuantLinear(nn.Module):

@@ -7,6 +7,7 @@ from functools import cache
 import memory_table
 import pytest
 import torch
+import torch.nn.functional as F
 from headers import opened
 from live_memory import LiveMemory
 from moved_bytes import MovedBytes
@@ -26,6 +27,7 @@ from backend.quantization.formats import (
 )
 from backend.quantization.gguf_blocks import FILLS, GGUF_EFFORT, GGUF_SCALES, gguf_format, gguf_type
 from backend.quantization.packed import HELD, Packed, take
+from backend.quantization.packed_weight import PackedWeight
 from backend.rank_plan.shape_of import shape_of
 
 ROWS, COLUMNS = 1024, 4096
@@ -105,6 +107,27 @@ def test_bits_do_not_depend_on_the_passes(kind, dtype):
             assert piece.dequantize(dtype, torch.empty(piece.shape, dtype=dtype)).equal(expected)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_scale_multiplies_products_instead_of_weights(dtype, bias):
+    """Float8 weights are read once, where to scale them reads and writes them again: 4 bytes a value less.
+    Also of some columns, and no less precise."""
+    x, added = number(2, 9, COLUMNS).to(dtype), number(64).to(dtype) if bias else None
+    few = {**stored("float8_e4m3fn"), "values": stored("float8_e4m3fn")["values"][:64]}
+    for kept in ((range(COLUMNS),), RUNS):
+        piece = replace(packed("float8_e4m3fn", kept=kept), tensors=few)
+        weight, inputs = PackedWeight(piece, dtype), take(x, kept)
+        wide = None if added is None else added.double()
+        exact = F.linear(inputs.double(), piece.dequantize(torch.float64), wide)
+        error = (weight.linear(inputs, added) - exact).norm() / exact.norm()
+        theirs = (F.linear(inputs, piece.dequantize(dtype), added) - exact).norm() / exact.norm()
+        assert error <= 1.05 * theirs + 1e-7
+    weight = PackedWeight(packed("float8_e4m3fn"), dtype)
+    with MovedBytes() as moved:
+        weight.linear(x[0, :1], None)
+    assert moved.bytes / weight.shape.numel() == pytest.approx(1 + 2 * dtype.itemsize, rel=0.05)
+
+
 def check(piece: Packed, effort: Effort):
     """Is that what it takes, once what is made once is there?"""
     out = torch.empty(piece.shape, dtype=torch.bfloat16)
@@ -151,9 +174,9 @@ def test_gguf_types_have_the_bits_of_diffusers(kind, dtype):
 
 
 def test_the_planner_counts_them():
-    """Of a file in scaled fp8, 7 bytes where 2 are the value's."""
+    """Of a file in scaled fp8, under one scale a layer, 3 bytes where 2 are the value's."""
     shape = shape_of(opened("var__flux1-kontext_fp8_scaled_legacy"), torch.bfloat16)
-    assert all(block.dequantizing == pytest.approx(3.5 * block.unpacked, rel=0.01) for block in shape.blocks)
+    assert all(block.dequantizing == pytest.approx(1.5 * block.unpacked, rel=0.01) for block in shape.blocks)
     cost = Cost(shape, ParallelConfig(), L40, Request(1024, 128, 4, 1))
     moved = sum(block.dequantizing for block in shape.blocks)
     assert cost._dequantize(shape.blocks) == pytest.approx(moved / L40.bandwidth)

@@ -88,8 +88,8 @@ def write(folder: Path, state: dict, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", [*KINDS, "legacy", *GGUF_KINDS])
 def test_every_format(folder, state, kind, monkeypatch):
-    """The latent of the inflated file to the bit, of large layers a few rows at a time; what is held is what
-    is stored, and one layer's weight beside it."""
+    """The latent of the inflated file to the bit, of large layers a few rows at a time, but for float8 whose
+    one scale multiplies products; what is held is what is stored, and one layer's weight beside it."""
     path = write(folder, state, kind)
     monkeypatch.setattr(packed, "CHUNK", 40_000)
     packed_weight.free_scratch()
@@ -107,10 +107,12 @@ def test_every_format(folder, state, kind, monkeypatch):
     shared = 64 if kind == "asym_w4a8_int8" else 8
     assert stored <= held <= stored + shared * len(weights)
     found = steps(engine, golden("flux-dev__euler_simple")[0])
-    assert_same_bits(
-        found,
-        steps(loaded(inflated(path, folder / "plain.safetensors")), golden("flux-dev__euler_simple")[0]),
-    )
+    plain = loaded(inflated(path, folder / "plain.safetensors"))
+    wanted = steps(plain, golden("flux-dev__euler_simple")[0])
+    if any(weight.factor is not None for weight in weights.values()):
+        assert relative(found, wanted) <= 1e-5
+    else:
+        assert_same_bits(found, wanted)
     largest = max(weight.shape.numel() for weight in weights.values())
     assert packed_weight.scratch_bytes(torch.device("cpu")) == 4 * largest
     engine.unload("tiny")
