@@ -15,7 +15,6 @@ classes the widths of the layers are counted; against what 23 tiny families allo
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..loading.checkpoint import Checkpoint
@@ -47,21 +46,6 @@ LATENTS = 8
 #: Tensors of queries, keys and values that ranks exchange: sent and received.
 EXCHANGED = 4
 FLOAT32 = 4
-
-
-@dataclass(frozen=True)
-class Live:
-    """Bytes in one block. attention: of its largest attention; mlp: of its largest MLP, before the output
-    layer; both: whether one output layer follows both."""
-
-    attention: int
-    mlp: int
-    both: bool
-
-    @property
-    def bytes(self) -> int:
-        """What lives at once: an MLP's values before and after its activation, after it beside attention."""
-        return self.attention + self.mlp if self.both else max(self.attention, 2 * self.mlp)
 
 
 def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
@@ -146,7 +130,7 @@ def _by_layers(work: Workload, place: Place, stages: Stages) -> int:
     controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
     names = work.checkpoint.block_names
     blocks = {_kind(work, names[i], place): names[i] for i in stages.blocks[place["pp"]]}
-    inside = [_live(work, name, place, own.stream, text, nested).bytes for name in blocks.values()]
+    inside = [_live(work, name, place, own.stream, text, nested) for name in blocks.values()]
     within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
     within += long_skips(work.checkpoint, stages.blocks[place["pp"]]) * stream * own.stream
     tokens = sequence.joint if position else work.image_tokens + text
@@ -167,8 +151,10 @@ def _kind(work: Workload, name: str, place: Place) -> tuple:
     return (name.rpartition(".")[0], place["tp"], work.checkpoint.block_sizes[name])
 
 
-def _live(work: Workload, name: str, place: Place, image: int, text: int, latents: Latents) -> Live:
-    """Measure a block's layers with so many tokens of the image stream, of text and of nested latents."""
+def _live(work: Workload, name: str, place: Place, image: int, text: int, latents: Latents) -> int:
+    """Count the bytes that live at once in a block, with so many tokens of the image stream, of text and of
+    nested latents: its largest attention, or its largest MLP before and after the activation. Where one
+    output layer follows both, attention and the MLP's values after the activation."""
     block = work.checkpoint.empty.get_submodule(name)
     config = work.checkpoint.config
     itemsize = work.dtype.itemsize
@@ -202,4 +188,6 @@ def _live(work: Workload, name: str, place: Place, image: int, text: int, latent
         else:
             inputs.add(weight.shape[1])
     both = any(width + output in inputs for width in widths.values() for output in outputs)
-    return Live(max(attention.values(), default=0), max(mlps.values(), default=0), both)
+    largest = max(attention.values(), default=0)
+    mlp = max(mlps.values(), default=0)
+    return largest + mlp if both else max(largest, 2 * mlp)
