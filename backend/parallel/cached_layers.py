@@ -11,7 +11,7 @@ from ..models.patterns import matches
 from .block_streams import block_list
 from .mesh import Mesh
 from .modulation_cache import CachedLayer, LayerCache, layer_features
-from .pipeline_stage import StagedBlock, positional_names
+from .pipeline_stage import StagedBlock, StageDone, positional_names
 from .stage_split import Stages
 
 
@@ -80,27 +80,21 @@ def _place_hosted(cache: LayerCache, transformer: nn.Module, stages: Stages, fou
         cache.hosted_elsewhere.append([found[name] for name in elsewhere])
 
 
-class _Captured(Exception):
-    """Carries the first block's arguments out of a forward."""
-
-    def __init__(self, arguments: dict):
-        super().__init__()
-        self.arguments = arguments
-
-
 def first_block_argument(transformer: nn.Module, family: Family, arguments: dict, name: str) -> Tensor:
     """Return what the transformer makes of ``arguments`` before its blocks and hands to them as ``name``."""
     first = block_list(transformer, next(iter(family.blocks.lists)))[0]
     names = first.names if isinstance(first, StagedBlock) else positional_names(first)
+    captured = {}
 
     def capture(module, args, kwargs):
-        raise _Captured(dict(zip(names, args)) | kwargs)
+        captured.update(dict(zip(names, args)) | kwargs)
+        raise StageDone
 
     handle = first.register_forward_pre_hook(capture, with_kwargs=True)
     try:
         transformer(**arguments, return_dict=False)
-    except _Captured as captured:
-        return captured.arguments[name]
+    except StageDone:
+        return captured[name]
     finally:
         handle.remove()
     raise AssertionError("the transformer never reached its first block")

@@ -36,7 +36,7 @@ def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Ten
 
 
 class StageDone(Exception):
-    """Ends a forward whose activation is on its way to the next stage."""
+    """Ends a forward whose activation is on its way to the next stage, or of which no more was wanted."""
 
 
 class Stage:
