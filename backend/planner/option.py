@@ -42,11 +42,6 @@ class Option:
         return self.bytes <= self.room
 
     @property
-    def surely_fits(self) -> bool:
-        """Whether every rank has room for the upper end of the estimate."""
-        return self.likely <= self.room
-
-    @property
     def _doubt(self) -> float:
         """How much of the estimate's upper part has no room, 0 to 1: a step would flip choices."""
         return min(1.0, max(0, self.likely - self.room) / max(1, self.likely - self.bytes))
