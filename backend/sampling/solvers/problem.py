@@ -7,19 +7,12 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedError
 from ...protocol.solver_names import FIRST_PERCENT
 from ..prediction import FLOW, Prediction
 
 Tensor = torch.Tensor
 #: (x, sigma, step) -> what answer() returns -> the final x.
 Steps = Generator[tuple[Tensor, Tensor, int], Any, Tensor]
-
-
-def _not_given(*_):
-    raise UnsupportedError(
-        "this solver needs the request's percent_sigmas or Brownian noise, which was not given."
-    )
 
 
 @dataclass(frozen=True)
@@ -38,8 +31,8 @@ class Problem:
     sigmas: Tensor
     prediction: Prediction
     noise: Callable[[int], Tensor]
-    brownian: Callable[[Tensor, Tensor], Tensor] = _not_given
-    percent_to_sigma: Callable[[float], float] = _not_given
+    brownian: Callable[[Tensor, Tensor], Tensor]
+    percent_to_sigma: Callable[[float], float]
 
     @property
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor]]:
