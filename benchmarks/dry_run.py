@@ -195,7 +195,7 @@ def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
         *(family, method, ranks, rank),
         sent={name: size for name, size in loop.sent.items() if size},
         macs=meter.macs,
-        weights=model.bytes_read,
+        weights=model.report.bytes_read,
         kv=kv,
         peak=meter.peak,
     )

@@ -46,7 +46,7 @@ def load(engine: Engine, model: str, device: str) -> tuple[float, int]:
             weight.reshape(-1)[::PAGE].sum()
 
     seconds, _ = common.timed(action, device)
-    read = engine.models["model"].bytes_read
+    read = engine.models["model"].report.bytes_read
     engine.unload("model")
     gc.collect()
     return seconds, read

@@ -93,11 +93,6 @@ class LoadedModel:
         return self.weights.checkpoint.config
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes that this rank read of the checkpoint."""
-        return self.report.bytes_read
-
-    @property
     def head_size(self) -> int:
         """Features of an attention head; 0 where nobody knows, since nothing is cut."""
         blocks = self.family.blocks
@@ -117,7 +112,7 @@ class LoadedModel:
             "generic": self.weights.checkpoint.generic,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": device,
-            "bytes_read": self.bytes_read,
+            "bytes_read": self.report.bytes_read,
             "quantized": self.report.quantized,
             "weights": self.weights.checkpoint.comfy_shapes,
         }

@@ -183,7 +183,7 @@ def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
     count = rows_called(run_)
     return dict(
         id=run_.id,
-        bytes_read=engine.models[run_.case].bytes_read,
+        bytes_read=engine.models[run_.case].report.bytes_read,
         relative=relative(samples, wanted[0]) if run_.samples else 0.0,
         called=relative(output, wanted[1][:count]) if count else 0.0,
     )

@@ -210,7 +210,7 @@ def together(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
         engine.load("tiny", path, "default")
         row = of_loras(engine, each, path, reference)
         if row:
-            bytes_read = engine.models["tiny"].bytes_read
+            bytes_read = engine.models["tiny"].report.bytes_read
             found.append(row | {"id": each.id, "bytes_read": bytes_read, "kept": False})
         mesh.close(engine.mesh)
     return found
@@ -297,7 +297,7 @@ def main(checkpoint: str, selected: list[str], out: str):
             else:
                 row = of_request(engine, each, reference)
             if row:
-                bytes_read = engine.models["tiny"].bytes_read
+                bytes_read = engine.models["tiny"].report.bytes_read
                 found.append(row | {"id": each.id, "bytes_read": bytes_read, "kept": kept})
         if world == 2:
             mesh.close(engine.mesh)  # its groups' threads would pile up
