@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import opaque_ops
-from .kernel_table import Capability as Capability
 from .kernel_table import fits, flash_of_torch, kernel_of
 
 #: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces
