@@ -66,7 +66,7 @@ def fitting(
     found = []
     for remedy in remedies(config, size, checkpoint.is_quantized):
         try:
-            _check(remedy.config, checkpoint)
+            check_degrees(checkpoint, remedy.config.validate())
             plans = remedy.size.plans(remedy.config, checkpoint, dtype, remedy.bits)
         except (ConfigError, UnsupportedError):
             continue  # the model or the other settings forbid it
@@ -76,12 +76,6 @@ def fitting(
         if len(found) == MOST:
             break
     return found
-
-
-def _check(config: ParallelConfig, checkpoint: Checkpoint):
-    """Refuse degrees that do not suit the model. Raises ConfigError and UnsupportedError."""
-    config.validate()
-    check_degrees(checkpoint, config)
 
 
 def _difference(before: ParallelConfig, after: ParallelConfig) -> str:
