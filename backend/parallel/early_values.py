@@ -36,19 +36,12 @@ def watch(
     """Call ``note`` with what each layer of a group of Blocks.values has made, (B, tokens, features), after
     its place in the group and the number of layers that ``block`` has of it."""
     handles = []
+    modules = dict(block.named_modules(remove_duplicate=False))
     for names in blocks.values:
-        layers = [layer for name in names if (layer := _layer(block, name)) is not None]
+        layers = [modules[name] for name in names if name in modules]
         for place, layer in enumerate(layers):
             handles.append(layer.register_forward_hook(partial(_made, note, place, len(layers))))
     return handles
-
-
-def _layer(block: nn.Module, name: str) -> nn.Module | None:
-    """Return the layer ``name`` of a block; None where it has none, as blocks of one stream."""
-    try:
-        return block.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 def _made(note: Callable, place: int, count: int, layer: nn.Module, args: tuple, output: Tensor):
