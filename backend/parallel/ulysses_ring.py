@@ -26,17 +26,12 @@ TILE = 128
 TILES_OF_A_HALF = 128
 
 
-def head_shards(heads: int, axis: Axis) -> list[int]:
-    """Count the heads that each Ulysses rank gets, by its share."""
-    return shard_sizes(heads, axis.size, axis.shares)
-
-
 def halves(heads: int, batch: int, tokens: int, axis: Axis) -> int:
     """Return in how many parts heads go and come, 1 or 2: attention of one part hides what the other sends.
 
     All ranks must find the same, so no property of a GPU counts.
     """
-    least = min(head_shards(heads, axis)) // 2
+    least = min(shard_sizes(heads, axis.size, axis.shares)) // 2
     return 2 if least * batch * -(-tokens // TILE) >= TILES_OF_A_HALF and least else 1
 
 
@@ -51,7 +46,7 @@ def scatter_heads(
     """
     batch, heads, tokens, size = tensors[0].shape
     kinds = len(tensors)
-    shards = head_shards(heads, axis)
+    shards = shard_sizes(heads, axis.size, axis.shares)
     counts = [len(Span(0, shard).shard(part, parts)) for shard in shards]
     row = kinds * batch * size  # numbers of a token and head
     sent = [tokens * count * row for count in counts]
@@ -121,7 +116,8 @@ class GatheredHeads:
     def _counts(self, part: int | None = None) -> list[int]:
         """Heads of each rank in a part, by default in that which is sent next."""
         part = len(self.under_way) if part is None else part
-        return [len(Span(0, heads).shard(part, self.parts)) for heads in head_shards(self.heads, self.axis)]
+        shards = shard_sizes(self.heads, self.axis.size, self.axis.shares)
+        return [len(Span(0, heads).shard(part, self.parts)) for heads in shards]
 
 
 def ring_attend(

@@ -16,9 +16,8 @@ from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import Sequence, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
-from ..parallel.ulysses_ring import head_shards
 from ..quantization.kernels import Choice
-from ..shares import edges, grid
+from ..shares import edges, grid, shard_sizes
 from .weights import (
     HeldParameter,
     HeldWeights,
@@ -109,8 +108,7 @@ class Workload:
     def heads(self, place: Place) -> int:
         """Attention heads of the rank at ``place``."""
         uneven = self.config.shares_of("ulysses")
-        axis = Axis(None, place["ulysses"], self.config.ulysses_degree, (), uneven)
-        return head_shards(self.all_heads(place), axis)[axis.rank]
+        return shard_sizes(self.all_heads(place), self.config.ulysses_degree, uneven)[place["ulysses"]]
 
     @property
     def width(self) -> int:

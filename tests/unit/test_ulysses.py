@@ -7,6 +7,7 @@ from backend.parallel import ulysses_ring
 from backend.parallel.comm import Exchange
 from backend.parallel.mesh import Axis
 from backend.parallel.sequence import Span
+from backend.shares import shard_sizes
 
 SIZE = 8
 
@@ -73,7 +74,7 @@ def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, part, parts, m
         )()
 
     received = wires.run(scatter, ranks)
-    of_heads = ulysses_ring.head_shards(heads, Axis(None, 0, ranks, (), shares))
+    of_heads = shard_sizes(heads, ranks, shares)
     assert not shares or of_heads == [heads * share // 100 for share in shares]
     for tensor, kind in zip(whole, range(kinds)):
         for rank, own in enumerate(tensor.split(of_heads, dim=1)):
@@ -90,7 +91,7 @@ def test_heads_go_back_to_tokens(heads, lengths, shares, batch, parts, monkeypat
     ranks = len(lengths)
     whole = torch.randn(batch, heads, sum(lengths), SIZE)
     axes = [Axis(None, rank, ranks, tuple(range(ranks)), shares) for rank in range(ranks)]
-    of_heads = whole.split(ulysses_ring.head_shards(heads, axes[0]), dim=1)
+    of_heads = whole.split(shard_sizes(heads, ranks, shares), dim=1)
     all_going = [ulysses_ring.GatheredHeads(heads, lengths, axis, parts) for axis in axes]
     for part in range(parts):
         sent = {}
