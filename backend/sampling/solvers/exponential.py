@@ -5,7 +5,7 @@ import math
 import torch
 
 from ...protocol.solver_names import STOCHASTIC_PERCENTS
-from .problem import Problem, Steps, Tensor
+from .problem import Problem, Steps, Tensor, weighted
 
 #: Points of the Riemann sum of ER-SDE's weights.
 ER_POINTS = 200
@@ -177,10 +177,7 @@ def _adams(x, lambdas, sigmas, i, h, tau, history, knots) -> Tensor:
     half log SNRs ``knots``."""
     weights = sigmas[i + 1] * lambdas[i + 1].exp() * _adams_weights(knots, lambdas[i], lambdas[i + 1], tau)
     x = sigmas[i + 1] / sigmas[i] * (-(tau**2) * h).exp() * x
-    total = weights[0] * history[-len(knots)]
-    for weight, denoised in zip(weights[1:], history[len(history) - len(knots) + 1 :]):
-        total = total + weight * denoised
-    return x + total
+    return x + weighted(weights, history[-len(knots) :])
 
 
 def _adams_weights(knots: Tensor, start: Tensor, end: Tensor, tau: float) -> Tensor:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from .problem import Problem, Steps, Tensor, euler_step
+from .problem import Problem, Steps, Tensor, euler_step, weighted
 
 #: Points of the Riemann sum of DEIS' weights.
 DEIS_POINTS = 10000
@@ -29,16 +29,9 @@ def lms(x: Tensor, problem: Problem) -> Steps:
     def change(i, slopes):
         knots = times[i - len(slopes) + 1 : i + 1][::-1]
         weights = [_lagrange_integral(knots, j, times[i], times[i + 1]) for j in range(len(slopes))]
-        return _weighted(weights, slopes)
+        return weighted(weights, slopes)
 
     return _by_slopes(x, problem, change)
-
-
-def _weighted(weights, terms) -> Tensor:
-    total = weights[0] * terms[0]
-    for weight, term in zip(weights[1:], terms[1:]):
-        total = total + weight * term
-    return total
 
 
 def _lagrange_integral(knots: list[float], j: int, start: float, end: float) -> float:
@@ -61,7 +54,7 @@ def ipndm(x: Tensor, problem: Problem) -> Steps:
 
     def change(i, slopes):
         weights, divisor = _EQUAL_STEPS[len(slopes) - 1]
-        return (sigmas[i + 1] - sigmas[i]) * _weighted(weights, slopes) / divisor
+        return (sigmas[i + 1] - sigmas[i]) * weighted(weights, slopes) / divisor
 
     return _by_slopes(x, problem, change)
 
@@ -72,7 +65,7 @@ def ipndm_v(x: Tensor, problem: Problem) -> Steps:
 
     def change(i, slopes):
         lengths = sigmas[i - len(slopes) + 1 : i + 2].diff().flip(0)
-        return (sigmas[i + 1] - sigmas[i]) * _weighted(_uneven_steps(*lengths), slopes)
+        return (sigmas[i + 1] - sigmas[i]) * weighted(_uneven_steps(*lengths), slopes)
 
     return _by_slopes(x, problem, change)
 

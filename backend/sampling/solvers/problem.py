@@ -1,6 +1,6 @@
 """What a solver integrates, and the changes of variable that several solvers share."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -68,6 +68,14 @@ class Problem:
         sigmas = self.sigmas.clone()
         sigmas[0] = self.percent_to_sigma(FIRST_PERCENT)
         return replace(self, sigmas=sigmas)
+
+
+def weighted(weights, terms: Sequence[Tensor]) -> Tensor:
+    """Add up ``terms`` times ``weights``, in their order."""
+    total = weights[0] * terms[0]
+    for weight, term in zip(weights[1:], terms[1:]):
+        total = total + weight * term
+    return total
 
 
 def euler_step(x: Tensor, denoised: Tensor, sigma: Tensor, target: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from .problem import Problem, Steps, Tensor
+from .problem import Problem, Steps, Tensor, weighted
 
 #: Where a schedule ends in sigma 0, UniPC goes to this level, as its half log SNR has to be finite.
 LAST_SIGMA = 0.001
@@ -83,10 +83,7 @@ def _update(
     else:
         terms.append(newest - data[0])
         weights = torch.tensor([0.5]) if len(data) == 1 else torch.linalg.solve(matrix, target)
-    residual = weights[0] * terms[0]
-    for weight, term in zip(weights[1:], terms[1:]):
-        residual = residual + weight * term
-    return x - alpha * scale * residual
+    return x - alpha * scale * weighted(weights, terms)
 
 
 def _conditions(ratios: Tensor, hh: Tensor, variant: str) -> tuple[Tensor, Tensor, Tensor]:
