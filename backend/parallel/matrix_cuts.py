@@ -37,8 +37,8 @@ class Shard:
 
     outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
     whole activations. reduce: ranks over which outputs (a norm: means) are summed. gather: ranks whose
-    outputs are concatenated, of ``widths[i]`` features. edges: columns where any rank's inputs begin or end.
-    heights: how many rows each of the ranks holds that the rows are cut over.
+    outputs are concatenated. edges: columns where any rank's inputs begin or end. heights: how many rows each
+    of the ranks holds that the rows are cut over.
     """
 
     outputs: tuple[Span, ...]
@@ -46,14 +46,13 @@ class Shard:
     take_input: bool = False
     reduce: Axis | None = None
     gather: Axis | None = None
-    widths: tuple[int, ...] = ()
     edges: tuple[int, ...] = ()
     heights: tuple[int, ...] = ()
 
     @property
     def features(self) -> int:
         """Features of the layer's output on this rank."""
-        return sum(self.widths) or sum(map(len, self.outputs))
+        return sum(self.heights) if self.gather else sum(map(len, self.outputs))
 
     @property
     def reduced_features(self) -> int:
@@ -113,14 +112,12 @@ class Cut:
         heights = self.rows.sizes(rows_axis) if rows_axis else (sum(self.rows.widths),)
         if not self.columns.widths:
             return Shard(outputs, (), reduce=rows_axis, heights=heights)
-        gather = rows_axis if self.exchanges else None
         return Shard(
             outputs,
             self.columns.spans(columns_axis),
             self.exchanges and columns_axis is not None,
             columns_axis,
-            gather,
-            heights if gather else (),
+            rows_axis if self.exchanges else None,
             self.columns.edges(columns_axis) if columns_axis else (),
             heights,
         )

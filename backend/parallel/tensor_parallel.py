@@ -71,7 +71,7 @@ class ShardedLinear(nn.Module):
             out = out if self.bias is None else out + self.bias  # once, after the sum
         if shard.gather is None:
             return out
-        shapes = [(*out.shape[:-1], width) for width in shard.widths]
+        shapes = [(*out.shape[:-1], width) for width in shard.heights]
         return torch.cat(comm.all_gather(out, shapes, shard.gather, "tensor"), dim=-1)
 
     def _in_halves(self, x: Tensor, axis: Axis) -> Tensor:
