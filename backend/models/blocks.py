@@ -89,10 +89,6 @@ class BlockAdapter:
         """Return further arguments, next to per_token, that differ for a block which is given ``tokens``."""
         return {}
 
-    def take_text_mask(self, call: dict[str, Any]) -> Tensor | None:
-        """Take the mask (B, text) of text tokens out of the arguments: attention applies it instead."""
-        return None
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -104,6 +100,8 @@ class Blocks:
     image, text: names of the arguments of image tokens and text tokens (None: text is in cross-attention).
     text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
     needs_text_token: blocks fail on a text stream without tokens, so they are given a dummy token.
+    text_mask: name of the argument with a mask (B, text) of text tokens, if there is one: attention applies
+    it in the block's place.
     per_token: name of an argument with an entry per token, or one for all -> (kind, or kinds of a tuple's
     elements, dimension, and number of dimensions if others are not cut).
     per_feature: arguments whose last dimension runs over the features of all heads, or, of four, whose second
@@ -135,6 +133,7 @@ class Blocks:
     text: str | None = None
     text_position: str | None = None
     needs_text_token: bool = False
+    text_mask: str = ""
     per_token: Mapping[str, tuple] = field(default_factory=dict)
     per_feature: tuple[str, ...] = ()
     attention: tuple[str | tuple[str, str], ...] = ("joint",)

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 
 from . import hunyuan_video
-from .blocks import APART
+from .blocks import APART, BlockAdapter
 from .common import references
 from .common.call_state import call_state
-from .common.masked_text import MaskedText
 from .common.once import once
 from .common.timestep_precision import round_input
 from .family import FP16_OR_BF16, STEP_END, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
@@ -137,7 +136,8 @@ FAMILY = Family(
         last="proj_out",
         lists={"transformer_blocks": APART},
         per_token={"freqs_cis": ("image", 0)},
-        adapter=MaskedText("attention_mask"),
+        text_mask="attention_mask",
+        adapter=BlockAdapter(),
     ),
     conditioning=Conditioning(
         accepted=ACCEPTED,

@@ -9,7 +9,6 @@ import torch
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.masked_text import MaskedText
 from .common.once import once
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -151,7 +150,7 @@ FAMILY = Family(
         text="encoder_hidden_states",
         text_position="first",
         values=(("attn.add_v_proj", "attn.to_v"),),
-        adapter=MaskedText("encoder_hidden_states_mask"),
+        text_mask="encoder_hidden_states_mask",
         needs_text_token=True,
         text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),
         per_token={"image_rotary_emb": (("image", "text"), 0), "modulate_index": ("image", 1)},

@@ -248,7 +248,9 @@ class Stage:
             text = streams["text"]
             streams = {**streams, "text": text.new_zeros(text.shape[0], 1, text.shape[2])}
         forward.give(index, call, streams, dummy)
-        mask = self.adapter.take_text_mask(call)
+        mask = call.get(family.blocks.text_mask)
+        if mask is not None:
+            call[family.blocks.text_mask] = None  # attention applies it instead
         kinds = family.blocks.attention
         static = family.cache.static_text
         attention = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)

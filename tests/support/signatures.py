@@ -44,6 +44,7 @@ def of_family(family: Family) -> Signature:
     return (
         tuple(dict.fromkeys(blocks.lists.values())),
         blocks.text_position,
+        blocks.text_mask != "",
         family.latent.nested is not None,
         "cross" in kinds,
         "sum" in kinds,
