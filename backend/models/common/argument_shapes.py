@@ -34,22 +34,14 @@ DIMENSIONS = {
     "vace_context": ("batch", "control videos", "control channels", "frames", "height", "width"),
     "vace_strength": ("batch", "control videos"),
 }
-#: Those of them that are floating-point.
-FLOATING = (
-    "c_crossattn",
-    "encoder_hidden_states_t5",
-    "encoder_hidden_states_llama3",
-    "txt_byt5",
-    "clip_fea",
-    "y",
+#: Those of them that are floating-point: embeddings, and these others.
+FLOATING = {name for name, dimensions in DIMENSIONS.items() if dimensions[-1] == "width"} | {
     "c_concat",
     "time_dim_replace",
-    "given_video",
-    "given_audio",
     "vace_context",
     "vace_strength",
     "guide_weights",
-)
+}
 #: Arguments that are one number, or one for each sample.
 NUMBERS = (
     "guidance",
