@@ -1,14 +1,11 @@
 """HunyuanImage 2.1 of Tencent, text to image: HunyuanVideo's blocks over an image (20 double-stream and 40
 single-stream in the released size); two kinds of text (Qwen, byT5) are joined inside the model."""
 
-from dataclasses import replace
-
 from . import hunyuan_video
 from .blocks import BlockAdapter
 from .common.double_stream import SINGLE_STREAM
-from .common.tensor_plans import COMMON, PARALLEL_MLP
 from .common.timestep_precision import round_input
-from .family import STEP_END, Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import STEP_END, Build, Conditioning, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, under
 
 
@@ -100,36 +97,29 @@ def variant(config):
     return found
 
 
-FAMILY = Family(
-    name="hunyuan-image-2.1",
-    transformer="HunyuanImageTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"], frames=False, pixels=lambda config: (1, 32, 32)
-    ),
-    io=ModelIO(arguments=forward_args),
-    blocks=replace(
-        hunyuan_video.FAMILY.blocks,
-        last="proj_out",
-        per_token={"image_rotary_emb": ("image", 0)},
-        adapter=BlockAdapter(),
-    ),
-    conditioning=Conditioning(
-        accepted=ACCEPTED,
-        widths=lambda config: {
-            "c_crossattn": config["text_embed_dim"],
-            "txt_byt5": config["text_embed_2_dim"],
-        },
-        ignored=("guidance",),
-        text_tokens=text_tokens,
-    ),
-    cache=Cache(
-        prompt_modules=("rope", "context_embedder_2"),
-        step_modules=("context_embedder",),
-        image_modules=("x_embedder",),
-        modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
-    ),
-    build=Build(patch_module=patch_module, only=ONLY),
-    tensor_plan=COMMON | PARALLEL_MLP,
-    layout=LAYOUT,
-    variant=variant,
+FAMILY = hunyuan_video.FAMILY.changed(
+    {
+        "name": "hunyuan-image-2.1",
+        "transformer": "HunyuanImageTransformer2DModel",
+        "latent.frames": False,
+        "latent.pixels": lambda config: (1, 32, 32),
+        "noise": Noise(),
+        "io": ModelIO(arguments=forward_args),
+        "blocks.last": "proj_out",
+        "blocks.per_token": {"image_rotary_emb": ("image", 0)},
+        "blocks.adapter": BlockAdapter(),
+        "conditioning": Conditioning(
+            accepted=ACCEPTED,
+            widths=lambda config: {
+                "c_crossattn": config["text_embed_dim"],
+                "txt_byt5": config["text_embed_2_dim"],
+            },
+            ignored=("guidance",),
+            text_tokens=text_tokens,
+        ),
+        "cache.prompt_modules": ("rope", "context_embedder_2"),
+        "build": Build(patch_module=patch_module, only=ONLY),
+        "layout": LAYOUT,
+        "variant": variant,
+    }
 )

@@ -1,7 +1,6 @@
 """HunyuanVideo 1.5 of Tencent: 54 double-stream blocks; three kinds of text (image features, byT5, Qwen) are
 joined inside the model."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -13,8 +12,9 @@ from .blocks import APART, BlockAdapter
 from .common import references
 from .common.call_state import call_state
 from .common.once import once
+from .common.tensor_plans import COMMON
 from .common.timestep_precision import round_input
-from .family import FP16_OR_BF16, STEP_END, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .family import FP16_OR_BF16, STEP_END, Build, Conditioning, ModelIO
 from .hunyuan_video import NAMES, SPELLINGS, all_tokens, video_config
 from .key_layout import IN_OUT, Layout, under
 
@@ -123,39 +123,34 @@ LAYOUT = Layout(
     },
 )
 ACCEPTED = ("c_crossattn", "attention_mask", "txt_byt5", "clip_fea", "c_concat", "guidance", "y")
-FAMILY = Family(
-    name="hunyuan-video-1.5",
-    transformer="HunyuanVideo15Transformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"], frames=True, pixels=lambda config: (4, 16, 16)
-    ),
-    noise=Noise(clean_inpaint=True),
-    io=ModelIO(arguments=forward_args),
-    blocks=replace(
-        hunyuan_video.FAMILY.blocks,
-        last="proj_out",
-        lists={"transformer_blocks": APART},
-        per_token={"freqs_cis": ("image", 0)},
-        text_mask="attention_mask",
-        adapter=BlockAdapter(),
-    ),
-    conditioning=Conditioning(
-        accepted=ACCEPTED,
-        widths=lambda config: {
-            "c_crossattn": config["text_embed_dim"],
-            "txt_byt5": config["text_embed_2_dim"],
-            "clip_fea": config["image_embed_dim"],
-        },
-        ignored=("guidance", "y"),
-        refusal=refusal,
-    ),
-    cache=Cache(
-        prompt_modules=("rope", "context_embedder_2", "image_embedder"),
-        step_modules=("context_embedder",),
-        image_modules=("x_embedder",),
-        modulation=("norm1.linear", "norm1_context.linear"),
-    ),
-    build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
-    layout=LAYOUT,
-    variant=lambda config: {"conditioning.accepted": (*ACCEPTED, STEP_END)} if config["use_meanflow"] else {},
+FAMILY = hunyuan_video.FAMILY.changed(
+    {
+        "name": "hunyuan-video-1.5",
+        "transformer": "HunyuanVideo15Transformer3DModel",
+        "latent.pixels": lambda config: (4, 16, 16),
+        "io": ModelIO(arguments=forward_args),
+        "blocks.last": "proj_out",
+        "blocks.lists": {"transformer_blocks": APART},
+        "blocks.per_token": {"freqs_cis": ("image", 0)},
+        "blocks.text_mask": "attention_mask",
+        "blocks.adapter": BlockAdapter(),
+        "conditioning": Conditioning(
+            accepted=ACCEPTED,
+            widths=lambda config: {
+                "c_crossattn": config["text_embed_dim"],
+                "txt_byt5": config["text_embed_2_dim"],
+                "clip_fea": config["image_embed_dim"],
+            },
+            ignored=("guidance", "y"),
+            refusal=refusal,
+        ),
+        "cache.prompt_modules": ("rope", "context_embedder_2", "image_embedder"),
+        "cache.modulation": ("norm1.linear", "norm1_context.linear"),
+        "build": Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
+        "tensor_plan": COMMON,
+        "layout": LAYOUT,
+        "variant": lambda config: (
+            {"conditioning.accepted": (*ACCEPTED, STEP_END)} if config["use_meanflow"] else {}
+        ),
+    }
 )
