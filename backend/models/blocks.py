@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from torch import Tensor, nn
-
-from .patterns import matches
+from torch import Tensor
 
 #: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
 #: argument, or image tokens alone (the first lists: text enters after them).
@@ -155,18 +153,6 @@ class Blocks:
         """Features of a token between blocks, with the states of so many ``controls``."""
         own = self.width(config) if self.width else self.heads(config) * self.head_size(config)
         return own * (1 + controls) if self.control_layers else own
-
-    def is_control_layer(self, name: str) -> bool:
-        """Does the layer ``name`` of a block run once for each control input?"""
-        return matches(name, self.control_layers)
-
-    def is_text_layer(self, name: str) -> bool:
-        """Does the layer ``name`` of a block see text tokens alone?"""
-        return matches(name, self.text_layers)
-
-    def routers_of(self, block: nn.Module) -> list[nn.Module]:
-        """Return the modules of a block that choose experts."""
-        return [module for name, module in block.named_modules() if matches(name, self.routers)]
 
     def latent_of(self, name: str) -> str:
         """Name the nested latent that passes the layer ``name`` of a block; "" for the whole stream."""

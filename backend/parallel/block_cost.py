@@ -110,7 +110,7 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
             keys = PROMPT if kind == "cross" else STATE
         if family.blocks.lists[blocks] == IMAGE_ONLY:
             queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
-        is_control = family.blocks.is_control_layer(f"{name}.{QUERIES[0]}")
+        is_control = matches(f"{name}.{QUERIES[0]}", family.blocks.control_layers)
         found.append(AttentionCall(queries, keys, query_width(module, family, config), is_control))
     return found
 
@@ -118,7 +118,7 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
 def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens]:
     """Return layer of a ``block`` of the list ``blocks`` -> the tokens that pass it."""
     names = [name for name, _ in block.named_modules()]
-    of_text = {name for name in names if family.blocks.is_text_layer(name)}
+    of_text = {name for name in names if matches(name, family.blocks.text_layers)}
     apart = (
         family.cache.static_text
         or family.blocks.text_position is None
@@ -134,7 +134,7 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
             joint = family.blocks.text_position is not None  # else each rank has the whole prompt
             found[name] = LayerTokens(False, True, divided="text" if joint else "")
         else:
-            is_control = family.blocks.is_control_layer(name)
+            is_control = matches(name, family.blocks.control_layers)
             divided = "" if matches(name, family.blocks.flop_shares) else "image"
             found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name), is_control, divided)
     return found

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..models.patterns import matches
 from ..opaque_ops import opaque
 from ..quantization import packed_weight
 from . import comm
@@ -132,7 +133,8 @@ def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: st
         is_linear = isinstance(whole, nn.Linear)
         sharded = ShardedLinear(whole, shard) if is_linear else ShardedNorm(whole, shard)
         transformer.set_submodule(name, sharded)
-    for router in (module for block in blocks for module in family.blocks.routers_of(block)):
+    modules = (found for block in blocks for found in block.named_modules())
+    for router in [module for name, module in modules if matches(name, family.blocks.routers)]:
         router.add_module("first_choice", choice := FirstChoice(tp))  # where regroup finds it
         router.register_forward_hook(choice)
     if scheme != "megatron":
