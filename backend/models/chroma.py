@@ -54,7 +54,6 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of ChromaTransformer2DModel."""
     found = config_of(shapes)
     return found | dict(
         axes_dims_rope=rope_axes(found["attention_head_dim"]),

@@ -52,7 +52,6 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of FluxTransformer2DModel."""
     found = config_of(shapes)
     return found | dict(
         pooled_projection_dim=shapes["vector_in.in_layer.weight"][1],

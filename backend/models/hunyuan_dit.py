@@ -87,7 +87,6 @@ HEADS = 16
 
 
 def config_from_shapes(shapes):
-    """Arguments of HunyuanDiT2DModel."""
     hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
     return dict(
         num_attention_heads=HEADS,

@@ -67,7 +67,6 @@ def video_config(shapes):
 
 
 def config_from_shapes(shapes):
-    """Arguments of HunyuanVideoTransformer3DModel."""
     return video_config(shapes) | dict(
         num_single_layers=blocks_of(shapes, "single_blocks"),
         guidance_embeds="guidance_in.in_layer.weight" in shapes,

@@ -88,7 +88,6 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of HunyuanVideo15Transformer3DModel."""
     return video_config(shapes) | dict(
         text_embed_2_dim=shapes["byt5_in.fc1.weight"][1],
         image_embed_dim=shapes["vision_in.proj.0.weight"][0],

@@ -100,7 +100,6 @@ SECTIONS = (24, 20, 20)
 
 
 def config_from_shapes(shapes):
-    """Arguments of Ideogram4Transformer2DModel."""
     hidden, channels = shapes["input_proj.weight"]
     head = shapes["layers.0.attention.norm_q.weight"][0]
     most = [(head // 2 - 1 - axis) // 3 + 1 for axis in range(3)]

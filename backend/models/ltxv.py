@@ -99,7 +99,6 @@ HEADS = 32
 
 
 def config_from_shapes(shapes):
-    """Arguments of LTXVideoTransformer3DModel."""
     hidden, channels = shapes["patchify_proj.weight"]
     return dict(
         in_channels=channels,

@@ -177,7 +177,6 @@ def patch_module(transformer, config):
 
 
 def config_from_shapes(shapes):
-    """Arguments of MiniMaxH3Transformer3DModel."""
     head, first = shapes["blocks.0.attn.q_norm.weight"][0], shapes["time_embedder.proj_in.weight"]
     return dict(
         patch_size=(1, 2, 2),

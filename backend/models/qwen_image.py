@@ -108,7 +108,6 @@ TRANSPARENCY = "time_text_embed.addition_t_embedding.weight"
 
 
 def config_from_shapes(shapes):
-    """Arguments of QwenImageTransformer2DModel."""
     hidden = shapes["img_in.weight"][0]
     head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
     return dict(

@@ -208,7 +208,6 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of QwenImage21Transformer2DModel."""
     hidden = shapes["img_in.weight"][0]
     head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
     return dict(

@@ -101,7 +101,6 @@ CROSS_HEADS = {1152: 72}
 
 
 def config_from_shapes(shapes):
-    """Arguments of SanaTransformer2DModel."""
     width, channels, patch, _ = shapes["patch_embed.proj.weight"]
     cross = CROSS_HEADS.get(width, CROSS_HEAD)
     return dict(
