@@ -23,7 +23,7 @@ from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
 from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
 from .probe import Trace, shallow, trace
-from .structure import CannotCut, check_patches, no_share, structure
+from .structure import CannotCut, check_patches, structure
 
 #: (height, width) in tokens, and tokens of the prompt, in the two probes; a size shows what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
@@ -48,7 +48,8 @@ class Trial:
     """What running a shallow copy of a class tells. JSON holds it, so that the other ranks are told it.
 
     timestep: what a time of 0.5 became on its way into the Timesteps layer. heads, head_size: of the first
-    attention. blocks: fields of Blocks; none where the sequence cannot be cut, and whole_only says why.
+    attention. blocks: what ``structure`` found; nothing where the sequence cannot be cut, and whole_only says
+    why.
     """
 
     timestep: float
@@ -56,18 +57,6 @@ class Trial:
     head_size: int
     blocks: Mapping
     whole_only: str | None = None
-
-    def as_json(self) -> dict:
-        """Return it as JSON holds it."""
-        shares = [*self.blocks.get("flop_shares", {})]
-        return {**asdict(self), "blocks": {**self.blocks, "flop_shares": shares}}
-
-    @classmethod
-    def from_json(cls, values: Mapping) -> "Trial":
-        """Return what ``as_json`` was made of."""
-        blocks = {name: _tuples(value) for name, value in values["blocks"].items()}
-        blocks["flop_shares"] = dict.fromkeys(blocks["flop_shares"], no_share)
-        return cls(**{**values, "blocks": blocks if blocks.get("lists") else {}})
 
 
 def _tuples(value):
@@ -88,7 +77,8 @@ def family(
     Blocks.whole_only says why.
     """
     trial = trial or _tried(cls, json.dumps(config, sort_keys=True))
-    found = _described(Shape(cls, config, inputs_of(cls, config)), scheduler, Trial.from_json(trial))
+    held = Trial(**_tuples(dict(trial)))
+    found = _described(Shape(cls, config, inputs_of(cls, config)), scheduler, held)
     return found, dict(trial)
 
 
@@ -105,9 +95,9 @@ def _tried(cls: type, config_json: str) -> dict:
     try:
         sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
         facts = structure(first, probe.run(*PROBES[1]), sizes, lambda: probe.run(*PROBES[0], seed=1))
-        return _checked(shape, replace(trial, blocks=facts), probe).as_json()
+        return asdict(_checked(shape, replace(trial, blocks=facts), probe))
     except CannotCut as reason:
-        return replace(trial, whole_only=str(reason)).as_json()
+        return asdict(replace(trial, whole_only=str(reason)))
 
 
 def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Family:
@@ -130,6 +120,7 @@ def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Famil
         return output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
 
     blocks: dict = {"lists": {}, **trial.blocks, "whole_only": trial.whole_only}
+    blocks["flop_shares"] = dict.fromkeys(trial.blocks.get("flop_shares", ()), _no_share)
     return Family(
         name=shape.cls.__name__,
         transformer=shape.cls.__name__,
@@ -148,6 +139,11 @@ def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Famil
         tensor_plan=None,
         layout=Layout(signature=(), config=lambda shapes: {}),
     )
+
+
+def _no_share(config) -> int:
+    """Return 0, the share in Blocks.flop_shares of a layer that no token passes."""
+    return 0
 
 
 def _checked(shape: "Shape", trial: Trial, probe: "_Probe") -> Trial:

@@ -19,13 +19,9 @@ class CannotCut(Exception):
     """Raised when the sequence of a class cannot be cut; the message says why."""
 
 
-def no_share(config) -> int:
-    """Return 0, the share in Blocks.flop_shares of a layer that no token passes."""
-    return 0
-
-
 def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
-    """Return fields of Blocks, from forwards of two sizes. Raises CannotCut where they are of no known form.
+    """Return fields of Blocks, from forwards of two sizes; of flop_shares the layers alone, which no token
+    passes. Raises CannotCut where they are of no known form.
 
     sizes: (image tokens, text tokens) of the two; another: runs the small one with another latent.
     """
@@ -127,7 +123,7 @@ def _layers(calls, sizes) -> dict:
                 kinds.setdefault(name, set()).add("none" if pair == (1, 1) else _kind(pair, sizes))
     return dict(
         text_layers=tuple(name for name, found in kinds.items() if found == {"text"}),
-        flop_shares={name: no_share for name, found in kinds.items() if found == {"none"}},
+        flop_shares=tuple(name for name, found in kinds.items() if found == {"none"}),
     )
 
 
