@@ -1,10 +1,8 @@
 """CogVideoX (2b, 5b) and 1.5 of Zhipu, text or image to video: 30 or 42 joint blocks, v-prediction on a
 discrete schedule; text first."""
 
-from typing import Any, cast
-
 import torch
-from diffusers.models.embeddings import get_1d_rotary_pos_embed
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from .blocks import APART, Blocks
 from .common import references
@@ -17,19 +15,10 @@ from .key_layout import Layout, blocks_of, under
 def rotary(config, grid, device):
     """(cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the
     image's axes."""
-    head = config["attention_head_dim"]
     stretch = 1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875)
-    sizes = (head // 4, head // 8 * 3, head // 8 * 3)
-    scales = (1.0, stretch, stretch)
-    tables = [
-        get_1d_rotary_pos_embed(size, cast(Any, torch.arange(count, device=device) * scale), use_real=True)
-        for size, count, scale in zip(sizes, grid.counts, scales)
-    ]
-    index = torch.meshgrid(*[torch.arange(count, device=device) for count in grid.counts], indexing="ij")
-    return tuple(
-        torch.cat([table[which][i.reshape(-1)] for table, i in zip(tables, index)], dim=-1)
-        for which in (0, 1)
-    )
+    frames, *sides = grid.counts
+    area = (0, 0), tuple(side * stretch for side in sides)
+    return get_3d_rotary_pos_embed(config["attention_head_dim"], area, sides, frames, device=device)
 
 
 def patch_module(transformer, config):
