@@ -6,6 +6,7 @@ import torch
 from .blocks import APART, Blocks
 from .common import guide_weights
 from .common.header_config import transformer_config
+from .common.ltx2_blocks import Attention
 from .common.once import once
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
@@ -53,7 +54,9 @@ def patch_module(transformer, config):
     transformer.rope.__class__ = guide_weights.VideoPositions
     transformer.rope.heads = config["num_attention_heads"]
     for block in transformer.transformer_blocks:
-        block.attn1.set_processor(guide_weights.VideoAttention())
+        block.attn1.set_processor(Attention())
+        block.attn1.rope_type = "interleaved"
+        block.attn1.to_gate_logits = None
 
 
 def forward_args(config, grid, latent, sigma, cond):

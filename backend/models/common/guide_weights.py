@@ -6,15 +6,11 @@ ldm/lightricks/model.py). That is a product of two features more: q·k + is_vide
 is_video(k). So it is divided, sent and cached with queries and keys, and every kernel computes it.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_ltx import (
-    LTXVideoAttnProcessor,
-    LTXVideoRotaryPosEmbed,
-    apply_rotary_emb,
-)
+from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from torch import Tensor
 
@@ -77,23 +73,3 @@ def divided(rotary: tuple, heads: int) -> tuple[tuple, Tensor | None]:
         return rotary, None
     found = rotary[2]
     return rotary[:2], found if found.ndim == 4 else found.unflatten(2, (heads, -1)).transpose(1, 2)
-
-
-class VideoAttention(LTXVideoAttnProcessor):
-    """LTX-Video's attention; to itself with ``features``, where there are any."""
-
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
-    ):
-        if image_rotary_emb is None or len(image_rotary_emb) == 2:
-            return super().__call__(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            )
-        rotary, weighed = divided(cast(tuple, image_rotary_emb), attn.heads)
-        assert weighed is not None, "a third tensor came"
-        q = apply_rotary_emb(attn.norm_q(attn.to_q(hidden_states)), rotary)
-        k = apply_rotary_emb(attn.norm_k(attn.to_k(hidden_states)), rotary)
-        v = attn.to_v(hidden_states)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
-        out = attend(q, k, v, weighed)
-        return attn.to_out[0](out.transpose(1, 2).flatten(2))

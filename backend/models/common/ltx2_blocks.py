@@ -71,7 +71,8 @@ class VideoAndAudio(BlockAdapter):
 
 
 class Attention(LTX2AudioVideoAttnProcessor):
-    """LTX-2's attention, with 2.3's gate of every head; a patch may hold no tokens of audio."""
+    """LTX-2's attention, with 2.3's gate of every head; LTX-Video's within the video. A patch may hold no
+    tokens of audio."""
 
     def __call__(
         self,
