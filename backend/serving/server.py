@@ -7,14 +7,16 @@ import stat
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import psutil
+
 from .. import protocol
 from ..protocol import ProtocolError, handshake, tcp
 from ..protocol.framing import MAX_HELLO, receive, send
-from .activity import Activity, resident
 
 #: Seconds in which a new connection must prove that it knows the token.
 HELLO_SECONDS = 5.0
@@ -43,7 +45,7 @@ class Job:
 
     def reply(self, message):
         if isinstance(message, protocol.Failure):
-            self.client.server.activity.last_error = message.message
+            self.client.server.last_error = message.message
         self.client.outbox.put(message)
 
     @property
@@ -188,7 +190,13 @@ class Server:
         """``models()``: name -> path of what is loaded; ``of_rank(rank)``: what Report.ranks says further;
         ``machines``: the number of every rank's machine, 0 being this one."""
         self.machines = machines or [0] * welcome.world_size
-        self.activity = Activity()
+        #: The last refusal.
+        self.last_error = ""
+        self._started = time.monotonic()
+        #: Kind of request -> how many were answered.
+        self._answered: Counter[str] = Counter()
+        #: Kind of the request under way, "" for none, and when it began.
+        self._running = ("", 0.0)
         self.of_rank = of_rank
         self.token = token
         self.welcome = welcome
@@ -249,7 +257,7 @@ class Server:
             with self.taking:
                 job.running = job.message is not None
             if job.running:
-                self.activity.begin(job.message)
+                self._running = (type(job.message).__name__, time.monotonic())
                 return job
 
     def tell_all(self, message):
@@ -260,19 +268,38 @@ class Server:
     def finish(self, job: Job):
         """The job is done: a Cancel that comes now means a later one."""
         if job.running:
-            self.activity.end()
+            self._answered[self._running[0]] += 1
+            self._running = ("", 0.0)
         job.message = None
 
     def status(self) -> protocol.Report:
         """Return how the backend is, from any thread."""
-        ranks = [self._rank(rank, pid) for rank, pid in enumerate(self.welcome.pids)]
-        return self.activity.report(self.models(), ranks, self.jobs.qsize())
+        now = time.monotonic()
+        kind, since = self._running
+        return protocol.Report(
+            seconds=now - self._started,
+            models=self.models(),
+            ranks=[self._rank(rank, pid) for rank, pid in enumerate(self.welcome.pids)],
+            running=kind,
+            running_seconds=now - since if kind else 0.0,
+            waiting=self.jobs.qsize(),
+            answered=dict(self._answered),
+            last_error=self.last_error,
+        )
 
     def _rank(self, rank: int, pid: int) -> dict:
         machine = self.machines[rank]
         found = {"rank": rank, "machine": machine, "pid": pid, **self.of_rank(rank)}
         # another machine's process number may be another process's here
-        return found | {"resident_bytes": resident(pid) if machine == 0 else 0}
+        return found | {"resident_bytes": _resident(pid) if machine == 0 else 0}
+
+
+def _resident(pid: int) -> int:
+    """Return the bytes of memory of a process of this machine; 0 where it has ended."""
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
 
 
 def _turn_away(connection: socket.socket):

@@ -17,10 +17,9 @@ from backend.config import ParallelConfig
 from backend.loading.load_report import peak_bytes
 from backend.loading.model_key import model_key
 from backend.parallel import mesh
-from backend.protocol import Load, ModelCall, Sample, Shutdown, Welcome, framing
+from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome, framing
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
-from backend.serving.activity import Activity
 from backend.serving.server import Client
 from backend.worker import Leader
 
@@ -69,8 +68,8 @@ class Rank0(Leader):
             jobs=queue.Queue(),
             taking=threading.Lock(),
             models=lambda: {self.model: path},
-            activity=Activity(),
-            status=lambda: Activity().report({self.model: path}, [], 0),
+            last_error="",
+            status=lambda: Report(0.0, {self.model: path}, [], "", 0.0, 0, {}, ""),
             tell_all=lambda message: None,
             token="",
         )
