@@ -6,14 +6,11 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from ..config import ParallelConfig
 from ..protocol import BackendError, Shutdown
@@ -88,7 +85,7 @@ class BackendProcess:
         #: Ranks that we have killed ourselves.
         self._killed: set[int] = set()
         self._heartbeats = Heartbeats.make(self._ranks, self.folder)
-        self.address = address or _free_address(self.folder)
+        self.address = address or f"unix:{self.folder / 'backend.sock'}"
         self._token = token or secrets.token_hex(32)
         self._client = None
         self._closing = self._ended = False
@@ -110,7 +107,8 @@ class BackendProcess:
         atexit.register(self._close_at_exit)
 
     def _start_agent(self, config: ParallelConfig, device: str) -> subprocess.Popen:
-        here = replace(_of_one_machine(config, self._ranks), device=device)
+        # of several machines each uses its first GPUs
+        here = config if self.machines.count == 1 else ParallelConfig(data_parallel_degree=self._ranks)
         env = sanitized_environment(dict(os.environ), here, device, self.machines.interface or "lo")
         where = (self.address, self.folder, sorted(self.models), self._heartbeats.path)
         with open(self.log, "wb") as log:
@@ -330,19 +328,3 @@ class BackendProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-
-def _of_one_machine(config: ParallelConfig, ranks: int) -> ParallelConfig:
-    """Return a configuration of this machine's ``ranks`` alone, on its first GPUs; ``config`` itself where
-    all ranks are here."""
-    if ranks == config.world_size:
-        return config
-    return ParallelConfig(data_parallel_degree=ranks)
-
-
-def _free_address(folder: Path) -> str:
-    if hasattr(socket, "AF_UNIX") and sys.platform != "win32":
-        return f"unix:{folder / 'backend.sock'}"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp:127.0.0.1:{probe.getsockname()[1]}"
