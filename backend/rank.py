@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,10 +56,8 @@ class Worker:
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
         while not isinstance(message := self.dispatcher.receive(), Shutdown):
-            try:
+            with suppress(Stopped, AllRefuse):  # rank 0 answers the client
                 self.obey(message)
-            except (Stopped, AllRefuse):
-                pass  # rank 0 answers the client
             del message  # its tensors make room for those of the next one
 
     def obey(self, message):

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -176,10 +177,8 @@ class LossyLog:
 
     def flush(self):
         """As of a stream."""
-        try:
+        with suppress(OSError):
             self._stream.flush()
-        except OSError:
-            pass
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)

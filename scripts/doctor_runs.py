@@ -1,6 +1,7 @@
 """What scripts/doctor.py --full runs, as a list of functions of a Lab that return findings."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -256,10 +257,8 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
     path = lab.flux()
     tiny, sample, _ = lab.tiny(FAMILIES[0])
     lab.fresh()  # the allocator of ranks that ran something larger holds more
-    try:
+    with suppress(RefusedError):  # too many ranks for so small a model: what they need is counted, too
         lab.run(config, tiny, sample)  # kernels, communicators
-    except RefusedError:
-        pass  # too many ranks for so small a model: what they need is counted, too
     watch = Watch(lab, config)
     sample = lab.request(path, 2)
     try:

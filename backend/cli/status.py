@@ -8,6 +8,7 @@
 import argparse
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 
 from ..client.client import BackendClient
@@ -42,10 +43,8 @@ def main(arguments: list[str]) -> int:
 def stop(arguments: list[str]) -> int:
     """Have a backend end, once it has answered what waits. Raises BackendError and ConfigError."""
     client = connect(parser_of("stop", __doc__).parse_args(arguments))
-    try:
+    with suppress(BackendError):  # it has hung up: its ranks end
         client.request(Shutdown())
-    except BackendError:
-        pass  # it has hung up: its ranks end
     return 0
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -52,10 +53,8 @@ def _private(place: Path) -> Path:
     if not hasattr(os, "getuid"):  # Windows, where nothing tells whose a folder is
         return Path(tempfile.mkdtemp(prefix=FALLBACK, dir=place))
     folder = place / f"{FALLBACK}{os.getuid()}"
-    try:
+    with suppress(FileExistsError):  # of an earlier process, or somebody else's
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass  # of an earlier process, or somebody else's
     found = folder.lstat()
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     if is_own and stat.S_IMODE(found.st_mode) == 0o700:

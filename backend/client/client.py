@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from .. import protocol
 from ..config import ConfigError
@@ -166,10 +167,8 @@ class BackendClient:
 
     def hang_up(self):
         """End both directions, from any thread; who waits for a reply gets BackendError and closes."""
-        try:
+        with suppress(OSError):  # the peer was faster, or it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was faster, or it is closed
 
     def close(self):
         """Hang up; more than once is fine."""

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 from ..config import ParallelConfig
@@ -262,11 +263,9 @@ class BackendProcess:
         atexit.unregister(self._close_at_exit)
         self._watch.stop()
         if self._client is not None and not self._client.closed:
-            try:
+            with suppress(BackendError):  # it hung up first, which is what was asked for
                 self._client.send(Shutdown())
                 self._wait(3)
-            except BackendError:
-                pass  # it hung up first, which is what was asked for
             self._client.hang_up()  # not closed here: another thread may wait on it
         if not self._pipe.closed:
             forks.let_go(self._pipe.fileno())
@@ -299,11 +298,9 @@ class BackendProcess:
             return
         self.silence = silence
         if self._is_served and self._client is not None and not self._client.closed:
-            try:  # rank 0 tells the clients of this address, unless it is the one that hangs
+            with suppress(BackendError):  # rank 0 tells the clients of this address, unless it hangs itself
                 self._client.send(Shutdown(f"The backend ends because {silence}."))
                 self._wait(TELL_SECONDS)  # a busy machine takes its time
-            except BackendError:
-                pass
         self._kill_ranks()
 
     def _end_with_others(self, silence: str):
@@ -316,11 +313,9 @@ class BackendProcess:
         """Kill the ranks that live: processes whose command line has our folder, whose name is random."""
         for beat in self._heartbeats.read():
             if belongs_to_backend(beat.pid, self.folder):
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
                     self._killed.add(beat.rank)
-                except ProcessLookupError:
-                    pass
 
     def _wait(self, seconds: float) -> bool:
         try:

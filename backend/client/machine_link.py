@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -58,11 +59,9 @@ class Peer:
         before the next line. Who gets nothing finds us silent."""
         with self._sending:
             self._unsent += json.dumps(message).encode() + b"\n"
-            try:
+            with suppress(OSError):
                 while self._unsent:
                     self._unsent = self._unsent[self.socket.send(self._unsent) :]
-            except OSError:
-                pass
 
     def read(self, limit: int = MAX_LINE) -> list[dict]:
         """Return the lines that are there, after at most the socket's timeout. Raises ConnectionError where

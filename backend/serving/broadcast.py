@@ -2,6 +2,7 @@
 
 import json
 import struct
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,12 @@ class Dispatcher:
     def _shared(self, rank: int) -> SharedBuffer | None:
         """Return memory that every rank has, or None."""
         buffer = address = None
-        try:
+        with suppress(OSError, AttributeError):
             if rank == 0:
                 buffer, address = SharedBuffer.make(self.ranks)
-        except (OSError, AttributeError):
-            pass
         address = self.all_gather_object(address)[0]
-        try:
+        with suppress(OSError, ValueError):
             buffer = buffer or address and SharedBuffer.join(address, self.ranks, rank)
-        except (OSError, ValueError):
-            pass
         return buffer if all(self.all_gather_object(buffer is not None)) else None
 
     def broadcast(self, message):

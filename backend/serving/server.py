@@ -169,10 +169,8 @@ class Client:
 
     def hang_up(self):
         """End both directions; the connection's thread cleans up."""
-        try:
+        with suppress(OSError):  # the client was faster
             self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the client was faster
 
 
 class Server:
