@@ -1,5 +1,5 @@
 """What control groups leave this process: a container's limits of memory and of processors, which
-/proc/meminfo and the affinity of processes do not have."""
+psutil's numbers of the machine and the affinity of processes do not have."""
 
 import math
 from collections.abc import Iterator

@@ -1,16 +1,14 @@
 """The memory of a rank's device: whose it is, how much of it is free, and whether an error says that it ran
 out. ComfyUI's process uses it too, to find which ranks share a GPU with it."""
 
-import os
 import platform
 from pathlib import Path
 
+import psutil
 import torch
 
 from .control_group import memory_limits
 
-#: Where the system does not say what is free: more than any request needs.
-UNKNOWN = 1 << 62
 #: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator, cuBLAS
 #: and NCCL ("Failed to CUDA calloc 8388608 bytes").
 _OUT_OF_MEMORY = (
@@ -48,8 +46,8 @@ class DeviceMemory:
         return device_name(self.device)
 
     def free(self) -> int:
-        """Count what every process on the device may still allocate; UNKNOWN where nobody says. On the CPU
-        what the machine has left, swap included."""
+        """Count what every process on the device may still allocate. On the CPU what the machine has left,
+        swap included."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
         return host_free()
@@ -67,18 +65,11 @@ class DeviceMemory:
 
 
 def host_free(swap: bool = True) -> int:
-    """Count the bytes of host memory that this process may still take, and of ``swap``; UNKNOWN where the
-    system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return UNKNOWN
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
-    free = sum(1024 * int(fields[name].split()[0]) for name in names)
+    """Count the bytes of host memory that this process may still take, and of ``swap``."""
+    free = psutil.virtual_memory().available + (psutil.swap_memory().free if swap else 0)
     return min([free, *(max(0, limit - used) for limit, used in memory_limits())])
 
 
 def host_bytes() -> int:
-    """Count the bytes of host memory that this process may have; 0 where the system does not say."""
-    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    return min([size, *(limit for limit, _ in memory_limits())])
+    """Count the bytes of host memory that this process may have."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..config import ParallelConfig
-from ..device_memory import UNKNOWN, host_bytes, host_free
+from ..device_memory import host_bytes, host_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from . import cache_files
@@ -131,7 +131,7 @@ def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host.
     Raises ConfigError where the environment lists other GPUs by now."""
     if device == "cpu":
-        return (host_memory(),)
+        return (host_free(swap=False),)
     told = _told_by_driver()
     found = []
     for index, usual in zip(indices, usual_memory(device, indices)):
@@ -175,9 +175,3 @@ def _told_by_driver() -> dict[str, int]:
         if free.isdecimal():
             found |= dict.fromkeys((index, uuid, _bare(uuid)), int(free) * 1024**2)
     return found
-
-
-def host_memory() -> int:
-    """Return the bytes of host memory that programs may still take, within a container's limit."""
-    free = host_free(swap=False)
-    return int(host_bytes() * USABLE) if free == UNKNOWN else free

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from ..config import ConfigError, ParallelConfig
+from ..device_memory import host_free
 from ..gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, Choice, Question, choose
@@ -295,5 +296,5 @@ def _host_memory() -> int:
     weights there."""
     key = ("host memory",)
     if pool.launched() is None or key not in _memory:
-        _memory[key] = (measurements.host_memory(),)
+        _memory[key] = (host_free(swap=False),)
     return _memory[key][0]

@@ -88,7 +88,7 @@ def stamp(path: Path) -> tuple:
 def _hardware(config: ParallelConfig, device: str) -> dict:
     """Return the memory and the least compute capability of the ranks' devices."""
     if device == "cpu":
-        return {"capability": None, "memory": [size] if (size := host_bytes()) else []}
+        return {"capability": None, "memory": [host_bytes()]}
     memory = [torch.cuda.get_device_properties(index).total_memory for index in config.gpu_indices]
     return {"capability": least_capability(device, config.gpu_indices), "memory": memory}
 

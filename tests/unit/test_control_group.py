@@ -60,12 +60,6 @@ def test_auto_plans_within_the_limit(monkeypatch):
     assert measurements.free_memory("cpu", []) == (2 << 20,)
 
 
-def test_auto_plans_with_part_of_the_memory_where_nobody_says_what_is_free(monkeypatch):
-    monkeypatch.setattr(measurements, "host_free", lambda swap: device_memory.UNKNOWN)
-    part = measurements.USABLE * device_memory.host_bytes()
-    assert measurements.free_memory("cpu", []) == (int(part),)
-
-
 def test_the_least_quota_of_processors_counts(tmp_path):
     """Version 2: of the group and those that it is in; docker --cpus 2.5 in a pod of 8."""
     write(tmp_path / "pod" / "job", cpu__max="250000 100000")

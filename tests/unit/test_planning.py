@@ -204,8 +204,8 @@ def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monk
 
 def test_what_ranks_have_parked_is_not_missing(machine, monkeypatch):
     """Else the plan after the first parked weights would count on reading them from their file."""
-    monkeypatch.setattr(measurements, "host_memory", lambda: 64 * GB)
+    monkeypatch.setattr(planning, "host_free", lambda swap: 64 * GB)
     before = planning.question_of(ALL, MODEL, request)[0].waiting.host
     monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace())
-    monkeypatch.setattr(measurements, "host_memory", lambda: 20 * GB)
+    monkeypatch.setattr(planning, "host_free", lambda swap: 20 * GB)
     assert planning.question_of(ALL, MODEL, request)[0].waiting.host == before == 32 * GB
