@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -184,15 +184,6 @@ def check_several(request: SampleRequest, name: str, count: int):
 def _is_size(size) -> bool:
     """Is this [C, [T,] H, W]?"""
     return isinstance(size, list) and len(size) in (3, 4) and all(type(n) is int and n > 0 for n in size)
-
-
-def read_shapes(path: str) -> dict[str, list[int]]:
-    """Return the shape of every tensor of a safetensors file. ConfigError for another one."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{quoted(path)} cannot be read ({error}); name a safetensors file.") from error
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:

@@ -15,15 +15,7 @@ from ..models import discrete_schedule
 from ..planner.machine import Request, tokens_of
 from ..planner.model_shape import ModelShape
 from ..protocol import Loaded, Sample
-from .sample_request import (
-    CONDITIONING,
-    SampleRequest,
-    check_several,
-    read_json,
-    read_prompt,
-    read_shapes,
-    read_tensors,
-)
+from .sample_request import CONDITIONING, SampleRequest, check_several, read_json, read_prompt, read_tensors
 
 #: Names under which files hold a latent: ComfyUI's SaveLatent, and ours.
 LATENTS = "samples"
@@ -51,8 +43,8 @@ def planned_request(request: SampleRequest, shape: ModelShape) -> Request:
     """Return what the planner has to know of a request for a model of this ``shape``. Raises ConfigError."""
     size, batch = _first_size(request)
     frames = size[1] if len(size) == 4 else 1
-    prompt = {CONDITIONING.get(name, name): each for name, each in read_shapes(request.positive).items()}
-    text = prompt.get("c_crossattn", [1, 0])[1]
+    prompt = {CONDITIONING.get(name, name): each for name, each in read_tensors(request.positive).items()}
+    text = prompt["c_crossattn"].shape[1] if "c_crossattn" in prompt else 0
     steps = len(request.sigmas) - 1 if request.sigmas else request.steps
     prompts = 1 if request.cfg == 1.0 else 2
     return Request(tokens_of((frames, size[-2], size[-1]), shape.patch), text, max(1, steps), prompts, batch)
@@ -62,8 +54,8 @@ def _first_size(request: SampleRequest) -> tuple[list[int], int]:
     """Return [C, [T,] H, W] of the latent, of the first of several, and the batch."""
     if request.sizes:
         return request.sizes[0], request.batch
-    shapes = read_shapes(request.latent)
-    batch, *size = shapes[_latent_names(request.latent, shapes)[0]]
+    found = read_tensors(request.latent)
+    batch, *size = found[_latent_names(request.latent, found)[0]].shape
     return size, max(batch, request.batch)
 
 
