@@ -23,7 +23,7 @@ import torch
 import torch.cuda.nccl
 
 from backend.client import dependencies, measurements, nccl_settings
-from backend.client.cache_folder import cache_folder
+from backend.client.cache_files import cache_folder
 from backend.client.exit_report import SHARED_MEMORY
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ from ..config import ConfigError, ParallelConfig
 from ..control_group import cpu_limit
 from ..torch_version import has_torch
 from . import nccl_settings
-from .cache_folder import cache_folder
+from .cache_files import cache_folder
 from .interpreter import PACK, inherited
 
 #: Settings of torch's allocator, under the names of several versions of it.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.client import cache_files, cache_folder, measurements
+from backend.client import cache_files, measurements
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 
@@ -17,10 +17,10 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "home").write_text("")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(cache_folder.tempfile, "gettempdir", lambda: str(tmp_path))
-    cache_folder._fallback.cache_clear()
+    monkeypatch.setattr(cache_files.tempfile, "gettempdir", lambda: str(tmp_path))
+    cache_files._fallback.cache_clear()
     yield tmp_path
-    cache_folder._fallback.cache_clear()
+    cache_files._fallback.cache_clear()
 
 
 def measure_twice(monkeypatch) -> int:
@@ -59,14 +59,14 @@ def test_a_user_without_a_home_starts_ranks(place, monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(cache_folder.Path, "home", homeless)
+    monkeypatch.setattr(cache_files.Path, "home", homeless)
     folder = Path(sanitized_environment({}, ParallelConfig(), "cpu")["TORCHINDUCTOR_CACHE_DIR"])
     assert folder.parent.parent == place and folder.parent.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "file"])
 def test_no_code_is_loaded_from_a_folder_that_others_can_enter(place, kind):
-    theirs = place / f"{cache_folder.FALLBACK}{os.getuid()}"
+    theirs = place / f"{cache_files.FALLBACK}{os.getuid()}"
     if kind == "open":
         theirs.mkdir()
         theirs.chmod(0o777)
@@ -75,12 +75,12 @@ def test_no_code_is_loaded_from_a_folder_that_others_can_enter(place, kind):
         theirs.symlink_to(place / "target")
     else:
         theirs.write_text("")
-    found = cache_folder.cache_folder()
-    assert found != theirs and found == cache_folder.cache_folder()
+    found = cache_files.cache_folder()
+    assert found != theirs and found == cache_files.cache_folder()
     assert found.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_same_folder_serves_the_next_process(place):
-    first = cache_folder.cache_folder()
-    cache_folder._fallback.cache_clear()
-    assert cache_folder.cache_folder() == first
+    first = cache_files.cache_folder()
+    cache_files._fallback.cache_clear()
+    assert cache_files.cache_folder() == first
