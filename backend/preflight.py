@@ -29,6 +29,7 @@ from .loading.recognition import open_checkpoint
 from .loading.scale_values import check_scales
 from .loading.weight_loading import matrices
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from .planner.machine import gigabytes
 from .quantization.matmul import Capability, choose_all
 from .rank_plan.describe import places
 from .rank_plan.shape_of import shape_of
@@ -92,24 +93,20 @@ def check_memory(work: Workload, device: str, memory: list[int]):
         total = sum(needed) + sum(each.host for each in held)
         if total > memory[0]:
             raise UnsupportedError(
-                f"{_weights_of(work.checkpoint)} need {_gb(total)} on {len(held)} ranks together, but this "
-                f"machine has {_gb(memory[0])}; {_remedy(work.config)}."
+                f"{_weights_of(work.checkpoint)} need {gigabytes(total)} on {len(held)} ranks together, but "
+                f"this machine has {gigabytes(memory[0])}; {_remedy(work.config)}."
             )
         return
     for rank, (size, most) in enumerate(zip(needed, memory)):
         if size > most:
             raise UnsupportedError(
-                f"{_weights_of(work.checkpoint)} need {_gb(size)} on rank {rank}, whose GPU has {_gb(most)}; "
-                f"{_remedy(work.config)}."
+                f"{_weights_of(work.checkpoint)} need {gigabytes(size)} on rank {rank}, whose GPU has "
+                f"{gigabytes(most)}; {_remedy(work.config)}."
             )
 
 
 def _weights_of(checkpoint: Checkpoint) -> str:
     return f"the weights of {quoted(checkpoint.name)}"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def _remedy(config: ParallelConfig) -> str:
