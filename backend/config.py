@@ -3,6 +3,7 @@ nodes and the backend; standard library only."""
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -318,14 +319,15 @@ class ParallelConfig:
 
 
 def read_shares(text: str) -> tuple[float, ...]:
-    """Read ``ParallelConfig.shares``. ConfigError for anything but positive numbers."""
-    try:
-        return shares.read(text)
-    except ValueError as error:
-        raise ConfigError(
-            f'shares is {text!r:.200}, which {error}. Write one positive number for each GPU, like "60,40", '
-            f"or leave it empty for equal shares."
-        ) from None
+    """Read ``ParallelConfig.shares``; () for an empty text. ConfigError for anything but positive numbers."""
+    with suppress(ValueError):
+        found = tuple(float(entry) for entry in text.split(",")) if text.strip() else ()
+        if all(math.isfinite(share) and share > 0 for share in found):
+            return found
+    raise ConfigError(
+        f"shares is {text!r:.200}, which is not a list of positive numbers. Write one for each GPU, like "
+        f'"60,40", or leave it empty for equal shares.'
+    )
 
 
 def in_words(degrees: dict) -> str:

@@ -2,26 +2,11 @@
 library only."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
 #: Shares whose ratio is nearer to 1 than this are equal: nothing is divided so finely.
 EQUAL = 1.001
-
-
-def read(text: str) -> tuple[float, ...]:
-    """Read a list of positive numbers; () for an empty text. ValueError, with the reason, for anything
-    else."""
-    if not text.strip():
-        return ()
-    try:
-        found = tuple(float(entry) for entry in text.split(","))
-    except ValueError:
-        raise ValueError("is not a list of numbers") from None
-    if not all(math.isfinite(share) and share > 0 for share in found):
-        raise ValueError("has a share that is not a positive number")
-    return found
 
 
 def written(shares: Sequence[float]) -> str:

@@ -22,12 +22,12 @@ REFUSED = {
     "gpus count": (dict(ulysses_degree=4, gpus="0,1"), "names 2 devices"),
     "shares count": (dict(ulysses_degree=2, shares="3,2,1"), "3 numbers, but ulysses_degree 2 = 2 ranks"),
     "shares of one": (dict(shares="60,40"), "2 numbers, but every degree 1"),
-    "share 0": (dict(ulysses_degree=2, shares="1,0"), "not a positive number"),
-    "share below 0": (dict(ulysses_degree=2, shares="60,-40"), "not a positive number"),
-    "share nan": (dict(ulysses_degree=2, shares="nan,1"), "not a positive number"),
-    "share inf": (dict(ulysses_degree=2, shares="inf,1"), "not a positive number"),
-    "shares text": (dict(ulysses_degree=2, shares="fast,slow"), "not a list of numbers"),
-    "shares with gaps": (dict(ulysses_degree=2, shares="60,,40"), "not a list of numbers"),
+    "share 0": (dict(ulysses_degree=2, shares="1,0"), "not a list of positive numbers"),
+    "share below 0": (dict(ulysses_degree=2, shares="60,-40"), "not a list of positive numbers"),
+    "share nan": (dict(ulysses_degree=2, shares="nan,1"), "not a list of positive numbers"),
+    "share inf": (dict(ulysses_degree=2, shares="inf,1"), "not a list of positive numbers"),
+    "shares text": (dict(ulysses_degree=2, shares="fast,slow"), "not a list of positive numbers"),
+    "shares with gaps": (dict(ulysses_degree=2, shares="60,,40"), "not a list of positive numbers"),
     "gpus on cpu": (dict(gpus="0", device="cpu"), "clear gpus"),
 }
 
