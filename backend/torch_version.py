@@ -1,4 +1,5 @@
-"""What the installed torch can do, where that decides what is refused or chosen; standard library only."""
+"""Which packages are installed, and what torch can do, where that decides what is refused or chosen; standard
+library only."""
 
 from functools import cache
 from importlib import metadata
@@ -19,8 +20,16 @@ def torch_version() -> str:
 
 def has_torch(*version: int) -> bool:
     """Return whether torch is of this version or a later one."""
-    installed = torch_version().split(".")[:2]
-    return tuple(int(number) for number in installed) >= version
+    here = torch_version().split(".")[:2]
+    return tuple(int(number) for number in here) >= version
+
+
+def installed(package: str) -> str:
+    """Return the version of an installed package; empty where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def unshardable(is_quantized: bool, keeps_float32: bool) -> tuple[str, str] | None:

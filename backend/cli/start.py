@@ -17,7 +17,6 @@ address and the configuration:
 """
 
 import argparse
-import importlib.metadata
 import os
 import signal
 import sys
@@ -35,6 +34,7 @@ from ..client.machines import Machines, placement
 from ..client.pack import pack_version
 from ..config import ConfigError, ParallelConfig
 from ..start import own_token
+from ..torch_version import installed
 from .settings import read_config
 from .status import parser_of
 
@@ -98,16 +98,9 @@ def check_device(config: ParallelConfig, device: str, machines: Machines) -> str
 def same_everywhere() -> dict:
     """Return what has to be equal on all machines: a step that one does differently hangs all. Kernels of
     comfy-kitchen may differ: formats are tried, and a product that one rank cannot do is done by none."""
-    packages = {name: _installed(name) for name in ("diffusers", "yunchang")}
+    packages = {name: installed(name) or "none" for name in ("diffusers", "yunchang")}
     python = sys.version.split()[0]
     return {"pack": pack_version(), "torch": torch.__version__, "python": python, **packages}
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:

@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from ..config import ParallelConfig
 from ..device_memory import host_bytes, host_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
+from ..torch_version import installed
 from . import cache_files
 from .interpreter import ranks_python
 from .nccl_settings import link_key
@@ -103,18 +103,8 @@ def _file_key(wanted: Wanted, device: str) -> list:
 
 def _shape_key(wanted: Wanted, device: str, indices: list[int]) -> list:
     """What types and kernels depend on, too: GPUs, torch and comfy-kitchen here, and the ranks' Python."""
-    try:
-        kitchen = version("comfy-kitchen")
-    except PackageNotFoundError:
-        kitchen = ""
-    runs_on = [
-        least_capability(device, indices),
-        torch.__version__,
-        torch.version.cuda,
-        kitchen,
-        ranks_python(),
-    ]
-    return [*_file_key(wanted, device), *runs_on]
+    versions = [torch.__version__, torch.version.cuda, installed("comfy-kitchen")]
+    return [*_file_key(wanted, device), least_capability(device, indices), *versions, ranks_python()]
 
 
 def held_by_torch(index: int) -> int:

@@ -123,7 +123,7 @@ def test_libraries_that_divide_a_step_are_the_same_everywhere(monkeypatch):
     found = start.same_everywhere()
     assert {"pack", "torch", "python", "diffusers", "yunchang"} <= found.keys()
     assert found["diffusers"] == diffusers.__version__
-    monkeypatch.setattr(start.importlib.metadata, "version", lambda name: f"{name} 0.1")
+    monkeypatch.setattr(start, "installed", lambda name: f"{name} 0.1")
     assert start.same_everywhere() != found
 
 
