@@ -4,6 +4,7 @@ deadline. Tests give another Lab."""
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -286,8 +287,7 @@ class Lab:
         """Raise OSError where the temporary folder has no room for all files, before the first is written."""
         if ("disk",) in self._kept:
             return
-        room = os.statvfs(self.folder)
-        free = room.f_frsize * room.f_bavail
+        free = shutil.disk_usage(self.folder).free
         if free < self.size.disk:
             what = (
                 f"{free / 1e9:.1f} GB are free in {self.folder.parent}, less than {self.size.disk / 1e9:.0f}"

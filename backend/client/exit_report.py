@@ -4,7 +4,6 @@ torchrun kills the other ranks once one has failed, and ranks fail whose peer is
 """
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -188,8 +187,7 @@ def shared_memory_hint(error: str) -> str:
     """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it."""
     if not re.search(r"nccl|/dev/shm", error, re.IGNORECASE) or not SHARED_MEMORY.exists():
         return ""
-    room = os.statvfs(SHARED_MEMORY)
-    size = room.f_frsize * room.f_blocks
+    size = shutil.disk_usage(SHARED_MEMORY).total
     if size >= LEAST_SHARED_MEMORY:
         return ""
     return (

@@ -1,6 +1,7 @@
 """The ranks and processes of scripts/doctor.py --full, on stand-ins for GPUs."""
 
 import os
+import shutil
 from types import SimpleNamespace
 
 import doctor_lab
@@ -98,9 +99,7 @@ def test_benchmarks_run_in_the_environment_of_ranks(monkeypatch, tmp_path, gpus)
 
 def test_room_on_the_disk_is_asked_for_before_the_first_file(monkeypatch, gpus):
     room = [gpus.size.disk]
-    monkeypatch.setattr(
-        os, "statvfs", lambda folder: SimpleNamespace(f_frsize=1, f_bavail=room[0] - bool(room[1:]))
-    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=room[0] - bool(room[1:])))
     gpus.need_disk()
     room.append(0)
     gpus.need_disk()  # what it has written itself is not missing
