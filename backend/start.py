@@ -72,7 +72,8 @@ def begin() -> Start:
     os.environ.pop(TOKEN_VARIABLE, None)
     # the launcher, or CUDA_VISIBLE_DEVICES, made exactly those visible, numbered from 0
     config = replace(ParallelConfig(**json.loads(text)).validate(), gpus="")
-    meeting = store if _on_one_machine() else None  # the file is of one machine
+    # the file is of one machine
+    meeting = store if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else None
     folders = Folders.of(options.models)
     return Start(options.address, config, _device(config), token, meeting, folders, beats)
 
@@ -121,10 +122,6 @@ def own_token(path: str | None) -> str:
             f"at least {MIN_TOKEN} random ones, as `openssl rand -hex 32` prints."
         )
     return token
-
-
-def _on_one_machine() -> bool:
-    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
 
 
 def _from_parent(store) -> tuple[str, str]:

@@ -54,8 +54,7 @@ def pings(client: BackendClient) -> dict:
 def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, rounds: int) -> dict:
     """Return the seconds of a load (of what is loaded already: of finding it) and of samples."""
     path, weight_dtype, matmul = request.wanted
-    loras = [tuple(lora) for lora in request.loras]
-    load, loaded = timed(lambda: backend.load(path, weight_dtype, loras=loras, matmul=matmul))
+    load, loaded = timed(lambda: backend.load(path, weight_dtype, loras=request.loras, matmul=matmul))
     message = sample_message(request, loaded, config.per_request)
     first, result = timed(lambda: backend.sample(message))
     every = [timed(lambda: backend.sample(message))[0] for _ in range(rounds)]

@@ -72,9 +72,8 @@ def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
 
 def run(backend: pool.Backend, request: SampleRequest, config: ParallelConfig):
     """Load, sample and write one request."""
-    loras = [tuple(lora) for lora in request.loras]
     path, weight_dtype, matmul = request.wanted
-    loaded = backend.load(path, weight_dtype, keep=[request.wanted], loras=loras, matmul=matmul)
+    loaded = backend.load(path, weight_dtype, keep=[request.wanted], loras=request.loras, matmul=matmul)
     for warning in loaded.info.get("warnings", []):
         if warning:
             print(warning, file=sys.stderr)

@@ -91,9 +91,8 @@ def _request(entry, name: str, folder: Path) -> SampleRequest:
     unknown = [key for key in entry if key not in known]
     if missing or unknown:
         what = f"lacks {', '.join(missing)}" if missing else f"has {quoted(unknown[0])}"
-        raise ConfigError(
-            f"{name} {what}; it has {', '.join(needed)}, and may have {_others(known, needed)}."
-        )
+        others = ", ".join(key for key in known if key not in needed)
+        raise ConfigError(f"{name} {what}; it has {', '.join(needed)}, and may have {others}.")
     values: dict[str, Any] = {
         key: _value(f"{name}'s {key}", value, known[key].type) for key, value in entry.items()
     }
@@ -106,10 +105,6 @@ def _request(entry, name: str, folder: Path) -> SampleRequest:
     request = SampleRequest(**values)
     _check(request, name)
     return request
-
-
-def _others(known, needed) -> str:
-    return ", ".join(key for key in known if key not in needed)
 
 
 def _value(name: str, value, kind) -> Any:

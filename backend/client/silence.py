@@ -92,18 +92,16 @@ class SilenceWatch:
         for rank in sorted(ranks):
             ended = done and rank in last and last[rank].request == newest
             steps.setdefault(last[rank].step + 2 if ended else 1, []).append(rank)
-        return " and ".join(f"{in_words(of_step)} in step {step}" for step, of_step in steps.items())
+        return " and ".join(
+            f"rank{'s' * (len(of_step) > 1)} {', '.join(map(str, of_step))} in step {step}"
+            for step, of_step in steps.items()
+        )
 
     def _patience(self, seconds: float, state: str) -> float:
         """Return for how long a rank in this state may be silent where the limit is ``seconds``."""
         if not self.on_gpus or state in STOPPED:
             return seconds
         return max(seconds, min(GPU_PATIENCE * seconds, LONGEST_SECONDS))
-
-
-def in_words(ranks: list[int]) -> str:
-    """Name ranks."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def process_state(pid: int) -> str:

@@ -35,16 +35,12 @@ class RefusedError(ValueError):
     lacking: dict[int, int] = {}
 
 
-def _own_version() -> int:
-    return VERSION
-
-
 @dataclass(frozen=True)
 class Hello:
     """First message of a client: asks the backend to prove that it knows the token (handshake.py)."""
 
     nonce: str
-    version: int = field(default_factory=_own_version)
+    version: int = field(default_factory=lambda: VERSION)
 
 
 @dataclass(frozen=True)
