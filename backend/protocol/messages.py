@@ -259,7 +259,6 @@ class Failure:
 
     message: str
     fatal: bool = False
-    rank: int = 0
     lacking: list = field(default_factory=list)
 
 

@@ -147,7 +147,7 @@ def test_refusal_keeps_the_connection(serve):
 def test_fatal_failure_closes(serve):
     def handler(connection):
         framing.receive(connection)
-        reply(connection, Failure("rank 1 ran out of memory", fatal=True, rank=1))
+        reply(connection, Failure("rank 1 ran out of memory", fatal=True))
         time.sleep(1)
 
     client = BackendClient(serve(handler), TOKEN)

@@ -41,7 +41,7 @@ EXAMPLES = {
     "Result": protocol.Result({"seconds": 1.5}, {"samples": torch.ones(2)}),
     "Cancel": protocol.Cancel(),
     "Cancelled": protocol.Cancelled(3),
-    "Failure": protocol.Failure("no", True, 1, [[0, 1 << 40]]),
+    "Failure": protocol.Failure("no", True, [[0, 1 << 40]]),
     "Release": protocol.Release([0, 2]),
     "Ping": protocol.Ping(),
     "Status": protocol.Status(),
