@@ -5,6 +5,7 @@ import signal
 import sys
 
 from ..config import ConfigError
+from ..errors import UnsupportedError
 from ..protocol import BackendError, RefusedError
 
 #: Command -> its module and function: (arguments of the command line) -> exit status. No other command's
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> int:
     module, function = COMMANDS[arguments[0]]
     try:
         return getattr(importlib.import_module(f".{module}", __package__), function)(arguments[1:])
-    except (ConfigError, RefusedError, BackendError, OSError) as error:
+    except (ConfigError, UnsupportedError, RefusedError, BackendError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -166,6 +166,16 @@ def test_other_mistakes(tmp_path, capsys):
     assert "none.json" in capsys.readouterr().err
 
 
+def test_a_schedule_that_is_not_known_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
+    stated = {"beta_schedule": "squaredcos_cap_v2"}
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(stated))
+    asked = request(tmp_path, scheduler=".")
+    monkeypatch.setattr("backend.cli.sample.main", lambda arguments: noise_levels(asked, "eps"))
+    assert cli.main(["sample"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "beta_schedule 'squaredcos_cap_v2'" in line
+
+
 #: What Loaded says of LTX-2, as far as a message needs it.
 LTX = {"prediction": "flow", "conditioning": list(FAMILIES["ltx2"].conditioning.accepted)}
 
