@@ -310,12 +310,13 @@ class ParallelConfig:
                 f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing "
                 f"would be cut; set pipefusion_degree to 2 or more, or num_pipeline_patch to 0."
             )
-        least = 1 if self.has_stale_kv else 0
-        if self.warmup_steps < least:
+        if self.has_stale_kv and self.warmup_steps < 1:
             raise ConfigError(
                 f"warmup_steps is {_short(self.warmup_steps)}; PipeFusion with {self.patches} patches needs "
                 f"at least one synchronous step to fill its key/value buffers."
             )
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps is {_short(self.warmup_steps)}; use 0 or a positive number.")
 
 
 def read_shares(text: str) -> tuple[float, ...]:

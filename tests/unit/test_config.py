@@ -14,6 +14,7 @@ REFUSED = {
     "no warm-up": (dict(pipefusion_degree=2, warmup_steps=0), "at least one synchronous step"),
     "patches without stages": (dict(num_pipeline_patch=4), "pipefusion_degree is 1"),
     "negative patches": (dict(pipefusion_degree=2, num_pipeline_patch=-1), "positive number"),
+    "negative warm-up": (dict(warmup_steps=-1), "warmup_steps is -1; use 0 or a positive number"),
     "attention": (dict(attention="xformers"), "flash-attn"),
     "device": (dict(device="tpu"), "cpu"),
     "type": (dict(ulysses_degree="2"), "not of type int"),
