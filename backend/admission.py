@@ -96,7 +96,7 @@ def short_ranks(rooms: list[RankRoom], asking: Collection[int] = ()) -> list[Ran
 
 @dataclass(frozen=True)
 class Planned:
-    """What rank 0 has planned: the ``needs`` of every rank, and of what. ``reloads``: the ranks hold the
+    """What rank 0 has planned: the ``needs`` of every rank, and of what. ``is_loaded``: the ranks hold the
     weights of ``plans`` already, and would free them for another configuration; ``parked``: but not on their
     devices, those of these ranks."""
 
@@ -106,7 +106,7 @@ class Planned:
     dtype: torch.dtype
     plans: list[RankPlan]
     needs: list[Need]
-    reloads: bool
+    is_loaded: bool
     parked: Collection[int] = ()
 
     def with_weights(self, parked: Collection[int]) -> "Planned":
@@ -119,11 +119,11 @@ class Planned:
 
     def shortage(self, rooms: list[RankRoom], short: RankRoom) -> str:
         """Say which rank lacks how much, and with which settings it would fit."""
-        plan = self.plans[short.rank] if self.reloads else None
+        plan = self.plans[short.rank] if self.is_loaded else None
         what = (
             ("for this request", "nothing was run") if plan else ("to load this model", "nothing is loaded")
         )
-        stays = [self.reloads and rank not in self.parked for rank in range(len(self.plans))]
+        stays = [self.is_loaded and rank not in self.parked for rank in range(len(self.plans))]
         held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
         capacity = [room.free + room.cached + own for room, own in zip(rooms, held)]
         found = fitting(self.config, self.checkpoint, self.size, self.dtype, capacity)
@@ -152,7 +152,7 @@ class Admission:
         plans = describe(self.config, checkpoint, dtype=dtype)
         mapped = dtype == checkpoint.dtype or checkpoint.is_quantized
         needs = [load_need(plan, self.memory.device.type, mapped) for plan in plans]
-        return Planned(self.config, checkpoint, TYPICAL, dtype, plans, needs, reloads=False)
+        return Planned(self.config, checkpoint, TYPICAL, dtype, plans, needs, is_loaded=False)
 
     def plan_request(
         self, config: ParallelConfig, checkpoint: Checkpoint, size: RequestSize, dtype: torch.dtype
@@ -165,7 +165,7 @@ class Admission:
         plans = self._last[2]
         held = scratch_bytes(self.memory.device)
         needs = [request_need(plan, held) for plan in plans]
-        return Planned(config, checkpoint, size, dtype, plans, needs, reloads=True)
+        return Planned(config, checkpoint, size, dtype, plans, needs, is_loaded=True)
 
     def forget(self):
         """Let the checkpoint of the last plan go, and with it its file."""
