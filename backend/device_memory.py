@@ -34,8 +34,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class DeviceMemory:
-    """The memory of one device, in bytes, as this process sees it. Tests inject another one of these
-    methods."""
+    """The memory of one device, in bytes, as this process sees it. Tests inject another class with
+    these methods."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -46,7 +46,7 @@ from .sampling.tensor_validation import check_numbers, check_result
 from .sampling.validation import check_degrees, check_sample, check_workload, refusing
 from .serving.argument_cache import ArgumentCache
 
-#: Names of models with LoRAs that are known at once; who asks for one more names the oldest again.
+#: Names of models with LoRAs that are known at once; one more takes the place of the oldest.
 MOST_STACKS = 256
 
 

@@ -20,7 +20,6 @@ from .config import ParallelConfig
 from .loading.compute_dtype import compute_dtype, fast_dtypes
 from .loading.staging import page_locked
 from .parallel import comm, mesh
-from .parallel.mesh import Mesh
 from .planner.machine import OVERHEAD, Machine
 from .quantization.matmul import capability_of
 from .serving.broadcast import Dispatcher
@@ -263,7 +262,7 @@ class Probe:
     def _grouped(self, size: int, action: Callable[[mesh.Axis], object]) -> float:
         """Seconds of ``action`` in all groups of ``size`` ranks at once."""
         config = ParallelConfig(data_parallel_degree=self.ranks // size, ulysses_degree=size)
-        groups: Mesh = mesh.build(config, self.kind)
+        groups = mesh.build(config, self.kind)
         found = self.seconds(lambda: action(groups.ulysses))
         mesh.close(groups)
         return found

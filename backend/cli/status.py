@@ -20,7 +20,7 @@ from ..start import own_token
 METRICS = {
     "up_seconds": "Seconds since the ranks have started.",
     "models": "Transformers that are loaded.",
-    "rank_weight_bytes": "Weights that a rank holds.",
+    "rank_weight_bytes": "Weights that a rank holds on its device.",
     "rank_resident_bytes": "Memory of a rank's process; 0 on another machine than rank 0's.",
     "running_seconds": "Seconds of the request under way, 0 for none.",
     "waiting": "Requests that wait.",

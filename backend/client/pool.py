@@ -139,7 +139,8 @@ class Backend:
 
     @property
     def may_load(self) -> bool:
-        """Whether it may load from all folders allowed by now; who launches another one says from which."""
+        """Whether it may load from all folders that are allowed by now. Of one that runs at an address, who
+        started it has said from which."""
         return self.process is None or _folders <= self.process.models
 
     def become(self, config: ParallelConfig, check=lambda: None) -> Watch:

@@ -27,7 +27,7 @@ LONGEST_SECONDS = 300.0
 ANSWER_SECONDS = 90.0
 #: An agent needs this long at most to end ranks that hang.
 END_SECONDS = 8.0
-#: What a failure says that another way between GPUs may mend.
+#: What a failure says that another way between GPUs may fix.
 _OF_LINKS = re.compile(
     r"nccl|nvlink|peer access|other bytes|illegal memory access|launch failure", re.IGNORECASE
 )

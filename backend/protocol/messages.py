@@ -264,11 +264,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ping:
-    """Is the backend alive?"""
+    """Ask whether the backend is alive, which a Pong answers. Idle ranks hear it from rank 0."""
 
 
 @dataclass(frozen=True)
 class Pong:
+    """Answer to Ping: the names of the ``models`` that are loaded, without LoRAs."""
+
     models: list = field(default_factory=list)
 
 
