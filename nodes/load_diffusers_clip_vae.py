@@ -14,7 +14,7 @@ from .diffusers_folder.pipelines import has_encoders, open_text, open_vae
 from .diffusers_folder.text_encoder import diffusers_clips
 from .diffusers_folder.vae import DiffusersVAE
 from .host.model_files import diffusers_folders
-from .host.refusals import on_node
+from .host.refusals import errors_on_node
 from .host.schema import schema
 
 
@@ -65,7 +65,7 @@ class LoadDiffusersCLIPVAE(io.ComfyNode):
         )
 
     @classmethod
-    @on_node
+    @errors_on_node()
     def execute(cls, model_name, device="default") -> io.NodeOutput:
         path = diffusers_folders().get(model_name)
         if path is None or not os.path.isdir(path):

@@ -22,7 +22,7 @@ from .host.model_files import model_folders, model_paths, wanted_of
 from .host.plan import loaded_lines, plan
 from .host.progress import NodeStatus, node_text
 from .host.queued import executed, queued, samplers_of, source, validated, values
-from .host.refusals import errors_on_node, on_node
+from .host.refusals import errors_on_node
 from .host.report import shown
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelConfigType, ParallelDiTType
@@ -112,7 +112,7 @@ class LoadParallelDiT(io.ComfyNode):
         return True
 
     @classmethod
-    @on_node
+    @errors_on_node()
     def execute(cls, model_name, config=None, weight_dtype="default", matmul="auto") -> io.NodeOutput:
         key = cls.hidden.unique_id
         prompt = executed(cls.hidden.prompt or {}, key)

@@ -7,7 +7,7 @@ from ..backend.config import AXES, CHOICES, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig, config_of
 from ..backend.planner.choose import AUTO, METHODS
 from .host.queued import queued, validated, values
-from .host.refusals import on_node
+from .host.refusals import errors_on_node
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelConfigType
 
@@ -109,7 +109,7 @@ class ParallelConfigNode(io.ComfyNode):
         return True
 
     @classmethod
-    @on_node
+    @errors_on_node()
     def execute(cls, **inputs) -> io.NodeOutput:
         return io.NodeOutput(config_of(torch.cuda.device_count(), **inputs))
 

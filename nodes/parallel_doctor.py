@@ -18,7 +18,7 @@ from ..backend.client import pool
 from ..backend.client.probe_process import end_process
 from ..backend.protocol import BackendError
 from .host.progress import NodeStatus
-from .host.refusals import on_node
+from .host.refusals import errors_on_node
 from .host.report import shown
 from .host.schema import ALIASES, schema
 
@@ -80,7 +80,7 @@ class ParallelDoctor(io.ComfyNode):
         return time.monotonic()
 
     @classmethod
-    @on_node
+    @errors_on_node()
     def execute(cls, full=False, minutes=10.0, device="auto") -> io.NodeOutput:
         options = ["--full", "--minutes", str(minutes), "--device", device] if full else []
         if full:

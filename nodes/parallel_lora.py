@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from ..backend.protocol import RefusedError
 from .host.handle import with_lora
-from .host.refusals import on_node
+from .host.refusals import errors_on_node
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
@@ -55,7 +55,7 @@ class ParallelLoRA(io.ComfyNode):
         )
 
     @classmethod
-    @on_node
+    @errors_on_node()
     def execute(cls, dit, lora_name, strength) -> io.NodeOutput:
         if not math.isfinite(strength):
             raise RefusedError(f"strength is {strength}; use a number.")

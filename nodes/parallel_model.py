@@ -38,7 +38,7 @@ from .host.handle import (
 )
 from .host.progress import NodeStatus, with_room_or_without
 from .host.rank_weights import host_room
-from .host.refusals import errors_on_node, on_node
+from .host.refusals import errors_on_node
 from .host.remote_patcher import RemotePatcher
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
@@ -110,7 +110,7 @@ class ParallelModel(io.ComfyNode):
         )
 
     @classmethod
-    @on_node
+    @errors_on_node()
     def execute(cls, dit) -> io.NodeOutput:
         return io.NodeOutput(remote_model(dit))
 

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
-from .host.refusals import on_node
+from .host.refusals import errors_on_node
 from .host.remote_solver import sample_on_ranks
 from .host.schema import ALIASES, schema
 from .queued_checks import CheckedSampler
@@ -45,6 +45,6 @@ class ParallelSampler(CheckedSampler):
         )
 
     @classmethod
-    @on_node
+    @errors_on_node()
     def execute(cls, dit, shift=0.0, **values) -> io.NodeOutput:
         return sample_on_ranks("KSampler", dit, shift, values)

@@ -5,7 +5,7 @@ from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
 from .host.auto_plan import sample_planned
-from .host.refusals import on_node
+from .host.refusals import errors_on_node
 from .host.remote_solver import model_on_ranks
 from .host.report import shown
 from .host.sampling_checks import check_inputs
@@ -58,7 +58,7 @@ class ParallelSamplerCustom(CheckedSampler):
         )
 
     @classmethod
-    @on_node
+    @errors_on_node()
     def execute(
         cls, dit, noise, cfg, sampler_name, sigmas, positive, negative, latent_image, shift=0.0
     ) -> io.NodeOutput:

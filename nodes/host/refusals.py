@@ -1,6 +1,5 @@
 """Refusals where they are seen: on the node, and in the console as one sentence."""
 
-import functools
 import logging
 import time
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ _NAMES = tuple(f"{SHORT}.{error.__name__}: " for error in MISTAKES)
 
 @contextmanager
 def errors_on_node():
-    """Show under the node that runs now, where progress is shown, why it fails."""
+    """Show under the node that runs now, where progress is shown, why it fails: in a ``with``, or around a
+    node's ``execute``."""
     try:
         yield
     except (*MISTAKES, BackendError) as error:
@@ -32,17 +32,6 @@ def errors_on_node():
         log = log_of_last_backend() if isinstance(error, BackendError) else ""
         LATEST.update(text=str(error), time=time.time(), log=log[-LOG_TAIL:])
         raise
-
-
-def on_node(execute):
-    """Show why a node's ``execute`` fails under it."""
-
-    @functools.wraps(execute)
-    def run(cls, **inputs):
-        with errors_on_node():
-            return execute(cls, **inputs)
-
-    return run
 
 
 class NoTracebackOfMistakes(logging.Filter):
