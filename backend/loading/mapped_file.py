@@ -25,8 +25,9 @@ DTYPES = tensor_body.DTYPES | {
 
 
 class MappedFile:
-    """The tensors of a file. safetensors checks its header alone: where it reads, it maps the file so that
-    the system refuses one that is larger than the memory. Raises UnsupportedError."""
+    """The tensors of a file; ``entries``: what its header says of each. safetensors checks the header alone:
+    where it reads, it maps the file so that the system refuses one that is larger than the memory. Raises
+    UnsupportedError."""
 
     def __init__(self, path: Path):
         try:
@@ -34,35 +35,24 @@ class MappedFile:
                 self.metadata: Mapping[str, str] = checked.metadata() or {}
             with path.open("rb") as file:
                 self._begin = 8 + int.from_bytes(file.read(8), "little")
-                self._entries: dict = json.loads(file.read(self._begin - 8))
+                self.entries: dict = json.loads(file.read(self._begin - 8))
                 self._bytes = mapped(file)
         except (SafetensorError, OSError, ValueError) as error:
             raise unreadable(path.name, "safetensors", reason(error)) from None
-        self._entries.pop("__metadata__", None)
-
-    def keys(self) -> list[str]:
-        """Name the tensors."""
-        return list(self._entries)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
-        return tuple(self._entries[key]["shape"])
-
-    def stored(self, key: str) -> str:
-        """Return the file's own name of a tensor's dtype."""
-        return self._entries[key]["dtype"]
+        self.entries.pop("__metadata__", None)
 
     def tensor(self, key: str) -> Tensor:
         """Return a tensor, which cannot be written to."""
-        dtype = DTYPES.get(self.stored(key))
+        entry = self.entries[key]
+        dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
-            what = f"the tensor {quoted(key)} is stored as {self.stored(key)}, which is not supported"
+            what = f"the tensor {quoted(key)} is stored as {entry['dtype']}, which is not supported"
             raise UnsupportedError(f"{what}; use a bf16, fp16, fp32, fp8 or GGUF file.")
-        begin, end = (self._begin + offset for offset in self._entries[key]["data_offsets"])
+        begin, end = (self._begin + offset for offset in entry["data_offsets"])
         data = self._bytes[begin:end]
         if begin % dtype.itemsize:  # a header that was not padded
             data = data.clone()
-        return data.view(dtype).view(self.shape(key))
+        return data.view(dtype).view(entry["shape"])
 
 
 def mapped(file) -> Tensor:

@@ -82,7 +82,7 @@ class TensorFiles:
         check_headers(paths)
         files = [MappedFile(path) for path in paths]
         self.size = sum(path.stat().st_size for path in paths)
-        self._where = {key: file for file in files for key in file.keys()}
+        self._where = {key: file for file in files for key in file.entries}
         if not self._where:
             raise UnsupportedError(f"{quoted(self.name)} holds no tensors; download it again.")
         check_names(self.name, self._where)
@@ -90,7 +90,7 @@ class TensorFiles:
         for file in files:
             metadata |= file.metadata
         self.metadata: Mapping[str, str] = metadata
-        self.shapes: Shapes = {key: file.shape(key) for key, file in self._where.items()}
+        self.shapes: Shapes = {key: tuple(file.entries[key]["shape"]) for key, file in self._where.items()}
 
     def dtype(self, key: str) -> torch.dtype:
         """As in Weights; packed integers are refused."""
@@ -102,7 +102,7 @@ class TensorFiles:
 
     def stored(self, key: str) -> str:
         """Return the file's own name of a tensor's dtype ("BF16", "U8", ...)."""
-        return self._where[key].stored(key)
+        return self._where[key].entries[key]["dtype"]
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
         """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks
