@@ -16,7 +16,8 @@ from ..parallel.sequence import Span
 from ..quantization.packed_weight import LowRank, PackedWeight
 from .adapters import Adapter, cut, is_low_rank, matrix
 from .checkpoint import Checkpoint
-from .lora_keys import Lora, LoraUse, Target, Targets, open_lora
+from .lora_keys import Lora, LoraUse, Targets, open_lora
+from .lora_selection import Target
 from .lora_validation import check_values
 
 #: LoRAs in the order in which they are added.

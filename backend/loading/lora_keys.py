@@ -17,9 +17,9 @@ from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
 from ..models.key_layout import Layout, Shapes
-from .adapters import KINDS, SCALES, Adapter, Matrix, matrix
+from .adapters import KINDS, SCALES, Adapter, matrix
 from .allowed_folders import ANYWHERE, Folders
-from .lora_selection import MisfitError, check_most, once_each
+from .lora_selection import MisfitError, Target, check_most, once_each
 from .lora_validation import check_form
 from .parameter_sources import Source, sources
 from .safetensors_files import TensorFiles
@@ -108,16 +108,6 @@ class LoraUse:
     path: str
     strength: float
     stamp: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Target:
-    """A tensor that a LoRA can name, seen as a matrix of ``shape``. ``pieces``: parameters -> their rows of
-    it; ``name`` is for messages."""
-
-    name: str
-    shape: Matrix
-    pieces: Mapping[str, Source]
 
 
 @dataclass(frozen=True)

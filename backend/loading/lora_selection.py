@@ -1,9 +1,11 @@
 """Which adapters of a LoRA file are added: one of each tensor, and none that does not fit, as in ComfyUI."""
 
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
 
 from ..errors import UnsupportedError
+from .adapters import Adapter, Matrix
+from .parameter_sources import Source
 
 
 class MisfitError(UnsupportedError):
@@ -15,20 +17,17 @@ class MisfitError(UnsupportedError):
         super().__init__(message)
 
 
-class HasPieces(Protocol):
-    """A tensor that an adapter changes, by the names of its parameters."""
+@dataclass(frozen=True)
+class Target:
+    """A tensor that a LoRA can name, seen as a matrix of ``shape``. ``pieces``: parameters -> their rows of
+    it; ``name`` is for messages."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def pieces(self) -> Mapping: ...
-
-
-T = TypeVar("T", bound=HasPieces)
-A = TypeVar("A")
+    name: str
+    shape: Matrix
+    pieces: Mapping[str, Source]
 
 
-def once_each(found: list[tuple[T, A]]) -> tuple[list[tuple[T, A]], list[T]]:
+def once_each(found: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target, Adapter]], list[Target]]:
     """Split adapters into those to add and the targets of others: of several that change one parameter, that
     of the largest tensor counts. Files of Z-Image have a stacked tensor and, once more, its parts under names
     that ComfyUI does not know (diffusers' converter drops them as redundant)."""
