@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import comfy.model_management
 import torch
 
 from ...backend.client import measurements, planning, pool
@@ -98,12 +97,7 @@ def _make_room(auto: AutoConfig):
 def _watched() -> Iterator[tuple]:
     """Give ``check`` and ``show`` of planning.plan_for for the node that runs now."""
     with NodeStatus() as status:
-
-        def check():
-            if status.interrupted("cancelling"):
-                comfy.model_management.throw_exception_if_processing_interrupted()
-
-        yield check, status.show
+        yield partial(status.check, "cancelling"), status.show
 
 
 def sample_planned(

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -177,10 +178,7 @@ def _load(
 def _load_or_fail(
     config: ParallelConfig, wanted: Wanted, loras: tuple, make_room: bool, status: NodeStatus
 ) -> tuple[Backend, Loaded]:
-
-    def check():
-        if status.interrupted("cancelling: the ranks end"):
-            comfy.model_management.throw_exception_if_processing_interrupted()
+    check = partial(status.check, "cancelling: the ranks end")
 
     def while_asking():
         status.show("reading the model's headers")

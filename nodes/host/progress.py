@@ -64,6 +64,11 @@ class NodeStatus:
             self.show(line)
         return found
 
+    def check(self, line: str):
+        """Raise ComfyUI's interrupt where somebody has pressed Cancel, and show ``line``."""
+        if self.interrupted(line):
+            comfy.model_management.throw_exception_if_processing_interrupted()
+
 
 class Reporter:
     """Progress of the ranks -> ComfyUI's callback, which draws bar and preview and raises on an interrupt,
