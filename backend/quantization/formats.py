@@ -71,13 +71,13 @@ def _float8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor 
 def _int8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     size = rotation(settings)
     weight = torch.mul(stored["values"], stored["scale"].float(), out=out if size is None else None)
-    return weight if size is None else _rotated(weight, size)
+    return rotated(weight, size)
 
 
 def _convrot_w4a4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize signed values of four bits under a scale for each row, and rotate them back."""
     signed = (_nibbles(stored["values"]) ^ 8) - 8  # two's complement
-    return _rotated(signed.float() * stored["scale"].float(), rotation_size(settings))
+    return rotated(signed.float() * stored["scale"].float(), rotation_size(settings))
 
 
 def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -87,7 +87,7 @@ def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | 
     levels = stored["codebook"].float()[codes.int()] if "codebook" in stored else codes.float() - 8
     groups = levels.unflatten(1, (-1, scale_group(settings))) * _e4m3(stored["block_scales"]).unsqueeze(-1)
     grid = groups.flatten(1).round().clamp(-127, 127)
-    return _rotated((grid * stored["scale"].float()).to(dtype), rotation_size(settings))
+    return rotated((grid * stored["scale"].float()).to(dtype), rotation_size(settings))
 
 
 def _nibbles(pairs: Tensor) -> Tensor:
@@ -165,10 +165,11 @@ def scale_group(settings: Settings) -> int:
     return size
 
 
-def _rotated(weight: Tensor, size: int) -> Tensor:
-    """Rotate groups of ``size`` columns, or rotate them back."""
-    matrix = hadamard(size, weight.device).to(weight.dtype)
-    return (weight.unflatten(1, (-1, size)) @ matrix).flatten(1)
+def rotated(x: Tensor, size: int | None) -> Tensor:
+    """Rotate groups of ``size`` columns, or rotate them back (ConvRot); None rotates nothing."""
+    if size is None:
+        return x
+    return (x.unflatten(-1, (-1, size)) @ hadamard(size, x.device).to(x.dtype)).flatten(-2)
 
 
 @cache

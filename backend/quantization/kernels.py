@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import reason
-from .formats import hadamard, rotation
+from .formats import rotated, rotation
 
 if TYPE_CHECKING:
     from .packed_weight import PackedWeight
@@ -150,27 +150,20 @@ def _int8_in_turns(
     turns = [slice(start, start + step) for start in range(0, len(rows), step)]
     most = None
     if largest is not None:
-        most = largest(torch.cat([_most_of_rows(_rotated(rows[some], size)) for some in turns]))
+        most = largest(torch.cat([_most_of_rows(rotated(rows[some], size)) for some in turns]))
 
     def product(some: slice) -> Tensor:
-        rotated = _rotated(rows[some], size)
-        row_scales = (_most_of_rows(rotated) if most is None else most[some]).float() / MOST_INT8
+        turned = rotated(rows[some], size)
+        row_scales = (_most_of_rows(turned) if most is None else most[some]).float() / MOST_INT8
         row_scales = row_scales.clamp(min=1e-30)
         divisors = row_scales.to(x.dtype)  # float16 has smaller ones than its tiny, subnormal as they are
         divisors.masked_fill_(divisors == 0, torch.finfo(x.dtype).tiny)
-        quantized = (rotated / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
-        del rotated
+        quantized = (turned / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
+        del turned
         sums = _kitchen().mm_int8(quantized, values.t()).float()  # its integers are freed here
         return sums.mul_(row_scales * scale).to(x.dtype)
 
     return _in_turns(x, len(values), bias, turns, product)
-
-
-def _rotated(rows: Tensor, size: int | None) -> Tensor:
-    """Rotate as the weight is (ConvRot), if it is."""
-    if size is None:
-        return rows
-    return (rows.unflatten(-1, (-1, size)) @ hadamard(size, rows.device).to(rows.dtype)).flatten(-2)
 
 
 def _most_of_rows(rows: Tensor) -> Tensor:

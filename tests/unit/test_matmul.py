@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from live_memory import LiveMemory
 
 from backend.quantization import kernels, matmul
-from backend.quantization.formats import FORMATS
+from backend.quantization.formats import FORMATS, hadamard
 from backend.quantization.kernels import Choice
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import LowRank, PackedWeight, multiplier, takes_any_rows
@@ -213,7 +213,7 @@ def cut(packed: Packed, columns: slice) -> dict:
 def largest_of_rows(x: torch.Tensor, own: torch.Tensor, packed: Packed) -> torch.Tensor:
     """What an all-reduce of absolute maxima would give: of whole rows, rotated as the weight is."""
     if packed.settings.get("convrot"):
-        x = (x.unflatten(-1, (-1, 64)) @ kernels.hadamard(64, x.device).to(x.dtype)).flatten(-2)
+        x = (x.unflatten(-1, (-1, 64)) @ hadamard(64, x.device).to(x.dtype)).flatten(-2)
     return x.abs().amax(dim=-1, keepdim=True) if own.ndim else x.abs().amax()
 
 
