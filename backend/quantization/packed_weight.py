@@ -16,12 +16,8 @@ from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
 _SCRATCH: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-#: Types of one byte that not every collective knows; torch 2.6 has not all of them.
-FLOAT8 = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
-    if hasattr(torch, name)
-)
+#: Types of one byte that not every collective knows.
+FLOAT8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass
@@ -90,7 +86,7 @@ class PackedWeight(nn.Module):
         self._dtypes = {role: tensor.dtype for role, tensor in packed.tensors.items()}
         for role, tensor in packed.tensors.items():
             # float8 as bytes: not every collective knows it
-            bits = tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
+            bits = tensor.view(torch.uint8) if tensor.dtype in FLOAT8_TYPES else tensor
             self.register_parameter(role, nn.Parameter(bits, requires_grad=False))
 
     @property
