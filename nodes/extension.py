@@ -7,9 +7,11 @@ import folder_paths
 from comfy_api.latest import ComfyExtension
 from server import PromptServer
 
+from ..backend.client.status import log_of_last_backend
 from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
 from .host import panel, queued
+from .host.handle import free_weights
 from .host.refusals import MISTAKES, NoTracebackOfMistakes
 from .host.remote_patcher import take_bypass_loras
 from .load_diffusers_clip_vae import LoadDiffusersCLIPVAE
@@ -49,9 +51,9 @@ class ParallelDiTExtension(ComfyExtension):
         PromptServer.instance.add_on_prompt_handler(queued.remember)
         logging.getLogger().addFilter(NoTracebackOfMistakes())
         take_bypass_loras()
-        questions = {"status": panel.status, "log": panel.log}
+        questions = {"status": panel.status, "log": log_of_last_backend}
         actions = {
-            "free": lambda body: panel.free(),
+            "free": lambda body: {"freed": free_weights()},
             "stop": lambda body: panel.stop(),
             "trials": _trials,
         }

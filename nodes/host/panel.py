@@ -1,4 +1,4 @@
-"""What the side panel shows of the backends, and what its buttons do. Called from threads of the server."""
+"""What the side panel shows of the backends, and its button that ends them. For threads of the server."""
 
 import os
 import time
@@ -7,11 +7,10 @@ import comfy.model_management
 import torch
 
 from ...backend.client import measurements, pool
-from ...backend.client.status import log_of_last_backend, rank_state, report
+from ...backend.client.status import rank_state, report
 from ...backend.config import in_words
 from ...backend.protocol import BackendError
 from . import refusals, remote_solver
-from .handle import free_weights
 from .progress import NodeStatus
 
 #: Seconds for which the free memory of GPUs is not asked for again: the driver's tool needs a while.
@@ -80,19 +79,9 @@ def _gpu_memory(gpus: tuple[int, ...]) -> list[dict]:
     ]
 
 
-def free() -> dict:
-    """Free the weights on the ranks; say of how many models."""
-    return {"freed": free_weights()}
-
-
 def stop() -> dict:
     """End the ranks that this process has started, and what runs on them; hang up on others."""
     if NodeStatus.latest or any(backend.process and backend.is_busy for backend in pool.backends()):
         comfy.model_management.interrupt_current_processing()
     pool.close_all()
     return {"stopped": True}
-
-
-def log() -> str:
-    """Return the end of the log of the newest backend of this process; empty where there is none."""
-    return log_of_last_backend()
