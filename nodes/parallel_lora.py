@@ -1,6 +1,5 @@
 """The ParallelLoRA node: a LoRA, added to a transformer that a backend holds."""
 
-import logging
 import math
 import os
 
@@ -67,8 +66,4 @@ class ParallelLoRA(io.ComfyNode):
                 f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh "
                 f"the page."
             )
-        found = with_lora(dit, os.path.abspath(path), strength)
-        warning = found.loaded.info["warnings"][-1]
-        if warning:
-            logging.warning("parallel-dit: %s", warning)
-        return io.NodeOutput(found)
+        return io.NodeOutput(with_lora(dit, os.path.abspath(path), strength))

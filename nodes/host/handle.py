@@ -127,10 +127,13 @@ def check_model(config: ParallelConfig, wanted: Wanted, check=lambda: None):
 
 
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
-    """Return a handle of the same transformer with one more LoRA. Both stay usable; errors as in ``load``."""
+    """Return a handle of the same transformer with one more LoRA, and log what is said of it. Both stay
+    usable; errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
     config = _at_hand(handle)
     _, loaded = _load(config, handle.wanted, loras)
+    if warning := loaded.info["warnings"][-1]:
+        logging.warning("parallel-dit: %s", warning)
     return _known(replace(handle, config=config, loaded=loaded, loras=loras))
 
 

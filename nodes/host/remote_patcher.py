@@ -2,7 +2,6 @@
 weights."""
 
 import functools
-import logging
 import os
 import uuid
 
@@ -67,11 +66,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             _refused("a LoRA without a weight of this transformer")(self)
         if path and strength_patch:
             files = self._attached[1] | {path: patches}
-            found = with_lora(dit, path, strength_patch)
-            self.set_attachments(HANDLE, (found, files))
-            warning = found.loaded.info["warnings"][-1]
-            if warning:
-                logging.warning("parallel-dit: %s", warning)
+            self.set_attachments(HANDLE, (with_lora(dit, path, strength_patch), files))
             self.patches_uuid = uuid.uuid4()
         return list(patches)
 

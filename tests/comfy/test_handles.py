@@ -48,9 +48,8 @@ class Ranks:
             self.refuse_without(6)
             self.parked = [name for name in self.parked if name != message.path]
             self.held.append(message.path)
-        return Loaded(
-            message.path, "flux", {"ranks": [{"weight_bytes": 6, "text": ""}] * self.welcome.world_size}
-        )
+        ranks = [{"weight_bytes": 6, "text": ""}] * self.welcome.world_size
+        return Loaded(message.path, "flux", {"ranks": ranks, "warnings": [""] * len(message.loras)})
 
     def sample(self, message, *_, **__):
         self.refuse_without(0)
