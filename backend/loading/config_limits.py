@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import Shapes
@@ -133,18 +134,13 @@ def build(name: str, cls: type, config: Mapping, tensors: int) -> nn.Module:
 def _few_parameters(name: str, tensors: int) -> Iterator[None]:
     """Refuse a transformer, while it is built, once it has more parameters than ``tensors`` can fill."""
     left = most = tensors + SPARE_PARAMETERS
-    register = nn.Module.register_parameter
 
-    def counted(module, key, parameter):
+    def count(module, key, parameter):
         nonlocal left
-        left -= parameter is not None
+        left -= 1
         if left < 0:
             what = f"makes a transformer of more than {most:,} parameters"
             raise _wrong(name, f"{what}, which the tensors of its file cannot fill")
-        register(module, key, parameter)
 
-    nn.Module.register_parameter = counted  # pyright: ignore[reportAttributeAccessIssue]  # ours for a while
-    try:
+    with register_module_parameter_registration_hook(count):
         yield
-    finally:
-        nn.Module.register_parameter = register
