@@ -134,6 +134,12 @@ class Attention:
             return self._without_dummy(call, query, key, value, attn_mask, scale, where)
         return self._within_sequence(call, query, key, value, attn_mask, scale, kind, where)
 
+    @property
+    def sends_values(self) -> bool:
+        """Whether values travel before queries and keys in the block that runs now."""
+        alone = self.mesh.ulysses.size == 1 or self.buffers is not None or self.compiled
+        return self.call is not None and not alone
+
     def note_values(self, place: int, count: int, made: Tensor):
         """Take what the value layer ``place`` of ``count`` has made for the block's next attention call, (B,
         tokens, features), and once all have, begin to send it to the ranks of its heads.
@@ -141,7 +147,7 @@ class Attention:
         Of a patch there is less to hide, and compiled blocks norm and rotate in a kernel or two: there values
         go with queries and keys."""
         call = self.call
-        if call is None or self.mesh.ulysses.size == 1 or self.buffers is not None or self.compiled:
+        if call is None or not self.sends_values:
             return
         call.made[place] = made
         if len(call.made) == count:

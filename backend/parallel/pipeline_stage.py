@@ -72,8 +72,8 @@ class Stage:
         self.receives_whole = True
         #: Do references enter before the text does?
         self.references_first = False
-        note = self._note_values
-        self.hooks = [hook for block in self.own_blocks for hook in watch(block, family.blocks, note)]
+        early = (self._note_values, lambda: self.attention.sends_values)
+        self.hooks = [hook for block in self.own_blocks for hook in watch(block, family.blocks, *early)]
         if family.blocks.last:
             last = transformer.get_submodule(family.blocks.last)
             self.hooks.append(last.register_forward_hook(self._fill))

@@ -226,13 +226,8 @@ class PackedWeight(nn.Module):
 
 def _one_scale(packed: Packed) -> float | None:
     """Return the scale of all values of a float8 weight; None where there are several, or none to read."""
-    scale = packed.tensors.get("scale")
-    if (
-        scale is None
-        or scale.numel() != 1
-        or scale.is_meta
-        or packed.tensors["values"].dtype not in FLOAT8_TYPES
-    ):
+    scale, values = packed.tensors.get("scale"), packed.tensors["values"]
+    if scale is None or scale.numel() != 1 or scale.is_meta or values.dtype not in FLOAT8_TYPES:
         return None
     return float(scale)
 

@@ -29,6 +29,7 @@ METHODS = ("cfg", "pipefusion", "ulysses", "ring", "data_parallel", "tensor_para
 #: products; and how many of a block's messages have it to hide behind: of Ulysses the values, which leave
 #: before queries and keys, the second half of these, and the first half of the outputs.
 MULTIPLIES = {"aten::mul", "aten::mul_"}
+PRODUCTS = {"aten::addmm", "aten::mm", "aten::linear"}
 HIDDEN_BEHIND = {"ulysses": ("ulysses", MULTIPLIES, 3 / 5), "tensor_parallel": ("tp", {"aten::mm"}, 1 / 2)}
 #: Families with two streams, one, both in turn, masks and two attention calls.
 OF_VALUES = ("flux-dev", "wan21-t2v", "hunyuan-video", "z-image-turbo", "hidream", "sd3", "cogvideox")
@@ -176,7 +177,7 @@ def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
 @pytest.mark.parametrize("family", OF_VALUES)
 def test_values_travel_while_queries_and_keys_are_made_ready(family):
     """Of a block's three exchanges values are the first; queries and keys, twice as much, follow once they
-    are normed and rotated, and outputs go back."""
+    are multiplied, normed and rotated, and outputs go back."""
     log = run(family, configuration(("ulysses",)))[1]
     exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
     count = len(exchanges) // 3
@@ -184,7 +185,8 @@ def test_values_travel_while_queries_and_keys_are_made_ready(family):
     for values, both, outputs in zip(*[iter(exchanges)] * 3):
         of_values, of_both, of_outputs = ([m.what[1] for m in op.messages] for op in (values, both, outputs))
         assert of_both == [2 * size for size in of_values] and sum(of_outputs) == sum(of_values)
-        assert (MULTIPLIES | {"aten::rms_norm"}) & {*log.names[values.started : both.started]}
+        meanwhile = {*log.names[values.started : both.started]}
+        assert (MULTIPLIES | {"aten::rms_norm"}) & meanwhile and PRODUCTS & meanwhile
         assert values.waited >= both.waited
 
 
