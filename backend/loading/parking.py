@@ -3,6 +3,7 @@
 Unlike accelerate's hooks, which move a module at each forward, they move once, and only when asked to.
 """
 
+import os
 from collections.abc import Iterable
 from itertools import chain
 
@@ -50,5 +51,7 @@ def to_device(modules: Iterable[nn.Module], device: torch.device, but: Iterable[
         module._apply(moved)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # before the host's copies go
-    if not has_room(PAGE_LOCKED.kept, PAGE_LOCKED.kept):
+    # the other ranks of this machine keep about as many
+    kept = PAGE_LOCKED.kept * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not has_room(kept, kept):
         PAGE_LOCKED.give_back()

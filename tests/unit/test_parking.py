@@ -236,6 +236,17 @@ def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, relea
     assert rank.engine.memory.released == released
 
 
+@pytest.mark.parametrize("ranks, given_back", [("1", 0), ("4", 1)])
+def test_page_locked_memory_of_all_ranks_of_a_machine_counts(ranks, given_back, monkeypatch):
+    found = []
+    locked = SimpleNamespace(kept=3 * GB, give_back=lambda: found.append("given back"))
+    monkeypatch.setattr(parking, "PAGE_LOCKED", locked)
+    monkeypatch.setattr(parking, "host_free", lambda swap: 4 * GB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    parking.to_device([], torch.device("cpu"))
+    assert len(found) == given_back
+
+
 def test_what_a_cancelled_request_held_goes_back_too():
     """Its keys and values are in the frames of what it raised."""
     rank, alive = worker(1), []
