@@ -76,7 +76,6 @@ LATENT_FORMATS = {"shapes": Shapes}
 class Sana(GenericConfig):
     """SANA: flow matching with a shift of 3."""
 
-    unet_config = {"image_model": "sana"}
     sampling_settings = {"shift": 3.0}
     latent_format = SanaLatent
 
@@ -85,7 +84,6 @@ class Flux3(GenericConfig):
     """FLUX.3: flow matching with its own constant shift, and the latents of FLUX.2, whose VAE it shares. Its
     prompts are eight layers of Qwen3-VL's hidden states, concatenated."""
 
-    unet_config = {"image_model": "flux3"}
     sampling_settings = {"shift": 6.93}
 
     @staticmethod
@@ -98,7 +96,6 @@ class QwenImage21(GenericConfig):
     """Qwen-Image 2.1 as later versions of ComfyUI have it, for those before. Its prompts are the last hidden
     states of Qwen3-VL without those of images, and before which of them each reference stands."""
 
-    unet_config = {"image_model": "qwen_image21"}
     sampling_settings = {"multiplier": 1.0, "shift": 0.69}
     latent_format = QwenImage21Latent
     kind = comfy.model_base.ModelType.FLUX

@@ -164,14 +164,6 @@ def _supported_model(name: str) -> Callable[[dict], Any]:
     return found
 
 
-def _unet_config(name: str, weights: dict[str, torch.Tensor], accepted: list[str]) -> dict:
-    """Return the unet_config of the class ``name``: what ComfyUI itself detects by the names and shapes of a
-    transformer's ``weights``."""
-    if name in OURS:
-        return {"accepted": accepted}
-    return comfy.model_detection.detect_unet_config(weights, "") or {}
-
-
 def family_named(loaded: Loaded) -> Family:
     """Return a loaded transformer's entry, or a generic one; RefusedError for another version's family."""
     if loaded.info.get("generic"):
@@ -214,7 +206,10 @@ def weightless_patcher(
         attributes |= {key: weights[key] for key in family.shapes}
         name = family.class_name(config)
         comfy_class = _supported_model(name)
-        unet_config = _unet_config(name, weights, loaded.info["conditioning"])
+        if name in OURS:
+            unet_config = {"accepted": loaded.info["conditioning"]}
+        else:  # what ComfyUI itself detects by names and shapes
+            unet_config = comfy.model_detection.detect_unet_config(weights, "") or {}
         model_config = comfy_class({**unet_config, "disable_unet_model_creation": True})
         _follow_folder(model_config, config)
     if loaded.info["latent_format"] is not None:
