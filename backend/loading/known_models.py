@@ -1,5 +1,5 @@
 """Models and formats that are not supported, known by tensors that only they have, so that a refusal says
-what the file is. A supported family has none of these tensors; its own variants are in its Layout."""
+what the file is. No file of a supported family matches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,12 +84,17 @@ KNOWN = (
     Known("LongCat-Image", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 3584)}),
     Known("Bria", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 4096)}),
     Known("Ovis-Image", ("context_embedder_norm.weight", "timestep_embedder.linear_1.weight"), remedy=FOLDER),
+    Known("Chroma Radiance, a Chroma that works on pixels", ("img_in_patch.weight",)),
     Known("JoyImage", ("double_blocks.0.attn.img_attn_qkv.weight",)),
     Known("Hunyuan3D 2", ("latent_in.weight", "cond_in.weight"), remedy=STOCK),
     # relatives of Qwen-Image
     Known("Lens", ("transformer_blocks.0.img_mlp.w1.weight", "img_in.weight")),
     Known("Mage-Flow", ("img_in.weight",), sizes={"txt_norm.weight": (0, 2560), "proj_out.weight": (0, 128)}),
+    Known("Qwen-Image 2.1 Fun Control", ("control_img_in.weight", "modulation.1.weight")),
     # relatives of Lumina 2
+    Known("Z-Image Omni", ("siglip_embedder.0.weight",)),
+    Known("Z-Image in pixels", ("dec_net.cond_embed.weight",)),
+    Known("NewBie", ("clip_text_pooled_proj.0.weight",)),
     Known("Boogu-Image", ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),
     Known("OmniGen2", ("ref_image_patch_embedder.weight", "image_index_embedding")),
     # relatives of HunyuanVideo
@@ -118,6 +123,15 @@ KNOWN = (
     ),
     Known("ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), remedy=OTHER_NODES),
     Known("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",)),
+    Known("SCAIL", ("patch_embedding_pose.weight",)),
+    Known("HuMo", ("audio_proj.audio_proj_glob_1.layer.weight",)),
+    Known("Wan 2.2 S2V", ("casual_audio_encoder.encoder.final_linear.weight",)),
+    Known("WanDancer", ("patch_embedding_global.weight",)),
+    Known(
+        "Wan Animate",
+        ("pose_patch_embedding.weight",),
+        absent=("face_adapter.fuser_blocks.0.k_norm.weight", "face_adapter.0.norm_k.weight"),  # the whole
+    ),
     # relatives of CogVideoX
     Known(
         "ConsisID, which is given a face",

@@ -107,11 +107,6 @@ def recognise(name: str, files: Weights) -> Checkpoint:
     checkpoint = _with_diffusers_names(name, files)
     if checkpoint is not None:
         return checkpoint
-    for family in FAMILIES.values():
-        variant = family.layout.unsupported(files.shapes)
-        if variant:
-            what = f"{name} is {variant}, a variant of {family.name} that is not supported"
-            raise UnsupportedError(f"{what}; sample it with KSampler.")
     raise UnsupportedError(
         f"{name} is no transformer of a supported family ({', '.join(FAMILIES)}): its tensors begin "
         f"with {some(files.shapes, 3)}. A text encoder or VAE does not belong here."
@@ -139,15 +134,14 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
     stored = {p: {own: files.shapes[key] for own, key in keys.items()} for p, keys in bare.items()}
     blocks = {prefix: numbered(keys) for prefix, keys in bare.items()}
     for family, prefix in product(FAMILIES.values(), PREFIXES):
+        layout = family.layout
         keys = bare[prefix]
-        shapes = from_diffusers(family.layout, stored[prefix], blocks[prefix])
-        if any(key not in shapes for key in family.layout.signature) or any(
-            key in shapes for key in (*family.layout.absent, *family.layout.variants)
-        ):
+        shapes = from_diffusers(layout, stored[prefix], blocks[prefix])
+        if any(key not in shapes for key in layout.signature) or any(key in shapes for key in layout.absent):
             continue
         try:
-            config = _config(family.layout, shapes, name, files)
-            own = keys | renamed(family.layout.moved(config), keys)
+            config = _config(layout, shapes, name, files)
+            own = keys | renamed(layout.moved(config), keys)
             checkpoint = Checkpoint(name, family.of(config), config, files, own)
             found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:

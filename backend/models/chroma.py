@@ -76,10 +76,6 @@ LAYOUT = Layout(
         "single_blocks.0.linear1.weight",
         "final_layer.linear.weight",
     ),
-    variants=dict.fromkeys(
-        ("img_in_patch.weight", "nerf_final_layer.norm.scale", "nerf_final_layer_conv.norm.scale", "__x0__"),
-        "Chroma Radiance, which works on pixels",
-    ),
     config=config_from_shapes,
     spellings=(
         *NORM_SPELLINGS,

@@ -52,8 +52,8 @@ class CompanionFolder:
 class Layout:
     """How a single file names a family's tensors.
 
-    signature: keys that tell the family; absent: keys of other families. variants: key -> name of the
-    variant that has it and is not supported. unread: tensors (patterns) that the model does not need -> why.
+    signature: keys that tell the family; absent: keys of other families. unread: tensors (patterns) that
+    the model does not need -> why.
     config: shapes -> arguments of the diffusers class. metadata: strings of the header -> more of them;
     named: the file's name -> more of them, which nothing in the file tells.
     names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the
@@ -75,7 +75,6 @@ class Layout:
     spellings: tuple[tuple[str, str], ...] = ()
     metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
     named: Callable[[str], dict] = lambda name: {}
-    variants: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     companion: CompanionFolder | None = None
     moved: Callable[[Mapping], Mapping[str, str]] = _nothing_moved
@@ -86,20 +85,9 @@ class Layout:
             if not self.spellings and any(prefix + key not in keys for key in self.signature):
                 continue  # without a look at each key, of which there may be many
             found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
-            if all(key in found for key in self.signature) and not any(
-                key in found for key in (*self.absent, *self.variants)
-            ):
+            if all(key in found for key in self.signature) and not any(key in found for key in self.absent):
                 return found
         return None
-
-    def unsupported(self, keys: Collection[str]) -> str | None:
-        """The name of a variant that is not supported and that ``keys`` are of."""
-        if not self.spellings:
-            known = ((prefix + key, name) for prefix in PREFIXES for key, name in self.variants.items())
-            return next((name for key, name in known if key in keys), None)
-        matches = ((key, prefix) for prefix in PREFIXES for key in keys if key.startswith(prefix))
-        bare = {self.spell(key.removeprefix(prefix)) for key, prefix in matches}
-        return next((name for key, name in self.variants.items() if key in bare), None)
 
     @property
     def most_parameters(self) -> int:

@@ -232,7 +232,6 @@ LAYOUT = Layout(
         "transformer_blocks.0.attn.norm_q.weight",
         "transformer_blocks.0.img_mlp.gate_up.weight",
     ),
-    variants={"control_img_in.weight": "Qwen-Image 2.1 Fun Control"},
     config=config_from_shapes,
     names={
         "transformer_blocks.{}.img_mlp.gate_up": "transformer_blocks.{}.img_mlp.gate_layer "

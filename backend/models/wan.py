@@ -186,13 +186,6 @@ LAYOUT = Layout(
         "head.modulation",
     ),
     absent=("vace_patch_embedding.weight", FACE),  # VACE, Animate
-    variants={
-        "audio_proj.audio_proj_glob_1.layer.weight": "HuMo",
-        "casual_audio_encoder.encoder.final_linear.weight": "Wan 2.2 S2V",
-        "pose_patch_embedding.weight": "Wan Animate",
-        "patch_embedding_pose.weight": "SCAIL",
-        "patch_embedding_global.weight": "WanDancer",
-    },
     config=config_from_shapes,
     metadata=metadata,
     names={

@@ -198,7 +198,6 @@ LAYOUT = replace(
     wan.LAYOUT,
     signature=(*wan.LAYOUT.signature, wan.FACE),
     absent=(),
-    variants={},
     config=config_from_shapes,
     moved=moved,
     reshaped=(

@@ -90,11 +90,6 @@ LAYOUT = Layout(
         "layers.0.adaLN_modulation.0.weight",
         "final_layer.linear.weight",
     ),
-    variants={
-        "siglip_embedder.0.weight": "Z-Image Omni",
-        "clip_text_pooled_proj.0.weight": "NewBie",
-        "dec_net.cond_embed.weight": "Z-Image in pixels",
-    },
     config=config_from_shapes,
     names={
         **under("noise_refiner.{}.attention", "noise_refiner.{}.attention", ATTENTION),

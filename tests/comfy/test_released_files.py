@@ -13,7 +13,6 @@ from variants import VARIANTS
 from versions import skip_without_class
 
 from backend.loading.known_models import KNOWN
-from backend.models import FAMILIES as BACKEND_FAMILIES
 from backend.protocol import Loaded
 
 with comfy_modules():
@@ -152,7 +151,7 @@ def test_every_class_of_comfyui_is_taken_or_refused_by_name():
     classes = {each.__name__ for each in comfy.supported_models.models}
     taken = {row[0] for row in COMFY.values()} | {each.comfy_class for each in VARIANTS.values()}
     refusals = [row for row in TABLE.values() if isinstance(row, str)]
-    refusals += [what for family in BACKEND_FAMILIES.values() for what in family.layout.variants.values()]
+    refusals += [known.name for known in KNOWN]
     unnamed = {name for name, what in NAMED.items() if not any(what in each for each in refusals)}
     assert not unnamed
     for name, (family, config) in BY_CHANNELS.items():

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from header_forms import names, open_released
-from headers import HeaderFiles, fold, released, unfold
+from headers import HeaderFiles, released
 from safetensors.torch import save_file
-from tiny import GOLDEN
 
 from backend.errors import UnsupportedError
 from backend.loading.known_models import FORMATS, KNOWN, check_known
-from backend.loading.recognition import check_complete, recognise
+from backend.loading.recognition import recognise
 from backend.loading.safetensors_files import weight_paths
-from backend.models import FAMILIES
 from backend.models.key_layout import PREFIXES
 
 #: File -> [family, parameters filled, tensors that nothing reads], or its refusal.
@@ -66,39 +64,6 @@ def test_a_known_model_is_refused_by_its_name(known):
 def test_a_known_format_is_refused(end):
     with pytest.raises(UnsupportedError, match=re.escape(FORMATS[end][0])):
         check_known("model", {"blocks.0.attn.img_in.weight": (4, 4), f"blocks.0.attn.{end}": (4,)})
-
-
-VARIANTS = [
-    pytest.param(family, key, what, id=f"{family.name} {key}")
-    for family in FAMILIES.values()
-    for key, what in family.layout.variants.items()
-]
-
-
-#: Families without a released header -> their golden file.
-TINY = {"qwen-image-2.1": "qwen-image21"}
-
-
-def tiny_header(name: str) -> dict:
-    """The header of a golden file's checkpoint."""
-    shapes = json.loads((GOLDEN / f"{name}.json").read_text())["shapes"]
-    tensors = {key: ("F32", shape) for key, shape in shapes.items()}
-    return {"tensors": fold(tensors), "metadata": {}, "data": {}}
-
-
-@pytest.mark.parametrize("family, key, what", VARIANTS)
-def test_a_variant_is_refused_by_its_name(family, key, what):
-    """A file of the family with one tensor more, by which the variant is known."""
-    found = (
-        header
-        for name, header in released().items()
-        if TABLE[name][0] == family.name and family.layout.signature[0] in unfold(header["tensors"])
-    )
-    header = next(found, None) or tiny_header(TINY[family.name])
-    tensors = header["tensors"] | {key: [["BF16", [4, 4], None]]}
-    files = HeaderFiles("variant", header | {"tensors": tensors})
-    with pytest.raises(UnsupportedError, match=re.escape(what)):
-        check_complete(recognise("variant.safetensors", files))
 
 
 PLAIN, INDEX = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
