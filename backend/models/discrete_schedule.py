@@ -1,4 +1,4 @@
-"""Noise levels of 1000 discrete timesteps, as ComfyUI computes them (ModelSamplingDiscrete)."""
+"""Noise levels of discrete timesteps, as ComfyUI computes them (ModelSamplingDiscrete)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -85,7 +85,8 @@ class Attention:
     #: Do blocks run compiled? What a rank sends may not depend on whether its own compiler works.
     compiled: bool = False
     call: BlockCall | None = None
-    #: (branch, layer, call, first sample) -> keys and values of static text, (2, b, H, tokens, D).
+    #: (branch, layer, call, first sample), with Ulysses the part of the heads before the sample -> keys and
+    #: values of static text, (2, b, H, tokens, D).
     static_text: dict[tuple, Tensor] = field(default_factory=dict)
     positions: Positions = field(default_factory=Positions)
 

@@ -1,4 +1,4 @@
-"""One DeviceMesh, and every process group of the backend. Nothing else creates groups.
+"""The mesh of a configuration, and every process group of the backend. Nothing else creates groups.
 
 Axes, slowest first: dp, cfg, pp, ring, ulysses, tp (config.AXES).
 """

@@ -127,7 +127,8 @@ class TokenShards:
         return self.sp_size == 1 and here == (whole.text, whole.image, whole.reference)
 
     def lengths(self, kind: str) -> list[int]:
-        """Count the tokens of each SP rank in a ``kind`` ("joint" | "image" | "text") of attention."""
+        """Count the tokens of each SP rank in a ``kind`` of attention: "joint", "image", "text", or a nested
+        latent's name."""
         if kind not in self._lengths:
             self._lengths[kind] = [self._length(kind, shard) for shard in self.shards]
         return self._lengths[kind]

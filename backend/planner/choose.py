@@ -34,8 +34,8 @@ ASIDE = "ComfyUI's own models (text encoder, VAE) share a GPU with rank "
 
 @dataclass(frozen=True)
 class Choice:
-    """The option to take, the next ones of other methods, and one GPU's estimate (None where it cannot run
-    there). notes: how the GPUs differ, whether models take turns, and whether weights leave for ComfyUI's.
+    """The option to take, the next ones of other methods, and one GPU's estimate, even where it does not fit.
+    notes: how the GPUs differ, whether models take turns, and whether weights leave for ComfyUI's.
     why: why a faster plan is not taken. behind: Ranks.behind after the request."""
 
     option: Option

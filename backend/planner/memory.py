@@ -1,4 +1,4 @@
-"""Bytes that the fullest rank of a plan holds: weights, keys and values, activations."""
+"""Bytes that the ranks of a plan hold: weights, keys and values, activations."""
 
 import math
 from dataclasses import dataclass, fields
@@ -15,8 +15,8 @@ LIKELY_ACTIVATIONS = 4 / 3
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of the fullest rank, by what they are for. activations: the part of the transient ones that is an
-    estimate."""
+    """Bytes of a rank, or the most of any rank, by what they are for. activations: the part of the transient
+    ones that is an estimate."""
 
     weights: int
     keys: int

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from ..planner.memory import LIKELY_ACTIVATIONS
 from .describe import RankPlan
 
-#: Released models hold between 0.79 and 1.35 of the estimate of activations in dry runs, tiny ones from 0.62
-#: on (activations.py). GPUs were not measured: half, and the larger end (LIKELY_ACTIVATIONS).
+#: Released models hold between 0.79 and 1.35 of the estimate of activations in dry runs, tiny ones between
+#: 1/1.45 and 1/0.75, and from 1/1.65 on with control videos in float32 (tests/unit/test_rank_memory.py). GPUs
+#: were not measured: half, and the larger end (LIKELY_ACTIVATIONS).
 LEAST_ACTIVATIONS = 0.5
 #: Of the keys and values that are planned for the longest of the prompts. Tiny models of all families hold
 #: them to the byte, but for text that three pad or repeat (up to 1.3 times); a shorter prompt holds less.

@@ -137,7 +137,7 @@ class Runner:
         self.times: dict[int, Tensor] = {}
         #: Evaluation -> where its step ends (1,), on the device, for models that are told.
         self.step_ends: dict[int, Tensor] = {}
-        #: Branch, first and last sample -> the prompt's arguments.
+        #: (branch, lo, hi) of samples lo <= i < hi -> the prompt's arguments.
         self.prompts: dict[tuple[str, int, int], RequestArguments] = {}
 
     def plan(self, sigmas: list[Tensor]):

@@ -19,7 +19,8 @@ Steps = Generator[tuple[Tensor, Tensor, int], Any, Tensor]
 class Problem:
     """What a solver integrates, for the tokens that it steps.
 
-    sigmas: (steps + 1,), descending, on the CPU, so that no decision or coefficient waits for an accelerator.
+    sigmas: (steps + 1,), on the CPU, so that no decision or coefficient waits for an accelerator. They may
+    rise, but not for solvers that ask for ``brownian``.
     noise: ``noise(k)`` is the k-th fresh Gaussian draw of the request, in the shape of the solver's x.
     brownian: ``brownian(a, b)`` is a Brownian path's increment between the noise levels a and b, over its
     standard deviation.
