@@ -28,7 +28,6 @@ CONDITIONING = {
 #: Class whose pipeline computes positions -> (text is numbered on both axes, the image comes after it).
 POSITIONS = {
     "FluxTransformer2DModel": (False, False),
-    "ChromaTransformer2DModel": (False, False),
     "OvisImageTransformer2DModel": (True, False),
     "LongCatImageTransformer2DModel": (True, True),
 }
@@ -38,9 +37,10 @@ PIXELS = 8
 
 @dataclass(frozen=True)
 class Inputs:
-    """How a class's forward is filled. packed: tokens of 2 x 2 latent cells instead of the latent; video: the
-    latent has a time axis; scale: timestep / sigma; inverted: time counts from noise (0) to image (1), and
-    the output leads there (Mochi's scheduler); counts, image_last: as in POSITIONS."""
+    """How a class's forward is filled. names: its parameters that are; packed: tokens of 2 x 2 latent cells
+    instead of the latent; video: the latent has a time axis; scale: timestep / sigma; guided: it takes
+    guidance; inverted: time counts from noise (0) to image (1), and the output leads there (Mochi's
+    scheduler); counts, image_last: as in POSITIONS."""
 
     names: tuple[str, ...]
     packed: bool
