@@ -168,5 +168,5 @@ def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict
 def guidance_of_samplers(graph: dict, loader: str) -> list[tuple[float, str]]:
     """Return cfg and sampler_name of every sampler that this loader feeds, where they are known, so that a
     refusal comes before minutes of loading."""
-    found = [guidance_of(inputs) for _, inputs in samplers_of(graph, loader)]
+    found = [guidance_of(inputs) for inputs in samplers_of(graph, loader)]
     return [guidance for guidance in found if guidance]

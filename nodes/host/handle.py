@@ -117,7 +117,7 @@ def lora_bytes(handle: ParallelDiT) -> tuple[int, int]:
     return of(handle), sum(others)
 
 
-def check_model(config: ParallelConfig, wanted: Wanted, check=lambda: None):
+def check_model(config: ParallelConfig, wanted: Wanted, check: Callable[[], None]):
     """Refuse from its headers a model that the ranks of ``config`` could not load, before they are started or
     others end for them. Ranks that run so already refuse it themselves, at once. Errors as in ``load``."""
     at_hand = backend_at_hand(config)

@@ -117,8 +117,8 @@ def loader_of(graph: dict, node: str) -> str | None:
     return found if found and graph[found].get("class_type") == "LoadParallelDiT" else None
 
 
-def samplers_of(graph: dict, loader: str) -> Iterator[tuple[str, dict]]:
-    """Yield the id and the values of every sampler of this pack that a Load Parallel DiT feeds."""
+def samplers_of(graph: dict, loader: str) -> Iterator[dict]:
+    """Yield the values of every sampler of this pack that a Load Parallel DiT feeds."""
     for key, node in graph.items():
         if node.get("class_type", "").startswith("ParallelSampler") and loader_of(graph, key) == loader:
-            yield key, values(graph, key)
+            yield values(graph, key)
