@@ -12,7 +12,7 @@ from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
 from .host import panel, queued
 from .host.handle import free_weights
-from .host.refusals import MISTAKES, NoTracebackOfMistakes
+from .host.refusals import MISTAKES, says_more
 from .host.remote_patcher import take_bypass_loras
 from .load_diffusers_clip_vae import LoadDiffusersCLIPVAE
 from .load_parallel_dit import LoadParallelDiT
@@ -49,7 +49,7 @@ class ParallelDiTExtension(ComfyExtension):
         """Let nodes see the graph that is validated, show errors of users without tracebacks, take LoRAs of
         ComfyUI's loaders, and answer the side panel."""
         PromptServer.instance.add_on_prompt_handler(queued.remember)
-        logging.getLogger().addFilter(NoTracebackOfMistakes())
+        logging.getLogger().addFilter(says_more)
         take_bypass_loras()
         questions = {"status": panel.status, "log": log_of_last_backend}
         actions = {

@@ -34,12 +34,10 @@ def errors_on_node():
         raise
 
 
-class NoTracebackOfMistakes(logging.Filter):
-    """ComfyUI logs the sentence of an exception, then its traceback, which of a mistake says nothing more."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Drop the traceback of a mistake."""
-        text = record.msg
-        if not isinstance(text, str) or not text.startswith("Traceback (most recent call last)"):
-            return True
-        return not text.rstrip().rpartition("\n")[2].startswith(_NAMES)
+def says_more(record: logging.LogRecord) -> bool:
+    """Filter a log: ComfyUI's has the sentence of an exception, then its traceback, which of a mistake says
+    nothing more."""
+    text = record.msg
+    if not isinstance(text, str) or not text.startswith("Traceback (most recent call last)"):
+        return True
+    return not text.rstrip().rpartition("\n")[2].startswith(_NAMES)
