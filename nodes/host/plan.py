@@ -7,14 +7,10 @@ from comfy.cli_args import args
 
 from ...backend.protocol import Describe
 from ..comfy_models.registry import family_named
-from .graph import VIDEO
+from .graph import IMAGE, TEXT, VIDEO
 from .handle import ParallelDiT, ensure_loaded
 from .report import plan_line, quantized_lines, rank_lines
 from .speed_flags import flag_lines
-
-#: The request: width and height of an image, and text tokens.
-IMAGE_SIZE = 1024
-TEXT_TOKENS = 512
 
 
 def plan(dit: ParallelDiT, prompts: int) -> str:
@@ -23,7 +19,7 @@ def plan(dit: ParallelDiT, prompts: int) -> str:
     what, latent = assumed_latent(dit)
     backend, _ = ensure_loaded(dit)
     settings = (config.num_pipeline_patch, config.stale_kv, config.wire)
-    described = backend.describe(Describe(dit.loaded.model, latent, TEXT_TOKENS, prompts, *settings))
+    described = backend.describe(Describe(dit.loaded.model, latent, TEXT, prompts, *settings))
     for rank in described.ranks:
         logging.info("parallel-dit: for %s, %s", what, rank["text"])
     return plan_line(config, prompts, what, described)
@@ -51,8 +47,9 @@ def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
     ratio = getattr(format, "spacial_downscale_ratio", 8)
     video = format.latent_dimensions == 3
     if not video or family.images:
-        side = IMAGE_SIZE // ratio
-        what = f"{IMAGE_SIZE} x {IMAGE_SIZE}" if known else f"latent {side} x {side}"
+        size = IMAGE["width"]
+        side = size // ratio
+        what = f"{size} x {size}" if known else f"latent {side} x {side}"
         return what, [format.latent_channels, *([1] if video else []), side, side]
     width, height, frames = (VIDEO[name] for name in ("width", "height", "length"))
     time = 1 + (frames - 1) // getattr(format, "temporal_downscale_ratio", 4)
