@@ -28,8 +28,8 @@ PREFIX = "model call"
 #: Flux's widths at the socket, and no blocks.
 TINY = dict(num_layers=0, num_single_layers=0, num_attention_heads=2, joint_attention_dim=4096)
 SHAPE = (2, 16, 128, 128)
-#: transport.py's row for such a latent, there and back.
-TRANSFER = "Flux, 1024 px, two rows"
+#: transport.py's name of such a latent, there and back.
+TRANSFER = "Flux, 1024 px, two samples"
 
 
 def call(model: str) -> ModelCall:

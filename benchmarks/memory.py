@@ -35,7 +35,7 @@ from backend.quantization.packed_weight import PackedWeight
 sys.path.insert(0, str(common.ROOT / "tests/support"))
 from quantized import matrices, write_gguf, write_scaled
 
-#: Format -> ending of its file; bf16 is what the others are compared with.
+#: Quantized formats, of safetensors files and of GGUF; they are compared with bf16.
 SCALED = ("float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4")
 GGUF = ("Q8_0", "Q4_K")
 BF16 = "bf16"

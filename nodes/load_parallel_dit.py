@@ -19,7 +19,7 @@ from .host.graph import other_loaders, request_of_graph
 from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
 from .host.model_files import model_folders, model_paths, wanted_of
-from .host.plan import loaded_lines, plan
+from .host.plan import loaded_lines, request_line
 from .host.progress import NodeStatus, node_text
 from .host.queued import executed, queued, samplers_of, source, validated, values
 from .host.refusals import errors_on_node
@@ -134,7 +134,7 @@ class LoadParallelDiT(io.ComfyNode):
         pool.allow(*model_folders())
         dit = _load(config, wanted, prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        told = plan(dit, max(prompts, dit.config.cfg_degree))
+        told = request_line(dit, max(prompts, dit.config.cfg_degree))
         lines = [*_unused(config, prompt, key), *dit.lines, *loaded_lines(dit), told]
         node_text()("\n".join(lines))
         return io.NodeOutput(dit, ui=shown(lines))

@@ -13,7 +13,7 @@ from .report import plan_line, quantized_lines, rank_lines
 from .speed_flags import flag_lines
 
 
-def plan(dit: ParallelDiT, prompts: int) -> str:
+def request_line(dit: ParallelDiT, prompts: int) -> str:
     """Return a line about the request and what the ranks of ``dit`` take for it; log one for each rank."""
     config = dit.config
     what, latent = assumed_latent(dit)

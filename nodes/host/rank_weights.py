@@ -134,7 +134,7 @@ def host_room() -> Room:
 
 def dynamic_weights(index: int) -> int:
     """Count what ComfyUI's dynamic models (0.33) hold of a GPU, outside of torch's allocator. They leave when
-    room is made, as ModelPatcherDynamic.get_free_memory counts on."""
+    room is made, as ModelPatcher.get_free_memory counts on."""
     if not getattr(getattr(comfy, "memory_management", None), "aimdo_enabled", False):
         return 0
     from comfy_aimdo.model_vbar import vbars_analyze  # pyright: ignore[reportMissingImports]  # ComfyUI's

@@ -64,8 +64,7 @@ class RemoteSolver:
         request = self._request(guider, sigmas, extra_args["seed"], noise, latent_image, denoise_mask)
         management = comfy.model_management
         steps = len(sigmas) - 1
-        report = Reporter(callback, noise, steps, disable_pbar, self.wants_denoised)
-        with report as reporter:
+        with Reporter(callback, noise, steps, disable_pbar, self.wants_denoised) as reporter:
             interrupted = reporter.status.interrupted
             room = host_room().keeping(entries_to_keep(self.backend, self.dit.wanted))
             result = in_room(
