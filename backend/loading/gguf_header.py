@@ -22,7 +22,7 @@ UINT32 = 4
 #: Most metadata, entries of all of its arrays together, and tensors; a tokenizer has more.
 MOST_FIELDS = 4_096
 MOST_ENTRIES = 65_536
-MOST_TENSORS = 16_384
+MOST_GGUF_TENSORS = 16_384
 #: ggml has 4; ComfyUI-GGUF writes the 5 of a video model's first convolution.
 MOST_DIMENSIONS = 5
 ALIGNMENT = "general.alignment"
@@ -50,7 +50,7 @@ class _Header:
             self.refuse(f"its version is {version}")
         tensors = self.number("<Q")
         fields = self.number("<Q")
-        self.few("tensors", tensors, MOST_TENSORS)
+        self.few("tensors", tensors, MOST_GGUF_TENSORS)
         self.few("metadata entries", fields, MOST_FIELDS)
         for _ in range(fields):
             self.field()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .adapters import Adapter
-from .safetensors_files import DTYPES
+from .safetensors_files import FLOATING
 
 #: Stored types of an alpha that is an integer.
 INTEGERS = ("I64", "I32", "I16", "I8", "U8")
@@ -24,7 +24,7 @@ FILES = 64
 def check_form(name: str, adapter: Adapter):
     """Refuse an adapter of the file ``name`` whose shapes or types are wrong. Raises UnsupportedError."""
     for role, key in adapter.keys.items():
-        allowed = (*DTYPES, *INTEGERS) if role == "alpha" else DTYPES
+        allowed = (*FLOATING, *INTEGERS) if role == "alpha" else FLOATING
         stored = adapter.files.stored(key)
         if stored not in allowed:
             what = f"stored as {stored}, but {', '.join(allowed)} are what is added"

@@ -20,7 +20,8 @@ from .mapped_file import MappedFile
 from .regular_files import not_regular
 from .staging import upload
 
-DTYPES = {name: dtype for name, dtype in tensor_body.DTYPES.items() if dtype.is_floating_point}
+#: The format's name of a floating dtype -> torch's.
+FLOATING = {name: dtype for name, dtype in tensor_body.DTYPES.items() if dtype.is_floating_point}
 CPU = torch.device("cpu")
 ALL = slice(None)
 #: A folder's whole file or index, whose name may tell a precision, at one of two places; no shard.
@@ -95,10 +96,10 @@ class TensorFiles:
     def dtype(self, key: str) -> torch.dtype:
         """As in Weights; packed integers are refused."""
         name = self.stored(key)
-        if name not in DTYPES:
+        if name not in FLOATING:
             what = f"the tensor {quoted(key)} is stored as {name}, a quantization that is not supported"
             raise UnsupportedError(f"{what}; use a bf16, fp16, fp32, fp8 or GGUF file.")
-        return DTYPES[name]
+        return FLOATING[name]
 
     def stored(self, key: str) -> str:
         """Return the file's own name of a tensor's dtype ("BF16", "U8", ...)."""

@@ -21,7 +21,7 @@ import torch
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.quantized import ScaledFiles
 from backend.loading.recognition import check_complete, recognise
-from backend.loading.safetensors_files import DTYPES, TensorFiles
+from backend.loading.safetensors_files import FLOATING, TensorFiles
 
 RELEASED = Path(__file__).parents[1] / "headers" / "released.json.gz"
 #: Key -> (type, shape).
@@ -43,7 +43,7 @@ class HeaderFiles:
         self._data = header["data"]
 
     def dtype(self, key):
-        return DTYPES[self._types[key]]
+        return FLOATING[self._types[key]]
 
     def stored(self, key):
         return self._types[key]
