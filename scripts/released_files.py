@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from page_parts import Part
+from page_parts import Part, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "scripts", "tests", "tests/support", "tests/unit", "tests/comfy")
@@ -82,16 +82,10 @@ def loras() -> list[tuple[str, ...]]:
     return found
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def listed() -> str:
     """Return the tables as they stand in the page."""
-    files = f"{table(HEAD, taken())}\n{table(('file', 'refused: it'), refused())}"
-    return f"{files}\n{table(LORA_HEAD, loras())}"
+    files = f"{markdown(HEAD, taken())}\n{markdown(('file', 'refused: it'), refused())}"
+    return f"{files}\n{markdown(LORA_HEAD, loras())}"
 
 
 def main():
