@@ -11,9 +11,11 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from comfy_websocket import WebSocket
 
 PACK = Path(__file__).resolve().parents[1]
@@ -189,22 +191,13 @@ class ComfyServer:
         return {}
 
     def descendants(self, containing: str = "") -> dict[int, str]:
-        """Process id -> command line of everything that this server started, near or far (Linux)."""
-        parents, lines = {}, {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                    lines[int(entry.name)] = (
-                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    )
-                except OSError:
-                    pass  # it ended while we looked
-        mine, found = set(), {self.process.pid}
-        while found:
-            mine |= found
-            found = {pid for pid, parent in parents.items() if parent in mine} - mine
-        return {pid: lines[pid] for pid in mine - {self.process.pid} if containing in lines[pid]}
+        """Process id -> command line of everything that this server started, near or far."""
+        lines: dict[int, str] = {}
+        if self.process.poll() is None:
+            for each in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.Error):  # it ended while we looked
+                    lines[each.pid] = " ".join(each.cmdline())
+        return {pid: line for pid, line in lines.items() if containing in line}
 
     def stop(self):
         if self.process.poll() is None:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +69,13 @@ def _end(session: int):
     """End the processes of a session: those in it, and what they started in sessions of their own."""
     living = _members(session)
     for each in living:
-        _signal(each.terminate)
+        with suppress(psutil.Error):  # it has ended
+            each.terminate()
     psutil.wait_procs(living, GRACE_SECONDS)
     living = {each for each in living | _members(session) if each.is_running()}
     for each in living:
-        _signal(each.kill)
+        with suppress(psutil.Error):
+            each.kill()
     psutil.wait_procs(living, GRACE_SECONDS)
 
 
@@ -86,10 +89,3 @@ def _members(session: int) -> set[psutil.Process]:
         except (OSError, psutil.Error):
             continue  # it has ended
     return found
-
-
-def _signal(send):
-    try:
-        send()
-    except psutil.Error:
-        pass  # it has ended

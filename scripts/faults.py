@@ -7,11 +7,13 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import torch
 from tiny import golden_request, write_checkpoint
 
@@ -227,8 +229,7 @@ def no_memory_to_load(scene: Scene) -> Outcome:
 
 def used(pid: int) -> int:
     """Bytes of address space of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
+    return psutil.Process(pid).memory_info().vms
 
 
 def no_shared_memory(scene: Scene) -> Outcome:
@@ -281,27 +282,21 @@ def full_disk_at_start(scene: Scene) -> Outcome:
             return measured(lambda: pool.backend_for(CONFIG) and "none", lambda: began)
 
 
-class small_disk:
-    """A tmpfs of 4 MiB at ``place``; unmounted in the end."""
-
-    def __init__(self, place: Path):
-        self.place = place
-
-    def __enter__(self) -> Path:
-        self.place.mkdir(exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(self.place)]
-        subprocess.run(command, check=True, capture_output=True)
-        return self.place
-
-    def __exit__(self, *_):
-        subprocess.run(["umount", "-l", str(self.place)], check=True)
+@contextmanager
+def small_disk(place: Path) -> Iterator[Path]:
+    """Mount a tmpfs of 4 MiB at ``place``; unmount it in the end."""
+    place.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(place)]
+    subprocess.run(command, check=True, capture_output=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def fill(place: Path):
     """Write until nothing more fits."""
     with open(place / "filler", "wb", buffering=0) as file:
-        try:
+        with suppress(OSError):
             while True:
                 file.write(bytes(4096))
-        except OSError:
-            pass

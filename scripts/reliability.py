@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests/support")]
+import psutil
 from fault_table import FAULTS
 from faults import CONFIG, FINISHED, Fault, Scene
 from page_parts import Part, markdown
@@ -89,14 +90,8 @@ def left_over(folder: Path) -> list[str]:
 
 def processes(folder: Path) -> list[int]:
     """Return the processes whose command line has the folder of a backend."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and os.fsencode(folder) in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            pass  # it has just ended
-    return found
+    every = psutil.process_iter(["cmdline"])
+    return [each.pid for each in every if any(str(folder) in word for word in each.info["cmdline"] or ())]
 
 
 def shown(message: str) -> str:
