@@ -111,7 +111,7 @@ def stored_bytes(path: Path, width: int) -> int:
 
 
 class HostPeak(threading.Thread):
-    """Samples this process's anonymous memory; ``bytes``: the most above that at its start."""
+    """Samples this process's anonymous memory from its start until ``stop``."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -123,7 +123,7 @@ class HostPeak(threading.Thread):
             self.most = max(self.most, anonymous_bytes())
 
     def stop(self) -> int:
-        """End; return ``bytes``."""
+        """End; return the most bytes above those at the start."""
         self._done.set()
         self.join()
         return max(self.most, anonymous_bytes()) - self.before
