@@ -58,11 +58,11 @@ class ValueLayer:
 
     def before_query(self, query: nn.Module, args: tuple):
         """Make values first."""
+        self.x = self.made = None  # of a block that has failed
         if torch.compiler.is_compiling() or not self.is_early():
             return
         layer = self.block.get_submodule(self.name)  # another module since weights are loaded
         if not _speaks(layer):
-            self.x = None
             self.made, self.x = layer(args[0]), args[0]
 
     def before(self, layer: nn.Module, args: tuple) -> tuple | None:

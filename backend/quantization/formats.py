@@ -3,7 +3,8 @@
 A matrix is a few tensors by role: ``values`` (rows, elements); ``scale`` (1) or (rows, 1); ``block_scales``
 (rows, blocks of columns); ``tensor_scale`` (1); ``codebook`` (16), what four bits stand for; ``smoothing``
 (columns), of the layer's input; ``input_scale`` (1), under which inputs are quantized (kernels.py). Values
-are multiplied by their scales in ComfyUI's order and precision.
+are multiplied by their scales in ComfyUI's order and precision; products with float8 under one scale may be
+multiplied instead (packed_weight.py).
 """
 
 import math

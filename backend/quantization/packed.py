@@ -46,6 +46,8 @@ class Packed:
         rows at a time."""
         rows, _ = self.shape
         step = rows_at_once(self.format, self.columns)
+        if self.kept != (range(self.columns),):  # they are made as a whole before some are taken
+            step = min(step, max(1, CHUNK // max(1, self.columns)))
         out = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
         for start in range(0, rows, step):
             self._dequantize_rows(slice(start, start + step), out[start : start + step])
@@ -101,4 +103,14 @@ def join(pieces: Sequence[Packed], dim: int) -> Packed:
         for start, piece in zip(starts, pieces)
         for run in piece.kept
     )
-    return replace(first, tensors=tensors, columns=sum(piece.columns for piece in pieces), kept=kept)
+    return replace(first, tensors=tensors, columns=sum(piece.columns for piece in pieces), kept=_merged(kept))
+
+
+def _merged(runs: Sequence[range]) -> tuple[range, ...]:
+    """Return runs of which none begins where the one before it ends."""
+    found: list[range] = []
+    for run in runs:
+        if found and found[-1].stop == run.start:
+            run = range(found.pop().start, run.stop)
+        found.append(run)
+    return tuple(found)

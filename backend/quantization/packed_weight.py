@@ -49,15 +49,21 @@ def joined(adapters: Sequence[LowRank]) -> LowRank | None:
         return adapters[0] if adapters else None
     up = torch.cat([each.up for each in adapters], dim=1)
     down = torch.cat([each.down for each in adapters])
+    together = LowRank(up, down, 1.0, _strengths(adapters))
+    _divide(together, adapters)
+    return together
+
+
+def _divide(together: LowRank, adapters: Sequence[LowRank]):
+    """Make adapters the parts of what stands for all of them."""
     ranks = [len(each.down) for each in adapters]
-    for each, *parts in zip(adapters, up.split(ranks, dim=1), down.split(ranks)):
+    for each, *parts in zip(adapters, together.up.split(ranks, dim=1), together.down.split(ranks)):
         each.up, each.down = parts
-    return LowRank(up, down, 1.0, _strengths(adapters))
 
 
 def _strengths(adapters: Sequence[LowRank]) -> Tensor:
     each_rank = [each.strength for each in adapters for _ in range(len(each.down))]
-    return torch.tensor(each_rank, dtype=adapters[0].down.dtype, device=adapters[0].down.device)
+    return torch.tensor(each_rank, device=adapters[0].down.device)
 
 
 class PackedWeight(nn.Module):
@@ -78,7 +84,7 @@ class PackedWeight(nn.Module):
         self.has_one_scale = self.choice.kernel is nvfp4 and "input_scale" not in packed.tensors
         self.over_tokens: Largest | None = None
         self.shape = torch.Size(packed.shape)
-        self.factor = _one_scale(packed)
+        self.factor = _one_scale(packed) if dtype != torch.float16 else None
         self.adapters: dict[Hashable, LowRank] = {}
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
@@ -131,9 +137,11 @@ class PackedWeight(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Move what is beside the stored weight with it."""
-        for adapter in self.adapters.values():
-            adapter.up, adapter.down = fn(adapter.up), fn(adapter.down)
-        self._joined = joined(list(self.adapters.values()))
+        if (together := self._joined) is not None:
+            together.up, together.down = fn(together.up), fn(together.down)
+            if together.strengths is not None:
+                together.strengths = fn(together.strengths)
+                _divide(together, list(self.adapters.values()))
         self.whole = None if self.whole is None else fn(self.whole)
         return super()._apply(fn, recurse)
 
@@ -225,7 +233,9 @@ class PackedWeight(nn.Module):
 
 
 def _one_scale(packed: Packed) -> float | None:
-    """Return the scale of all values of a float8 weight; None where there are several, or none to read."""
+    """Return the scale of all values of a float8 weight; None where there are several, or none to read. In
+    float16 it stays in the weight: sums of values without it are up to 448 times larger than those with it,
+    and parts of them may be stored in float16, too."""
     scale, values = packed.tensors.get("scale"), packed.tensors["values"]
     if scale is None or scale.numel() != 1 or scale.is_meta or values.dtype not in FLOAT8_TYPES:
         return None

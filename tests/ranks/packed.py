@@ -32,6 +32,8 @@ FILES = {
     "Q8_0": "Q8_0.gguf",
     "Q4_K": "Q4_K.gguf",
 }
+#: Of which tensor parallelism multiplies and sums one half of the tokens after the other.
+HALVED = ("fp8", "mxfp8", "Q4_K")
 #: Methods whose ranks hold parts of the weights, or all of them.
 CONFIGS = {
     2: {
@@ -145,10 +147,12 @@ def main(folder: str, selected: list[str], out: str):
     where = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     chosen = [run for run in runs() if run.ranks == world and run.id in set(selected)]
-    tensor_parallel.ROWS_OF_TWO_HALVES = 1  # of so few tokens too
+    usual = tensor_parallel.ROWS_OF_TWO_HALVES
     single = Engine(ParallelConfig(), mesh.single())
     found, wanted, whole, file, meshes = [], [], {}, None, {}
     for run in chosen:
+        # of so few tokens too, in half of the runs
+        tensor_parallel.ROWS_OF_TWO_HALVES = 1 if run.format in HALVED else usual
         if run.format != file:
             single.unload("tiny")
             single.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")

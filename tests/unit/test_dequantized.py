@@ -26,7 +26,7 @@ from backend.quantization.formats import (
     hadamard,
 )
 from backend.quantization.gguf_blocks import FILLS, GGUF_EFFORT, GGUF_SCALES, gguf_format, gguf_type
-from backend.quantization.packed import HELD, Packed, take
+from backend.quantization.packed import HELD, Packed, join, take
 from backend.quantization.packed_weight import PackedWeight
 from backend.rank_plan.shape_of import shape_of
 
@@ -109,6 +109,7 @@ def test_bits_do_not_depend_on_the_passes(kind, dtype):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
 def test_one_scale_multiplies_products_instead_of_weights(dtype, bias):
     """Float8 weights are read once, where to scale them reads and writes them again: 4 bytes a value less.
     Also of some columns, and no less precise."""
@@ -126,6 +127,27 @@ def test_one_scale_multiplies_products_instead_of_weights(dtype, bias):
     with MovedBytes() as moved:
         weight.linear(x[0, :1], None)
     assert moved.bytes / weight.shape.numel() == pytest.approx(1 + 2 * dtype.itemsize, rel=0.05)
+
+
+def test_in_float16_the_scale_stays_in_the_weight():
+    """Parts of sums may be stored in float16: without the scale they may be infinite."""
+    assert PackedWeight(packed("float8_e4m3fn"), torch.float16).factor is None
+    assert PackedWeight(packed("float8_e4m3fn"), torch.bfloat16).factor == pytest.approx(0.37)
+
+
+def test_columns_that_follow_each_other_are_one_run():
+    """Else layers whose inputs are cut in several spans would make their weights twice."""
+    halves = [
+        replace(packed("float8_e4m3fn", kept=(kept,)), columns=len(kept))
+        for kept in (range(COLUMNS // 2), range(COLUMNS // 2))
+    ]
+    first, second = (
+        replace(half, tensors={**half.tensors, "values": half.tensors["values"][:, at : at + COLUMNS // 2]})
+        for half, at in zip(halves, (0, COLUMNS // 2))
+    )
+    whole = join([first, second], 1)
+    assert whole.kept == (range(COLUMNS),)
+    assert whole.dequantize(torch.float32).equal(packed("float8_e4m3fn").dequantize(torch.float32))
 
 
 def check(piece: Packed, effort: Effort):

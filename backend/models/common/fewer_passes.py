@@ -2,7 +2,8 @@
 
 diffusers stores float32 copies of them between operators. These functions compute in float32 as well, and
 store the type of the activations alone, rounded once, as ComfyUI's do. Float32 models stay the same but for
-the last bit. A compiler fuses the operators of diffusers' forms, so compiled blocks keep those.
+the last bit. A compiler fuses the operators of diffusers' forms, so compiled blocks keep those, but for RMS
+norms, which torch takes apart for it.
 """
 
 import sys

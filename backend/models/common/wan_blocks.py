@@ -1,9 +1,11 @@
 """Wan's blocks in fewer passes over activations (fewer_passes.py): 38 bytes a value for norms, modulation and
 residuals where diffusers moves 166."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanTransformerBlock
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformerBlock
 from torch import Tensor
 
@@ -43,10 +45,19 @@ def _run(block: WanTransformerBlock | WanVACETransformerBlock, x: Tensor, text, 
     return gated(x, block.ffn(normed), ff_gate)
 
 
-class SelfAttention:
+class SelfAttention(WanAttnProcessor):
     """Self-attention with rotary embeddings ((1, tokens, 1, D), of which two neighbours are equal)."""
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb):
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        rotary_emb: Any = None,
+    ):
+        if torch.compiler.is_compiling():
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         cos, sin = (table[..., ::2] for table in rotary_emb)
         layers = (attn.to_q, attn.to_k, attn.to_v)
         query, key, value = (layer(hidden_states) for layer in layers)
