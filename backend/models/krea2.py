@@ -13,14 +13,14 @@ from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, Mo
 from .key_layout import Layout, blocks_of, under
 
 
-def encoded_references(cond):
+def read_references(cond):
     """``cond`` with the references that ComfyUI's model reads: none where no method is set."""
     return cond if "ref_latents_method" in cond else {}
 
 
 def context_tokens(config, grid, cond):
     """Tokens of the references that are read."""
-    return references.token_count(config, grid, encoded_references(cond))
+    return references.token_count(config, grid, read_references(cond))
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -28,7 +28,7 @@ def forward_args(config, grid, latent, sigma, cond):
     prompt's layers come side by side. Where references are at timestep 0, as style LoRAs were trained with,
     timesteps of them follow."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
-    read = encoded_references(cond)
+    read = read_references(cond)
 
     def positions():
         image = references.all_positions(grid, read, "index", latent.device)

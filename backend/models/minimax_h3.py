@@ -48,14 +48,14 @@ def positions(grid, text, references, origin):
     y, x = axis(rows, columns), axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
     clock = torch.cat([torch.zeros(1, dtype=torch.float64), spans[:-1].cumsum(0)]) + origin
-    heard = torch.arange(length, dtype=torch.float64) + origin
+    moments = torch.arange(length, dtype=torch.float64) + origin
     words = torch.arange(text, dtype=torch.float64)
     nought = torch.zeros(1, dtype=torch.float64)
 
     def box(*axes):
         return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
 
-    audio = [box(heard, nought, side[None]) for side in (x[0], x[-1])]
+    audio = [box(moments, nought, side[None]) for side in (x[0], x[-1])]
     return torch.cat(
         [box(words, nought, nought), references.double().cpu(), *audio, box(clock, y, x)]
     ).float()
@@ -146,7 +146,11 @@ def refusal(config, grid, cond):
             "given_tags (what each reference token is) and given_positions (where it stands) come together; "
             "send both."
         )
-    tags, count = cond.get("given_tags"), lambda name: cond[name].shape[1] if name in cond else 0
+
+    def count(name):
+        return cond[name].shape[1] if name in cond else 0
+
+    tags = cond.get("given_tags")
     for name, width in (
         ("given_video", 4 * config["in_channels"]),
         ("given_audio", config["audio_in_channels"]),
@@ -160,9 +164,8 @@ def refusal(config, grid, cond):
         name: int((tags == kind).sum()) // len(tags) if tags is not None else 0
         for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))
     }
-    if any(count(name) != rows for name, rows in tagged.items()) or count("given_tags") != sum(
-        tagged.values()
-    ):
+    is_wrong = any(count(name) != tokens for name, tokens in tagged.items())
+    if is_wrong or count("given_tags") != sum(tagged.values()):
         return (
             f"given_video and given_audio have {count('given_video')} and {count('given_audio')} tokens, "
             f"but given_tags tells of {tagged['given_video']} of video (0) and {tagged['given_audio']} of "

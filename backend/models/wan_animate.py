@@ -133,7 +133,7 @@ def refusal(config, grid, cond):
     return wan.refusal(config, grid, cond)
 
 
-def _attention_calls(block) -> int:
+def attention_calls(block) -> int:
     """Itself, the prompt, the image's features, and the face where there is one."""
     return 3 + (block.face is not None and block.call.faces is not None)
 
@@ -220,7 +220,7 @@ FAMILY: Family = wan.FAMILY.changed(
         "transformer": "WanAnimateTransformer3DModel",
         "io": ModelIO(arguments=forward_args),
         "blocks.attention": ("image", "cross", "cross", "cross"),
-        "blocks.attention_calls": _attention_calls,
+        "blocks.attention_calls": attention_calls,
         "conditioning.accepted": ("c_crossattn", "c_concat", "clip_fea", "pose_latents", "face_pixel_values"),
         "conditioning.refusal": refusal,
         "cache.prompt_layers": (*wan.FAMILY.cache.prompt_layers, "face.to_k", "face.to_v"),

@@ -54,8 +54,8 @@ class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
 
 
 class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
-    """``num_rows``: how many tokens of text and of image are replaced, or one number for both: as ComfyUI,
-    and unlike Tencent's code, this counts a frame's tokens from the text's first token on."""
+    """``frame_tokens``: how many tokens of text and of image are replaced, or one number for both: as
+    ComfyUI, and unlike Tencent's code, this counts a frame's tokens from the text's first token on."""
 
     def forward(
         self,
@@ -65,7 +65,7 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         attention_mask=None,
         image_rotary_emb=None,
         token_replace_emb=None,
-        num_rows: Any = None,
+        frame_tokens: Any = None,
     ):
         if token_replace_emb is None:
             return super().forward(
@@ -75,9 +75,9 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         texts = encoder_hidden_states.shape[1]
         linear = self.norm.linear
         silu = torch.nn.functional.silu
-        if not isinstance(num_rows, tuple):
-            num_rows = min(num_rows, texts), max(0, num_rows - texts)
-        text, image = num_rows
+        if not isinstance(frame_tokens, tuple):
+            frame_tokens = min(frame_tokens, texts), max(0, frame_tokens - texts)
+        text, image = frame_tokens
         device = hidden_states.device
         replaced = torch.cat(
             [torch.arange(tokens, device=device) < image, torch.arange(texts, device=device) < text]
@@ -142,9 +142,9 @@ def prepare(transformer, grid):
 
 
 class FirstFrame(BlockAdapter):
-    """num_tokens and num_rows count the first frame's tokens, which come first."""
+    """num_tokens and frame_tokens count the first frame's tokens, which come first."""
 
     def cut(self, call, tokens):
-        counted = {"num_tokens": ("image",), "num_rows": ("text", "image")}
+        counted = {"num_tokens": ("image",), "frame_tokens": ("text", "image")}
         given = [name for name in counted if call.get(name) is not None]
         return {name: tokens.leading(call[name], counted[name]) for name in given}

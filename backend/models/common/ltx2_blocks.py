@@ -167,7 +167,7 @@ class Block(LTX2VideoTransformerBlock):
     levels: Any
     times: Any
     video: Any
-    heard: Any
+    audio: Any
 
     @wraps(LTX2VideoTransformerBlock.forward)
     def forward(self, *args, **call):
@@ -195,13 +195,13 @@ class Block(LTX2VideoTransformerBlock):
         table = self.video_a2v_cross_attn_scale_shift_table
         (gate,) = self.get_mod_params(table[4:], gates, batch)
         scale, shift = self.get_mod_params(table[:4], times, batch)[2:]
-        video = self.audio_to_video_norm(self.video + gate * self.heard) * (1 + scale) + shift
-        self.video = self.heard = self.times = None
+        video = self.audio_to_video_norm(self.video + gate * self.audio) * (1 + scale) + shift
+        self.video = self.audio = self.times = None
         return args, {**kwargs, "encoder_hidden_states": video}
 
     def watch(self):
         """Store what listen needs."""
-        self.audio_to_video_attn.register_forward_hook(lambda module, args, out: setattr(self, "heard", out))
+        self.audio_to_video_attn.register_forward_hook(lambda module, args, out: setattr(self, "audio", out))
         self.audio_to_video_norm.register_forward_pre_hook(
             lambda module, args: None if self.video is not None else setattr(self, "video", args[0])
         )
@@ -218,7 +218,7 @@ def gate_by_highest_level(transformer, config):
     """Compute a stream's gate from the highest noise level of the other stream, as ComfyUI does for the whole
     batch, and this for each sample; diffusers uses the stream's own tokens."""
     factor = config["cross_attn_timestep_scale_multiplier"] / config["timestep_scale_multiplier"]
-    for heard, gate in (
+    for other, gate in (
         (transformer.audio_time_embed, transformer.av_cross_attn_video_a2v_gate),
         (transformer.time_embed, transformer.av_cross_attn_audio_v2a_gate),
     ):
@@ -226,5 +226,5 @@ def gate_by_highest_level(transformer, config):
         def note(module, args, kwargs, gate=gate):
             gate.highest = highest(args[0], kwargs["batch_size"])
 
-        heard.register_forward_pre_hook(note, with_kwargs=True)
+        other.register_forward_pre_hook(note, with_kwargs=True)
         gate.register_forward_pre_hook(lambda module, args: (module.highest * factor,))
