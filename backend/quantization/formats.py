@@ -240,10 +240,11 @@ PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8", effort=Effort(3.0
 UNROTATED = Effort(3.0, 1, 0.0)
 
 
-def effort_of(form: Format, settings: Settings) -> Effort:
-    """Return what it takes to dequantize a layer of a format with these settings."""
+def effort_of(form: Format, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Effort:
+    """Return what it takes to dequantize a layer of these settings for products in ``dtype``."""
     if form.short == "int8" and rotation(settings) is None:
         return UNROTATED
-    if form.short == "fp8" and settings.get("scales") == 1:  # by which products are multiplied
+    # its one scale multiplies products instead (packed_weight.py)
+    if form.short == "fp8" and settings.get("scales") == 1 and dtype != torch.float16:
         return PLAIN_FLOAT8.effort
     return form.effort

@@ -121,13 +121,13 @@ def _held(
         moved = plain + sum(size.bytes for size in packed)
         return HeldParameter(module, block, packed, own_dtype, plain, moved, **native)
     return HeldParameter(
-        module, block, packed, own_dtype, plain, **_dequantizing(kept, *quantization), **native
+        module, block, packed, own_dtype, plain, **_dequantizing(kept, *quantization, own_dtype), **native
     )
 
 
-def _dequantizing(shape: torch.Size, form: Format, settings: Settings) -> dict[str, int]:
+def _dequantizing(shape: torch.Size, form: Format, settings: Settings, dtype: torch.dtype) -> dict[str, int]:
     """What it takes to dequantize a weight once (HeldParameter)."""
-    (rows, columns), effort = shape, effort_of(form, settings)
+    (rows, columns), effort = shape, effort_of(form, settings, dtype)
     step = rows_at_once(form, columns)
     return {
         "moved": round(rows * columns * effort.moved),

@@ -196,9 +196,11 @@ def test_gguf_types_have_the_bits_of_diffusers(kind, dtype):
 
 
 def test_the_planner_counts_them():
-    """Of a file in scaled fp8, under one scale a layer, 3 bytes where 2 are the value's."""
+    """Of a file in scaled fp8, under one scale a layer, 3 bytes where 2 are the value's; in float16 7."""
     shape = shape_of(opened("var__flux1-kontext_fp8_scaled_legacy"), torch.bfloat16)
     assert all(block.dequantizing == pytest.approx(1.5 * block.unpacked, rel=0.01) for block in shape.blocks)
+    halves = shape_of(opened("var__flux1-kontext_fp8_scaled_legacy"), torch.float16)
+    assert all(block.dequantizing == pytest.approx(3.5 * block.unpacked, rel=0.01) for block in halves.blocks)
     cost = Cost(shape, ParallelConfig(), L40, Request(1024, 128, 4, 1))
     moved = sum(block.dequantizing for block in shape.blocks)
     assert cost._dequantize(shape.blocks) == pytest.approx(moved / L40.bandwidth)
