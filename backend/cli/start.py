@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
         return 0
     finally:
         process.close()
-        somebody_listens(options.address)
+        somebody_listens(options.address)  # else the socket goes
 
 
 def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, str, Link | None]:
@@ -110,7 +110,7 @@ def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:
         where = f"{config.product} on {device} at {process.address}"
     else:
         where = f"{process.machines.name} of {process.machines.count} started, on {device}"
-    print(f"{where}{_unused(config, device)}, log {process.log}", flush=True)
+    print(f"{where}{_of_gpus(process.machines.ranks_here(config), device)}, log {process.log}", flush=True)
     while process.running:
         time.sleep(0.5)
     if process.ended_as_asked:
@@ -119,10 +119,10 @@ def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:
     return 1
 
 
-def _unused(config: ParallelConfig, device: str) -> str:
-    """Say how many of this machine's GPUs have no rank; empty where all have one."""
+def _of_gpus(ranks: int, device: str) -> str:
+    """Say how many of this machine's GPUs have one of its ``ranks``; empty where all have."""
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    return f" ({config.world_size} of {gpus} GPUs)" if config.world_size < gpus else ""
+    return f" ({ranks} of {gpus} GPUs)" if ranks < gpus else ""
 
 
 def somebody_listens(address: str) -> bool:

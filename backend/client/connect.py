@@ -10,6 +10,11 @@ from .client import BackendClient
 ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
 
 
+def token_of_environment() -> str:
+    """Return the token of backends that somebody else has started; empty without one."""
+    return os.environ.get("PARALLEL_DIT_TOKEN", "").strip()
+
+
 def connect(config: ParallelConfig) -> BackendClient:
     """Return a client of the backend at ``config.address``. Raises ConfigError where this process may not
     name it or the backend runs with other degrees or settings, BackendError where nobody listens."""
@@ -21,7 +26,7 @@ def connect(config: ParallelConfig) -> BackendClient:
             f"name only backends that whoever starts ComfyUI allows there (exact addresses, with commas), or "
             f"clear address to launch one here."
         )
-    token = os.environ.get("PARALLEL_DIT_TOKEN", "").strip()
+    token = token_of_environment()
     if not token:
         what = f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN"
         raise ConfigError(f"{what}; set it to the token that this backend was started with.")

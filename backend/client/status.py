@@ -3,7 +3,6 @@
 Imports no ComfyUI.
 """
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from ..protocol import BackendError, Report, Status
 from .client import BackendClient
+from .connect import token_of_environment
 from .pool import Backend
 from .private_folder import LOGS
 from .silence import STATES, process_state
@@ -43,7 +43,7 @@ def _connected(backend: Backend, check) -> BackendClient:
     try:
         if backend.process is not None:
             return backend.process.connect_again(check)
-        return BackendClient(backend.config.address, os.environ.get("PARALLEL_DIT_TOKEN", "").strip(), check)
+        return BackendClient(backend.config.address, token_of_environment(), check)
     except OSError as error:
         raise BackendError(f"nobody listens at {backend.client.address} ({error})") from error
 

@@ -58,8 +58,10 @@ class ValueLayer:
 
     def before_query(self, query: nn.Module, args: tuple):
         """Make values first."""
+        if torch.compiler.is_compiling():
+            return
         self.x = self.made = None  # of a block that has failed
-        if torch.compiler.is_compiling() or not self.is_early():
+        if not self.is_early():
             return
         layer = self.block.get_submodule(self.name)  # another module since weights are loaded
         if not _speaks(layer):

@@ -236,6 +236,9 @@ FORMATS = {
 }
 #: Float8 without scales.
 PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8", effort=Effort(3.0, 1, 0.0))
+#: Types of products that float8's one scale multiplies instead of the weight (packed_weight.py). Not float16:
+#: sums of values without it are up to 448 times larger, and parts of them may be stored in float16, too.
+SCALED_AFTER = (torch.float32, torch.bfloat16)
 #: Of int8 in rows that are not rotated.
 UNROTATED = Effort(3.0, 1, 0.0)
 
@@ -244,7 +247,6 @@ def effort_of(form: Format, settings: Settings, dtype: torch.dtype = torch.bfloa
     """Return what it takes to dequantize a layer of these settings for products in ``dtype``."""
     if form.short == "int8" and rotation(settings) is None:
         return UNROTATED
-    # its one scale multiplies products instead (packed_weight.py)
-    if form.short == "fp8" and settings.get("scales") == 1 and dtype != torch.float16:
+    if form.short == "fp8" and settings.get("scales") == 1 and dtype in SCALED_AFTER:
         return PLAIN_FLOAT8.effort
     return form.effort

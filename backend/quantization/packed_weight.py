@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import opaque
+from .formats import SCALED_AFTER
 from .kernels import Choice, Kernel, Largest, float8, mxfp8, nvfp4
 from .packed import Packed
 
@@ -84,7 +85,7 @@ class PackedWeight(nn.Module):
         self.has_one_scale = self.choice.kernel is nvfp4 and "input_scale" not in packed.tensors
         self.over_tokens: Largest | None = None
         self.shape = torch.Size(packed.shape)
-        self.factor = _one_scale(packed) if dtype != torch.float16 else None
+        self.factor = _one_scale(packed) if dtype in SCALED_AFTER else None
         self.adapters: dict[Hashable, LowRank] = {}
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
@@ -233,9 +234,7 @@ class PackedWeight(nn.Module):
 
 
 def _one_scale(packed: Packed) -> float | None:
-    """Return the scale of all values of a float8 weight; None where there are several, or none to read. In
-    float16 it stays in the weight: sums of values without it are up to 448 times larger than those with it,
-    and parts of them may be stored in float16, too."""
+    """Return the scale of all values of a float8 weight; None where there are several, or none to read."""
     scale, values = packed.tensors.get("scale"), packed.tensors["values"]
     if scale is None or scale.numel() != 1 or scale.is_meta or values.dtype not in FLOAT8_TYPES:
         return None

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from backend.cli import __main__ as cli
 from backend.cli import start, status
 from backend.client import pool
+from backend.client.machines import Machines
+from backend.config import ParallelConfig
 from backend.protocol import Report
 from demo import shapes
 
@@ -138,6 +141,15 @@ def test_a_second_backend_at_an_address_is_refused(place, run):
 
 def test_a_number_of_gpus_is_no_configuration_of_ranks(run):
     assert 'like {"ulysses_degree": 2}' in run("start", "--config", '{"gpus": 2}', fails=True)
+
+
+def test_gpus_without_a_rank_are_said_of_each_machine(monkeypatch, capsys):
+    """Not of the ranks of all machines."""
+    monkeypatch.setattr(start.torch.cuda, "device_count", lambda: 8)
+    machines = Machines(2, 1, "10.0.0.1:29500", "lo")
+    process = SimpleNamespace(machines=machines, running=False, ended_as_asked=True, log="/l")
+    assert start.served(process, ParallelConfig(ulysses_degree=4), "cuda") == 0
+    assert "started, on cuda (2 of 8 GPUs), log /l" in capsys.readouterr().out
 
 
 def test_ctrl_c_is_no_traceback(place, monkeypatch):
