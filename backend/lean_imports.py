@@ -1,20 +1,23 @@
 """Imports torch and diffusers' transformers without packages that no rank uses, which took a third of a
 rank's start, and without garbage collections, which took a fifth of the rest: imports leave no garbage.
 
-diffusers imports transformers and SciPy where they are installed, for pipelines, LoRA loaders and schedulers.
-A None in ``sys.modules`` makes a package absent (importlib's documentation); later imports find it again.
+diffusers imports transformers, PEFT and SciPy where they are installed, for pipelines, LoRA loaders and
+schedulers. PEFT is useless without transformers, and cannot be imported. A None in ``sys.modules`` makes a
+package absent (importlib's documentation); later imports find it again.
 """
 
 import gc
 import importlib
 import sys
 
-#: What all transformers of diffusers do without.
-UNUSED = ("transformers", "scipy")
+TRANSFORMERS = "diffusers.models.transformers"
+#: What all of these do without.
+UNUSED = ("transformers", "peft", "scipy")
 
 
 def import_diffusers():
-    """Import diffusers' transformers as if UNUSED were not installed, unless diffusers is there already."""
+    """Import diffusers' transformers as if UNUSED were not installed, unless diffusers is there already; as
+    they are where that fails, since another package needs one of them."""
     if "diffusers" in sys.modules:
         return
     hidden = [name for name in UNUSED if name not in sys.modules]
@@ -23,12 +26,16 @@ def import_diffusers():
     collects = gc.isenabled()
     gc.disable()
     try:
-        importlib.import_module("diffusers.models.transformers")
+        importlib.import_module(TRANSFORMERS)
+    except (ImportError, RuntimeError):  # its lazy modules raise the latter
+        for name in [name for name in sys.modules if name.partition(".")[0] == "diffusers"]:
+            del sys.modules[name]
     finally:
         for name in hidden:
             del sys.modules[name]
         if collects:
             gc.enable()
+    importlib.import_module(TRANSFORMERS)
 
 
 import_diffusers()
