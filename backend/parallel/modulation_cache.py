@@ -7,7 +7,7 @@ evaluations is one GEMM a layer, over the embeddings that differ: samples, and o
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from ..host_memory import HostMemory
 from ..opaque_ops import SECOND, opaque
 from . import comm
 from .mesh import Mesh
+from .modulation_plan import ModulationPlan, equal_rows
 from .step_context import StepContext
 
 #: Calls of cached layers since the request began, by kind: what tests count.
@@ -145,31 +146,6 @@ def layer_features(layer: nn.Module) -> int:
 
 
 @dataclass
-class ModulationPlan:
-    """The modulation of a request: the embeddings (rows, D), and (branch, evaluation) -> the row of each
-    sample. ``computed``: evaluations before this one are cached."""
-
-    embeddings: Tensor
-    rows: Mapping[tuple[str, int], tuple[int, ...]]
-    evaluations: int
-    computed: int = 0
-
-    def chunk(self, first: int, most: int) -> tuple[int, list[int]]:
-        """Choose evaluations from ``first`` on, one at least, that need at most ``most`` rows together;
-        return where they end, and their rows."""
-        needed = [
-            set(chain(*(rows for (_, evaluation), rows in self.rows.items() if evaluation == index)))
-            for index in range(first, self.evaluations)
-        ]
-        chosen = needed[0]
-        end = first + 1
-        while end < self.evaluations and len(chosen | needed[end - first]) <= most:
-            chosen = chosen | needed[end - first]
-            end += 1
-        return end, sorted(chosen)
-
-
-@dataclass
 class LayerCache:
     """The cached layers of one model on this rank.
 
@@ -266,9 +242,8 @@ class LayerCache:
 
     def _different(self, every: Tensor) -> tuple[Tensor, list[int]]:
         """Return those of the embeddings (n, D) that differ, in order, and which of them each one equals."""
-        _, inverse = torch.unique(every.float(), dim=0, return_inverse=True)  # CUDA's has no bf16
         # shapes depend on it, so all ranks take the first one's
-        groups = comm.broadcast(inverse, (self.mesh.tp, self.mesh.pp)).tolist()
+        groups = comm.broadcast(equal_rows(every), (self.mesh.tp, self.mesh.pp)).tolist()
         first_rows: dict[int, int] = {}  # group of equal embeddings -> its first one
         for row, group in enumerate(groups):
             first_rows.setdefault(group, row)

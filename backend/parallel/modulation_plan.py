@@ -1,0 +1,44 @@
+"""Which embeddings a request's modulation is computed from, and when."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+#: Rows up to which each is compared with each other one: a GPU sorts wide rows in a millisecond.
+FEW = 64
+
+
+def equal_rows(every: Tensor) -> Tensor:
+    """Return a group (n,) for each of the rows (n, D): rows of one group are equal."""
+    if len(every) > FEW:
+        return torch.unique(every.float(), dim=0, return_inverse=True)[1]  # CUDA's has no bf16
+    equal = (every[:, None] == every).all(-1)
+    return equal.fill_diagonal_(True).byte().argmax(1)  # NaN equals nothing
+
+
+@dataclass
+class ModulationPlan:
+    """The modulation of a request: the embeddings (rows, D), and (branch, evaluation) -> the row of each
+    sample. ``computed``: evaluations before this one are cached."""
+
+    embeddings: Tensor
+    rows: Mapping[tuple[str, int], tuple[int, ...]]
+    evaluations: int
+    computed: int = 0
+
+    def chunk(self, first: int, most: int) -> tuple[int, list[int]]:
+        """Choose evaluations from ``first`` on, one at least, that need at most ``most`` rows together;
+        return where they end, and their rows."""
+        needed = [
+            set(chain(*(rows for (_, evaluation), rows in self.rows.items() if evaluation == index)))
+            for index in range(first, self.evaluations)
+        ]
+        chosen = needed[0]
+        end = first + 1
+        while end < self.evaluations and len(chosen | needed[end - first]) <= most:
+            chosen = chosen | needed[end - first]
+            end += 1
+        return end, sorted(chosen)
