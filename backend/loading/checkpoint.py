@@ -17,6 +17,7 @@ from torch import nn
 from ..config import ParallelConfig
 from ..errors import UnsupportedError, some
 from ..models import FAMILIES
+from ..models.common import adaptive_norms
 from ..models.common.fewer_passes import RMSNorm
 from ..models.common.replaced_classes import replace_classes
 from ..models.family import Family
@@ -107,7 +108,7 @@ class Checkpoint:
             transformer = build(self.name, cls, self.config, len(self.files.shapes) * parts)
             if patch_module:
                 patch_module(transformer, self.config)
-            replace_classes(transformer, {normalization.RMSNorm: RMSNorm})
+            replace_classes(transformer, {normalization.RMSNorm: RMSNorm, **adaptive_norms.CLASSES})
         return transformer.eval().requires_grad_(False)
 
     @cached_property

@@ -217,6 +217,17 @@ class LayerCache:
         elif evaluation >= self.plan.computed:
             self._compute(self.plan, evaluation)
 
+    @contextmanager
+    def before_steps(self, context: StepContext) -> Iterator[None]:
+        """Answer from the cache in a call before the steps, of an evaluation's embedding alone."""
+        self._forget_step()
+        self.index.context = context
+        try:
+            yield
+        finally:
+            self.index.context = None
+            self._forget_step()
+
     def modulate_ahead(self, embeddings: dict[str, list[Tensor]]):
         """Compute modulation, one GEMM a layer for as many evaluations as fit into AHEAD; the others follow
         in begin_evaluation.

@@ -158,7 +158,8 @@ class Runner:
         def embedding(context, sigma):
             arguments = self._arguments(latent, sigma, context)
             name = model.family.cache.modulation_argument
-            return first_block_argument(model.transformer, model.family, arguments, name)
+            with model.cache.before_steps(context):  # positions and prompts are those of the steps
+                return first_block_argument(model.transformer, model.family, arguments, name)
 
         every = Span(0, len(latent))
         model.cache.modulate_ahead(

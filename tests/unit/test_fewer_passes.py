@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from moved_bytes import MovedBytes
 from torch import nn
 
-from backend.models.common import fewer_passes
+from backend.models.common import adaptive_norms, fewer_passes
 from backend.models.common.wan_blocks import Block, SelfAttention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -85,10 +85,10 @@ def wan_block() -> WanTransformerBlock:
     return WanTransformerBlock(WIDTH, 2 * WIDTH, HEADS, cross_attn_norm=True).eval().requires_grad_(False)
 
 
-def arguments(dtype: torch.dtype, *tokens: int) -> tuple:
+def arguments(dtype: torch.dtype, *tokens: int, batch: int = 2) -> tuple:
     rotary = tuple(table[None, :, None] for table in tables())
-    given = number(2, TOKENS, WIDTH).to(dtype), number(2, 7, WIDTH, seed=1).to(dtype)
-    return *given, number(2, *tokens, 6, WIDTH, seed=2).to(dtype), rotary
+    given = number(batch, TOKENS, WIDTH).to(dtype), number(batch, 7, WIDTH, seed=1).to(dtype)
+    return *given, number(batch, *tokens, 6, WIDTH, seed=2).to(dtype), rotary
 
 
 def ours(block: WanTransformerBlock) -> nn.Module:
@@ -100,15 +100,17 @@ def ours(block: WanTransformerBlock) -> nn.Module:
 
 @pytest.mark.parametrize("keeps_norms", [True, False], ids=["norms in float32", "norms too"])
 @pytest.mark.parametrize("tokens", [(), (TOKENS,)], ids=["a timestep", "a timestep a token"])
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wans_block_is_no_less_precise(dtype, tokens, keeps_norms):
+def test_wans_block_is_no_less_precise(dtype, batch, tokens, keeps_norms):
     block = wan_block()
-    exact = block(*(x.float() if isinstance(x, torch.Tensor) else x for x in arguments(dtype, *tokens)))
+    given = arguments(dtype, *tokens, batch=batch)
+    exact = block(*(x.float() if isinstance(x, torch.Tensor) else x for x in given))
     block.to(dtype)
     if keeps_norms:
         block.norm2.float()
-    theirs = (block(*arguments(dtype, *tokens)).float() - exact).norm()
-    out = ours(block)(*arguments(dtype, *tokens))
+    theirs = (block(*given).float() - exact).norm()
+    out = ours(block)(*given)
     assert out.dtype == dtype
     assert (out.float() - exact).norm() <= 1.1 * theirs + 1e-6 * exact.norm()
 
@@ -123,14 +125,46 @@ class Passes(nn.Module):
         pass
 
 
-def test_wans_block_moves_a_fourth_of_the_bytes():
+@pytest.mark.parametrize("batch, bytes", [(1, 30), (2, 38)])
+def test_wans_block_moves_a_fourth_of_the_bytes(batch, bytes):
     block = wan_block().bfloat16()
     block.attn1, block.attn2, block.ffn = Passes(), Passes(), Passes()
     moved = []
     for each in (ours(block), block):
-        x, text, temb, rotary = arguments(torch.bfloat16)
+        x, text, temb, rotary = arguments(torch.bfloat16, batch=batch)
         x = x.repeat(1, 100, 1)
         with MovedBytes() as found:
             each(x, text, temb, rotary)
         moved.append(found.bytes / x.numel())
-    assert moved == pytest.approx([38, 166], abs=2)
+    assert moved == pytest.approx([bytes, 166], abs=2)
+
+
+ADAPTIVE = {
+    "before attention": (normalization.AdaLayerNormZero, (WIDTH,), "emb"),
+    "of parallel blocks": (normalization.AdaLayerNormZeroSingle, (WIDTH,), "emb"),
+    "the last": (normalization.AdaLayerNormContinuous, (WIDTH, WIDTH, False), "conditioning_embedding"),
+}
+
+
+@pytest.mark.parametrize("batch, bytes", [(1, 4), (2, 12)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls, sizes, name", ADAPTIVE.values(), ids=list(ADAPTIVE))
+def test_a_norm_and_its_modulation_are_one_pass(cls, sizes, name, dtype, batch, bytes):
+    """Where all tokens are of one sample; others have their own scales."""
+    torch.manual_seed(0)
+    norm = cls(*sizes).requires_grad_(False)
+    x, embedding = number(batch, 100 * TOKENS, WIDTH).to(dtype), number(batch, WIDTH, seed=1).to(dtype)
+    exact, *_ = listed(norm(x.float(), **{name: embedding.float()}))
+    norm.to(dtype)
+    theirs, *others = listed(norm(x, **{name: embedding}))
+    norm.__class__ = adaptive_norms.CLASSES[cls]
+    with MovedBytes() as moved:
+        out, *ours = listed(norm(x, **{name: embedding}))
+    assert out.dtype == dtype and all(a.equal(b) for a, b in zip(ours, others, strict=True))
+    assert (out.float() - exact).norm() <= 1.1 * (theirs.float() - exact).norm() + 1e-6 * exact.norm()
+    assert moved.bytes / x.numel() == pytest.approx(bytes * dtype.itemsize / 2, rel=0.1)
+
+
+def listed(found) -> tuple[torch.Tensor, ...]:
+    """What a norm returns: a tensor, or several."""
+    return found if isinstance(found, tuple) else (found,)

@@ -35,24 +35,29 @@ class RMSNorm(normalization.RMSNorm):
         return F.rms_norm(hidden_states, self.dim, weight, self.eps)
 
 
-def layer_norm(norm: nn.Module, x: Tensor) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalize tokens x (..., D), with a weight and a bias (D,) of any type: those of x, as ComfyUI casts
+    them. GPUs read mixed types one by one, six times as slowly."""
+    weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """Return what ``norm``, a LayerNorm that may stay in float32, makes of x."""
-    if not isinstance(norm, nn.LayerNorm):
-        return norm(x)
-    weight, bias, shape = norm.weight, norm.bias, norm.normalized_shape
-    if weight is None or weight.dtype == x.dtype:
-        return F.layer_norm(x, shape, weight, bias, norm.eps)
-    return modulated(F.layer_norm(x, shape, eps=norm.eps), weight, bias)
+    return layer_norm(x, norm.weight, norm.bias, norm.eps) if isinstance(norm, nn.LayerNorm) else norm(x)
 
 
-def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return x * scale + shift; of scale and shift any part broadcasts."""
-    return torch.addcmul(shift, x, scale, out=torch.empty_like(x))
+def modulated(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return norm(x) * scale + shift, of tokens x (B, S, D) and a norm without weights; scale and shift may
+    broadcast."""
+    if scale.numel() == x.shape[-1]:  # one sample's, and all of its tokens'
+        return layer_norm(x, scale.flatten(), shift.flatten(), norm.eps)
+    return torch.addcmul(shift.to(x.dtype), normed(norm, x), scale.to(x.dtype))
 
 
 def gated(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
     """Return x + change * gate."""
-    return torch.addcmul(x, change, gate, out=torch.empty_like(x))
+    return torch.addcmul(x, change, gate.to(x.dtype))
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

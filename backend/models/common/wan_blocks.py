@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanT
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformerBlock
 from torch import Tensor
 
-from .fewer_passes import gated, layer_norm, modulated, turned
+from .fewer_passes import gated, modulated, normed, turned
 
 
 class Block(WanTransformerBlock):
@@ -38,11 +38,10 @@ class ControlBlock(WanVACETransformerBlock):
 def _run(block: WanTransformerBlock | WanVACETransformerBlock, x: Tensor, text, temb, rotary_emb) -> Tensor:
     of_all = temb[:, None] if temb.ndim == 3 else temb
     shift, scale, gate, ff_shift, ff_scale, ff_gate = (block.scale_shift_table + of_all.float()).unbind(2)
-    normed = modulated(layer_norm(block.norm1, x), 1 + scale, shift)
-    x = gated(x, block.attn1(normed, None, None, rotary_emb), gate)
-    x = x + block.attn2(layer_norm(block.norm2, x), text, None, None)
-    normed = modulated(layer_norm(block.norm3, x), 1 + ff_scale, ff_shift)
-    return gated(x, block.ffn(normed), ff_gate)
+    attended = block.attn1(modulated(block.norm1, x, 1 + scale, shift), None, None, rotary_emb)
+    x = gated(x, attended, gate)
+    x = x + block.attn2(normed(block.norm2, x), text, None, None)
+    return gated(x, block.ffn(modulated(block.norm3, x, 1 + ff_scale, ff_shift)), ff_gate)
 
 
 class SelfAttention(WanAttnProcessor):
