@@ -3,8 +3,8 @@
 A matrix is a few tensors by role: ``values`` (rows, elements); ``scale`` (1) or (rows, 1); ``block_scales``
 (rows, blocks of columns); ``tensor_scale`` (1); ``codebook`` (16), what four bits stand for; ``smoothing``
 (columns), of the layer's input; ``input_scale`` (1), under which inputs are quantized (kernels.py). Values
-are multiplied by their scales in ComfyUI's order and precision; products with float8 under one scale may be
-multiplied instead (packed_weight.py).
+are multiplied by their scales in ComfyUI's order and precision; products with float8 or int8 under one scale
+may be multiplied instead (packed_weight.py).
 """
 
 import math
@@ -64,15 +64,22 @@ class Format:
 
 
 def _float8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    values = stored["values"]
-    weight = values.to(dtype) if out is None else out.copy_(values)
+    weight = _cast(stored["values"], dtype, out)
     return torch.mul(weight, stored["scale"].to(dtype), out=out) if "scale" in stored else weight
 
 
 def _int8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     size = rotation(settings)
-    weight = torch.mul(stored["values"], stored["scale"].float(), out=out if size is None else None)
-    return rotated(weight, size)
+    if size is None and "scale" not in stored:
+        return _cast(stored["values"], dtype, out)
+    scale = stored["scale"].float() if "scale" in stored else 1.0
+    weight = torch.mul(stored["values"], scale, out=out if size is None else None)
+    return weight if size is None else rotated(weight.float(), size)
+
+
+def _cast(values: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """Return values of one byte in ``dtype``, which holds each of them."""
+    return values.to(dtype) if out is None else out.copy_(values)
 
 
 def _convrot_w4a4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -236,8 +243,10 @@ FORMATS = {
 }
 #: Float8 without scales.
 PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8", effort=Effort(3.0, 1, 0.0))
-#: Types of products that float8's one scale multiplies instead of the weight (packed_weight.py). Not float16:
-#: sums of values without it are up to 448 times larger, and parts of them may be stored in float16, too.
+#: Formats whose one scale may multiply products instead of the weight (packed_weight.py), and in which types.
+#: Not float16: sums of values without it are up to 448 times larger, and parts of them may be stored in
+#: float16, too.
+ONE_BYTE = ("fp8", "int8")
 SCALED_AFTER = (torch.float32, torch.bfloat16)
 #: Of int8 in rows that are not rotated.
 UNROTATED = Effort(3.0, 1, 0.0)

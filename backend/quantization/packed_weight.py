@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import opaque
-from .formats import SCALED_AFTER
+from .formats import ONE_BYTE, SCALED_AFTER
 from .kernels import Choice, Kernel, Largest, float8, mxfp8, nvfp4
 from .packed import Packed
 
@@ -189,8 +189,9 @@ class PackedWeight(nn.Module):
         return out.view(*x.shape[:-1], len(weight))
 
     def _unscaled(self) -> tuple[Tensor, float]:
-        """Return the weight, and what products with it are multiplied by: float8 under one scale is read
-        once, where to scale it would read and write it again."""
+        """Return the weight, and what products with it are multiplied by: bytes under one scale are read
+        once, where to scale them would read and write them again, or take four times as long (int8, whose
+        product with a float a GPU casts one by one)."""
         if self.factor is None:
             return self.dequantized(), 1.0
         return self.dequantized(but="scale"), self.factor
@@ -234,9 +235,10 @@ class PackedWeight(nn.Module):
 
 
 def _one_scale(packed: Packed) -> float | None:
-    """Return the scale of all values of a float8 weight; None where there are several, or none to read."""
-    scale, values = packed.tensors.get("scale"), packed.tensors["values"]
-    if scale is None or scale.numel() != 1 or scale.is_meta or values.dtype not in FLOAT8_TYPES:
+    """Return the scale of all values of a float8 or int8 weight; None where there are several, or none to
+    read."""
+    scale = packed.tensors.get("scale")
+    if scale is None or scale.numel() != 1 or scale.is_meta or packed.format.short not in ONE_BYTE:
         return None
     return float(scale)
 

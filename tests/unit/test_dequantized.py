@@ -17,6 +17,7 @@ from released_forms import checkpoint_of
 from backend.config import ParallelConfig
 from backend.planner.cost import LAUNCHES, Cost
 from backend.planner.machine import Request
+from backend.quantization import gguf_blocks
 from backend.quantization.formats import (
     E2M1,
     FORMATS,
@@ -135,6 +136,23 @@ def test_in_float16_the_scale_stays_in_the_weight():
     assert PackedWeight(packed("float8_e4m3fn"), torch.bfloat16).factor == pytest.approx(0.37)
 
 
+@pytest.mark.parametrize("kind, moved_bytes", [("int8 in rows", 3), ("int8_tensorwise", 19)])
+@pytest.mark.parametrize("bias", [None, number(ROWS)], ids=["bare", "bias"])
+@torch.inference_mode()
+def test_int8_under_one_scale_is_read_as_it_is(kind, moved_bytes, bias):
+    """Rotated or not: the scale multiplies products."""
+    piece = packed(kind, scale=torch.tensor([0.37]))
+    weight, x = PackedWeight(piece, torch.float32), number(5, COLUMNS)
+    want = F.linear(x, piece.dequantize(torch.float32), bias)
+    assert weight.factor == pytest.approx(0.37)
+    assert (weight.linear(x, bias) - want).norm() <= 1e-6 * want.norm()
+    weight = PackedWeight(piece, torch.bfloat16)
+    weight.dequantized(but="scale")  # what is made once is there
+    with MovedBytes() as moved:
+        weight.dequantized(but="scale")
+    assert moved.bytes / weight.shape.numel() == pytest.approx(moved_bytes, rel=0.03)
+
+
 def test_columns_that_follow_each_other_are_one_run():
     """Else layers whose inputs are cut in several spans would make their weights twice."""
     halves = [
@@ -173,6 +191,7 @@ def test_what_gguf_types_take(kind):
     """By diffusers' functions it was 18.8, 23.1, 11.3, 23.6, 31.7 and 27.9 bytes (Q4_0, Q4_1, Q8_0, Q4_K,
     Q5_K, Q6_K) and 7, 7, 3, 21, 26 and 13 kernels."""
     pytest.importorskip("gguf")
+    gguf_blocks._on_device.cache_clear()  # constants of inference mode are copied outside of it
     _, block, size = gguf_type(kind)
     values = {"values": bits(COLUMNS // block * size, 30)}
     check(Packed(gguf_format(kind), {"format": kind}, values, COLUMNS, (range(COLUMNS),)), GGUF_EFFORT[kind])

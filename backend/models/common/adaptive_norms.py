@@ -2,6 +2,8 @@
 layer norm takes scale and shift as its weight and bias, and moves 4 bytes a value for 12. Compiled blocks
 keep diffusers' form, which a compiler fuses."""
 
+from typing import Any
+
 import torch
 from diffusers.models import normalization
 from torch import Tensor, nn
@@ -53,6 +55,6 @@ def takes_one_pass(norm: nn.Module, x: Tensor, embedding: Tensor) -> bool:
     return type(norm) is nn.LayerNorm and norm.weight is None and x.dtype in (embedding.dtype, torch.float32)
 
 
-def scaled(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return norm(x) * (1 + scale) + shift, of scale and shift (1, D)."""
+def scaled(norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return norm(x) * (1 + scale) + shift, of a LayerNorm, scale and shift (1, D)."""
     return layer_norm(x, 1 + scale[0], shift[0], norm.eps)
