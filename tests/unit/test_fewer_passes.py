@@ -6,7 +6,11 @@ import copy
 import pytest
 import torch
 from diffusers.models import embeddings, normalization
-from diffusers.models.transformers import transformer_flux
+from diffusers.models.transformers import (
+    transformer_flux,
+    transformer_qwenimage,
+    transformer_qwenimage21,
+)
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from moved_bytes import MovedBytes
 from torch import nn
@@ -48,6 +52,29 @@ def test_rotary_embedding_of_halves_stays_diffusers_own():
     with fewer_passes.rotary():
         out = embeddings.apply_rotary_emb(x, tables(), use_real_unbind_dim=-2, sequence_dim=1)
     assert out.equal(fewer_passes.THEIRS(x, tables(), use_real_unbind_dim=-2, sequence_dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("module", [embeddings, transformer_qwenimage, transformer_qwenimage21])
+def test_graphs_multiply_no_complex_numbers(module, dtype):
+    """Those of Lumina 2, Qwen-Image and Qwen-Image 2.1: a compiler would fuse nothing with them."""
+    is_lumina = module is embeddings
+    name = "apply_rotary_emb" if is_lumina else "apply_rotary_emb_qwen"
+    angles = torch.polar(torch.ones(TOKENS, SIZE // 2), number(TOKENS, SIZE // 2))
+    x, angles = number(1, TOKENS, HEADS, SIZE).to(dtype), angles[None] if is_lumina else angles
+    want, graphs = getattr(module, name)(x, angles, use_real=False), []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    with fewer_passes.rotary():
+        turn = torch.compile(getattr(module, name), fullgraph=True, backend=keep)
+        out = turn(x, angles, use_real=False)
+    assert torch.allclose(out.float(), want.float(), rtol=1e-6, atol=1e-6 if dtype == torch.float32 else 1e-2)
+    values = [node.meta["example_value"] for node in graphs[0].graph.nodes if "example_value" in node.meta]
+    made = [value for value in values if isinstance(value, torch.Tensor) and value.is_complex()]
+    assert len(values) > 5 and all(value.numel() == angles.numel() for value in made)
 
 
 def test_blocks_turn_by_it_while_a_request_runs_alone():

@@ -3,12 +3,14 @@
 diffusers stores float32 copies of them between operators. These functions compute in float32 as well, and
 store the type of the activations alone, rounded once, as ComfyUI's do. Float32 models stay the same but for
 the last bit. A compiler fuses the operators of diffusers' forms, so compiled blocks keep those, but for RMS
-norms, which torch takes apart for it.
+norms, which torch takes apart for it, and complex numbers.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -16,13 +18,15 @@ import torch.nn.functional as F
 from diffusers.models import embeddings, normalization
 from torch import Tensor, nn
 
-NAME = "apply_rotary_emb"
 THEIRS = embeddings.apply_rotary_emb
+TRANSFORMER = "diffusers.models.transformers.transformer_"
 #: Modules that call it by a name of their own, as far as they are imported.
 CALLERS = (
     "diffusers.models.embeddings",
-    *(f"diffusers.models.transformers.transformer_{name}" for name in ("flux", "flux2", "flux3", "chroma")),
+    *(f"{TRANSFORMER}{name}" for name in ("flux", "flux2", "flux3", "lumina2")),
 )
+#: Modules with a function of their own, which multiplies complex numbers.
+QWEN = tuple(f"{TRANSFORMER}{name}" for name in ("qwenimage", "qwenimage21"))
 
 
 class RMSNorm(normalization.RMSNorm):
@@ -70,6 +74,15 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.view_as_real(pairs).flatten(-2).to(x.dtype)
 
 
+def turned_in_graph(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn pairs of neighbours in x (..., D) by complex ``angles`` (..., D / 2): compilers generate no code
+    for complex numbers, and fuse nothing with their products."""
+    real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = torch.view_as_real(angles).unbind(-1)
+    turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
 def apply_rotary_emb(
     x: Tensor,
     freqs_cis: Any,
@@ -79,21 +92,39 @@ def apply_rotary_emb(
 ) -> Tensor:
     """Take the place of diffusers' function of this name where pairs are neighbours: x (B, S, H, D) or
     (B, H, S, D), cosines and sines (S, D), of which two neighbours are equal."""
-    if not use_real or use_real_unbind_dim != -1 or torch.compiler.is_compiling():
+    compiles = torch.compiler.is_compiling()
+    if compiles and not use_real:  # Lumina's, (B, S, D / 2)
+        return turned_in_graph(x, freqs_cis.unsqueeze(2))
+    if not use_real or use_real_unbind_dim != -1 or compiles:
         return cast(Tensor, THEIRS(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim))
     cos, sin = (table[:, ::2] for table in freqs_cis)
     return turned(x, cos[:, None], sin[:, None]) if sequence_dim == 1 else turned(x, cos, sin)
 
 
+@cache  # compiled blocks are guarded by its identity
+def of_qwen(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what takes the place of Qwen-Image's function, of which graphs have real numbers: x
+    (B, S, H, D), angles (S, D / 2)."""
+
+    def apply_rotary_emb_qwen(x: Tensor, freqs_cis: Any, use_real: bool = True, **how) -> Tensor:
+        if use_real or not torch.compiler.is_compiling():
+            return theirs(x, freqs_cis, use_real, **how)
+        return turned_in_graph(x, freqs_cis.unsqueeze(1))
+
+    return apply_rotary_emb_qwen
+
+
 @contextmanager
 def rotary() -> Iterator[None]:
-    """Have diffusers' blocks call ``apply_rotary_emb``, as they call the attention of a request."""
-    found = [sys.modules[name] for name in CALLERS if name in sys.modules]
-    callers = [each for each in found if getattr(each, NAME, None) is THEIRS]
-    for module in callers:
-        setattr(module, NAME, apply_rotary_emb)
+    """Have diffusers' blocks call these functions, as they call the attention of a request."""
+    swapped: list[tuple[ModuleType, str, Callable]] = []
+    for name in (name for name in (*CALLERS, *QWEN) if name in sys.modules):
+        attribute = "apply_rotary_emb_qwen" if name in QWEN else "apply_rotary_emb"
+        theirs = getattr(sys.modules[name], attribute)
+        swapped.append((sys.modules[name], attribute, theirs))
+        setattr(sys.modules[name], attribute, of_qwen(theirs) if name in QWEN else apply_rotary_emb)
     try:
         yield
     finally:
-        for module in callers:
-            setattr(module, NAME, THEIRS)
+        for module, attribute, theirs in swapped:
+            setattr(module, attribute, theirs)
