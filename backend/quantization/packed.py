@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .formats import Format, Settings
 
-#: Values that are dequantized at once where that takes a few passes: what one pass writes is still in a GPU's
-#: cache when the next one reads it. One pass reads nothing again, and the host takes longer to start
-#: MANY_KERNELS than a GPU for so few values: those formats take as many as hold HELD bytes between passes.
-CHUNK = 1 << 22
+#: Values that are dequantized at once where that takes a few passes, as long as those hold no more than SMALL
+#: bytes: a GPU takes longer for a pass than its host to start it (an H200 waited for its host with a fourth
+#: of them). One pass holds nothing, and MANY_KERNELS take as many values as hold HELD bytes.
+CHUNK, SMALL = 1 << 24, 1 << 26
 MANY_KERNELS, HELD = 10, 160_000_000
 #: Roles of tensors with columns of the matrix, each an element or a block.
 WITH_COLUMNS = ("values", "block_scales", "smoothing")
@@ -66,8 +66,9 @@ class Packed:
 
 def rows_at_once(form: Format, columns: int) -> int:
     """Return how many rows of so many columns are dequantized at once."""
+    held = max(1.0, form.effort.made)
     is_quick = 2 < form.effort.kernels < MANY_KERNELS
-    values = CHUNK if is_quick else int(HELD / max(1.0, form.effort.made))
+    values = min(CHUNK, int(SMALL / held)) if is_quick else int(HELD / held)
     return max(1, values // max(1, columns))
 
 
