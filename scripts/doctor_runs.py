@@ -25,7 +25,7 @@ FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
 #: Largest relative distance of exact methods from one rank in float32. GPUs choose other kernels for other
 #: shapes, which add in another order; a lost or exchanged token is off by far more.
 EXACT = {"cpu": 1e-5, "cuda": 1e-3}
-#: What is above this is to be reported: nobody has measured GPUs yet.
+#: What is above this is to be reported: nobody has measured several GPUs yet.
 USUAL = 1e-5
 #: The same of stale keys and values, which random weights drift by (scripts/check_family.py).
 STALE = 0.25

@@ -1,8 +1,8 @@
 """Attention kernels as a table: what each can compute, on which GPUs, and how it is called.
 
 Capabilities are those of the packages' sources: flash_attn_interface.py of flash-attention 2, torch's
-nn/attention/_fa3.py and _fa4.py, sageattention/core.py, sageattn3/api.py. None but torch's for the CPU was
-run here: no GPU was at hand.
+nn/attention/_fa3.py and _fa4.py, sageattention/core.py, sageattn3/api.py. None but torch's was run
+here: of GPUs there was an H200 without the packages.
 """
 
 import importlib
