@@ -37,11 +37,13 @@ class ControlBlock(WanVACETransformerBlock):
 
 def _run(block: WanTransformerBlock | WanVACETransformerBlock, x: Tensor, text, temb, rotary_emb) -> Tensor:
     of_all = temb[:, None] if temb.ndim == 3 else temb
-    shift, scale, gate, ff_shift, ff_scale, ff_gate = (block.scale_shift_table + of_all.float()).unbind(2)
-    attended = block.attn1(modulated(block.norm1, x, 1 + scale, shift), None, None, rotary_emb)
+    modulation = block.scale_shift_table + of_all.float()
+    modulation[:, :, 1::3] += 1  # scales
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.to(x.dtype).unbind(2)
+    attended = block.attn1(modulated(block.norm1, x, scale, shift), None, None, rotary_emb)
     x = gated(x, attended, gate)
     x = x + block.attn2(normed(block.norm2, x), text, None, None)
-    return gated(x, block.ffn(modulated(block.norm3, x, 1 + ff_scale, ff_shift)), ff_gate)
+    return gated(x, block.ffn(modulated(block.norm3, x, ff_scale, ff_shift)), ff_gate)
 
 
 class SelfAttention(WanAttnProcessor):
