@@ -1,5 +1,6 @@
 """What scripts/doctor.py --full runs, as a list of functions of a Lab that return findings."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from doctor_watch import Watch
 
 from backend import protocol
 from backend.client.probe_process import UnmeasuredError, hang_remedy
-from backend.config import AXES, ParallelConfig
+from backend.config import AXES, SHARED_GPU, ParallelConfig
 from backend.protocol import RefusedError
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
@@ -123,7 +124,8 @@ def _one_rank(lab: Lab, family: str) -> Found:
 def all_methods(lab: Lab) -> Found:
     """Every method and family against one rank."""
     if lab.ranks == 1:
-        yield Finding("methods", WARNING, "not run: one rank; parallel methods need two GPUs")
+        text = "not run: one rank; parallel methods need two GPUs, or share one (--ranks 2)"
+        yield Finding("methods", WARNING, text)
         return
     for family in FAMILIES:  # before the ranks change
         for dtype in ("fp32", "bf16"):
@@ -293,6 +295,8 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
 }
 
 
+#: Those of ranks that share a GPU: what they compute, and nothing that is timed.
+OF_SHARED = ("one rank", "methods", "waits")
 #: Those that need no folder which the registry's archive leaves out (.comfyignore).
 ANYWHERE = ("links",)
 
@@ -325,7 +329,13 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
         names = [name for name in names if name in ANYWHERE]
     if not names:
         return
-    lab = lab or Lab(*place(chosen.device, chosen.ranks, facts), chosen.minutes)
+    device, ranks = place(chosen.device, chosen.ranks, facts)
+    if device == "cuda" and len(facts.gpus) == 1 < ranks:
+        os.environ[SHARED_GPU] = "1"
+        names = [name for name in names if name in OF_SHARED]
+        text = f"{ranks} ranks share one GPU: only {', '.join(OF_SHARED)} are run, nothing is timed"
+        yield Finding("full", WARNING, text)
+    lab = lab or Lab(device, ranks, chosen.minutes)
     yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")
     try:
         for name in names:

@@ -140,7 +140,7 @@ def sanitized_environment(
     env["CUDA_VISIBLE_DEVICES"] = ""
     if device == "cuda":
         names = [driver_name(parent, index) for index in config.gpu_indices]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(names))
         env |= allocator_settings(parent)
         env |= nccl_settings.kept(parent, config.gpu_indices) if nccl is None else nccl
     if torch.version.hip:

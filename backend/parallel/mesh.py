@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan: a mesh takes no timeout
 
 from .. import shares
-from ..config import ParallelConfig
+from ..config import SHARED_GPU, ParallelConfig
 
 #: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
 #: died or are silent are found in seconds, by torchrun and by their heartbeats (client/silence.py); of those
@@ -122,7 +122,7 @@ def file_store(path: str) -> FileStore:
 def build(config: ParallelConfig, device: str, store: Store | None = None) -> Mesh:
     """Join the default group at ``store`` (default: torchrun's MASTER_ADDR and MASTER_PORT) and build every
     group of ``config`` on ``device`` ("cuda" or "cpu")."""
-    local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    local = torch.device(device, _own_gpu()) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(local)
     if not dist.is_initialized():
@@ -157,6 +157,15 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
     for group in _groups(built):
         _connect_all(group, local)
     return built
+
+
+def _own_gpu() -> int:
+    """Return this rank's GPU, or the one that all share: NCCL takes ranks of one GPU where each names a host
+    of its own, and sends through sockets."""
+    if SHARED_GPU not in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    os.environ["NCCL_HOSTID"] = f"rank-{os.environ['RANK']}"
+    return 0
 
 
 def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:

@@ -110,6 +110,6 @@ class StubLab:
         self.closed = True
 
 
-def full_findings(lab, *arguments):
+def full_findings(lab, *arguments, facts=None):
     chosen = doctor.options(["--full", *arguments])
-    return list(doctor_runs.full(chosen, machine(), lab))
+    return list(doctor_runs.full(chosen, facts or machine(), lab))

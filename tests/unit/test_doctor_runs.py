@@ -13,9 +13,9 @@ import doctor_runs
 import pytest
 import torch
 from doctor_checks import OK, PROBLEM, WARNING
-from doctor_stubs import MODE, StubLab, full_findings, machine, said
+from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 
-from backend.config import ParallelConfig
+from backend.config import SHARED_GPU, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.protocol import RefusedError
 from backend.quantization import matmul
@@ -171,6 +171,18 @@ def test_the_registrys_archive_runs_links_alone(monkeypatch, tmp_path, only, che
     assert [each.check for each in found] == checks
     assert [each.status for each in found] == [WARNING, *[OK] * (len(checks) - 1)]
     assert "clone the repository" in found[0].text and "benchmarks" in found[0].text
+
+
+@pytest.mark.parametrize("gpus, shares", [(1, True), (2, False)])
+def test_ranks_share_one_gpu_where_they_are_asked_for(monkeypatch, gpus, shares):
+    """They show what methods compute; nothing is timed."""
+    monkeypatch.setenv(SHARED_GPU, "")
+    monkeypatch.delenv(SHARED_GPU)
+    facts = machine(gpus=[GPU, replace(GPU, index=1)][:gpus])
+    found = full_findings(StubLab(), "--ranks", "2", facts=facts)
+    assert (SHARED_GPU in os.environ) == shares == ("share one GPU" in found[0].text)
+    checks = {each.check for each in found} - {"full"}
+    assert checks == {"one rank", "methods", "waits"} if shares else {"links", "speed"} < checks
 
 
 def test_no_chart_without_benchmarks_is_no_traceback(monkeypatch, tmp_path):

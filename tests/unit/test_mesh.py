@@ -1,5 +1,7 @@
 """The layout of ranks and their groups, without processes."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from backend.config import ParallelConfig
+from backend.config import SHARED_GPU, ParallelConfig
 from backend.parallel import fsdp, mesh
 from backend.parallel.mesh import layout
 from backend.parallel.sequence import Span
@@ -55,6 +57,18 @@ def rank_1(monkeypatch):
 
     yield build
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shared, index", [(None, 1), ("1", 0)])
+def test_a_rank_has_a_gpu_of_its_own_unless_all_share_one(monkeypatch, shared, index):
+    """To NCCL each of those is on a host of its own: it refuses two ranks on one GPU of a host."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    if shared:
+        monkeypatch.setenv(SHARED_GPU, shared)
+    assert mesh._own_gpu() == index
+    assert os.environ["NCCL_HOSTID"] == ("rank-1" if shared else "")
 
 
 def of_degrees(dp=1, cfg=1, ring=1, ulysses=1, tp=1, **settings) -> ParallelConfig:

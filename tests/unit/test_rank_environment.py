@@ -10,7 +10,7 @@ import torch
 from backend.client import rank_environment
 from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
-from backend.config import ConfigError, ParallelConfig
+from backend.config import SHARED_GPU, ConfigError, ParallelConfig
 from backend.parallel import mesh
 
 TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")
@@ -112,6 +112,14 @@ def test_gpus_are_picked_among_the_visible_ones(visible, gpus, expected):
     parent = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     config = ParallelConfig(ulysses_degree=2, gpus=gpus)
     assert sanitized_environment(parent, config, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_ranks_that_share_a_gpu_see_it_once(monkeypatch):
+    monkeypatch.setenv(SHARED_GPU, "1")
+    config = ParallelConfig(ulysses_degree=2)
+    found = sanitized_environment({**os.environ, "CUDA_VISIBLE_DEVICES": "5"}, config, "cuda")
+    assert config.gpu_indices == [0, 0] and config.resolve_device(1) == "cuda"
+    assert found["CUDA_VISIBLE_DEVICES"] == "5" and found[SHARED_GPU] == "1"
 
 
 @pytest.mark.parametrize(
