@@ -17,7 +17,7 @@ from torch import nn
 from ..config import ParallelConfig
 from ..errors import UnsupportedError, some
 from ..models import FAMILIES
-from ..models.common import adaptive_norms
+from ..models.common import adaptive_norms, joint_blocks
 from ..models.common.fewer_passes import RMSNorm
 from ..models.common.replaced_classes import replace_classes
 from ..models.family import Family
@@ -43,6 +43,8 @@ from .parameter_sources import (
 )
 from .safetensors_files import Weights
 
+#: diffusers' class -> ours, which computes the same (models/common/fewer_passes.py).
+IN_FEWER_PASSES = {normalization.RMSNorm: RMSNorm, **adaptive_norms.CLASSES, **joint_blocks.CLASSES}
 #: Ends of the key of a table of positions, which takes seconds and gigabytes to compute.
 STORED_TABLES = ("pos_embed", "pos_embedding")
 
@@ -108,7 +110,7 @@ class Checkpoint:
             transformer = build(self.name, cls, self.config, len(self.files.shapes) * parts)
             if patch_module:
                 patch_module(transformer, self.config)
-            replace_classes(transformer, {normalization.RMSNorm: RMSNorm, **adaptive_norms.CLASSES})
+            replace_classes(transformer, IN_FEWER_PASSES)
         return transformer.eval().requires_grad_(False)
 
     @cached_property

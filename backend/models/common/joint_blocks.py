@@ -1,0 +1,111 @@
+"""Blocks of Flux.1 and Qwen-Image in fewer passes over activations (fewer_passes.py): a norm and its
+modulation are one where all tokens are of one sample, a gate and its residual one. Compiled blocks keep
+diffusers' form."""
+
+import torch
+from diffusers.models.transformers import transformer_flux, transformer_qwenimage
+from torch import Tensor, nn
+
+from .fewer_passes import gated, modulated
+
+
+class FluxBlock(transformer_flux.FluxTransformerBlock):
+    """A block of two streams; its norms before attention are modulated by themselves (adaptive_norms.py)."""
+
+    def forward(
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        temb,
+        image_rotary_emb=None,
+        joint_attention_kwargs=None,
+    ):
+        given = temb, image_rotary_emb, joint_attention_kwargs
+        if torch.compiler.is_compiling() or joint_attention_kwargs:
+            return super().forward(hidden_states, encoder_hidden_states, *given)
+        image, gate, *of_image = self.norm1(hidden_states, emb=temb)
+        text, text_gate, *of_text = self.norm1_context(encoder_hidden_states, emb=temb)
+        image, text = self.attn(
+            hidden_states=image, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb
+        )
+        image = gated(hidden_states, image, gate[:, None])
+        text = gated(encoder_hidden_states, text, text_gate[:, None])
+        image = _mlp(image, self.norm2, self.ff, *of_image)
+        return within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text)), image
+
+
+class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
+    """A block whose attention and MLP have one input."""
+
+    def forward(
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        temb,
+        image_rotary_emb=None,
+        joint_attention_kwargs=None,
+    ):
+        given = temb, image_rotary_emb, joint_attention_kwargs
+        if torch.compiler.is_compiling() or joint_attention_kwargs:
+            return super().forward(hidden_states, encoder_hidden_states, *given)
+        x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        normed, gate = self.norm(x, emb=temb)
+        made = self.act_mlp(self.proj_mlp(normed))
+        attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
+        x = within_range(gated(x, self.proj_out(torch.cat([attended, made], dim=2)), gate[:, None]))
+        text = encoder_hidden_states.shape[1]
+        return x[:, :text], x[:, text:]
+
+
+class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
+    """A block of two streams; those whose tokens have two timesteps (Edit 2511) stay diffusers' own."""
+
+    def forward(
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        encoder_hidden_states_mask,
+        temb,
+        image_rotary_emb=None,
+        joint_attention_kwargs=None,
+        modulate_index=None,
+    ):
+        if torch.compiler.is_compiling() or self.zero_cond_t or modulate_index is not None:
+            given = temb, image_rotary_emb, joint_attention_kwargs, modulate_index
+            return super().forward(hidden_states, encoder_hidden_states, encoder_hidden_states_mask, *given)
+        shift, scale, gate, *of_image = self.img_mod(temb).chunk(6, dim=-1)
+        text_shift, text_scale, text_gate, *of_text = self.txt_mod(temb).chunk(6, dim=-1)
+        image, text = self.attn(
+            hidden_states=_modulated(self.img_norm1, hidden_states, shift, scale),
+            encoder_hidden_states=_modulated(self.txt_norm1, encoder_hidden_states, text_shift, text_scale),
+            encoder_hidden_states_mask=encoder_hidden_states_mask,
+            image_rotary_emb=image_rotary_emb,
+            **joint_attention_kwargs or {},
+        )
+        image = gated(hidden_states, image, gate[:, None])
+        text = gated(encoder_hidden_states, text, text_gate[:, None])
+        image = _mlp(image, self.img_norm2, self.img_mlp, *of_image)
+        text = _mlp(text, self.txt_norm2, self.txt_mlp, *of_text)
+        return within_range(text), within_range(image)
+
+
+#: diffusers' class -> ours.
+CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    transformer_flux.FluxTransformerBlock: FluxBlock,
+    transformer_flux.FluxSingleTransformerBlock: FluxSingleBlock,
+    transformer_qwenimage.QwenImageTransformerBlock: QwenBlock,
+}
+
+
+def _modulated(norm: nn.LayerNorm, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return norm(x) * (1 + scale) + shift, of shift and scale (B, D)."""
+    return modulated(norm, x, 1 + scale[:, None], shift[:, None])
+
+
+def _mlp(x: Tensor, norm: nn.LayerNorm, mlp: nn.Module, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+    return gated(x, mlp(_modulated(norm, x, shift, scale)), gate[:, None])
+
+
+def within_range(x: Tensor) -> Tensor:
+    """Return x with float16's infinities as its largest numbers."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
