@@ -11,6 +11,8 @@ from . import flux
 from .blocks import APART, JOINED, BlockAdapter
 from .common import references
 from .common.double_stream import DOUBLE_STREAM, config_of
+from .common.fewer_passes import gated, modulated
+from .common.joint_blocks import within_range
 from .common.once import once
 from .common.replaced_classes import replace_classes
 from .common.tensor_plans import COMMON
@@ -146,9 +148,10 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
     ):
         image, text = hidden_states, encoder_hidden_states
         if temb_mod_img.shape[0] != 2 * image.shape[0]:
-            return super().forward(
-                image, text, temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
-            )
+            given = temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
+            if torch.compiler.is_compiling():
+                return super().forward(image, text, *given)
+            return self.in_fewer_passes(image, text, *given)
         tables, of_references = taken_apart(image_rotary_emb)
         of_references = of_references[len(of_references) - image.shape[1] :]  # text is before the image
         part = references.of_tokens(temb_mod_img.unflatten(-1, (6, -1)), of_references)
@@ -163,7 +166,24 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         image = image + part(5) * self.ff(self.norm2(image) * (1 + part(4)) + part(3))
         text = text + c_gate * c_attended
         text = text + c_mlp[2] * self.ff_context(self.norm2_context(text) * (1 + c_mlp[1]) + c_mlp[0])
-        return text.clip(-65504, 65504) if text.dtype == torch.float16 else text, image
+        return within_range(text), image
+
+    def in_fewer_passes(self, image, text, image_modulation, text_modulation, tables, more):
+        """Compute the same as diffusers' forward (fewer_passes.py)."""
+        (shift, scale, gate), of_image = theirs.Flux2Modulation.split(image_modulation, 2)
+        (c_shift, c_scale, c_gate), of_text = theirs.Flux2Modulation.split(text_modulation, 2)
+        attended, c_attended = self.attn(
+            hidden_states=modulated(self.norm1, image, 1 + scale, shift),
+            encoder_hidden_states=modulated(self.norm1_context, text, 1 + c_scale, c_shift),
+            image_rotary_emb=tables,
+            **(more or {}),
+        )
+        image, text = gated(image, attended, gate), gated(text, c_attended, c_gate)
+        shift, scale, gate = of_image
+        image = gated(image, self.ff(modulated(self.norm2, image, 1 + scale, shift)), gate)
+        shift, scale, gate = of_text
+        text = gated(text, self.ff_context(modulated(self.norm2_context, text, 1 + scale, shift)), gate)
+        return within_range(text), image
 
 
 class SingleBlock(theirs.Flux2SingleTransformerBlock):
@@ -179,9 +199,14 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
     ):
         x = hidden_states
         if temb_mod.shape[0] != 2 * x.shape[0]:
-            return super().forward(
-                x, encoder_hidden_states, temb_mod, image_rotary_emb, joint_attention_kwargs
-            )
+            if torch.compiler.is_compiling() or encoder_hidden_states is not None:
+                given = temb_mod, image_rotary_emb, joint_attention_kwargs
+                return super().forward(x, encoder_hidden_states, *given)
+            shift, scale, gate = theirs.Flux2Modulation.split(temb_mod, 1)[0]
+            normed = modulated(self.norm, x, 1 + scale, shift)
+            more = joint_attention_kwargs or {}
+            attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb, **more)
+            return within_range(gated(x, attended, gate))
         tables, of_references = taken_apart(image_rotary_emb)
         part = references.of_tokens(temb_mod.unflatten(-1, (3, -1)), of_references)
         attended = self.attn(
@@ -190,7 +215,7 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
             **(joint_attention_kwargs or {}),
         )
         x = x + part(2) * attended
-        return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+        return within_range(x)
 
 
 class FinalNorm(AdaLayerNormContinuous):

@@ -6,12 +6,18 @@ import copy
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2SingleTransformerBlock,
+    Flux2TransformerBlock,
+)
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_z_image import ADALN_EMBED_DIM, ZImageTransformerBlock
 from moved_bytes import MovedBytes
 from torch import Tensor, nn
 
 from backend.loading.checkpoint import IN_FEWER_PASSES
 from backend.models.common.replaced_classes import replace_classes
+from backend.models.flux2 import REPLACED
 
 IMAGE, TEXT, HEADS, SIZE = 33, 7, 2, 32
 WIDTH = HEADS * SIZE
@@ -19,6 +25,9 @@ BLOCKS = {
     "flux": FluxTransformerBlock,
     "flux, single": FluxSingleTransformerBlock,
     "qwen": QwenImageTransformerBlock,
+    "flux2": Flux2TransformerBlock,
+    "flux2, single": Flux2SingleTransformerBlock,
+    "z-image": ZImageTransformerBlock,
 }
 
 
@@ -28,12 +37,17 @@ def number(*shape: int, seed: int = 0) -> Tensor:
 
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return BLOCKS[name](WIDTH, HEADS, SIZE).eval().requires_grad_(False)
+    sizes = (0, WIDTH, HEADS, HEADS, 1e-5, True) if name == "z-image" else (WIDTH, HEADS, SIZE)
+    block = BLOCKS[name](*sizes).eval().requires_grad_(False)
+    for parameter in block.parameters():
+        if parameter.ndim == 1:  # weights of norms are ones
+            parameter.add_(0.1 * number(*parameter.shape))
+    return block
 
 
 def ours(block: nn.Module) -> nn.Module:
     block = copy.deepcopy(block)
-    replace_classes(block, IN_FEWER_PASSES)
+    replace_classes(block, {**REPLACED, **IN_FEWER_PASSES})
     assert type(block) is not type(block).__base__ and type(block).__base__ in BLOCKS.values()
     return block
 
@@ -42,15 +56,23 @@ def arguments(name: str, dtype: torch.dtype, batch: int, image: int = IMAGE) -> 
     """Tokens of image and text, large enough for float16's clipping to matter in no place, and positions."""
     tokens = number(batch, image, WIDTH).to(dtype), number(batch, TEXT, WIDTH, seed=1).to(dtype)
     embedding, angles = number(batch, WIDTH, seed=2).to(dtype), number(image + TEXT, SIZE // 2, seed=3)
+    turns = torch.polar(torch.ones_like(angles), angles)
     if name == "qwen":
-        turns = torch.polar(torch.ones_like(angles), angles)
         return *tokens, None, embedding, (turns[:image], turns[image:])
+    if name == "z-image":
+        embedding = number(batch, min(WIDTH, ADALN_EMBED_DIM), seed=2).to(dtype)
+        return tokens[0], None, turns[None, :image].expand(batch, -1, -1), embedding
     angles = angles.repeat_interleave(2, 1)
-    return *tokens, embedding, (angles.cos(), angles.sin())
+    tables = angles.cos(), angles.sin()
+    if name == "flux2":
+        return *tokens, *(number(batch, 6 * WIDTH, seed=each).to(dtype) for each in (4, 5)), tables
+    if name == "flux2, single":
+        return torch.cat(tokens, dim=1), None, number(batch, 3 * WIDTH, seed=4).to(dtype), tables
+    return *tokens, embedding, tables
 
 
 def in_float32(given: tuple) -> tuple:
-    return tuple(x.float() if isinstance(x, Tensor) else x for x in given)
+    return tuple(x.float() if isinstance(x, Tensor) and not x.is_complex() else x for x in given)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -60,12 +82,17 @@ def test_a_block_is_about_as_precise(name, dtype, batch):
     block, given = made(name), arguments(name, dtype, batch)
     exact = block(*in_float32(given))
     block.to(dtype)
-    before = [x.clone() for x in given[:2]]
+    before = given[0].clone()
     theirs, found = block(*given), ours(block)(*given)
-    assert all(x.equal(kept) for x, kept in zip(given, before))
-    for want, other, out in zip(exact, theirs, found, strict=True):
+    assert given[0].equal(before)
+    for want, other, out in zip(*map(listed, (exact, theirs, found)), strict=True):
         assert out.dtype == dtype and out.shape == want.shape
         assert (out.float() - want).norm() <= 1.15 * (other.float() - want).norm() + 1e-6 * want.norm()
+
+
+def listed(found) -> tuple[Tensor, ...]:
+    """What a block returns: one stream, or two."""
+    return found if isinstance(found, tuple) else (found,)
 
 
 def test_tokens_with_two_timesteps_are_diffusers_own():
@@ -87,6 +114,20 @@ class Passes(nn.Module):
         return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
 
 
+#: Attention and MLPs.
+PASSED = (
+    "attn",
+    "attention",
+    "feed_forward",
+    "ff",
+    "ff_context",
+    "img_mlp",
+    "txt_mlp",
+    "proj_mlp",
+    "act_mlp",
+)
+
+
 class Half(nn.Module):
     """Stands for the layer after attention and MLP."""
 
@@ -94,10 +135,19 @@ class Half(nn.Module):
         return x[..., : x.shape[-1] // 2]
 
 
-@pytest.mark.parametrize("name, bytes", [("flux", (20, 44)), ("qwen", (20, 44)), ("flux, single", (22, 34))])
+@pytest.mark.parametrize(
+    "name, bytes",
+    [
+        ("flux", (20, 44)),
+        ("qwen", (20, 44)),
+        ("flux, single", (22, 34)),
+        ("flux2", (20, 44)),
+        ("flux2, single", (10, 22)),
+    ],
+)
 def test_a_block_moves_fewer_bytes(name, bytes):
     block = made(name).bfloat16()
-    for child in ("attn", "ff", "ff_context", "img_mlp", "txt_mlp", "proj_mlp", "act_mlp"):
+    for child in PASSED:
         if hasattr(block, child):
             setattr(block, child, Passes())
     if hasattr(block, "proj_out"):

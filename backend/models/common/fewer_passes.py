@@ -59,6 +59,14 @@ def modulated(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Te
     return torch.addcmul(shift.to(x.dtype), normed(norm, x), scale.to(x.dtype))
 
 
+def rms_scaled(norm: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+    """Return norm(x) * scale, of tokens x (B, S, D) and an RMS norm; scale may broadcast."""
+    plain: Any = norm if isinstance(norm, RMSNorm) else None
+    if scale.numel() != x.shape[-1] or plain is None or plain.bias is not None or plain.weight is None:
+        return norm(x) * scale
+    return F.rms_norm(x, plain.dim, (plain.weight * scale.flatten()).to(x.dtype), plain.eps)
+
+
 def gated(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
     """Return x + change * gate."""
     return torch.addcmul(x, change, gate.to(x.dtype))

@@ -1,12 +1,12 @@
-"""Blocks of Flux.1 and Qwen-Image in fewer passes over activations (fewer_passes.py): a norm and its
+"""Blocks of Flux.1, Qwen-Image and Z-Image in fewer passes over activations (fewer_passes.py): a norm and its
 modulation are one where all tokens are of one sample, a gate and its residual one. Compiled blocks keep
 diffusers' form."""
 
 import torch
-from diffusers.models.transformers import transformer_flux, transformer_qwenimage
+from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_z_image
 from torch import Tensor, nn
 
-from .fewer_passes import gated, modulated
+from .fewer_passes import gated, modulated, rms_scaled
 
 
 class FluxBlock(transformer_flux.FluxTransformerBlock):
@@ -89,11 +89,36 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         return within_range(text), within_range(image)
 
 
+class ZImageBlock(transformer_z_image.ZImageTransformerBlock):
+    """A block of one stream; refiners of the prompt have no modulation and stay diffusers' own."""
+
+    def forward(
+        self,
+        x,
+        attn_mask,
+        freqs_cis,
+        adaln_input=None,
+        noise_mask=None,
+        adaln_noisy=None,
+        adaln_clean=None,
+    ):
+        if torch.compiler.is_compiling() or noise_mask is not None or not self.modulation:
+            given = adaln_input, noise_mask, adaln_noisy, adaln_clean
+            return super().forward(x, attn_mask, freqs_cis, *given)
+        scale, gate, ff_scale, ff_gate = self.adaLN_modulation(adaln_input)[:, None].chunk(4, dim=2)
+        normed = rms_scaled(self.attention_norm1, x, 1 + scale)
+        attended = self.attention(normed, attention_mask=attn_mask, freqs_cis=freqs_cis)
+        x = gated(x, self.attention_norm2(attended), gate.tanh())
+        made = self.feed_forward(rms_scaled(self.ffn_norm1, x, 1 + ff_scale))
+        return gated(x, self.ffn_norm2(made), ff_gate.tanh())
+
+
 #: diffusers' class -> ours.
 CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     transformer_flux.FluxTransformerBlock: FluxBlock,
     transformer_flux.FluxSingleTransformerBlock: FluxSingleBlock,
     transformer_qwenimage.QwenImageTransformerBlock: QwenBlock,
+    transformer_z_image.ZImageTransformerBlock: ZImageBlock,
 }
 
 
