@@ -2,7 +2,6 @@
 nodes and the backend; standard library only."""
 
 import math
-import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -10,10 +9,8 @@ from typing import Any
 
 from . import shares
 from .errors import ConfigError as ConfigError
+from .gpu_sharing import shares_gpu
 
-#: In the environment all ranks run on the first GPU, which shows what they compute and not how fast: of
-#: scripts/doctor.py on a machine with one.
-SHARED_GPU = "PARALLEL_DIT_SHARED_GPU"
 #: Mesh axes, slowest first (the order of ranks), and the field of ParallelConfig that sizes each of them.
 AXES = {
     "dp": "data_parallel_degree",
@@ -134,7 +131,7 @@ class ParallelConfig:
     @property
     def gpu_indices(self) -> list[int]:
         """The devices of ranks 0..N-1. ConfigError for a list that does not name each rank's once."""
-        if SHARED_GPU in os.environ:
+        if shares_gpu():
             return [0] * self.world_size
         if not self.gpus.strip():
             return list(range(self.world_size))

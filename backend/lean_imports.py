@@ -8,6 +8,7 @@ package absent (importlib's documentation); later imports find it again.
 
 import gc
 import importlib
+import logging
 import sys
 
 TRANSFORMERS = "diffusers.models.transformers"
@@ -27,9 +28,10 @@ def import_diffusers():
     gc.disable()
     try:
         importlib.import_module(TRANSFORMERS)
-    except (ImportError, RuntimeError):  # its lazy modules raise the latter
+    except Exception:  # of a package that looks into one of them, whatever it raises
         for name in [name for name in sys.modules if name.partition(".")[0] == "diffusers"]:
             del sys.modules[name]
+        logging.getLogger("diffusers").handlers.clear()  # it gets another
     finally:
         for name in hidden:
             del sys.modules[name]

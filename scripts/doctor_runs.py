@@ -18,7 +18,8 @@ from doctor_watch import Watch
 
 from backend import protocol
 from backend.client.probe_process import UnmeasuredError, hang_remedy
-from backend.config import AXES, SHARED_GPU, ParallelConfig
+from backend.config import AXES, ParallelConfig
+from backend.gpu_sharing import SHARED_GPU
 from backend.protocol import RefusedError
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
@@ -327,14 +328,14 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
             "full", WARNING, f"{what}, as in the registry's archive; clone the repository for the rest"
         )
         names = [name for name in names if name in ANYWHERE]
-    if not names:
-        return
     device, ranks = place(chosen.device, chosen.ranks, facts)
     if device == "cuda" and len(facts.gpus) == 1 < ranks:
         os.environ[SHARED_GPU] = "1"
         names = [name for name in names if name in OF_SHARED]
-        text = f"{ranks} ranks share one GPU: only {', '.join(OF_SHARED)} are run, nothing is timed"
+        text = f"{ranks} ranks share one GPU, which can only run {', '.join(OF_SHARED)}: nothing is timed"
         yield Finding("full", WARNING, text)
+    if not names:
+        return
     lab = lab or Lab(device, ranks, chosen.minutes)
     yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")
     try:

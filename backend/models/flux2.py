@@ -9,7 +9,7 @@ from diffusers.models.transformers import transformer_flux2 as theirs
 
 from . import flux
 from .blocks import APART, JOINED, BlockAdapter
-from .common import references
+from .common import adaptive_norms, references
 from .common.double_stream import DOUBLE_STREAM, config_of
 from .common.fewer_passes import gated, modulated
 from .common.joint_blocks import within_range
@@ -218,7 +218,7 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
         return within_range(x)
 
 
-class FinalNorm(AdaLayerNormContinuous):
+class FinalNorm(adaptive_norms.AdaLayerNormContinuous):
     """diffusers' norm, by the timestep of the latent's tokens: references' outputs are read by nobody."""
 
     def forward(self, x, conditioning_embedding):

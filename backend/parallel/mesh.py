@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan: a mesh takes no timeout
 
 from .. import shares
-from ..config import SHARED_GPU, ParallelConfig
+from ..config import ParallelConfig
+from ..gpu_sharing import shares_gpu
 
 #: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
 #: died or are silent are found in seconds, by torchrun and by their heartbeats (client/silence.py); of those
@@ -162,7 +163,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
 def _own_gpu() -> int:
     """Return this rank's GPU, or the one that all share: NCCL takes ranks of one GPU where each names a host
     of its own, and sends through sockets."""
-    if SHARED_GPU not in os.environ:
+    if not shares_gpu():
         return int(os.environ["LOCAL_RANK"])
     os.environ["NCCL_HOSTID"] = f"rank-{os.environ['RANK']}"
     return 0

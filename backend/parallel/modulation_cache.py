@@ -205,9 +205,14 @@ class LayerCache:
         self._forget_modulation()
         self._forget_step()
         self.plan, self.index.context = None, None
+        self.forget_answers()
+        for layer in self.layers:
+            layer.last = None
+
+    def forget_answers(self):
+        """Forget what layers have answered, but for modulation that is computed ahead."""
         for layer in self.layers:
             layer.known.clear()
-            layer.last = None
 
     def begin_evaluation(self, evaluation: int):
         """Have an evaluation's modulation ready if it is computed ahead. Collective over pp and tp."""

@@ -47,7 +47,7 @@ class Packed:
         rows, _ = self.shape
         step = rows_at_once(self.format, self.columns)
         if self.kept != (range(self.columns),):  # they are made as a whole before some are taken
-            step = min(step, max(1, CHUNK // max(1, self.columns)))
+            step = min(step, max(1, CHUNK // 4 // max(1, self.columns)))
         out = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
         for start in range(0, rows, step):
             self._dequantize_rows(slice(start, start + step), out[start : start + step])

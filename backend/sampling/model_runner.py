@@ -170,6 +170,8 @@ class Runner:
                 for branch in branches
             }
         )
+        if len(latent) > 1:  # the steps of a pipeline take samples one by one
+            model.cache.forget_answers()
 
     def _arguments(self, latent: Tensor, sigma: Tensor, context: StepContext) -> dict:
         """The arguments of the transformer's forward."""

@@ -21,6 +21,7 @@ LAYERS = [
     "backend.control_group",
     "backend.device_memory",
     "backend.gpu_kernels",
+    "backend.gpu_sharing",
     "backend.host_memory",
     "backend.opaque_ops",
     "backend.shares",
@@ -53,11 +54,12 @@ LAYERS = [
 SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
-    *("backend.shares", "backend.control_group", "backend.torch_version"),
+    *("backend.shares", "backend.control_group", "backend.gpu_sharing", "backend.torch_version"),
 )
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
+    "backend.gpu_sharing",
     "backend.loading.allowed_folders",
     "backend.loading.regular_files",
     "backend.parallel.stage_split",

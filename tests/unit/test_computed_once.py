@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 from families import golden
 from ranks.flux_requests import STALE_STEPS, shortened
-from tiny import (
-    write_checkpoint,
-)
+from tiny import golden_request, write_checkpoint
 from tolerance import assert_same_bits
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh, modulation_cache
+from backend.sampling import model_runner
 from backend.sampling.step_loop import Callbacks
 
 
@@ -28,6 +27,37 @@ def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, mo
     assert modulation_cache.COMPUTED == {
         kind: count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count
     }
+
+
+@pytest.mark.parametrize("family", ["flux-dev", "qwen-image"])
+def test_positions_of_the_steps_serve_before_the_first_one(family, tmp_path):
+    """Where modulation is computed ahead, which asks the model for every step's embedding."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    sample, calls = golden(f"{family}__euler_simple")[0], []
+    positions = engine.models["tiny"].transformer.pos_embed
+    positions.layer.register_forward_hook(lambda *_: calls.append(positions.index.context))
+    for _ in range(2):
+        engine.sample(sample, Callbacks())
+    branches = {each.branch for each in calls}
+    assert len(calls) == 2 * len(branches) and None not in calls
+    assert positions.index.context is None
+
+
+def test_answers_for_a_whole_batch_do_not_outlive_its_modulation(tmp_path, monkeypatch):
+    """The steps of a pipeline, and calls of a model, take samples one by one, and never ask for them."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / "flux.safetensors")), "default")
+    ahead, held = model_runner.Runner.modulate_ahead, []
+
+    def look(self, *args):
+        ahead(self, *args)
+        held.append(sum(len(layer.known) for layer in self.model.cache.layers))
+
+    monkeypatch.setattr(model_runner.Runner, "modulate_ahead", look)
+    for case in ("euler_simple", "batch2"):
+        engine.sample(golden_request(case)[0], Callbacks())
+    assert held[0] > 0 and held[1] == 0
 
 
 @pytest.mark.parametrize(

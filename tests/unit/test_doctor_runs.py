@@ -15,8 +15,9 @@ import torch
 from doctor_checks import OK, PROBLEM, WARNING
 from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 
-from backend.config import SHARED_GPU, ParallelConfig
+from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
+from backend.gpu_sharing import SHARED_GPU
 from backend.protocol import RefusedError
 from backend.quantization import matmul
 from backend.sampling.tensor_validation import check_result
@@ -183,6 +184,8 @@ def test_ranks_share_one_gpu_where_they_are_asked_for(monkeypatch, gpus, shares)
     assert (SHARED_GPU in os.environ) == shares == ("share one GPU" in found[0].text)
     checks = {each.check for each in found} - {"full"}
     assert checks == {"one rank", "methods", "waits"} if shares else {"links", "speed"} < checks
+    (only, *others) = full_findings(StubLab(), "--ranks", "2", "--only", "speed", facts=facts)
+    assert not others and only.status == WARNING if shares else others
 
 
 def test_no_chart_without_benchmarks_is_no_traceback(monkeypatch, tmp_path):

@@ -95,6 +95,18 @@ def listed(found) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
+@pytest.mark.parametrize("name", ["flux", "flux, single", "qwen", "flux2", "flux2, single"])
+def test_float16s_infinities_are_its_largest_numbers(name):
+    """As diffusers' blocks have it; Z-Image's have no such limit."""
+    block, given = made(name).half(), arguments(name, torch.float16, 1)
+    for tokens in given[:2]:
+        if tokens is not None:
+            tokens[:] = 65504  # and what is added to it
+    theirs, found = (listed(each(*given)) for each in (block, ours(block)))
+    assert all(other.isinf().equal(out.isinf()) for other, out in zip(theirs, found, strict=True))
+    assert any(not other.isinf().any() and (other == 65504).any() for other in theirs)
+
+
 def test_tokens_with_two_timesteps_are_diffusers_own():
     """Qwen-Image Edit 2511's references are at timestep 0."""
     torch.manual_seed(0)

@@ -10,7 +10,8 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from backend.config import SHARED_GPU, ParallelConfig
+from backend.config import ParallelConfig
+from backend.gpu_sharing import SHARED_GPU
 from backend.parallel import fsdp, mesh
 from backend.parallel.mesh import layout
 from backend.parallel.sequence import Span
@@ -59,7 +60,7 @@ def rank_1(monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("shared, index", [(None, 1), ("1", 0)])
+@pytest.mark.parametrize("shared, index", [(None, 1), ("0", 1), ("1", 0)])
 def test_a_rank_has_a_gpu_of_its_own_unless_all_share_one(monkeypatch, shared, index):
     """To NCCL each of those is on a host of its own: it refuses two ranks on one GPU of a host."""
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -68,7 +69,7 @@ def test_a_rank_has_a_gpu_of_its_own_unless_all_share_one(monkeypatch, shared, i
     if shared:
         monkeypatch.setenv(SHARED_GPU, shared)
     assert mesh._own_gpu() == index
-    assert os.environ["NCCL_HOSTID"] == ("rank-1" if shared else "")
+    assert os.environ["NCCL_HOSTID"] == ("" if index else "rank-1")
 
 
 def of_degrees(dp=1, cfg=1, ring=1, ulysses=1, tp=1, **settings) -> ParallelConfig:

@@ -13,7 +13,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.opaque_ops import RUNNING, Running
-from backend.parallel import attention_kernels, mesh
+from backend.parallel import attention_kernels, mesh, modulation_plan
 from backend.parallel import modulation_cache as cached
 from backend.parallel.attention_hook import Attention
 from backend.parallel.sequence import Sequence, Span, patches
@@ -285,3 +285,19 @@ def test_what_waits_in_host_memory_is_not_copied_back():
     with cached.on_device(layer, torch.device("meta")):
         assert all(getattr(layer, name).is_meta for name in tensors)
     assert [getattr(layer, name).data_ptr() for name in tensors] == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_rows_are_found_alike_however_many_there_are(monkeypatch, dtype):
+    """Each with each other one, or sorted; NaN equals nothing."""
+    different = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    order = torch.tensor([3, 0, 3, 1, 4, 0, 2, 3])
+    rows = different[order]
+    for few in (len(order), 0):
+        monkeypatch.setattr(modulation_plan, "FEW", few)
+        groups = modulation_plan.equal_rows(rows)
+        assert (groups[:, None] == groups).equal(order[:, None] == order)
+    monkeypatch.undo()
+    rows[1] = float("nan")
+    groups = modulation_plan.equal_rows(rows).tolist()
+    assert groups.count(groups[1]) == 1 and groups[0] == groups[2] == groups[7]

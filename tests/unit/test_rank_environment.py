@@ -10,7 +10,8 @@ import torch
 from backend.client import rank_environment
 from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
-from backend.config import SHARED_GPU, ConfigError, ParallelConfig
+from backend.config import ConfigError, ParallelConfig
+from backend.gpu_sharing import SHARED_GPU
 from backend.parallel import mesh
 
 TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")

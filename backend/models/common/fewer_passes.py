@@ -128,7 +128,9 @@ def rotary() -> Iterator[None]:
     swapped: list[tuple[ModuleType, str, Callable]] = []
     for name in (name for name in (*CALLERS, *QWEN) if name in sys.modules):
         attribute = "apply_rotary_emb_qwen" if name in QWEN else "apply_rotary_emb"
-        theirs = getattr(sys.modules[name], attribute)
+        theirs = getattr(sys.modules[name], attribute, None)
+        if theirs is None or (name in CALLERS and theirs is not THEIRS):  # of another diffusers
+            continue
         swapped.append((sys.modules[name], attribute, theirs))
         setattr(sys.modules[name], attribute, of_qwen(theirs) if name in QWEN else apply_rotary_emb)
     try:

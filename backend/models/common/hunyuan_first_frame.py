@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from diffusers.models.normalization import AdaLayerNormContinuous, AdaLayerNormZero
 from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 
 from ..blocks import BlockAdapter
+from .adaptive_norms import AdaLayerNormContinuous, AdaLayerNormZero
 
 
 def _two_ways(norm, linear):

@@ -1,0 +1,12 @@
+"""Whether all ranks run on one GPU, which shows what they compute and not how fast: of scripts/doctor.py on a
+machine with one."""
+
+import os
+
+#: 1 in the environment of client and ranks.
+SHARED_GPU = "PARALLEL_DIT_SHARED_GPU"
+
+
+def shares_gpu() -> bool:
+    """Do all ranks run on the first GPU?"""
+    return os.environ.get(SHARED_GPU) == "1"
