@@ -29,6 +29,8 @@ PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", 
 #: Ranks give way to the tests of one process and of tests/socket, which run at the same time and must not be
 #: what is left in the end, and to those of programs that were started before: the first ones take longest.
 NICE = itertools.chain(range(10, 19, 3), itertools.repeat(19))
+#: Exit status of ranks whose tests have ended; 1 is torch's own, where an error could not be written down.
+PARENT_ENDED = 3
 #: Longest time of a rank program: most of it may be spent giving way to others.
 SECONDS = 3000
 #: Memory of ranks in large pages: weights are read and copied hundreds of times (8 % of their seconds).
@@ -121,7 +123,7 @@ def _rank(rank: int, program: str, world: int, folder: Path, nice: int, argument
 
 def _end_with_parent():
     multiprocessing.parent_process().join()
-    os._exit(1)
+    os._exit(PARENT_ENDED)
 
 
 def _output(folder: Path) -> str:
