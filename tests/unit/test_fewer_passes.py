@@ -173,7 +173,7 @@ ADAPTIVE = {
 }
 
 
-@pytest.mark.parametrize("batch, bytes", [(1, 4), (2, 12)])
+@pytest.mark.parametrize("batch, bytes", [(1, 4), (2, 8)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cls, sizes, name", ADAPTIVE.values(), ids=list(ADAPTIVE))
 def test_a_norm_and_its_modulation_are_one_pass(cls, sizes, name, dtype, batch, bytes):

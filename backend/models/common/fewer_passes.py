@@ -59,6 +59,11 @@ def modulated(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Te
     return torch.addcmul(shift.to(x.dtype), normed(norm, x), scale.to(x.dtype))
 
 
+def adapted(norm: Any, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return norm(x) * (1 + scale) + shift (adaLN), of shift and scale (B, D) and a norm without weights."""
+    return modulated(norm, x, 1 + scale[:, None], shift[:, None])
+
+
 def rms_scaled(norm: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
     """Return norm(x) * scale, of tokens x (B, S, D) and an RMS norm; scale may broadcast."""
     plain: Any = norm if isinstance(norm, RMSNorm) else None

@@ -6,7 +6,7 @@ import torch
 from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_z_image
 from torch import Tensor, nn
 
-from .fewer_passes import gated, modulated, rms_scaled
+from .fewer_passes import adapted, gated, rms_scaled
 
 
 class FluxBlock(transformer_flux.FluxTransformerBlock):
@@ -76,8 +76,8 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         shift, scale, gate, *of_image = self.img_mod(temb).chunk(6, dim=-1)
         text_shift, text_scale, text_gate, *of_text = self.txt_mod(temb).chunk(6, dim=-1)
         image, text = self.attn(
-            hidden_states=_modulated(self.img_norm1, hidden_states, shift, scale),
-            encoder_hidden_states=_modulated(self.txt_norm1, encoder_hidden_states, text_shift, text_scale),
+            hidden_states=adapted(self.img_norm1, hidden_states, shift, scale),
+            encoder_hidden_states=adapted(self.txt_norm1, encoder_hidden_states, text_shift, text_scale),
             encoder_hidden_states_mask=encoder_hidden_states_mask,
             image_rotary_emb=image_rotary_emb,
             **joint_attention_kwargs or {},
@@ -122,13 +122,8 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def _modulated(norm: nn.LayerNorm, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return norm(x) * (1 + scale) + shift, of shift and scale (B, D)."""
-    return modulated(norm, x, 1 + scale[:, None], shift[:, None])
-
-
 def _mlp(x: Tensor, norm: nn.LayerNorm, mlp: nn.Module, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-    return gated(x, mlp(_modulated(norm, x, shift, scale)), gate[:, None])
+    return gated(x, mlp(adapted(norm, x, shift, scale)), gate[:, None])
 
 
 def within_range(x: Tensor) -> Tensor:
