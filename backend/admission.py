@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from .config import ParallelConfig
-from .device_memory import DeviceMemory, is_out_of_memory
+from .device_memory import DeviceMemory, host_free, is_out_of_memory
 from .errors import SHORT, UnsupportedError, reason
 from .loading.checkpoint import Checkpoint
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from .planner.memory import spare_bytes
 from .protocol import ModelCall, Sample
 from .quantization.packed_weight import scratch_bytes
 from .rank_plan.describe import CALLS, RankPlan, describe
@@ -173,16 +174,16 @@ class Admission:
 
     def check(
         self, planned: Planned | None, ready: bool = True, asking: Collection[int] = (), lacks: int = 0
-    ):
+    ) -> list[RankRoom]:
         """Refuse on all ranks what one of them has no room for. Rank 0 gives what it has ``planned``;
         ``ready``: this rank has memory for LoRAs and the request's own tensors, or ``lacks`` so many bytes
-        for LoRAs; ``asking``: ranks for which the client can still make room. One collective. Raises
-        OutOfRoom."""
+        for LoRAs; ``asking``: ranks for which the client can still make room. Return the rooms. One
+        collective. Raises OutOfRoom."""
         self._admitted = None
         rooms = self._gather(planned.needs if planned else [], ready, lacks)
         short = short_ranks(rooms, asking)
         if not short:
-            return
+            return rooms
         lacking = {room.rank: room.wanted for room in short}
         if planned is None or any(rank in asking for rank in lacking):  # a client makes room and comes again
             raise OutOfRoom(_shortage(short[0], "for this", "nothing was run"), lacking)
@@ -206,10 +207,21 @@ class Admission:
         if about is not None and about == self._admitted and not message.asking:
             return prepare()
         prepared = _ready_or_none(prepare, self.memory)
-        self.check(planned, prepared is not None, message.asking, 0 if prepared is not None else lacks())
+        lacking = 0 if prepared is not None else lacks()
+        rooms = self.check(planned, prepared is not None, message.asking, lacking)
         self._admitted = about
         assert prepared is not None  # check() has refused what is not
-        return prepared
+        return replace(prepared, spare=self._spare(rooms))
+
+    def _spare(self, rooms: list[RankRoom]) -> int:
+        """Count what this rank may take of what is left on its device beside what all ranks there need."""
+        own = rooms[self.dispatcher.rank]
+        here = [room for room in rooms if room.memory == own.memory]
+        free = min(room.free for room in here)
+        if self.memory.device.type == "cpu":
+            free = min(free, host_free(swap=False))
+        left = free - sum(room.wanted for room in here)
+        return spare_bytes(left) // len(here)
 
     def _gather(self, needs: list[Need], ready: bool, lacks: int) -> list[RankRoom]:
         """Gather every rank's room; ``needs``: of all ranks, on rank 0, without LoRAs that each ``lacks``."""

@@ -93,7 +93,8 @@ class Worker:
         finally:
             self.clock.begin(None)
         # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
-        self.release(message.shared)
+        lent = prepared.spare > 0 and bool(prepared.model.repeated)  # weights stayed dequantized in it
+        self.release([*message.shared, self.mesh.rank] if lent else message.shared)
         if ended is not None:
             raise ended
         return found

@@ -11,7 +11,7 @@ from .candidates import candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request, gigabytes
-from .memory import held, held_by_rank
+from .memory import held, held_by_rank, spare_bytes
 from .model_shape import ModelShape
 from .moves import STAYS, Placement, Ranks, settle
 from .option import Option
@@ -96,12 +96,13 @@ class Question:
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
-        seconds = Cost(self.shape, plan, self.machine, self.request).total
+        size, room, likely = self._tightest(plan)
+        seconds = Cost(self.shape, plan, self.machine, self.request, spare_bytes(room - likely)).total
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
         models = (self.shape, plan, self.request, self.others)
         aside, reads = self.waiting.aside(*models, self.machine.host_link)
-        return Option(plan, seconds + aside, *self._tightest(plan), unit, 0.0, reads, aside, drift)
+        return Option(plan, seconds + aside, size, room, likely, unit, 0.0, reads, aside, drift)
 
     def _tightest(self, plan: ParallelConfig) -> tuple[int, int, int]:
         """Bytes that the rank with least to spare holds, may hold, and likely holds at most; the last as much

@@ -26,12 +26,13 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of one plan."""
+    """The seconds of one plan. ``spare``: bytes in which each rank may keep weights dequantized."""
 
     shape: ModelShape
     plan: ParallelConfig
     machine: Machine
     request: Request
+    spare: int = 0
 
     @property
     def total(self) -> float:
@@ -150,7 +151,8 @@ class Cost:
         device = device + gathered if self.machine.on_host else max(device, gathered)
         if divided > 1:
             device += self.machine.overhead * len(blocks)
-        started = sum(block.kernels for block in blocks) / plan.tensor_parallel_degree / LAUNCHES
+        started = self._made_again * sum(block.kernels for block in blocks)
+        started /= plan.tensor_parallel_degree * LAUNCHES
         launches = self.machine.launch * (sum(block.streams for block in blocks) + started) / speed
         return device + launches if self.machine.on_host else max(device, launches)
 
@@ -170,8 +172,27 @@ class Cost:
 
     def _dequantize(self, blocks: tuple[BlockShape, ...]) -> float:
         """Seconds to make what quantized weights stand for, before it is read."""
-        size = sum(block.dequantizing for block in blocks)
+        size = self._made_again * sum(block.dequantizing for block in blocks)
         return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
+
+    @cached_property
+    def _made_again(self) -> float:
+        """The share of weights, of all passes of a request, that are dequantized in one: of those that stay
+        so (quantization/dequantize_once.py) the first pass alone."""
+        made = max(sum(block.unpacked for block in blocks) for blocks in self._stages)
+        if not made or self.request.drained or self.request.steps < 2:
+            return 1.0
+        stay = min(1.0, self.spare * self.plan.tensor_parallel_degree / made)
+        return 1 - stay + stay / self._passes
+
+    @property
+    def _passes(self) -> int:
+        """How often each block runs in a request."""
+        steps, patches = self.request.steps, self.plan.patches
+        if not self.plan.has_stale_kv:
+            return steps * self._batches(1)
+        synchronous = min(self.plan.warmup_steps, steps)
+        return synchronous * self._batches(1) + (steps - synchronous) * patches * self._batches(patches)
 
     def _activation(self, patches: int, features: int = 0) -> float:
         """Bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group: of so many

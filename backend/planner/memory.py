@@ -11,6 +11,9 @@ from .rank_shares import RankShare, rank_shares
 #: Activations that a rank likely has at most, as a multiple of their estimate; admission (rank_plan/need.py)
 #: asks ComfyUI for so much room.
 LIKELY_ACTIVATIONS = 4 / 3
+#: What of the memory that nothing likely needs weights may stay dequantized in, and what of that is left to
+#: other programs in any case, as ComfyUI's previews.
+SPARE, LEFT_FREE = 0.75, 500_000_000
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class Held:
     def likely(self) -> int:
         """All of them with as many activations as there likely are at most."""
         return self.bytes + math.ceil((LIKELY_ACTIVATIONS - 1) * self.activations)
+
+
+def spare_bytes(left: int) -> int:
+    """Return in how much of the memory that is ``left`` in a request weights may stay dequantized."""
+    return max(0, int(SPARE * left) - LEFT_FREE)
 
 
 def held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> Held:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import opaque
-from .formats import ONE_BYTE, SCALED_AFTER
+from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
 from .kernels import Choice, Kernel, Largest, float8, mxfp8, nvfp4
 from .packed import Packed
 
@@ -72,8 +72,9 @@ class PackedWeight(nn.Module):
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
     the products, by key. whole: the weight in ``dtype`` where adapters of another kind are in it; the stored
-    one stays beside it. divided: which of the layer's tokens ranks divide (LayerTokens.divided); over_tokens:
-    compares largest values over these ranks (parallel/token_scales.py). factor: see _one_scale.
+    one stays beside it. place: memory of its own in which the weight stays once it is dequantized
+    (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
+    over_tokens: compares largest values over these ranks (parallel/token_scales.py). factor: see _one_scale.
     """
 
     def __init__(self, packed: Packed, dtype: torch.dtype, choice: Choice | None = None, divided: str = ""):
@@ -89,6 +90,8 @@ class PackedWeight(nn.Module):
         self.adapters: dict[Hashable, LowRank] = {}
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
+        self.place: Tensor | None = None
+        self._placed: str | None = None  # what the weight in ``place`` is without; None: it is not there yet
         self._empty = replace(packed, tensors={})
         self._dtypes = {role: tensor.dtype for role, tensor in packed.tensors.items()}
         for role, tensor in packed.tensors.items():
@@ -119,6 +122,15 @@ class PackedWeight(nn.Module):
     def format_name(self) -> str:
         """The format in reports."""
         return self._empty.format.short
+
+    @property
+    def effort(self) -> Effort:
+        """What it takes to dequantize it."""
+        return effort_of(self._empty.format, self._empty.settings, self.dtype)
+
+    def stay(self, place: Tensor | None):
+        """Have the weight stay in ``place`` from its next product on; None: be dequantized for each."""
+        self.place, self._placed = place, None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -223,15 +235,23 @@ class PackedWeight(nn.Module):
         return x * self.get_parameter("smoothing").to(x.dtype)
 
     def dequantized(self, but: str = "") -> Tensor:
-        """Return the weight in memory that it has until another one is dequantized, without what is stored as
-        ``but``."""
+        """Return the weight in memory that it has until another one is dequantized, or of its own, without
+        what is stored as ``but``."""
+        if self.place is not None and self._placed == but:
+            return self.place
         packed = self.packed
         packed = replace(packed, tensors={role: x for role, x in packed.tensors.items() if role != but})
-        place = (packed.device, self.dtype)
+        out = packed.dequantize(self.dtype, self._scratch() if self.place is None else self.place)
+        self._placed = but
+        return out
+
+    def _scratch(self) -> Tensor:
+        """The memory that all weights share, of this one's shape."""
+        place = (self.device, self.dtype)
         scratch = _SCRATCH.get(place)
         if scratch is None or scratch.numel() < self.shape.numel():
             scratch = _SCRATCH[place] = torch.empty(self.shape.numel(), device=place[0], dtype=place[1])
-        return packed.dequantize(self.dtype, scratch[: self.shape.numel()].view(self.shape))
+        return scratch[: self.shape.numel()].view(self.shape)
 
 
 def _one_scale(packed: Packed) -> float | None:

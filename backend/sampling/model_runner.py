@@ -29,6 +29,7 @@ from ..parallel.pipeline_stage import Stage, model_output
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
 from ..quantization.kernels import Choice
+from ..quantization.packed_weight import PackedWeight
 from .request import Request
 
 
@@ -57,6 +58,16 @@ class LoadedModel:
     def modules(self) -> list[nn.Module]:
         """The modules that hold its weights: the transformer, and modulation of blocks of other stages."""
         return [self.transformer, *chain(*self.cache.hosted)]
+
+    @property
+    def repeated(self) -> list[PackedWeight]:
+        """The quantized weights that this rank dequantizes in every step: not those of layers whose answers
+        are cached for a request."""
+        cached = [layer for layer in self.cache.layers if layer.kind != "step"]
+        once = {id(module) for layer in cached for module in layer.modules()}
+        every = [each for each in self.transformer.modules() if isinstance(each, PackedWeight)]
+        held = [each for each in every if each.device.type != "meta" and each.whole is None]
+        return [each for each in held if id(each) not in once and each.choice.needs_scratch]
 
     @property
     def can_park(self) -> bool:

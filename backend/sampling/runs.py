@@ -10,6 +10,7 @@ from ..loading.staging import Download
 from ..parallel import comm
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
+from ..quantization.dequantize_once import dequantized_once
 from .model_call import OneCall, samples_of_replicas
 from .model_runner import LoadedModel, running
 from .request import Request
@@ -18,10 +19,12 @@ from .step_loop import Callbacks, Denoiser
 
 @dataclass(frozen=True)
 class Prepared:
-    """A loaded model with its LoRAs in place, and a request's tensors on this rank. No collective has run."""
+    """A loaded model with its LoRAs in place, and a request's tensors on this rank. No collective has run.
+    ``spare``: bytes of the device that nothing needs until the request ends."""
 
     model: LoadedModel
     request: Request
+    spare: int = 0
 
 
 def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callbacks) -> tuple[Tensor, dict]:
@@ -30,14 +33,16 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     model = prepared.model
     request = prepared.request
     started = time.perf_counter()
-    with running(model, request) as runner:
+    # of a single step, weights are not dequantized again
+    spare = prepared.spare if len(request.sigmas) > 2 else 0
+    with dequantized_once(model.repeated, spare) as once, running(model, request) as runner:
         denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
         tokens = _all_replicas(mesh, denoiser.run(), request)
         if denoised:
             last = _all_replicas(mesh, denoiser.x0, request)
             callbacks.on_denoised(request.grid.to_latent(last).cpu())
     samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
-    return samples.cpu(), runner.statistics(started)
+    return samples.cpu(), {**runner.statistics(started), "dequantized_once": once}
 
 
 def with_downloads(callbacks: Callbacks, request: Request) -> Callbacks:

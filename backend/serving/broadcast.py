@@ -24,7 +24,8 @@ class Dispatcher:
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
         self.ranks = dist.get_world_size(group)
-        self.buffer = self._shared(dist.get_rank(group)) if self.ranks > 1 else None
+        self.rank = dist.get_rank(group)
+        self.buffer = self._shared(self.rank) if self.ranks > 1 else None
 
     def _shared(self, rank: int) -> SharedBuffer | None:
         """Return memory that every rank has, or None."""

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -19,6 +20,7 @@ from backend.probe import Probe
 from backend.protocol import Ping, Result, Sample, Unload
 from backend.rank import Worker
 from backend.rank_plan.need import Need
+from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import of_first_rank
 from backend.serving import shared_memory
 from backend.serving.broadcast import Dispatcher
@@ -105,7 +107,7 @@ def parks(dispatcher: Dispatcher) -> list[list]:
 
     def prepare():
         model.parked_on = frozenset()
-        return "prepared"
+        return Prepared(cast(Any, model), cast(Any, None))
 
     memory = FakeMemory(GB * (dist.get_rank() == last), name=f"GPU-{dist.get_rank()}")
     rank = Worker.__new__(Worker)
@@ -122,7 +124,7 @@ def parks(dispatcher: Dispatcher) -> list[list]:
             returned += [rank.unload(Unload("m", True, ranks)), sorted(model.parked_on)]
             try:
                 plan = needs if dist.get_rank() == 0 else None
-                returned.append(rank._admitted(sample, prepare, plan))
+                returned.append("prepared" if rank._admitted(sample, prepare, plan) else "")
             except OutOfRoom as error:
                 returned.append(sorted(error.lacking))
             returned.append(sorted(model.parked_on))

@@ -18,6 +18,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import fsdp, mesh, tensor_parallel
+from backend.quantization.dequantize_once import dequantized_once
 from backend.quantization.packed_weight import PackedWeight
 from backend.sampling.step_loop import Callbacks
 
@@ -64,6 +65,8 @@ LIKE_OTHERS = ("u2", "ring2", "cfg2", "dp2", "pp2 offload", "dp2 fsdp", "tp2 pp2
 FIRST = "int8"
 CUTS = ("tp2", "u2 fsdp", "pp2", "row")
 STEPS, STRENGTH = 1, 0.5
+#: Bytes in which all weights may stay dequantized.
+SPARE = 1 << 30
 #: Most rows and columns of latent pixels: what is compared are ranks and one process.
 SIDE = 8
 
@@ -104,20 +107,22 @@ def runs() -> list[Run]:
 
 
 def sampled(engine: Engine, folder: Path) -> tuple[list[torch.Tensor], list[int]]:
-    """The latents without LoRAs, with every kind of adapter, and without again; and the bytes that LoRAs take
-    on this rank, as counted and as held."""
+    """The latents without LoRAs, with every kind of adapter, and without again, with weights that stay
+    dequantized; and the bytes that LoRAs take on this rank, as counted and as held."""
     plain = batch_request(2)
     plain = replace(plain, tensors=cropped(plain.tensors, SIDE))
     stack = lora_stack([[str(folder / "lora.safetensors"), STRENGTH]])
     found, of_loras = [], []
-    for name in ("tiny", engine.name("tiny", stack), "tiny"):
+    for name, spare in (("tiny", 0), (engine.name("tiny", stack), 0), ("tiny", SPARE)):
         sigmas = plain.tensors["sigmas"][: STEPS + 1]
         patches = engine.config.num_pipeline_patch
         sample = replace(
             plain, model=name, num_pipeline_patch=patches, tensors={**plain.tensors, "sigmas": sigmas}
         )
         engine.check_sample(sample)
-        found.append(engine.sample(sample, Callbacks())[0].contiguous())
+        with dequantized_once(engine.models[name].repeated, spare) as size:
+            found.append(engine.sample(sample, Callbacks())[0].contiguous())
+        assert bool(size) == bool(spare)
         if name != "tiny":
             of_loras = [engine.models[name].lora_bytes(stack), beside(engine)]
     return found, of_loras

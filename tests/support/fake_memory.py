@@ -57,10 +57,10 @@ class _Dispatcher:
 
     def __init__(self, ranks: FakeRanks, rank: int):
         self._ranks = ranks
-        self._rank = rank
+        self.rank = rank
 
     def all_gather_object(self, value) -> list:
-        return self._ranks.gather(self._rank, value)
+        return self._ranks.gather(self.rank, value)
 
     all_gather_numbers = all_gather_object
 

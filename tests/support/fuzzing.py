@@ -53,6 +53,8 @@ class Rank0(Leader):
     """Rank 0 of one rank with the transformer at ``path`` loaded as ``model``, where every message that
     passes the checks raises Told."""
 
+    rank = 0  # as a dispatcher's
+
     def __init__(self, path: str):
         self.device, self.mesh = "cpu", mesh.single()
         self.engine, self.dispatcher = engine.Engine(ParallelConfig(), self.mesh), self

@@ -24,6 +24,7 @@ from backend.protocol import ModelCall
 from backend.rank_plan.need import Need
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
 from backend.sampling import model_runner
+from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import Callbacks
 
 BF16 = torch.bfloat16
@@ -34,6 +35,7 @@ WAN_SIZE = RequestSize(21 * 45 * 80, 512, batch=1, prompts=2, calls=40)
 #: Keys and values that a request holds, as a multiple of those that are planned: of families that pad text,
 #: or give it to every block anew.
 MORE_KV = {"z-image-turbo": 1.27, "hidream": 1.29, "hunyuan-video15": 1.05}
+READY = Prepared(None, None)
 FLUX_SIZE = RequestSize(4096, 512, batch=1, prompts=1, calls=28)
 
 
@@ -305,11 +307,11 @@ def test_a_call_like_the_one_before_needs_no_round(flux):
     def act(messages, rank, dispatcher, memory):
         admission = Admission(ParallelConfig(ulysses_degree=2), dispatcher, memory)
         planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16) if rank == 0 else None
-        return [admission.prepare(message, lambda: "prepared", False, planned) for message in messages]
+        return [admission.prepare(message, lambda: READY, False, planned) for message in messages]
 
     def rounds(*messages) -> int:
         found, ranks = on_ranks(gpus(80, 80), partial(act, messages))
-        assert found == [["prepared"] * len(messages)] * 2
+        assert all(isinstance(each, Prepared) for of_rank in found for each in of_rank)
         return ranks.rounds - 1  # the names
 
     assert rounds(call) == rounds(call, call, call) == 1
@@ -337,7 +339,7 @@ def test_parked_weights_count(flux):
         def prepare(rank, dispatcher, memory):
             admission = Admission(ParallelConfig(ulysses_degree=len(free)), dispatcher, memory)
             planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16)
-            return admission.prepare(sample, lambda: "prepared", parked, planned, lambda: loras)
+            return admission.prepare(sample, lambda: READY, parked, planned, lambda: loras) and "prepared"
 
         found, _ = on_ranks(gpus(*free), prepare)
         assert len(set(map(str, found))) == 1  # what all ranks say

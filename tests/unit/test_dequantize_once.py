@@ -1,0 +1,270 @@
+"""Weights that stay dequantized through a request: the same bits, made once, in memory that is spare."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from fake_memory import GB, FakeMemory, on_ranks
+from headers import opened
+from loras import write_mixed
+from published import L40
+from quantized import write_gguf, write_scaled
+from tiny import batch_request, shallow_flux, weights_module
+
+from backend import admission as admission_module
+from backend.admission import Admission, RankRoom
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.lora_keys import lora_stack
+from backend.parallel import mesh
+from backend.planner.choose import Question
+from backend.planner.cost import Cost
+from backend.planner.machine import Request
+from backend.planner.memory import LEFT_FREE, SPARE, spare_bytes
+from backend.quantization.dequantize_once import dequantized_once
+from backend.quantization.packed import Packed
+from backend.quantization.packed_weight import PackedWeight
+from backend.rank import Worker
+from backend.rank_plan.need import Need
+from backend.rank_plan.shape_of import shape_of
+from backend.sampling.runs import Prepared
+from backend.sampling.step_loop import Callbacks, Cancelled
+
+KINDS = ("float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4", "Q4_K")
+#: A request of so many steps, all but the first in patches that read stale keys and values.
+STEPS, PATCHES = 3, 2
+PASSES = 2 * (1 + (STEPS - 1) * PATCHES)  # of two prompts
+ALL, QUIET = 1 << 30, Callbacks()
+FP8, PLAN, REQUEST = "var__flux1-kontext_fp8_scaled_legacy", ParallelConfig(), Request(1024, 128, 4, 1)
+
+
+@pytest.fixture(scope="module")
+def state():
+    return weights_module().state_dict(shallow_flux())
+
+
+def loaded(folder, state, kind: str) -> Engine:
+    """A quantized model in one process that computes patches as a pipeline does."""
+    path = folder / (f"{kind}.gguf" if kind == "Q4_K" else f"{kind}.safetensors")
+    if kind == "Q4_K":
+        pytest.importorskip("gguf")
+        write_gguf(path, state, (kind,))
+    else:
+        write_scaled(path, state, kind)
+    engine = Engine(ParallelConfig(num_pipeline_patch=PATCHES), mesh.single())
+    engine.load("tiny", str(path), "fp32", "weight only")
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(folder, state):
+    return loaded(folder, state, "int8_tensorwise")
+
+
+def run(engine: Engine, spare: int, name: str = "tiny", steps: int = STEPS, callbacks: Callbacks = QUIET):
+    """The latent and the statistics."""
+    sample = batch_request(1)
+    tensors = {**sample.tensors, "sigmas": sample.tensors["sigmas"][: steps + 1]}
+    sample = replace(sample, model=name, num_pipeline_patch=PATCHES, warmup_steps=1, tensors=tensors)
+    prepared = replace(engine.prepare_sample(sample), spare=spare)
+    return engine.sample(sample, callbacks, prepared)
+
+
+def weights(engine: Engine) -> list[PackedWeight]:
+    return engine.models["tiny"].repeated
+
+
+@pytest.fixture
+def made(monkeypatch) -> Counter:
+    """How often a matrix is dequantized, by the address of what is stored."""
+    found: Counter[int] = Counter()
+    dequantize = Packed.dequantize
+
+    def counted(self, *arguments):
+        found[self.tensors["values"].data_ptr()] += 1
+        return dequantize(self, *arguments)
+
+    monkeypatch.setattr(Packed, "dequantize", counted)
+    return found
+
+
+def times(made: Counter, engine: Engine) -> list[int]:
+    return [made[weight.packed.tensors["values"].data_ptr()] for weight in weights(engine)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_is_made_once_with_the_same_bits(folder, state, kind, made):
+    """Where every pass of both prompts makes it, the first step's and those of each patch of the others; what
+    embeds times, each evaluation's."""
+    engine = loaded(folder, state, kind)
+    wanted, stats = run(engine, spare=0)
+    assert stats["dequantized_once"] == 0
+    assert set(times(made, engine)) == {2 * STEPS, PASSES}
+    others = sum(made.values()) - sum(times(made, engine))
+    made.clear()
+    found, stats = run(engine, spare=ALL)
+    assert found.equal(wanted)
+    assert set(times(made, engine)) == {1}
+    assert sum(made.values()) - sum(times(made, engine)) == others  # those of cached answers
+    taken = sum(weight.shape.numel() * weight.dtype.itemsize for weight in weights(engine))
+    assert taken <= stats["dequantized_once"] <= 1.01 * taken
+    assert all(weight.place is None for weight in weights(engine))
+
+
+def test_modulation_is_made_once_anyway(engine):
+    names = {id(module): name for name, module in engine.models["tiny"].transformer.named_modules()}
+    repeated = {names[id(weight)] for weight in weights(engine)}
+    assert any("attn.to_q" in name for name in repeated)
+    assert not any(".norm" in name or "context_embedder" in name for name in repeated)
+
+
+def test_as_many_as_there_is_room_for(engine, made):
+    """Those of which a value takes most to make; the others are made each time, and no bit changes."""
+    wanted, everything = run(engine, spare=0)[0], run(engine, spare=ALL)[1]["dequantized_once"]
+    made.clear()
+    found, stats = run(engine, spare=everything // 2)
+    assert found.equal(wanted)
+    assert everything / 3 < stats["dequantized_once"] <= everything // 2
+    assert {1, PASSES} <= set(times(made, engine))
+
+
+def test_what_takes_longest_stays(folder, state, monkeypatch):
+    both = loaded(folder, state, "nvfp4"), loaded(folder, state, "float8_e4m3fn")
+    slow, fast = (weights(each) for each in both)
+    assert slow[0].effort.moved > fast[0].effort.moved
+    size = sum(weight.shape.numel() * weight.dtype.itemsize for weight in slow)
+    with dequantized_once([*fast, *slow], size + 512 * len(slow)) as taken:
+        assert taken >= size
+        assert all(weight.place is not None for weight in slow)
+        assert any(weight.place is None for weight in fast)
+
+
+def test_nothing_stays_after_cancel(engine):
+    def stop():
+        raise Cancelled(1)
+
+    with pytest.raises(Cancelled):
+        run(engine, ALL, callbacks=Callbacks(on_begin=lambda step: step and stop()))
+    assert all(weight.place is None for weight in weights(engine))
+
+
+def test_of_one_step_nothing_stays(engine):
+    assert run(engine, ALL, steps=1)[1]["dequantized_once"] == 0
+
+
+def test_memory_that_cannot_be_had_is_done_without(engine, monkeypatch):
+    """What was counted as spare may be another program's by then."""
+    wanted = run(engine, spare=0)[0]
+    empty = torch.empty
+
+    def refused(*shape, **options):
+        if "device" in options and shape and shape[0] > 100_000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*shape, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("backend.quantization.dequantize_once.torch.empty", refused)
+        with dequantized_once(weights(engine), ALL) as taken:
+            assert taken == 0 and all(weight.place is None for weight in weights(engine))
+    assert run(engine, spare=ALL)[0].equal(wanted)
+
+
+def test_loras_are_beside_what_stays(engine, folder):
+    """Of the next request other ones, or none."""
+    write_mixed(folder / "lora.safetensors", shallow_flux())
+    bare = run(engine, spare=0)[0]
+    for strength in (0.5, -0.3):
+        name = engine.name("tiny", lora_stack([[str(folder / "lora.safetensors"), strength]]))
+        wanted = run(engine, spare=0, name=name)[0]
+        assert not wanted.equal(bare)
+        assert run(engine, spare=ALL, name=name)[0].equal(wanted)
+    assert run(engine, spare=ALL)[0].equal(bare)
+
+
+# ------------------------------------------------------------------ how much is spare
+def spare(rooms: list[RankRoom], memories: list[FakeMemory]) -> list[int]:
+    def act(rank, dispatcher, memory):
+        return Admission(ParallelConfig(), dispatcher, memory)._spare(rooms)
+
+    return on_ranks(memories, act)[0]
+
+
+def room(rank: int, memory: str, free: int, likely: int, cached: int = 0) -> RankRoom:
+    return RankRoom(rank, memory, Need(0, likely * GB), free * GB, cached * GB)
+
+
+def test_most_of_what_nobody_needs_is_spare():
+    """Of each GPU its own; what the rank's own allocator has counts. Ranks that share one share it."""
+    rooms = [room(0, "a", 12, 2), room(1, "b", 12, 4, cached=6), room(2, "c", 20, 3), room(3, "c", 20, 5)]
+    found = spare(rooms, [FakeMemory(0)] * 4)
+    assert found == [spare_bytes(10 * GB), spare_bytes(14 * GB), *[spare_bytes(12 * GB) // 2] * 2]
+    assert found[0] == SPARE * 10 * GB - LEFT_FREE
+    assert spare([room(0, "a", 2, 3)], [FakeMemory(0)]) == [0]
+
+
+def test_on_the_cpu_swap_is_not_spare(monkeypatch):
+    monkeypatch.setattr(admission_module, "host_free", lambda swap: 100 * GB if swap else 5 * GB)
+    assert spare([room(0, "ram", 100, 1)], [FakeMemory(0, kind="cpu")]) == [spare_bytes(4 * GB)]
+
+
+@pytest.mark.parametrize("repeated, released", [(True, 1), (False, 0)])
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_stayed_goes_back_to_other_programs(repeated, released, stops):
+    """After a request, also one that was cancelled; without such weights the memory stays the rank's."""
+    worker = Worker.__new__(Worker)
+    memory = FakeMemory(0, cached=8 * GB)
+    model = SimpleNamespace(repeated=[object()] * repeated)
+    prepared = Prepared(cast(Any, model), cast(Any, None), spare=GB)
+
+    def sample(*_):
+        if stops:
+            raise Cancelled(1)
+
+    worker.engine = cast(Any, SimpleNamespace(memory=memory, sample=sample, prepare_sample=print))
+    worker.mesh, worker._admitted = mesh.single(), lambda *_: prepared
+    worker.clock = cast(Any, SimpleNamespace(new_request=lambda: None, begin=lambda step: None))
+    message = replace(batch_request(1), shared=[])
+    if stops:
+        with pytest.raises(Cancelled):
+            worker.run_sample(message, Callbacks())
+    else:
+        worker.run_sample(message, Callbacks())
+    assert memory.released == released
+
+
+# ------------------------------------------------------------------ what the planner counts
+@pytest.fixture(scope="module")
+def flux():
+    return shape_of(opened(FP8), torch.bfloat16)
+
+
+def test_the_planner_counts_the_first_pass_alone(flux):
+    """Of what there is room for; of calls, which are requests of their own, every one."""
+    made = sum(block.unpacked for block in flux.blocks)
+    moved = sum(block.dequantizing for block in flux.blocks) / L40.bandwidth
+
+    def seconds(spare: int, request: Request = REQUEST) -> float:
+        return Cost(flux, PLAN, L40, request, spare)._dequantize(flux.blocks)
+
+    assert seconds(0) == pytest.approx(moved)
+    assert seconds(made) == seconds(10 * made) == pytest.approx(moved / 4)
+    assert seconds(made // 2) == pytest.approx(moved * (0.5 + 0.5 / 4))
+    drained, single = replace(REQUEST, drained=True), replace(REQUEST, steps=1)
+    assert seconds(made, drained) == seconds(made, single) == pytest.approx(moved)
+    twice = replace(REQUEST, prompts=2)
+    assert seconds(made, twice) == pytest.approx(moved / 8)
+    pipeline = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=3, warmup_steps=1)
+    assert Cost(flux, pipeline, L40, REQUEST)._passes == 1 + 3 * 3
+
+
+def test_a_plan_that_has_room_is_faster(flux):
+    """On cards whose memory holds the weights of half the blocks twice more, and on such that it does not."""
+    plan = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=2)
+    tight, roomy = (
+        Question(flux, REQUEST, replace(L40, memory=(size * GB,) * 2), 2).option(plan) for size in (11, 40)
+    )
+    assert roomy.seconds < 0.95 * tight.seconds
+    assert tight.fits and roomy.bytes == tight.bytes
