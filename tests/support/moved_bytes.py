@@ -19,7 +19,7 @@ VIEWS = {
         "squeeze",
     ),
     *("t", "transpose", "unbind", "unsqueeze", "view", "view_as_complex", "view_as_real"),
-    *("_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_strided"),
+    *("_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty"),
 }
 
 

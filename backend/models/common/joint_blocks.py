@@ -48,11 +48,12 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
         given = temb, image_rotary_emb, joint_attention_kwargs
         if torch.compiler.is_compiling() or joint_attention_kwargs:
             return super().forward(hidden_states, encoder_hidden_states, *given)
-        x = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        x = behind(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
-        made = self.act_mlp(self.proj_mlp(normed))
+        made = self.proj_mlp(normed)
         attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
-        x = within_range(gated(x, self.proj_out(torch.cat([attended, made], dim=2)), gate[:, None]))
+        both = beside(attended, made, self.act_mlp.approximate)
+        x = within_range(gated(x, self.proj_out(both), gate[:, None]))
         text = encoder_hidden_states.shape[1]
         return x[:, :text], x[:, text:]
 
@@ -124,6 +125,29 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 def _mlp(x: Tensor, norm: nn.LayerNorm, mlp: nn.Module, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
     return gated(x, mlp(adapted(norm, x, shift, scale)), gate[:, None])
+
+
+def behind(text: Tensor, image: Tensor) -> Tensor:
+    """Return tokens of the text (B, T, D), then those of the image (B, S, D). Where a block before has made
+    them as one, that is what they are parts of, and nothing is copied."""
+    batch, count, width = text.shape
+    tokens = count + image.shape[1]
+    strides = (tokens * width, width, 1)
+    follows = image.data_ptr() == text.data_ptr() + count * width * text.itemsize
+    same = text.untyped_storage().data_ptr() == image.untyped_storage().data_ptr()
+    if same and follows and text.stride() == image.stride() == strides:
+        return text.as_strided((batch, tokens, width), strides)
+    return torch.cat([text, image], dim=1)
+
+
+def beside(attended: Tensor, made: Tensor, approximate: str) -> Tensor:
+    """Return ``attended`` (B, S, D) and the GELU of ``made`` (B, S, M) as (B, S, D + M): what the GELU
+    returns is written where it is read."""
+    width = attended.shape[2]
+    both = made.new_empty(*made.shape[:2], width + made.shape[2])
+    both[..., :width] = attended
+    torch.ops.aten.gelu.out(made, approximate=approximate, out=both[..., width:])
+    return both
 
 
 def within_range(x: Tensor) -> Tensor:
