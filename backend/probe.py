@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from .loading.compute_dtype import compute_dtype, fast_dtypes
 from .loading.staging import page_locked
 from .parallel import comm, mesh
 from .planner.machine import OVERHEAD, Machine
-from .quantization.matmul import capability_of
+from .quantization import trial
+from .quantization.matmul import capability_of, native_formats
 from .serving.broadcast import Dispatcher
 from .start import end_with_parent, ready_file, run_and_exit
 
@@ -129,7 +131,34 @@ class Probe:
             speeds=self.speeds() if self.kind == "cuda" else (),
             bandwidths=everybody[2] if self.kind == "cuda" else (),
             on_host=self.kind == "cpu",
+            native=self.native(),  # last: a kernel that fails may take the device with it
         )
+
+    def native(self) -> dict[str, float]:
+        """Return how many times as fast as those of this type native products of each format are, on the
+        slowest rank; without those that any rank has none of, or that fail."""
+        own = self._native()
+        ranks = self.dispatcher.all_gather_object(own)
+        return {kind: min(of[kind] for of in ranks) for kind in own if all(kind in of for of in ranks)}
+
+    def _native(self) -> dict[str, float]:
+        """Of this rank, of the slowest of a format's kinds; empty where one has an error."""
+        products = native_formats(self.dtype, self.device, capability_of(self.device))
+        try:
+            refused = trial.refusals(products, self.device)
+            kinds = [kind for kind, name in products if (kind, name) not in refused]
+            return {kind: self._native_rate(kind) for kind in kinds}
+        except Exception:  # the other ranks wait for this one, and its products may run all the same
+            traceback.print_exc()
+            return {}
+
+    def _native_rate(self, kind: str) -> float:
+        x = self._random(self.tokens, self.width)
+        plain = self._random(self.width, self.width)
+        weights = trial.examples(kind, self.dtype, self.device, self.width)
+        calls = CALLS if self.kind == "cuda" else 1  # a CPU takes many times as long for int8
+        usual = self.seconds(lambda: F.linear(x, plain))
+        return usual / max(self.seconds(partial(weight.linear, x, None), calls) for weight in weights)
 
     def speeds(self) -> tuple[float, ...]:
         """Return how many times as fast as the slowest rank each is, by one timed step of all at once: linear

@@ -140,7 +140,8 @@ class Cost:
         efficiency = speed * tokens / (tokens + self.machine.half_rate)
         share = at_once / (divided * patches) * load
         lengths = (self.request.image_tokens, self.request.text_tokens)
-        linear = 2 * share * sum(block.linear(*lengths) for block in blocks)
+        native = self.machine.native
+        linear = 2 * share * sum(block.linear(*lengths) * block.slowness(native) for block in blocks)
         efficiency /= self.machine.float32 if self.shape.itemsize == FLOAT32 else 1.0
         products = max(linear / (self.machine.gemm * efficiency), reading * self._read(blocks) / speed)
         attention = 2 * share * self._uneven_heads * sum(block.attention(*lengths) for block in blocks)

@@ -1,6 +1,7 @@
 """What the planner knows of a transformer: FLOPs and bytes of each block. rank_plan/shape_of.py reads it from
 the headers of a file."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,7 +18,8 @@ class BlockShape:
     text_pairs: multiplications of attention for a pair of two image tokens, of one of each, of two text
     tokens. weights: bytes without modulation, as stored; cut: the share of them that tensor parallelism
     divides. modulation: bytes of adaLN layers. unpacked: bytes that the quantized weights have dequantized;
-    dequantizing: bytes that are read and written to make them, by so many ``kernels``.
+    dequantizing: bytes that are read and written to make them, by so many ``kernels``. native: format of what
+    multiplies natively, ``natively``: the share of the multiplications that do.
     reduced_image, reduced_text: numbers of one token that tensor parallelism sums. streams: 2 where text and
     image pass layers of their own. queries, keys: features of a token in the attention calls whose keys come
     from all ranks, 0 for the model's width. skips: long skips that go on with what the block returns.
@@ -33,6 +35,8 @@ class BlockShape:
     unpacked: int = 0
     dequantizing: int = 0
     kernels: int = 0
+    native: str = ""
+    natively: float = 0.0
     cut: float = 1.0
     reduced_image: int = 0
     reduced_text: int = 0
@@ -44,6 +48,11 @@ class BlockShape:
     def linear(self, image: int, text: int) -> float:
         """Count the multiplications of linear layers for so many tokens."""
         return self.image * image + self.text * text
+
+    def slowness(self, rates: Mapping[str, float]) -> float:
+        """Return how many times as long linear layers take as where none multiplies natively, under
+        Machine.native."""
+        return 1 - self.natively + self.natively / rates.get(self.native, 1.0)
 
     def attention(self, image: int, text: int) -> float:
         """Count the multiplications of attention for so many tokens."""

@@ -46,6 +46,8 @@ RULES = {
     "mxfp8": Rule(kernels.mxfp8, (10, 0), multiple=32, torch=(2, 10), on_cpu=False),
     "nvfp4": Rule(kernels.nvfp4, (10, 0), multiple=32, torch=(2, 8), on_cpu=False),
 }
+#: Kernel -> name in files.
+NATIVE_FORMATS: dict[Kernel | None, str] = {rule.kernel: kind for kind, rule in RULES.items()}
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,13 @@ def wanted(
         if not (_device_objection(rule, mode, device, capability) or _shape_objection(matrix, rule)):
             found.add(matrix.product)
     return sorted(found)
+
+
+def native_formats(dtype: torch.dtype, device: torch.device, capability: Capability) -> list[Product]:
+    """Return what AUTO multiplies natively on a device, of inputs in ``dtype``, if it can."""
+    name = str(dtype).removeprefix("torch.")
+    kinds = [kind for kind, rule in RULES.items() if not _device_objection(rule, AUTO, device, capability)]
+    return [(kind, name) for kind in kinds]
 
 
 def unavailable(rule: Rule, device: torch.device) -> str:

@@ -67,7 +67,7 @@ def _refusal(kind: str, dtype: str, device: torch.device) -> str:
     if why:
         return why
     try:
-        error = max(_error(weight) for weight in _examples(kind, getattr(torch, dtype), device))
+        error = max(_error(weight) for weight in examples(kind, getattr(torch, dtype), device))
     except Exception as failed:
         if is_out_of_memory(failed):
             raise
@@ -96,20 +96,21 @@ def _error(weight: PackedWeight) -> float:
     return max(found) if all(error == error for error in found) else float("inf")
 
 
-def _examples(kind: str, dtype: torch.dtype, device: torch.device) -> list[PackedWeight]:
-    """Weights of a format that multiply natively; of int8 a plain and a rotated one (ConvRot)."""
+def examples(kind: str, dtype: torch.dtype, device: torch.device, size: int = SIZE) -> list[PackedWeight]:
+    """Return weights of a format, of as many rows as columns, that multiply natively; of int8 a plain and a
+    rotated one (ConvRot)."""
     settings: list[dict] = [{"format": kind}]
     if kind == "int8_tensorwise":
         settings.append({**settings[0], "convrot": True, "convrot_groupsize": SIZE})
-    tensors = {role: tensor.to(device) for role, tensor in _stored(kind).items()}
-    columns = (SIZE, (range(SIZE),))
+    tensors = {role: tensor.to(device) for role, tensor in _stored(kind, size).items()}
+    columns = (size, (range(size),))
     choice = Choice(RULES[kind].kernel, "")
     return [PackedWeight(Packed(FORMATS[kind], each, tensors, *columns), dtype, choice) for each in settings]
 
 
-def _stored(kind: str) -> dict[str, Tensor]:
+def _stored(kind: str, size: int) -> dict[str, Tensor]:
     """What a file stores of a weight whose values are near 1 (quantization/formats.py)."""
-    normal = _numbers(SIZE, SIZE)
+    normal = _numbers(size, size)
     one = torch.ones(1)
     if kind == "int8_tensorwise":
         scale = normal.abs().amax(dim=1, keepdim=True) / 127
@@ -117,10 +118,10 @@ def _stored(kind: str) -> dict[str, Tensor]:
     if kind == "float8_e4m3fn":
         return {"values": normal.to(torch.float8_e4m3fn), "scale": one}
     if kind == "mxfp8":
-        exponents = torch.full((SIZE, SIZE // 32), 127, dtype=torch.uint8)  # of 1
+        exponents = torch.full((size, size // 32), 127, dtype=torch.uint8)  # of 1
         return {"values": normal.to(torch.float8_e4m3fn), "block_scales": exponents}
-    bits = torch.randint(256, (SIZE, SIZE // 2), generator=torch.Generator().manual_seed(0))
-    scales = torch.ones(SIZE, SIZE // 16).to(torch.float8_e4m3fn)
+    bits = torch.randint(256, (size, size // 2), generator=torch.Generator().manual_seed(0))
+    scales = torch.ones(size, size // 16).to(torch.float8_e4m3fn)
     return {"values": bits.to(torch.uint8), "block_scales": scales, "tensor_scale": one}
 
 

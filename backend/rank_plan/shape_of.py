@@ -1,9 +1,11 @@
 """What the planner (backend/planner) has to know of a transformer, read from its headers."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from ..parallel.block_streams import BlockStructure
 from ..parallel.matrix_cuts import Shard
 from ..planner.model_shape import BlockShape, ModelShape
 from ..quantization.kernels import Choice
+from ..quantization.matmul import NATIVE_FORMATS, RULES
 from .activations import FIRST, IMAGE, TEXT, activations_of
 from .weights import HeldParameter, held_parameters, scratch_bytes
 from .workload import Workload
@@ -108,11 +111,12 @@ class _Measured:
     def _by_block(self) -> list[Counter[str]]:
         """Bytes of every block: "modulation", "weights" without it, "cut" by tensor parallelism, what
         quantized ones are "unpacked", and what is moved for that ("dequantizing"), by how many "kernels".
+        Values of its "matrices", and by format of those that multiply natively.
         """
         names = self.checkpoint.block_names
         modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
         found = [Counter[str]() for _ in names]
-        for each in self._parameters:
+        for name, each in zip(self.checkpoint.parameters, self._parameters):
             if each.block is None:
                 continue
             counts = found[each.block]
@@ -124,7 +128,17 @@ class _Measured:
             counts["dequantizing"] += each.moved
             counts["kernels"] += each.kernels
             counts["cut"] += each.bytes if each.module in self._cuts else 0
+            shape = self.checkpoint.shapes[name]
+            counts["matrices"] += math.prod(shape) if len(shape) > 1 else 0
+            if each.kernel in NATIVE_FORMATS:
+                counts[NATIVE_FORMATS[each.kernel]] += math.prod(shape)
         return found
+
+    def _native(self, sizes: Counter[str]) -> dict[str, Any]:
+        """The format of which a block multiplies most natively, and the share of its multiplications."""
+        kind = max(RULES, key=lambda kind: sizes[kind])
+        share = sizes[kind] / max(1, sizes["matrices"])
+        return {"native": kind, "natively": share} if share else {}
 
     @cached_property
     def _reducing(self) -> list[dict[str, Shard]]:
@@ -185,6 +199,7 @@ class _Measured:
             unpacked=sizes["unpacked"],
             dequantizing=sizes["dequantizing"],
             kernels=sizes["kernels"],
+            **self._native(sizes),
             cut=sizes["cut"] / max(1, sizes["weights"]),
             reduced_image=reduced_image,
             reduced_text=reduced_text,

@@ -1,6 +1,7 @@
 """What rank 0 tells the other ranks arrives, through shared memory or by broadcast."""
 
 from datetime import timedelta
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     slowest = min(rates.gemm, rates.attention, rates.bandwidth, rates.p2p, *rates.all_to_all.values())
     slowest = min(slowest, rates.host_link, *rates.rings.values())
     assert slowest > 1e5 and 0 < rates.latency < 10 and rates.alone >= 1
+    assert list(rates.native) == ["int8_tensorwise"] * bool(find_spec("comfy_kitchen"))
 
 
 def pair(ranks: int = 2) -> list[SharedBuffer]:

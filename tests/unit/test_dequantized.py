@@ -17,7 +17,7 @@ from released_forms import checkpoint_of
 from backend.config import ParallelConfig
 from backend.planner.cost import LAUNCHES, Cost
 from backend.planner.machine import Request
-from backend.quantization import gguf_blocks
+from backend.quantization import formats, gguf_blocks
 from backend.quantization.formats import (
     E2M1,
     FORMATS,
@@ -34,6 +34,13 @@ from backend.rank_plan.shape_of import shape_of
 ROWS, COLUMNS = 1024, 4096
 RUNS = (range(3, 1029), range(2000, COLUMNS - 7))
 ROTATED = {"convrot": True, "convrot_groupsize": 256, "group_size": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_constants():
+    """Those of tests in inference mode are copied outside of it."""
+    for constants in (gguf_blocks._on_device, formats._e2m1, hadamard):
+        constants.cache_clear()
 
 
 def number(*shape: int) -> torch.Tensor:
@@ -191,7 +198,6 @@ def test_what_gguf_types_take(kind):
     """By diffusers' functions it was 18.8, 23.1, 11.3, 23.6, 31.7 and 27.9 bytes (Q4_0, Q4_1, Q8_0, Q4_K,
     Q5_K, Q6_K) and 7, 7, 3, 21, 26 and 13 kernels."""
     pytest.importorskip("gguf")
-    gguf_blocks._on_device.cache_clear()  # constants of inference mode are copied outside of it
     _, block, size = gguf_type(kind)
     values = {"values": bits(COLUMNS // block * size, 30)}
     check(Packed(gguf_format(kind), {"format": kind}, values, COLUMNS, (range(COLUMNS),)), GGUF_EFFORT[kind])

@@ -126,7 +126,7 @@ def test_what_is_tried_depends_on_nothing_that_is_installed(monkeypatch):
 @torch.inference_mode()
 def test_a_shape_that_no_trial_saw(kitchen, monkeypatch, kind):
     """Its layer is weight only from then on, but where other ranks wait in it, and where memory ran out."""
-    weight, *_ = trial._examples(*INT8[:1], torch.float32, CPU)
+    weight, *_ = trial.examples(*INT8[:1], torch.float32, CPU)
     x, bias, calls = torch.randn(3, 256), torch.randn(256), []
     native = weight.linear(x, bias)
     error = kind("CUBLAS_STATUS_NOT_SUPPORTED")
@@ -139,7 +139,7 @@ def test_a_shape_that_no_trial_saw(kitchen, monkeypatch, kind):
     assert found.equal(F.linear(x, weight.dequantized(), bias)) and not found.equal(native)
     assert weight.choice.kernel is None and "NOT_SUPPORTED" in weight.choice.why
     assert weight.linear(x, bias).equal(found) and len(calls) == 2
-    short, *_ = trial._examples(*INT8[:1], torch.float32, CPU)
+    short, *_ = trial.examples(*INT8[:1], torch.float32, CPU)
     monkeypatch.setattr(kitchen, "mm_int8", failing(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         short.linear(x, bias)

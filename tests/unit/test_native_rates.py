@@ -1,0 +1,126 @@
+"""Native products at the rate that the probe measures, in the planner's seconds."""
+
+from dataclasses import replace
+
+import memory_table
+import pytest
+import torch
+from published import FLUX, L40, RTX4090
+from released_forms import checkpoint_of
+
+from backend.config import ParallelConfig
+from backend.loading.weight_loading import matrices
+from backend.planner.choose import Question, choose
+from backend.planner.cost import Cost
+from backend.planner.machine import Machine, Request
+from backend.probe import Probe
+from backend.quantization import matmul, trial
+from backend.quantization.kernels import AUTO
+from backend.rank_plan.shape_of import shape_of
+
+INT8, PLAN, CPU = "int8_tensorwise", ParallelConfig(), torch.device("cpu")
+REQUEST = Request(4096, 512, 4, 1)
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def krea():
+    """Krea 2 in int8 on a GPU that multiplies it natively."""
+    file = next(file for file in memory_table.FILES if file.model == "Krea 2, int8 ConvRot")
+    checkpoint = checkpoint_of(file)
+    found = matrices(checkpoint, {}, torch.bfloat16)
+    choices = matmul.choose_all("krea", found, AUTO, CPU, None)
+    assert any(choice.kernel for choice in choices.values())
+    return shape_of(checkpoint, torch.bfloat16, choices)
+
+
+def test_a_shape_knows_what_multiplies_natively(krea):
+    """All matrices of its blocks; a plain file none."""
+    assert {block.native for block in krea.blocks} == {INT8}
+    assert all(0.98 < block.natively <= 1 for block in krea.blocks)
+    assert type(krea).from_dict(krea.as_dict()) == krea
+    assert not any(block.natively for block in FLUX.blocks)
+    assert FLUX.blocks[0].slowness({INT8: 2.0}) == 1
+
+
+def test_seconds_of_products_are_those_of_their_rate(krea):
+    """Where products alone count, and no other model's change."""
+    bare = replace(L40, attention=1e30, bandwidth=1e30, launch=0.0)
+
+    def seconds(shape, **rates) -> float:
+        return Cost(shape, PLAN, replace(bare, native=rates), REQUEST).total
+
+    assert seconds(krea, **{INT8: 2.0}) == pytest.approx(seconds(krea) / 2, rel=0.02)
+    assert seconds(krea, **{INT8: 0.5}) == pytest.approx(2 * seconds(krea), rel=0.02)
+    assert seconds(krea, nvfp4=4.0) == seconds(krea)
+    assert seconds(FLUX, **{INT8: 2.0}) == seconds(FLUX)
+
+
+def test_links_weigh_more_beside_faster_products(krea):
+    """Over PCIe a ring of two gains less."""
+
+    def gain(rate: float) -> float:
+        machine = replace(RTX4090, memory=(24 * GB,) * 2, native={INT8: rate})
+        question = Question(krea, REQUEST, machine, 2)
+        one, two = (question.option(ParallelConfig(ring_degree=ranks)).seconds for ranks in (1, 2))
+        assert choose(question).option.seconds <= two
+        return one / two
+
+    assert gain(2.5) < 0.9 * gain(1.0)
+
+
+def test_a_machine_keeps_its_rates():
+    kept = Machine.from_dict({**replace(L40, native={INT8: 1.5}).as_dict()})
+    assert kept.native == {INT8: 1.5}
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError):
+            Machine.from_dict({**L40.as_dict(), "native": {INT8: wrong}})
+    with pytest.raises(KeyError):  # of an earlier version: it is measured again
+        Machine.from_dict({name: value for name, value in L40.as_dict().items() if name != "native"})
+
+
+def rank(monkeypatch) -> Probe:
+    """One of the probe's, which measures small products."""
+    probe = Probe.__new__(Probe)
+    probe.kind, probe.device, probe.dtype = "cpu", CPU, torch.float32
+    probe.tokens, probe.width = 32, trial.SIZE
+    return probe
+
+
+def test_the_probe_times_what_auto_multiplies_natively(monkeypatch):
+    """On a CPU int8 alone, of whose two kinds the slower one counts."""
+    pytest.importorskip("comfy_kitchen")
+    probe, timed = rank(monkeypatch), []
+
+    def seconds(action, calls=0):
+        action()
+        timed.append(action)
+        return {1: 6.0, 2: 2.0, 3: 3.0}[len(timed)]
+
+    probe.seconds = seconds
+    assert probe._native() == {INT8: 2.0} and len(timed) == 3
+
+
+@pytest.mark.parametrize("why", ["comfy-kitchen is not installed", ""])
+def test_what_cannot_run_or_fails_has_no_rate(monkeypatch, why, capfd):
+    """The other ranks go on, and where one has none, none is counted."""
+    probe = rank(monkeypatch)
+
+    def fails(*_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    probe._native_rate = fails
+    refused = {(INT8, "float32"): why} if why else {}
+    monkeypatch.setattr(trial, "refusals", lambda products, device: refused)
+    assert probe._native() == {}
+    assert ("device-side assert" in capfd.readouterr().err) == (not why)
+
+
+@pytest.mark.parametrize(
+    "others, wanted", [([{INT8: 1.2}], {INT8: 1.2}), ([{INT8: 3.0}], {INT8: 2.0}), ([{}], {})]
+)
+def test_the_slowest_rank_counts(monkeypatch, others, wanted):
+    probe = rank(monkeypatch)
+    probe._native = lambda: {INT8: 2.0, "mxfp8": 1.0}
+    probe.dispatcher = type("Ranks", (), {"all_gather_object": lambda self, own: [own, *others]})()
+    assert probe.native() == wanted
