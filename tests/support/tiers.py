@@ -44,6 +44,7 @@ LEFT_OUT = {
     "unit/test_patches.py::test_equal_rows_of_modulation_are_computed_once": "many requests of a batch",
     "unit/test_patches.py::test_nothing_survives_a_request": "many requests of every kind",
     "unit/test_fallback.py::test_self_check_command": "starts processes that import everything",
+    "unit/test_lean_imports.py::test_nothing_is_hidden_where_something_else_needs_it": "imports everything",
     "unit/test_loading.py::test_a_stage_needs_half_of_the_memory": "writes and reads a large file",
     "comfy/test_auto.py::test_without_a_config_the_cpu_has_one_rank": "starts another backend",
     "comfy/test_auto.py::test_degrees_that_are_set_are_taken": "starts another backend",
@@ -77,6 +78,7 @@ LEFT_OUT = {
 #: FILE::TEST -> how many of its parameters, evenly spread, the fast tier takes.
 SOME = {
     "unit/test_dequantized.py::test_bits_do_not_depend_on_the_passes": 5,
+    "unit/test_dequantize_once.py::test_each_is_made_once_with_the_same_bits": 2,
     "unit/test_golden.py::test_flux_case": 9,
     "unit/test_header_metadata.py::test_ltx2_of_the_transformer_alone": 1,
     "unit/test_header_metadata.py::test_wan_models_that_the_header_alone_tells": 4,
@@ -114,6 +116,7 @@ SOME = {
     "unit/test_planner.py::test_choice_keeps_its_promises": 30,
     "unit/test_packed.py::test_every_format": 3,
     "unit/test_memory_page.py::test_a_form_is_a_file_of_its_model": 2,
+    "unit/test_probe_process.py::test_a_rank_that_a_signal_ends_is_named": 1,
     "unit/test_solvers.py::test_stochastic_solvers_keep_the_distribution": 4,
     "unit/test_lora_names.py::test_both_names_of_every_matrix": 3,
     "unit/test_computed_once.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 1,
