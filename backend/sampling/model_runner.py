@@ -15,6 +15,7 @@ from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights, Stack
 from ..models.common.fewer_passes import rotary
+from ..models.common.known_signatures import known_signatures
 from ..models.common.once import RequestArguments
 from ..models.family import STEP_END, Family
 from ..parallel import comm, kernel_table
@@ -259,8 +260,8 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
     try:
         # torch's own function, which the hook replaces, whatever DIFFUSERS_ATTN_BACKEND says
         kernel = request.config.attention
-        with attention_backend("native"), rotary(), activated(kernel), _attention(model, request) as buffers:
-            with _blocks(model, request) as notes:
+        with attention_backend("native"), rotary(), known_signatures(), activated(kernel):
+            with _attention(model, request) as buffers, _blocks(model, request) as notes:
                 yield Runner(model, request, buffers, notes)
     finally:
         model.cache.end_request()

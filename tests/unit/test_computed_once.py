@@ -1,8 +1,13 @@
 """What does not change within a request or a step is computed once: counted in every family."""
 
+import inspect
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from diffusers.models import attention_processor
+from diffusers.models.transformers import transformer_flux, transformer_flux2
 from families import golden
 from ranks.flux_requests import STALE_STEPS, shortened
 from tiny import golden_request, write_checkpoint
@@ -10,9 +15,13 @@ from tolerance import assert_same_bits
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.models.common.fewer_passes import angles_of
+from backend.models.common.known_signatures import KNOWN, known_signatures
 from backend.parallel import mesh, modulation_cache
 from backend.sampling import model_runner
 from backend.sampling.step_loop import Callbacks
+
+SIDES = ("positive", "negative")
 
 
 @pytest.mark.parametrize(
@@ -93,3 +102,53 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
         ),
     )
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
+
+
+@pytest.mark.parametrize("family", ["flux-dev", "sd3", "wan21-t2v"])
+def test_signatures_and_angles_are_read_and_made_once(family, tmp_path, monkeypatch):
+    """Of attention's processors at most once in a process, of tables of positions once a request: diffusers
+    does both in every block of every step."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
+    sample, calls = golden(f"{family}__euler_simple")[0], Counter()
+
+    def counted(module, name: str):
+        theirs = getattr(module, name)
+
+        def call(*args, **kwargs):
+            calls[name, getattr(args[0], "__name__", "")] += 1
+            return theirs(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    wanted, _ = engine.sample(sample, Callbacks())
+    counted(inspect, "signature")
+    counted(torch, "complex")
+    found, _ = engine.sample(sample, Callbacks())
+    assert_same_bits(found, wanted)
+    assert calls["signature", "__call__"] == 0
+    assert calls["complex", ""] <= len(SIDES)
+
+
+def test_diffusers_reads_its_own_signatures_after_a_request():
+    """And whatever else it asks the module for."""
+    readers = (attention_processor, transformer_flux, transformer_flux2)
+    with pytest.raises(ZeroDivisionError), known_signatures():
+        assert all(module.inspect is KNOWN for module in readers)
+        assert KNOWN.isclass(int) and KNOWN.signature(counts) == inspect.signature(counts)
+        methods = [Counter(each).most_common for each in ("a", "b")]
+        assert {KNOWN.signature(method) for method in methods} == {inspect.signature(methods[0])}
+        raise ZeroDivisionError
+    assert all(module.inspect is inspect for module in readers)
+
+
+def counts(x: int, y: str = ""):
+    """A function."""
+
+
+def test_tables_keep_their_angles_for_the_same_other_table_alone():
+    cos, sin = (torch.rand(5, 4).repeat_interleave(2, -1) for _ in range(2))
+    known = angles_of((cos, sin))
+    assert known.equal(torch.complex(cos[:, ::2], sin[:, ::2]))
+    assert angles_of((cos, sin)) is known
+    assert angles_of((cos, -sin)).equal(known.conj())

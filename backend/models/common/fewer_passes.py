@@ -61,6 +61,8 @@ def modulated(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Te
 
 def adapted(norm: Any, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return norm(x) * (1 + scale) + shift (adaLN), of shift and scale (B, D) and a norm without weights."""
+    if scale.numel() == x.shape[-1]:  # as modulated, in fewer calls: a host may be slower than its GPU
+        return layer_norm(x, 1 + scale.flatten(), shift.flatten(), norm.eps)
     return modulated(norm, x, 1 + scale[:, None], shift[:, None])
 
 
@@ -77,12 +79,22 @@ def gated(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
     return torch.addcmul(x, change, gate.to(x.dtype))
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of neighbours in x (..., D) by angles whose cosines and sines are (..., D / 2): rotary
-    embedding in 20 bytes a value for diffusers' 34 to 54."""
+def angles_of(tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Return cosines and sines (..., D), of which two neighbours are equal, as complex numbers (..., D / 2).
+    The tables keep them: every block of every step is given the same ones."""
+    cos, sin = tables
+    known = vars(cos).get("angles_with")
+    if known is None or known[0] is not sin:
+        known = sin, torch.complex(cos[..., ::2], sin[..., ::2])
+        vars(cos)["angles_with"] = known
+    return known[1]
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn pairs of neighbours in x (..., D) by complex ``angles`` (..., D / 2): rotary embedding in 20 bytes
+    a value for diffusers' 34 to 54."""
     wide = x.float()
     pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-    angles = torch.complex(cos, sin)
     pairs = pairs * angles if wide is x else pairs.mul_(angles)
     return torch.view_as_real(pairs).flatten(-2).to(x.dtype)
 
@@ -110,8 +122,8 @@ def apply_rotary_emb(
         return turned_in_graph(x, freqs_cis.unsqueeze(2))
     if not use_real or use_real_unbind_dim != -1 or compiles:
         return cast(Tensor, THEIRS(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim))
-    cos, sin = (table[:, ::2] for table in freqs_cis)
-    return turned(x, cos[:, None], sin[:, None]) if sequence_dim == 1 else turned(x, cos, sin)
+    angles = angles_of(freqs_cis)
+    return turned(x, angles[:, None] if sequence_dim == 1 else angles)
 
 
 @cache  # compiled blocks are guarded by its identity

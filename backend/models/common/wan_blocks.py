@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanT
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformerBlock
 from torch import Tensor
 
-from .fewer_passes import gated, modulated, normed, turned
+from .fewer_passes import angles_of, gated, modulated, normed, turned
 
 
 class Block(WanTransformerBlock):
@@ -59,12 +59,12 @@ class SelfAttention(WanAttnProcessor):
     ):
         if torch.compiler.is_compiling():
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-        cos, sin = (table[..., ::2] for table in rotary_emb)
+        angles = angles_of(rotary_emb)
         layers = (attn.to_q, attn.to_k, attn.to_v)
         query, key, value = (layer(hidden_states) for layer in layers)
         query, key = attn.norm_q(query), attn.norm_k(key)
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        query, key = turned(query, cos, sin), turned(key, cos, sin)
+        query, key = turned(query, angles), turned(key, angles)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(query, key, value)
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
