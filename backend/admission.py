@@ -144,6 +144,8 @@ class Admission:
         self.names: list[str] = dispatcher.all_gather_object(memory.name)
         #: The last request that was planned: a warm run plans nothing.
         self._last: tuple[Checkpoint, tuple, list[RankPlan]] | None = None
+        #: Whether weights may take what is left: not once a request needed more than was likely.
+        self.lends = True
         #: What the last round was about, if that was a call of the model.
         self._admitted: tuple | None = None
 
@@ -211,17 +213,19 @@ class Admission:
         rooms = self.check(planned, prepared is not None, message.asking, lacking)
         self._admitted = about
         assert prepared is not None  # check() has refused what is not
-        return replace(prepared, spare=self._spare(rooms))
+        return replace(prepared, spare=self._spare(rooms, prepared))
 
-    def _spare(self, rooms: list[RankRoom]) -> int:
-        """Count what this rank may take of what is left on its device beside what all ranks there need."""
+    def _spare(self, rooms: list[RankRoom], prepared: Prepared) -> int:
+        """Count what this rank may take of what is left on its device beside what all ranks there need. On
+        the CPU neither swap nor what holds the pages of the model's file."""
         own = rooms[self.dispatcher.rank]
         here = [room for room in rooms if room.memory == own.memory]
         free = min(room.free for room in here)
         if self.memory.device.type == "cpu":
-            free = min(free, host_free(swap=False))
-        left = free - sum(room.wanted for room in here)
-        return spare_bytes(left) // len(here)
+            free = min(free, host_free(swap=False)) - len(here) * prepared.model.report.weight_bytes
+        # what one rank's allocator caches is of no use to another
+        left = min(free - sum(room.wanted for room in here), free - len(here) * own.wanted) // len(here)
+        return spare_bytes(left, own.need.likely) if self.lends else 0
 
     def _gather(self, needs: list[Need], ready: bool, lacks: int) -> list[RankRoom]:
         """Gather every rank's room; ``needs``: of all ranks, on rank 0, without LoRAs that each ``lacks``."""

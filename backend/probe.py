@@ -11,6 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -101,7 +102,7 @@ class Probe:
         return [peer for peer in peers if not received[peer].equal(message(peer, axis.rank))]
 
     def measure(self) -> Machine:
-        """Return the rates of the slowest rank."""
+        """Return the rates of the slowest rank, without those of native products."""
         if self.kind == "cuda":
             self.warm_up()
         gemm, attention, bandwidth, launch = self._compute()
@@ -131,34 +132,29 @@ class Probe:
             speeds=self.speeds() if self.kind == "cuda" else (),
             bandwidths=everybody[2] if self.kind == "cuda" else (),
             on_host=self.kind == "cpu",
-            native=self.native(),  # last: a kernel that fails may take the device with it
         )
 
     def native(self) -> dict[str, float]:
         """Return how many times as fast as those of this type native products of each format are, on the
-        slowest rank; without those that any rank has none of, or that fail."""
-        own = self._native()
+        slowest rank; without those that any rank has none of, or that fail. After everything else: a kernel
+        that fails may take the device with it, or the process."""
+        products = native_formats(self.dtype, self.device, capability_of(self.device))
+        own = {kind: rate for kind, name in products if (rate := self._native_rate(kind, name))}
         ranks = self.dispatcher.all_gather_object(own)
         return {kind: min(of[kind] for of in ranks) for kind in own if all(kind in of for of in ranks)}
 
-    def _native(self) -> dict[str, float]:
-        """Of this rank, of the slowest of a format's kinds; empty where one has an error."""
-        products = native_formats(self.dtype, self.device, capability_of(self.device))
+    def _native_rate(self, kind: str, name: str) -> float:
+        """Of this rank, of the slowest of a format's kinds; 0 where there is none, or it fails."""
         try:
-            refused = trial.refusals(products, self.device)
-            kinds = [kind for kind, name in products if (kind, name) not in refused]
-            return {kind: self._native_rate(kind) for kind in kinds}
+            if trial.refusals([(kind, name)], self.device):
+                return 0.0
+            x, plain = self._random(self.tokens, self.width), self._random(self.width, self.width)
+            weights = trial.examples(kind, self.dtype, self.device, self.width)
+            usual = self.sustained(lambda: F.linear(x, plain))
+            return usual / max(self.sustained(partial(weight.linear, x, None)) for weight in weights)
         except Exception:  # the other ranks wait for this one, and its products may run all the same
             traceback.print_exc()
-            return {}
-
-    def _native_rate(self, kind: str) -> float:
-        x = self._random(self.tokens, self.width)
-        plain = self._random(self.width, self.width)
-        weights = trial.examples(kind, self.dtype, self.device, self.width)
-        calls = CALLS if self.kind == "cuda" else 1  # a CPU takes many times as long for int8
-        usual = self.seconds(lambda: F.linear(x, plain))
-        return usual / max(self.seconds(partial(weight.linear, x, None), calls) for weight in weights)
+            return 0.0
 
     def speeds(self) -> tuple[float, ...]:
         """Return how many times as fast as the slowest rank each is, by one timed step of all at once: linear
@@ -316,9 +312,20 @@ def main():
         if probe.ranks > 1:
             probe.check_links()
         machine = probe.measure()
+        if probe.mesh.rank == 0:
+            write(machine, Path(options.out))
+        probe.dispatcher.all_gather_object(None)  # it is written, whatever becomes of a rank
+        machine = replace(machine, native_rates=probe.native())
     if probe.mesh.rank == 0:
-        Path(options.out).write_text(json.dumps(machine.as_dict()))
+        write(machine, Path(options.out))
     probe.dispatcher.all_gather_object(None)  # nobody leaves while another one still measures
+
+
+def write(machine: Machine, out: Path):
+    """Write the rates, whole or not at all."""
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(machine.as_dict()))
+    part.replace(out)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,7 @@ class Worker:
         finally:
             self.clock.begin(None)
         # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
-        lent = prepared.spare > 0 and bool(prepared.model.repeated)  # weights stayed dequantized in it
-        self.release([*message.shared, self.mesh.rank] if lent else message.shared)
+        self.release([*message.shared, self.mesh.rank] if prepared.model.lent else message.shared)
         if ended is not None:
             raise ended
         return found
@@ -153,6 +152,7 @@ class Worker:
                 raise
             failure = ran_out(self.mesh.rank, self.mesh.world_size, self.engine.memory, error)
         if self.mesh.world_size == 1:
+            self.admission.lends = False
             self.engine.memory.release()  # only here: the error held what was computed
         raise failure
 

@@ -94,7 +94,12 @@ def _rate_in(values: dict) -> float:
 
 def _machine_key(device: str, indices: list[int]) -> list:
     names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
-    return [device, indices, names, *link_key(os.environ), os.cpu_count()]
+    return [device, indices, names, *link_key(os.environ), os.cpu_count(), *_kernels_key()]
+
+
+def _kernels_key() -> list:
+    """What native products depend on: of comfy-kitchen, and where the ranks have another one."""
+    return [installed("comfy-kitchen"), ranks_python()]
 
 
 def _file_key(wanted: Wanted, device: str) -> list:
@@ -103,8 +108,8 @@ def _file_key(wanted: Wanted, device: str) -> list:
 
 def _shape_key(wanted: Wanted, device: str, indices: list[int]) -> list:
     """What types and kernels depend on, too: GPUs, torch and comfy-kitchen here, and the ranks' Python."""
-    versions = [torch.__version__, torch.version.cuda, installed("comfy-kitchen")]
-    return [*_file_key(wanted, device), least_capability(device, indices), *versions, ranks_python()]
+    versions = [torch.__version__, torch.version.cuda, *_kernels_key()]
+    return [*_file_key(wanted, device), least_capability(device, indices), *versions]
 
 
 def held_by_torch(index: int) -> int:

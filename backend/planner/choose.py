@@ -96,26 +96,27 @@ class Question:
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
-        size, room, likely = self._tightest(plan)
-        seconds = Cost(self.shape, plan, self.machine, self.request, spare_bytes(room - likely)).total
+        size, room, likely, needed = self._tightest(plan)
+        spare = spare_bytes(room - likely, needed)
+        seconds = Cost(self.shape, plan, self.machine, self.request, spare).total
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
         models = (self.shape, plan, self.request, self.others)
         aside, reads = self.waiting.aside(*models, self.machine.host_link)
         return Option(plan, seconds + aside, size, room, likely, unit, 0.0, reads, aside, drift)
 
-    def _tightest(self, plan: ParallelConfig) -> tuple[int, int, int]:
-        """Bytes that the rank with least to spare holds, may hold, and likely holds at most; the last as much
-        beyond its room as on any rank."""
+    def _tightest(self, plan: ParallelConfig) -> tuple[int, int, int, int]:
+        """Bytes that the rank with least to spare holds, may hold, and likely holds at most, this as much
+        beyond its room as on any rank; and the most that a rank likely needs beside weights."""
         rooms = self.machine.rooms(plan.world_size)
         if not plan.shares and len(set(rooms)) == 1:
             fullest = held(self.shape, plan, self.request, self.others)
-            return fullest.bytes, rooms[0], fullest.likely
+            return fullest.bytes, rooms[0], fullest.likely, fullest.likely - fullest.weights
         ranks = held_by_rank(self.shape, plan, self.request, self.others)
         sizes = [each.bytes for each in ranks]
         size, room = max(zip(sizes, rooms), key=lambda pair: pair[0] - pair[1])
         beyond = max(each.likely - own for each, own in zip(ranks, rooms))
-        return size, room, room + beyond
+        return size, room, room + beyond, max(each.likely - each.weights for each in ranks)
 
     def _shares(self, ranks: int) -> list[str]:
         """How so many ranks may share the work: as the user says, else by speed, by memory or equally, where

@@ -140,7 +140,7 @@ class Cost:
         efficiency = speed * tokens / (tokens + self.machine.half_rate)
         share = at_once / (divided * patches) * load
         lengths = (self.request.image_tokens, self.request.text_tokens)
-        native = self.machine.native
+        native = self.machine.native_rates
         linear = 2 * share * sum(block.linear(*lengths) * block.slowness(native) for block in blocks)
         efficiency /= self.machine.float32 if self.shape.itemsize == FLOAT32 else 1.0
         products = max(linear / (self.machine.gemm * efficiency), reading * self._read(blocks) / speed)
@@ -152,7 +152,7 @@ class Cost:
         device = device + gathered if self.machine.on_host else max(device, gathered)
         if divided > 1:
             device += self.machine.overhead * len(blocks)
-        started = self._made_again * sum(block.kernels for block in blocks)
+        started = self._made_share * sum(block.kernels for block in blocks)
         started /= plan.tensor_parallel_degree * LAUNCHES
         launches = self.machine.launch * (sum(block.streams for block in blocks) + started) / speed
         return device + launches if self.machine.on_host else max(device, launches)
@@ -173,13 +173,13 @@ class Cost:
 
     def _dequantize(self, blocks: tuple[BlockShape, ...]) -> float:
         """Seconds to make what quantized weights stand for, before it is read."""
-        size = self._made_again * sum(block.dequantizing for block in blocks)
+        size = self._made_share * sum(block.dequantizing for block in blocks)
         return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
 
     @cached_property
-    def _made_again(self) -> float:
-        """The share of weights, of all passes of a request, that are dequantized in one: of those that stay
-        so (quantization/dequantize_once.py) the first pass alone."""
+    def _made_share(self) -> float:
+        """What is dequantized in a pass, in the mean of a request's, as a share of all: what stays so
+        (quantization/dequantize_once.py) is in the first one alone."""
         made = max(sum(block.unpacked for block in blocks) for blocks in self._stages)
         if not made or self.request.drained or self.request.steps < 2:
             return 1.0

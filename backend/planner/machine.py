@@ -32,9 +32,9 @@ class Machine:
     (none on the CPU, whose cores ranks share). bandwidths: of each one's memory, in order. memory: free bytes
     of each GPU in order, or of the host. host_link: bytes that each rank reads from page-locked host memory
     while all do. float32: how many times as long products take in it, of models that a GPU has no other type
-    for. native: format of a quantized weight -> how many times as fast its native products are. on_host:
-    ranks run on the CPU, share its memory, and hide neither traffic nor kernel starts. links: a sentence on
-    how GPUs reach each other where NCCL's own choice fails; empty elsewhere.
+    for. native_rates: format of a quantized weight -> how many times as fast as by the dequantized weight its
+    native products are. on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel
+    starts. links: a sentence on how GPUs reach each other where NCCL's own choice fails; empty elsewhere.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Machine:
     rings: dict[int, float] = field(default_factory=dict)
     host_link: float = HOST_LINK
     float32: float = 1.0
-    native: dict[str, float] = field(default_factory=dict)
+    native_rates: dict[str, float] = field(default_factory=dict)
     links: str = ""
 
     @property
@@ -138,8 +138,8 @@ class Machine:
             for name in ("all_to_all", "rings")
         }
         lists = {name: tuple(values[name]) for name in ("names", "speeds", "bandwidths")}
-        native = {str(kind): float(rate) for kind, rate in values["native"].items()}
-        found = cls(**{**known, **lists, **groups, "native": native})
+        native = {str(kind): float(rate) for kind, rate in values["native_rates"].items()}
+        found = cls(**{**known, **lists, **groups, "native_rates": native})
         numbers = [getattr(found, each.name) for each in fields(cls) if each.type is float]
         numbers += [*found.speeds, *found.bandwidths, *found.all_to_all.values(), *found.rings.values()]
         numbers += native.values()

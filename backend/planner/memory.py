@@ -11,9 +11,10 @@ from .rank_shares import RankShare, rank_shares
 #: Activations that a rank likely has at most, as a multiple of their estimate; admission (rank_plan/need.py)
 #: asks ComfyUI for so much room.
 LIKELY_ACTIVATIONS = 4 / 3
-#: What of the memory that nothing likely needs weights may stay dequantized in, and what of that is left to
-#: other programs in any case, as ComfyUI's previews.
-SPARE, LEFT_FREE = 0.75, 500_000_000
+#: What of the memory that nothing likely needs weights may stay dequantized in; what is left to other
+#: programs in any case, as ComfyUI's previews; and to a request that needs more than is likely, as a part of
+#: that.
+SPARE, LEFT_FREE, DOUBT = 0.75, 500_000_000, 0.25
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class Held:
         return self.bytes + math.ceil((LIKELY_ACTIVATIONS - 1) * self.activations)
 
 
-def spare_bytes(left: int) -> int:
-    """Return in how much of the memory that is ``left`` in a request weights may stay dequantized."""
-    return max(0, int(SPARE * left) - LEFT_FREE)
+def spare_bytes(left: int, likely: int) -> int:
+    """Return in how much of the memory that is ``left`` beside what a request ``likely`` needs weights may
+    stay dequantized."""
+    return max(0, min(int(SPARE * left) - LEFT_FREE, left - int(DOUBT * likely)))
 
 
 def held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> Held:

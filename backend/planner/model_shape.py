@@ -18,8 +18,8 @@ class BlockShape:
     text_pairs: multiplications of attention for a pair of two image tokens, of one of each, of two text
     tokens. weights: bytes without modulation, as stored; cut: the share of them that tensor parallelism
     divides. modulation: bytes of adaLN layers. unpacked: bytes that the quantized weights have dequantized;
-    dequantizing: bytes that are read and written to make them, by so many ``kernels``. native: format of what
-    multiplies natively, ``natively``: the share of the multiplications that do.
+    dequantizing: bytes that are read and written to make them, by so many ``kernels``. native_format: of
+    what multiplies natively, native_share: that as a share of the values of matrices.
     reduced_image, reduced_text: numbers of one token that tensor parallelism sums. streams: 2 where text and
     image pass layers of their own. queries, keys: features of a token in the attention calls whose keys come
     from all ranks, 0 for the model's width. skips: long skips that go on with what the block returns.
@@ -35,8 +35,8 @@ class BlockShape:
     unpacked: int = 0
     dequantizing: int = 0
     kernels: int = 0
-    native: str = ""
-    natively: float = 0.0
+    native_format: str = ""
+    native_share: float = 0.0
     cut: float = 1.0
     reduced_image: int = 0
     reduced_text: int = 0
@@ -51,8 +51,8 @@ class BlockShape:
 
     def slowness(self, rates: Mapping[str, float]) -> float:
         """Return how many times as long linear layers take as where none multiplies natively, under
-        Machine.native."""
-        return 1 - self.natively + self.natively / rates.get(self.native, 1.0)
+        Machine.native_rates."""
+        return 1 - self.native_share + self.native_share / rates.get(self.native_format, 1.0)
 
     def attention(self, image: int, text: int) -> float:
         """Count the multiplications of attention for so many tokens."""

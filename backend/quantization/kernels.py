@@ -57,7 +57,7 @@ class Choice:
 
     @property
     def needs_scratch(self) -> bool:
-        """Is the weight dequantized at each product?"""
+        """Is the weight dequantized to be multiplied?"""
         return self.kernel is None or self.dequantizes
 
     def __str__(self) -> str:

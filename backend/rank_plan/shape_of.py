@@ -135,10 +135,10 @@ class _Measured:
         return found
 
     def _native(self, sizes: Counter[str]) -> dict[str, Any]:
-        """The format of which a block multiplies most natively, and the share of its multiplications."""
+        """The format of which a block multiplies most natively, and its share of the values of matrices."""
         kind = max(RULES, key=lambda kind: sizes[kind])
         share = sizes[kind] / max(1, sizes["matrices"])
-        return {"native": kind, "natively": share} if share else {}
+        return {"native_format": kind, "native_share": share} if share else {}
 
     @cached_property
     def _reducing(self) -> list[dict[str, Shard]]:

@@ -35,14 +35,15 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     started = time.perf_counter()
     # of a single step, weights are not dequantized again
     spare = prepared.spare if len(request.sigmas) > 2 else 0
-    with dequantized_once(model.repeated, spare) as once, running(model, request) as runner:
+    repeated = model.repeated if spare else []
+    with dequantized_once(repeated, spare) as model.lent, running(model, request) as runner:
         denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
         tokens = _all_replicas(mesh, denoiser.run(), request)
         if denoised:
             last = _all_replicas(mesh, denoiser.x0, request)
             callbacks.on_denoised(request.grid.to_latent(last).cpu())
     samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
-    return samples.cpu(), {**runner.statistics(started), "dequantized_once": once}
+    return samples.cpu(), {**runner.statistics(started), "dequantized_once": model.lent}
 
 
 def with_downloads(callbacks: Callbacks, request: Request) -> Callbacks:

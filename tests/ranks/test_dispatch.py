@@ -1,7 +1,6 @@
 """What rank 0 tells the other ranks arrives, through shared memory or by broadcast."""
 
 from datetime import timedelta
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from launch import run_ranks
 
 from backend.parallel import mesh
 from backend.planner.machine import Machine
+from backend.quantization import kernels
 from backend.serving import shared_memory
 from backend.serving.shared_memory import SharedBuffer
 
@@ -34,7 +34,7 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     slowest = min(rates.gemm, rates.attention, rates.bandwidth, rates.p2p, *rates.all_to_all.values())
     slowest = min(slowest, rates.host_link, *rates.rings.values())
     assert slowest > 1e5 and 0 < rates.latency < 10 and rates.alone >= 1
-    assert list(rates.native) == ["int8_tensorwise"] * bool(find_spec("comfy_kitchen"))
+    assert list(rates.native_rates) == ["int8_tensorwise"] * (kernels.kitchen()[0] is not None)
 
 
 def pair(ranks: int = 2) -> list[SharedBuffer]:

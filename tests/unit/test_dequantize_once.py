@@ -15,7 +15,7 @@ from quantized import write_gguf, write_scaled
 from tiny import batch_request, shallow_flux, weights_module
 
 from backend import admission as admission_module
-from backend.admission import Admission, RankRoom
+from backend.admission import Admission, OutOfRoom, RankRoom
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.lora_keys import lora_stack
@@ -185,9 +185,13 @@ def test_loras_are_beside_what_stays(engine, folder):
 
 
 # ------------------------------------------------------------------ how much is spare
-def spare(rooms: list[RankRoom], memories: list[FakeMemory]) -> list[int]:
+def spare(rooms: list[RankRoom], memories: list[FakeMemory], weights: int = 0) -> list[int]:
+    """What each rank of a model of so many bytes may take."""
+    report = SimpleNamespace(weight_bytes=weights)
+    prepared = Prepared(cast(Any, SimpleNamespace(report=report)), cast(Any, None))
+
     def act(rank, dispatcher, memory):
-        return Admission(ParallelConfig(), dispatcher, memory)._spare(rooms)
+        return Admission(ParallelConfig(), dispatcher, memory)._spare(rooms, prepared)
 
     return on_ranks(memories, act)[0]
 
@@ -197,26 +201,68 @@ def room(rank: int, memory: str, free: int, likely: int, cached: int = 0) -> Ran
 
 
 def test_most_of_what_nobody_needs_is_spare():
-    """Of each GPU its own; what the rank's own allocator has counts. Ranks that share one share it."""
-    rooms = [room(0, "a", 12, 2), room(1, "b", 12, 4, cached=6), room(2, "c", 20, 3), room(3, "c", 20, 5)]
-    found = spare(rooms, [FakeMemory(0)] * 4)
-    assert found == [spare_bytes(10 * GB), spare_bytes(14 * GB), *[spare_bytes(12 * GB) // 2] * 2]
-    assert found[0] == SPARE * 10 * GB - LEFT_FREE
+    """Of each GPU its own, and what the rank's own allocator has."""
+    rooms = [room(0, "a", 12, 2), room(1, "b", 12, 4, cached=6)]
+    found = spare(rooms, [FakeMemory(0)] * 2)
+    assert found == [SPARE * 10 * GB - LEFT_FREE, SPARE * 14 * GB - LEFT_FREE]
     assert spare([room(0, "a", 2, 3)], [FakeMemory(0)]) == [0]
 
 
-def test_on_the_cpu_swap_is_not_spare(monkeypatch):
-    monkeypatch.setattr(admission_module, "host_free", lambda swap: 100 * GB if swap else 5 * GB)
-    assert spare([room(0, "ram", 100, 1)], [FakeMemory(0, kind="cpu")]) == [spare_bytes(4 * GB)]
+def test_a_request_that_needs_much_may_need_more():
+    """A quarter of what it likely needs stays free for it."""
+    assert spare([room(0, "a", 50, 40)], [FakeMemory(0)]) == [0]
+    assert spare([room(0, "a", 53, 40)], [FakeMemory(0)]) == [3 * GB]
 
 
-@pytest.mark.parametrize("repeated, released", [(True, 1), (False, 0)])
+def test_ranks_of_one_gpu_share_it():
+    """What the allocator of one has cached is of no use to the other, which likely needs what is free."""
+    both = spare([room(0, "a", 20, 3), room(1, "a", 20, 5)], [FakeMemory(0)] * 2)
+    assert both == [spare_bytes(6 * GB, 3 * GB), spare_bytes(5 * GB, 5 * GB)]
+    cached = spare([room(0, "a", 2, 1, cached=5), room(1, "a", 2, 1)], [FakeMemory(0)] * 2)
+    assert cached[1] == 0
+
+
+def test_on_the_cpu_neither_swap_nor_the_models_pages_are_spare(monkeypatch):
+    monkeypatch.setattr(admission_module, "host_free", lambda swap: 100 * GB if swap else 9 * GB)
+    found = spare([room(0, "ram", 100, 1)], [FakeMemory(0, kind="cpu")], weights=4 * GB)
+    assert found == [spare_bytes(4 * GB, GB)]
+
+
+def test_what_is_admitted_knows_what_is_spare():
+    ready = Prepared(cast(Any, None), cast(Any, None))
+
+    def act(rank, dispatcher, memory):
+        admission = Admission(ParallelConfig(), dispatcher, memory)
+        return admission.prepare(batch_request(1), lambda: ready, frozenset(), None)
+
+    found, _ = on_ranks([FakeMemory(12 * GB, name=name) for name in ("a", "b")], act)
+    assert [each.spare for each in found] == [spare_bytes(12 * GB, 0)] * 2
+
+
+def test_after_memory_ran_out_nothing_is_spare():
+    """One rank goes on, and runs the same request again with all of its memory."""
+    dispatcher = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
+    worker, memory = Worker.__new__(Worker), FakeMemory(0)
+    worker.mesh, worker.engine = mesh.single(), cast(Any, SimpleNamespace(memory=memory))
+    worker.admission = Admission(ParallelConfig(), cast(Any, dispatcher), cast(Any, memory))
+    ready = Prepared(cast(Any, None), cast(Any, None))
+    assert worker.admission._spare([room(0, "a", 12, 2)], ready) > 0
+
+    def fails():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(OutOfRoom):
+        worker._guarded(fails)
+    assert worker.admission._spare([room(0, "a", 12, 2)], ready) == 0
+
+
+@pytest.mark.parametrize("lent, released", [(GB, 1), (0, 0)])
 @pytest.mark.parametrize("stops", [False, True])
-def test_what_stayed_goes_back_to_other_programs(repeated, released, stops):
-    """After a request, also one that was cancelled; without such weights the memory stays the rank's."""
+def test_what_stayed_goes_back_to_other_programs(lent, released, stops):
+    """After a request, also one that was cancelled; where nothing stayed the memory stays the rank's."""
     worker = Worker.__new__(Worker)
     memory = FakeMemory(0, cached=8 * GB)
-    model = SimpleNamespace(repeated=[object()] * repeated)
+    model = SimpleNamespace(lent=lent)
     prepared = Prepared(cast(Any, model), cast(Any, None), spare=GB)
 
     def sample(*_):

@@ -1,6 +1,8 @@
 """Native products at the rate that the probe measures, in the planner's seconds."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import memory_table
 import pytest
@@ -8,6 +10,8 @@ import torch
 from published import FLUX, L40, RTX4090
 from released_forms import checkpoint_of
 
+from backend import probe
+from backend.client import probe_process
 from backend.config import ParallelConfig
 from backend.loading.weight_loading import matrices
 from backend.planner.choose import Question, choose
@@ -25,7 +29,8 @@ GB = 10**9
 
 @pytest.fixture(scope="module")
 def krea():
-    """Krea 2 in int8 on a GPU that multiplies it natively."""
+    """Krea 2 in int8, multiplied natively."""
+    pytest.importorskip("comfy_kitchen")
     file = next(file for file in memory_table.FILES if file.model == "Krea 2, int8 ConvRot")
     checkpoint = checkpoint_of(file)
     found = matrices(checkpoint, {}, torch.bfloat16)
@@ -36,10 +41,10 @@ def krea():
 
 def test_a_shape_knows_what_multiplies_natively(krea):
     """All matrices of its blocks; a plain file none."""
-    assert {block.native for block in krea.blocks} == {INT8}
-    assert all(0.98 < block.natively <= 1 for block in krea.blocks)
+    assert {block.native_format for block in krea.blocks} == {INT8}
+    assert all(0.98 < block.native_share <= 1 for block in krea.blocks)
     assert type(krea).from_dict(krea.as_dict()) == krea
-    assert not any(block.natively for block in FLUX.blocks)
+    assert not any(block.native_share for block in FLUX.blocks)
     assert FLUX.blocks[0].slowness({INT8: 2.0}) == 1
 
 
@@ -48,7 +53,7 @@ def test_seconds_of_products_are_those_of_their_rate(krea):
     bare = replace(L40, attention=1e30, bandwidth=1e30, launch=0.0)
 
     def seconds(shape, **rates) -> float:
-        return Cost(shape, PLAN, replace(bare, native=rates), REQUEST).total
+        return Cost(shape, PLAN, replace(bare, native_rates=rates), REQUEST).total
 
     assert seconds(krea, **{INT8: 2.0}) == pytest.approx(seconds(krea) / 2, rel=0.02)
     assert seconds(krea, **{INT8: 0.5}) == pytest.approx(2 * seconds(krea), rel=0.02)
@@ -60,7 +65,7 @@ def test_links_weigh_more_beside_faster_products(krea):
     """Over PCIe a ring of two gains less."""
 
     def gain(rate: float) -> float:
-        machine = replace(RTX4090, memory=(24 * GB,) * 2, native={INT8: rate})
+        machine = replace(RTX4090, memory=(24 * GB,) * 2, native_rates={INT8: rate})
         question = Question(krea, REQUEST, machine, 2)
         one, two = (question.option(ParallelConfig(ring_degree=ranks)).seconds for ranks in (1, 2))
         assert choose(question).option.seconds <= two
@@ -70,57 +75,92 @@ def test_links_weigh_more_beside_faster_products(krea):
 
 
 def test_a_machine_keeps_its_rates():
-    kept = Machine.from_dict({**replace(L40, native={INT8: 1.5}).as_dict()})
-    assert kept.native == {INT8: 1.5}
+    kept = Machine.from_dict({**replace(L40, native_rates={INT8: 1.5}).as_dict()})
+    assert kept.native_rates == {INT8: 1.5}
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError):
-            Machine.from_dict({**L40.as_dict(), "native": {INT8: wrong}})
+            Machine.from_dict({**L40.as_dict(), "native_rates": {INT8: wrong}})
     with pytest.raises(KeyError):  # of an earlier version: it is measured again
-        Machine.from_dict({name: value for name, value in L40.as_dict().items() if name != "native"})
+        Machine.from_dict({name: value for name, value in L40.as_dict().items() if name != "native_rates"})
 
 
-def rank(monkeypatch) -> Probe:
+class Alone:
+    """In the dispatcher's place: this rank, and ``others`` that answer so."""
+
+    def __init__(self, *others: dict):
+        self.others = others
+
+    def all_gather_object(self, own) -> list:
+        return [own, *self.others]
+
+
+def rank(*others: dict) -> Probe:
     """One of the probe's, which measures small products."""
-    probe = Probe.__new__(Probe)
-    probe.kind, probe.device, probe.dtype = "cpu", CPU, torch.float32
-    probe.tokens, probe.width = 32, trial.SIZE
-    return probe
+    found = Probe.__new__(Probe)
+    found.kind, found.device, found.dtype = "cpu", CPU, torch.float32
+    found.tokens, found.width, found.dispatcher = 32, trial.SIZE, Alone(*others)
+    return found
 
 
-def test_the_probe_times_what_auto_multiplies_natively(monkeypatch):
+def test_the_probe_times_what_auto_multiplies_natively():
     """On a CPU int8 alone, of whose two kinds the slower one counts."""
     pytest.importorskip("comfy_kitchen")
-    probe, timed = rank(monkeypatch), []
+    alone, timed = rank(), []
 
-    def seconds(action, calls=0):
+    def seconds(action):
         action()
         timed.append(action)
         return {1: 6.0, 2: 2.0, 3: 3.0}[len(timed)]
 
-    probe.seconds = seconds
-    assert probe._native() == {INT8: 2.0} and len(timed) == 3
+    alone.sustained = seconds
+    assert alone.native() == {INT8: 2.0} and len(timed) == 3
 
 
 @pytest.mark.parametrize("why", ["comfy-kitchen is not installed", ""])
 def test_what_cannot_run_or_fails_has_no_rate(monkeypatch, why, capfd):
-    """The other ranks go on, and where one has none, none is counted."""
-    probe = rank(monkeypatch)
+    """The other ranks go on."""
 
     def fails(*_):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    probe._native_rate = fails
+    alone = rank()
+    alone.sustained = fails
     refused = {(INT8, "float32"): why} if why else {}
     monkeypatch.setattr(trial, "refusals", lambda products, device: refused)
-    assert probe._native() == {}
+    assert alone.native() == {}
     assert ("device-side assert" in capfd.readouterr().err) == (not why)
 
 
-@pytest.mark.parametrize(
-    "others, wanted", [([{INT8: 1.2}], {INT8: 1.2}), ([{INT8: 3.0}], {INT8: 2.0}), ([{}], {})]
-)
-def test_the_slowest_rank_counts(monkeypatch, others, wanted):
-    probe = rank(monkeypatch)
-    probe._native = lambda: {INT8: 2.0, "mxfp8": 1.0}
-    probe.dispatcher = type("Ranks", (), {"all_gather_object": lambda self, own: [own, *others]})()
-    assert probe.native() == wanted
+@pytest.mark.parametrize("other, wanted", [({INT8: 1.2}, 1.2), ({INT8: 3.0}, 2.0), ({}, None)])
+def test_the_slowest_rank_counts(other, wanted):
+    """Where one has none, none is counted."""
+    one = rank(other)
+    one._native_rate = lambda kind, name: 2.0
+    assert one.native() == ({} if wanted is None else {INT8: wanted})
+
+
+def test_links_stay_measured_where_a_native_product_ends_a_rank(monkeypatch, caplog):
+    """Those are the last that are timed; no other way between GPUs is tried for them. What fails before has
+    no rates."""
+    rates, tries = {"native_rates": {}}, []
+
+    def run(command, *_):
+        tries.append(command)
+        if len(tries) == 1:
+            Path(command[command.index("--out") + 1]).write_text(json.dumps(rates))
+        raise probe_process.UnmeasuredError("rank 1 was killed by SIGSEGV", of_links=True)
+
+    monkeypatch.setattr(probe_process, "run", run)
+    given = (ParallelConfig(ulysses_degree=2), "cpu", lambda: None, print)
+    assert probe_process.measured_rates(*given) == {**rates, "links": ""}
+    assert "native products were not measured: rank 1 was killed" in caplog.text
+    with pytest.raises(probe_process.UnmeasuredError):
+        probe_process.measured_rates(*given)
+
+
+def test_rates_are_written_whole(tmp_path):
+    out = tmp_path / "rates.json"
+    for native in ({}, {"int8_tensorwise": 1.5}):
+        probe.write(replace(L40, native_rates=native), out)
+        assert json.loads(out.read_text())["native_rates"] == native
+    assert list(tmp_path.iterdir()) == [out]

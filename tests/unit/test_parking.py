@@ -159,7 +159,7 @@ def worker(ranks: int) -> Worker:
     rank.mesh = SimpleNamespace(rank=0, world_size=ranks)
     memory = FakeMemory(GB, GB)
     rank.engine = SimpleNamespace(memory=memory, sample=sample, models={}, stacks={}, prepare_sample=print)
-    rank.admission = SimpleNamespace(prepare=lambda *_: SimpleNamespace(spare=0))
+    rank.admission = SimpleNamespace(prepare=lambda *_: SimpleNamespace(model=SimpleNamespace(lent=0)))
     rank.engine.models["m"] = SimpleNamespace(parked_on=frozenset())
     rank.clock = StepClock(None)
     rank._try_kernel = lambda *_: None
