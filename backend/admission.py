@@ -13,6 +13,7 @@ import torch
 from .config import ParallelConfig
 from .device_memory import DeviceMemory, host_free, is_out_of_memory
 from .errors import SHORT, UnsupportedError, reason
+from .lending import lends
 from .loading.checkpoint import Checkpoint
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.memory import spare_bytes
@@ -144,8 +145,8 @@ class Admission:
         self.names: list[str] = dispatcher.all_gather_object(memory.name)
         #: The last request that was planned: a warm run plans nothing.
         self._last: tuple[Checkpoint, tuple, list[RankPlan]] | None = None
-        #: Whether weights may take what is left: not once a request needed more than was likely.
-        self.lends = True
+        #: Whether weights may take what is left: not once a request beside them needed more than was likely.
+        self.lends = lends()
         #: What the last round was about, if that was a call of the model.
         self._admitted: tuple | None = None
 

@@ -90,6 +90,8 @@ class Worker:
             found = self._guarded(partial(self.engine.sample, message, timed, prepared))
         except (Stopped, AllRefuse) as error:  # whose frames hold keys and values
             ended = error.with_traceback(None)
+            if isinstance(error, OutOfRoom) and prepared.model.lent:
+                self.admission.lends = False
         finally:
             self.clock.begin(None)
         # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
@@ -152,7 +154,6 @@ class Worker:
                 raise
             failure = ran_out(self.mesh.rank, self.mesh.world_size, self.engine.memory, error)
         if self.mesh.world_size == 1:
-            self.admission.lends = False
             self.engine.memory.release()  # only here: the error held what was computed
         raise failure
 

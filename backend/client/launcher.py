@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from ..config import ParallelConfig
+from ..lending import lend_no_more
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
 from . import forks
@@ -230,6 +231,8 @@ class BackendProcess:
         if cause is None and status is None:
             what = "The backend's connection was lost while its processes still run"
             return f"{what}; its log is {self.log}.{disk}"
+        if cause and "ran out of memory" in cause:
+            lend_no_more()
         cause = cause or f"its launcher exited with code {status}{last_error(self.folder)}"
         return f"The backend ended because {cause}; its log is {self.log}.{disk}"
 

@@ -121,8 +121,8 @@ def _probed(
         except UnmeasuredError as error:
             if not out.exists():
                 raise
-            # links are measured; what is written last are native products, which other ranks may have
-            logging.warning("parallel-dit: native products were not measured: %s", error.why)
+            # links are measured; native products, which are written last, may be what ended a rank
+            logging.warning("parallel-dit: not all of this machine was measured: %s", error.why)
         return json.loads(out.read_text())
     finally:
         private.close()

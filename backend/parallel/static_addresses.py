@@ -2,7 +2,8 @@
 kernels on the memory that it was captured with.
 
 Prepared, and switched off: no CUDA graph is captured yet (docs/design/compile.md). What is received and keys
-and values stay where they are in any case (comm.Pipe, kv_buffers.py).
+and values stay where they are in any case (comm.Pipe, kv_buffers.py). Tables of positions keep their angles
+(fewer_passes.py), which would have to be made before a graph is captured.
 """
 
 from typing import Any

@@ -22,6 +22,7 @@ LAYERS = [
     "backend.device_memory",
     "backend.gpu_kernels",
     "backend.gpu_sharing",
+    "backend.lending",
     "backend.host_memory",
     "backend.opaque_ops",
     "backend.shares",
@@ -55,11 +56,13 @@ SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.conf
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
     *("backend.shares", "backend.control_group", "backend.gpu_sharing", "backend.torch_version"),
+    "backend.lending",
 )
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
     "backend.gpu_sharing",
+    "backend.lending",
     "backend.loading.allowed_folders",
     "backend.loading.regular_files",
     "backend.parallel.stage_split",

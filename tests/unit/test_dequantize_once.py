@@ -1,5 +1,6 @@
 """Weights that stay dequantized through a request: the same bits, made once, in memory that is spare."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,28 +9,24 @@ from typing import Any, cast
 import pytest
 import torch
 from fake_memory import GB, FakeMemory, on_ranks
-from headers import opened
 from loras import write_mixed
-from published import L40
 from quantized import write_gguf, write_scaled
 from tiny import batch_request, shallow_flux, weights_module
 
 from backend import admission as admission_module
 from backend.admission import Admission, OutOfRoom, RankRoom
+from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.lending import LENDING, lend_no_more, lends
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
-from backend.planner.choose import Question
-from backend.planner.cost import Cost
-from backend.planner.machine import Request
 from backend.planner.memory import LEFT_FREE, SPARE, spare_bytes
 from backend.quantization.dequantize_once import dequantized_once
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight
 from backend.rank import Worker
 from backend.rank_plan.need import Need
-from backend.rank_plan.shape_of import shape_of
 from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import Callbacks, Cancelled
 
@@ -38,7 +35,12 @@ KINDS = ("float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4", "Q4_K")
 STEPS, PATCHES = 3, 2
 PASSES = 2 * (1 + (STEPS - 1) * PATCHES)  # of two prompts
 ALL, QUIET = 1 << 30, Callbacks()
-FP8, PLAN, REQUEST = "var__flux1-kontext_fp8_scaled_legacy", ParallelConfig(), Request(1024, 128, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def lending(monkeypatch):
+    """Also after tests whose ranks ran out of memory."""
+    monkeypatch.delenv(LENDING, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -239,78 +241,59 @@ def test_what_is_admitted_knows_what_is_spare():
     assert [each.spare for each in found] == [spare_bytes(12 * GB, 0)] * 2
 
 
-def test_after_memory_ran_out_nothing_is_spare():
-    """One rank goes on, and runs the same request again with all of its memory."""
+def worker_of(memory: FakeMemory, lent: int, sample) -> Worker:
+    """One rank whose model lends so much and samples so."""
+    worker = Worker.__new__(Worker)
+    prepared = Prepared(cast(Any, SimpleNamespace(lent=lent)), cast(Any, None), spare=GB)
+    worker.engine = cast(Any, SimpleNamespace(memory=memory, sample=sample, prepare_sample=print))
+    worker.mesh, worker._admitted = mesh.single(), lambda *_: prepared
+    worker.clock = cast(Any, SimpleNamespace(new_request=lambda: None, begin=lambda step: None))
     dispatcher = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
-    worker, memory = Worker.__new__(Worker), FakeMemory(0)
-    worker.mesh, worker.engine = mesh.single(), cast(Any, SimpleNamespace(memory=memory))
     worker.admission = Admission(ParallelConfig(), cast(Any, dispatcher), cast(Any, memory))
-    ready = Prepared(cast(Any, None), cast(Any, None))
-    assert worker.admission._spare([room(0, "a", 12, 2)], ready) > 0
+    return worker
 
-    def fails():
+
+@pytest.mark.parametrize("lent", [0, GB])
+def test_after_memory_ran_out_beside_them_nothing_is_spare(lent):
+    """One rank goes on, and runs the same request again with all of its memory."""
+
+    def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    worker = worker_of(FakeMemory(0), lent, fails)
+    ready, rooms = Prepared(cast(Any, None), cast(Any, None)), [room(0, "a", 12, 2)]
+    assert worker.admission._spare(rooms, ready) > 0
     with pytest.raises(OutOfRoom):
-        worker._guarded(fails)
-    assert worker.admission._spare([room(0, "a", 12, 2)], ready) == 0
+        worker.run_sample(replace(batch_request(1), shared=[]), Callbacks())
+    assert (worker.admission._spare(rooms, ready) > 0) == (not lent)
+
+
+def test_ranks_after_those_that_ran_out_lend_nothing(monkeypatch):
+    """Several ranks end, and their client starts the next ones."""
+    monkeypatch.setenv(LENDING, "1")
+    assert lends()
+    lend_no_more()
+    assert not lends() and sanitized_environment(dict(os.environ), ParallelConfig(), "cpu")[LENDING] == "0"
+    dispatcher = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
+    admission = Admission(ParallelConfig(), cast(Any, dispatcher), cast(Any, FakeMemory(0)))
+    ready = Prepared(cast(Any, None), cast(Any, None))
+    assert admission._spare([room(0, "a", 12, 2)], ready) == 0
 
 
 @pytest.mark.parametrize("lent, released", [(GB, 1), (0, 0)])
 @pytest.mark.parametrize("stops", [False, True])
 def test_what_stayed_goes_back_to_other_programs(lent, released, stops):
     """After a request, also one that was cancelled; where nothing stayed the memory stays the rank's."""
-    worker = Worker.__new__(Worker)
-    memory = FakeMemory(0, cached=8 * GB)
-    model = SimpleNamespace(lent=lent)
-    prepared = Prepared(cast(Any, model), cast(Any, None), spare=GB)
 
     def sample(*_):
         if stops:
             raise Cancelled(1)
 
-    worker.engine = cast(Any, SimpleNamespace(memory=memory, sample=sample, prepare_sample=print))
-    worker.mesh, worker._admitted = mesh.single(), lambda *_: prepared
-    worker.clock = cast(Any, SimpleNamespace(new_request=lambda: None, begin=lambda step: None))
+    worker = worker_of(FakeMemory(0, cached=8 * GB), lent, sample)
     message = replace(batch_request(1), shared=[])
     if stops:
         with pytest.raises(Cancelled):
             worker.run_sample(message, Callbacks())
     else:
         worker.run_sample(message, Callbacks())
-    assert memory.released == released
-
-
-# ------------------------------------------------------------------ what the planner counts
-@pytest.fixture(scope="module")
-def flux():
-    return shape_of(opened(FP8), torch.bfloat16)
-
-
-def test_the_planner_counts_the_first_pass_alone(flux):
-    """Of what there is room for; of calls, which are requests of their own, every one."""
-    made = sum(block.unpacked for block in flux.blocks)
-    moved = sum(block.dequantizing for block in flux.blocks) / L40.bandwidth
-
-    def seconds(spare: int, request: Request = REQUEST) -> float:
-        return Cost(flux, PLAN, L40, request, spare)._dequantize(flux.blocks)
-
-    assert seconds(0) == pytest.approx(moved)
-    assert seconds(made) == seconds(10 * made) == pytest.approx(moved / 4)
-    assert seconds(made // 2) == pytest.approx(moved * (0.5 + 0.5 / 4))
-    drained, single = replace(REQUEST, drained=True), replace(REQUEST, steps=1)
-    assert seconds(made, drained) == seconds(made, single) == pytest.approx(moved)
-    twice = replace(REQUEST, prompts=2)
-    assert seconds(made, twice) == pytest.approx(moved / 8)
-    pipeline = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=3, warmup_steps=1)
-    assert Cost(flux, pipeline, L40, REQUEST)._passes == 1 + 3 * 3
-
-
-def test_a_plan_that_has_room_is_faster(flux):
-    """On cards whose memory holds the weights of half the blocks twice more, and on such that it does not."""
-    plan = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=2)
-    tight, roomy = (
-        Question(flux, REQUEST, replace(L40, memory=(size * GB,) * 2), 2).option(plan) for size in (11, 40)
-    )
-    assert roomy.seconds < 0.95 * tight.seconds
-    assert tight.fits and roomy.bytes == tight.bytes
+    assert worker.engine.memory.released == released

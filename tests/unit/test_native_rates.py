@@ -11,7 +11,7 @@ from published import FLUX, L40, RTX4090
 from released_forms import checkpoint_of
 
 from backend import probe
-from backend.client import probe_process
+from backend.client import measurements, probe_process
 from backend.config import ParallelConfig
 from backend.loading.weight_loading import matrices
 from backend.planner.choose import Question, choose
@@ -151,11 +151,23 @@ def test_links_stay_measured_where_a_native_product_ends_a_rank(monkeypatch, cap
         raise probe_process.UnmeasuredError("rank 1 was killed by SIGSEGV", of_links=True)
 
     monkeypatch.setattr(probe_process, "run", run)
-    given = (ParallelConfig(ulysses_degree=2), "cpu", lambda: None, print)
-    assert probe_process.measured_rates(*given) == {**rates, "links": ""}
-    assert "native products were not measured: rank 1 was killed" in caplog.text
+    monkeypatch.setattr(probe_process, "sanitized_environment", lambda *_, **__: {})
+    monkeypatch.setattr(probe_process.nccl_settings, "to_try", lambda _: [{}, {"NCCL_P2P_DISABLE": "1"}])
+    monkeypatch.setattr(probe_process.nccl_settings, "keep", lambda *_: None)
+    given = (ParallelConfig(ulysses_degree=2), "cuda", lambda: None, print)
+    assert probe_process.measured_rates(*given) == {**rates, "links": ""} and len(tries) == 1
+    assert "not all of this machine was measured: rank 1 was killed" in caplog.text
     with pytest.raises(probe_process.UnmeasuredError):
         probe_process.measured_rates(*given)
+    assert len(tries) == 3  # both ways
+
+
+def test_another_comfy_kitchen_is_measured_again(monkeypatch):
+    keys = []
+    for version in ("0.2.40", "0.2.41", ""):
+        monkeypatch.setattr(measurements, "installed", lambda _, version=version: version)
+        keys.append(str(measurements._machine_key("cpu", [0, 1])))
+    assert len(set(keys)) == 3
 
 
 def test_rates_are_written_whole(tmp_path):
