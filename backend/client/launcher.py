@@ -231,7 +231,7 @@ class BackendProcess:
         if cause is None and status is None:
             what = "The backend's connection was lost while its processes still run"
             return f"{what}; its log is {self.log}.{disk}"
-        if cause and "ran out of memory" in cause:
+        if "ran out of memory" in str(cause):
             lend_no_more()
         cause = cause or f"its launcher exited with code {status}{last_error(self.folder)}"
         return f"The backend ended because {cause}; its log is {self.log}.{disk}"
