@@ -52,8 +52,9 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
         normed, gate = self.norm(x, emb=temb)
         made = self.proj_mlp(normed)
         attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
-        both = beside(attended, made, self.act_mlp.approximate)
-        x = within_range(gated(x, self.proj_out(both), gate[:, None]))
+        # nothing else refers to what is joined: it is gone once it is multiplied
+        change = self.proj_out(beside(attended, made, self.act_mlp.approximate))
+        x = within_range(gated(x, change, gate[:, None]))
         text = encoder_hidden_states.shape[1]
         return x[:, :text], x[:, text:]
 
