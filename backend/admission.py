@@ -12,7 +12,7 @@ import torch
 
 from .config import ParallelConfig
 from .device_memory import DeviceMemory, host_free, is_out_of_memory
-from .errors import SHORT, UnsupportedError, reason
+from .errors import RAN_OUT, SHORT, UnsupportedError, reason
 from .lending import lends
 from .loading.checkpoint import Checkpoint
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
@@ -248,7 +248,7 @@ def ran_out(rank: int, ranks: int, memory: DeviceMemory, error: BaseException) -
     """Return what to raise where an allocation has failed in the middle of a request: OutOfRoom where there
     is no other rank, which may wait in a collective; else what ends this one."""
     free = _gb(memory.free() + memory.cached())
-    text = f"rank {rank} ran out of memory in the middle of a request, with {free} free on its device"
+    text = f"rank {rank} {RAN_OUT} in the middle of a request, with {free} free on its device"
     if ranks == 1:
         text += f"; the model stays loaded. Use a smaller latent or batch, or more ranks ({reason(error)})."
         return OutOfRoom(text, {})

@@ -3,6 +3,8 @@ standard library only."""
 
 #: Module of the errors that users see: ComfyUI's page writes it before the class, and the real one is a path.
 SHORT = "parallel_dit"
+#: What a rank says where an allocation has failed in the middle of a request: clients know it by that.
+RAN_OUT = "ran out of memory"
 
 
 class ConfigError(ValueError):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from ..config import ParallelConfig
+from ..errors import RAN_OUT
 from ..lending import lend_no_more
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
@@ -231,7 +232,7 @@ class BackendProcess:
         if cause is None and status is None:
             what = "The backend's connection was lost while its processes still run"
             return f"{what}; its log is {self.log}.{disk}"
-        if "ran out of memory" in str(cause):
+        if RAN_OUT in str(cause):
             lend_no_more()
         cause = cause or f"its launcher exited with code {status}{last_error(self.folder)}"
         return f"The backend ended because {cause}; its log is {self.log}.{disk}"

@@ -12,6 +12,7 @@ import torch
 
 from ..config import ConfigError, ParallelConfig
 from ..device_memory import host_free
+from ..errors import RAN_OUT
 from ..gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, Choice, Question, choose
@@ -154,7 +155,7 @@ def or_leanest(auto: AutoConfig, estimate: RequestOf, run: Callable[[AutoConfig,
 
 def ran_out(error: BaseException) -> bool:
     """Return whether ranks lacked memory for a load or a request, or ran out of it."""
-    return bool(getattr(error, "lacking", {})) or "ran out of memory" in str(error)
+    return bool(getattr(error, "lacking", {})) or RAN_OUT in str(error)
 
 
 def spare_more(

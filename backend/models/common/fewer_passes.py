@@ -7,8 +7,8 @@ norms, which torch takes apart for it, and complex numbers.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import embeddings, normalization
 from torch import Tensor, nn
+
+from .replaced_classes import replaced_names
 
 THEIRS = embeddings.apply_rotary_emb
 TRANSFORMER = "diffusers.models.transformers.transformer_"
@@ -61,9 +63,9 @@ def modulated(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Te
 
 def adapted(norm: Any, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return norm(x) * (1 + scale) + shift (adaLN), of shift and scale (B, D) and a norm without weights."""
-    if scale.numel() == x.shape[-1]:  # as modulated, in fewer calls: a host may be slower than its GPU
-        return layer_norm(x, 1 + scale.flatten(), shift.flatten(), norm.eps)
-    return modulated(norm, x, 1 + scale[:, None], shift[:, None])
+    if len(scale) > 1:  # one sample's are all of its tokens' as they are
+        shift, scale = shift[:, None], scale[:, None]
+    return modulated(norm, x, 1 + scale, shift)
 
 
 def rms_scaled(norm: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
@@ -139,19 +141,13 @@ def of_qwen(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply_rotary_emb_qwen
 
 
-@contextmanager
-def rotary() -> Iterator[None]:
+def rotary() -> AbstractContextManager[None]:
     """Have diffusers' blocks call these functions, as they call the attention of a request."""
-    swapped: list[tuple[ModuleType, str, Callable]] = []
+    ours: list[tuple[ModuleType, str, Callable]] = []
     for name in (name for name in (*CALLERS, *QWEN) if name in sys.modules):
         attribute = "apply_rotary_emb_qwen" if name in QWEN else "apply_rotary_emb"
         theirs = getattr(sys.modules[name], attribute, None)
         if theirs is None or (name in CALLERS and theirs is not THEIRS):  # of another diffusers
             continue
-        swapped.append((sys.modules[name], attribute, theirs))
-        setattr(sys.modules[name], attribute, of_qwen(theirs) if name in QWEN else apply_rotary_emb)
-    try:
-        yield
-    finally:
-        for module, attribute, theirs in swapped:
-            setattr(module, attribute, theirs)
+        ours.append((sys.modules[name], attribute, of_qwen(theirs) if name in QWEN else apply_rotary_emb))
+    return replaced_names(ours)

@@ -3,10 +3,12 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
+
+from .replaced_classes import replaced_names
 
 MODELS = ("flux", "flux2", "ideogram4", "kandinsky", "krea2", "ltx", "ltx2")
 #: Modules whose layers read them.
@@ -38,14 +40,7 @@ class Known:
 KNOWN = Known()
 
 
-@contextmanager
-def known_signatures() -> Iterator[None]:
+def known_signatures() -> AbstractContextManager[None]:
     """Have diffusers' attention layers read signatures that are known."""
     readers = [module for name in READERS if (module := sys.modules.get(name)) and hasattr(module, "inspect")]
-    for module in readers:
-        module.inspect = KNOWN  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        for module in readers:
-            module.inspect = inspect  # pyright: ignore[reportAttributeAccessIssue]
+    return replaced_names([(module, "inspect", KNOWN) for module in readers])

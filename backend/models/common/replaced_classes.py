@@ -1,6 +1,10 @@
-"""Modules of diffusers' that get a forward of ours, with the weights that they have."""
+"""Modules of diffusers' that get a forward of ours, with the weights that they have; and what its files call
+during a request."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -10,3 +14,16 @@ def replace_classes(transformer: nn.Module, ours: Mapping[type[nn.Module], type[
     for module in transformer.modules():
         if type(module) in ours:
             module.__class__ = ours[type(module)]
+
+
+@contextmanager
+def replaced_names(ours: Sequence[tuple[ModuleType, str, Any]]) -> Iterator[None]:
+    """Have names of Python modules stand for others: (module, name, ours)."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in ours]
+    for module, name, value in ours:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
