@@ -43,7 +43,7 @@ def shell(text: str, folder: Path, **environment) -> subprocess.CompletedProcess
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     path = f"{folder}/bin:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment}
+    env = {**os.environ, "PATH": path, "PACK": str(ROOT), "PYTHONPATH": str(ROOT), **environment}
     run = ["bash", "-euc", text]
     return subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
