@@ -264,9 +264,8 @@ class Probe:
         bridged pairs the links between the pairs count, which _neighbours does not use."""
         found = {}
         x = self._random(self.sent // self.dtype.itemsize)
-        received = torch.empty_like(x)
         for size in self._sizes():
-            found[size] = self.sent / self._grouped(size, partial(comm.pass_on, x, received))
+            found[size] = self.sent / self._grouped(size, partial(_pass_on, x))
         return found
 
     def _sizes(self) -> list[int]:
@@ -291,6 +290,11 @@ class Probe:
         found = self.seconds(lambda: action(groups.ulysses))
         mesh.close(groups)
         return found
+
+
+def _pass_on(x: torch.Tensor, axis: mesh.Axis):
+    """Send ``x`` around a ring by one."""
+    comm.pass_on(x, tuple(x.shape), axis, "probe")()
 
 
 def _exchange(chunks: list[torch.Tensor], axis: mesh.Axis):

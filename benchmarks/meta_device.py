@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.loading import staging
 from backend.parallel import attention_kernels
-from backend.parallel.ring_library import ring_library
 
 META = torch.device("meta")
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,22 +161,6 @@ class Event:
         return self.asked > 1
 
 
-class Ring:
-    """Stands for yunchang's RingComm."""
-
-    def __init__(self, group):
-        pass
-
-    def send_recv(self, sent: Tensor, received: Tensor):
-        _contiguous(sent, received)
-
-    def commit(self):
-        pass
-
-    def wait(self):
-        pass
-
-
 class PeerOperation:
     """Stands for torch.distributed.P2POp."""
 
@@ -241,6 +224,7 @@ READERS: dict[str, Callable[[Tensor], object]] = {
 }
 PEERS = {
     **dict.fromkeys(("isend", "irecv", "broadcast", "all_reduce"), _one_work),
+    "all_gather_into_tensor": _exchange,
     "P2POp": PeerOperation,
     "batch_isend_irecv": lambda operations: [Work()],
     "all_to_all_single": _exchange,
@@ -264,7 +248,6 @@ def meta_device(count: Count) -> Iterator[None]:
         replace(torch, "autocast", lambda *rest, **named: nullcontext())  # which knows no meta device
         # every mask is true: sizes are those of the largest result
         stack.enter_context(patch("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True))
-        stack.enter_context(patch.object(ring_library(), "RingComm", Ring))
         stack.enter_context(patch("backend.sampling.step_loop.FreshNoise", NoNoise))
         replace(attention_kernels, "SDPA", _attend)
         replace(F, "scaled_dot_product_attention", _attend)

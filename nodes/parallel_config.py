@@ -54,7 +54,7 @@ TOOLTIPS = {
     "they are used for many steps at once, most often once a request. Same result. Not for Parallel Model, "
     "where every step is a request and moves them to the GPU.",
     "method": "How the GPUs share the work. auto: the fastest way for this model, size, steps, cfg, memory "
-    "and links, none that it estimates to be slower than one GPU where the model fits there; every sampler may "
+    "and links, none that it estimates to be slower than one GPU where it fits there; every sampler may "
     "get its own. fastest exact: without PipeFusion, which drifts a little. least memory: the least per GPU. "
     "manual: the degrees of the advanced inputs. Setting a degree makes it manual; back to auto: delete the "
     "node and add a new one.",

@@ -12,7 +12,7 @@ from ..control_group import cpu_limit
 from ..torch_version import has_torch
 from . import nccl_settings
 from .cache_files import cache_folder
-from .interpreter import PACK, inherited
+from .interpreter import PACK, inherited, ranks_python
 
 #: Settings of torch's allocator, under the names of several versions of it.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -33,10 +33,11 @@ _DROPPED = {
     *_ALLOCATOR,
     *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
-    # DETAIL sends a ring's messages one by one, each rank its own first
+    # DETAIL sends batched messages one by one, each rank its own first
     "TORCH_DISTRIBUTED_DEBUG",
-    # 1, as Megatron-LM sets it, puts communication behind compute on one hardware queue
     "CUDA_DEVICE_MAX_CONNECTIONS",
+    # where another launcher's ranks meet: every communicator of ours would meet there
+    "NCCL_COMM_ID",
     # the host waits for each receive, which PipeFusion posts before what its peer waits for: none goes on
     "CUDA_LAUNCH_BLOCKING",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
@@ -142,6 +143,9 @@ def sanitized_environment(
         names = [driver_name(parent, index) for index in config.gpu_indices]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(names))
         env |= allocator_settings(parent)
+        # as many hardware queues as there are: messages that share one with others wait for those, which may
+        # wait for them. 1, as Megatron-LM sets it, would also put all of them behind compute
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         env |= nccl_settings.kept(parent, config.gpu_indices) if nccl is None else nccl
     if torch.version.hip:
         env.pop("HIP_VISIBLE_DEVICES", None)  # it would count instead of ours
@@ -151,7 +155,7 @@ def sanitized_environment(
     env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", NCCL_SECONDS)
     # else what travels beside attention begins when the thousands of blocks of its kernel have had their turn
     env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    if not has_torch(2, 8):
+    if not has_torch(2, 8) or ranks_python() != sys.executable:  # whose torch is not known here
         # else buffers of a collective are free only when the GPU has passed it, 20 blocks behind the host;
         # all of ours are held until they are waited for, and later versions do nothing else
         env["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "1"

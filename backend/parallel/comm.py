@@ -95,9 +95,21 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
     if axis.size == 1:
         return [x]
     x = x.contiguous()
+    if x.device.type != "cpu" and all(tuple(shape) == tuple(x.shape) for shape in shapes):
+        return gather_equal(x, axis, mechanism)
     gathered = [x if i == axis.rank else x.new_empty(shape) for i, shape in enumerate(shapes)]
     _fill(gathered, axis, mechanism)
     return gathered
+
+
+def gather_equal(x: Tensor, axis: Axis, mechanism: str) -> list[Tensor]:
+    """Return every rank's tensor, all of one shape, by a collective, whose memory is free when it is waited
+    for (``pass_on``)."""
+    gathered = x.new_empty(axis.size * x.numel())
+    with WAITING:
+        dist.all_gather_into_tensor(gathered, x.view(-1), group=axis.group)
+    count(mechanism, (axis.size - 1) * x.numel() * x.element_size())
+    return list(gathered.view(axis.size, *x.shape).unbind())
 
 
 def _fill(gathered: list[Tensor], axis: Axis, mechanism: str):
@@ -189,10 +201,19 @@ def _finish(operations: list[dist.P2POp]):
             work.wait()
 
 
-def pass_on(x: Tensor, received: Tensor, axis: Axis):
-    """Send ``x`` to the next rank of a ring while ``received`` comes from the one before."""
-    sent = dist.P2POp(dist.isend, x, axis.neighbour(1), axis.group)
-    _finish([sent, dist.P2POp(dist.irecv, received, axis.neighbour(-1), axis.group)])
+def pass_on(x: Tensor, shape: tuple[int, ...], axis: Axis, mechanism: str) -> Callable[[], Tensor]:
+    """Begin to send ``x`` to the next rank of a ring; return what waits for the tensor of ``shape`` from the
+    one before.
+
+    An all-to-all with one neighbour each way: the same two messages of NCCL. Memory of a point-to-point
+    message stays in use until the GPU has passed it, blocks behind the host; that of a collective until
+    it is waited for (torch's ProcessGroupNCCL, TORCH_NCCL_AVOID_RECORD_STREAMS).
+    """
+    sent, sizes = [0] * axis.size, [0] * axis.size
+    sent[(axis.rank + 1) % axis.size] = x.numel()
+    sizes[axis.rank - 1] = torch.Size(shape).numel()
+    under_way = exchange(x.reshape(-1), sent, sizes, axis, mechanism)
+    return lambda: under_way.wait().view(shape)
 
 
 class Pipe:

@@ -3,6 +3,7 @@
 Axes, slowest first: dp, cfg, pp, ring, ulysses, tp (config.AXES).
 """
 
+import hashlib
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -178,9 +179,10 @@ def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 def _differ(name: str, group: dist.ProcessGroup) -> bool:
     """Whether ranks of ``group`` have different names."""
-    names: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(names, name, group=group)
-    return len(set(names)) > 1
+    own = torch.frombuffer(bytearray(hashlib.sha256(name.encode()).digest()), dtype=torch.uint8)
+    names = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(names, own, group=group)
+    return not all(each.equal(own) for each in names)
 
 
 def close(mesh: Mesh):

@@ -1,7 +1,7 @@
 """Unified sequence parallelism: DeepSpeed-Ulysses (arXiv 2309.14509) x ring attention (arXiv 2310.01889), as
 in USP (arXiv 2405.07719).
 
-Token counts and heads may be uneven. The ring's transfer and its merge by log-sum-exp are yunchang's.
+Token counts and heads may be uneven. The ring's merge by log-sum-exp is yunchang's.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..shares import shard_sizes
 from .attention_kernels import attend_lse
-from .comm import WAITING, Exchange, count, exchange
+from .comm import Exchange, exchange, pass_on
 from .mesh import Axis
 from .ring_library import ring_library
 from .sequence import Span
@@ -136,30 +136,17 @@ def ring_attend(
     keys of rank i, or None; ``wire``: how they travel, own ones stay as they are. Returns (B, H, S, D).
     """
     assert axis.group is not None, "a ring has several ranks"
-    library = ring_library()
-    ring = library.RingComm(axis.group)
-    out = lse = incoming = None
+    merge = ring_library().update_out_and_lse
+    out = lse = None
     kv = kv.contiguous()
     travelling = pack(kv, wire)
-    row = torch.Size((*travelling.shape[:3], travelling.shape[4])).numel()
-    # what a hop computes with and sends on is done before the next but one is received
-    buffers = [travelling.new_empty(max(lengths) * row) for _ in range(min(2, axis.size - 1))]
     for hop in range(axis.size):
         source = (axis.rank - hop) % axis.size
-        if hop + 1 < axis.size:
-            length = lengths[source - 1]
-            shape = (*travelling.shape[:3], length, travelling.shape[4])
-            incoming = buffers[hop % 2][: length * row].view(shape)
-            ring.send_recv(travelling, incoming)
-            ring.commit()
-            count("ring", travelling)
+        shape = (*travelling.shape[:3], lengths[source - 1], travelling.shape[4])
+        incoming = pass_on(travelling, shape, axis, "ring") if hop + 1 < axis.size else None
         if lengths[source] and q.shape[2]:
             kv = unpack(travelling, kv.dtype) if hop else kv
             block, block_lse = attend_lse(kernel, q, kv[0], kv[1], masks[source] if masks else None, scale)
-            out, lse = library.update_out_and_lse(out, lse, block.transpose(1, 2), block_lse)
-        if hop + 1 < axis.size:
-            with WAITING:
-                ring.wait()
-            assert incoming is not None, "made in this hop"
-            travelling = incoming
+            out, lse = merge(out, lse, block.transpose(1, 2), block_lse)
+        travelling = incoming() if incoming else travelling
     return q if out is None else out.transpose(1, 2).to(q.dtype)

@@ -16,7 +16,7 @@ from backend import probe
 from backend.admission import Admission, OutOfRoom, Planned
 from backend.config import ParallelConfig
 from backend.loading import parking
-from backend.parallel import mesh
+from backend.parallel import comm, mesh
 from backend.probe import Probe
 from backend.protocol import Ping, Result, Sample, Unload
 from backend.rank import Worker
@@ -153,6 +153,17 @@ def noise() -> list[bool]:
     return [*found, names == [False, True]]
 
 
+def gathered() -> list[bool]:
+    """What GPUs gather by a collective, by gloo's: is each rank's tensor there, in its place?"""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    made = mesh.build(ParallelConfig(device="cpu", ulysses_degree=ranks), "cpu")
+    sent = [torch.full((2, 3), float(each)) for each in range(ranks)]
+    comm.SENT.clear()
+    found = comm.gather_equal(sent[rank], made.ulysses, "probe")
+    right = len(found) == ranks and all(map(torch.equal, found, sent))
+    return [right, comm.SENT["probe"] == (ranks - 1) * 24]
+
+
 def timeouts() -> set[float]:
     """Seconds that a collective of any group of some meshes waits for a peer."""
     ranks = dist.get_world_size()
@@ -176,6 +187,7 @@ def main(out: str):
     results["admission"] = rounds(shared)
     results["parks"] = parks(shared)
     results["noise"] = shared.all_gather_object(noise())
+    results["gathered"] = shared.all_gather_object(gathered())
     with mock.patch.dict(probe.SIZES, cpu=SMALL):
         one = Probe("cpu")
         results["rates"] = replace(one.measure(), native_rates=one.native()).as_dict()

@@ -27,6 +27,7 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     assert results["parks"] == [alone + [every, every, every[:-1], every]] * ranks
     # other GPUs draw other numbers from the same seed
     assert results["noise"] == [[True, True, True]] * ranks
+    assert results["gathered"] == [[True, True]] * ranks
     # ranks may work for that long while their peers wait, on every axis
     assert results["timeouts"] == [mesh.TIMEOUT.total_seconds()] and mesh.TIMEOUT >= timedelta(hours=1)
     rates = Machine.from_dict(results["rates"])

@@ -7,14 +7,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
-
-from backend.parallel.ring_library import ring_library
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
@@ -200,6 +198,11 @@ class _Peers:
         about = _about(x) if isinstance(x, Tensor) else ("int64", x.count)
         return self._collective(group, [Message("all", None, ("broadcast", source, *about))], x, async_op)
 
+    def all_gather(self, gathered, x, group=None, async_op=False):
+        assert x.is_contiguous() and gathered.numel() == len(ranks_of(group)) * x.numel()
+        about = [Message("all", None, ("all_gather", *_about(x)))]
+        return self._collective(group, about, gathered, async_op)
+
     def all_reduce(self, x, operation=dist.ReduceOp.SUM, group=None, async_op=False):
         about = ("all_reduce", str(operation), *_about(x))
         return self._collective(group, [Message("all", None, about)], x, async_op)
@@ -207,30 +210,6 @@ class _Peers:
     def _collective(self, group, messages, received, async_op):
         work = self.start(group, messages, [received] if isinstance(received, Tensor) else [])
         return work if async_op else work.wait()
-
-
-class _Ring:
-    """Stands for yunchang's RingComm."""
-
-    def __init__(self, peers: _Peers, group: str):
-        self.peers, self.group = peers, group
-        ranks = ranks_of(group)
-        self.before = ranks[ranks.index(peers.log.rank) - 1]
-        self.after = ranks[(ranks.index(peers.log.rank) + 1) % len(ranks)]
-        self.operations: list[tuple] = []
-
-    def send_recv(self, sent: Tensor, received: Tensor):
-        self.operations += [
-            self.peers.p2p(self.peers.isend, sent, self.after, self.group),
-            self.peers.p2p(self.peers.irecv, received, self.before, self.group),
-        ]
-
-    def commit(self):
-        (self.work,) = self.peers.batch(self.operations)
-        self.operations = []
-
-    def wait(self):
-        self.work.wait()
 
 
 def ranks_of(group: str) -> list[int]:
@@ -250,11 +229,11 @@ def recorded(log: Log) -> Iterator[None]:
         "all_to_all_single": peers.all_to_all,
         "broadcast": peers.broadcast,
         "all_reduce": peers.all_reduce,
+        "all_gather_into_tensor": peers.all_gather,
     }
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(dist, name, stand_in))
-        stack.enter_context(patch.object(ring_library(), "RingComm", partial(_Ring, peers)))
         stack.enter_context(Watch(log))
         yield
 

@@ -148,7 +148,7 @@ def test_float8_travels_in_as_many_messages(methods):
         for logs in (full, packed)
     ]
     assert kinds[0] == kinds[1]
-    numbers = {m.what[0] for log in packed for op in log.operations for m in op.messages}
+    numbers = {word for log in packed for op in log.operations for m in op.messages for word in m.what}
     assert "uint8" in numbers
 
 

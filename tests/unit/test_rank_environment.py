@@ -35,6 +35,7 @@ def test_environment_drops_other_launchers_settings():
         "GLOO_SOCKET_IFNAME": "eth0",
         "DIFFUSERS_ATTN_BACKEND": "flash",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_COMM_ID": "10.0.0.1:29500",
         "CUDA_LAUNCH_BLOCKING": "1",
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
@@ -53,11 +54,13 @@ def test_environment_drops_other_launchers_settings():
         "PARALLEL_DIT_ADDRESSES",
         "DIFFUSERS_ATTN_BACKEND",
         "CUDA_DEVICE_MAX_CONNECTIONS",
+        "NCCL_COMM_ID",
         "CUDA_LAUNCH_BLOCKING",
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "TORCH_DISTRIBUTED_DEBUG",
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
+    assert sanitized_environment(parent, TWO_RANKS, "cuda")["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert env["GLOO_SOCKET_IFNAME"] == "lo" and env["NCCL_SOCKET_IFNAME"] == "=lo"
     assert env["NCCL_RAS_ENABLE"] == "0" and env["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert float(env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) == mesh.TIMEOUT.total_seconds()
@@ -164,3 +167,6 @@ def test_early_versions_of_torch_keep_no_buffers_of_collectives(version, expecte
     monkeypatch.setattr(rank_environment, "has_torch", lambda *asked: version >= asked)
     env = sanitized_environment({}, TWO_RANKS, "cuda")
     assert env.get("TORCH_NCCL_AVOID_RECORD_STREAMS") == expected
+    monkeypatch.setenv("PARALLEL_DIT_PYTHON", "/bin/sh")  # whose torch may be an early one
+    env = sanitized_environment({}, TWO_RANKS, "cuda")
+    assert env["TORCH_NCCL_AVOID_RECORD_STREAMS"] == "1"
