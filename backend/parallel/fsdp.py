@@ -42,10 +42,28 @@ def shard_rest(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh, u
 
 
 def reshard(transformer: nn.Module):
-    """Free the weights that a forward has left whole; needed before ``assign``."""
+    """Free the weights that forwards have left whole, and what they noted for a backward; needed before
+    ``assign``, and before each request, since nothing else ends those notes. No collective.
+
+    A forward that an exception left, as those in which modulation is computed ahead, has the root's weights
+    whole: what is assigned to them then would never be gathered.
+    """
+    if not isinstance(transformer, FSDPModule):
+        return
+    state = transformer._get_fsdp_state()
+    if not state._is_root:  # the first forward makes it that
+        return
+    if hasattr(transformer, "reset_iter_state"):
+        transformer.reset_iter_state()
+        return
+    # what that does, before torch had it
+    state._state_ctx.iter_forward_root = None
+    state._comm_ctx.post_forward_order.clear()
+    transformer.set_reshard_after_forward(True, recurse=False)
     for module in transformer.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    transformer.set_reshard_after_forward(False, recurse=False)
 
 
 def held_bytes(parameter: nn.Parameter) -> int:

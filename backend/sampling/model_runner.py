@@ -18,7 +18,7 @@ from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
 from ..models.common.once import RequestArguments
 from ..models.family import STEP_END, Family
-from ..parallel import comm, kernel_table
+from ..parallel import comm, fsdp, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.block_streams import block_list
 from ..parallel.cached_layers import first_block_argument
@@ -256,6 +256,7 @@ class Runner:
 def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
     """Yield the runner of ``request``, with the attention hook in place and the layer cache in use."""
     model.cache.begin_request()
+    fsdp.reshard(model.transformer)
     if model.family.io.prepare:
         model.family.io.prepare(model.transformer, request.grid)
     try:

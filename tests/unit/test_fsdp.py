@@ -1,6 +1,8 @@
 """Weight sharding, as far as one process shows it; what it computes is in test_ranks.py."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
 from types import SimpleNamespace
 from unittest import mock
@@ -10,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +22,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import fsdp
 from backend.parallel.mesh import single
+from backend.parallel.pipeline_stage import StageDone
 
 #: Seconds in which a link gathers all blocks, as a part of those in which they compute.
 LINKS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
@@ -91,23 +96,67 @@ class Chain(nn.Module):
         return reduce(lambda x, block: block(x), self.blocks, x)
 
 
+@contextmanager
+def sharded(transformer: nn.Module, blocks: int) -> Iterator[nn.Module]:
+    """The transformer on the first of two ranks, of which the other one never answers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = SimpleNamespace(weights=init_device_mesh("cpu", (2,)), device=torch.device("cpu"))
+        for index in range(blocks):
+            fsdp.shard_block(transformer, f"blocks.{index}", (), mesh, lambda *_: None)
+        fsdp.shard_rest(transformer, ("blocks",), mesh, lambda *_: None)
+        yield transformer
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_block_that_runs_is_there_twice():
     """As gathered_bytes counts: its weights, the buffer that they came in, and that of the next block."""
     width, linears = 256, 2
     blocks = [nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(linears))) for _ in range(6)]
     transformer = Chain(blocks).requires_grad_(False)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = SimpleNamespace(weights=init_device_mesh("cpu", (2,)), device=torch.device("cpu"))
-        for index in range(len(blocks)):
-            fsdp.shard_block(transformer, f"blocks.{index}", (), mesh, lambda *_: None)
-        fsdp.shard_rest(transformer, ("blocks",), mesh, lambda *_: None)
-        with torch.inference_mode(), WholeWeights() as memory:
-            transformer(torch.zeros(1, width))
-    finally:
-        dist.destroy_process_group()
+    with sharded(transformer, len(blocks)), torch.inference_mode(), WholeWeights() as memory:
+        transformer(torch.zeros(1, width))
     block = linears * width * width * torch.float32.itemsize
     assert 3 * block <= memory.peak < 3.1 * block
+
+
+class Headed(Chain):
+    """A chain with a layer in none of the blocks, which may leave its forward before the end."""
+
+    def __init__(self, blocks: list[nn.Module]):
+        super().__init__(blocks)
+        self.head = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, leave: bool = False):
+        x = self.head(super().forward(x))
+        if leave:
+            raise StageDone(())
+        return x
+
+
+@pytest.mark.parametrize("resets", [True, False], ids=["torch resets", "an earlier torch"])
+def test_weights_are_shards_again_after_a_forward_that_was_left(resets, monkeypatch):
+    """Whatever is assigned then, as a LoRA's sum, is what the next forward gathers; and nothing is kept of
+    forwards for a backward."""
+    if not resets:
+        monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    with sharded(Headed([nn.Linear(4, 4, bias=False) for _ in range(2)]).requires_grad_(False), 2) as chain:
+        fsdp.reshard(chain)  # before any forward
+        with torch.inference_mode():
+            chain(torch.zeros(1, 4))
+            with pytest.raises(StageDone):
+                chain(torch.zeros(1, 4), leave=True)
+        assert not isinstance(chain.head.weight, DTensor)
+        fsdp.reshard(chain)
+        assert all(isinstance(parameter, DTensor) for parameter in chain.parameters())
+        state = chain._get_fsdp_state()
+        assert not state._comm_ctx.post_forward_order and state._state_ctx.iter_forward_root is None
+        with torch.inference_mode(False):
+            fsdp.assign(chain.head.weight, torch.ones(2, 4))
+        with torch.inference_mode(), pytest.raises(StageDone):
+            chain(torch.zeros(1, 4), leave=True)
+        assert chain.head.weight[:2].eq(1).all()  # the first rank's rows
 
 
 def test_sharded_weights_leave_with_their_groups():
