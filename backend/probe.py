@@ -26,7 +26,7 @@ from .planner.machine import OVERHEAD, Machine
 from .quantization import trial
 from .quantization.matmul import capability_of, native_formats
 from .serving.broadcast import Dispatcher
-from .start import end_with_parent, ready_file, run_and_exit
+from .start import end_with_parent, linked_file, ready_file, run_and_exit
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
@@ -315,6 +315,7 @@ def main():
         probe = Probe(options.device, mesh.file_store(options.store))
         if probe.ranks > 1:
             probe.check_links()
+        linked_file(options.store).touch()
         machine = probe.measure()
         if probe.mesh.rank == 0:
             write(machine, Path(options.out))

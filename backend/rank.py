@@ -103,7 +103,8 @@ class Worker:
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
         """Call the model once, as run_sample. A call like the one before is not looked at again."""
         prepare = partial(self.engine.prepare_call, message)
-        prepared = self._admitted(message, prepare, planned)
+        # what is not looked at again may find no memory: others have used the device since
+        prepared = self._guarded(partial(self._admitted, message, prepare, planned))
         self.clock.begin(0)
         try:
             return self._guarded(partial(self.engine.forward, message, prepared))

@@ -106,6 +106,11 @@ def ready_file(store: str, rank: str) -> Path:
     return Path(f"{store}.ready-{rank}")
 
 
+def linked_file(store: str) -> Path:
+    """Return the file next to ``store`` that says that every rank has received what the others sent."""
+    return Path(f"{store}.linked")
+
+
 def own_token(path: str | None) -> str:
     """The token of a backend that is started by hand, from the file ``path`` or the environment; ConfigError
     where others can read the file or the token could be guessed."""

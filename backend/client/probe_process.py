@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from ..config import ParallelConfig
 from ..protocol import BackendError
@@ -23,7 +24,8 @@ from .rank_environment import sanitized_environment
 
 #: A machine that takes longer than this to measure is not going to.
 LONGEST_SECONDS = 300.0
-#: Ranks that have imported everything answer in seconds; those that hang in NCCL never do.
+#: Ranks that have imported everything reach each other in seconds; those that hang in NCCL never do. What is
+#: measured after that takes as long as it takes, with many GPUs and slow links more than this.
 ANSWER_SECONDS = 90.0
 #: An agent needs this long at most to end ranks that hang.
 END_SECONDS = 8.0
@@ -113,11 +115,12 @@ def _probed(
         command = [*agent_command(config.world_size, private.path), *probe]
         environment = sanitized_environment(dict(os.environ), config, device, nccl=way)
 
-        def is_started() -> bool:
-            return not is_last and len(list(private.path.glob(f"{store.name}.ready-*"))) == config.world_size
+        def is_linking() -> bool:
+            ready = list(private.path.glob(f"{store.name}.ready-*"))
+            return not is_last and len(ready) == config.world_size and not Path(f"{store}.linked").exists()
 
         try:
-            run(command, environment, check, longest, is_started, private.inherited, hang_remedy(device))
+            run(command, environment, check, longest, is_linking, private.inherited, hang_remedy(device))
         except UnmeasuredError as error:
             if not out.exists():
                 raise
@@ -133,12 +136,12 @@ def run(
     environment: dict[str, str],
     check: Check,
     longest: float = LONGEST_SECONDS,
-    is_started: Callable[[], bool] = lambda: False,
+    is_linking: Callable[[], bool] = lambda: False,
     held: tuple[int, ...] = (),
     remedy: str = "",
 ):
     """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
-    keeps the descriptors ``held``. Once ``is_started``, it has ANSWER_SECONDS. Raises UnmeasuredError with
+    keeps the descriptors ``held``. While it ``is_linking`` it has ANSWER_SECONDS. Raises UnmeasuredError with
     its last words where it fails, or with ``remedy`` where it does not end."""
     require_same_pack()
     with tempfile.TemporaryFile() as log:
@@ -153,15 +156,15 @@ def run(
             pass_fds=held,
         )
         try:
-            hangs = _waited(process, check, longest, is_started)
+            hangs = _waited(process, check, longest, is_linking)
         finally:
             assert process.stdin is not None  # it was opened as a pipe
             process.stdin.close()  # by which an agent and its ranks end
             end_process(process, END_SECONDS)
         if hangs:
             what = f"its ranks did not answer within {hangs:.0f} s"
-            # those that are still importing say nothing of links
-            raise UnmeasuredError(what, remedy, of_links=bool(remedy) and is_started())
+            # those that still import, or measure, say nothing of links
+            raise UnmeasuredError(what, remedy, of_links=bool(remedy) and is_linking())
         if process.returncode:
             log.seek(0)
             text = log.read().decode(errors="replace").strip()
@@ -176,17 +179,18 @@ def run(
 
 
 def _waited(
-    process: subprocess.Popen, check: Check, longest: float, is_started: Callable[[], bool]
+    process: subprocess.Popen, check: Check, longest: float, is_linking: Callable[[], bool]
 ) -> float | None:
     """Wait for a process; return the seconds that it had where it has not ended by then."""
-    began, limit, started = time.monotonic(), longest, False
+    began, limit, linking = time.monotonic(), longest, False
     while process.poll() is None:
         if time.monotonic() > began + limit:
             return limit
         check()
         time.sleep(0.1)
-        if not started and is_started():
-            began, limit, started = time.monotonic(), min(longest, ANSWER_SECONDS), True
+        if is_linking() != linking:
+            linking = not linking
+            began, limit = time.monotonic(), min(longest, ANSWER_SECONDS) if linking else longest
     return None
 
 

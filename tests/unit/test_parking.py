@@ -184,6 +184,20 @@ def test_memory_that_runs_out_ends_a_rank_only_where_another_waits(ranks, error)
     assert type(raised.value).__name__ == error and rank.engine.memory.released == (ranks == 1)
 
 
+@pytest.mark.parametrize("ranks, error", [(1, "OutOfRoom"), (2, "OutOfMemory")])
+def test_so_does_memory_that_is_gone_before_a_call_like_the_one_before(ranks, error):
+    """No round has asked for room again."""
+
+    def prepare(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    rank = worker(ranks)
+    rank.engine.prepare_call, rank.admission = print, SimpleNamespace(prepare=prepare)
+    with pytest.raises(Exception, match="rank 0 ran out of memory .* 2.00 GB free") as raised:
+        rank.run_call(SimpleNamespace(model="m", attention="auto"))
+    assert type(raised.value).__name__ == error and rank.engine.memory.released == (ranks == 1)
+
+
 @pytest.mark.parametrize("parked_on", [set(), {0}, {1}, {0, 1}], ids=str)
 def test_a_refused_request_leaves_ranks_parked_as_they_were(parked_on):
     """One had no room for its weights, others have theirs back: they must enter the next rounds alike."""
