@@ -1,65 +1,16 @@
 """Model families, one file each (data, calls and key layout), found by name or by the transformer's class."""
 
-from . import (
-    chroma,
-    cogvideox,
-    flux,
-    flux2,
-    flux3,
-    hidream,
-    hunyuan_dit,
-    hunyuan_image21,
-    hunyuan_video,
-    hunyuan_video15,
-    ideogram4,
-    kandinsky5,
-    krea2,
-    ltx2,
-    ltxv,
-    lumina2,
-    minimax_h3,
-    minimax_h3_curves,
-    pixart,
-    qwen_image,
-    qwen_image21,
-    sana,
-    sd3,
-    wan,
-    wan_animate,
-    wan_vace,
-    z_image,
-)
+from importlib import import_module
+
 from .family import Family
 
-MODULES = (
-    flux,
-    chroma,
-    sd3,
-    pixart,
-    hunyuan_dit,
-    hunyuan_video15,
-    hunyuan_video,
-    hunyuan_image21,
-    wan,
-    wan_vace,
-    wan_animate,
-    cogvideox,
-    ltxv,
-    qwen_image,
-    qwen_image21,
-    z_image,
-    krea2,
-    kandinsky5,
-    hidream,
-    sana,
-    minimax_h3,
-    minimax_h3_curves,
-    flux2,
-    lumina2,
-    ideogram4,
-    flux3,
-    ltx2,
-)
+#: Every family's file, a more special one before the general one: the first that recognises a model has it.
+NAMES = """
+    flux chroma sd3 pixart hunyuan_dit hunyuan_video15 hunyuan_video hunyuan_image21 wan wan_vace wan_animate
+    cogvideox ltxv qwen_image qwen_image21 z_image krea2 kandinsky5 hidream sana minimax_h3 minimax_h3_curves
+    flux2 lumina2 ideogram4 flux3 ltx2
+""".split()
+MODULES = [import_module(f".{name}", __name__) for name in NAMES]
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 
 
