@@ -1,8 +1,7 @@
-"""How far PipeFusion's stale keys and values take the demo model's images from the serial ones: writes
-docs/drift.md.
+"""How far PipeFusion's stale keys and values take the demo model's images from the serial ones: the
+table of docs/drift.md, and what follows from it.
 
-    python benchmarks/drift.py [--quick] [--out docs/drift.md]
-    python benchmarks/drift.py --text docs/drift.md     # the text again around the table that is there
+    python benchmarks/drift.py [--quick] [--write]
 
 Patches are computed in the pipeline's order by one process: with N stages the tokens that are fresh, and
 those that are stale, are the same, so the numbers hold for any pipefusion_degree (tests/ranks compare them).
@@ -23,14 +22,12 @@ from page_parts import Part
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
-from backend.planner import drift
-from backend.planner.candidates import LEAST_STEPS
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 from demo import shapes
 
-#: What benchmarks/wire_drift.py writes into the same page.
-WIRE = Part("docs/drift.md", "wire", "benchmarks/wire_drift.py")
+TABLE = Part("docs/drift.md", "table", "benchmarks/drift.py")
+CONCLUSION = Part("docs/drift.md", "conclusion", "benchmarks/drift.py")
 PROMPTS = shapes.random_prompts(6, seed=11)
 SHIFT = 3.0
 
@@ -106,7 +103,7 @@ def table(found) -> str:
         cells = [f"{mean:.1f} / {worst:.1f} | {error:.3f}" for mean, worst, error in results.values()]
         lines.append(f"| {steps} | {cfg:g} | {patches} | {warmup} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    return "\n".join(lines)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def numbers(table: str) -> list[tuple[int, dict]]:
@@ -149,79 +146,7 @@ def conclusion(table: str) -> str:
         f"{default}:\n{table}"
     )
     lines.append(f"So `{default}` is the default{': the other can be worse' if default == 'reuse' else ''}.")
-    return "\n".join(lines)
-
-
-def text(table: str) -> str:
-    """docs/drift.md; its part on ``wire`` is benchmarks/wire_drift.py's, and stays as it is."""
-    steps = [int(line.split("|")[1]) for line in table.splitlines()[len(HEAD) :]]
-    numbers = {"prompts": len(PROMPTS), "shift": SHIFT, "wire": WIRE.read()}
-    numbers |= {"least": min(steps), "auto": LEAST_STEPS, "few": drift.FEW_STEPS, "most": drift.MOST_PATCHES}
-    numbers |= {"stale": drift.STALE, "decibel": drift.DECIBEL, "invisible": drift.INVISIBLE}
-    return TEXT.format(table=table, conclusion=conclusion(table), **numbers)
-
-
-def table_in(text: str) -> str:
-    """The table of this program."""
-    own = text.partition("<!-- wire")[0]
-    return "\n".join(line for line in own.splitlines() if line.startswith("|"))
-
-
-TEXT = """# Drift of PipeFusion
-
-Written by `python benchmarks/drift.py`. The demo model (Flux architecture, 256 image and 16 text tokens),
-{prompts} prompts, Euler, schedule shift {shift:g}, float32: PSNR of the decoded image against one process
-(mean and worst prompt), and relative error of the latent. With one patch, and during warm-up, there is no
-drift: the results are equal. More than about 40 dB cannot be seen. The numbers are those of any
-`pipefusion_degree`: which tokens are stale depends on M alone. tests/ranks/test_ranks.py compares pipelines
-of 2 to 8 ranks with the one process that computes this table, to 1e-5.
-
-{table}
-
-A token that this step has not refreshed yet is stale. `reuse` reads its keys and values as they were in the
-step before. `extrapolate` reads K + r (K - K_prev), r the ratio of the two steps in sigma and at most 1. That
-costs a second buffer of keys and values.
-
-**Fewer than {least} steps were not measured**, nor any released model. `method` auto may take PipeFusion
-from {auto} steps on: with few steps the step before is further away, and the drift larger. Under {few}
-steps it takes {most} patches at most. A plan has to be {stale:g} times as fast as an exact one, and
-{decibel:g} times more for each dB of the mean below {invisible:g} (`backend/planner/drift.py` has the rows of
-reuse with W = 1). `fastest exact` takes no stale keys and values.
-
-{conclusion}
-
-Tried once on the same prompts and dropped; the code is gone, so this script does not measure it again (12, 20
-and 28 steps, M 2 and 8, W 1 and 2; dB against the line through two points):
-
-- A parabola through three points gains up to 1.6 with two patches but loses 7 to 22 with eight.
-- r times 0.75 gains up to 1.3 (mean) in 12 and 20 steps and loses up to 1.6 in 28; r times 0.5 is worse.
-- Half of r in the first step that has two points gains up to 2 with W = 2 and loses up to 3 with W = 1.
-- A factor of each block was fitted to other prompts (0.97 in the first to 0.47 in the last). It gains up to
-  0.8 in the mean and 1.5 at the worst prompt with W = 1 in 12 and 20 steps. It loses up to 5 elsewhere, and
-  is still worse than reuse at one worst prompt.
-
-# Error of float8 on the wire
-
-`wire` fp8 rounds what Ulysses and rings send to three bits of mantissa, with a scale for each token and
-head ([degrees.md](degrees.md#slow-links-wire)). It has nothing to do with PipeFusion: there is no
-staleness, and the error comes anew in every step. Relative error of the latent against `wire` full, on two
-real ranks in float32, Euler:
-
-<!-- wire: made by benchmarks/wire_drift.py -->
-{wire}<!-- end of wire -->
-
-The families are tiny models of **random weights** under the tests' ComfyUI requests, cut short to each
-number of steps along their own schedules. They show that every family runs, and the size of the error, not
-what a trained model makes of it. Krea 2's norms multiply by 1 + weight, so that its random attention is
-sharp and small errors grow (in float32 it is the family furthest from ComfyUI, too). Sana is refused: its
-linear attention sends sums, in full. The last row is a trained model, the demo's, with six prompts at cfg
-2.5: PipeFusion's stale keys and values take it as far (the table above). No released model was measured,
-nor any on a GPU.
-
-A ring rounds the keys and values of other ranks alone. Ulysses rounds queries, keys, values and outputs, so
-it is further away. More steps end nearer to each other: each takes a smaller part of its step from rounded
-numbers.
-"""
+    return "".join(f"{line}\n" for line in lines)
 
 
 def main():
@@ -230,22 +155,16 @@ def main():
     )
     parser.add_argument("--model", default=str(ROOT / "demo" / "shapes-flux"))
     parser.add_argument("--quick", action="store_true", help="one case in place of the table")
-    parser.add_argument("--out", type=Path, help="Markdown file to write")
-    parser.add_argument(
-        "--text",
-        type=Path,
-        help="Markdown file whose text is written again around its table, without measuring",
-    )
+    parser.add_argument("--write", action="store_true", help=f"put the table into {TABLE.page}")
     options = parser.parse_args()
-    if options.text:
-        options.text.write_text(text(table_in(options.text.read_text())))
-        return
     torch.set_num_threads(1)
     began = time.time()
-    found = text(table(rows(Pipeline(options.model), options.quick)))
-    print(conclusion(table_in(found)))
-    if options.out:
-        options.out.write_text(found)
+    found = table(rows(Pipeline(options.model), options.quick))
+    followed = conclusion(found)
+    print(followed, end="")
+    if options.write:
+        TABLE.write(found)
+        CONCLUSION.write(followed)
     print(f"{time.time() - began:.0f} s")
 
 

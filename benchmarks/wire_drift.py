@@ -21,7 +21,7 @@ import torch
 
 sys.path[:0] = [str(common.ROOT / "tests"), str(common.ROOT / "tests/support"), str(common.ROOT / "scripts")]
 from families import LATENT_FORMATS, golden
-from page_parts import markdown
+from page_parts import Part, markdown
 from ranks.families import shortened
 from tiny import relative, write_checkpoint
 
@@ -32,7 +32,7 @@ from backend.parallel import mesh
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 
-PART = drift.WIRE
+PART = Part("docs/drift.md", "wire", "benchmarks/wire_drift.py")
 STEPS = (4, 8, 28)
 METHODS = {"Ulysses 2": ParallelConfig(ulysses_degree=2), "ring 2": ParallelConfig(ring_degree=2)}
 DEMO = "demo model, trained"

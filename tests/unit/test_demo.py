@@ -9,6 +9,8 @@ from pack import ROOT
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
+from backend.planner import drift as planner
+from backend.planner.candidates import LEAST_STEPS
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 from demo import shapes
@@ -96,13 +98,29 @@ def test_the_demo_takes_gpus_that_torch_can_use(monkeypatch, works, count, devic
     assert demo["device"]() == device
 
 
-def test_the_page_about_drift_says_what_its_numbers_say():
-    """benchmarks/drift.py --text writes it again; numbers that ask for another default than ParallelConfig's
-    are an error."""
-    drift, page = runpy.run_path(str(ROOT / "benchmarks/drift.py")), (ROOT / "docs/drift.md").read_text()
-    table = drift["table_in"](page)
-    assert drift["text"](table) == page
-    assert "better in 15 of 15" in drift["conclusion"](table) and "loses" in drift["conclusion"](table)
+@pytest.fixture
+def drift():
+    """What is in benchmarks/drift.py."""
+    return runpy.run_path(str(ROOT / "benchmarks/drift.py"))
+
+
+def test_the_page_about_drift_says_what_its_numbers_say(drift):
+    """benchmarks/drift.py --write makes both; numbers that ask for another default than ParallelConfig's are
+    an error."""
+    table, conclusion = drift["TABLE"].read(), drift["CONCLUSION"].read()
+    assert table.splitlines()[:2] == drift["HEAD"] and conclusion == drift["conclusion"](table)
+    assert "better in 15 of 15" in conclusion and "loses" in conclusion
     won = "\n".join(line for line in table.splitlines() if "| 1 |" not in line)
     with pytest.raises(AssertionError, match="should be extrapolate"):
         drift["conclusion"](won)
+
+
+def test_the_text_about_drift_has_the_numbers_of_benchmark_and_planner(drift):
+    """tests/unit/test_plan_order.py compares MEASURED with the table."""
+    page = " ".join((ROOT / drift["TABLE"].page).read_text().split())
+    assert f" {len(drift['PROMPTS'])} prompts, Euler, schedule shift {drift['SHIFT']:g}, float32: " in page
+    assert f"**Fewer than {min(planner.MEASURED)} steps were not measured**" in page
+    assert f" may take PipeFusion from {LEAST_STEPS} steps on: " in page
+    assert f" Under {planner.FEW_STEPS} steps it takes {planner.MOST_PATCHES} patches at most. " in page
+    penalty = f"{planner.STALE:g} times as fast as an exact one, and {planner.DECIBEL:g} times more"
+    assert f" {penalty} for each dB of the mean below {planner.INVISIBLE:g} " in page
