@@ -5,56 +5,9 @@ wherever the transformer runs.
 """
 
 from .checking import Check, check_image
-from .latents import (
-    LATENT_RGB_BIAS,
-    LATENT_RGB_FACTORS,
-    decode,
-    encode,
-    from_vae_units,
-    pack,
-    to_vae_units,
-    unpack,
-)
-from .scenes import (
-    BACKGROUNDS,
-    COLOURS,
-    PLACES,
-    RELATIONS,
-    SHAPES,
-    Item,
-    Scene,
-    describe,
-    draw,
-    parse_prompt,
-    random_example,
-    random_prompts,
-    random_scene,
-)
+from .latents import LATENT_RGB_BIAS, LATENT_RGB_FACTORS, decode, encode, to_vae_units
+from .scenes import draw, parse_prompt, random_prompts
 from .text import encode_prompt
 
-__all__ = [
-    "BACKGROUNDS",
-    "COLOURS",
-    "Item",
-    "LATENT_RGB_BIAS",
-    "LATENT_RGB_FACTORS",
-    "PLACES",
-    "RELATIONS",
-    "SHAPES",
-    "Scene",
-    "Check",
-    "check_image",
-    "decode",
-    "describe",
-    "draw",
-    "encode",
-    "encode_prompt",
-    "from_vae_units",
-    "pack",
-    "parse_prompt",
-    "random_example",
-    "random_prompts",
-    "random_scene",
-    "to_vae_units",
-    "unpack",
-]
+__all__ = ["Check", "check_image", "draw", "encode_prompt", "parse_prompt", "random_prompts"]
+__all__ += ["LATENT_RGB_BIAS", "LATENT_RGB_FACTORS", "decode", "encode", "to_vae_units"]
