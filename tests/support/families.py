@@ -6,7 +6,7 @@ import json
 import math
 
 import torch
-from diffusers import AutoencoderKLQwenImage21
+from diffusers import AutoencoderKLQwenImage21, AutoencoderKLWan
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import GOLDEN
@@ -14,54 +14,18 @@ from tiny import GOLDEN
 from backend.models import FAMILIES
 from backend.protocol import ModelCall, Sample
 
+
+def vae_numbers(vae: type, *shape: int) -> list[torch.Tensor]:
+    """Mean and deviation of each channel that a VAE of diffusers has by default."""
+    defaults = inspect.signature(vae).parameters
+    return [torch.tensor(defaults[name].default).view(shape) for name in ("latents_mean", "latents_std")]
+
+
 #: ComfyUI's latent formats: model space = (VAE units - shift) * scale.
-WAN_MEAN = torch.tensor(
-    [
-        -0.7571,
-        -0.7089,
-        -0.9113,
-        0.1075,
-        -0.1745,
-        0.9653,
-        -0.1517,
-        1.5508,
-        0.4134,
-        -0.0715,
-        0.5517,
-        -0.3632,
-        -0.1922,
-        -0.9497,
-        0.2503,
-        -0.2921,
-    ]
-).view(1, 16, 1, 1, 1)
-WAN_STD = torch.tensor(
-    [
-        2.8184,
-        1.4541,
-        2.3275,
-        2.6558,
-        1.2196,
-        1.7708,
-        2.6052,
-        2.0743,
-        3.2687,
-        2.1526,
-        2.8652,
-        1.5579,
-        1.6382,
-        1.1253,
-        2.8251,
-        1.9160,
-    ]
-).view(1, 16, 1, 1, 1)
+WAN_MEAN, WAN_STD = vae_numbers(AutoencoderKLWan, 1, 16, 1, 1, 1)
 WAN = (WAN_MEAN, 1.0 / WAN_STD)
 FLUX = (0.1159, 0.3611)
-#: The VAE's own numbers.
-MEAN, DEVIATION = (
-    torch.tensor(inspect.signature(AutoencoderKLQwenImage21).parameters[name].default).view(1, 64, 1, 1)
-    for name in ("latents_mean", "latents_std")
-)
+MEAN, DEVIATION = vae_numbers(AutoencoderKLQwenImage21, 1, 64, 1, 1)
 QWEN21 = (MEAN, 1.0 / DEVIATION)
 #: Golden family -> (shift, scale).
 LATENT_FORMATS = {
