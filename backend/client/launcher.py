@@ -17,7 +17,7 @@ from ..config import ParallelConfig
 from ..errors import RAN_OUT
 from ..lending import lend_no_more
 from ..protocol import BackendError, Shutdown
-from ..protocol.heartbeats import Beat, Heartbeats
+from ..protocol.heartbeats import Beat, Heartbeats, silent_seconds
 from . import forks
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
@@ -70,7 +70,7 @@ class BackendProcess:
         """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``.
         ``address`` and ``token`` are those of other clients; without them there are none. ``link``: to the
         launchers of the other machines, which start the other ranks. Raises BackendError where the pack or
-        the disk does not allow it."""
+        the disk does not allow it, and ConfigError."""
         require_same_pack()
         self.models = frozenset(models)
         self._link = link
@@ -110,6 +110,7 @@ class BackendProcess:
         atexit.register(self._close_at_exit)
 
     def _start_agent(self, config: ParallelConfig, device: str) -> subprocess.Popen:
+        silent_seconds()  # refuses a limit that is none before anything is started
         # of several machines each uses its first GPUs
         here = config if self.machines.count == 1 else ParallelConfig(data_parallel_degree=self._ranks)
         env = sanitized_environment(dict(os.environ), here, device, self.machines.interface or "lo")
@@ -274,8 +275,9 @@ class BackendProcess:
         if not self._pipe.closed:
             forks.let_go(self._pipe.fileno())
         self._pipe.close()
-        if self._is_hung() or not self._wait(3):
-            self._kill_ranks()  # those that live do not see the end of their pipe
+        # those that live do not see the end of their pipe; an agent that was killed has ended none
+        if self._is_hung() or not self._wait(3) or (self._agent.returncode or 0) < 0:
+            self._kill_ranks()
         # where a rank was silent all are dead by now, and torchrun may be stopped, too
         if not self._wait(1 if self.silence else 3):
             self._agent.terminate()

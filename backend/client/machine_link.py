@@ -8,7 +8,6 @@ nothing is encrypted. Every machine writes twice a second; one that is not heard
 """
 
 import json
-import os
 import select
 import socket
 import sys
@@ -21,9 +20,10 @@ from typing import Any
 
 from ..config import ConfigError
 from ..protocol import BackendError, handshake
+from ..protocol.heartbeats import silent_seconds
 from .exit_report import RankFailure
 from .machines import Machines
-from .silence import LOOK_SECONDS, SILENT_SECONDS, VARIABLE
+from .silence import LOOK_SECONDS
 
 #: The label of a machine's proof begins with this, so that none made on a backend's socket fits.
 ROLE = "machine"
@@ -101,7 +101,7 @@ class Link:
         self._listener = listener
         self._on_end: Callable[[str], None] = lambda sentence: None
         self._on_ready: Check = lambda: None
-        self._limit = float(os.environ.get(VARIABLE, SILENT_SECONDS))
+        self._limit = silent_seconds()
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         self._told = False

@@ -9,6 +9,7 @@ import torch
 
 from ..config import ConfigError, ParallelConfig
 from ..control_group import cpu_limit
+from ..lending import told
 from ..torch_version import has_torch
 from . import nccl_settings
 from .cache_files import cache_folder
@@ -160,4 +161,4 @@ def sanitized_environment(
         # all of ours are held until they are waited for, and later versions do nothing else
         env["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "1"
     env["HF_HUB_OFFLINE"] = "1"
-    return env
+    return env | told()

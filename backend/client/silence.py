@@ -9,13 +9,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ..protocol.heartbeats import Beat, Heartbeats
+from ..protocol.heartbeats import Beat, Heartbeats, silent_seconds
 
 #: Seconds between two looks.
 LOOK_SECONDS = 0.5
-#: A rank without a beat for this long is silent. The longest that a healthy one was kept from its beat, by a
-#: call that holds the GIL, is in docs/reliability.md.
-SILENT_SECONDS = 10.0
 #: While ranks start: creating contexts on many GPUs may hold the GIL for long.
 START_SECONDS = 60.0
 #: Somebody waits for Cancel, and ends a rank that is silent for this long.
@@ -24,8 +21,6 @@ CANCEL_SECONDS = 3.0
 #: for a peer, the host goes on until CUDA's queue of kernels is full, and then waits in a launch, which holds
 #: the GIL where inductor or comfy-kitchen launches.
 GPU_PATIENCE, LONGEST_SECONDS = 12.0, 120.0
-#: Sets SILENT_SECONDS, for whoever stops a rank in a debugger.
-VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
 #: State in /proc/PID/stat -> what it means.
 STATES = {
     "T": "its process is stopped, as by SIGSTOP or a debugger",
@@ -38,12 +33,14 @@ RUNS = "its process runs, but none of its Python threads do"
 
 
 class SilenceWatch:
-    """Looks at heartbeats until ``stop``; ``report`` gets one sentence on the ranks that are silent, once."""
+    """Looks at heartbeats until ``stop``; ``report`` gets one sentence on the ranks that are silent, once.
+    Raises ConfigError where the environment has no limit."""
 
     def __init__(self, heartbeats: Heartbeats, report: Callable[[str], None], on_gpus: bool = False):
         self.heartbeats = heartbeats
         self.on_gpus = on_gpus
         self.limit = START_SECONDS
+        self._limit_of_ready = silent_seconds()
         self._report = report
         self._seen: dict[int, tuple[Beat, int]] = {}
         self._stopped = threading.Event()
@@ -52,7 +49,7 @@ class SilenceWatch:
 
     def ready(self):
         """The ranks have started: from now on a shorter silence counts."""
-        self.limit = float(os.environ.get(VARIABLE, SILENT_SECONDS))
+        self.limit = self._limit_of_ready
 
     def stop(self):
         """End the looks, and wait for the one under way."""

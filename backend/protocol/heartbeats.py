@@ -2,9 +2,11 @@
 
 A thread of every rank counts, apart from its work: the main thread may compute, load or wait for an hour. It
 needs Python's lock (GIL) alone, which torch, files and sockets release while they work. The launcher looks
-whether the counters move (client/silence.py). Standard library only.
+whether the counters move (client/silence.py). A rank whose launcher has gone looks itself, by a thread that
+needs no GIL. Standard library only.
 """
 
+import faulthandler
 import mmap
 import os
 import struct
@@ -13,10 +15,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import ConfigError
 from .step_times import StepRing, StepTime
 
 #: Seconds between two beats of a rank.
 BEAT_SECONDS = 0.5
+#: A rank without a beat for this long is silent. The longest that a healthy one was kept from its beat, by a
+#: call that holds the GIL, is in docs/reliability.md.
+SILENT_SECONDS = 10.0
+#: Sets SILENT_SECONDS, for whoever stops a rank in a debugger.
+VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
+#: After so many seconds without a beat, and twice the limit, a process writes where its threads are and ends:
+#: the launcher, which ends it sooner, has gone, and ranks that all wait in launches of kernels, which holds
+#: the GIL, do not see that.
+ALONE_SECONDS = 180.0
+#: Beats after which that time begins anew.
+BEATS_A_LOOK = 10
 #: A rank's process id, its rank in the whole backend, its beats, and the longest time between two (ms).
 SLOT = struct.Struct("=4Q")
 #: Bytes of a rank: its slot, and its last steps (step_times.py), which lie after all slots.
@@ -41,6 +55,21 @@ def _memory_file() -> int | None:
         return os.memfd_create("parallel-dit-heartbeats")
     except OSError:  # seccomp, or vm.memfd_noexec
         return None
+
+
+def silent_seconds() -> float:
+    """Return the seconds after which a rank is silent. Raises ConfigError."""
+    text = os.environ.get(VARIABLE, "").strip()
+    try:
+        seconds = float(text or SILENT_SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(
+            f"{VARIABLE} is {text!r:.100}, which is no number of seconds; set it to a positive number, or "
+            f"unset it for {SILENT_SECONDS:g}."
+        )
+    return seconds
 
 
 class Heartbeats:
@@ -79,7 +108,10 @@ class Heartbeats:
         count = 0
         longest = 0.0
         last = time.monotonic()
+        alone = max(ALONE_SECONDS, 2 * silent_seconds())
         while True:
+            if count % BEATS_A_LOOK == 0:
+                faulthandler.dump_traceback_later(alone, exit=True, file=2)
             now = time.monotonic()
             longest = max(longest, now - last)
             last = now

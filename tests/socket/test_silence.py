@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from backend.client import silence
+from backend.client.launcher import BackendProcess
 from backend.client.silence import LOOK_SECONDS, SilenceWatch
-from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats
+from backend.config import ConfigError, ParallelConfig
+from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats, silent_seconds
 
 #: A rank that beats and does ``what``.
 RANK = """
@@ -147,3 +149,31 @@ def test_a_launch_that_waits_for_a_gpu_is_no_hang(monkeypatch, on_gpus, state, l
     for seconds, found in ((patience - 1, ""), (patience, "rank 0 has been silent")):
         watch._seen[0] = (Beat(1, 0, 1, 0.0), int(seconds / silence.LOOK_SECONDS))
         assert watch.silent(limit).startswith(found) and bool(watch.silent(limit)) == bool(found)
+
+
+def test_a_rank_that_nobody_watches_any_more_ends_by_itself(tmp_path):
+    """ComfyUI was killed, and all ranks wait in launches of kernels: none sees the end of its pipe. Its log
+    says where it was."""
+    beats = Heartbeats.make(1, tmp_path)
+    what = "ctypes.PyDLL(None).sleep(60)"
+    code = RANK.format(root=str(Path(__file__).parents[2]), path=beats.path, rank=0, what=what)
+    code = code.replace("Heartbeats.join", "heartbeats.ALONE_SECONDS = 1.0; Heartbeats.join")
+    code = code.replace("from backend", "from backend.protocol import heartbeats\nfrom backend")
+    environment = {**os.environ, "PARALLEL_DIT_SILENT_SECONDS": "0.5"}
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=SOON
+    )
+    beats.close()
+    assert ended.returncode == 1 and time.monotonic() - started < SOON
+    assert "Timeout" in ended.stderr and 'File "<string>"' in ended.stderr
+
+
+@pytest.mark.parametrize("text", ["off", "0", "-1", "inf"])
+def test_a_limit_that_is_none_is_refused_before_anything_starts(text, monkeypatch):
+    monkeypatch.setenv("PARALLEL_DIT_SILENT_SECONDS", text)
+    with pytest.raises(ConfigError, match=f"SILENT_SECONDS is '{text}', which is no number") as error:
+        BackendProcess(ParallelConfig(), "cpu")
+    assert str(error.value).count(". ") == 0
+    monkeypatch.setenv("PARALLEL_DIT_SILENT_SECONDS", "")
+    assert silent_seconds() == 10
