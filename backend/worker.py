@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import start
-from .admission import AllRefuse, Planned
+from .admission import AllRefuse, OutOfRoom, Planned
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError
 from .loading.checkpoint import Checkpoint
@@ -49,7 +50,7 @@ from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .sampling.validation import refusing
 from .serving.progress import Previews, load_progress, progress
-from .serving.server import CANCELLABLE, Job, Server
+from .serving.server import CANCELLABLE, Client, Job, Server
 from .serving.step_times import step_rows
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
@@ -65,6 +66,8 @@ class Leader(Worker):
         config, device = begun.config, begun.device
         #: Loaded model -> its path, and its checkpoint (opened, not loaded) from which requests are planned.
         self.files: dict[str, tuple[str, Checkpoint]] = {}
+        #: Client -> the models that it has loaded.
+        self.named: WeakKeyDictionary[Client, set[str]] = WeakKeyDictionary()
         names = self.admission.names
         welcome = Welcome(config.world_size, device, config.degrees, self.pids, names, config.of_ranks)
         self.beats = begun.beats
@@ -99,6 +102,7 @@ class Leader(Worker):
                 continue
             if isinstance(job.message, Shutdown):
                 self.dispatcher.broadcast(job.message)
+                self.server.write_out()
                 return
             self.run(job)
             self.server.finish(job)
@@ -109,6 +113,8 @@ class Leader(Worker):
         Its handler looks at it while no other rank knows of it, so whatever it raises is a refusal. It
         returns what all ranks then do: an error of that ends this rank, since its peers wait in a collective.
         """
+        if job.is_abandoned:
+            return
         kind = type(job.message)
         if kind not in HANDLERS:
             job.reply(Failure(f"a client does not send {kind.__name__}."))
@@ -126,7 +132,25 @@ class Leader(Worker):
         try:
             act()
         except AllRefuse as error:  # none has begun, or there is this one alone
+            if isinstance(error, OutOfRoom) and self._free_abandoned(job.message):
+                self.run(job)
+                return
             job.reply(Failure(str(error), lacking=[list(each) for each in error.lacking.items()]))
+
+    def _free_abandoned(self, message) -> bool:
+        """Unload the oldest model that no connected client has loaded; return whether there was one beside
+        that of ``message``."""
+        named = set().union(*(keys for client, keys in self.named.items() if not client.gone))
+        own = getattr(message, "model", "").partition(LORAS)[0]
+        idle = [key for key in self.files if key not in named and key != own]
+        if not idle:
+            return False
+        path = self.files[idle[0]][0]
+        print(f"{path} leaves the ranks: no client that is connected has loaded it, and one lacks memory.")
+        unload = Unload(idle[0])
+        self.dispatcher.broadcast(unload)
+        self.unload(unload)
+        return True
 
     def on_arrange(self, job: Job, message: Arrange) -> Act:
         """Refuse what is no configuration of these ranks. Raises ConfigError."""
@@ -189,6 +213,7 @@ class Leader(Worker):
                 if reasons:
                     job.reply(Failure(f"the LoRAs could not be added ({'; '.join(reasons)})."))
                     return
+            self.named.setdefault(job.client, set()).add(key)
             name = self.engine.name(key, stack)
             model = self.engine.models[key]
             of_loras = {"warnings": warnings, "lora_bytes": model.lora_bytes(stack, whole=True)}

@@ -31,6 +31,8 @@ FULL_SECONDS = 1.0
 LEAVE_SECONDS = 5.0
 #: Requests that Cancel stops.
 CANCELLABLE = (protocol.Sample, protocol.ModelCall)
+#: Requests that are of use where who sent them has gone.
+FREEING = (protocol.Unload, protocol.Release)
 
 
 @dataclass
@@ -49,6 +51,11 @@ class Job:
         self.client.outbox.put(message)
 
     @property
+    def is_abandoned(self) -> bool:
+        """Return whether its client has gone, and nobody else is served by it."""
+        return self.client.gone and not isinstance(self.message, FREEING)
+
+    @property
     def client_keeps_up(self) -> bool:
         """Return whether no earlier reply waits; previews are left out while one does."""
         return self.client.outbox.empty()
@@ -61,6 +68,7 @@ class Client:
         self.connection, self.server = connection, server
         self.outbox: queue.Queue = queue.Queue()
         self.jobs: list[Job] = []
+        self.gone = False
         self.writer = threading.Thread(target=self._write, daemon=True)
 
     def serve(self):
@@ -80,6 +88,7 @@ class Client:
 
     def leave(self):
         """Cancel what is under way, write what is left, and give the place back."""
+        self.gone = True
         self.server.members.pop(self, None)
         self.server.strangers.pop(self, None)
         for job in self.jobs:
@@ -262,6 +271,15 @@ class Server:
         """Send a message to every client, from any thread."""
         for client in list(self.members):
             client.outbox.put(message)
+
+    def write_out(self):
+        """Write what waits for the clients, in LEAVE_SECONDS at most. Nothing is written after it."""
+        members = list(self.members)
+        for client in members:
+            client.outbox.put(None)
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for client in members:
+            client.writer.join(max(0.0, deadline - time.monotonic()))
 
     def finish(self, job: Job):
         """The job is done: a Cancel that comes now means a later one."""

@@ -179,6 +179,23 @@ def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkey
     assert server.clients._value == before
 
 
+def test_what_was_computed_is_written_before_the_ranks_end(server):
+    """Somebody stops a backend behind a long request. A client that reads nothing does not hold it up."""
+    waits, deaf = greeted(server), greeted(server)
+    large = protocol.Result({}, {"samples": torch.zeros(1 << 22)})
+    for client in (waits, deaf):
+        framing.send(client, sample())
+        server.next_job(5).reply(large)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(framing.receive(waits)))
+    reader.start()
+    started = time.monotonic()
+    server.write_out()
+    reader.join(10)
+    assert found[0].tensors["samples"].shape == (1 << 22,) and time.monotonic() - started < 10
+    assert not any(client.writer.is_alive() for client in server.members if client.outbox.empty())
+
+
 def test_a_flood_of_requests_is_stopped(server):
     flooding, good = greeted(server), greeted(server)
     for _ in range(MAX_WAITING + 1):

@@ -64,6 +64,7 @@ class Rank0(Leader):
         self.path = path
         self.admission = Admission(ParallelConfig(), self, self.engine.memory)
         self.files, self.reports = {self.model: (path, engine.open_checkpoint(path))}, {self.model: []}
+        self.named = {}
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(
             welcome=welcome,

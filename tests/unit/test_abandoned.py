@@ -1,0 +1,79 @@
+"""What clients that have gone leave on ranks that serve others: models that nobody names, and requests."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from backend import worker
+from backend.admission import OutOfRoom
+from backend.protocol import LORAS, Failure, Load, Release, Result, Sample, Unload
+from backend.serving.server import Client, Job
+from backend.worker import Leader
+
+ALONE = [Unload("m"), Release([0])]
+OTHERS = [Load("/m"), Sample("m", "euler", 1.0, 7)]
+
+
+def client() -> Client:
+    return Client(cast(Any, None), cast(Any, SimpleNamespace(last_error="")))
+
+
+class Ranks(Leader):
+    """Rank 0, alone, with ``models`` loaded; a Sample has room beside ``room`` of them."""
+
+    def __init__(self, models: list[str], room: int):
+        self.files = {model: (f"/{model}", None) for model in models}
+        self.named, self.room = {}, room
+        self.dispatcher = SimpleNamespace(broadcast=lambda message: None)
+        self.ran = []
+
+    def unload(self, message: Unload):
+        del self.files[message.model]
+
+    def sample(self, job: Job):
+        if len(self.files) > self.room:
+            raise OutOfRoom("rank 0 needs more.", {0: 1})
+        self.ran.append(job.message)
+        job.reply(Result())
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch):
+    def handler(leader, job, message):
+        return lambda: leader.sample(job)
+
+    monkeypatch.setattr(worker, "HANDLERS", {type(each): (handler, "it") for each in ALONE + OTHERS})
+
+
+def test_models_of_clients_that_have_gone_leave_for_those_that_are_there():
+    """The oldest first, and no more than has to."""
+    ranks = Ranks(["old", "older", "mine", "new"], room=3)
+    here, gone = client(), client()
+    ranks.named = {here: {"mine"}, gone: {"mine", "old", "older", "new"}}
+    gone.gone = True
+    ranks.run(Job(Sample("mine", "euler", 1.0, 7), here))
+    assert list(ranks.files) == ["older", "mine", "new"] and here.outbox.get_nowait() == Result()
+    ranks.room = 1
+    ranks.run(Job(Sample(f"mine{LORAS}x", "euler", 1.0, 7), here))
+    assert list(ranks.files) == ["mine"] and here.outbox.get_nowait() == Result()
+
+
+def test_models_that_a_connected_client_has_loaded_stay():
+    """Nor does the request's own leave, whoever loaded it."""
+    ranks = Ranks(["of another", "own"], room=1)
+    here, other = client(), client()
+    ranks.named = {other: {"of another"}}
+    ranks.run(Job(Sample("own", "euler", 1.0, 7), here))
+    assert list(ranks.files) == ["of another", "own"]
+    assert here.outbox.get_nowait() == Failure("rank 0 needs more.", lacking=[[0, 1]])
+
+
+@pytest.mark.parametrize("message", ALONE + OTHERS, ids=lambda message: type(message).__name__)
+def test_requests_of_clients_that_have_gone_do_not_run(message):
+    """But those that make room."""
+    ranks = Ranks([], room=1)
+    gone = client()
+    gone.gone = True
+    ranks.run(Job(message, gone))
+    assert ranks.ran == [message] * (message in ALONE)
