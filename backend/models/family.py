@@ -152,7 +152,7 @@ class Conditioning:
     """The model arguments that a request may carry, under ComfyUI's names.
 
     accepted: their names; required: those without which a request is refused; precise: those that keep their
-    own type; ignored: those that ComfyUI sends and the model does not read.
+    own type, as STEP_END does everywhere; ignored: those that ComfyUI sends and the model does not read.
     widths: transformer config -> features of arguments, by name.
     text_tokens: arguments of one CFG branch -> text tokens of the joint sequence, which ride with patch 0.
     context_tokens: (transformer config, grid, arguments of one CFG branch) -> reference tokens, which
@@ -173,7 +173,7 @@ class Conditioning:
 
     def cast(self, name: str, value: Tensor, device, dtype) -> Tensor:
         """Move the argument ``name`` to the transformer's device, and to its type if it is floating-point."""
-        casts = value.is_floating_point() and name not in self.precise
+        casts = value.is_floating_point() and name not in (STEP_END, *self.precise)
         return value.to(device, dtype if casts else value.dtype)
 
 

@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
-from families import golden, to_vae_units
+from families import golden, model_call, to_vae_units
 from live_memory import survivors_of
 from sharded_calls import call_as_sharded
 from tiny import as_folder, error_in_std, write_checkpoint
@@ -18,6 +18,7 @@ from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.models.common import ltx2_blocks
 from backend.parallel import mesh
+from backend.sampling.model_call import build_call
 from backend.sampling.request import build
 from backend.sampling.step_loop import Callbacks
 
@@ -74,6 +75,24 @@ def test_frame_rates_are_not_rounded(tmp_path):
     assert built["c_crossattn"].dtype == torch.bfloat16 and built["frame_rate"].item() == pytest.approx(
         23.976
     )
+
+
+def test_where_a_step_ends_is_not_rounded(tmp_path):
+    """Parallel Model sends it; in bf16 levels near 1 would be 4 of the 1000 timesteps apart. ComfyUI rounds
+    their sines alone."""
+    name = "hunyuan-video15-meanflow"
+    checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
+    sent = model_call(request(name), checkpoint.family.name, 2)
+    end = torch.tensor([0.9871])
+    sent = replace(sent, tensors=sent.tensors | {"cond.step_end": end})
+    built = build_call(
+        sent, checkpoint.family, checkpoint.config, torch.bfloat16, torch.device("cpu"), [0, 1]
+    )
+    cond = built.arguments("positive", slice(None))
+    latent = built.model_input(built.latent, built.sigmas[0], slice(None))
+    found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, built.times, cond)
+    assert cond["c_crossattn"].dtype == torch.bfloat16
+    assert found["timestep_r"].tolist() == (1000 * end.expand(2)).tolist()
 
 
 def test_sparse_attention_is_dense_from_files_and_folders(tmp_path):
