@@ -34,7 +34,8 @@ class Block(wan_blocks.Block):
         if self.control is not None:
             for number, video in enumerate(videos):
                 hint, videos[number] = self.control(state, encoder_hidden_states, video, temb, rotary_emb)
-                out = out + hint * self.call.vace_strength[:, number, None, None].to(hint.dtype)
+                # in place: the product of a number in float32, rounded once, as ComfyUI has it
+                out = out + hint.mul_(self.call.vace_strength[:, number, None, None])
         return torch.cat([out, *videos], dim=-1)
 
 
@@ -155,6 +156,7 @@ FAMILY: Family = wan.FAMILY.changed(
         "conditioning.accepted": ("c_crossattn", "vace_context", "vace_strength", "clip_fea"),
         "conditioning.required": ("c_crossattn", "vace_context"),
         "conditioning.ignored": ("clip_fea",),
+        "conditioning.precise": ("vace_strength",),
         "conditioning.controls": lambda cond: cond["vace_context"].shape[1],
         "conditioning.refusal": refusal,
         "cache.prompt_layers": ("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v"),

@@ -16,7 +16,8 @@ from variants import GOLDENS, VARIANTS, golden_variant, request, write
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
-from backend.models.common import ltx2_blocks
+from backend.models import wan_vace
+from backend.models.common import ltx2_blocks, wan_blocks
 from backend.parallel import mesh
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
@@ -93,6 +94,21 @@ def test_where_a_step_ends_is_not_rounded(tmp_path):
     found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, built.times, cond)
     assert cond["c_crossattn"].dtype == torch.bfloat16
     assert found["timestep_r"].tolist() == (1000 * end.expand(2)).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_strengths_of_control_videos_are_not_rounded(dtype, tmp_path, monkeypatch):
+    """0.8 is 0.8008 in bf16; ComfyUI multiplies by the number and rounds the product."""
+    checkpoint = open_checkpoint(str(write(tmp_path / "vace.safetensors", "wan21-vace-two")))
+    sample = request("wan21-vace-two")
+    sample = replace(sample, tensors=sample.tensors | {"positive.vace_strength": torch.tensor([[0.8, 1.3]])})
+    built = build(sample, ParallelConfig(), checkpoint.family, checkpoint.config, dtype, torch.device("cpu"))
+    block, hint = checkpoint.empty.blocks[0], torch.linspace(-2, 2, 3072).view(1, 6, 512).to(dtype)
+    block.call.vace_strength = built.conditioning["positive"]["vace_strength"]
+    monkeypatch.setattr(wan_blocks.Block, "forward", lambda block, state, *further: 0 * state)
+    monkeypatch.setattr(wan_blocks.ControlBlock, "forward", lambda *given: (hint.clone(), given[3]))
+    out = wan_vace.Block.forward(block, torch.zeros(1, 6, 3 * 512, dtype=dtype), None, None, None)
+    assert torch.equal(out[..., :512], hint * 0.8 + hint * 1.3)
 
 
 def test_sparse_attention_is_dense_from_files_and_folders(tmp_path):
