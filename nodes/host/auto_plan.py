@@ -135,7 +135,8 @@ def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterato
     has begun. Errors as in ``sample_planned``."""
     text, references = _text_tokens(guider.conds), _references(guider.conds)
     prompts = 2 if _goes_together(guider) else 1
-    request = _request_of(dit, shape, references, text, steps, prompts, drained=True)
+    size = _size_of_calls(shape, guider)
+    request = _request_of(dit, size, references, text, steps, prompts, drained=True)
     if dit.auto is None or _under_way:
         found = as_running(dit)
     else:
@@ -177,6 +178,25 @@ def _text_tokens(conds: dict[str, list[dict]]) -> int:
     """Return the tokens of a guider's longest prompt; as many as the loader assumes where none has any."""
     prompts = (each.get("cross_attn") for side in conds.values() for each in side)
     return max((each.shape[1] for each in prompts if each is not None), default=TEXT)
+
+
+def _size_of_calls(shape: torch.Size, guider) -> torch.Size:
+    """Return the largest size with which a guider calls the model for a latent of ``shape``: where ComfyUI's
+    context windows cut it, that of one window, the frame before it and all frames of guides (LTX-Video),
+    which may be in any window."""
+    handler = guider.model_options.get("context_handler")
+    length = getattr(handler, "context_length", None)
+    if length is None or handler.dim >= len(shape):
+        return shape
+    length += 1 if getattr(handler, "causal_window_fix", False) else 0
+    prompts = (each for side in guider.conds.values() for each in side)
+    length += max(map(_guide_frames, prompts), default=0)
+    return torch.Size(min(side, length) if axis == handler.dim else side for axis, side in enumerate(shape))
+
+
+def _guide_frames(cond: dict) -> int:
+    """Count the latent frames of a prompt's guides, which are behind those of the video."""
+    return sum(guide["latent_shape"][0] for guide in cond.get("guide_attention_entries") or ())
 
 
 def _references(conds: dict[str, list[dict]]) -> tuple[torch.Tensor, ...]:

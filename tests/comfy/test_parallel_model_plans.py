@@ -10,6 +10,8 @@ from pairs import ksampler
 from published import FLUX
 
 with comfy_modules():
+    from comfy.patcher_extension import WrappersMP
+    from comfy_extras.nodes_context_windows import ContextWindowsManualNode
     from parallel_dit.backend.client import pool
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
@@ -71,10 +73,46 @@ def test_each_sampling_is_planned_for_its_latent_and_steps(flux, dit, plans, mon
     assert all(each.drained and each.prompts == 2 for each in plans.asked)  # which go together
 
 
+@pytest.mark.parametrize("causal, rows", [(True, 7), (False, 6)])
+def test_context_windows_are_planned_for_one_window(flux, dit, plans, monkeypatch, causal, rows):
+    """The whole latent was, of which no call of the model has more than a window and the row before it."""
+    called = []
+
+    def called_with(executor, x, *args, **kwargs):
+        called.append(x.shape[2])
+        return executor(x, *args, **kwargs)
+
+    def windowed(model):
+        settings = {"context_schedule": "standard_static", "context_stride": 1, "closed_loop": False}
+        settings |= {"fuse_method": "pyramid", "dim": 2, "freenoise": False, "causal_window_fix": causal}
+        model = ContextWindowsManualNode.execute(model, 6, 2, **settings).result[0]
+        model.add_wrapper(WrappersMP.DIFFUSION_MODEL, called_with)
+        return ksampler(flux, steps=2)(model)
+
+    monkeypatch.setattr(flux, "ours", remote_model(dit))
+    assert flux.error(windowed) <= 1e-4
+    (asked,) = plans.asked
+    assert max(called) == rows and len(called) > 2 * len(set(called))
+    assert asked.image_tokens == -(-rows // 2) * flux.noise.shape[-1] // 2
+
+
+@pytest.mark.parametrize("length, frames", [(6, 10), (20, 24), (90, 33)])
+def test_guides_may_be_in_any_window(dit, plans, length, frames):
+    """LTX-Video has their frames behind the video's; a window has those of guides that it overlaps."""
+    found = guider(9, 9)
+    handler = SimpleNamespace(dim=2, context_length=length, causal_window_fix=True)
+    found.model_options["context_handler"] = handler
+    guides = [{"latent_shape": [1, 4, 4]}, {"latent_shape": [2, 4, 4]}]
+    found.conds["positive"][0]["guide_attention_entries"] = guides
+    with auto_plan.one_plan(dit, found, torch.Size((1, 16, 33, 4, 4)), 4):
+        pass
+    assert plans.asked[-1].image_tokens == frames * 4
+
+
 def guider(*lengths: int):
     """ComfyUI's guider with prompts of so many tokens."""
     conds = [{"cross_attn": torch.zeros(1, length, 8), "model_conds": {}} for length in lengths]
-    return SimpleNamespace(conds={"positive": conds[:1], "negative": conds[1:]})
+    return SimpleNamespace(conds={"positive": conds[:1], "negative": conds[1:]}, model_options={})
 
 
 def test_a_sampling_within_another_keeps_its_plan(dit, plans):
