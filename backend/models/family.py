@@ -143,7 +143,8 @@ def _one_control(cond) -> int:
     return 1
 
 
-def _prompt_tokens(cond: Arguments) -> int:
+def prompt_tokens(cond: Arguments) -> int:
+    """Count the tokens of the prompt; 0 without one."""
     return cond["c_crossattn"].shape[1] if "c_crossattn" in cond else 0
 
 
@@ -166,7 +167,7 @@ class Conditioning:
     required: tuple[str, ...] = ("c_crossattn",)
     ignored: tuple[str, ...] = ()
     precise: tuple[str, ...] = ()
-    text_tokens: Callable[[Arguments], int] = _prompt_tokens
+    text_tokens: Callable[[Arguments], int] = prompt_tokens
     context_tokens: Callable[[Config, Any, Arguments], int] = _no_context
     controls: Callable[[Arguments], int] = _one_control
     refusal: Callable[[Config, Any, Arguments], str | None] = _no_refusal

@@ -16,7 +16,7 @@ from .blocks import JOINED, Blocks
 from .common.call_state import call_state
 from .common.once import once
 from .common.timestep_precision import round_input
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of
 
 #: Latent cells of the autoencoder in a token, which the model has slowest and ComfyUI's latent fastest.
@@ -60,13 +60,15 @@ def patch_module(transformer, config):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Text is at (i, i, i), the image at (0, y, x) far from it; tokens that the prompt's mask hides are a
-    segment. The timestep counts from noise (0) to image (1)."""
-    text = cond["c_crossattn"]
+    segment. The timestep counts from noise (0) to image (1). Without a prompt the image is all."""
     batch = latent.shape[0]
+    words = prompt_tokens(cond)
+    # where no token is text, diffusers multiplies what this one becomes by 0
+    text = cond["c_crossattn"] if words else latent.new_zeros(batch, 1, config["llm_features_dim"])
     places = once(cond, "places", lambda: _places(grid, cond, batch, latent.device))
     cells = grid.to_tokens(latent).unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
     return dict(
-        hidden_states=F.pad(cells, (0, 0, text.shape[1], 0)),
+        hidden_states=F.pad(cells, (0, 0, words, 0)),
         timestep=(1.0 - sigma).expand(batch),
         encoder_hidden_states=text,
         **places,
@@ -75,14 +77,14 @@ def forward_args(config, grid, latent, sigma, cond):
 
 def _places(grid, cond, batch, device):
     """Positions, segments and kinds of the tokens."""
-    text_tokens = cond["c_crossattn"].shape[1]
+    text_tokens = prompt_tokens(cond)
     axes = [torch.arange(count, device=device) for count in grid.counts]
     image = torch.cartesian_prod(*axes) + IMAGE_POSITION_OFFSET
     words = torch.arange(text_tokens, device=device)[:, None].expand(text_tokens, 3)
     kinds = [LLM_TOKEN_INDICATOR] * text_tokens + [OUTPUT_IMAGE_INDICATOR] * len(image)
     kinds = torch.tensor(kinds, device=device).repeat(batch, 1)
     segments = torch.ones(batch, 1, device=device)
-    if "attention_mask" in cond and not bool(cond["attention_mask"].all()):
+    if text_tokens and "attention_mask" in cond and not bool(cond["attention_mask"].all()):
         shown = cond["attention_mask"].bool().expand(batch, text_tokens)
         kinds[:, :text_tokens] *= shown
         segments = F.pad(shown.long(), (0, len(image)), value=1)
@@ -145,6 +147,7 @@ FAMILY = Family(
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),
         widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
+        required=(),
     ),
     build=Build(patch_module=patch_module),
     cache=Cache(prompt_modules=("rotary_emb", "llm_cond_proj")),

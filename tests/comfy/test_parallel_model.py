@@ -20,6 +20,7 @@ with comfy_modules():
     import comfy.model_sampling
     import comfy.samplers
     from comfy.patcher_extension import WrappersMP
+    from comfy_extras import nodes_custom_sampler
     from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
     from comfy_extras.nodes_easycache import EasyCacheNode
     from parallel_dit.backend.client import argument_cache
@@ -151,6 +152,21 @@ def dual(pair):
 @pytest.mark.parametrize("guider", [basic, dual])
 def test_sampler_custom_advanced(flux, guider):
     assert flux.error(guided(guider(flux), flux)) <= 1e-4
+
+
+@pytest.mark.skipif(
+    not hasattr(nodes_custom_sampler, "DualModelGuider"), reason="this ComfyUI has no DualModelGuider"
+)
+@pytest.mark.parametrize("models", [1, 2])
+def test_no_negative_prompt_is_a_picture_alone(pairs, models):
+    """Ideogram 4 is guided so by a model of its own, where the guider's negative is not connected."""
+    pair = pairs("ideogram4")
+
+    def guider(model):
+        negative = {"model_negative": model} if models == 2 else {}
+        return nodes_custom_sampler.DualModelGuider.execute(model, pair.positive, 3.0, **negative).result[0]
+
+    assert pair.error(guided(guider, pair)) <= 1e-4
 
 
 class Shifted(comfy.model_sampling.ModelSamplingFlux, comfy.model_sampling.CONST):

@@ -63,7 +63,7 @@ def rows_called(run_: Run) -> int:
 
 def request(case: str, config: ParallelConfig):
     """The first steps of a family's golden case or of a variant; FAMILY+mask hides the prompt's last rows,
-    FAMILY+one leaves its first one."""
+    FAMILY+one leaves its first one, FAMILY+image is called without one."""
     family, _, change = case.partition("+")
     sample = (
         variants.request(case, case)
@@ -141,6 +141,8 @@ def called(engine: Engine, name: str, sample: Sample, rows: int):
             for name, value in call.tensors.items()
         },
     )
+    if name.endswith("+image"):
+        del call.tensors["cond.c_crossattn"]
     engine.check_forward(call)
     output, _ = engine.forward(call)
     return output.contiguous()
