@@ -42,14 +42,26 @@ MINIMAX_KNOWN = set(
 )
 
 
+#: Values of a mask from here on are 1 to ComfyUI's model.
+MINIMAX_KEEPS_NOTHING = 1.0 - 1e-3
+MINIMAX_MASKED = (
+    "latent_image has a noise mask, with which MiniMax-H3 denoises tokens at times and noise levels of their "
+    "own; the ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL."
+)
+
+
+def check_minimax_mask(mask: torch.Tensor):
+    """Raise RefusedError for a noise mask that keeps something, if only within a patch of 2 x 2, of which the
+    model's arguments say nothing: the loop on the ranks puts noise back where this model's leaves x."""
+    if (mask < MINIMAX_KEEPS_NOTHING).any():
+        raise RefusedError(MINIMAX_MASKED)
+
+
 def minimax_h3(arguments: dict) -> dict:
     """Return ComfyUI's payload as tensors: reference tokens of keyframes and images by its own model's code,
     their positions by its layout, and which tokens of text are images. RefusedError for a noise mask."""
     if {"denoise_mask", "audio_denoise_mask"} & arguments.keys():
-        raise RefusedError(
-            "latent_image has a noise mask, with which MiniMax-H3 denoises tokens at times of their own; the "
-            "ranks do not run that: remove the mask, or sample with KSampler and an ordinary MODEL."
-        )
+        raise RefusedError(MINIMAX_MASKED)
     payload = arguments.get("minimax_payload", {})
     found = {key: value for key, value in arguments.items() if key != "minimax_payload"}
     further = sorted(payload.keys() - MINIMAX_KNOWN)

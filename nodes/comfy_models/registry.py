@@ -36,6 +36,8 @@ class Family:
     ``latents``: channels of every latent where the model denoises several at once. ``images``: it makes
     images, though its latent format is a video's.
     ``translate``: the arguments that ComfyUI's model makes -> those that the backend takes, or RefusedError.
+    ``check_mask``: raises RefusedError for a noise mask that the loop on the ranks would treat otherwise than
+    ComfyUI's.
     """
 
     comfy_class: str | Callable[[dict], str]
@@ -49,6 +51,7 @@ class Family:
     latents: tuple[int, ...] = ()
     images: bool = False
     translate: Callable[[dict], dict] = lambda arguments: arguments
+    check_mask: Callable[[torch.Tensor], None] = lambda mask: None
 
     def class_name(self, config: dict) -> str:
         """Return the name of ComfyUI's class for a transformer with this diffusers config."""
@@ -128,6 +131,7 @@ FAMILIES = {
         "MiniMaxH3",
         latents=(24, 32),
         translate=arguments.minimax_h3,
+        check_mask=arguments.check_minimax_mask,
         reads=lambda config: {
             "preprocess_text_embeds": lambda states: states,
             "patch_size": tuple(config["patch_size"]),

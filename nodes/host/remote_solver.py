@@ -100,6 +100,7 @@ class RemoteSolver:
         prompts, conditioning = self._prompts(guider, noise)
         tensors = {"noise": noise, "latent": latent_image, "sigmas": sigmas, **conditioning}
         if denoise_mask is not None:
+            family_named(self.loaded).check_mask(denoise_mask)
             tensors["denoise_mask"] = denoise_mask
         if self.sampler_name in HALF_LOG_SNR:
             percent_to_sigma = guider.inner_model.model_sampling.percent_to_sigma

@@ -12,8 +12,9 @@ with comfy_modules():
     import comfy.hooks
     import comfy.sd
     from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from comfy_extras import nodes_flux
+    from comfy_extras import nodes_custom_sampler, nodes_flux
     from parallel_dit.nodes.host import progress
+    from parallel_dit.nodes.parallel_sampler_custom import ParallelSamplerCustom
 
 
 def kv_cached(model):
@@ -110,6 +111,30 @@ def test_what_cannot_reach_the_ranks_is_refused_by_name(flux, change, conditioni
         ksampler(flux, positive=positive)(change(flux.ours))
     assert "\n" not in str(error.value)
     assert pool.backend_for(CONFIG).welcome.pids == pids
+
+
+@pytest.mark.parametrize("family", ["minimax-h3", "minimax-h3-curves"])
+def test_a_noise_mask_finer_than_a_patch_is_refused_on_the_ranks_alone(pairs, family):
+    """MiniMax-H3's arguments say nothing of it, and Parallel Sampler put noise back where ComfyUI's loop
+    leaves x as it is. That loop runs it on Parallel Model; a mask that keeps nothing is none."""
+    pair = pairs(family)
+    whole = torch.ones(1, 1, *pair.noise.unbind()[0].shape[2:])
+    fine = whole.clone()
+    fine[..., ::2, ::2] = 0.0
+    noise, sigmas = nodes_custom_sampler.RandomNoise.execute(7).result[0], torch.tensor([0.9, 0.4])
+
+    def sample(mask):
+        latent = {"samples": pair.latent, "noise_mask": mask}
+        prompts = {"positive": pair.positive, "negative": pair.negative}
+        return ParallelSamplerCustom.execute(
+            pair.dit, noise, 3.0, "euler", sigmas, **prompts, latent_image=latent
+        )
+
+    with pytest.raises(RefusedError, match="noise mask, with which MiniMax-H3") as error:
+        sample(fine)
+    assert "\n" not in str(error.value)
+    sample(whole)
+    assert pair.error(ksampler(pair, steps=1, noise_mask=fine)) <= 1e-4
 
 
 def test_where_keys_are_kept_is_the_ranks_own_matter(flux, caplog):
