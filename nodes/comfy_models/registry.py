@@ -64,6 +64,13 @@ OURS = (
     | ({"Flux3": Flux3} if hasattr(comfy.supported_models, "Flux2") else {})
     | ({} if hasattr(comfy.supported_models, "QwenImage21") else {"QwenImage21": QwenImage21})
 )
+
+
+def _in_channels(config: dict) -> dict:
+    """Family.reads of models whose latent's channels ComfyUI's RenormCFG reads."""
+    return {"in_channels": config["in_channels"]}
+
+
 #: Keys of a CONDITIONING that hold reference images of edit models.
 REFERENCES = ("reference_latents",)
 
@@ -104,7 +111,7 @@ FAMILIES = {
         translate=arguments.qwen_image21,
         reads=lambda config: {"reset_prefix_cache": lambda enabled: None},  # the ranks have their own cache
     ),
-    "z-image": Family("ZImage"),
+    "z-image": Family("ZImage", reads=_in_channels),
     "krea2": Family("Krea2", accepts=REFERENCES, images=True),
     "sana": Family("Sana"),
     "hidream": Family(
@@ -118,7 +125,7 @@ FAMILIES = {
     ),
     "flux2": Family("Flux2", accepts=REFERENCES),
     "flux3": Family("Flux3", accepts=REFERENCES),
-    "lumina2": Family("Lumina2"),
+    "lumina2": Family("Lumina2", reads=_in_channels),
     "ideogram4": Family("Ideogram4"),
     "ltx2": Family(
         "LTXAV",

@@ -52,6 +52,20 @@ def test_it_does_what_it_does_elsewhere(flux, node):
     assert flux.error(lambda model: sample(patched(model, module, node, inputs))) <= 1e-4
 
 
+@pytest.mark.parametrize("family", ["lumina2", "z-image-turbo"])
+def test_renorm_cfg_does_too(pairs, family):
+    """Lumina 2's, and of models of its kind: it reads the channels of the transformer's latent, and limits
+    the norm that guidance gives, which it does here."""
+    pair = pairs(family)
+    sample = ksampler(pair, steps=4, cfg=6.0)
+
+    def renormed(model, limit=0.5):
+        return sample(patched(model, "nodes_lumina2", "RenormCFG", (100.0, limit)))
+
+    assert pair.error(renormed) <= 1e-4
+    assert (renormed(pair.ours) - renormed(pair.ours, 0.0)).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("node", REFUSED)
 def test_what_reaches_into_the_transformer_is_refused(flux, node):
     module, inputs = REFUSED[node]
