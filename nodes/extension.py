@@ -32,9 +32,11 @@ DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 
 def _trials(body: dict) -> dict:
     """Answer what a benchmark of a graph queues. ConfigError where a graph runs, or begins meanwhile: the
-    question measures this machine, and makes room on its GPUs."""
+    question measures this machine, and makes room on its GPUs; and where ComfyUI ends, which waits for it."""
 
     def check():
+        if not PromptServer.instance.loop.is_running():
+            raise ConfigError("ComfyUI ends.")
         if PromptServer.instance.prompt_queue.currently_running:
             raise ConfigError("a graph runs; wait for its end, or cancel it, before a benchmark.")
 

@@ -14,6 +14,7 @@ from .. import protocol
 from ..config import ConfigError
 from ..errors import SHORT
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake, tcp
+from . import forks
 from .pace import Pace
 
 #: A listener takes a connection within this long.
@@ -86,6 +87,7 @@ class BackendClient:
         self._is_hung = is_hung
         self._places = places
         self._socket = open_socket(address)
+        forks.hold(self._socket.fileno())  # else rank 0 would not see us end
         self._socket.settimeout(FRAME_SECONDS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
@@ -175,6 +177,8 @@ class BackendClient:
         if not self.closed:
             self.closed = True
             self._selector.close()
+            forks.let_go(self._socket.fileno())
+            self.hang_up()
             self._socket.close()
 
     def _greet(self, token: str, check) -> protocol.Welcome:

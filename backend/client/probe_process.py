@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config import ParallelConfig
 from ..protocol import BackendError
-from . import nccl_settings
+from . import forks, nccl_settings
 from .agent_command import agent_command
 from .exit_report import ended_by_signal, shared_memory_hint, words_of_abort
 from .interpreter import PACK
@@ -155,10 +155,12 @@ def run(
             start_new_session=True,
             pass_fds=held,
         )
+        assert process.stdin is not None  # it was opened as a pipe
+        forks.hold(process.stdin.fileno())
         try:
             hangs = _waited(process, check, longest, is_linking)
         finally:
-            assert process.stdin is not None  # it was opened as a pipe
+            forks.let_go(process.stdin.fileno())
             process.stdin.close()  # by which an agent and its ranks end
             end_process(process, END_SECONDS)
         if hangs:

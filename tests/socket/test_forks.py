@@ -5,7 +5,10 @@ import select
 import time
 from pathlib import Path
 
+import handshakes
+
 from backend.client import forks, private_folder
+from backend.client.client import BackendClient
 
 
 def test_a_fork_that_lives_on_does_not_keep_ranks_alive():
@@ -26,6 +29,29 @@ def test_a_fork_that_lives_on_does_not_keep_ranks_alive():
         os.write(go[1], b"x")
         os.waitpid(pid, 0)
         for descriptor in (reading, *go):
+            os.close(descriptor)
+
+
+def test_a_fork_does_not_keep_a_client_connected(server):
+    """Rank 0 sees its client go, also where that has only hung up: a request that nobody waits for stops."""
+    token = handshakes.TOKEN
+    kept, closed = (BackendClient(f"unix:{server.path}", token) for _ in range(2))
+    go, pid = os.pipe(), os.fork()
+    if not pid:
+        os.read(go[0], 1)  # until the test is over
+        os._exit(0)
+    try:
+        closed.close()
+        forks.let_go(kept._socket.fileno())
+        kept._socket.close()  # as where its process is killed
+        deadline = time.monotonic() + 5
+        while server.members and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not server.members
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(pid, 0)
+        for descriptor in go:
             os.close(descriptor)
 
 
