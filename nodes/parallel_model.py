@@ -276,7 +276,7 @@ class RemoteTransformer(ElsewhereModule):
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
             room=self._room(backend, dit) if asks else None,
         )
-        result = in_room(backend, dit.wanted, sample)
+        result = in_room(backend, dit.wanted, lambda everywhere: sample(everywhere=everywhere), asks)
         # ranks that miss cached arguments have not looked at their memory
         if self.asked is not None and result is not None and "missing" not in result.stats:
             self.asked.add(str(size))

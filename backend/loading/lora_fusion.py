@@ -226,7 +226,7 @@ class FusedWeights:
             if patch.key not in known:
                 where = patch.target.pieces[name].rows(rows, self.checkpoint.shapes[name][0])
                 assert is_low_rank(patch.adapter), "checked above"
-                up, down = patch.adapter.factors(where, columns, weight.device)
+                up, down = _used(*patch.adapter.factors(where, columns, weight.device))
                 up = up * patch.adapter.scale
                 known[patch.key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
             before = adapters.get(patch.key)
@@ -270,6 +270,14 @@ class FusedWeights:
             whole = patch.adapter.applied_to(whole, patch.use.strength)
             values |= {piece: whole[where] for piece, where in rows.items()}
         return values
+
+
+def _used(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave out what changes none of these rows: ComfyUI's loaders name queries, keys and values as one
+    tensor, and of the product of their three LoRAs (nodes/host/stock_loras.py) each row has a third."""
+    used = up.ne(0).any(dim=0)
+    used[:1] |= not used.any()
+    return (up, down) if used.all() else (up[:, used], down[used])
 
 
 def _indices(spans: list[Span]) -> list[int]:

@@ -34,6 +34,7 @@ from ...backend.client.pool import (
 )
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
+from ...backend.lending import ran_out
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import BackendError, Loaded, RefusedError
 from ..comfy_models.registry import weightless_patcher
@@ -212,7 +213,7 @@ def _load_or_fail(
     loaded = in_room(
         backend,
         wanted,
-        lambda: backend.load(path, weight_dtype, keep, check, loras, show, matmul, room),
+        lambda asks: backend.load(path, weight_dtype, keep, check, loras, show, matmul, room, asks),
     )
     _register(config, wanted, backend, loaded)
     if not config.address and loaded.info["device"] == "cuda":  # on the CPU a file is mapped, not read
@@ -223,26 +224,36 @@ def _load_or_fail(
     return backend, loaded
 
 
-def in_room(backend: Backend, wanted: Wanted, run: Callable[[], Ran]) -> Ran:
+def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks: bool = True) -> Ran:
     """Run a load or a request of ``wanted``. Where ranks lack memory for it, models leave, the least recently
     used one first, and it runs again: those that the running graph does not load, since ComfyUI's cache keeps
-    their handles alive; then its others, such as the first of two experts, which are parked. RefusedError
-    where all that is not enough."""
+    their handles alive; then its others, such as the first of two experts, which are parked. ``run`` gets
+    whether every rank is to have what it likely needs: where it ``looks``, while models are there that the
+    graph does not load, or any once ranks have run out of memory. RefusedError where that is not enough."""
     left: set[Wanted] = set()
     while True:
+        idle = [model for model in backend.models if model != wanted and model not in left]
+        spare = _spare(idle) if looks else None
+        asks = spare is not None or (looks and bool(idle) and ran_out())
         try:
-            return run()
+            return run(asks)
         except RefusedError as error:
-            others = [model for model in backend.models if model != wanted and model not in left]
-            needed = loaded_models(running())
-            spare = next((model for model in others if model not in needed), None)
-            leaves = spare or next(iter(others), None)
-            if not error.lacking or leaves is None or not _unload(backend, leaves, park=spare is None):
+            spare = spare or _spare(idle)
+            if not error.lacking or not idle:
+                raise
+            leaves = spare or idle[0]
+            if not _unload(backend, leaves, park=spare is None) and not asks:
                 raise
         left.add(leaves)
         names = [os.path.basename(path) for path, *_ in (leaves, wanted)]
         why = "the graph does not load it" if spare else "both do not fit and take turns"
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
+
+
+def _spare(models: list[Wanted]) -> Wanted | None:
+    """The first of some models that the running graph does not load."""
+    needed = loaded_models(running()) if models else set()
+    return next((model for model in models if model not in needed), None)
 
 
 def _unload(backend: Backend, wanted: Wanted, park: bool = True, ranks: Collection[int] = ()) -> list[int]:

@@ -70,7 +70,7 @@ class RemoteSolver:
             result = in_room(
                 self.backend,
                 self.dit.wanted,
-                lambda: self.backend.sample(request, reporter, interrupted, room=room),
+                lambda asks: self.backend.sample(request, reporter, interrupted, room=room, everywhere=asks),
             )
             if result is None:
                 management.throw_exception_if_processing_interrupted()

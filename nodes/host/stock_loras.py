@@ -4,6 +4,7 @@ import atexit
 import functools
 import hashlib
 import os
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -113,7 +114,8 @@ def _saved(tensors: dict[str, Tensor]) -> str:
         digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     path = Path(folder(), f"{digest.hexdigest()[:24]}.safetensors")
     if path.exists():
-        os.utime(path)
+        # not when it was changed, by which ranks know what they hold
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return str(path)
     path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner of old temporary files may have been here
     part = path.with_suffix(".part")
@@ -127,9 +129,9 @@ def _saved(tensors: dict[str, Tensor]) -> str:
 
 
 def _remove_oldest(path: Path):
-    """Keep the newest files, MOST_BYTES of them at most, and ``path``. Who needs another one again writes
-    it; ranks that read one have it open."""
-    others = sorted(path.parent.glob("*.safetensors"), key=lambda each: -each.stat().st_mtime)
+    """Keep the files that were used last, MOST_BYTES of them at most, and ``path``. Who needs another one
+    again writes it; ranks that read one have it open."""
+    others = sorted(path.parent.glob("*.safetensors"), key=lambda each: -each.stat().st_atime)
     left = MOST_BYTES - path.stat().st_size
     for each in others:
         left -= each.stat().st_size if each != path else 0

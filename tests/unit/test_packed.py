@@ -168,6 +168,24 @@ def test_loras_are_beside_the_weights(folder, state, kind):
     assert not any(weight.adapters for weight in weights.values())
 
 
+def test_a_lora_of_one_piece_of_a_tensor_is_held_beside_that_alone(folder, state):
+    """As ComfyUI's loaders put together those of queries, keys and values: each has its own rank, not three
+    times as much, and a piece without any has next to nothing."""
+    path, name = write(folder, state, "float8_e4m3fn"), "double_blocks.0.img_attn.qkv"
+    rows, columns = state[f"{name}.weight"].shape
+    up = torch.block_diag(*[torch.randn(rows // 3, 4) for _ in range(2)])
+    up = torch.nn.functional.pad(up, (0, 0, 0, rows // 3))  # nothing of values
+    tensors = {f"{name}.lora_up.weight": up, f"{name}.lora_down.weight": torch.randn(8, columns)}
+    save_file(tensors, folder / "pieces.safetensors")
+    found = []
+    for engine in (loaded(path), loaded(inflated(path, folder / "plain.safetensors"))):
+        stack = lora_stack([[str(folder / "pieces.safetensors"), 0.1]])
+        found.append(steps(engine, golden("flux-dev__euler_simple", engine.name("tiny", stack))[0]))
+        ranks = [a.up.shape[1] for w in packed_weights(engine).values() for a in w.adapters.values()]
+        assert sorted(ranks) == ([1, 4, 4] if len(found) == 1 else [])
+    assert relative(*found) <= 1e-5
+
+
 def test_what_is_unknown_after_a_failed_change_takes_nothing(folder, state, monkeypatch):
     """It names no file; on a rank that ran out of memory the next request asks for its size."""
     engine = loaded(write(folder, state, "float8_e4m3fn"))
