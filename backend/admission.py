@@ -4,7 +4,7 @@ All ranks gather what is free, in one round of a few integers; rank 0 adds what 
 decide the same from the same numbers, so that either all go on or none does, and the backend stays up.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,8 @@ from .rank_plan.request_size import RequestSize
 from .sampling.runs import Prepared
 from .serving.broadcast import Dispatcher
 
+#: Plans of requests that are remembered: of two experts with and without a negative prompt.
+KEPT_PLANS = 4
 #: Request that a model should bear once it is loaded, where a load asks what would fit.
 TYPICAL = RequestSize(IMAGE_TOKENS, TEXT_TOKENS, batch=1, prompts=2, calls=CALLS)
 NOTHING = Need(0, 0)
@@ -100,7 +102,7 @@ def short_ranks(rooms: list[RankRoom], asking: Collection[int] = ()) -> list[Ran
 class Planned:
     """What rank 0 has planned: the ``needs`` of every rank, and of what. ``is_loaded``: the ranks hold the
     weights of ``plans`` already, and would free them for another configuration; ``parked``: but not on their
-    devices, those of these ranks."""
+    devices, those of these ranks; ``others``: other models are on devices, and the client may unload them."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -110,6 +112,7 @@ class Planned:
     needs: list[Need]
     is_loaded: bool
     parked: Collection[int] = ()
+    others: bool = False
 
     def with_weights(self, parked: Collection[int]) -> "Planned":
         """Return the same where the weights of the ranks ``parked`` have yet to come to the device."""
@@ -143,8 +146,8 @@ class Admission:
         self.memory = memory
         #: Name of every rank's memory.
         self.names: list[str] = dispatcher.all_gather_object(memory.name)
-        #: The last request that was planned: a warm run plans nothing.
-        self._last: tuple[Checkpoint, tuple, list[RankPlan]] | None = None
+        #: The requests that were planned last: a warm run plans nothing, nor does one of two experts.
+        self._plans: deque[tuple[Checkpoint, tuple, list[RankPlan]]] = deque(maxlen=KEPT_PLANS)
         #: Whether weights may take what is left: not once a request beside them needed more than was likely.
         self.lends = lends()
         #: What the last round was about, if that was a call of the model.
@@ -164,16 +167,18 @@ class Admission:
         """Plan a request for a loaded model on every rank. ``config``: the backend's with the request's
         settings; ``checkpoint``: of the model, itself not loaded."""
         key = (dtype, config, size)
-        if self._last is None or self._last[0] is not checkpoint or self._last[1] != key:
-            self._last = (checkpoint, key, size.plans(config, checkpoint, dtype))
-        plans = self._last[2]
+        known = (plans for owner, about, plans in self._plans if owner is checkpoint and about == key)
+        plans = next(known, None)
+        if plans is None:
+            plans = size.plans(config, checkpoint, dtype)
+            self._plans.append((checkpoint, key, plans))
         held = scratch_bytes(self.memory.device)
         needs = [request_need(plan, held) for plan in plans]
         return Planned(config, checkpoint, size, dtype, plans, needs, is_loaded=True)
 
     def forget(self):
-        """Let the checkpoint of the last plan go, and with it its file."""
-        self._last = None
+        """Let the checkpoints of plans go, and with them their files."""
+        self._plans.clear()
 
     def check(
         self, planned: Planned | None, ready: bool = True, asking: Collection[int] = (), lacks: int = 0
@@ -188,8 +193,11 @@ class Admission:
         if not short:
             return rooms
         lacking = {room.rank: room.wanted for room in short}
-        if planned is None or any(rank in asking for rank in lacking):  # a client makes room and comes again
-            raise OutOfRoom(_shortage(short[0], "for this", "nothing was run"), lacking)
+        # a client makes room and comes again: what would fit, which takes seconds to plan, waits for the last
+        if planned is None or planned.others or any(rank in asking for rank in lacking):
+            text = _shortage(short[0], "for this", "nothing was run")
+            others = " Other models are on the ranks; unload them." if planned and planned.others else ""
+            raise OutOfRoom(text + others, lacking)
         raise OutOfRoom(planned.shortage(rooms, short[0]), lacking)
 
     def prepare(

@@ -221,7 +221,7 @@ class Worker:
         contents = [""] * self.mesh.world_size
         if max(self.machines):  # each machine reads its own file
             contents = self.dispatcher.all_gather_object(content_key(message.path))
-        reason = ""
+        reason, lacks = "", False
         try:
             how = (message.weight_dtype, message.matmul, message.trial)
             check_same(message.path, contents[self.mesh.rank], contents[0])
@@ -230,14 +230,18 @@ class Worker:
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
-            reason = str(error)
+            reason, lacks = str(error), is_out_of_memory(error)
         report = None if reason else self.engine.models[key].report.as_dict()
-        answers = self.dispatcher.all_gather_object([reason, report])
-        reasons = by_rank([why for why, _ in answers])
+        answers = self.dispatcher.all_gather_object([reason, report, lacks])
+        reasons = by_rank([why for why, *_ in answers])
         if reasons:
             self.engine.unload(key)
+            short = [rank for rank, (*_, lacks) in enumerate(answers) if lacks]
+            if short:  # beside what was counted: other models may leave for it
+                likely = {rank: planned.needs[rank].likely if planned else 0 for rank in short}
+                raise OutOfRoom(f"the model could not be loaded ({'; '.join(reasons)}).", likely)
         else:
-            self.reports[key] = [report for _, report in answers]
+            self.reports[key] = [report for _, report, _ in answers]
         return reasons
 
     def _try_products(self, products: list[Product]) -> list[str]:

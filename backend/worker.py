@@ -46,6 +46,7 @@ from .protocol import (
 )
 from .rank import Worker
 from .rank_plan.request_size import planned_config, size_of
+from .sampling.model_runner import LoadedModel
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .sampling.validation import refusing
@@ -186,7 +187,7 @@ class Leader(Worker):
         with refusing("the model"):
             check_scales(checkpoint)
             dtype = self.engine.weight_dtype(checkpoint, message.weight_dtype)
-            planned = self.admission.plan_load(checkpoint, dtype)
+            planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others())
             products = self.engine.products(checkpoint, message.matmul, dtype)
         told = replace(message, trial=dict(checkpoint.trial or {}), products=list(map(list, products)))
 
@@ -238,7 +239,13 @@ class Leader(Worker):
         filled = self.engine.argument_cache.filled(message) if isinstance(message, ModelCall) else message
         config = planned_config(message, self.engine.config)
         size = size_of(filled, config, model.family, model.config)
-        return self.admission.plan_request(config, self._checkpoint(message.model), size, model.dtype)
+        plan = self.admission.plan_request(config, self._checkpoint(message.model), size, model.dtype)
+        return replace(plan, others=self._holds_others(model))
+
+    def _holds_others(self, model: LoadedModel | None = None) -> bool:
+        """Has any device weights of another model than this one?"""
+        ranks = set(range(self.mesh.world_size))
+        return any(other is not model and ranks - other.parked_on for other in self.engine.models.values())
 
     def on_unload(self, job: Job, message: Unload) -> Act:
         """A model that is not loaded is no error."""

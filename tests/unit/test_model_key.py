@@ -1,12 +1,14 @@
 """A file that changes while ranks read it, or between two loads, is noticed."""
 
 import os
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import torch
 from tiny import write_checkpoint
 
-from backend.admission import Admission
+from backend.admission import Admission, OutOfRoom
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
@@ -62,6 +64,24 @@ def test_a_file_that_changes_while_it_is_read_is_refused_on_every_rank(tmp_path,
         "ranks 0, 1: 'model.safetensors' was changed while it was read; load it again when it is complete"
     ]
     assert not rank.engine.models
+
+
+def test_memory_that_runs_out_in_a_load_is_what_ranks_lack(tmp_path, monkeypatch):
+    """So that other models leave for it, as where it was seen before."""
+    path = write_checkpoint(tmp_path / "model.safetensors")
+    rank = worker()
+    planned = rank.admission.plan_load(rank.engine.check_load(str(path), "default"), torch.float32)
+    monkeypatch.setattr(rank.admission, "check", lambda *_, **__: None)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(rank.engine, "load", fails)
+    with pytest.raises(OutOfRoom, match="could not be loaded .ranks 0, 1: CUDA out of memory") as refused:
+        rank.load(Load(str(path)), planned=replace(planned, needs=planned.needs * 2))
+    assert refused.value.lacking == dict.fromkeys((0, 1), planned.needs[0].likely) and not rank.engine.models
+    monkeypatch.setattr(rank.engine, "load", lambda *_: 1 / 0)
+    assert rank.load(Load(str(path)), planned=planned) == ["ranks 0, 1: division by zero"]
 
 
 def test_all_ranks_use_the_key_of_rank_0(tmp_path):

@@ -14,13 +14,14 @@ from tiny import BLOCKS, save_whole, shallow_flux, weights_module
 
 from backend import host_memory
 from backend import rank as rank_module
-from backend.admission import OutOfRoom, ran_out
+from backend.admission import Admission, OutOfRoom, Planned, ran_out
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import parking
 from backend.parallel import mesh
 from backend.protocol import Sample, Unload
 from backend.rank import Worker
+from backend.rank_plan.need import Need
 from backend.sampling.step_loop import Callbacks
 from backend.sampling.step_loop import Cancelled as Stopped
 from backend.serving.step_times import StepClock
@@ -164,6 +165,32 @@ def worker(ranks: int) -> Worker:
     rank.clock = StepClock(None)
     rank._try_kernel = lambda *_: None
     return rank
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_what_would_fit_is_planned_when_nothing_else_can_leave(others, monkeypatch):
+    """It takes seconds of each turn of two experts; a client has the other one leave first."""
+    says = "It would fit with nothing."
+    monkeypatch.setattr(Planned, "shortage", lambda *_: says)
+
+    def act(rank, dispatcher, memory):
+        plans = Planned(ParallelConfig(), None, None, None, [], [Need(2 * GB, 2 * GB)], True, others=others)
+        Admission(ParallelConfig(), dispatcher, memory).check(plans)
+
+    [refused], _ = on_ranks([FakeMemory(GB)], act)
+    assert isinstance(refused, OutOfRoom) and refused.lacking == {0: 2 * GB}
+    assert ("Other models are on the ranks" in str(refused)) == others == (str(refused) != says)
+
+
+def test_the_ranks_hold_others_until_all_of_these_are_parked():
+    leader, (own, other) = Leader.__new__(Leader), [SimpleNamespace(parked_on=frozenset()) for _ in range(2)]
+    leader.mesh = SimpleNamespace(world_size=2)
+    leader.engine = SimpleNamespace(models={"own": own, "own+lora": own})
+    assert not leader._holds_others(own) and leader._holds_others()
+    leader.engine.models["other"] = other
+    assert leader._holds_others(own)
+    other.parked_on = frozenset({0, 1})
+    assert not leader._holds_others(own)
 
 
 def test_memory_that_runs_out_in_between_is_said_with_numbers():
