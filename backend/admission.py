@@ -59,7 +59,7 @@ class RankRoom:
 
 
 class AllRefuse(UnsupportedError):
-    """All ranks refuse, and none has begun. ``lacking``: rank -> bytes that should be free on its device."""
+    """All ranks refuse, and none goes on. ``lacking``: rank -> bytes that should be free on its device."""
 
     def __init__(self, message: str, lacking: dict[int, int] | None = None):
         super().__init__(message)
@@ -195,7 +195,9 @@ class Admission:
         lacking = {room.rank: room.wanted for room in short}
         # a client makes room and comes again: what would fit, which takes seconds to plan, waits for the last
         if planned is None or planned.others or any(rank in asking for rank in lacking):
-            text = _shortage(short[0], "for this", "nothing was run")
+            loads = planned is not None and not planned.is_loaded
+            what = ("to load this model", "nothing is loaded") if loads else ("for this", "nothing was run")
+            text = _shortage(short[0], *what)
             others = " Other models are on the ranks; unload them." if planned and planned.others else ""
             raise OutOfRoom(text + others, lacking)
         raise OutOfRoom(planned.shortage(rooms, short[0]), lacking)

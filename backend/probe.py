@@ -22,11 +22,12 @@ from .config import ParallelConfig
 from .loading.compute_dtype import compute_dtype, fast_dtypes
 from .loading.staging import page_locked
 from .parallel import comm, mesh
+from .parent_pipe import be_killed_with_parent, end_with_parent
 from .planner.machine import OVERHEAD, Machine
 from .quantization import trial
 from .quantization.matmul import capability_of, native_formats
 from .serving.broadcast import Dispatcher
-from .start import end_with_parent, linked_file, ready_file, run_and_exit
+from .start import linked_file, ready_file, run_and_exit
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
@@ -311,6 +312,7 @@ def main():
     options = parser.parse_args()
     ready_file(options.store, os.environ["RANK"]).touch()
     end_with_parent()
+    be_killed_with_parent()
     with torch.inference_mode():
         probe = Probe(options.device, mesh.file_store(options.store))
         if probe.ranks > 1:

@@ -208,7 +208,7 @@ class Worker:
         no rank keeps it), else what it cost each is in ``reports``. ``own``: the key under which rank 0 has
         checked the model, which is that of all ranks. Loads nothing and gives no reasons where all ranks have
         learnt that one cannot multiply natively as it should: rank 0 checks the model again, and says so.
-        Raises OutOfRoom before anything is read."""
+        Raises OutOfRoom before anything is read, or where a rank's memory ran out while it read."""
         own = own or model_key(message)
         key = self.dispatcher.all_gather_object(own)[0]
         if key in self.engine.models:

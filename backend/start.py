@@ -7,12 +7,12 @@ command line and the token from a private file or the environment (docs/security
 """
 
 import argparse
+import faulthandler
 import json
 import os
-import select
+import signal
 import stat
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +25,7 @@ import torch
 from .config import ConfigError, ParallelConfig
 from .loading.allowed_folders import ANYWHERE, Folders
 from .parallel import mesh
+from .parent_pipe import be_killed_with_parent, end_with_parent
 from .protocol.handshake import MIN_TOKEN
 from .protocol.heartbeats import Heartbeats
 
@@ -58,6 +59,8 @@ def begin() -> Start:
     options = arguments().parse_args()
     sys.stdout, sys.stderr = LossyLog(sys.stdout), LossyLog(sys.stderr)
     _leave_no_core()
+    if hasattr(faulthandler, "register"):  # before its first beat, after which the launcher may ask for it
+        faulthandler.register(signal.SIGUSR1, file=2)
     beats = _beat(options.heartbeats) if options.heartbeats else None
     leads = int(os.environ["RANK"]) == 0
     store = mesh.file_store(options.store) if options.store else None
@@ -66,6 +69,7 @@ def begin() -> Start:
     if options.parent_pipe:
         end_with_parent()
         text, token = _from_parent(store)
+        be_killed_with_parent()
     else:
         text = options.config
         token = own_token(options.token_file) if leads else ""
@@ -196,19 +200,6 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(status)  # at once: destructors of process groups wait for peers that may be gone
-
-
-def end_with_parent():
-    """End this rank when the launcher ends: its end of standard input closes, whatever ended it. The exit
-    status is an error's, so that torchrun ends a peer that is stopped and cannot see it."""
-
-    def watch():
-        pipe = select.poll()
-        pipe.register(0, 0)  # no read: the bytes in it are rank 0's
-        pipe.poll()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _device(config: ParallelConfig) -> str:

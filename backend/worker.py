@@ -132,26 +132,25 @@ class Leader(Worker):
             return
         try:
             act()
-        except AllRefuse as error:  # none has begun, or there is this one alone
-            if isinstance(error, OutOfRoom) and self._free_abandoned(job.message):
+        except AllRefuse as error:  # no rank goes on with it
+            # one that ran out in its midst does so again from its beginning
+            if isinstance(error, OutOfRoom) and self._free_abandoned(job.message, every=not error.lacking):
                 self.run(job)
                 return
             job.reply(Failure(str(error), lacking=[list(each) for each in error.lacking.items()]))
 
-    def _free_abandoned(self, message) -> bool:
-        """Unload the oldest model that no connected client has loaded; return whether there was one beside
-        that of ``message``."""
+    def _free_abandoned(self, message, every: bool) -> bool:
+        """Unload the oldest model that no connected client has loaded, or ``every`` such one; return whether
+        there was one beside that of ``message``."""
         named = set().union(*(keys for client, keys in self.named.items() if not client.gone))
         own = getattr(message, "model", "").partition(LORAS)[0]
-        idle = [key for key in self.files if key not in named and key != own]
-        if not idle:
-            return False
-        path = self.files[idle[0]][0]
-        print(f"{path} leaves the ranks: no client that is connected has loaded it, and one lacks memory.")
-        unload = Unload(idle[0])
-        self.dispatcher.broadcast(unload)
-        self.unload(unload)
-        return True
+        others = [key for key in self.files if key not in named and key != own]
+        idle = [key for key in others if self._is_on_devices(self.engine.models[key])]
+        for key in idle if every else idle[:1]:
+            print(f"{self.files[key][0]} leaves: no connected client has loaded it, and one lacks memory.")
+            self.dispatcher.broadcast(unload := Unload(key))
+            self.unload(unload)
+        return bool(idle)
 
     def on_arrange(self, job: Job, message: Arrange) -> Act:
         """Refuse what is no configuration of these ranks. Raises ConfigError."""
@@ -187,7 +186,7 @@ class Leader(Worker):
         with refusing("the model"):
             check_scales(checkpoint)
             dtype = self.engine.weight_dtype(checkpoint, message.weight_dtype)
-            planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others())
+            planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others(job))
             products = self.engine.products(checkpoint, message.matmul, dtype)
         told = replace(message, trial=dict(checkpoint.trial or {}), products=list(map(list, products)))
 
@@ -233,19 +232,23 @@ class Leader(Worker):
         self.engine.loaded(base)
         return self.files[base][1]
 
-    def plan(self, message: Sample | ModelCall) -> Planned:
+    def plan(self, job: Job, message: Sample | ModelCall) -> Planned:
         """Plan a checked request. Raises UnsupportedError."""
         model = self.engine.models[message.model]
         filled = self.engine.argument_cache.filled(message) if isinstance(message, ModelCall) else message
         config = planned_config(message, self.engine.config)
         size = size_of(filled, config, model.family, model.config)
         plan = self.admission.plan_request(config, self._checkpoint(message.model), size, model.dtype)
-        return replace(plan, others=self._holds_others(model))
+        return replace(plan, others=self._holds_others(job, model))
 
-    def _holds_others(self, model: LoadedModel | None = None) -> bool:
-        """Has any device weights of another model than this one?"""
-        ranks = set(range(self.mesh.world_size))
-        return any(other is not model and ranks - other.parked_on for other in self.engine.models.values())
+    def _holds_others(self, job: Job, model: LoadedModel | None = None) -> bool:
+        """Has any device weights of another model than this one that the client may unload?"""
+        others = filter(None, (self.engine.models.get(key) for key in self.named.get(job.client, ())))
+        return any(other is not model and self._is_on_devices(other) for other in others)
+
+    def _is_on_devices(self, model: LoadedModel) -> bool:
+        """Is any rank's share on its device?"""
+        return not set(range(self.mesh.world_size)) <= model.parked_on
 
     def on_unload(self, job: Job, message: Unload) -> Act:
         """A model that is not loaded is no error."""
@@ -270,7 +273,7 @@ class Leader(Worker):
     def on_sample(self, job: Job, message: Sample) -> Act:
         """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
         self.engine.check_sample(message)
-        return partial(self.sample, job, message, self.plan(message))
+        return partial(self.sample, job, message, self.plan(job, message))
 
     def sample(self, job: Job, message: Sample, planned: Planned):
         """Denoise on all ranks."""
@@ -307,7 +310,7 @@ class Leader(Worker):
         if missing:
             return partial(job.reply, Result({"missing": missing}))
         self.engine.check_forward(message)
-        return partial(self.call, job, message, self.plan(message))
+        return partial(self.call, job, message, self.plan(job, message))
 
     def call(self, job: Job, message: ModelCall, planned: Planned):
         """Call the model on all ranks."""

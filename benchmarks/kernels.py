@@ -1,6 +1,6 @@
 """Every attention kernel on every head size and with a mask: seconds a call, and its distance from torch's.
 
-    python benchmarks/kernels.py [--device cuda] [--json FILE]
+    python benchmarks/kernels.py [--device cuda] [--kernel NAME] [--json FILE]
 
 One call of 8 heads over 4096 tokens in bf16 on a GPU, over 256 in float32 on the CPU. What a kernel cannot
 compute is torch's own, as in the ranks (backend/parallel/kernel_table.py); "own" says whether it was not.
@@ -79,9 +79,10 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
+    parser.add_argument("--kernel", choices=KERNELS, help="this one alone")
     parser.add_argument("--json", type=Path, metavar="FILE")
     chosen = parser.parse_args()
-    for kernel in KERNELS:
+    for kernel in [chosen.kernel] if chosen.kernel else KERNELS:
         for head_size in HEAD_SIZES:
             for masked in (False, True):
                 found = row(kernel, chosen.device, head_size, masked)

@@ -8,12 +8,11 @@ planned, and seconds a step. It runs on the CPU too, with small sizes. With one 
 share it: that shows what methods compute over NCCL, and not how fast. Close ComfyUI before --full: both would
 use the same GPUs.
 
-Each line is ok, warning or problem; --json writes them with their numbers, for an issue, and a chart of the
-speeds next to it (.png). Ends with 1 where there is a problem.
+Each line is ok, warning or problem; --json writes them with their numbers, for an issue, as they come, and a
+chart of the speeds next to it (.png). Ends with 1 where there is a problem.
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -46,13 +45,14 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def show(found: Iterable) -> list:
-    """Print findings as they come; return them."""
+def show(found: Iterable, report) -> list:
+    """Print findings as they come, and write them into the ``report``; return them."""
     shown = []
     for finding in found:
         lead = f"{finding.status:8} {finding.check:18} "
         print(textwrap.fill(finding.text, COLUMNS, initial_indent=lead, subsequent_indent=" " * len(lead)))
         sys.stdout.flush()
+        report.add(finding)
         shown.append(finding)
     return shown
 
@@ -77,8 +77,8 @@ def draw(found: list, path: Path):
 
 
 def end_in_order(number: int, frame):
-    """Handle SIGTERM by SystemExit, so that ranks, programs and files of --full go; a second one changes
-    nothing."""
+    """Handle SIGTERM and SIGHUP by SystemExit, so that ranks, programs and files of --full go; a second one
+    changes nothing."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -111,38 +111,48 @@ def end_with_parent():
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks; return the exit status: 1 where there is a problem."""
     chosen = options(arguments)
-    signal.signal(signal.SIGTERM, end_in_order)
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        signal.signal(number, end_in_order)
     if chosen.ends_with_stdin:
         end_with_parent()
     try:
         import doctor_checks as checks
         from doctor_facts import Facts
+        from doctor_report import Report
     except ImportError as error:  # without torch there is nothing to ask
         print(
             f"problem  packages           {error}; run: {sys.executable} -m pip install -r requirements.txt"
         )
         return 1
     facts = Facts()
-    found = show(checks.quick(facts))
-    if chosen.full:
-        found += show(checks.findings("full", partial(run_backend, chosen=chosen), facts))
-    count = {
-        status: sum(each.status == status for each in found) for status in (checks.WARNING, checks.PROBLEM)
-    }
-    print(f"{count[checks.PROBLEM]} problems, {count[checks.WARNING]} warnings")
+    try:
+        report = Report(chosen.json, vars(chosen), facts)
+    except OSError as error:
+        print(f"problem  json               {chosen.json} cannot be written ({error}); name another file")
+        return 1
+    found, ended = [], "interrupted"
+    try:
+        found = show(checks.quick(facts), report)
+        if chosen.full:
+            found += show(checks.findings("full", partial(run_backend, chosen=chosen), facts), report)
+        ended = "complete"
+    except SystemExit as end:
+        ended = f"signal {end.code - 128}" if isinstance(end.code, int) and end.code > 128 else "exit"
+        raise
+    finally:
+        report.close(ended)
+    return conclude(found, chosen)
+
+
+def conclude(found: list, chosen: argparse.Namespace) -> int:
+    """Say how many problems there were, and what was written; return the exit status."""
+    problems, warnings = (sum(each.status == status for each in found) for status in ("problem", "warning"))
+    print(f"{problems} problems, {warnings} warnings")
     if chosen.json:
-        _ = facts.topology  # only for who reads the report
-        report = {
-            "doctor": 1,
-            "options": {**vars(chosen), "json": str(chosen.json)},
-            "facts": facts.as_dict(),
-        }
-        report["findings"] = [each.as_dict() for each in found]
-        chosen.json.write_text(json.dumps(report, indent=1))
         print(f"wrote {chosen.json}")
         if chosen.full:
             draw(found, chosen.json.with_suffix(".png"))
-    return 1 if count[checks.PROBLEM] else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

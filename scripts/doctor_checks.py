@@ -265,8 +265,15 @@ def variables(facts: Facts) -> Iterator[Status]:
     yield OK, f"environment: {' '.join(facts.variables) or 'nothing that ranks would read'}"
 
 
+def versions(facts: Facts) -> Status:
+    _ = facts.topology  # only for who reads the report
+    about = ", ".join(f"{name} {value}" for name, value in facts.build.items() if value)
+    return OK, about
+
+
 #: Name -> check, in the order in which they are reported.
 CHECKS: dict[str, Callable[[Facts], Status | Iterable[Status]]] = {
+    "versions": versions,
     "Python": python,
     "packages": packages,
     "wheels": wheels,
@@ -293,7 +300,7 @@ def findings(name: str, check: Callable, subject) -> Iterator[Finding]:
         yield Finding(name, WARNING, str(over))
     except Exception as error:
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
-        details = {"traceback": traceback.format_exc()}
+        details = {"traceback": traceback.format_exc(), **getattr(error, "evidence", {})}
         yield Finding(name, PROBLEM, f"this check failed ({what})", details)
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+import doctor_build
 import torch
 import torch.cuda.nccl
 
@@ -44,11 +45,13 @@ HOW = {"yunchang": "from backend.parallel.ring_library import ring_library; ring
 #: Fields that nvidia-smi is asked for.
 SMI_FIELDS = (
     *("index", "name", "driver_version", "compute_mode", "mig.mode.current"),
-    *("pcie.link.width.current", "pcie.link.width.max"),
+    *("pcie.link.width.current", "pcie.link.width.max", "pcie.link.gen.current"),
+    *("power.limit", "temperature.gpu", "clocks.sm"),
 )
 #: Variables that change what ranks and NCCL do.
 VARIABLE_PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "HSA_", "PARALLEL_DIT_"),
+    *("HIP_", "ROCR_", "RCCL_", "MIOPEN_", "FLASH_ATTENTION_"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 )
 #: Variables that are no one else's business.
@@ -143,11 +146,20 @@ class Facts:
 
     @cached_property
     def topology(self) -> str:
-        """nvidia-smi's matrix of links (NV#: NVLink, PIX, PHB, SYS: PCIe), for who reads the report."""
-        if shutil.which("nvidia-smi") is None:
+        """The matrix of links (of nvidia-smi NV#: NVLink, PIX, PHB, SYS: PCIe), for who reads the report."""
+        commands = (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo", "--showdriverversion"])
+        command = next((each for each in commands if shutil.which(each[0])), None)
+        if command is None:
             return ""
-        command = ["nvidia-smi", "topo", "-m"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS).stdout
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"{command[0]} failed: {error}"
+
+    @cached_property
+    def build(self) -> dict[str, str]:
+        """What else a report is read by (doctor_build.py)."""
+        return doctor_build.build()
 
     @cached_property
     def cuda_error(self) -> str:

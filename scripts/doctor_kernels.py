@@ -29,41 +29,47 @@ def kernels(lab: Lab) -> Found:
     """Attention kernels on one rank: seconds and distance from torch's; then each head size by itself."""
     path = lab.flux()
     wanted = lab.run(ParallelConfig(), path, lab.request(path, 2)).samples
+    here = []
     for kernel in KERNELS:
-        yield from findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab)
-    lab.check()
-    yield from findings("kernels", _head_sizes, lab)
+        for found in findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab):
+            here += [kernel] if found.values else []  # else it cannot be chosen here
+            yield found
+    for kernel in here:
+        lab.check()
+        yield from findings("kernels", partial(_head_sizes, kernel=kernel), lab)
 
 
 def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
     path = lab.flux()
     config = ParallelConfig(attention=kernel)
     try:
-        seconds, _ = lab.step_seconds(config, path, partial(lab.request, path))
+        seconds, run = lab.step_seconds(config, path, partial(lab.request, path))
         distance = relative(lab.run(config, path, lab.request(path, 2)).samples, wanted)
     except RefusedError as refusal:
         yield refused("kernels", kernel, refusal)
         return
     status = OK if distance < LATENT else PROBLEM
     text = f"{kernel}: {seconds:.4f} s a step, latent {distance:.1e} from torch's kernel"
-    yield Finding("kernels", status, text, {"kernel": kernel, "seconds": seconds, "distance": distance})
+    yield Finding(
+        "kernels",
+        status,
+        text,
+        {"kernel": kernel, "seconds": seconds, "distance": distance, "timed": run.timed},
+    )
 
 
-def _head_sizes(lab: Lab) -> Found:
-    """benchmarks/kernels.py, which a kernel that crashes ends alone."""
-    rows, ended = lab.kernel_rows()
-    for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        own = [row for row in rows if row["kernel"] == kernel]
-        run = [row for row in own if "seconds" in row]
-        failed = [row for row in own if "failed" in row]
-        if not run and not failed:
-            continue  # said above
+def _head_sizes(lab: Lab, kernel: str) -> Found:
+    """benchmarks/kernels.py of one kernel, which ends alone where it crashes."""
+    rows, ended = lab.kernel_rows(kernel)
+    run = [row for row in rows if "seconds" in row]
+    failed = [row for row in rows if "failed" in row]
+    if run or failed:
         most = APPROXIMATE if kernel.startswith("sage") else EXACT
         status = PROBLEM if failed or any(not row["distance"] < most for row in run) else OK
-        cells = ", ".join(_cell(row) for row in own)
-        yield Finding("kernels", status, f"{kernel} by head size: {cells}", {"rows": own})
-    last = f"{rows[-1]['kernel']}, heads of {rows[-1]['head_size']}" if rows else "its start"
-    yield from cut_short(lab, "kernels", f"benchmarks/kernels.py after {last}", ended)
+        cells = ", ".join(_cell(row) for row in rows)
+        yield Finding("kernels", status, f"{kernel} by head size: {cells}", {"rows": rows})
+    last = f"heads of {rows[-1]['head_size']}" if rows else "its start"
+    yield from cut_short(lab, "kernels", f"benchmarks/kernels.py, {kernel}, after {last}", ended)
 
 
 def cut_short(lab: Lab, check: str, what: str, ended: Ended) -> Found:
@@ -99,12 +105,13 @@ def compiled(lab: Lab) -> Found:
 def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:
     path = lab.flux()
     request = partial(lab.request, path)
-    eager, _ = lab.step_seconds(config, path, request)
-    seconds, _ = lab.step_seconds(replace(config, compile="blocks"), path, request)
+    eager, whole = lab.step_seconds(config, path, request)
+    seconds, run = lab.step_seconds(replace(config, compile="blocks"), path, request)
     runs = [lab.run(replace(config, compile=each), path, request(2)) for each in ("off", "blocks")]
     distance = relative(runs[1].samples, runs[0].samples)
     notes = [note for note in runs[1].notes if "uncompiled" in note]
     values = {"method": f"{name}, compiled", "seconds": seconds, "eager": eager, "distance": distance}
+    values |= {"timed": run.timed, "timed_eager": whole.timed}
     if notes:
         yield Finding("compiled", WARNING, f"{name}: {notes[0]}", values)
         return

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import doctor_processes
 import torch
 from doctor_checks import OutOfTime
+from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
 from doctor_processes import Ended
 from doctor_sizes import SIZES
 from torch import Tensor
@@ -26,6 +27,7 @@ from backend.client import measurements, nccl_settings, pool
 from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
+from backend.device_memory import host_free
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, Sample
 
@@ -36,11 +38,8 @@ sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
 RUN_SECONDS = 150.0
 #: The same of what measures links: about a second, and the start of its ranks, of a torch that is in memory.
 PROBE_SECONDS = 90.0
-#: What is said of ranks that hang where the check "links" has not failed.
-LINKS_FIRST = (
-    "links are to blame only where the check links fails too: otherwise report it, with the console's "
-    "warnings and what nvidia-smi shows meanwhile"
-)
+#: The same of all head sizes of one kernel.
+KERNEL_SECONDS = 60.0
 #: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
 #: no float32 limit bears. cuDNN does that by default, and containers ask for it. Ranks inherit them.
 PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
@@ -52,13 +51,18 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Run:
-    """A request's latent (float32, the model's space), its seconds at the client, what the load said, and
-    notes of the run."""
+    """A request's latent (float32, the model's space), its seconds at the client, what the load said, the
+    ranks' statistics, and of ``step_seconds`` those of every timed request: few steps twice, many twice."""
 
     samples: Tensor
     seconds: float
     info: dict = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    stats: dict = field(default_factory=dict)
+    timed: list[float] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        return self.stats.get("notes", [])
 
 
 class Lab:
@@ -75,10 +79,14 @@ class Lab:
         self._kept: dict[tuple, Any] = {}
         #: Whether the links between ranks could not be measured.
         self.links_failed = False
+        #: What "links" has measured.
+        self.rates: Machine | None = None
+        self.hung = Hung()
         if device == "cpu":  # a rank stands for a GPU: one thread each, or one rank takes the cores of all
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         else:
             os.environ.update(PLAIN_FLOAT32)
+            os.environ.setdefault("NCCL_DEBUG", "WARN")  # into the log, of which a report has the end
 
     def close(self):
         """End the ranks and remove the files."""
@@ -108,15 +116,19 @@ class Lab:
     def run(
         self, config: ParallelConfig, path: Path, sample: Sample, dtype: str = "default", matmul: str = "auto"
     ) -> Run:
-        """Sample once. Raises RefusedError, BackendError, OutOfTime; TimeoutError where the ranks hang."""
+        """Sample once. Raises RefusedError, BackendError, OutOfTime; HungError where the ranks hang."""
+        self.check()
+        self.hung.check(config)
         backend = self.backend(config)
         loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS), matmul=matmul)
         message = replace(sample, model=loaded.model, **config.per_request)
         began = time.monotonic()
+        shown: dict[str, str] = {}
 
         def is_late() -> bool:
             late = time.monotonic() > began + RUN_SECONDS
-            if late:  # ranks that hang hear no cancel, and it would be waited for
+            if late and not backend.closed:  # ranks that hang hear no cancel, and it would be waited for
+                shown.update(evidence(backend))
                 backend.close()
             return late
 
@@ -127,11 +139,11 @@ class Lab:
                 raise
             result = None
         if result is None:  # which is to be said even where the minutes are over
+            self.hung.note(config)
             remedy = hang_remedy(self.device) if self.links_failed else LINKS_FIRST
             what = f"no answer within {RUN_SECONDS:.0f} s of {config.product}: the ranks hang"
-            raise TimeoutError(f"{what}; {remedy}" if remedy else what)
-        notes = result.stats.get("notes", [])
-        return Run(result.tensors["samples"], time.monotonic() - began, loaded.info, notes)
+            raise HungError(f"{what}; {remedy}" if remedy else what, shown)
+        return Run(result.tensors["samples"], time.monotonic() - began, loaded.info, result.stats)
 
     def step_seconds(
         self, config: ParallelConfig, path: Path, request: Callable[[int], Sample], **how
@@ -140,12 +152,10 @@ class Lab:
         after steps cancels. Each is timed twice after one that is not, and the faster counts."""
         few, many = self.size.steps
         self.run(config, path, request(few), **how)
-        least = [
-            min(self.run(config, path, request(steps), **how).seconds for _ in range(2))
-            for steps in (few, many)
-        ]
+        timed = [self.run(config, path, request(steps), **how).seconds for steps in (few, few, many, many)]
         last = self.run(config, path, request(few), **how)
-        return max(1e-6, least[1] - least[0]) / (many - few), last
+        step = max(1e-6, min(timed[2:]) - min(timed[:2])) / (many - few)
+        return step, replace(last, timed=timed)
 
     def machine(self) -> Machine:
         """Measure rates and links anew: what is kept for this machine may be of better days. Ranks that start
@@ -160,6 +170,7 @@ class Lab:
                 self.links_failed = True
                 raise
             way = nccl_settings.kept(os.environ, ranks)
+        self.rates = found
         if self.device == "cuda":
             nccl_settings.keep(os.environ, ranks, way)
         return found
@@ -191,7 +202,7 @@ class Lab:
         import common
 
         def write():
-            self.need_disk()
+            self.need_room()
             common.save_model(self.folder / "flux", self.device, **self.size.flux)
             return self.folder / "flux"
 
@@ -206,7 +217,7 @@ class Lab:
         import released_sizes
 
         def write():
-            self.need_disk()
+            self.need_room()
             return released_sizes.save(family, self.folder / f"released-{family}", BLOCKS)
 
         path = self.kept(("released", family), write)
@@ -221,11 +232,12 @@ class Lab:
         files = [Path(f"{prefix}.{rank}") for rank in range(self.ranks)]
         return [run for file in files if file.exists() for run in json.loads(file.read_text())], ended
 
-    def kernel_rows(self) -> tuple[list[dict], Ended]:
-        """Run benchmarks/kernels.py; return its rows, and how it ended."""
+    def kernel_rows(self, kernel: str) -> tuple[list[dict], Ended]:
+        """Run benchmarks/kernels.py of one kernel, which may end its process; return its rows, and how it
+        ended."""
         path = self.folder / "kernels.jsonl"
         path.write_text("")
-        ended = self._benchmark("kernels.py", RUN_SECONDS, "--json", path)
+        ended = self._benchmark("kernels.py", KERNEL_SECONDS, "--kernel", kernel, "--json", path)
         # a line that it has not ended is none
         whole = path.read_text().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()], ended
@@ -261,11 +273,11 @@ class Lab:
     def quantized(self, kind: str) -> Path:
         """Write a file of a Flux whose blocks are quantized as ``kind``, or bf16."""
         import memory
-        from quantized import write_scaled
+        from quantized import write_gguf, write_scaled
         from safetensors.torch import save_file
 
         def weights():
-            self.need_disk()
+            self.need_room()
             random = torch.Generator().manual_seed(0)
             shapes = memory.shapes(self.size.width)
             return {
@@ -278,13 +290,21 @@ class Lab:
             if kind == "bf16":
                 save_file(state, path)
                 return path
+            if kind.startswith("Q"):
+                write_gguf(path.with_suffix(".gguf"), state, (kind,))
+                return path.with_suffix(".gguf")
             # layers with scales of rows have no native product
             return write_scaled(path, state, kind, rowwise=False)
 
         return self.kept(("quantized", kind), write)
 
-    def need_disk(self):
-        """Raise OSError where the temporary folder has no room for all files, before the first is written."""
+    def need_room(self):
+        """Raise OSError where the temporary folder has no room for all files, before the first is written, or
+        the host none for the largest model: the system would end the doctor."""
+        host = host_free(swap=False)
+        if host < self.size.host:
+            what = f"{host / 1e9:.1f} GB of host memory are free, less than {self.size.host / 1e9:.0f}"
+            raise OSError(f"{what} GB that models of --full are made in; close other programs")
         if ("disk",) in self._kept:
             return
         free = shutil.disk_usage(self.folder).free

@@ -60,7 +60,8 @@ def run(command: list, seconds: float, folder: Path, environment: dict[str, str]
             code = None
         finally:
             _end(process.pid)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that waits for a lost GPU cannot be ended
+                process.wait(GRACE_SECONDS)
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - MOST_ERRORS))
         return Ended(code, seconds, errors.read().decode(errors="replace"))
 

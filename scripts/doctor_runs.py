@@ -9,10 +9,11 @@ from itertools import combinations
 
 import doctor_lab
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb, possible
+from doctor_checks import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, gb, possible
 from doctor_facts import Facts
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
+from doctor_quantized import dequantized_once, quantized
 from doctor_steps import shapes, waits
 from doctor_watch import Watch
 
@@ -21,6 +22,7 @@ from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.config import AXES, ParallelConfig
 from backend.gpu_sharing import SHARED_GPU
 from backend.protocol import RefusedError
+from backend.shares import written
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
 FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
@@ -38,9 +40,6 @@ COMFYUI = 2e-3
 BF16_RATIO = 3.0
 #: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
 SLOW_LINK = 6e9
-QUANTIZED = ("float8_e4m3fn", "int8_tensorwise")
-#: Words of refusals that no package and no setting changes (quantization/matmul.py).
-OF_GPUS = ("compute capability", "only NVIDIA GPUs")
 
 Found = Iterator[Finding]
 
@@ -134,23 +133,24 @@ def all_methods(lab: Lab) -> Found:
     for name, config in methods(lab.ranks).items():
         for family in FAMILIES:
             lab.check()
-            compared = partial(_method, name=name, config=config, family=family)
+            halves = lab.ranks == 2 or family == FAMILIES[0]  # of many methods one family's bf16 has to do
+            compared = partial(_method, name=name, config=config, family=family, halves=halves)
             yield from possible("methods", f"{name}, {family}", compared, lab)
 
 
-def _method(lab: Lab, name: str, config: ParallelConfig, family: str) -> Found:
+def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bool = True) -> Found:
     path, sample, _ = lab.tiny(family)
     batch = in_batch(sample, max(2, lab.ranks))
     single, half = reference(lab, family, "fp32"), reference(lab, family, "bf16")
     exact = relative(lab.run(config, path, batch, "fp32").samples, single)
-    drift = relative(lab.run(config, path, batch, "bf16").samples, single)
+    drift = relative(lab.run(config, path, batch, "bf16").samples, single) if halves else 0.0
     stale = config.has_stale_kv
     usual = relative(half, single)
     values = {"method": name, "family": family, "fp32": exact, "bf16": drift, "bf16_one_rank": usual}
     most = STALE if stale else EXACT[lab.device]
     limit = "stale keys and values" if stale else f"limit {most:g}"
-    text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit}), bf16 {drift:.1e} from float32"
-    text += f" (one rank in bf16: {usual:.1e})"
+    text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit})"
+    text += f", bf16 {drift:.1e} from float32 (one rank in bf16: {usual:.1e})" if halves else ""
     status = OK
     if drift > BF16_RATIO * usual + (STALE if stale else 0.0):
         status = WARNING
@@ -163,21 +163,27 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str) -> Found:
     yield Finding("methods", status, text, values)
 
 
-def step_seconds(lab: Lab, guided: bool) -> float:
-    """Return one rank's seconds a step of the mid-size Flux."""
+def timed_alone(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run]:
+    """Return one rank's seconds a step of the mid-size Flux, and its last run."""
 
     def measure():
         path = lab.flux()
-        return lab.step_seconds(ParallelConfig(), path, partial(lab.request, path, guided=guided))[0]
+        return lab.step_seconds(ParallelConfig(), path, partial(lab.request, path, guided=guided))
 
     return lab.kept(("step", guided), measure)
+
+
+def step_seconds(lab: Lab, guided: bool) -> float:
+    """Return one rank's seconds a step of the mid-size Flux."""
+    return timed_alone(lab, guided)[0]
 
 
 def speed_of_one(lab: Lab) -> Found:
     """Seconds a step of the mid-size Flux on one rank, with and without a negative prompt."""
     for name, guided in (("one rank", False), ("one rank, cfg", True)):
-        seconds = step_seconds(lab, guided)
-        yield Finding("speed", OK, f"{name}: {seconds:.4f} s a step", {"method": name, "seconds": seconds})
+        seconds, run = timed_alone(lab, guided)
+        values = {"method": name, "seconds": seconds, "timed": run.timed}
+        yield Finding("speed", OK, f"{name}: {seconds:.4f} s a step", values)
 
 
 def speed(lab: Lab) -> Found:
@@ -189,6 +195,10 @@ def speed(lab: Lab) -> Found:
     path = lab.flux()
     one = step_seconds(lab, False)
     configs = scaling.methods(lab.ranks)
+    if lab.rates and lab.rates.differs:  # as auto divides, which the methods above do not
+        parts = written(lab.rates.speeds_of(lab.ranks))
+        unlike = {name: replace(configs[name], shares=parts) for name in ("ulysses", "ring", "tp")}
+        configs |= {f"{name}, shares {parts}": config for name, config in unlike.items()}
     alone = ParallelConfig(data_parallel_degree=lab.ranks)
     together, _ = lab.step_seconds(alone, path, partial(lab.request, path, batch=lab.ranks))
     ceiling = lab.ranks * one / together
@@ -202,49 +212,17 @@ def speed(lab: Lab) -> Found:
 
 def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float) -> Found:
     path, guided = lab.flux(), config.cfg_degree > 1
-    seconds, _ = lab.step_seconds(config, path, partial(lab.request, path, guided=guided))
+    seconds, run = lab.step_seconds(config, path, partial(lab.request, path, guided=guided))
     times = step_seconds(lab, guided) / seconds
     text = f"{name}: {seconds:.4f} s a step, {times:.2f} times one rank, {times / ceiling:.2f} of the ceiling"
     values = {"method": name, "seconds": seconds, "speedup": times, "of_ceiling": times / ceiling}
-    if times < 1:
-        yield Finding("speed", WARNING, f"{text}: slower than one rank, as on slow links", values)
-    else:
+    values |= {"timed": run.timed, "sent": run.stats.get("bytes_sent")}
+    if times >= 1:
         yield Finding("speed", OK, text, values)
-
-
-def quantized(lab: Lab) -> Found:
-    """A quantized file that multiplies natively, against itself weight only; and the seconds of bf16."""
-    for kind in QUANTIZED:
-        for matmul in ("weight only", "native"):
-            lab.check()
-            yield from findings("quantized", partial(_quantized, kind=kind, matmul=matmul), lab)
-
-
-def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
-    seconds, _ = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
-    # not bf16's latent: the file stands for weights of its own where they are rotated
-    _, wanted = lab.kept(("weight only", kind), lambda: _timed_file(lab, kind, "weight only"))
-    try:
-        own, run = _timed_file(lab, kind, matmul)
-    except RefusedError as refusal:
-        is_of_gpu = any(words in str(refusal) for words in OF_GPUS)
-        status = OK if is_of_gpu else WARNING
-        yield Finding("quantized", status, f"{kind}, {matmul}: not possible ({refusal})")
-        return
-    distance = relative(run.samples, wanted.samples)
-    text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s"
-    text += f"; latent {distance:.1e} from weight only's"
-    values = {"kind": kind, "matmul": matmul, "seconds": own, "bf16": seconds, "distance": distance}
-    status = OK if distance < STALE else PROBLEM
-    if matmul == "native" and distance == 0:
-        status = PROBLEM
-        text += ": the product failed, and ranks went on weight only (the end of the ranks' log says why)"
-    yield Finding("quantized", status, text, {**values, "layers": str(run.info.get("quantized", ""))})
-
-
-def _timed_file(lab: Lab, kind: str, matmul: str):
-    path = lab.quantized(kind)
-    return lab.step_seconds(ParallelConfig(), path, lab.plain_request, dtype="bf16", matmul=matmul)
+    elif lab.rates and lab.rates.differs and not config.shares:
+        yield Finding("speed", OK, f"{text}: with equal parts the slower GPU decides", values)
+    else:
+        yield Finding("speed", WARNING, f"{text}: slower than one rank, as on slow links", values)
 
 
 def memory(lab: Lab) -> Found:
@@ -280,22 +258,25 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
     yield Finding("memory", status, text, {"method": name, "held": most, "planned": planned})
 
 
-#: Name -> run: those on one rank first, since other numbers of ranks start anew.
+#: Name -> run: what only several GPUs can tell comes first, after what it is compared with.
 RUNS: dict[str, Callable[[Lab], Found]] = {
     "links": links,
     "one rank": one_rank,
-    "kernels": kernels,
-    "compiled": compiled,
-    "quantized": quantized,
     "speed of one rank": speed_of_one,
+    "speed": speed,
     "methods": all_methods,
     "waits": waits,
-    "speed": speed,
-    "shapes": shapes,
     "memory": memory,
+    "compiled": compiled,
+    "quantized": quantized,
+    "dequantized once": dequantized_once,
+    "kernels": kernels,
+    "shapes": shapes,
 }
 
 
+#: Those of all ranks: they would hang where links failed.
+OF_SEVERAL = ("methods", "waits", "speed", "memory", "shapes", "compiled")
 #: Those of ranks that share a GPU: what they compute, and nothing that is timed.
 OF_SHARED = ("one rank", "methods", "waits")
 #: Those that need no folder which the registry's archive leaves out (.comfyignore).
@@ -303,8 +284,10 @@ ANYWHERE = ("links",)
 
 
 def in_time(lab: Lab, run: Callable[[Lab], Found]) -> Found:
-    """Run unless the minutes are over. Raises OutOfTime."""
+    """Run unless the minutes are over, or links failed that it needs. Raises OutOfTime."""
     lab.check()
+    if lab.links_failed and lab.ranks > 1 and run in map(RUNS.get, OF_SEVERAL):
+        raise OutOfTime("not run: the check links failed, and ranks would wait for each other")
     yield from run(lab)
 
 

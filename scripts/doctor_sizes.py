@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Size:
     """What runs on a kind of device. flux: the mid-size model's arguments beside common.FLUX; side, text: its
     latent and prompt; steps: of two requests, whose difference is timed; width: of quantized files; disk:
-    bytes of all files; slack: bytes that a rank may hold besides what is planned."""
+    bytes of all files; host: of the largest model in host memory; slack: bytes that a rank may hold besides
+    what is planned."""
 
     flux: dict
     side: int
@@ -15,6 +16,7 @@ class Size:
     steps: tuple[int, int]
     width: int
     disk: int
+    host: int
     slack: int
 
 
@@ -34,7 +36,8 @@ SIZES = {
         steps=(3, 11),
         width=2048,
         disk=15 << 30,
+        host=6 << 30,
         slack=1_200_000_000,
     ),
-    "cpu": Size(dict(num_layers=2, num_single_layers=4), 32, 64, (2, 5), 256, 2 << 30, 400_000_000),
+    "cpu": Size(dict(num_layers=2, num_single_layers=4), 32, 64, (2, 5), 256, 2 << 30, 1 << 30, 400_000_000),
 }

@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -88,6 +89,7 @@ class BackendClient:
         self._places = places
         self._socket = open_socket(address)
         forks.hold(self._socket.fileno())  # else rank 0 would not see us end
+        self._let_go = weakref.finalize(self, forks.let_go, self._socket.fileno())
         self._socket.settimeout(FRAME_SECONDS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
@@ -177,7 +179,7 @@ class BackendClient:
         if not self.closed:
             self.closed = True
             self._selector.close()
-            forks.let_go(self._socket.fileno())
+            self._let_go()
             self.hang_up()
             self._socket.close()
 

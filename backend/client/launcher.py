@@ -37,6 +37,8 @@ EXIT_REPORT_SECONDS = 20.0
 #: After another machine's ranks have ended, ours have this long to see it, and other clients to be told.
 GRACE_SECONDS = 2.0
 TELL_SECONDS = 1.5
+#: In which ranks write where their threads are.
+PLACES_SECONDS = 0.3
 #: What ranks that have all started wait for where others are on other machines, and what to do.
 UNREACHED = (
     "those of other machines are not ready or not reached (let every TCP port pass between the machines, "
@@ -247,6 +249,10 @@ class BackendProcess:
             if self._ended_elsewhere:
                 self._kill_ranks()
 
+    def places(self, done: int) -> str:
+        """Say in which step each rank here is, as SilenceWatch does."""
+        return self._watch.places(done)
+
     def beats(self) -> list[Beat]:
         """Return the heartbeats of every rank here."""
         return self._heartbeats.read()
@@ -303,6 +309,8 @@ class BackendProcess:
         if self._closing:
             return
         self.silence = silence
+        self.say_places()
+        time.sleep(PLACES_SECONDS)
         if self._is_served and self._client is not None and not self._client.closed:
             with suppress(BackendError):  # rank 0 tells the clients of this address, unless it hangs itself
                 self._client.send(Shutdown(f"The backend ends because {silence}."))
@@ -315,13 +323,23 @@ class BackendProcess:
             self._end_silent(silence)
         self._ended_elsewhere = True
 
+    def say_places(self):
+        """Have every rank write into the log where its threads are, also one that hangs in one of them."""
+        if hasattr(signal, "SIGUSR1"):
+            self._signal_ranks(signal.SIGUSR1)
+
     def _kill_ranks(self):
-        """Kill the ranks that live: processes whose command line has our folder, whose name is random."""
+        self._killed |= self._signal_ranks(signal.SIGKILL)
+
+    def _signal_ranks(self, number: int) -> set[int]:
+        """Signal the ranks that live: processes whose command line has our folder, whose name is random."""
+        found = set()
         for beat in self._heartbeats.read():
             if belongs_to_backend(beat.pid, self.folder):
                 with suppress(ProcessLookupError):
-                    os.kill(beat.pid, signal.SIGKILL)
-                    self._killed.add(beat.rank)
+                    os.kill(beat.pid, number)
+                    found.add(beat.rank)
+        return found
 
     def _wait(self, seconds: float) -> bool:
         try:

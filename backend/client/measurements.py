@@ -48,6 +48,9 @@ def machine_rates(
     return cache_files.read_or_measure("machine", _machine_key(device, indices), measure, Machine.from_dict)
 
 
+_shapes: dict[ModelShape, ModelShape] = {}
+
+
 def model_shape(
     wanted: Wanted, device: str, indices: list[int], check: Check, show: Callable[[str], None]
 ) -> ModelShape:
@@ -60,7 +63,9 @@ def model_shape(
         return read_shape(*wanted, device, indices, check)
 
     key = _shape_key(wanted, device, indices)
-    return cache_files.read_or_measure("shape", key, measure, ModelShape.from_dict)
+    found = cache_files.read_or_measure("shape", key, measure, ModelShape.from_dict)
+    # one object for all that are equal: the planner looks up by it a thousand times
+    return _shapes.setdefault(found, found)
 
 
 def known(wanted: Wanted, device: str, indices: list[int]) -> tuple[ModelShape, Machine] | None:

@@ -14,6 +14,7 @@ from ..config import ConfigError, ParallelConfig
 from ..device_memory import host_free
 from ..errors import RAN_OUT
 from ..gpu_kernels import has_kernels
+from ..lending import lends
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, Choice, Question, choose
 from ..planner.machine import Machine, Request, gigabytes
@@ -238,7 +239,7 @@ def question_of(
     device = auto.base.resolve_device(gpus_here)
     shapes = [measurements.model_shape(each, device, devices, check, show) for each in (model, *others)]
     machine = measurements.machine_rates(device, devices, check, show)
-    machine = replace(machine, memory=_free_memory(device, devices)).with_shares(auto.rank_shares)
+    machine = replace(machine, memory=_free_memory(device, devices))
     machine = _without_spared(machine, auto, model)
     if not auto.shares:  # whose order is that of gpus
         order = machine.fastest_first()
@@ -248,7 +249,7 @@ def question_of(
     host, file = _host_memory() // PARKED, measurements.load_rate(model, device)
     waiting = Waiting(host, file, _beside(devices, asked) if device == "cuda" else ())
     known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
-    return Question(*known, auto.rank_shares, waiting), devices
+    return Question(*known, auto.rank_shares, waiting, lends()), devices
 
 
 def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> float | None:

@@ -84,10 +84,13 @@ class Backend:
         interrupts.end()
         return loaded
 
-    def describe(self, message: protocol.Describe) -> protocol.Described:
-        """What each rank would hold and send; nothing runs."""
+    def describe(self, message: protocol.Describe, check=lambda: None) -> protocol.Described:
+        """What each rank would hold and send; nothing runs. ``check`` may interrupt: others may run first."""
+        interrupts = Watch(check)
         with self._busy:
-            return self._request(message)
+            described = interrupts.ask(self._request, message)
+        interrupts.end()
+        return described
 
     def unload(
         self, path: str, weight_dtype: str, matmul: str = "auto", park: bool = True, ranks: Collection = ()

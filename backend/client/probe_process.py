@@ -115,12 +115,12 @@ def _probed(
         command = [*agent_command(config.world_size, private.path), *probe]
         environment = sanitized_environment(dict(os.environ), config, device, nccl=way)
 
-        def is_linking() -> bool:
-            ready = list(private.path.glob(f"{store.name}.ready-*"))
-            return not is_last and len(ready) == config.world_size and not Path(f"{store}.linked").exists()
+        def is_started() -> bool:
+            return not is_last and len(list(private.path.glob(f"{store.name}.ready-*"))) == config.world_size
 
+        is_linked, held = Path(f"{store}.linked").exists, private.inherited
         try:
-            run(command, environment, check, longest, is_linking, private.inherited, hang_remedy(device))
+            run(command, environment, check, longest, is_started, is_linked, held, hang_remedy(device))
         except UnmeasuredError as error:
             if not out.exists():
                 raise
@@ -136,13 +136,14 @@ def run(
     environment: dict[str, str],
     check: Check,
     longest: float = LONGEST_SECONDS,
-    is_linking: Callable[[], bool] = lambda: False,
+    is_started: Callable[[], bool] = lambda: False,
+    is_linked: Callable[[], bool] = lambda: False,
     held: tuple[int, ...] = (),
     remedy: str = "",
 ):
     """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
-    keeps the descriptors ``held``. While it ``is_linking`` it has ANSWER_SECONDS. Raises UnmeasuredError with
-    its last words where it fails, or with ``remedy`` where it does not end."""
+    keeps the descriptors ``held``. Once it ``is_started``, it has ANSWER_SECONDS until it ``is_linked``.
+    Raises UnmeasuredError with its last words where it fails, or with ``remedy`` where it does not end."""
     require_same_pack()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -158,15 +159,15 @@ def run(
         assert process.stdin is not None  # it was opened as a pipe
         forks.hold(process.stdin.fileno())
         try:
-            hangs = _waited(process, check, longest, is_linking)
+            hangs = _waited(process, check, longest, lambda: is_started() and not is_linked())
         finally:
             forks.let_go(process.stdin.fileno())
             process.stdin.close()  # by which an agent and its ranks end
             end_process(process, END_SECONDS)
         if hangs:
             what = f"its ranks did not answer within {hangs:.0f} s"
-            # those that still import, or measure, say nothing of links
-            raise UnmeasuredError(what, remedy, of_links=bool(remedy) and is_linking())
+            # those that are still importing say nothing of links
+            raise UnmeasuredError(what, remedy, of_links=bool(remedy) and is_started())
         if process.returncode:
             log.seek(0)
             text = log.read().decode(errors="replace").strip()

@@ -71,6 +71,8 @@ class FusedWeights:
         self.targets = Targets(checkpoint.family.layout, shapes)
         self.stack: Stack = ()
         self._held: dict[str, Stack] = {}
+        #: (parameter, key of a patch) -> rank of what is held of its adapter, once it was.
+        self._ranks: dict[tuple, int] = {}
 
     def open(self, stack: Stack) -> list[Lora]:
         """Open the LoRAs of a stack, reading headers only. Raises UnsupportedError."""
@@ -151,7 +153,8 @@ class FusedWeights:
                 continue
             rows, columns = (sum(map(len, spans)) for spans in self._spans(name, cuts))
             if all(is_low_rank(patch.adapter) for patch in patches):
-                ranks = {patch.key: patch.adapter.rank or 0 for patch in patches}
+                known = {patch.key: self._ranks.get((name, patch.key)) for patch in patches}
+                ranks = {each.key: known[each.key] or each.adapter.rank or 0 for each in patches}
                 numbers += sum(ranks.values()) * (rows + columns)
             else:
                 numbers += rows * columns
@@ -228,6 +231,7 @@ class FusedWeights:
                 assert is_low_rank(patch.adapter), "checked above"
                 up, down = _used(*patch.adapter.factors(where, columns, weight.device))
                 up = up * patch.adapter.scale
+                self._ranks[name, patch.key] = up.shape[1]
                 known[patch.key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
             before = adapters.get(patch.key)
             strength = patch.use.strength + (before.strength if before else 0.0)

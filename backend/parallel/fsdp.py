@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from .block_streams import block_list
@@ -59,11 +60,12 @@ def reshard(transformer: nn.Module):
     # what that does, before torch had it
     state._state_ctx.iter_forward_root = None
     state._comm_ctx.post_forward_order.clear()
-    transformer.set_reshard_after_forward(True, recurse=False)
-    for module in transformer.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    transformer.set_reshard_after_forward(False, recurse=False)
+    for each in state._state_ctx.all_states:
+        group = each._fsdp_param_group
+        if group is not None:
+            each._training_state = group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group.reshard()
 
 
 def held_bytes(parameter: nn.Parameter) -> int:

@@ -138,15 +138,20 @@ def ring_attend(
     assert axis.group is not None, "a ring has several ranks"
     merge = ring_library().update_out_and_lse
     out = lse = None
-    kv = kv.contiguous()
+    kv, dtype = kv.contiguous(), kv.dtype
     travelling = pack(kv, wire)
     for hop in range(axis.size):
         source = (axis.rank - hop) % axis.size
         shape = (*travelling.shape[:3], lengths[source - 1], travelling.shape[4])
         incoming = pass_on(travelling, shape, axis, "ring") if hop + 1 < axis.size else None
         if lengths[source] and q.shape[2]:
-            kv = unpack(travelling, kv.dtype) if hop else kv
-            block, block_lse = attend_lse(kernel, q, kv[0], kv[1], masks[source] if masks else None, scale)
+            here = unpack(travelling, dtype) if hop else kv
+            block, block_lse = attend_lse(
+                kernel, q, here[0], here[1], masks[source] if masks else None, scale
+            )
             out, lse = merge(out, lse, block.transpose(1, 2), block_lse)
-        travelling = incoming() if incoming else travelling
+            del here, block
+        if incoming:
+            kv = travelling = incoming()
+        incoming = None  # what this hop has sent is done with, before the next one receives
     return q if out is None else out.transpose(1, 2).to(q.dtype)

@@ -83,7 +83,8 @@ class Choice:
 class Question:
     """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
     plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks.
-    shares: of each GPU, where the user has set them. waiting: where models wait for others."""
+    shares: of each GPU, where the user has set them. waiting: where models wait for others. lends: quantized
+    weights may stay dequantized in what is spare."""
 
     shape: ModelShape
     request: Request
@@ -93,11 +94,12 @@ class Question:
     others: tuple[ModelShape, ...] = ()
     shares: tuple[float, ...] = ()
     waiting: Waiting = Waiting()
+    lends: bool = True
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
         size, room, likely, needed = self._tightest(plan)
-        spare = spare_bytes(room - likely, needed)
+        spare = spare_bytes(room - likely, needed) if self.lends else 0
         seconds = Cost(self.shape, plan, self.machine, self.request, spare).total
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0

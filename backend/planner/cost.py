@@ -195,10 +195,10 @@ class Cost:
         synchronous = min(self.plan.warmup_steps, steps)
         return synchronous * self._batches(1) + (steps - synchronous) * patches * self._batches(patches)
 
-    def _activation(self, patches: int, features: int = 0) -> float:
+    def _activation(self, patches: int, features: int | None = None) -> float:
         """Bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group: of so many
         features, or of the model's width."""
-        width = features or self.shape.width
+        width = self.shape.width if features is None else features
         return self._at_once(patches) * self._sequence * width * self.shape.itemsize / patches
 
     @property
@@ -210,10 +210,10 @@ class Cost:
         return row_bytes(self.shape.head_size, self.shape.itemsize, self.plan.wire) / full
 
     def _keys(self, blocks: tuple[BlockShape, ...]) -> int:
-        return sum(block.keys or self.shape.width for block in blocks)
+        return sum(block.sent(self.shape.width)[1] for block in blocks)
 
     def _queries(self, blocks: tuple[BlockShape, ...]) -> int:
-        return sum(block.queries or self.shape.width for block in blocks)
+        return sum(block.sent(self.shape.width)[0] for block in blocks)
 
     def _ring(self, attention: float, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of attention whose keys and values travel: hidden as far as it computes meanwhile."""
@@ -249,13 +249,15 @@ class Cost:
     def _exchange(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of Ulysses' all-to-all before and after attention."""
         plan = self.plan
-        u = plan.ulysses_degree
+        u, tp = plan.ulysses_degree, plan.tensor_parallel_degree
         if u == 1:
             return 0.0
         features = 2 * (self._queries(blocks) + self._keys(blocks))  # and values; outputs
-        own = self._activation(patches, features) / plan.ring_degree / plan.tensor_parallel_degree
+        own = self._activation(patches, features) / plan.ring_degree / tp
         sent = self._on_wire * own * (u - 1) / u**2
-        return sent / self.machine.exchange(u) + 2 * self.machine.latency * len(blocks)
+        # ranks of tensor parallelism lie between those of Ulysses, whose links those of as many more are
+        rate = min(self.machine.exchange(u), self.machine.exchange(u * tp))
+        return sent / rate + 2 * self.machine.latency * len(blocks)
 
     def _reduce(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of tensor parallelism's sums."""

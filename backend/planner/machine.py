@@ -92,10 +92,6 @@ class Machine:
         speeds = self.speeds_of(len(self.speeds))
         return sorted(range(len(speeds)), key=lambda index: -speeds[index])
 
-    def with_shares(self, shares: tuple[float, ...]) -> "Machine":
-        """Return the machine with the speeds that the user's ``shares`` of the work stand for."""
-        return replace(self, speeds=tuple(share / min(shares) for share in shares)) if shares else self
-
     def ordered(self, order: list[int]) -> "Machine":
         """Return the machine with its GPUs in another order."""
         known = {name: getattr(self, name) for name in ("names", "speeds", "bandwidths", "memory")}

@@ -106,7 +106,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: Rank
     heads = math.ceil(shape.heads / ranks * share.matrices * share.heads)
     own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[share.stage]
     width = shape.heads * shape.head_size
-    keys = sum(block.keys or width for block in shape.blocks[own.start : own.stop])
+    keys = sum(block.sent(width)[1] for block in shape.blocks[own.start : own.stop])
     token = 2 * heads * keys // shape.heads * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
     return buffers * branches * share.samples * token * tokens

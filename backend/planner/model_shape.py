@@ -9,6 +9,9 @@ from typing import Any
 from ..config import ParallelConfig
 from ..parallel import stage_split
 
+#: Features of queries and keys where attention sends none, as linear attention.
+NONE = -1
+
 
 @dataclass(frozen=True)
 class BlockShape:
@@ -22,7 +25,8 @@ class BlockShape:
     what multiplies natively, native_share: that as a share of the values of matrices.
     reduced_image, reduced_text: numbers of one token that tensor parallelism sums. streams: 2 where text and
     image pass layers of their own. queries, keys: features of a token in the attention calls whose keys come
-    from all ranks, 0 for the model's width. skips: long skips that go on with what the block returns.
+    from all ranks, 0 for the model's width, NONE where no rank sends any. skips: long skips that go on with
+    what the block returns.
     """
 
     image: float
@@ -44,6 +48,11 @@ class BlockShape:
     queries: int = 0
     keys: int = 0
     skips: int = 0
+
+    def sent(self, width: int) -> tuple[int, int]:
+        """Return the features of queries and of keys that travel, in a model of that ``width``."""
+        queries, keys = (max(0, each) if each else width for each in (self.queries, self.keys))
+        return queries, keys
 
     def linear(self, image: int, text: int) -> float:
         """Count the multiplications of linear layers for so many tokens."""

@@ -2,11 +2,9 @@
 
 A thread of every rank counts, apart from its work: the main thread may compute, load or wait for an hour. It
 needs Python's lock (GIL) alone, which torch, files and sockets release while they work. The launcher looks
-whether the counters move (client/silence.py). A rank whose launcher has gone looks itself, by a thread that
-needs no GIL. Standard library only.
+whether the counters move (client/silence.py). Standard library only.
 """
 
-import faulthandler
 import mmap
 import os
 import struct
@@ -25,12 +23,6 @@ BEAT_SECONDS = 0.5
 SILENT_SECONDS = 10.0
 #: Sets SILENT_SECONDS, for whoever stops a rank in a debugger.
 VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
-#: After so many seconds without a beat, and twice the limit, a process writes where its threads are and ends:
-#: the launcher, which ends it sooner, has gone, and ranks that all wait in launches of kernels, which holds
-#: the GIL, do not see that.
-ALONE_SECONDS = 180.0
-#: Beats after which that time begins anew.
-BEATS_A_LOOK = 10
 #: A rank's process id, its rank in the whole backend, its beats, and the longest time between two (ms).
 SLOT = struct.Struct("=4Q")
 #: Bytes of a rank: its slot, and its last steps (step_times.py), which lie after all slots.
@@ -108,10 +100,7 @@ class Heartbeats:
         count = 0
         longest = 0.0
         last = time.monotonic()
-        alone = max(ALONE_SECONDS, 2 * silent_seconds())
         while True:
-            if count % BEATS_A_LOOK == 0:
-                faulthandler.dump_traceback_later(alone, exit=True, file=2)
             now = time.monotonic()
             longest = max(longest, now - last)
             last = now

@@ -16,7 +16,7 @@ from ..models.blocks import APART
 from ..parallel.block_cost import block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
 from ..parallel.matrix_cuts import Shard
-from ..planner.model_shape import BlockShape, ModelShape
+from ..planner.model_shape import NONE, BlockShape, ModelShape
 from ..quantization.kernels import Choice
 from ..quantization.matmul import NATIVE_FORMATS, RULES
 from .activations import FIRST, IMAGE, TEXT, activations_of
@@ -218,7 +218,8 @@ class _Measured:
         return BlockStructure.of(self.checkpoint.empty, self.checkpoint.family)
 
     def _features(self, index: int, side: str) -> int:
-        """Features of the attention calls of a block whose ``side`` is of image tokens."""
+        """Features of the attention calls of a block whose ``side`` is of image tokens; NONE without any."""
         latents = latents_of(self.checkpoint.family, 1)
         calls = self._one_rank.exchanged(range(index, index + 1))
-        return sum(n * call.width for call, n in calls.items() if latents.get(getattr(call, side), 1))
+        found = sum(n * call.width for call, n in calls.items() if latents.get(getattr(call, side), 1))
+        return found or NONE

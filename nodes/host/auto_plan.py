@@ -185,13 +185,13 @@ def _size_of_calls(shape: torch.Size, guider) -> torch.Size:
     context windows cut it, that of one window, the frame before it and all frames of guides (LTX-Video),
     which may be in any window."""
     handler = guider.model_options.get("context_handler")
-    length = getattr(handler, "context_length", None)
-    if length is None or handler.dim >= len(shape):
+    length, dim = (getattr(handler, name, None) for name in ("context_length", "dim"))
+    if length is None or dim is None or dim >= len(shape):
         return shape
     length += 1 if getattr(handler, "causal_window_fix", False) else 0
     prompts = (each for side in guider.conds.values() for each in side)
     length += max(map(_guide_frames, prompts), default=0)
-    return torch.Size(min(side, length) if axis == handler.dim else side for axis, side in enumerate(shape))
+    return torch.Size(min(side, length) if axis == dim else side for axis, side in enumerate(shape))
 
 
 def _guide_frames(cond: dict) -> int:

@@ -45,6 +45,12 @@ def loaded_models(prompt: dict) -> set[Wanted]:
     return {wanted for wanted in found if wanted}
 
 
+def unnamed(models: list[Wanted], prompt: dict) -> Wanted | None:
+    """Return the first of some models that no loader of a graph loads."""
+    needed = loaded_models(prompt) if models else set()
+    return next((model for model in models if model not in needed), None)
+
+
 def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
     """Return the request of the first sampler that the loader ``key`` feeds, and those of its others as
     ``then``, as far as constants tell them."""

@@ -38,10 +38,10 @@ from ...backend.lending import ran_out
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import BackendError, Loaded, RefusedError
 from ..comfy_models.registry import weightless_patcher
-from .graph import loaded_models
+from .graph import loaded_models, unnamed
 from .progress import NodeStatus, bytes_of
 from .queued import running
-from .rank_weights import RankWeights, entries, host_room
+from .rank_weights import RankWeights, entries, hold, host_room
 
 Ran = TypeVar("Ran")
 
@@ -214,6 +214,7 @@ def _load_or_fail(
         backend,
         wanted,
         lambda asks: backend.load(path, weight_dtype, keep, check, loras, show, matmul, room, asks),
+        make_room,
     )
     _register(config, wanted, backend, loaded)
     if not config.address and loaded.info["device"] == "cuda":  # on the CPU a file is mapped, not read
@@ -232,13 +233,14 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks:
     graph does not load, or any once ranks have run out of memory. RefusedError where that is not enough."""
     left: set[Wanted] = set()
     while True:
-        idle = [model for model in backend.models if model != wanted and model not in left]
-        spare = _spare(idle) if looks else None
+        others = [each for each in backend.models if each not in (wanted, *left)]
+        idle = [each for each in others if hold(_entries(backend, {each}))]
+        spare = unnamed(idle, running()) if looks else None
         asks = spare is not None or (looks and bool(idle) and ran_out())
         try:
             return run(asks)
         except RefusedError as error:
-            spare = spare or _spare(idle)
+            spare = spare or unnamed(idle, running())
             if not error.lacking or not idle:
                 raise
             leaves = spare or idle[0]
@@ -248,12 +250,6 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks:
         names = [os.path.basename(path) for path, *_ in (leaves, wanted)]
         why = "the graph does not load it" if spare else "both do not fit and take turns"
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
-
-
-def _spare(models: list[Wanted]) -> Wanted | None:
-    """The first of some models that the running graph does not load."""
-    needed = loaded_models(running()) if models else set()
-    return next((model for model in models if model not in needed), None)
 
 
 def _unload(backend: Backend, wanted: Wanted, park: bool = True, ranks: Collection[int] = ()) -> list[int]:

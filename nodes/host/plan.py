@@ -2,6 +2,7 @@
 
 import logging
 
+import comfy.model_management
 import torch
 from comfy.cli_args import args
 
@@ -19,7 +20,8 @@ def request_line(dit: ParallelDiT, prompts: int) -> str:
     what, latent = assumed_latent(dit)
     backend, _ = ensure_loaded(dit)
     settings = (config.num_pipeline_patch, config.stale_kv, config.wire)
-    described = backend.describe(Describe(dit.loaded.model, latent, TEXT, prompts, *settings))
+    asked = Describe(dit.loaded.model, latent, TEXT, prompts, *settings)
+    described = backend.describe(asked, comfy.model_management.throw_exception_if_processing_interrupted)
     for rank in described.ranks:
         logging.info("parallel-dit: for %s, %s", what, rank["text"])
     return plan_line(config, prompts, what, described)

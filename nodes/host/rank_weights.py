@@ -156,3 +156,8 @@ def entries(loaded: Loaded, welcome: Welcome, free: Free) -> list[RankWeights]:
         RankWeights(device, sum(sizes[rank] for rank in own), free, tuple(own))
         for device, own in ranks.items()
     ]
+
+
+def hold(found: list[RankWeights]) -> bool:
+    """May a model with these entries hold memory of devices? Not where ComfyUI knows that all are parked."""
+    return not found or any(entry.held for entry in found)

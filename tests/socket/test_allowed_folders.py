@@ -92,7 +92,7 @@ def test_the_door_looks_at_nothing_else(folder, models, lora):
     engine = Engine(ParallelConfig(), mesh.single(), Folders.of([str(models / "models")]))
     gather = SimpleNamespace(all_gather_object=lambda value: [value])
     admission = Admission(ParallelConfig(), gather, engine.memory)
-    leader = SimpleNamespace(engine=engine, admission=admission, _holds_others=lambda: False)
+    leader = SimpleNamespace(engine=engine, admission=admission, _holds_others=lambda job: False)
     message = Load(inside, loras=[[outside, 1.0]]) if lora else Load(outside)
     with pytest.raises(UnsupportedError, match=OUTSIDE):
         Leader.on_load(leader, None, message)

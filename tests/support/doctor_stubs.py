@@ -21,6 +21,7 @@ ENDED = Ended(0, 1.0)
 MODE = {
     **{"index": "0", "name": "H100", "driver_version": "580.1", "compute_mode": "Default"},
     **{"mig.mode.current": "Disabled", "pcie.link.width.current": "16", "pcie.link.width.max": "16"},
+    **{"pcie.link.gen.current": "5", "power.limit": "700.00", "temperature.gpu": "31", "clocks.sm": "345"},
 }
 
 
@@ -31,7 +32,9 @@ def machine(**changes) -> Facts:
     healthy |= dict(driver=[MODE, {**MODE, "index": "1"}], peers=[[True, True], [True, True]])
     healthy |= dict(shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16)
     healthy |= dict(host_memory=64 << 30, open_files=65536, locked_memory=None, loopback="")
-    healthy |= dict(variables={}, way="", wheels={"diffusers": Wheel("0.42.1")})
+    healthy |= dict(
+        variables={}, way="", topology="", build={"pack": "1a2b3c"}, wheels={"diffusers": Wheel("0.42.1")}
+    )
     return Facts(**healthy | changes)
 
 
@@ -48,7 +51,8 @@ class StubLab:
 
     def __init__(self, is_late=False):
         self.is_late = is_late
-        self.closed = False
+        self.closed = self.links_failed = False
+        self.rates = None
 
     def check(self):
         if self.is_late:
@@ -77,8 +81,8 @@ class StubLab:
     def waits(self):
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
-    def kernel_rows(self):
-        case = {"kernel": "sdpa", "head_size": 256, "masked": True}
+    def kernel_rows(self, kernel):
+        case = {"kernel": kernel, "head_size": 256, "masked": True}
         return [{**case, "seconds": 1.0, "distance": 0.0, "own": True}], ENDED
 
     def plain_request(self, steps):

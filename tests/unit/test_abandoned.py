@@ -25,6 +25,9 @@ class Ranks(Leader):
     def __init__(self, models: list[str], room: int):
         self.files = {model: (f"/{model}", None) for model in models}
         self.named, self.room = {}, room
+        self.mesh = SimpleNamespace(world_size=1)
+        held = {model: SimpleNamespace(parked_on=frozenset()) for model in models}
+        self.engine = SimpleNamespace(models=held)
         self.dispatcher = SimpleNamespace(broadcast=lambda message: None)
         self.ran = []
 
@@ -57,6 +60,22 @@ def test_models_of_clients_that_have_gone_leave_for_those_that_are_there():
     ranks.room = 1
     ranks.run(Job(Sample(f"mine{LORAS}x", "euler", 1.0, 7), here))
     assert list(ranks.files) == ["mine"] and here.outbox.get_nowait() == Result()
+
+
+def test_parked_models_stay_and_a_request_is_not_run_again_for_each():
+    """What is in host memory is in nobody's way. One that ran out of memory in its midst runs once more."""
+    ranks = Ranks(["parked", "one", "two"], room=1)
+    ranks.engine.models["parked"].parked_on = frozenset({0})
+    runs = []
+
+    def sample(job):
+        runs.append(list(ranks.files))
+        raise OutOfRoom("rank 0 ran out of memory in the middle of a request")
+
+    ranks.sample = sample
+    here = client()
+    ranks.run(Job(Sample("own", "euler", 1.0, 7), here))
+    assert runs == [["parked", "one", "two"], ["parked"]] and isinstance(here.outbox.get_nowait(), Failure)
 
 
 def test_models_that_a_connected_client_has_loaded_stay():

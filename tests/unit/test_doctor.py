@@ -8,6 +8,7 @@ import sys
 import doctor
 import doctor_checks
 import doctor_lab
+import doctor_quantized
 import doctor_runs
 import doctor_steps
 import pytest
@@ -175,10 +176,11 @@ def test_a_package_is_imported_by_another_process(monkeypatch, tmp_path):
 
 @pytest.fixture(autouse=True)
 def own_signals():
-    """doctor.main handles SIGTERM of its process, which here is pytest's."""
-    before = signal.getsignal(signal.SIGTERM)
+    """doctor.main handles signals of its process, which here is pytest's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("changes", "status"), [({}, 0), ({"loopback": "denied"}, 1)])
@@ -209,7 +211,7 @@ def test_full_compares_every_method_and_one_failure_stops_no_other():
     assert compiled == {"one rank, compiled", "ulysses, compiled"}
     assert speeds["ulysses"]["speedup"] == 2.0 and speeds["ulysses"]["of_ceiling"] == 0.5
     refused = [each for each in found if each.check == "quantized" and each.status == WARNING]
-    assert len(refused) == len(doctor_runs.QUANTIZED) and "comfy-kitchen" in refused[0].text
+    assert len(refused) == len(doctor_quantized.NATIVE) and "comfy-kitchen" in refused[0].text
     assert [each.values["p2p"] for each in found if each.check == "links" and each.values] == [1e9]
     assert lab.closed
 

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import time
 from types import SimpleNamespace
 
+import doctor_hangs
 import doctor_lab
 import doctor_runs
 import pytest
-from doctor_checks import PROBLEM, WARNING
+from doctor_checks import PROBLEM, WARNING, OutOfTime, findings
 from doctor_facts import Facts
 
 from backend.client import measurements, nccl_settings, probe_process
@@ -39,7 +41,8 @@ def gpus(monkeypatch):
             return Loaded("tiny", "flux")
 
         def sample(self, message, **named):
-            """Return None, as after should_cancel."""
+            """Return None, as after should_cancel, when the minutes are over."""
+            lab.end = 0.0
 
     for name in doctor_lab.PLAIN_FLOAT32:
         monkeypatch.setenv(name, "0")
@@ -51,18 +54,27 @@ def gpus(monkeypatch):
 
 def test_a_hang_is_said_with_its_remedy_though_the_minutes_are_over(gpus, tmp_path):
     gpus._until = lambda seconds: lambda: None
-    gpus.end = 0.0
     with pytest.raises(TimeoutError) as hang:
         gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))
     assert "the ranks hang; links are to blame only where the check links fails" in str(hang.value)
     assert "IOMMU" not in str(hang.value)
+    gpus.end = time.monotonic() + 60
+    with pytest.raises(OutOfTime, match="hung before"):  # with whatever model
+        gpus.run(ParallelConfig(ulysses_degree=2, attention="sdpa"), tmp_path, Sample("", "euler", 1.0, 0))
 
 
 def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
     """They do not hear it, and it is waited for."""
 
+    class Process:
+        log = tmp_path / "backend.log"
+        places = staticmethod(lambda done: "rank 0 in step 1")
+
+        def say_places(self):
+            self.log.write_text("Current thread ...\n")
+
     class Hanging:
-        closed = False
+        closed, process = False, Process()
 
         def load(self, *args, **named):
             return Loaded("tiny", "flux")
@@ -78,9 +90,14 @@ def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
     lab, ranks = doctor_lab.Lab("cpu", 2, 10.0), Hanging()
     monkeypatch.setattr(lab, "backend", lambda config: ranks)
     monkeypatch.setattr(lab, "_until", lambda seconds: lambda: None)
-    with pytest.raises(TimeoutError, match="the ranks hang"):
+    monkeypatch.setattr(doctor_hangs, "WRITE_SECONDS", 0.0)
+
+    def runs(lab):
         lab.run(ParallelConfig(), tmp_path, Sample("", "euler", 1.0, 0))
-    assert ranks.closed
+
+    (found,) = findings("methods", runs, lab)
+    assert "the ranks hang" in found.text and ranks.closed
+    assert found.values["log"] == "Current thread ...\n" and found.values["steps"] == "rank 0 in step 1"
     lab.close()
 
 
@@ -97,15 +114,20 @@ def test_benchmarks_run_in_the_environment_of_ranks(monkeypatch, tmp_path, gpus)
     assert environment.items() >= way.items() and "CUDA_LAUNCH_BLOCKING" not in environment
 
 
-def test_room_on_the_disk_is_asked_for_before_the_first_file(monkeypatch, gpus):
-    room = [gpus.size.disk]
+def test_room_is_asked_for_before_the_first_file(monkeypatch, gpus):
+    """On the disk for all, and in host memory for the largest: the system would end the doctor."""
+    room, host = [gpus.size.disk], [gpus.size.host]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=room[0] - bool(room[1:])))
-    gpus.need_disk()
+    monkeypatch.setattr(doctor_lab, "host_free", lambda swap: host[-1])
+    gpus.need_room()
     room.append(0)
-    gpus.need_disk()  # what it has written itself is not missing
+    gpus.need_room()  # what it has written itself is not missing
     gpus._kept.clear()
     with pytest.raises(OSError, match="set TMPDIR"):
-        gpus.need_disk()
+        gpus.need_room()
+    host.append(gpus.size.host - 1)
+    with pytest.raises(OSError, match="close other programs"):
+        gpus.need_room()
 
 
 def test_fp8_of_the_doctor_has_a_native_product(monkeypatch):

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import doctor
@@ -97,7 +98,11 @@ def lab(monkeypatch):
     lab.close()
 
 
-@pytest.mark.parametrize("check", [doctor_kernels._head_sizes, doctor_steps.waits])
+@pytest.mark.parametrize(
+    "check",
+    [partial(doctor_kernels._head_sizes, kernel="sdpa"), doctor_steps.waits],
+    ids=["kernels", "waits"],
+)
 def test_what_was_found_until_the_limit_is_told(lab, check):
     found = list(findings("check", check, lab))
     assert [each.status for each in found] == [OK, PROBLEM]
@@ -114,6 +119,7 @@ WAITS = """
 import sys, time, types
 import doctor
 checks = types.ModuleType("doctor_checks")
+checks.Finding, checks.OutOfTime = object, Exception
 checks.quick = lambda facts: print("checking", flush=True) or time.sleep(600)
 facts = types.ModuleType("doctor_facts")
 facts.Facts = object

@@ -83,8 +83,8 @@ class Kernels:
         if failed:
             self.run = {"failed": "RuntimeError: no kernel image is available"}
 
-    def kernel_rows(self):
-        cases = [{"kernel": "flash-attn", "head_size": size, "masked": False} for size in (64, 256)]
+    def kernel_rows(self, kernel):
+        cases = [{"kernel": kernel, "head_size": size, "masked": False} for size in (64, 256)]
         return [{**cases[0], **self.run}, {**cases[1], "unavailable": "no such heads"}], self.ended
 
 
@@ -94,13 +94,13 @@ class Kernels:
         (Kernels(1e-3), [OK], "256 not possible"),
         (Kernels(0.5), [PROBLEM], "5e-01 off"),
         (Kernels(float("nan")), [PROBLEM], "nan off"),
-        (Kernels(1e-3, Ended(-11, 1.0)), [OK, PROBLEM], "flash-attn, heads of 256: signal 11"),
+        (Kernels(1e-3, Ended(-11, 1.0)), [OK, PROBLEM], "flash-attn, after heads of 256: signal 11"),
         (Kernels(0, failed=True), [PROBLEM], "64 failed (RuntimeError: no kernel image is available)"),
     ],
     ids=["right", "wrong", "no numbers", "a crash", "a failure"],
 )
 def test_kernels_are_told_by_head_size(lab, statuses, says):
-    found = list(doctor_kernels._head_sizes(lab))
+    found = list(doctor_kernels._head_sizes(lab, "flash-attn"))
     assert [each.status for each in found] == statuses and says in found[-1].text
 
 
@@ -131,12 +131,12 @@ def test_compiled_blocks_are_compared_with_eager_ones(distance, notes, status):
             return steps
 
         def step_seconds(self, config, path, request):
-            return (0.5 if config.compile == "blocks" else 1.0), None
+            return (0.5 if config.compile == "blocks" else 1.0), doctor_lab.Run(torch.ones(4), 1.0)
 
         def run(self, config, path, sample):
             is_compiled = config.compile == "blocks"
             said = [f"blocks run uncompiled: {note}" for note in notes]
-            return doctor_lab.Run(torch.ones(4) + distance * is_compiled, 1.0, {}, said)
+            return doctor_lab.Run(torch.ones(4) + distance * is_compiled, 1.0, {}, {"notes": said})
 
     (found,) = doctor_kernels.compiled(Lab())
     assert found.status == status and found.values["eager"] == 2 * found.values["seconds"]

@@ -183,14 +183,16 @@ def test_what_would_fit_is_planned_when_nothing_else_can_leave(others, monkeypat
 
 
 def test_the_ranks_hold_others_until_all_of_these_are_parked():
+    """Those that the same client has loaded: it cannot have another one's leave."""
     leader, (own, other) = Leader.__new__(Leader), [SimpleNamespace(parked_on=frozenset()) for _ in range(2)]
-    leader.mesh = SimpleNamespace(world_size=2)
-    leader.engine = SimpleNamespace(models={"own": own, "own+lora": own})
-    assert not leader._holds_others(own) and leader._holds_others()
-    leader.engine.models["other"] = other
-    assert leader._holds_others(own)
+    leader.mesh, job = SimpleNamespace(world_size=2), SimpleNamespace(client="here")
+    leader.engine = SimpleNamespace(models={"own": own, "own+lora": own, "other": other})
+    leader.named = {"here": {"own"}, "there": {"other"}}
+    assert not leader._holds_others(job, own) and leader._holds_others(job)
+    leader.named["here"].add("other")
+    assert leader._holds_others(job, own)
     other.parked_on = frozenset({0, 1})
-    assert not leader._holds_others(own)
+    assert not leader._holds_others(job, own)
 
 
 def test_memory_that_runs_out_in_between_is_said_with_numbers():

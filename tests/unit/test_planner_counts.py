@@ -17,6 +17,7 @@ from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Request, samples_at_once
 from backend.planner.memory import held
+from backend.planner.model_shape import NONE
 from backend.planner.option import TIGHT, Option
 
 GB = 1_000_000_000
@@ -214,3 +215,29 @@ def test_one_visible_card_is_said_to_be_one_of_several(monkeypatch, visible, say
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     _, lines = planning.plan_for(AutoConfig(), ("m", "default", "auto"), lambda shape: Request())
     assert lines == () if not says else says in lines[0]
+
+
+def test_ulysses_beside_tensor_parallelism_takes_the_slower_links():
+    """Tensor parallelism's ranks are neighbours, so Ulysses' are not: of bridged pairs it crosses over."""
+    request, machine = Request(4096, 512, 20, 1), replace(RTX4090, ranks=4, memory=(24 * GB,) * 4)
+    bridged = replace(machine, all_to_all={2: 40e9, 4: 3e9})
+    plain = replace(machine, all_to_all={2: 3e9, 4: 3e9})
+
+    def seconds(machine, **degrees) -> float:
+        return Cost(FLUX, ParallelConfig(**degrees), machine, request)._exchange(FLUX.blocks, 1)
+
+    assert seconds(bridged, ulysses_degree=2) < seconds(plain, ulysses_degree=2)
+    both = dict(ulysses_degree=2, tensor_parallel_degree=2)
+    assert seconds(bridged, **both) == seconds(plain, **both)
+
+
+def test_attention_that_sends_nothing_costs_no_links():
+    """Linear attention, as SANA's: its state is small, and no buffer of keys and values waits for it."""
+    silent = replace(FLUX, blocks=tuple(replace(b, queries=NONE, keys=NONE) for b in FLUX.blocks))
+    request = Request(4096, 512, 20, 1)
+    plan = ParallelConfig(ulysses_degree=2)
+    machine = replace(RTX4090, latency=0.0)
+    assert Cost(silent, plan, machine, request)._exchange(silent.blocks, 1) == 0
+    assert Cost(FLUX, plan, machine, request)._exchange(FLUX.blocks, 1) > 0
+    stale = ParallelConfig(pipefusion_degree=2)
+    assert held(silent, stale, request).keys == 0 < held(FLUX, stale, request).keys

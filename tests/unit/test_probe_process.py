@@ -76,7 +76,7 @@ def test_ranks_that_do_not_answer_are_said_to_hang(device, says, started):
             dict(os.environ),
             lambda: None,
             longest=1.0,
-            is_linking=lambda: started,
+            is_started=lambda: started,
             remedy=probe_process.hang_remedy(device),
         )
     assert failure.value.of_links == (started and device == "cuda")  # who still imports says nothing of links
@@ -113,12 +113,12 @@ while not (Path({out!r}).exists() and Path({out!r}).read_text()):
 
 def test_what_is_measured_once_links_work_may_take_longer(tmp_path, monkeypatch):
     """Links between many GPUs take minutes to measure: that is no reason to send through sockets."""
-    monkeypatch.setattr(probe_process, "ANSWER_SECONDS", 1.0)
-    linking = tmp_path / "linking"
-    linking.touch()
-    code = f"import os, time; time.sleep(0.5); os.remove({str(linking)!r}); time.sleep(1.5)"
+    monkeypatch.setattr(probe_process, "ANSWER_SECONDS", 5.0)
+    linked = tmp_path / "linked"
+    code = f"import time; open({str(linked)!r}, 'w').close(); time.sleep(6.0)"
     command = [sys.executable, "-S", "-c", code]
-    probe_process.run(command, dict(os.environ), lambda: None, longest=60.0, is_linking=linking.exists)
+    always, seen = lambda: True, linked.exists
+    probe_process.run(command, dict(os.environ), lambda: None, 60.0, is_started=always, is_linked=seen)
 
 
 def test_a_probe_that_hangs_ends_with_who_measures(tmp_path):

@@ -168,10 +168,14 @@ def test_auto_fills_unlike_gpus_alike_where_nothing_else_fits():
 
 
 def test_shares_of_the_user_stay():
-    machine = mixed(speeds=(1.0, 3.0)).with_shares((60.0, 40.0))
+    """Which are no speeds: a GPU with more of the work, for its memory, takes longer for it."""
+    machine = mixed(speeds=(1.0, 1.0), names=("A", "A"))
     question = Question(FLUX, REQUEST, machine, 2, shares=(60.0, 40.0))
     assert {option.plan.shares for option in question.options()} == {"", "60,40"}
     assert {option.plan.shares for option in question.options() if option.plan.world_size == 2} == {"60,40"}
+    alone, ring = ParallelConfig(), ParallelConfig(ring_degree=2, shares="60,40")
+    even = question.option(replace(ring, shares="")).seconds
+    assert even < question.option(ring).seconds < question.option(alone).seconds
 
 
 @pytest.mark.parametrize("text", ["60", "60,40,10", "1,0", "nan,1", "a,b"])

@@ -1,0 +1,63 @@
+"""What a report of scripts/doctor.py is read by: versions of this pack and of libraries, CPU and system."""
+
+import importlib.metadata
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+GIT_SECONDS = 10.0
+
+
+def build() -> dict[str, str]:
+    """Return each in a word or two, empty where it does not apply."""
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else ""
+    return {
+        "pack": version_of(ROOT),
+        "cudnn": str(cudnn or ""),
+        "triton": _version("triton"),
+        "cpu": _cpu(),
+        "system": _kind_of_system(),
+        "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
+        "swap": f"{psutil.swap_memory().total / 1e9:.0f} GB",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def version_of(folder: Path) -> str:
+    """Return the commit of the pack in a folder, or its version where that is no clone."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
+        if found.returncode == 0:
+            return found.stdout.strip()
+        return re.findall(r'^version = "(.*)"', (folder / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def _cpu() -> str:
+    """The model of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine()
+    )
+
+
+def _kind_of_system() -> str:
+    """Whether this is WSL or a container, as far as it shows."""
+    signs = {"WSL": "microsoft" in platform.release().lower(), "container": Path("/.dockerenv").exists()}
+    return ", ".join(name for name, here in signs.items() if here)

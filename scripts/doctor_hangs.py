@@ -1,0 +1,80 @@
+"""What is kept of ranks that hang or end while scripts/doctor.py --full runs: their log, where their threads
+are, and what nvidia-smi shows meanwhile."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from doctor_checks import OutOfTime
+
+from backend.client import private_folder
+from backend.client.pool import Backend
+from backend.config import ParallelConfig
+
+#: What is said of ranks that hang where the check "links" has not failed.
+LINKS_FIRST = (
+    "links are to blame only where the check links fails too: otherwise report it, with the file of --json"
+)
+#: Characters of a log that are kept.
+MOST_LOG = 8000
+#: Seconds in which ranks write where their threads are.
+WRITE_SECONDS = 1.0
+SMI_SECONDS = 10.0
+
+
+class HungError(TimeoutError):
+    """Ranks did not answer in time. ``evidence``: for the report."""
+
+    def __init__(self, what: str, evidence: dict[str, str]):
+        super().__init__(what)
+        self.evidence = evidence
+
+
+class Hung:
+    """The configurations whose ranks have hung: they would hang again, with the next model, until the minutes
+    are over."""
+
+    def __init__(self):
+        self._seen: set[tuple] = set()
+
+    def note(self, config: ParallelConfig):
+        """Remember a configuration that hung."""
+        self._seen.add(config.topology())
+
+    def check(self, config: ParallelConfig):
+        """Raise OutOfTime for one that has."""
+        if config.topology() in self._seen:
+            raise OutOfTime(f"not run: ranks with {config.product} hung before")
+
+
+def evidence(backend: Backend) -> dict[str, str]:
+    """Return what shows of ranks that hang: to be asked before they are ended."""
+    process = backend.process
+    if process is None:
+        return {}
+    process.say_places()
+    time.sleep(WRITE_SECONDS)
+    return {"log": tail(process.log), "nvidia-smi": _smi(), "steps": process.places(0)}
+
+
+def last_log() -> str:
+    """Return the end of the log of the ranks that were started last; empty where it has gone with them."""
+    return tail(private_folder.LOGS[-1]) if private_folder.LOGS else ""
+
+
+def tail(path: Path) -> str:
+    """Return the end of a log; empty where there is none."""
+    try:
+        return path.read_text(errors="replace")[-MOST_LOG:]
+    except OSError:
+        return ""
+
+
+def _smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=SMI_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"

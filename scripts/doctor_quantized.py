@@ -1,0 +1,75 @@
+"""What scripts/doctor.py --full runs of quantized files: each format weight only and natively, and weights
+that stay dequantized through a request against those that do not."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from unittest.mock import patch
+
+from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb
+from doctor_lab import Lab, relative
+
+from backend.config import ParallelConfig
+from backend.lending import LENDING
+from backend.protocol import RefusedError
+
+#: Formats with native products, and all that are run; of blocks (mxfp8, nvfp4) values are random.
+NATIVE = ("float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4")
+QUANTIZED = (*NATIVE, "Q8_0", "Q4_K")
+#: What is timed with and without memory that it may stay dequantized in.
+LENT = "Q4_K"
+#: Largest relative distance of a native latent from weight only's, which random weights drift by.
+DRIFT = 0.25
+#: Words of refusals that no package and no setting changes (quantization/matmul.py).
+OF_GPUS = ("compute capability", "only NVIDIA GPUs")
+
+Found = Iterator[Finding]
+
+
+def quantized(lab: Lab) -> Found:
+    """A quantized file that multiplies natively, against itself weight only; and the seconds of bf16."""
+    for kind in QUANTIZED:
+        for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
+            lab.check()
+            yield from findings("quantized", partial(_quantized, kind=kind, matmul=matmul), lab)
+
+
+def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
+    seconds, _ = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
+    # not bf16's latent: the file stands for weights of its own where they are rotated
+    _, wanted = lab.kept(("weight only", kind), lambda: _timed_file(lab, kind, "weight only"))
+    try:
+        own, run = _timed_file(lab, kind, matmul)
+    except RefusedError as refusal:
+        is_of_gpu = any(words in str(refusal) for words in OF_GPUS)
+        status = OK if is_of_gpu else WARNING
+        yield Finding("quantized", status, f"{kind}, {matmul}: not possible ({refusal})")
+        return
+    distance = relative(run.samples, wanted.samples)
+    text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s"
+    text += f"; latent {distance:.1e} from weight only's"
+    values = {"kind": kind, "matmul": matmul, "seconds": own, "bf16": seconds, "distance": distance}
+    values |= {"timed": run.timed, "dequantized_once": run.stats.get("dequantized_once")}
+    status = OK if distance < DRIFT else PROBLEM
+    if matmul == "native" and distance == 0:
+        status = PROBLEM
+        text += ": the product failed, and ranks went on weight only (the end of the ranks' log says why)"
+    yield Finding("quantized", status, text, {**values, "layers": str(run.info.get("quantized", ""))})
+
+
+def _timed_file(lab: Lab, kind: str, matmul: str):
+    path = lab.quantized(kind)
+    return lab.step_seconds(ParallelConfig(), path, lab.plain_request, dtype="bf16", matmul=matmul)
+
+
+def dequantized_once(lab: Lab) -> Found:
+    """Seconds a step of a weight-only file where its weights stay dequantized, and where they do not."""
+    seconds, run = lab.kept(("weight only", LENT), lambda: _timed_file(lab, LENT, "weight only"))
+    lent = run.stats.get("dequantized_once")
+    lab.fresh()
+    with patch.dict(os.environ, {LENDING: "0"}):
+        each, _ = _timed_file(lab, LENT, "weight only")
+    lab.fresh()  # the next ranks lend again
+    values = {"kind": LENT, "seconds": seconds, "each_pass": each, "dequantized_once": lent}
+    text = f"{LENT}: {seconds:.4f} s a step with {gb(lent or 0)} that stay dequantized, {each:.4f} s without"
+    yield Finding("dequantized once", OK if seconds <= each else WARNING, text, values)

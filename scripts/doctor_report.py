@@ -1,0 +1,113 @@
+"""The file of scripts/doctor.py: written anew with every finding, so that what it has found is there whatever
+ends it; without the names of who sends it."""
+
+import getpass
+import json
+import logging
+import math
+import re
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from doctor_checks import Finding
+from doctor_facts import Facts
+from doctor_hangs import last_log
+
+#: Names that say nothing of anybody, or stand in other words.
+COMMON = ("root", "user", "localhost", "ubuntu", "comfyui", "host")
+#: Lines of the log that are kept.
+LOG_LINES = 200
+
+
+class Log(logging.Handler):
+    """Keeps what the pack warns of."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record):
+        """As of a handler."""
+        self.lines = [*self.lines, record.getMessage()][-LOG_LINES:]
+
+
+class Report:
+    """What the doctor has found, in the file ``path`` if there is one. Raises OSError where it cannot be
+    written."""
+
+    def __init__(self, path: Path | None, options: dict, facts: Facts):
+        self.path, self.facts = path, facts
+        self.started = self.last = time.time()
+        self.options = {**options, "json": str(path)}
+        self.findings: list[dict] = []
+        self.log = Log()
+        logging.getLogger().addHandler(self.log)
+        self.write("running")
+
+    def add(self, finding: Finding):
+        """Note a finding, and the seconds since the one before."""
+        now = time.time()
+        self.findings.append(with_log(finding).as_dict() | {"seconds": round(now - self.last, 1)})
+        self.last = now
+        self.write("running")
+
+    def write(self, ended: str):
+        """Write the file, whole or not at all. ``ended``: how the doctor did, or "running"."""
+        if self.path is None:
+            return
+        report = {
+            "doctor": 2,
+            "ended": ended,
+            "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started)),
+            "options": self.options,
+            "facts": self.facts.as_dict(),
+            "findings": self.findings,
+            "log": self.log.lines,
+        }
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(anonymous(json.dumps(finite(report), indent=1, allow_nan=False)))
+        part.replace(self.path)
+
+    def close(self, ended: str):
+        """Write the file for the last time."""
+        logging.getLogger().removeHandler(self.log)
+        self.write(ended)
+
+
+def with_log(finding: Finding) -> Finding:
+    """Return a check that failed with the end of the log of the ranks that were started last."""
+    if "traceback" not in finding.values or "log" in finding.values:
+        return finding
+    return replace(finding, values=finding.values | {"log": last_log()})
+
+
+def finite(value: Any) -> Any:
+    """Return what JSON has of a value: numbers that are none become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return value
+
+
+def anonymous(text: str) -> str:
+    """Return a text without the home folder, the user's name and the machine's."""
+    home = str(Path.home())
+    if len(home) > 1 and home != "/root":
+        text = text.replace(home, "~")
+    for name, stands_for in ((_user(), "USER"), (socket.gethostname(), "HOST")):
+        if len(name) > 2 and name.lower() not in COMMON:
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stands_for, text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return ""

@@ -1,0 +1,93 @@
+"""The file of scripts/doctor.py: there whatever ends the doctor, readable, and without names."""
+
+import getpass
+import json
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+
+import doctor
+import doctor_report
+import pytest
+from doctor_checks import OK, Finding
+from doctor_report import Report, anonymous
+from doctor_stubs import machine
+
+from backend.client import private_folder
+
+FOUND = Finding("links", OK, "fast", {"p2p": float("inf"), "rows": [{"distance": float("nan")}]})
+
+
+def written(path: Path) -> dict:
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_the_file_is_there_from_the_first_moment(tmp_path):
+    """With every finding until now; numbers that are none are words, which JSON has."""
+    path = tmp_path / "doctor.json"
+    report = Report(path, {"full": True}, machine())
+    assert written(path)["ended"] == "running" and not written(path)["findings"]
+    report.add(FOUND)
+    logging.getLogger().warning("GPUs do not reach each other")
+    report.add(FOUND)
+    half = written(path)
+    assert half["ended"] == "running" and len(half["findings"]) == 2 and half["findings"][0]["seconds"] < 5
+    assert half["findings"][0]["values"] == {"p2p": "inf", "rows": [{"distance": "nan"}]}
+    assert half["log"] == ["GPUs do not reach each other"] and half["facts"]["gpus"][0]["name"] == "H100"
+    report.close("complete")
+    assert written(path)["ended"] == "complete" and not list(tmp_path.glob("*.part"))
+    assert report.log not in logging.getLogger().handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_was_found_until_an_interrupt_is_kept(tmp_path, monkeypatch, number):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+
+    def checks(facts):
+        yield FOUND
+        os.kill(os.getpid(), number)
+        yield FOUND
+
+    monkeypatch.setattr("doctor_checks.quick", checks)
+    monkeypatch.setattr("doctor_facts.Facts", machine)
+    path = tmp_path / "doctor.json"
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            doctor.main(["--json", str(path)])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    ended = "interrupted" if number == signal.SIGINT else f"signal {int(number)}"
+    assert written(path)["ended"] == ended and len(written(path)["findings"]) == 1
+
+
+def test_a_file_that_cannot_be_written_is_said_first(tmp_path, monkeypatch, capsys):
+    """Not after ten minutes."""
+    monkeypatch.setattr("doctor_facts.Facts", machine)
+    monkeypatch.setattr("doctor_checks.quick", lambda facts: 1 / 0)
+    assert doctor.main(["--json", str(tmp_path / "no folder/doctor.json")]) == 1
+    assert "cannot be written" in capsys.readouterr().out
+
+
+def test_nobody_is_named(monkeypatch):
+    monkeypatch.setattr(getpass, "getuser", lambda: "jane")
+    monkeypatch.setattr(socket, "gethostname", lambda: "attic-pc")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/jane"))
+    text = "/home/jane/ComfyUI on attic-pc: /media/jane/disk, janet's attic-pc2"
+    assert anonymous(text) == "~/ComfyUI on HOST: /media/USER/disk, janet's attic-pc2"
+    monkeypatch.setattr(getpass, "getuser", lambda: "root")
+    assert anonymous("root cause") == "root cause"
+
+
+def test_a_failed_check_has_the_end_of_the_ranks_log(tmp_path, monkeypatch):
+    log = tmp_path / "backend.log"
+    log.write_text("a" * 9000 + "NCCL WARN Call to ibv_reg_mr failed")
+    monkeypatch.setattr(private_folder, "LOGS", [log])
+    found = doctor_report.with_log(Finding("methods", "problem", "it ended", {"traceback": "..."}))
+    assert found.values["log"].endswith("ibv_reg_mr failed") and len(found.values["log"]) <= 8000
+    assert doctor_report.with_log(FOUND) is FOUND
