@@ -48,6 +48,11 @@ def machine_rates(
     return cache_files.read_or_measure("machine", _machine_key(device, indices), measure, Machine.from_dict)
 
 
+def is_measured(device: str, indices: list[int]) -> bool:
+    """Return whether the rates of these devices are known."""
+    return cache_files.read("machine", _machine_key(device, indices), Machine.from_dict) is not None
+
+
 _shapes: dict[ModelShape, ModelShape] = {}
 
 

@@ -87,10 +87,16 @@ def question_of(
 
 
 def _make_room(auto: AutoConfig):
-    """Have room for the processes that measure GPUs, which are ranks too; where ranks run, they did."""
-    gpus_here = torch.cuda.device_count()
-    if pool.launched() is None and auto.base.resolve_device(gpus_here) == "cuda":
-        host_room().make_for_start(planning.devices_of(auto))
+    """Have room for the processes that measure GPUs, which are ranks too. Ranks that run have the memory that
+    those would take, and end where these GPUs were not measured yet, as by degrees of one's own."""
+    if auto.base.resolve_device(torch.cuda.device_count()) != "cuda":
+        return
+    devices = planning.devices_of(auto)
+    if pool.launched() is not None:
+        if measurements.is_measured("cuda", devices):
+            return
+        pool.close_idle(0)
+    host_room().make_for_start(devices)
 
 
 @contextmanager
