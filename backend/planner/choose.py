@@ -139,7 +139,9 @@ class Question:
             shares = self._shares(ranks)
             for plan in candidates(self.shape, self.request, ranks, self.base, exact):
                 tried = [self.option(replace(plan, shares=each)) for each in shares]
-                if len(tried) > 1 and not any(each.fits for each in tried):
+                # alike GPUs have other rooms, too: one has ComfyUI and a desktop
+                uneven = ranks > 1 and len(set(self.machine.rooms(ranks))) > 1 and not self.shares
+                if uneven and not any(each.fits for each in tried):
                     tried.append(self.option(self._filling_alike(plan)))
                 found += tried
         return found
@@ -149,7 +151,8 @@ class Question:
         its share fills a small one most."""
         shares = rooms = [max(1, room) for room in self.machine.rooms(plan.world_size)]
         for _ in range(FILLINGS):
-            plan = replace(plan, shares=written(shares))
+            # whole per cents: another number of tokens leaves the weights where they are
+            plan = replace(plan, shares=written([round(100 * each / sum(shares)) or 1 for each in shares]))
             sizes = [each.bytes for each in held_by_rank(self.shape, plan, self.request, self.others)]
             if all(size <= room for size, room in zip(sizes, rooms)):
                 break

@@ -10,6 +10,8 @@ RESERVE = 1_200_000_000
 HOST_LINK = 10e9
 #: GPUs whose speeds are further apart get different shares of the work.
 DIFFERENT = 1.1
+#: A GPU with a smaller part of the memory of that which has most is the last to be used.
+TAKEN = 0.25
 #: Further seconds of a block whose tokens are divided on GPUs, which the probe does not time: the least by
 #: which published tables are met.
 OVERHEAD = 1.5e-4
@@ -88,9 +90,11 @@ class Machine:
         return tuple(each / min(self.bandwidths) for each in self.bandwidths[:ranks])
 
     def fastest_first(self) -> list[int]:
-        """Return the indices of the GPUs, the fastest first; as they are where all are alike."""
+        """Return the indices of the GPUs, the fastest first, and last those whose memory others have taken;
+        as they are where all are alike."""
         speeds = self.speeds_of(len(self.speeds))
-        return sorted(range(len(speeds)), key=lambda index: -speeds[index])
+        taken = [free < TAKEN * max(self.memory) for free in self.memory] or [False] * len(speeds)
+        return sorted(range(len(speeds)), key=lambda index: (taken[index], -speeds[index]))
 
     def ordered(self, order: list[int]) -> "Machine":
         """Return the machine with its GPUs in another order."""

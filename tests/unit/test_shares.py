@@ -15,7 +15,7 @@ from backend.parallel.stage_split import plan, stage_blocks
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import MEMORY, Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import Machine, Request
+from backend.planner.machine import RESERVE, Machine, Request
 from backend.rank_plan.workload import tensor_mesh
 from backend.sampling.model_call import samples_of_replicas
 
@@ -164,7 +164,26 @@ def test_auto_fills_unlike_gpus_alike_where_nothing_else_fits():
     for given in ("61.5,38.5", "73.8,26.2", ""):
         assert not question.option(replace(TP, shares=given)).fits
     option = choose(question).option
-    assert option.fits and option.plan.shares == "76.7,23.3"
+    assert option.fits and option.plan.shares == "77,23"
+
+
+def test_alike_gpus_of_which_one_has_less_room_share_by_it():
+    """As GPU 0, which has ComfyUI and a desktop, where stages of as many blocks just miss."""
+    plan = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=2)
+    machine = mixed(speeds=(1.0, 1.0), gigabytes=(80, 80), names=("A", "A"))
+    size = Question(FLUX, REQUEST, machine, 2).option(plan).bytes + RESERVE
+    machine = replace(machine, memory=(size - 200_000_000, size + 1_200_000_000))
+    question = Question(FLUX, REQUEST, machine, 2)
+    assert not question.option(plan).fits and machine.memory[1] < 1.1 * machine.memory[0]
+    fitting = [each.plan for each in question.options() if each.fits and each.plan.has_stale_kv]
+    assert fitting and {each.shares for each in fitting} == {"48,52"}
+
+
+def test_a_gpu_that_others_have_taken_is_used_last():
+    """Plans of two to three GPUs would all contain the second one."""
+    machine = mixed(speeds=(1.0,) * 4, gigabytes=(24, 2, 24, 23), names=("A",) * 4)
+    assert machine.fastest_first() == [0, 2, 3, 1]
+    assert mixed(speeds=(1.0, 1.0), gigabytes=(24, 12), names=("A", "A")).fastest_first() == [0, 1]
 
 
 def test_shares_of_the_user_stay():
