@@ -34,6 +34,16 @@ def ranks_python() -> str:
     return str(path)
 
 
+def packages_changed() -> int:
+    """Return when packages were last installed for the ranks' interpreter (nanoseconds), whose versions are
+    not known here; 0 where it is ours."""
+    python = ranks_python()
+    if python == sys.executable:
+        return 0
+    folders = Path(python).parent.parent.glob("lib/python3*/site-packages")
+    return max((folder.stat().st_mtime_ns for folder in folders), default=0)
+
+
 def inherited(parent: Mapping[str, str]) -> dict[str, str]:
     """Return what of the environment ``parent`` is for the ranks' interpreter."""
     if ranks_python() == sys.executable:

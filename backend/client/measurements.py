@@ -15,7 +15,7 @@ from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..torch_version import installed
 from . import cache_files
-from .interpreter import ranks_python
+from .interpreter import packages_changed, ranks_python
 from .nccl_settings import link_key
 from .pool import Wanted
 from .preflight import least_capability, read_shape, stamp
@@ -108,8 +108,8 @@ def _machine_key(device: str, indices: list[int]) -> list:
 
 
 def _kernels_key() -> list:
-    """What native products depend on: of comfy-kitchen, and where the ranks have another one."""
-    return [installed("comfy-kitchen"), ranks_python()]
+    """What native products depend on: comfy-kitchen here, and where the ranks have other packages."""
+    return [installed("comfy-kitchen"), ranks_python(), packages_changed()]
 
 
 def _file_key(wanted: Wanted, device: str) -> list:

@@ -7,12 +7,14 @@ Without peer access, NCCL from 2.24 on takes memory of the host from CUDA's virt
 WSL and some GeForce cards refuse (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302).
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from . import cache_files
+from .interpreter import packages_changed
 
 #: Variables of the environment that choose the GPUs, or the way that NCCL takes between them.
 LINK_SETTINGS = (
@@ -33,17 +35,25 @@ WAYS = (
     {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"},
     {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 )
-#: The driver of NVIDIA's GPUs; absent on WSL and on others' machines.
-DRIVER = Path("/proc/driver/nvidia/version")
+#: The driver of NVIDIA's GPUs, and their places in the machine; absent on WSL and on others' machines.
+DRIVER, PLACES = Path("/proc/driver/nvidia/version"), Path("/proc/driver/nvidia/gpus")
+#: On WSL a file of the driver's, which changes with it.
+OF_WSL = Path("/usr/lib/wsl/lib/libcuda.so.1")
 
 
 def link_key(environment: Mapping[str, str]) -> list:
-    """Return what the links of this machine depend on: settings of ``environment``, torch, the driver."""
+    """Return what the links of this machine depend on: settings of ``environment``, torch, the driver, and
+    the slots of GPUs."""
+    settings = [environment.get(name) for name in LINK_SETTINGS]
+    slots = sorted(os.listdir(PLACES)) if PLACES.is_dir() else []
+    return [settings, torch.__version__, packages_changed(), _driver(), slots]
+
+
+def _driver() -> str:
     try:
-        driver = DRIVER.read_text().partition("\n")[0]
+        return DRIVER.read_text().partition("\n")[0]
     except OSError:
-        driver = ""
-    return [[environment.get(name) for name in LINK_SETTINGS], torch.__version__, driver]
+        return str(OF_WSL.stat().st_mtime_ns) if OF_WSL.exists() else ""
 
 
 def to_try(environment: Mapping[str, str]) -> list[dict[str, str]]:

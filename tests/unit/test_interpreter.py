@@ -6,7 +6,7 @@ import sys
 import interpreters
 import pytest
 
-from backend.client import interpreter
+from backend.client import interpreter, measurements, nccl_settings
 from backend.client.agent_command import agent_command
 from backend.client.dependencies import MissingDependencyError, require_dependencies
 from backend.client.rank_environment import sanitized_environment
@@ -25,6 +25,23 @@ def test_without_the_variable_it_is_this_one(monkeypatch):
     monkeypatch.delenv(interpreter.VARIABLE, raising=False)
     assert interpreter.ranks_python() == sys.executable
     assert interpreter.inherited({"PYTHONPATH": "/p"}) == {"PYTHONPATH": "/p"}
+
+
+def test_what_was_measured_with_its_packages_is_measured_anew_with_others(tmp_path, monkeypatch):
+    """Their versions are not known here; an installation changes the folder."""
+    monkeypatch.delenv(interpreter.VARIABLE, raising=False)
+    assert interpreter.packages_changed() == 0
+    packages = tmp_path / "lib/python3.12/site-packages"
+    packages.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    python = interpreters.recording(tmp_path / "bin/python", tmp_path / "log")
+    monkeypatch.setenv(interpreter.VARIABLE, str(python))
+    keys = []
+    for seconds in (1, 2):
+        os.utime(packages, (seconds, seconds))
+        keys.append([measurements._kernels_key(), nccl_settings.link_key({})])
+    assert interpreter.packages_changed() == 2 * 10**9
+    assert keys[0][0] != keys[1][0] and keys[0][1] != keys[1][1]
 
 
 def test_the_agent_is_started_with_it_and_without_our_packages(chosen, tmp_path):
