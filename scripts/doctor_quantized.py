@@ -37,15 +37,15 @@ def quantized(lab: Lab) -> Found:
 def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
     seconds, _ = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
     # not bf16's latent: the file stands for weights of its own where they are rotated
-    _, wanted = lab.kept(("weight only", kind), lambda: _timed_file(lab, kind, "weight only"))
+    stored = lab.kept(("weight only", kind), lambda: _timed_file(lab, kind, "weight only"))
     try:
-        own, run = _timed_file(lab, kind, matmul)
+        own, run = stored if matmul == "weight only" else _timed_file(lab, kind, matmul)
     except RefusedError as refusal:
         is_of_gpu = any(words in str(refusal) for words in OF_GPUS)
         status = OK if is_of_gpu else WARNING
         yield Finding("quantized", status, f"{kind}, {matmul}: not possible ({refusal})")
         return
-    distance = relative(run.samples, wanted.samples)
+    distance = relative(run.samples, stored[1].samples)
     text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s"
     text += f"; latent {distance:.1e} from weight only's"
     values = {"kind": kind, "matmul": matmul, "seconds": own, "bf16": seconds, "distance": distance}
