@@ -111,8 +111,9 @@ def end_with_parent():
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks; return the exit status: 1 where there is a problem."""
     chosen = options(arguments)
-    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-        signal.signal(number, end_in_order)
+    signal.signal(signal.SIGTERM, end_in_order)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, end_in_order)
     if chosen.ends_with_stdin:
         end_with_parent()
     try:
