@@ -92,8 +92,11 @@ class ParallelDoctor(io.ComfyNode):
             lines = run([sys.executable, str(DOCTOR), "--json", str(file), "--ends-with-stdin", *options])
             if not file.exists():
                 raise BackendError(f"the doctor ended without a report: {' '.join(lines[-3:])[-400:]}")
-            report = json.dumps(json.loads(file.read_text()), indent=1)
+            found = json.loads(file.read_text())
+            report = json.dumps(found, indent=1)
         kept = [line for line in lines if not line.startswith("wrote ")]
+        if found["ended"] != "complete":
+            kept.append(f"problem  the doctor ended too soon ({found['ended']}): this is what it had found")
         return io.NodeOutput("\n".join(kept), report, ui=shown(kept))
 
 

@@ -39,13 +39,18 @@ class Hung:
         self._seen: set[tuple] = set()
 
     def note(self, config: ParallelConfig):
-        """Remember a configuration that hung."""
-        self._seen.add(config.topology())
+        """Remember a configuration of several ranks that hung."""
+        if config.world_size > 1:
+            self._seen.add(_key(config))
 
     def check(self, config: ParallelConfig):
         """Raise OutOfTime for one that has."""
-        if config.topology() in self._seen:
+        if _key(config) in self._seen:
             raise OutOfTime(f"not run: ranks with {config.product} hung before")
+
+
+def _key(config: ParallelConfig) -> tuple:
+    return config.topology(), config.attention, config.compile, config.num_pipeline_patch
 
 
 def evidence(backend: Backend) -> dict[str, str]:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import doctor_processes
 import torch
 from doctor_checks import OutOfTime
-from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
+from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence, last_log
 from doctor_processes import Ended
 from doctor_sizes import SIZES
 from torch import Tensor
@@ -39,7 +39,7 @@ RUN_SECONDS = 150.0
 #: The same of what measures links: about a second, and the start of its ranks, of a torch that is in memory.
 PROBE_SECONDS = 90.0
 #: The same of all head sizes of one kernel.
-KERNEL_SECONDS = 60.0
+KERNEL_SECONDS = 120.0
 #: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
 #: no float32 limit bears. cuDNN does that by default, and containers ask for it. Ranks inherit them.
 PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
@@ -111,7 +111,7 @@ class Lab:
     def backend(self, config: ParallelConfig) -> pool.Backend:
         """Return a live backend of that configuration, on this device."""
         pool.allow(self.folder)
-        return pool.backend_for(replace(config, device=self.device), self._until(RUN_SECONDS))
+        return pool.backend_for(replace(config, device=self.device), self._until(RUN_SECONDS, config))
 
     def run(
         self, config: ParallelConfig, path: Path, sample: Sample, dtype: str = "default", matmul: str = "auto"
@@ -120,7 +120,9 @@ class Lab:
         self.check()
         self.hung.check(config)
         backend = self.backend(config)
-        loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS), matmul=matmul)
+        loaded = backend.load(
+            str(path), dtype, keep=(), check=self._until(RUN_SECONDS, config), matmul=matmul
+        )
         message = replace(sample, model=loaded.model, **config.per_request)
         began = time.monotonic()
         shown: dict[str, str] = {}
@@ -136,6 +138,8 @@ class Lab:
             result = backend.sample(message, should_cancel=is_late)
         except BackendError:
             if not is_late():
+                if backend.process is not None and backend.process.silence:
+                    self.hung.note(config)
                 raise
             result = None
         if result is None:  # which is to be said even where the minutes are over
@@ -166,8 +170,8 @@ class Lab:
                 found = measurements.machine_rates(
                     self.device, ranks, self.check, lambda line: None, longest=PROBE_SECONDS
                 )
-            except UnmeasuredError:
-                self.links_failed = True
+            except UnmeasuredError as error:
+                self.links_failed = error.of_links
                 raise
             way = nccl_settings.kept(os.environ, ranks)
         self.rates = found
@@ -301,28 +305,21 @@ class Lab:
     def need_room(self):
         """Raise OSError where the temporary folder has no room for all files, before the first is written, or
         the host none for the largest model: the system would end the doctor."""
-        host = host_free(swap=False)
-        if host < self.size.host:
-            what = f"{host / 1e9:.1f} GB of host memory are free, less than {self.size.host / 1e9:.0f}"
-            raise OSError(f"{what} GB that models of --full are made in; close other programs")
-        if ("disk",) in self._kept:
-            return
-        free = shutil.disk_usage(self.folder).free
-        if free < self.size.disk:
-            what = (
-                f"{free / 1e9:.1f} GB are free in {self.folder.parent}, less than {self.size.disk / 1e9:.0f}"
-            )
-            raise OSError(f"{what} GB that the files of --full need; set TMPDIR to a larger disk")
-        self._kept[("disk",)] = free
+        self.size.need_host(host_free(swap=False))
+        if ("disk",) not in self._kept:
+            self.size.need_disk(shutil.disk_usage(self.folder).free, self.folder.parent)
+            self._kept[("disk",)] = True
 
-    def _until(self, seconds: float) -> Callable[[], None]:
-        """Return what raises once the minutes are over, or so many seconds from now."""
+    def _until(self, seconds: float, config: ParallelConfig) -> Callable[[], None]:
+        """Return what raises once the minutes are over, or so many seconds from now: ranks hang."""
         limit = time.monotonic() + seconds
 
         def check():
             self.check()
             if time.monotonic() > limit:
-                raise TimeoutError(f"the ranks did not start or load within {seconds:.0f} s")
+                self.hung.note(config)
+                what = f"ranks with {config.product} did not start or load within {seconds:.0f} s"
+                raise HungError(what, {"log": last_log()})
 
         return check
 

@@ -43,6 +43,7 @@ class Report:
         self.started = self.last = time.time()
         self.options = {**options, "json": str(path)}
         self.findings: list[dict] = []
+        self.failed = False
         self.log = Log()
         logging.getLogger().addHandler(self.log)
         self.write("running")
@@ -52,7 +53,7 @@ class Report:
         now = time.time()
         self.findings.append(with_log(finding).as_dict() | {"seconds": round(now - self.last, 1)})
         self.last = now
-        self.write("running")
+        self.try_to_write("running")
 
     def write(self, ended: str):
         """Write the file, whole or not at all. ``ended``: how the doctor did, or "running"."""
@@ -67,14 +68,27 @@ class Report:
             "findings": self.findings,
             "log": self.log.lines,
         }
+        text = anonymous(json.dumps(finite(report), indent=1, allow_nan=False, ensure_ascii=False))
+        if self.path.exists() and not self.path.is_file() or self.path.is_symlink():  # as /dev/stdout
+            self.path.write_text(text, encoding="utf-8")
+            return
         part = self.path.with_name(self.path.name + ".part")
-        part.write_text(anonymous(json.dumps(finite(report), indent=1, allow_nan=False)))
+        part.write_text(text, encoding="utf-8")
         part.replace(self.path)
 
     def close(self, ended: str):
         """Write the file for the last time."""
         logging.getLogger().removeHandler(self.log)
-        self.write(ended)
+        self.try_to_write(ended)
+
+    def try_to_write(self, ended: str):
+        """Write the file; say once where the disk has no room any more, and go on."""
+        try:
+            self.write(ended)
+        except OSError as error:
+            if not self.failed:
+                print(f"warning  json               {self.path} cannot be written any more ({error})")
+            self.failed = True
 
 
 def with_log(finding: Finding) -> Finding:
@@ -100,7 +114,8 @@ def anonymous(text: str) -> str:
     home = str(Path.home())
     if len(home) > 1 and home != "/root":
         text = text.replace(home, "~")
-    for name, stands_for in ((_user(), "USER"), (socket.gethostname(), "HOST")):
+    host = socket.gethostname()
+    for name, stands_for in ((_user(), "USER"), (host, "HOST"), (host.partition(".")[0], "HOST")):
         if len(name) > 2 and name.lower() not in COMMON:
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stands_for, text)
     return text

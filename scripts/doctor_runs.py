@@ -146,7 +146,8 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bo
     drift = relative(lab.run(config, path, batch, "bf16").samples, single) if halves else 0.0
     stale = config.has_stale_kv
     usual = relative(half, single)
-    values = {"method": name, "family": family, "fp32": exact, "bf16": drift, "bf16_one_rank": usual}
+    values = {"method": name, "family": family, "fp32": exact, "bf16_one_rank": usual}
+    values["bf16"] = drift if halves else None
     most = STALE if stale else EXACT[lab.device]
     limit = "stale keys and values" if stale else f"limit {most:g}"
     text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit})"

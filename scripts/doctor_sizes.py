@@ -1,6 +1,7 @@
 """How large models are that scripts/doctor.py --full runs."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,18 @@ class Size:
     disk: int
     host: int
     slack: int
+
+    def need_host(self, free: int):
+        """Raise OSError where so few bytes of host memory are ``free``."""
+        if free < self.host:
+            what = f"{free / 1e9:.1f} GB of host memory are free, less than {self.host / 1e9:.0f}"
+            raise OSError(f"{what} GB that models of --full are made in; close other programs")
+
+    def need_disk(self, free: int, folder: Path):
+        """Raise OSError where so few bytes are ``free`` in ``folder``."""
+        if free < self.disk:
+            what = f"{free / 1e9:.1f} GB are free in {folder}, less than {self.disk / 1e9:.0f}"
+            raise OSError(f"{what} GB that the files of --full need; set TMPDIR to a larger disk")
 
 
 SIZES = {

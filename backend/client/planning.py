@@ -264,7 +264,7 @@ def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> floa
         return None
     shape, machine = found
     machine = replace(machine, memory=measurements.usual_memory(device, indices))
-    question = Question(shape, request(shape), machine, len(indices))
+    question = Question(shape, request(shape), machine, len(indices), lends=lends())
     return question.option(ParallelConfig()).seconds / question.option(config).seconds
 
 

@@ -90,7 +90,7 @@ def _in_all(failed: list[UnmeasuredError], ways: list[dict[str, str]]) -> Unmeas
     """Return what failed at first, with the ways that failed after it."""
     tried = [nccl_settings.words(way) for way, _ in zip(ways, failed) if way]
     also = f", also with {', with '.join(tried)}" if tried else ""
-    return UnmeasuredError(failed[0].why + also, failed[0].remedy)
+    return UnmeasuredError(failed[0].why + also, failed[0].remedy, failed[0].of_links)
 
 
 def _links(way: Mapping[str, str], failed: UnmeasuredError) -> str:
@@ -166,8 +166,9 @@ def run(
             end_process(process, END_SECONDS)
         if hangs:
             what = f"its ranks did not answer within {hangs:.0f} s"
-            # those that are still importing say nothing of links
-            raise UnmeasuredError(what, remedy, of_links=bool(remedy) and is_started())
+            # those that are still importing say nothing of links, nor those that had too little time
+            says = is_started() and (not is_linked() or longest >= LONGEST_SECONDS)
+            raise UnmeasuredError(what, remedy, of_links=bool(remedy) and says)
         if process.returncode:
             log.seek(0)
             text = log.read().decode(errors="replace").strip()

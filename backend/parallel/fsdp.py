@@ -57,7 +57,7 @@ def reshard(transformer: nn.Module):
     if hasattr(transformer, "reset_iter_state"):
         transformer.reset_iter_state()
         return
-    # what that does, before torch had it
+    # what of that inference needs, before torch had it
     state._state_ctx.iter_forward_root = None
     state._comm_ctx.post_forward_order.clear()
     for each in state._state_ctx.all_states:

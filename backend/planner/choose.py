@@ -23,6 +23,8 @@ AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory"
 RUNNERS_UP = 2
 #: Shares that are tried until unlike GPUs are as full as each other.
 FILLINGS = 8
+#: Plans of which the fullest rank, times all, needs more than so many times all rooms are not filled.
+FILLED = 1.5
 
 
 #: Said where one model fits, and not all of a graph; and where all do, but by slower plans.
@@ -140,8 +142,11 @@ class Question:
             for plan in candidates(self.shape, self.request, ranks, self.base, exact):
                 tried = [self.option(replace(plan, shares=each)) for each in shares]
                 # alike GPUs have other rooms, too: one has ComfyUI and a desktop
-                uneven = ranks > 1 and len(set(self.machine.rooms(ranks))) > 1 and not self.shares
-                if uneven and not any(each.fits for each in tried):
+                rooms = self.machine.rooms(ranks)
+                uneven = ranks > 1 and len(set(rooms)) > 1 and not self.shares
+                # each holds about as much as the fullest: what is more than all rooms fits by no shares
+                may = uneven and min(each.bytes for each in tried) * ranks <= FILLED * sum(rooms)
+                if may and not any(each.fits for each in tried):
                     tried.append(self.option(self._filling_alike(plan)))
                 found += tried
         return found
@@ -151,8 +156,9 @@ class Question:
         its share fills a small one most."""
         shares = rooms = [max(1, room) for room in self.machine.rooms(plan.world_size)]
         for _ in range(FILLINGS):
-            # whole per cents: another number of tokens leaves the weights where they are
-            plan = replace(plan, shares=written([round(100 * each / sum(shares)) or 1 for each in shares]))
+            # in per cents of an even share: a few tokens more leave the weights where they are
+            whole = 100 * len(shares) / sum(shares)
+            plan = replace(plan, shares=written([round(whole * each) or 1 for each in shares]))
             sizes = [each.bytes for each in held_by_rank(self.shape, plan, self.request, self.others)]
             if all(size <= room for size, room in zip(sizes, rooms)):
                 break

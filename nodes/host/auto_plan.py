@@ -93,7 +93,8 @@ def _make_room(auto: AutoConfig):
         return
     devices = planning.devices_of(auto)
     if pool.launched() is not None:
-        if measurements.is_measured("cuda", devices):
+        # one GPU is not measured: there is nothing to choose
+        if len(devices) == 1 or measurements.is_measured("cuda", devices):
             return
         pool.close_idle(0)
     host_room().make_for_start(devices)

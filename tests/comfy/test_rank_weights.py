@@ -274,25 +274,26 @@ def test_dynamic_models_are_free_memory_to_auto(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "launched, measured, device, asked",
+    "launched, measured, device, gpus, asked",
     [
-        (False, False, "cuda", [[0, 1]]),
-        (True, True, "cuda", []),
-        (True, False, "cuda", [[0, 1]]),
-        (False, False, "cpu", []),
+        (False, False, "cuda", 2, [[0, 1]]),
+        (True, True, "cuda", 2, []),
+        (True, False, "cuda", 2, [[0, 1]]),
+        (True, False, "cuda", 1, []),
+        (False, False, "cpu", 2, []),
     ],
 )
-def test_what_measures_gpus_has_room(monkeypatch, launched, measured, device, asked):
-    """Ranks that run were measured before them, or end: those of degrees of one's own."""
+def test_what_measures_gpus_has_room(monkeypatch, launched, measured, device, gpus, asked):
+    """Ranks that run were measured before them, or end: those of degrees of one's own. One GPU never is."""
     found, ended = [], []
     monkeypatch.setattr(auto_plan, "host_room", lambda: SimpleNamespace(make_for_start=found.append))
     monkeypatch.setattr(auto_plan.measurements, "is_measured", lambda device, indices: measured)
     monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace() if launched else None)
     monkeypatch.setattr(pool, "close_idle", ended.append)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for name in ("plan_for", "question_of"):
         monkeypatch.setattr(auto_plan.planning, name, lambda *_: (None, ()))
         auto = AutoConfig(base=ParallelConfig(device=device), gpus="2" * (device == "cpu"))
         check = () if name == "plan_for" else (lambda: None,)
         getattr(auto_plan, name)(auto, None, None, *check)
-    assert found == 2 * asked and ended == [0, 0] * (launched and not measured)
+    assert found == 2 * asked and ended == [0, 0] * (launched and bool(asked))

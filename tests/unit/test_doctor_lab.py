@@ -53,14 +53,14 @@ def gpus(monkeypatch):
 
 
 def test_a_hang_is_said_with_its_remedy_though_the_minutes_are_over(gpus, tmp_path):
-    gpus._until = lambda seconds: lambda: None
+    gpus._until = lambda *_: lambda: None
     with pytest.raises(TimeoutError) as hang:
         gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))
     assert "the ranks hang; links are to blame only where the check links fails" in str(hang.value)
     assert "IOMMU" not in str(hang.value)
     gpus.end = time.monotonic() + 60
     with pytest.raises(OutOfTime, match="hung before"):  # with whatever model
-        gpus.run(ParallelConfig(ulysses_degree=2, attention="sdpa"), tmp_path, Sample("", "euler", 1.0, 0))
+        gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))
 
 
 def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
@@ -89,7 +89,7 @@ def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor_lab, "RUN_SECONDS", 0.0)
     lab, ranks = doctor_lab.Lab("cpu", 2, 10.0), Hanging()
     monkeypatch.setattr(lab, "backend", lambda config: ranks)
-    monkeypatch.setattr(lab, "_until", lambda seconds: lambda: None)
+    monkeypatch.setattr(lab, "_until", lambda *_: lambda: None)
     monkeypatch.setattr(doctor_hangs, "WRITE_SECONDS", 0.0)
 
     def runs(lab):
@@ -145,13 +145,13 @@ def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus, tmp
 
     def hang(device, indices, check, show, longest):
         asked.append(longest)
-        raise probe_process.UnmeasuredError("no answer", probe_process.hang_remedy(device))
+        raise probe_process.UnmeasuredError("no answer", probe_process.hang_remedy(device), True)
 
     monkeypatch.setattr(measurements, "machine_rates", hang)
     (found,) = doctor_runs.links(gpus)
     assert found.status == PROBLEM and "IOMMU" in found.text and "doctor.py" not in found.text
     assert asked[0] < probe_process.LONGEST_SECONDS
-    gpus._until = lambda seconds: lambda: None
+    gpus._until = lambda *_: lambda: None
     with pytest.raises(TimeoutError, match="the ranks hang.*IOMMU.*BIOS"):
         gpus.run(ParallelConfig(ulysses_degree=2), tmp_path, Sample("", "euler", 1.0, 0))
 

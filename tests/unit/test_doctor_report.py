@@ -46,7 +46,9 @@ def test_the_file_is_there_from_the_first_moment(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_what_was_found_until_an_interrupt_is_kept(tmp_path, monkeypatch, number):
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    usual[signal.SIGINT] = signal.default_int_handler  # whatever this was started by ignores
+    before = {each: signal.signal(each, handler) for each, handler in usual.items()}
 
     def checks(facts):
         yield FOUND
@@ -80,6 +82,8 @@ def test_nobody_is_named(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/jane"))
     text = "/home/jane/ComfyUI on attic-pc: /media/jane/disk, janet's attic-pc2"
     assert anonymous(text) == "~/ComfyUI on HOST: /media/USER/disk, janet's attic-pc2"
+    monkeypatch.setattr(socket, "gethostname", lambda: "attic-pc.lan")
+    assert anonymous("attic-pc.lan:8234 [0] NCCL WARN; attic-pc:8234") == "HOST:8234 [0] NCCL WARN; HOST:8234"
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     assert anonymous("root cause") == "root cause"
 

@@ -164,7 +164,7 @@ def test_auto_fills_unlike_gpus_alike_where_nothing_else_fits():
     for given in ("61.5,38.5", "73.8,26.2", ""):
         assert not question.option(replace(TP, shares=given)).fits
     option = choose(question).option
-    assert option.fits and option.plan.shares == "77,23"
+    assert option.fits and option.plan.shares == "76.5,23.5"
 
 
 def test_alike_gpus_of_which_one_has_less_room_share_by_it():
@@ -176,7 +176,7 @@ def test_alike_gpus_of_which_one_has_less_room_share_by_it():
     question = Question(FLUX, REQUEST, machine, 2)
     assert not question.option(plan).fits and machine.memory[1] < 1.1 * machine.memory[0]
     fitting = [each.plan for each in question.options() if each.fits and each.plan.has_stale_kv]
-    assert fitting and {each.shares for each in fitting} == {"48,52"}
+    assert fitting and {each.shares for each in fitting} == {"47.5,52.5"}
 
 
 def test_a_gpu_that_others_have_taken_is_used_last():
