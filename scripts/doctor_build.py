@@ -1,6 +1,5 @@
 """What a report of scripts/doctor.py is read by: versions of this pack and of libraries, CPU and system."""
 
-import importlib.metadata
 import platform
 import re
 import subprocess
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from backend.torch_version import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 GIT_SECONDS = 10.0
@@ -19,19 +20,12 @@ def build() -> dict[str, str]:
     return {
         "pack": version_of(ROOT),
         "cudnn": str(cudnn or ""),
-        "triton": _version("triton"),
+        "triton": installed("triton"),
         "cpu": _cpu(),
         "system": _kind_of_system(),
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
         "swap": f"{psutil.swap_memory().total / 1e9:.0f} GB",
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def version_of(folder: Path) -> str:

@@ -4,20 +4,17 @@ are, and what nvidia-smi shows meanwhile."""
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 from doctor_checks import OutOfTime
 
-from backend.client import private_folder
 from backend.client.pool import Backend
+from backend.client.status import end_of
 from backend.config import ParallelConfig
 
 #: What is said of ranks that hang where the check "links" has not failed.
 LINKS_FIRST = (
     "links are to blame only where the check links fails too: otherwise report it, with the file of --json"
 )
-#: Characters of a log that are kept.
-MOST_LOG = 8000
 #: Seconds in which ranks write where their threads are.
 WRITE_SECONDS = 1.0
 SMI_SECONDS = 10.0
@@ -60,20 +57,7 @@ def evidence(backend: Backend) -> dict[str, str]:
         return {}
     process.say_places()
     time.sleep(WRITE_SECONDS)
-    return {"log": tail(process.log), "nvidia-smi": _smi(), "steps": process.places(0)}
-
-
-def last_log() -> str:
-    """Return the end of the log of the ranks that were started last; empty where it has gone with them."""
-    return tail(private_folder.LOGS[-1]) if private_folder.LOGS else ""
-
-
-def tail(path: Path) -> str:
-    """Return the end of a log; empty where there is none."""
-    try:
-        return path.read_text(errors="replace")[-MOST_LOG:]
-    except OSError:
-        return ""
+    return {"log": end_of(process.log), "nvidia-smi": _smi(), "steps": process.places(0)}
 
 
 def _smi() -> str:

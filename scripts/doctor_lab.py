@@ -18,7 +18,7 @@ from unittest.mock import patch
 import doctor_processes
 import torch
 from doctor_checks import OutOfTime
-from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence, last_log
+from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
 from doctor_processes import Ended
 from doctor_sizes import SIZES
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from backend.client import measurements, nccl_settings, pool
 from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.client.rank_environment import sanitized_environment
+from backend.client.status import log_of_last_backend
 from backend.config import ParallelConfig
 from backend.device_memory import host_free
 from backend.planner.machine import Machine
@@ -319,7 +320,7 @@ class Lab:
             if time.monotonic() > limit:
                 self.hung.note(config)
                 what = f"ranks with {config.product} did not start or load within {seconds:.0f} s"
-                raise HungError(what, {"log": last_log()})
+                raise HungError(what, {"log": log_of_last_backend()})
 
         return check
 

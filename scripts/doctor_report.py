@@ -14,7 +14,8 @@ from typing import Any
 
 from doctor_checks import Finding
 from doctor_facts import Facts
-from doctor_hangs import last_log
+
+from backend.client.status import log_of_last_backend
 
 #: Names that say nothing of anybody, or stand in other words.
 COMMON = ("root", "user", "localhost", "ubuntu", "comfyui", "host")
@@ -95,7 +96,7 @@ def with_log(finding: Finding) -> Finding:
     """Return a check that failed with the end of the log of the ranks that were started last."""
     if "traceback" not in finding.values or "log" in finding.values:
         return finding
-    return replace(finding, values=finding.values | {"log": last_log()})
+    return replace(finding, values=finding.values | {"log": log_of_last_backend()})
 
 
 def finite(value: Any) -> Any:

@@ -1,12 +1,11 @@
 """Ends backends that nobody has used for a while, where whoever starts ComfyUI asks for that."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from functools import cache
 
-from ..config import ConfigError
+from .durations import duration
 
 #: Environment variable: minutes without a request after which a launched backend ends. Unset: never.
 IDLE_VARIABLE = "PARALLEL_DIT_IDLE_MINUTES"
@@ -16,19 +15,8 @@ LOOK_SECONDS = 10.0
 
 def idle_seconds() -> float | None:
     """Return the seconds that IDLE_VARIABLE asks for, None where it does not. Raises ConfigError."""
-    text = os.environ.get(IDLE_VARIABLE, "").strip()
-    if not text:
-        return None
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < float("inf"):
-        raise ConfigError(
-            f"{IDLE_VARIABLE} is {text!r:.100}, which is no number of minutes; set it to a positive number, "
-            f"or unset it to keep idle backends."
-        )
-    return 60 * minutes
+    minutes = duration(IDLE_VARIABLE, "minutes", "to keep idle backends")
+    return None if minutes is None else 60 * minutes
 
 
 @cache

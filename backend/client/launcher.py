@@ -17,7 +17,7 @@ from ..config import ParallelConfig
 from ..errors import RAN_OUT
 from ..lending import lend_no_more
 from ..protocol import BackendError, Shutdown
-from ..protocol.heartbeats import Beat, Heartbeats, silent_seconds
+from ..protocol.heartbeats import Beat, Heartbeats
 from . import forks
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
@@ -26,7 +26,7 @@ from .machine_link import Link
 from .pack import require_same_pack
 from .private_folder import LOGS, private_folder
 from .rank_environment import sanitized_environment
-from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend
+from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend, silent_seconds
 
 #: A rank starts within seconds on a warm disk and minutes on a cold network one; so long none may be added to
 #: those that are ready.

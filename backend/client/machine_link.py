@@ -20,10 +20,9 @@ from typing import Any
 
 from ..config import ConfigError
 from ..protocol import BackendError, handshake
-from ..protocol.heartbeats import silent_seconds
 from .exit_report import RankFailure
 from .machines import Machines
-from .silence import LOOK_SECONDS
+from .silence import LOOK_SECONDS, silent_seconds
 
 #: The label of a machine's proof begins with this, so that none made on a backend's socket fits.
 ROLE = "machine"

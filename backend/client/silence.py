@@ -9,10 +9,16 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ..protocol.heartbeats import Beat, Heartbeats, silent_seconds
+from ..protocol.heartbeats import Beat, Heartbeats
+from .durations import duration
 
 #: Seconds between two looks.
 LOOK_SECONDS = 0.5
+#: A rank without a beat for this long is silent. The longest that a healthy one was kept from its beat, by a
+#: call that holds the GIL, is in docs/reliability.md.
+SILENT_SECONDS = 10.0
+#: Sets SILENT_SECONDS, for whoever stops a rank in a debugger.
+VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
 #: While ranks start: creating contexts on many GPUs may hold the GIL for long.
 START_SECONDS = 60.0
 #: Somebody waits for Cancel, and ends a rank that is silent for this long.
@@ -30,6 +36,11 @@ STATES = {
 #: Of these, those in which a process waits for nothing that ends by itself.
 STOPPED = ("T", "t")
 RUNS = "its process runs, but none of its Python threads do"
+
+
+def silent_seconds() -> float:
+    """Return the seconds after which a rank is silent. Raises ConfigError."""
+    return duration(VARIABLE, "seconds", f"for {SILENT_SECONDS:g}") or SILENT_SECONDS
 
 
 class SilenceWatch:

@@ -60,13 +60,14 @@ def rank_state(backend: Backend, pid: int, is_working: bool) -> str:
 def log_of_last_backend() -> str:
     """Return the end of the newest log that there still is of a backend that this process has started."""
     for path in reversed(LOGS):
-        found = _end_of(path)
+        found = end_of(path)
         if found:
             return found
     return ""
 
 
-def _end_of(path: Path) -> str:
+def end_of(path: Path) -> str:
+    """Return the end of a log; empty where it has gone."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - LOG_BYTES))

@@ -13,16 +13,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import ConfigError
 from .step_times import StepRing, StepTime
 
 #: Seconds between two beats of a rank.
 BEAT_SECONDS = 0.5
-#: A rank without a beat for this long is silent. The longest that a healthy one was kept from its beat, by a
-#: call that holds the GIL, is in docs/reliability.md.
-SILENT_SECONDS = 10.0
-#: Sets SILENT_SECONDS, for whoever stops a rank in a debugger.
-VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
 #: A rank's process id, its rank in the whole backend, its beats, and the longest time between two (ms).
 SLOT = struct.Struct("=4Q")
 #: Bytes of a rank: its slot, and its last steps (step_times.py), which lie after all slots.
@@ -47,21 +41,6 @@ def _memory_file() -> int | None:
         return os.memfd_create("parallel-dit-heartbeats")
     except OSError:  # seccomp, or vm.memfd_noexec
         return None
-
-
-def silent_seconds() -> float:
-    """Return the seconds after which a rank is silent. Raises ConfigError."""
-    text = os.environ.get(VARIABLE, "").strip()
-    try:
-        seconds = float(text or SILENT_SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(
-            f"{VARIABLE} is {text!r:.100}, which is no number of seconds; set it to a positive number, or "
-            f"unset it for {SILENT_SECONDS:g}."
-        )
-    return seconds
 
 
 class Heartbeats:

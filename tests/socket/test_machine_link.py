@@ -11,9 +11,9 @@ import pytest
 from backend.client import machine_link
 from backend.client.exit_report import RankFailure, cause_among
 from backend.client.machines import Machines
+from backend.client.silence import SILENT_SECONDS
 from backend.config import ConfigError
 from backend.protocol import BackendError
-from backend.protocol.heartbeats import SILENT_SECONDS
 
 TOKEN = "4" * 64
 HELLO = {"pack": "1", "diffusers": "3"}

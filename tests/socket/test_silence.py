@@ -12,9 +12,9 @@ import pytest
 
 from backend.client import silence
 from backend.client.launcher import BackendProcess
-from backend.client.silence import LOOK_SECONDS, SilenceWatch
+from backend.client.silence import LOOK_SECONDS, SilenceWatch, silent_seconds
 from backend.config import ConfigError, ParallelConfig
-from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats, silent_seconds
+from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats
 
 #: A rank that beats and does ``what``.
 RANK = """

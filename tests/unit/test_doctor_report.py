@@ -15,7 +15,7 @@ from doctor_checks import OK, Finding
 from doctor_report import Report, anonymous
 from doctor_stubs import machine
 
-from backend.client import private_folder
+from backend.client import status
 
 FOUND = Finding("links", OK, "fast", {"p2p": float("inf"), "rows": [{"distance": float("nan")}]})
 
@@ -79,8 +79,8 @@ def test_a_file_that_cannot_be_written_is_said_first(tmp_path, monkeypatch, caps
 def test_nobody_is_named(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "jane")
     monkeypatch.setattr(socket, "gethostname", lambda: "attic-pc")
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/jane"))
-    text = "/home/jane/ComfyUI on attic-pc: /media/jane/disk, janet's attic-pc2"
+    monkeypatch.setattr(Path, "home", lambda: Path("/people/jane"))
+    text = "/people/jane/ComfyUI on attic-pc: /media/jane/disk, janet's attic-pc2"
     assert anonymous(text) == "~/ComfyUI on HOST: /media/USER/disk, janet's attic-pc2"
     monkeypatch.setattr(socket, "gethostname", lambda: "attic-pc.lan")
     assert anonymous("attic-pc.lan:8234 [0] NCCL WARN; attic-pc:8234") == "HOST:8234 [0] NCCL WARN; HOST:8234"
@@ -90,8 +90,8 @@ def test_nobody_is_named(monkeypatch):
 
 def test_a_failed_check_has_the_end_of_the_ranks_log(tmp_path, monkeypatch):
     log = tmp_path / "backend.log"
-    log.write_text("a" * 9000 + "NCCL WARN Call to ibv_reg_mr failed")
-    monkeypatch.setattr(private_folder, "LOGS", [log])
+    log.write_text("a" * status.LOG_BYTES + "NCCL WARN Call to ibv_reg_mr failed")
+    monkeypatch.setattr(status, "LOGS", [log])
     found = doctor_report.with_log(Finding("methods", "problem", "it ended", {"traceback": "..."}))
-    assert found.values["log"].endswith("ibv_reg_mr failed") and len(found.values["log"]) <= 8000
+    assert found.values["log"].endswith("ibv_reg_mr failed") and len(found.values["log"]) == status.LOG_BYTES
     assert doctor_report.with_log(FOUND) is FOUND
