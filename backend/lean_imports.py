@@ -2,7 +2,9 @@
 rank's start, and without garbage collections, which took a fifth of the rest: imports leave no garbage.
 
 diffusers imports transformers, PEFT and SciPy where they are installed, for pipelines, LoRA loaders and
-schedulers. PEFT is useless without transformers, and cannot be imported. A None in ``sys.modules`` makes a
+schedulers. PEFT is useless without transformers, and cannot be imported. Packages for quantization and
+attention of its own are imported at once, too, and of those many an installation has one that was built for
+another torch (diffusers issue 10940): they would end each rank. A None in ``sys.modules`` makes a
 package absent (importlib's documentation); later imports find it again.
 """
 
@@ -13,7 +15,10 @@ import sys
 
 TRANSFORMERS = "diffusers.models.transformers"
 #: What all of these do without.
-UNUSED = ("transformers", "peft", "scipy")
+UNUSED = (
+    *("transformers", "peft", "scipy"),
+    *("bitsandbytes", "torchao", "optimum", "modelopt", "sdnq", "xformers", "kernels"),
+)
 
 
 def import_diffusers():

@@ -108,6 +108,7 @@ class LoadParallelDiT(io.ComfyNode):
             await asyncio.to_thread(lambda: require_dependencies(python=ranks_python()))
         pool.allow(*model_folders())
         with errors_on_node(), NodeStatus() as status:
+            check_device(config)
             await asyncio.to_thread(handle.check_model, config, wanted, lambda: status.show(READING))
         return True
 

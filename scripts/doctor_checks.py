@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 
 from doctor_facts import IMPORT_SECONDS, Facts
 
-from backend.client.dependencies import pip
 from backend.client.exit_report import LEAST_SHARED_MEMORY
 from backend.gpu_kernels import has_kernels_for
+from backend.install_command import how_to_install
 from backend.protocol import RefusedError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -95,7 +95,7 @@ def python(facts: Facts) -> Status:
 
 def packages(facts: Facts) -> Status:
     if facts.unmet:
-        return PROBLEM, f"missing or too old: {', '.join(facts.unmet)}; run: {pip(facts.unmet)}"
+        return PROBLEM, f"missing or too old: {', '.join(facts.unmet)}; {how_to_install(facts.unmet)}"
     return OK, "every package of requirements.txt is installed"
 
 

@@ -23,7 +23,7 @@ import doctor_build
 import torch
 import torch.cuda.nccl
 
-from backend.client import dependencies, measurements, nccl_settings
+from backend.client import dependencies, measurements, nccl_settings, rank_environment
 from backend.client.cache_files import cache_folder
 from backend.client.exit_report import SHARED_MEMORY
 
@@ -41,7 +41,10 @@ WHEELS = {
     "gguf": "gguf",
 }
 #: Package -> how it is imported where that is not all of it.
-HOW = {"yunchang": "from backend.parallel.ring_library import ring_library; ring_library()"}
+HOW = {
+    "diffusers": "from backend import lean_imports",
+    "yunchang": "from backend.parallel.ring_library import ring_library; ring_library()",
+}
 #: Fields that nvidia-smi is asked for.
 SMI_FIELDS = (
     *("index", "name", "driver_version", "compute_mode", "mig.mode.current"),
@@ -220,7 +223,7 @@ class Facts:
 
     @cached_property
     def cores(self) -> int:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return rank_environment.cores()
 
     @cached_property
     def open_files(self) -> int | None:

@@ -5,6 +5,7 @@ import getpass
 import json
 import logging
 import math
+import os
 import re
 import socket
 import time
@@ -112,7 +113,7 @@ def finite(value: Any) -> Any:
 
 def anonymous(text: str) -> str:
     """Return a text without the home folder, the user's name and the machine's."""
-    home = str(Path.home())
+    home = os.path.expanduser("~")
     if len(home) > 1 and home != "/root":
         text = text.replace(home, "~")
     host = socket.gethostname()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from ..errors import SHORT
+from ..install_command import how_to_install
 from ..protocol import BackendError
 from .interpreter import PACK, VARIABLE, answer, answered, inherited
 
@@ -19,7 +20,7 @@ REQUIREMENTS = PACK / "requirements.txt"
 ASK_SECONDS = 120
 #: Where a package is imported by another name than it is installed by.
 _IMPORT_NAMES = {"pillow": "PIL"}
-#: Other interpreters, and requirements of which they have everything.
+#: Interpreters, and requirements of which they have everything.
 _complete: set[tuple[str, Path]] = set()
 
 
@@ -38,19 +39,21 @@ def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.ex
             f"ComfyUI's is {sys.version.split()[0]}; run ComfyUI with a newer one, or set {VARIABLE} to a "
             f"Python that has what requirements.txt lists (docs/dependencies.md)."
         )
+    if (python, requirements) in _complete:
+        return
     unmet = unmet_requirements(requirements) if python == sys.executable else _unmet_of(python, requirements)
-    if unmet:
+    if not unmet:
+        _complete.add((python, requirements))
+    else:
         whose = "ComfyUI's Python" if python == sys.executable else f"{python} ({VARIABLE})"
         raise MissingDependencyError(
-            f"The parallel backend needs {', '.join(unmet)}, which {whose} does not have; run: "
-            f"{pip(unmet, python)}"
+            f"The parallel backend needs {', '.join(unmet)}, which {whose} does not have; "
+            f"{how_to_install(unmet, python)}"
         )
 
 
 def _unmet_of(python: str, requirements: Path) -> list[str]:
-    """Ask another interpreter, unless it has said that it has everything."""
-    if (python, requirements) in _complete:
-        return []
+    """Ask another interpreter."""
     command = [python, "-m", "backend.client.dependencies", str(requirements.absolute())]
     environment = {**inherited(os.environ), "PYTHONPATH": str(PACK)}
     try:
@@ -64,14 +67,12 @@ def _unmet_of(python: str, requirements: Path) -> list[str]:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = f"{VARIABLE} names {python}, which could not be asked for its packages"
         raise BackendError(f"{what} ({error!s:.200}); it has to be Python 3.11 or newer.") from error
-    if not unmet:
-        _complete.add((python, requirements))
     return unmet
 
 
 def unmet_requirements(requirements: Path = REQUIREMENTS) -> list[str]:
     """Return the lines of a requirements.txt that this interpreter does not meet."""
-    lines = [line.split("#")[0].strip() for line in requirements.read_text().splitlines()]
+    lines = [re.split("[#;]", line)[0].strip() for line in requirements.read_text().splitlines()]
     return [line for line in filter(None, lines) if not _is_met(line)]
 
 
@@ -87,11 +88,6 @@ def _numbers(version: str) -> list[int]:
     digits = re.match(r"[\d.]+", version)
     assert digits, f"the version {version!r} does not begin with a number"
     return [int(number) for number in digits[0].strip(".").split(".")]
-
-
-def pip(unmet: list[str], python: str = sys.executable) -> str:
-    """The command that installs packages for an interpreter."""
-    return f'"{python}" -m pip install ' + " ".join(f'"{line}"' for line in unmet)
 
 
 if __name__ == "__main__":

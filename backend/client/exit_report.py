@@ -71,9 +71,14 @@ class RankFailure:
             hint = shared_memory_hint(self.error) or _peer_access_hint(self.error)
             return f"{who} failed with {self.error}{hint}"
         if self.code < 0:
-            name = signal.Signals(-self.code).name
-            return f"{who} was killed by {name}{_SENDERS.get(name, '')}"
+            return f"{who} {killed_by(-self.code)}"
         return f"{who} exited with code {self.code}"
+
+
+def killed_by(number: int) -> str:
+    """Say which signal ended a process, and what sends it where nobody has."""
+    name = signal.Signals(number).name
+    return f"was killed by {name}{_SENDERS.get(name, '')}"
 
 
 def failures(folder: Path, first_rank: int = 0, machine: str = "") -> list[RankFailure]:
@@ -183,13 +188,16 @@ def _cut(line: str) -> str:
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
 
 
+def lacks_shared_memory() -> bool:
+    """Whether /dev/shm is as small as Docker makes it."""
+    return SHARED_MEMORY.exists() and shutil.disk_usage(SHARED_MEMORY).total < LEAST_SHARED_MEMORY
+
+
 def shared_memory_hint(error: str) -> str:
     """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it."""
-    if not re.search(r"nccl|/dev/shm", error, re.IGNORECASE) or not SHARED_MEMORY.exists():
+    if not re.search(r"nccl|/dev/shm", error, re.IGNORECASE) or not lacks_shared_memory():
         return ""
     size = shutil.disk_usage(SHARED_MEMORY).total
-    if size >= LEAST_SHARED_MEMORY:
-        return ""
     return (
         f" ({SHARED_MEMORY} has {size >> 20} MB, in which NCCL keeps what GPUs without peer access send each "
         f"other; if this is a container, start it with --shm-size=8g or --ipc=host)"

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from . import cache_files
+from .exit_report import lacks_shared_memory
 from .interpreter import packages_changed
 
 #: Variables of the environment that choose the GPUs, or the way that NCCL takes between them.
@@ -42,11 +43,11 @@ OF_WSL = Path("/usr/lib/wsl/lib/libcuda.so.1")
 
 
 def link_key(environment: Mapping[str, str]) -> list:
-    """Return what the links of this machine depend on: settings of ``environment``, torch, the driver, and
-    the slots of GPUs."""
+    """Return what the links of this machine depend on: settings of ``environment``, torch, the driver, the
+    slots of GPUs, and room in shared memory."""
     settings = [environment.get(name) for name in LINK_SETTINGS]
     slots = sorted(os.listdir(PLACES)) if PLACES.is_dir() else []
-    return [settings, torch.__version__, packages_changed(), _driver(), slots]
+    return [settings, torch.__version__, packages_changed(), _driver(), slots, lacks_shared_memory()]
 
 
 def _driver() -> str:

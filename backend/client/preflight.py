@@ -16,6 +16,7 @@ import torch
 from ..config import ParallelConfig
 from ..device_memory import host_bytes
 from ..protocol import BackendError, RefusedError
+from .exit_report import killed_by
 from .interpreter import PACK, answered, ranks_python
 from .pack import require_same_pack
 from .rank_environment import sanitized_environment
@@ -131,10 +132,14 @@ class _Reader:
         return found.result()
 
     def last_words(self) -> str:
-        """Return the last line that the process wrote to standard error."""
-        self.process.wait()
+        """Return how the process ended: the signal, or the last line on standard error that names an error,
+        if one does."""
+        code = self.process.wait()
+        if code < 0:
+            return f"the process that reads them {killed_by(-code)}"
         self.errors.seek(0)
-        return self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        lines = self.errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
+        return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
 _reader: _Reader | None = None

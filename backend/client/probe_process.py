@@ -40,6 +40,13 @@ LINK_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGABRT")
 Check = Callable[[], None]
 
 
+#: What to do where not every rank has begun to measure.
+SLOW_START = (
+    "some were still importing torch and diffusers, as from a cold or a network disk, or with few "
+    "processors: queue it again, which finds the files in memory"
+)
+
+
 class UnmeasuredError(BackendError):
     """The ranks that measure this machine failed. why: in words; remedy: what to try, empty where the doctor
     is to say it; of_links: GPUs may be what did not reach each other."""
@@ -115,12 +122,18 @@ def _probed(
         command = [*agent_command(config.world_size, private.path), *probe]
         environment = sanitized_environment(dict(os.environ), config, device, nccl=way)
 
+        def are_there() -> bool:
+            return len(list(private.path.glob(f"{store.name}.ready-*"))) == config.world_size
+
         def is_started() -> bool:
-            return not is_last and len(list(private.path.glob(f"{store.name}.ready-*"))) == config.world_size
+            return not is_last and are_there()
+
+        def remedy() -> str:
+            return hang_remedy(device) if are_there() else SLOW_START
 
         is_linked, held = Path(f"{store}.linked").exists, private.inherited
         try:
-            run(command, environment, check, longest, is_started, is_linked, held, hang_remedy(device))
+            run(command, environment, check, longest, is_started, is_linked, held, remedy)
         except UnmeasuredError as error:
             if not out.exists():
                 raise
@@ -139,7 +152,7 @@ def run(
     is_started: Callable[[], bool] = lambda: False,
     is_linked: Callable[[], bool] = lambda: False,
     held: tuple[int, ...] = (),
-    remedy: str = "",
+    remedy: Callable[[], str] = str,
 ):
     """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
     keeps the descriptors ``held``. Once it ``is_started``, it has ANSWER_SECONDS until it ``is_linked``.
@@ -168,7 +181,8 @@ def run(
             what = f"its ranks did not answer within {hangs:.0f} s"
             # those that are still importing say nothing of links, nor those that had too little time
             says = is_started() and (not is_linked() or longest >= LONGEST_SECONDS)
-            raise UnmeasuredError(what, remedy, of_links=bool(remedy) and says)
+            what_to_do = remedy()
+            raise UnmeasuredError(what, what_to_do, of_links=bool(what_to_do) and says)
         if process.returncode:
             log.seek(0)
             text = log.read().decode(errors="replace").strip()

@@ -46,6 +46,8 @@ _DROPPED = {
     *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
     # of this process as a client of other backends, not for those that it starts
     *("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES"),
+    # of torchrun, which knows other programs' levels by other names ("debug")
+    "LOGLEVEL",
 }
 #: Seconds after which torch's own monitor of NCCL ends a rank: those of parallel/mesh.py's TIMEOUT.
 NCCL_SECONDS = "7200"
@@ -107,10 +109,19 @@ def driver_name(parent: Mapping[str, str], index: int) -> str:
     return str(index)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Count the processors that this process may use: by its affinity, and by its container's quota."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(here, cpu_limit())))
+
+
+def _compiler(threads: str) -> dict[str, str]:
+    """Return where compiled blocks are kept: in one folder for all ranks, private since code is loaded from
+    it; and what Triton compiles, in a home that cannot be written."""
+    found = {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor")}
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        found["TRITON_HOME"] = str(cache_folder())
+    return found | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
 
 
 def sanitized_environment(
@@ -129,12 +140,8 @@ def sanitized_environment(
         for name, value in parent.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    threads = str(max(1, _cores() // config.world_size))
-    env.setdefault("OMP_NUM_THREADS", threads)
-    # compiled blocks: one folder for all ranks, private since code is loaded from it
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
-    env = _MALLOC | env
+    threads = str(max(1, cores() // config.world_size))
+    env = _MALLOC | {"OMP_NUM_THREADS": threads} | _compiler(threads) | env
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     if sys.flags.no_user_site:  # as by python -s: packages of ~/.local are none of ours

@@ -4,7 +4,6 @@ dequantized as they are read. Header and types are the gguf package's, dequantiz
 
 import importlib.util
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
+from ..install_command import install_command
 from ..models.key_layout import Shapes
 from ..quantization.formats import Format, Settings
 from ..quantization.gguf_blocks import gguf_format, has_finite_scales
@@ -55,8 +55,8 @@ class GGUFFile:
     def __init__(self, path: Path):
         if importlib.util.find_spec("gguf") is None:
             raise UnsupportedError(
-                f'{path.name} is a GGUF file, which the Python package gguf reads; run: "{sys.executable}" '
-                f"-m pip install gguf"
+                f"{path.name} is a GGUF file, which the Python package gguf reads; run: "
+                f"{install_command(['gguf'])}"
             )
         self.bytes_read = 0
         self.name = path.name

@@ -4,7 +4,6 @@ The kernels are comfy-kitchen's (Comfy-Org, Apache-2.0), which is optional and i
 """
 
 import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import reason
+from ..install_command import install_command
 from .formats import rotated, rotation
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def kitchen() -> tuple[ModuleType | None, str]:
 
 def remedy() -> str:
     """How to get comfy-kitchen."""
-    return f'run "{sys.executable}" -m pip install --upgrade comfy-kitchen'
+    return f"run {install_command(['comfy-kitchen'], upgrade=True)}"
 
 
 def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:

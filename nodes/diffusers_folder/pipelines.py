@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ...backend.client.dependencies import pip
 from ...backend.errors import quoted, reason
+from ...backend.install_command import install_command
 from ...backend.loading.regular_files import check_regular, read_json
 from ...backend.protocol import RefusedError
 
@@ -153,7 +153,7 @@ def _encode(pipeline, name: str, text: str, negative: bool, device: torch.device
     except NameError as error:  # diffusers leaves out the import of a package that is not there
         raise RefusedError(
             f"{name} cleans prompts with the package {error.name}, which ComfyUI's Python does not have; "
-            f"run: {pip([str(error.name)])}"
+            f"run: {install_command([str(error.name)])}"
         ) from error
     named = {key: value for key, value in zip(RETURNS[name], found, strict=True) if key and value is not None}
     return {

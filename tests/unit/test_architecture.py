@@ -25,6 +25,7 @@ LAYERS = [
     "backend.lending",
     "backend.parent_pipe",
     "backend.host_memory",
+    "backend.install_command",
     "backend.opaque_ops",
     "backend.shares",
     "backend.torch_version",
@@ -57,12 +58,13 @@ SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.conf
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
     *("backend.shares", "backend.control_group", "backend.gpu_sharing", "backend.torch_version"),
-    "backend.lending",
+    *("backend.lending", "backend.install_command"),
 )
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
     "backend.gpu_sharing",
+    "backend.install_command",
     "backend.lending",
     "backend.parent_pipe",
     "backend.loading.allowed_folders",

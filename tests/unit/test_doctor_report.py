@@ -79,13 +79,20 @@ def test_a_file_that_cannot_be_written_is_said_first(tmp_path, monkeypatch, caps
 def test_nobody_is_named(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "jane")
     monkeypatch.setattr(socket, "gethostname", lambda: "attic-pc")
-    monkeypatch.setattr(Path, "home", lambda: Path("/people/jane"))
+    monkeypatch.setenv("HOME", "/people/jane")
     text = "/people/jane/ComfyUI on attic-pc: /media/jane/disk, janet's attic-pc2"
     assert anonymous(text) == "~/ComfyUI on HOST: /media/USER/disk, janet's attic-pc2"
     monkeypatch.setattr(socket, "gethostname", lambda: "attic-pc.lan")
     assert anonymous("attic-pc.lan:8234 [0] NCCL WARN; attic-pc:8234") == "HOST:8234 [0] NCCL WARN; HOST:8234"
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     assert anonymous("root cause") == "root cause"
+
+
+def test_a_user_without_a_home_has_a_report(monkeypatch):
+    """As of docker run --user 1234, which no list of users has."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError, as of an unknown user
+    assert anonymous("12 GB are free") == "12 GB are free"
 
 
 def test_a_failed_check_has_the_end_of_the_ranks_log(tmp_path, monkeypatch):

@@ -181,5 +181,5 @@ def test_gguf_of_another_family(folder, architecture, keys, says):
 def test_gguf_without_its_package(folder, state, monkeypatch):
     (folder / "any.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match="-m pip install gguf"):
+    with pytest.raises(UnsupportedError, match='-m pip install "gguf"'):
         open_checkpoint(str(folder / "any.gguf"))

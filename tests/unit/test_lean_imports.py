@@ -28,13 +28,19 @@ def starts(code: str, *folders: Path):
     assert ended.returncode == 0, ended.stderr
 
 
-def test_peft_is_hidden(tmp_path):
-    """Importing PEFT imports transformers."""
-    (tmp_path / "peft").mkdir()
-    (tmp_path / "peft" / "__init__.py").write_text("import transformers.utils\n")
-    described = tmp_path / "peft-0.18.0.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.18.0\n")
+#: Package -> what its import runs: PEFT's needs transformers, others were built for another torch.
+BROKEN = {"peft": "import transformers.utils\n"} | dict.fromkeys(
+    ("bitsandbytes", "torchao", "xformers", "optimum"), "raise RuntimeError('no module triton.ops')\n"
+)
+
+
+def test_broken_packages_that_no_rank_uses_are_hidden(tmp_path):
+    for name, code in BROKEN.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(code)
+        described = tmp_path / f"{name}-0.18.0.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.18.0\n")
     starts(HIDDEN, tmp_path)
 
 

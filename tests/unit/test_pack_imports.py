@@ -12,6 +12,7 @@ import pytest
 from backend.client.dependencies import REQUIREMENTS, MissingDependencyError, require_dependencies
 from backend.config import ConfigError
 from backend.errors import UnsupportedError
+from backend.install_command import TOGETHER, install_command
 from backend.protocol import BackendError, ProtocolError, RefusedError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,11 +85,35 @@ def test_errors_are_shown_without_the_packs_path(error):
     assert f"{error.__module__}.{error.__qualname__}" == f"parallel_dit.{error.__name__}"
 
 
-@pytest.mark.parametrize("line, why", [("no-such-package>=1.2", "absent"), ("torch>=99", "too old")])
-def test_missing_dependency(tmp_path, line, why):
-    (tmp_path / "requirements.txt").write_text(f"numpy\n{line}  # {why}\n")
-    with pytest.raises(MissingDependencyError, match=f'needs {line}, .*-m pip install "{line}"$'):
+ELSEWHERE = '; sys_platform != "win32"'
+
+
+@pytest.mark.parametrize("line, why", [("no-such-package>=1.2", "absent"), ("numpy>=99", "too old")])
+@pytest.mark.parametrize("marker", ["", ELSEWHERE])
+def test_missing_dependency(tmp_path, line, why, marker):
+    (tmp_path / "requirements.txt").write_text(f"accelerate{marker}\n{line}{marker}  # {why}\n")
+    with pytest.raises(MissingDependencyError, match=f'needs {line}, .*run: ".*-m pip install "{line}"$'):
         require_dependencies(tmp_path / "requirements.txt")
+
+
+def test_torch_is_installed_with_what_belongs_to_it(tmp_path):
+    """pip alone would take another build of it, with which ComfyUI's torchvision cannot be imported."""
+    (tmp_path / "requirements.txt").write_text("torch>=99\nno-such-package\n")
+    with pytest.raises(MissingDependencyError) as missing:
+        require_dependencies(tmp_path / "requirements.txt")
+    first, _, then = str(missing.value).partition("; then run: ")
+    assert "needs torch>=99, no-such-package" in first and first.endswith(TOGETHER)
+    assert then.endswith('install "no-such-package"')
+
+
+@pytest.mark.parametrize("has_pip", [False, True])
+def test_uv_installs_where_there_is_no_pip(tmp_path, has_pip):
+    (tmp_path / "pyvenv.cfg").write_text("uv = 0.9\n")
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    (packages / "pip" if has_pip else packages).mkdir(parents=True)
+    python = str(tmp_path / "bin" / "python")
+    expected = f'"{python}" -m pip install' if has_pip else f'uv pip install --python "{python}"'
+    assert install_command(["gguf"], python) == f'{expected} "gguf"'
 
 
 def test_every_template_is_a_graph_of_the_page():

@@ -77,7 +77,7 @@ def test_ranks_that_do_not_answer_are_said_to_hang(device, says, started):
             lambda: None,
             longest=1.0,
             is_started=lambda: started,
-            remedy=probe_process.hang_remedy(device),
+            remedy=lambda: probe_process.hang_remedy(device),
         )
     assert failure.value.of_links == (started and device == "cuda")  # who still imports says nothing of links
     sentence = str(failure.value)

@@ -39,6 +39,7 @@ def test_environment_drops_other_launchers_settings():
         "CUDA_LAUNCH_BLOCKING": "1",
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "LOGLEVEL": "debug",
     }
     env = sanitized_environment(parent, TWO_RANKS, "cpu")
     assert not {
@@ -58,6 +59,7 @@ def test_environment_drops_other_launchers_settings():
         "CUDA_LAUNCH_BLOCKING",
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "TORCH_DISTRIBUTED_DEBUG",
+        "LOGLEVEL",
     } & set(env)
     assert env["PATH"] == "/bin" and env["NCCL_P2P_DISABLE"] == "1"
     assert sanitized_environment(parent, TWO_RANKS, "cuda")["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
