@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeGuard
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..parallel.sequence import Span
 from .safetensors_files import TensorFiles
+from .staging import upload
 
 Spans = Iterable[Span]
 Matrix = tuple[int, int]
@@ -73,7 +75,7 @@ class Adapter(ABC):
         """Return the shape of the file's tensor of that role, seen as a matrix."""
         return matrix(self.files.shapes[self.keys[role]])
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """alpha / rank; 1 where the file names no alpha."""
         if "alpha" not in self.keys or not self.rank:
@@ -110,9 +112,9 @@ class Adapter(ABC):
         key = self.keys[role]
         if len(self.files.shapes[key]) == 2:
             blocks = [[self.files.read(key, r, c) for c in _slices(columns)] for r in _slices(rows)]
-            return torch.cat([torch.cat(row, dim=1) for row in blocks]).to(device, torch.float32)
+            return _copied(_joined(blocks), device)
         whole = self.files.read(key).reshape(matrix(self.files.shapes[key]))
-        return cut(whole, rows, columns).to(device, torch.float32)
+        return _copied(cut(whole, rows, columns), device)
 
 
 class LoRA(Adapter):
@@ -227,7 +229,7 @@ class Difference(Adapter):
     def difference(self, rows, columns, device):
         if len(self.files.shapes[self.keys["difference"]]) == 2:
             return self._read("difference", device, rows, columns)
-        whole = self.files.read(self.keys["difference"]).reshape(self.shape).to(device, torch.float32)
+        whole = self.files.read(self.keys["difference"], device=device).reshape(self.shape).float()
         return cut(whole, rows, columns)
 
 
@@ -241,7 +243,19 @@ def is_low_rank(adapter: Adapter) -> TypeGuard[LoRA]:
 
 def cut(whole: Tensor, rows: Spans | None, columns: Spans | None) -> Tensor:
     """Return rows and columns (None: all) of a matrix."""
-    return torch.cat([torch.cat([whole[r, c] for c in _slices(columns)], dim=1) for r in _slices(rows)])
+    return _joined([[whole[r, c] for c in _slices(columns)] for r in _slices(rows)])
+
+
+def _copied(stored: Tensor, device: torch.device) -> Tensor:
+    """Copy to ``device`` in float32: what a mapped file stores travels, and nothing stays in the file, which
+    may be overwritten."""
+    return upload(stored, device).to(torch.float32, copy=True)
+
+
+def _joined(blocks: list[list[Tensor]]) -> Tensor:
+    """Join rows of blocks to a matrix; a single block is that matrix, not a copy."""
+    rows = [row[0] if len(row) == 1 else torch.cat(row, dim=1) for row in blocks]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _slices(spans: Spans | None) -> list[slice]:

@@ -207,7 +207,7 @@ class Checkpoint:
         """Shapes of the whole parameters and stored tables."""
         return {name: tuple(value.shape) for name, value in self.empty.state_dict().items()}
 
-    @property
+    @cached_property
     def comfy_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole parameters by ComfyUI's names; none of a transformer without a family file."""
         if self.family.name not in FAMILIES:
@@ -230,6 +230,16 @@ class Checkpoint:
     @cached_property
     def held_whole(self) -> dict[tuple, dict[str, Any]]:
         """What rank_plan/weights.py remembers of parameters that no rank cuts."""
+        return {}
+
+    @cached_property
+    def known_cuts(self) -> dict[tuple, list[dict[str, Shard]]]:
+        """What rank_plan/workload.py remembers of cuts: split -> those of each rank."""
+        return {}
+
+    @cached_property
+    def known_parameters(self) -> dict[tuple, list]:
+        """What rank_plan/workload.py remembers of all parameters under a split: those of each rank."""
         return {}
 
     @cached_property

@@ -187,10 +187,17 @@ def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
             raise UnsupportedError(f"{what} (a finite number, at most {MOST_STRENGTH:,}).")
         path, strength = lora
         folders.check(path)
-        file = Path(path)
-        stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else ()
-        uses.append(LoraUse(path, float(strength), stamp))
+        uses.append(LoraUse(path, float(strength), file_state(path)))
     return tuple(uses)
+
+
+def file_state(path: str) -> tuple[int, ...]:
+    """Return what changes with the file at ``path``; empty where there is none."""
+    file = Path(path)
+    if not file.is_file():
+        return ()
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def stack_digest(stack: tuple[LoraUse, ...]) -> str:

@@ -130,10 +130,20 @@ class Workload:
 
     @cached_property
     def _cuts(self) -> list[dict[str, Shard]]:
-        """What each rank of a tensor-parallel group holds of each layer: the same in all groups."""
-        plan = self.checkpoint.cut_plan(self.config)
-        ranks = range(self.config.tensor_parallel_degree)
-        return [plan.shards(tensor_mesh(self.config, rank)) for rank in ranks]
+        """What each rank of a tensor-parallel group holds of each layer: the same in all groups, and for all
+        requests."""
+        known = self.checkpoint.known_cuts
+        if self._split not in known:
+            plan = self.checkpoint.cut_plan(self.config)
+            ranks = range(self.config.tensor_parallel_degree)
+            known[self._split] = [plan.shards(tensor_mesh(self.config, rank)) for rank in ranks]
+        return known[self._split]
+
+    @property
+    def _split(self) -> tuple:
+        """What the cuts of a checkpoint's matrices depend on."""
+        config = self.config
+        return config.tensor_parallel_degree, config.split_scheme, config.shares_of("tp")
 
     def exchanged(self, blocks: range) -> Counter[AttentionCall]:
         """Count the calls of ``blocks`` by kind, without those whose keys every rank has."""
@@ -195,8 +205,13 @@ class Workload:
 
     @cached_property
     def _held(self) -> list[list[HeldParameter]]:
-        """Every parameter as each rank of a tensor-parallel group holds it."""
-        return held_parameters(self.checkpoint, self._cuts, self.dtype, self.choices, self.bits)
+        """Every parameter as each rank of a tensor-parallel group holds it: without ``choices`` the same for
+        all requests."""
+        known = {} if self.choices else self.checkpoint.known_parameters
+        key = (*self._split, self.dtype, self.bits)
+        if key not in known:
+            known[key] = held_parameters(self.checkpoint, self._cuts, self.dtype, self.choices, self.bits)
+        return known[key]
 
     def sp_rank(self, place: Place) -> int:
         """Index of the rank at ``place`` among the sequence-parallel ones."""
