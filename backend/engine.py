@@ -237,8 +237,10 @@ class Engine:
     def park(self, model: LoadedModel, ranks: Set[int]):
         """Move a model's weights to host memory on ``ranks``, until it is ``ready`` again. The process groups
         stay. Every rank calls it: those whose weights stay forget clients' arguments too."""
-        model.park(ranks)
-        self._free_leftovers()
+        if model.park(ranks):
+            self._free_leftovers()
+        else:
+            self.argument_cache.clear()
 
     def unload(self, key: str):
         """Free a model under all its names; no error where it is not loaded."""

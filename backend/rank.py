@@ -14,7 +14,6 @@ from .admission import Admission, AllRefuse, OutOfRoom, Planned, ran_out
 from .config import ParallelConfig
 from .device_memory import is_out_of_memory
 from .engine import Engine
-from .host_memory import PAGE_LOCKED
 from .loading import parking
 from .loading.load_report import by_rank
 from .loading.lora_keys import lora_stack, stack_digest
@@ -184,7 +183,7 @@ class Worker:
         leaving = ranks - model.parked_on
         here = self.machines[self.mesh.rank]
         own = model.report.weight_bytes
-        sizes = self.dispatcher.all_gather_numbers([own, min(own, PAGE_LOCKED.kept)])
+        sizes = self.dispatcher.all_gather_numbers([own, min(own, parking.page_locked_bytes())])
         of_machine = [sizes[rank] for rank in leaving if self.machines[rank] == here]
         size, kept = (sum(each) for each in zip(*of_machine)) if of_machine else (0, 0)
         if not all(self.dispatcher.all_gather_object(parking.has_room(size, kept))):

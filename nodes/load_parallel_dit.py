@@ -96,13 +96,15 @@ class LoadParallelDiT(io.ComfyNode):
     async def validate_inputs(cls) -> bool:
         """Refuse before the graph runs what the model's headers tell. Raises RefusedError or ConfigError."""
         graph = queued()
-        inputs = values(graph, validated())
         try:
             config = config_in(graph, source(graph, validated(), "config"))
         except ConfigError:  # which its own node says
             return True
-        wanted = wanted_of(inputs)
-        if not isinstance(config, ParallelConfig) or wanted is None:
+        if not isinstance(config, ParallelConfig):
+            return True
+        inputs = values(graph, validated())
+        wanted = await asyncio.to_thread(wanted_of, inputs)
+        if wanted is None:
             return True
         if not config.address:  # which may start another Python, while ComfyUI's page waits for nothing else
             await asyncio.to_thread(lambda: require_dependencies(python=ranks_python()))

@@ -1,17 +1,21 @@
 """Weights that wait in host memory while others need the device, and come back without a file being read.
 
-Unlike accelerate's hooks, which move a module at each forward, they move once, and only when asked to.
+Unlike accelerate's hooks, which move a module at each forward, they move once, and only when asked to. What a
+file stores of quantized weights never changes, so its copy on the host stays while it is on the device again:
+it leaves the next time without being copied.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..device_memory import host_free
 from ..host_memory import PAGE_LOCKED, HostMemory
+from ..quantization.packed_weight import PackedWeight
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
@@ -23,35 +27,106 @@ def has_room(weight_bytes: int, kept: int = 0) -> bool:
     return weight_bytes <= HOST_SHARE * (host_free(swap=False) + kept)
 
 
+class StoredCopies:
+    """Page-locked copies of what quantized weights store, while these are on a device."""
+
+    def __init__(self):
+        self._copies: WeakKeyDictionary[PackedWeight, list[Tensor]] = WeakKeyDictionary()
+
+    @property
+    def bytes(self) -> int:
+        """Host memory that they take."""
+        return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
+
+    def keep(self, modules: Iterable[nn.Module], but: Collection[int]):
+        """Keep what the modules' quantized weights hold now, where that is page locked; ``but``: ids of
+        parameters that stay on the host."""
+        for weight in quantized(modules):
+            if all(_is_page_locked(each) and id(each) not in but for each in weight.parameters()):
+                self._copies[weight] = [parameter.data for parameter in weight.parameters()]
+
+    def take(self, modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+        """Let go of the copies of these modules' weights; return parameter's id -> its copy."""
+        found = {}
+        for weight in quantized(modules):
+            copies = self._copies.pop(weight, ())
+            found |= {id(parameter): copy for parameter, copy in zip(weight.parameters(), copies)}
+        return found
+
+    def forget(self):
+        """Let go of all: their memory is kept for the next weights (PAGE_LOCKED)."""
+        self._copies.clear()
+
+
+COPIES = StoredCopies()
+
+
+def quantized(modules: Iterable[nn.Module]) -> list[PackedWeight]:
+    """Return the quantized weights in some modules."""
+    every = chain.from_iterable(module.modules() for module in modules)
+    return [each for each in every if isinstance(each, PackedWeight)]
+
+
+def page_locked_bytes() -> int:
+    """Return what this rank keeps of page-locked memory for the next weights that leave."""
+    return PAGE_LOCKED.kept + COPIES.bytes
+
+
 @torch.inference_mode(False)  # parameters outlive the request that brings them back
-def to_host(modules: Iterable[nn.Module], pinned: bool = True):
+def to_host(modules: Collection[nn.Module], pinned: bool = True):
     """Move parameters and buffers to host memory, page locked (``pinned``) so that they come back at the
     speed of the bus. Tensors stay where they are on the meta device and on the host."""
-
-    memory = HostMemory(pinned)
+    copies = COPIES.take(modules)
+    stored = {id(parameter) for weight in quantized(modules) for parameter in weight.parameters()}
+    # apart from the rest, whose memory does not wait for it
+    memory, memory_of_stored = HostMemory(pinned), HostMemory(pinned)
+    _make_room(modules, copies)
 
     def moved(tensor: Tensor) -> Tensor:
-        return tensor if tensor.device.type in ("meta", "cpu") else memory.like(tensor).copy_(tensor)
+        if not _leaves(tensor):
+            return tensor
+        if id(tensor) in copies:
+            return copies[id(tensor)]
+        place = memory_of_stored if id(tensor) in stored else memory
+        return place.like(tensor).copy_(tensor)
 
     for module in modules:
         module._apply(moved)
 
 
+def _make_room(modules: Iterable[nn.Module], copies: Collection[int]):
+    """Give up the copies of other models' weights where host memory has no room for them besides."""
+    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    leaving = sum(each.nbytes for each in tensors if _leaves(each) and id(each) not in copies)
+    if not has_room(max(0, leaving - PAGE_LOCKED.kept)):
+        COPIES.forget()
+
+
+def _leaves(tensor: Tensor) -> bool:
+    return tensor.device.type not in ("meta", "cpu")
+
+
+def _is_page_locked(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.is_pinned()
+
+
 @torch.inference_mode(False)
-def to_device(modules: Iterable[nn.Module], device: torch.device, but: Iterable[nn.Module] = ()):
+def to_device(modules: Collection[nn.Module], device: torch.device, but: Iterable[nn.Module] = ()):
     """Move parameters and buffers to ``device``, ``but`` for those of some modules and those on the meta
     device."""
     stay = {id(tensor) for module in but for tensor in chain(module.parameters(), module.buffers())}
+    COPIES.keep(modules, stay)
 
     def moved(tensor: Tensor) -> Tensor:
         here = tensor.is_meta or id(tensor) in stay
-        return tensor if here else tensor.to(device, non_blocking=tensor.is_pinned())
+        return tensor if here else tensor.to(device, non_blocking=tensor.is_pinned(), copy=True)
 
     for module in modules:
         module._apply(moved)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # before the host's copies go
     # the other ranks of this machine keep about as many
-    kept = PAGE_LOCKED.kept * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    kept = page_locked_bytes() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not has_room(kept, kept):
+        COPIES.forget()
         PAGE_LOCKED.give_back()

@@ -77,11 +77,13 @@ class LoadedModel:
         are tied to buffers of their own."""
         return self.weights.device.type == "cuda" and not self.sharded
 
-    def park(self, ranks: Set[int]):
-        """Move the weights of ``ranks`` to host memory. Every rank calls it."""
-        if self.cache.mesh.rank in ranks - self.parked_on:
+    def park(self, ranks: Set[int]) -> bool:
+        """Move the weights of ``ranks`` to host memory. Every rank calls it. Return whether any move."""
+        moves = self.cache.mesh.rank in ranks - self.parked_on
+        if moves:
             parking.to_host(self.modules, pinned=torch.cuda.is_available())
         self.parked_on |= ranks
+        return moves
 
     def unpark(self, device: torch.device):
         """Move parked weights back to ``device``. Every rank calls it. Where its memory runs out, some are

@@ -37,20 +37,36 @@ def model_paths() -> dict[str, str]:
     for name in folder_paths.get_filename_list(CHECKPOINTS):
         if name.lower().endswith(UNPICKLED):
             paths.setdefault(name, folder_paths.get_full_path(CHECKPOINTS, name))
+    return paths | {name: folder for name, folder in _transformers().items() if name not in paths}
+
+
+def _transformers() -> dict[str, str]:
+    """Return name -> path of the folders of diffusers, and of further transformers in them."""
     folders = diffusers_folders()
-    folders |= {
+    return folders | {
         os.path.join(name, further): os.path.join(folder, further)
         for name, folder in folders.items()
         for further in FURTHER_TRANSFORMERS
         if os.path.isfile(os.path.join(folder, further, "config.json"))
     }
-    return paths | {name: folder for name, folder in folders.items() if name not in paths}
+
+
+def _path_of(name: str) -> str | None:
+    """Return what ``model_paths`` has for a name, without looking at other files: a walk through all folders
+    takes a second on a network disk, and a run asks some ten times."""
+    pickled = folder_paths.folder_names_and_paths["diffusion_models"][1]
+    for kind, endings in (("diffusion_models", pickled), *((kind, [".gguf"]) for kind in GGUF_FOLDERS)):
+        if folder_paths.filter_files_extensions([name], endings):
+            if path := folder_paths.get_full_path(kind, name):
+                return path
+    path = folder_paths.get_full_path(CHECKPOINTS, name) if name.lower().endswith(UNPICKLED) else None
+    return path or _transformers().get(name)
 
 
 def wanted_of(inputs: dict) -> Wanted | None:
     """Return what the inputs of a Load Parallel DiT load; None where no folder has its model_name."""
     name = inputs.get("model_name")
-    path = model_paths().get(name) if isinstance(name, str) else None
+    path = _path_of(name) if isinstance(name, str) else None
     if path is None or not os.path.exists(path):
         return None
     return os.path.abspath(path), inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto")

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from fake_memory import GB
+from quantized import write_scaled
+from ranks.flux_requests import FEW, Case, request_of
+from tiny import shallow_flux, weights_module
 
 from backend import engine as engine_module
 from backend import host_memory
@@ -10,6 +13,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import parking
 from backend.parallel import mesh
+from backend.sampling.step_loop import Callbacks
 
 
 def test_host_memory_is_in_few_pieces(monkeypatch):
@@ -101,3 +105,45 @@ def test_swap_is_no_room_for_parked_weights(monkeypatch):
     asked = []
     monkeypatch.setattr(parking, "host_free", lambda swap=True: asked.append(swap) or 2 * GB)
     assert parking.has_room(GB) and asked == [False]
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Host memory that is a list of its tensors, whatever else is there being the device's."""
+    monkeypatch.setattr(parking, "COPIES", parking.StoredCopies())
+    copied, like = [], host_memory.HostMemory.like
+
+    def recorded(memory, tensor):
+        copied.append(like(memory, tensor))
+        return copied[-1]
+
+    def is_there(tensor):
+        return any(tensor.data_ptr() == each.data_ptr() for each in copied)
+
+    monkeypatch.setattr(host_memory.HostMemory, "like", recorded)
+    monkeypatch.setattr(parking, "_is_page_locked", is_there)
+    monkeypatch.setattr(parking, "_leaves", lambda tensor: not tensor.is_meta and not is_there(tensor))
+    return copied
+
+
+def test_stored_weights_are_copied_to_the_host_once(copied, tmp_path, monkeypatch):
+    """Others may have a LoRA in them since. What a file stores stays there, unless it lacks room."""
+    state = weights_module().state_dict(shallow_flux())
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_scaled(tmp_path / "fp8.safetensors", state, "float8_e4m3fn")), "bf16")
+    model, sample = engine.models["tiny"], request_of(Case("euler_simple", FEW))
+    before, _ = engine.sample(sample, Callbacks())
+    every = {id(each) for module in model.modules for each in module.parameters() if not each.is_meta}
+    stored = {id(each) for weight in parking.quantized(model.modules) for each in weight.parameters()}
+    times = []
+    for _ in range(3):
+        had = len(copied)
+        engine.park(model, {0})
+        times.append(len(copied) - had)
+        latent, _ = engine.sample(sample, Callbacks())
+        assert latent.equal(before) and parking.COPIES.bytes > 0
+    assert times[0] >= len(every) and times[1] == times[2] == times[0] - len(stored)
+    monkeypatch.setattr(parking, "host_free", lambda swap: 0)
+    engine.park(model, {0})
+    engine.ready("tiny")
+    assert parking.COPIES.bytes == 0

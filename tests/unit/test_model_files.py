@@ -1,11 +1,17 @@
 """What the drop-down of Load Parallel DiT lists, on a stand-in for ComfyUI's folders."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from without_comfy import on_stand_ins
 
 KINDS = ("diffusion_models", "checkpoints", "diffusers", "loras")
+ENDINGS = {".safetensors", ".sft", ".ckpt", ".pt"}
+
+
+def ending_in(names, endings):
+    return [name for name in names if Path(name).suffix.lower() in endings]
 
 
 @pytest.fixture
@@ -21,13 +27,17 @@ def models(tmp_path):
                 if path.is_file()
             )
 
+        def full_path(kind, name):
+            path = tmp_path / kind / name
+            return str(path) if path.is_file() else None
+
         stand_ins = {
-            "folder_names_and_paths": dict.fromkeys(KINDS),
+            "folder_names_and_paths": dict.fromkeys(KINDS, ([], ENDINGS)),
             "get_folder_paths": lambda kind: [str(tmp_path / kind)],
-            "get_filename_list": listed,
-            "get_full_path": lambda kind, name: str(tmp_path / kind / name),
-            "recursive_search": lambda root, excluded_dir_names: ([], {}),
-            "filter_files_extensions": lambda names, extensions: names,
+            "get_filename_list": lambda kind: ending_in(listed(kind), ENDINGS),
+            "get_full_path": full_path,
+            "recursive_search": lambda root, excluded_dir_names: (listed(Path(root).name), {}),
+            "filter_files_extensions": ending_in,
         }
         folders.__dict__.update(stand_ins)
         for kind in KINDS:
@@ -49,6 +59,27 @@ def test_checkpoints_are_listed_after_diffusion_models(models):
     assert list(found) == ["both.safetensors", "z.safetensors", "a.safetensors", "some/b.SFT"]
     assert found["both.safetensors"] == str(folder / "diffusion_models/both.safetensors")
     assert found["some/b.SFT"] == str(folder / "checkpoints/some/b.SFT")
+
+
+def test_a_name_has_the_path_of_the_list(models, monkeypatch):
+    """Of every kind, without a walk through the folders of files."""
+    folder, module = models
+    for path in (
+        *("diffusion_models/z.safetensors", "diffusion_models/both.gguf", "diffusion_models/notes.txt"),
+        *("checkpoints/both.gguf", "checkpoints/a.SFT", "checkpoints/z.safetensors", "checkpoints/old.ckpt"),
+        *("diffusers/pipeline/model_index.json", "diffusers/pipeline/transformer_2/config.json"),
+    ):
+        (folder / path).parent.mkdir(exist_ok=True, parents=True)
+        (folder / path).touch()
+    expected = {name: str(Path(path).absolute()) for name, path in module.model_paths().items()}
+    assert len(expected) == 5
+    monkeypatch.setattr(module, "model_paths", None)
+    for name in ("recursive_search", "get_filename_list"):
+        monkeypatch.setattr(module.folder_paths, name, None)
+    found = {name: module.wanted_of({"model_name": name})[0] for name in expected}
+    assert found == expected
+    unlisted = ("notes.txt", "old.ckpt", "absent.gguf", "pipeline/model_index.json", 7)
+    assert not any(module.wanted_of({"model_name": name}) for name in unlisted)
 
 
 def test_ranks_may_load_checkpoints(models):

@@ -115,7 +115,7 @@ def test_those_park_for_which_their_machines_have_room(monkeypatch, ranks, free)
 
 def test_what_leaving_ranks_have_page_locked_is_room(monkeypatch):
     """From the time before, up to the bytes of their weights; what another rank keeps is none for them."""
-    monkeypatch.setattr(rank_module, "PAGE_LOCKED", host_memory.PageLocked(kept=2 * GB))
+    monkeypatch.setattr(parking, "PAGE_LOCKED", host_memory.PageLocked(kept=2 * GB))
     assert [acts for _, acts in unloaded(monkeypatch, 2 * GB, Unload("m", True))] == [["park"]] * 3
     assert unloaded(monkeypatch, 2 * GB - 1, Unload("m", True)) == [([0, 1, 2], ["unload"])] * 3
 
