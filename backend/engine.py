@@ -35,7 +35,7 @@ from .parallel.stage_split import Stages
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, Choice
 from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
-from .quantization.packed_weight import free_scratch
+from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import describe as describe
 from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_runner import LoadedModel
@@ -124,6 +124,7 @@ class Engine:
         device = torch.device("cpu") if sharded else self.mesh.device
         on_block = partial(self._place, checkpoint)
         bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, choices, on_progress, on_block)
+        read_factors(transformer)
         weights = FusedWeights(checkpoint, cuts, device)
         cache = self._cache_layers(checkpoint, stages, dtype)
         if sharded:

@@ -1,6 +1,7 @@
 """Asks a process of its own what a model's headers say: what they refuse, before ranks are started or ended
 for it, and the model's shape."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,15 +17,18 @@ import torch
 from ..config import ParallelConfig
 from ..device_memory import host_bytes
 from ..protocol import BackendError, RefusedError
+from ..torch_version import installed
+from . import cache_files
 from .exit_report import killed_by
-from .interpreter import PACK, answered, ranks_python
-from .pack import require_same_pack
+from .interpreter import PACK, answered, packages_changed, ranks_python
+from .pack import IMPORTED, require_same_pack
 from .rank_environment import sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.
 POLL_SECONDS = 0.1
-#: Questions that were answered well, so that a graph that is queued again does not ask again.
-_accepted: set[tuple] = set()
+#: Questions that were answered well are not asked again: to import what answers them takes seconds, also in
+#: the first run after each start of ComfyUI. So many are kept.
+ACCEPTED = 200
 
 
 def check_headers(
@@ -43,9 +47,6 @@ def check_headers(
     process ends without an answer.
     """
     device = config.resolve_device(torch.cuda.device_count())
-    key = (config.topology(), weight_dtype, matmul, device, path, stamp(Path(path)))
-    if key in _accepted:
-        return
     question = {
         "config": asdict(replace(config, device=device, gpus="", address="")),
         "path": path,
@@ -55,8 +56,24 @@ def check_headers(
         "folders": sorted(folders),
         **_hardware(config, device),
     }
-    _ask(question, config, check)
-    _accepted.add(key)
+    digest = _digest(question | {"config": config.topology()})
+    accepted = cache_files.read("accepted", [], _digests) or []
+    if digest not in accepted:
+        _ask(question, config, check)
+        cache_files.write("accepted", [], {"digests": [*accepted, digest][-ACCEPTED:]})
+
+
+def _digests(values: dict) -> list[str]:
+    return [str(digest) for digest in values["digests"]]
+
+
+def _digest(question: dict) -> str:
+    """Return what tells a question from others, with all that its answer depends on: the model's files, this
+    pack, and packages that read and run it."""
+    packages = [installed(name) for name in ("torch", "diffusers", "gguf", "comfy-kitchen")]
+    ranks = [ranks_python(), packages_changed(), IMPORTED]
+    key = [question, stamp(Path(question["path"])), packages, ranks]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
 def read_shape(

@@ -74,7 +74,7 @@ class PackedWeight(nn.Module):
     the products, by key. whole: the weight in ``dtype`` where adapters of another kind are in it; the stored
     one stays beside it. place: memory of its own in which the weight stays once it is dequantized
     (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
-    over_tokens: compares largest values over these ranks (parallel/token_scales.py). factor: see _one_scale.
+    over_tokens: compares largest values over these ranks (parallel/token_scales.py).
     """
 
     def __init__(self, packed: Packed, dtype: torch.dtype, choice: Choice | None = None, divided: str = ""):
@@ -86,7 +86,7 @@ class PackedWeight(nn.Module):
         self.has_one_scale = self.choice.kernel is nvfp4 and "input_scale" not in packed.tensors
         self.over_tokens: Largest | None = None
         self.shape = torch.Size(packed.shape)
-        self.factor = _one_scale(packed) if dtype in SCALED_AFTER else None
+        self._scale = _one_scale(packed) if dtype in SCALED_AFTER else None
         self.adapters: dict[Hashable, LowRank] = {}
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
@@ -98,6 +98,13 @@ class PackedWeight(nn.Module):
             # float8 as bytes: not every collective knows it
             bits = tensor.view(torch.uint8) if tensor.dtype in FLOAT8_TYPES else tensor
             self.register_parameter(role, nn.Parameter(bits, requires_grad=False))
+
+    @property
+    def factor(self) -> float | None:
+        """The scale of all values of a float8 or int8 weight; None where there are several, or none."""
+        if isinstance(self._scale, Tensor):
+            self._scale = self._scale.item()
+        return self._scale
 
     @property
     def packed(self) -> Packed:
@@ -204,9 +211,10 @@ class PackedWeight(nn.Module):
         """Return the weight, and what products with it are multiplied by: bytes under one scale are read
         once, where to scale them would read and write them again, or take four times as long (int8, whose
         product with a float a GPU casts one by one)."""
-        if self.factor is None:
+        factor = self.factor
+        if factor is None:
             return self.dequantized(), 1.0
-        return self.dequantized(but="scale"), self.factor
+        return self.dequantized(but="scale"), factor
 
     def _over_ranks(self, over_columns: Largest | None) -> Largest | None:
         """Compare over the ranks that hold other columns, then over those that have other tokens."""
@@ -254,13 +262,24 @@ class PackedWeight(nn.Module):
         return scratch[: self.shape.numel()].view(self.shape)
 
 
-def _one_scale(packed: Packed) -> float | None:
-    """Return the scale of all values of a float8 or int8 weight; None where there are several, or none to
-    read."""
+def read_factors(module: nn.Module):
+    """Read the factors of all weights in a module at once: one after the other, each would wait for what
+    travels to the GPU."""
+    every = [each for each in module.modules() if isinstance(each, PackedWeight)]
+    unread = {each: each._scale for each in every if isinstance(each._scale, Tensor)}
+    if unread:
+        factors = torch.stack([scale.double().reshape(()) for scale in unread.values()]).tolist()
+        for weight, factor in zip(unread, factors):
+            weight._scale = factor
+
+
+def _one_scale(packed: Packed) -> Tensor | float | None:
+    """Return the scale of all values of a float8 or int8 weight, as it is on the GPU; None where there are
+    several, or none to read."""
     scale = packed.tensors.get("scale")
     if scale is None or scale.numel() != 1 or scale.is_meta or packed.format.short not in ONE_BYTE:
         return None
-    return float(scale)
+    return scale if scale.device.type == "cuda" else scale.item()
 
 
 class QuantLinear(nn.Module):

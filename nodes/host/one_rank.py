@@ -23,6 +23,8 @@ from .image_tokens import image_tokens
 MOST = 500
 #: Names of a request's reference latents, of one prompt.
 REFERENCES = "positive.ref_latents."
+#: (key of a request, configuration) -> what ``projected`` estimates: the latent waits for it.
+_projected: dict[tuple, float] = {}
 
 
 def path() -> Path:
@@ -45,11 +47,18 @@ def known(digest: str) -> float | None:
     return _read().get(digest)
 
 
-def projected(dit: ParallelDiT, sample: Sample) -> float | None:
+def projected(digest: str, dit: ParallelDiT, sample: Sample) -> float | None:
     """Estimate how many times as fast as one rank a request runs, where the planner knows machine and model
-    from before and has not said it in its choice."""
+    from before and has not said it in its choice. ``digest``: its key, for which it is estimated once."""
     if dit.auto is not None:
         return None
+    known = (digest, dit.config.topology())
+    if known not in _projected and (found := _projection(dit, sample)) is not None:
+        _projected[known] = found
+    return _projected.get(known)
+
+
+def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
 
     def request(shape: ModelShape) -> Request:
         noise = sample.tensors["noise"]

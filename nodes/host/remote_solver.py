@@ -93,7 +93,7 @@ class RemoteSolver:
         if self.dit.config.world_size == 1:
             one_rank.remember(digest, seconds / steps)
         before = one_rank.known(digest)
-        projected = one_rank.projected(self.dit, request) if before is None else None
+        projected = one_rank.projected(digest, self.dit, request) if before is None else None
         return run_lines(self.dit.config, steps, seconds, device, before, projected)
 
     def _request(self, guider, sigmas, seed, noise, latent_image, denoise_mask) -> Sample:

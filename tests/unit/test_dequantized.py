@@ -28,7 +28,7 @@ from backend.quantization.formats import (
 )
 from backend.quantization.gguf_blocks import FILLS, GGUF_EFFORT, GGUF_SCALES, gguf_format, gguf_type
 from backend.quantization.packed import HELD, Packed, join, take
-from backend.quantization.packed_weight import PackedWeight, free_scratch
+from backend.quantization.packed_weight import PackedWeight, free_scratch, read_factors
 from backend.rank_plan.shape_of import shape_of
 
 ROWS, COLUMNS = 1024, 4096
@@ -141,6 +141,19 @@ def test_in_float16_the_scale_stays_in_the_weight():
     """Parts of sums may be stored in float16: without the scale they may be infinite."""
     assert PackedWeight(packed("float8_e4m3fn"), torch.float16).factor is None
     assert PackedWeight(packed("float8_e4m3fn"), torch.bfloat16).factor == pytest.approx(0.37)
+
+
+def test_scales_of_all_weights_are_read_at_once(monkeypatch):
+    """On a GPU; one that was not read is read by its first product."""
+    read, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda scale: read.append(scale) or item(scale))
+    weights = [PackedWeight(packed("float8_e4m3fn"), torch.bfloat16) for _ in range(3)]
+    read.clear()
+    for scale, weight in enumerate(weights):
+        weight._scale = torch.tensor([scale + 0.37])  # as of one on a GPU
+    read_factors(torch.nn.ModuleList(weights[:2]))
+    assert [weight.factor for weight in weights[:2]] == pytest.approx([0.37, 1.37]) and not read
+    assert weights[2].factor == weights[2].factor == pytest.approx(2.37) and len(read) == 1
 
 
 @pytest.mark.parametrize("kind, moved_bytes", [("int8 in rows", 3), ("int8_tensorwise", 19)])

@@ -31,6 +31,11 @@ def model(tmp_path_factory):
     return str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors"))
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize("field", CANNOT)
 def test_degrees_that_do_not_fit_are_refused(model, field):
     degree, words = CANNOT[field]
@@ -99,10 +104,32 @@ def test_what_is_printed_while_python_starts_is_no_answer(model, monkeypatch, tm
     (tmp_path / "sitecustomize.py").write_text(noise)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(preflight, "_reader", None)
-    monkeypatch.setattr(preflight, "_accepted", set())
     folder = model.rpartition("/")[0]
     preflight.check_headers(ParallelConfig(device="cpu"), model, "default", "auto", [folder])
-    assert len(preflight._accepted) == 1
+    assert preflight._reader is not None
+
+
+def test_another_process_does_not_ask_again(model, monkeypatch):
+    """Unless the file, the pack or a package is another one; a refusal is not kept."""
+    monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question))
+    question = (ParallelConfig(device="cpu"), model, "bf16", "auto", ["/x"])
+    for changes in ({}, {"IMPORTED": "another"}, {"stamp": lambda path: ("newer",)}):
+        asked: list[dict] = []
+        for name, value in changes.items():
+            monkeypatch.setattr(preflight, name, value)
+        for _ in range(3):
+            preflight.check_headers(*question)
+        assert len(asked) == 1
+
+    def refuse(question, config, check):
+        asked.append(question)
+        raise RefusedError("of another family")
+
+    monkeypatch.setattr(preflight, "_ask", refuse)
+    for _ in range(2):
+        with pytest.raises(RefusedError):
+            preflight.check_headers(*question[:2], "fp16", *question[3:])
+    assert len(asked) == 3
 
 
 def test_a_process_that_fails_is_an_error_of_its_own(model, monkeypatch):
