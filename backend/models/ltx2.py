@@ -74,7 +74,8 @@ def widths(config):
 def is_finished(config, cond):
     """Has the prompt been through the connectors? LTX-2's width tells; 2.3's does not change in them."""
     finished_width = sum(widths(config)[1])
-    return not cond.get("unprocessed_ltxav_embeds", False) and cond["c_crossattn"].shape[2] == finished_width
+    is_unprocessed = torch.as_tensor(cond.get("unprocessed_ltxav_embeds", False)).any()
+    return not is_unprocessed and cond["c_crossattn"].shape[2] == finished_width
 
 
 def single_frames(grid, cond, device):

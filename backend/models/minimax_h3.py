@@ -108,7 +108,8 @@ def _sequence(grid, cond, device):
     if "text_tags" in cond:
         tags = torch.cat([cond["text_tags"][0].long().cpu(), kinds[text_length:]])
     given = cond["given_positions"][0] if len(references) else torch.empty(0, 3)
-    places = positions(grid, text_length, given, float(cond.get("origin", text_length)))
+    origin = float(cond["origin"].reshape(-1)[0]) if "origin" in cond else text_length
+    places = positions(grid, text_length, given, origin)
     found = dict(
         timestep_indices=moments,
         token_tags=tags,

@@ -1,7 +1,9 @@
-"""Ulysses' exchange of tokens for heads, all ranks one after the other in one process."""
+"""Ulysses' exchange of tokens for heads, and what a ring makes of its hops: ranks one after the other in one
+process."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from backend.parallel import ulysses_ring
 from backend.parallel.comm import Exchange
@@ -118,3 +120,26 @@ def test_heads_go_back_to_tokens(heads, lengths, shares, batch, parts, monkeypat
 def test_halves_are_large_enough(heads, batch, tokens, ranks, expected):
     """Flux and Wan 14B; never half of one head."""
     assert ulysses_ring.halves(heads, batch, tokens, Axis(None, 0, ranks, tuple(range(ranks)))) == expected
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_queries_of_a_ring_that_see_nothing_at_first(rank, monkeypatch):
+    """As padding before a long prompt: their own rank's keys are hidden from them, and the next hop's."""
+    lengths = [4, 3, 5]
+    ends = [sum(lengths[: index + 1]) for index in range(3)]
+    keys = [torch.randn(2, 2, 2, length, SIZE) for length in lengths]
+    q = torch.randn(2, 2, 6, SIZE)
+    visible = torch.rand(2, 1, 6, sum(lengths)) < 0.5
+    for hops in range(3):  # query 1 sees nothing of the first hop, query 2 of two; query 0 sees a bit of all
+        for hop in range(hops):
+            source = (rank - hop) % 3
+            visible[:, :, hops, ends[source] - lengths[source] : ends[source]] = False
+    visible[:, :, 0] = True
+    visible[:, :, :, [ends[index] - 1 for index in range(3) if index not in (rank, (rank - 1) % 3)]] = True
+    arriving = iter([keys[(rank - hop) % 3] for hop in (1, 2)])
+    monkeypatch.setattr(ulysses_ring, "pass_on", lambda *_: lambda: next(arriving))
+    masks = visible.split(lengths, dim=-1)
+    axis = Axis(object(), rank, 3, (0, 1, 2))  # pyright: ignore[reportArgumentType]  # nothing is sent
+    found = ulysses_ring.ring_attend("auto", q, keys[rank], lengths, axis, masks, None)
+    want = F.scaled_dot_product_attention(q, *torch.cat(keys, dim=3), attn_mask=visible)
+    assert (found - want).norm() < 1e-6 * want.norm()

@@ -16,7 +16,7 @@ from variants import GOLDENS, VARIANTS, golden_variant, request, write
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
-from backend.models import wan_vace
+from backend.models import ltx2, minimax_h3, wan_vace
 from backend.models.common import ltx2_blocks, wan_blocks
 from backend.parallel import mesh
 from backend.sampling.model_call import build_call
@@ -76,6 +76,48 @@ def test_frame_rates_are_not_rounded(tmp_path):
     assert built["c_crossattn"].dtype == torch.bfloat16 and built["frame_rate"].item() == pytest.approx(
         23.976
     )
+
+
+def test_a_number_may_be_given_for_each_sample(tmp_path):
+    """As requests of a file may: it is one for all."""
+    name = "minimax-h3-guides"
+    checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
+    settings = (ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, torch.device("cpu"))
+    built = build(request(name), *settings)
+    cond = built.arguments("positive", slice(None))
+    one, each, other = (
+        minimax_h3._sequence(built.grid, cond | {"origin": origin}, "cpu")["position_ids"]
+        for origin in (torch.tensor(13.0), torch.tensor([13.0, 13.0]), torch.tensor([14.0, 14.0]))
+    )
+    assert one.equal(each) and not one.equal(other)
+
+
+def test_an_unfinished_prompt_may_be_marked_for_each_sample():
+    config = {"use_prompt_embeddings": False, "cross_attention_dim": 8, "audio_cross_attention_dim": 4}
+    prompt = {"c_crossattn": torch.zeros(2, 3, 12)}
+    marks = [{}, *({"unprocessed_ltxav_embeds": torch.tensor(mark)} for mark in (False, True, [True, True]))]
+    assert [ltx2.is_finished(config, prompt | mark) for mark in marks] == [True, True, False, False]
+
+
+def test_a_block_that_ran_out_of_memory_keeps_no_video(tmp_path, monkeypatch):
+    """Else audio of the next request would listen to it, or its sizes would not fit."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / "ltx2.safetensors", "ltx2")), "default")
+    sample, _ = golden("ltx2__euler_simple")
+    before, _ = engine.sample(sample, Callbacks())
+    attention = engine.models["tiny"].transformer.transformer_blocks[0].audio_to_video_attn
+    forward, calls = attention.forward, iter((False, False, True))
+
+    def runs_out(*args, **kwargs):
+        if next(calls, False):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.sample(sample, Callbacks())
+    after, _ = engine.sample(sample, Callbacks())
+    assert after.equal(before)
 
 
 def test_where_a_step_ends_is_not_rounded(tmp_path):

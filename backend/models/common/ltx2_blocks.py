@@ -172,6 +172,7 @@ class Block(LTX2VideoTransformerBlock):
     @wraps(LTX2VideoTransformerBlock.forward)
     def forward(self, *args, **call):
         call |= zip(ARGUMENTS, args)
+        self.video = self.audio = None  # of a call that ran out of memory
         for name, levels in zip(MODULATIONS, self.levels):
             call[name] = levels.of(call[name])
         self.times = call["temb_ca_scale_shift"], call["temb_ca_gate"]
