@@ -149,7 +149,7 @@ def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
         with path.open("rb") as file:
             data = mapped(file)
         shapes = {
-            name.removeprefix(SHAPE): tuple(field.contents())
+            name.removeprefix(SHAPE): tuple(int(field.parts[index][0]) for index in field.data)
             for name, field in reader.fields.items()
             if name.startswith(SHAPE)
         }

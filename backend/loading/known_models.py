@@ -121,6 +121,11 @@ KNOWN = (
         ("fps_embedding.weight", "fps_projection.0.weight"),
         remedy=OTHER_NODES,
     ),
+    Known(
+        "SkyReels-V2 diffusion forcing",
+        ("model_type.SkyReels-V2-DF-14B-720P", "patch_embedding.weight"),
+        remedy=OTHER_NODES,
+    ),
     Known("ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), remedy=OTHER_NODES),
     Known("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",)),
     Known("SCAIL", ("patch_embedding_pose.weight",)),
@@ -189,6 +194,7 @@ FORMATS = {
     "bitsandbytes__fp4": ("quantized as fp4 (bitsandbytes), which is not supported", OTHER_QUANTIZATION),
     "SCB": ("quantized as int8 by bitsandbytes, which is not supported", OTHER_QUANTIZATION),
     "wscales": ("quantized for Nunchaku (SVDQuant), which is not supported", OTHER_QUANTIZATION),
+    "_data": ("quantized by quanto, as for Wan2GP, which is not supported", OTHER_QUANTIZATION),
     "qzeros": ("quantized as GPTQ or AWQ, which is not supported", OTHER_QUANTIZATION),
 }
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -39,7 +39,7 @@ ROLES = {
         for factor in ("w1_a", "w1_b", "w2_a", "w2_b")
     },
     "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
-    r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
+    r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.oft_R(?:\.[^.]+)?\.weight|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
 }
 #: End of a key -> the kind of adapter, which is not supported.
 REFUSED = {
@@ -57,7 +57,7 @@ _ENDS = "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items())
 KEY = re.compile(rf"(?P<stem>.+?)(?:{_ENDS})")
 #: What may stand in front of a module's name; the second group is of those who write diffusers' names.
 PREFIX = re.compile(
-    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|unet\.|"
+    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|Hunyuan_video_I2V_lora_|unet\.|"
     r"(transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
 )
 #: Other names of modules: (theirs, diffusers').
@@ -149,6 +149,9 @@ class Targets:
             qkv = {name: source for name, source in pieces.items() if name.endswith(QKV)}
             if 0 < len(qkv) < len(pieces):
                 theirs.append(_stack(f"{key.removesuffix('.weight')}_qkv.weight", qkv, shapes))
+        for name, source in sources(replace(layout, names=layout.apart), shapes).items():
+            if source.key != name:
+                theirs.append(Target(source.key, matrix(shapes[name]), {name: Source(source.key)}))
         self.ours = _by_name(ours)
         self.theirs = _by_name(theirs)
 

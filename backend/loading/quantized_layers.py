@@ -97,6 +97,8 @@ def find_layers(files: TensorFiles) -> list[Layer]:
             if files.stored(weight) in FLOAT8:
                 precise = {"full_precision_matrix_mult": True} if is_precise else {}
                 found[name] = {"format": FLOAT8[files.stored(weight)], **precise}
+            elif leaf == "weight_scale" and files.stored(weight) == "I8":  # as lightx2v's converter writes it
+                found[name] = {"format": "int8_tensorwise"}
             elif leaf == "scale_weight" and marker is not None:
                 found[name] = {"format": "scaled plain"}
         elif leaf == "weight_scale_2" and name not in found and files.shapes.get(weight):

@@ -3,7 +3,7 @@ single-stream in the released size); two kinds of text (Qwen, byT5) are joined i
 
 from . import hunyuan_video
 from .blocks import BlockAdapter
-from .common.double_stream import SINGLE_STREAM
+from .common.double_stream import DOUBLE_APART, SINGLE_APART, SINGLE_STREAM
 from .common.timestep_precision import round_input
 from .family import STEP_END, Build, Conditioning, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, under
@@ -65,14 +65,15 @@ LAYOUT = Layout(
         "img_in.proj.weight",
         "txt_in.individual_token_refiner.blocks.0.norm1.weight",
         "double_blocks.0.img_attn.norm.query_norm.scale",
-        "single_blocks.0.linear1.weight",
+        "single_blocks.0.linear2.weight",
         "byt5_in.fc1.weight",
         "final_layer.linear.weight",
     ),
     absent=("vector_in.in_layer.weight", "cond_type_embedding.weight"),  # HunyuanVideo, and its 1.5
     config=config_from_shapes,
     swapped=("norm_out.linear",),
-    spellings=hunyuan_video.SPELLINGS,
+    spellings=(*hunyuan_video.SPELLINGS, (".linear2.fc.", ".linear2.")),
+    apart=DOUBLE_APART | SINGLE_APART,
     names={
         **hunyuan_video.NAMES,
         **SINGLE_STREAM,

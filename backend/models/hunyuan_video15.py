@@ -11,6 +11,7 @@ from . import hunyuan_video
 from .blocks import APART, BlockAdapter
 from .common import references
 from .common.call_state import call_state
+from .common.double_stream import DOUBLE_APART
 from .common.once import once
 from .common.tensor_plans import COMMON
 from .common.timestep_precision import round_input
@@ -108,6 +109,7 @@ LAYOUT = Layout(
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,
+    apart=DOUBLE_APART,
     names={
         **NAMES,
         **under("time_in", "time_embed.timestep_embedder", IN_OUT),

@@ -1,7 +1,7 @@
 """Key layouts: how a family's single files name the parameters of the diffusers transformer."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -61,6 +61,7 @@ class Layout:
     swapped: diffusers modules whose two halves of rows are the other way round, {} being the number of every
     block, {last} that of the last one. reshaped: diffusers parameters that the file stores in another shape.
     spellings: (theirs, ours) replacements, in order, in keys of other spellings.
+    apart: as names, of modules that some files keep apart where names has them stacked.
     companion: what a diffusers pipeline keeps apart from its transformer.
     moved: transformer config -> prefix of parameters here -> in files with diffusers' names, where a family's
     transformer has modules at other places.
@@ -73,6 +74,7 @@ class Layout:
     swapped: tuple[str, ...] = ()
     reshaped: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
+    apart: Mapping[str, str] = field(default_factory=dict)
     metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
     named: Callable[[str], dict] = lambda name: {}
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +90,15 @@ class Layout:
             if all(key in found for key in self.signature) and not any(key in found for key in self.absent):
                 return found
         return None
+
+    def as_in(self, keys: Collection[str]) -> "Layout":
+        """Return the layout of a file with these keys, of this spelling: modules may be ``apart`` in it."""
+        first = next(iter(self.apart), "").replace("{}", "0")
+        if f"{first}.weight" not in keys:
+            return self
+        alone = set(self.apart.values())
+        stacked = {name: targets for name, targets in self.names.items() if alone.isdisjoint(targets.split())}
+        return replace(self, names=stacked | dict(self.apart), apart={})
 
     @property
     def most_parameters(self) -> int:

@@ -73,6 +73,7 @@ LAYOUT = replace(
     signature=("adaln_t_table", *(key for key in minimax_h3.LAYOUT.signature if "time_embedder" not in key)),
     config=config_from_shapes,
     names={**minimax_h3.LAYOUT.names, "adaln_t_table": "time_embedder.table"},
+    unread=dict.fromkeys(("adaln_basis", "adaln_mean"), "what some merges keep of how the table was made"),
 )
 FAMILY = replace(
     minimax_h3.FAMILY,

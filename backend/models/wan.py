@@ -186,6 +186,7 @@ LAYOUT = Layout(
         "head.modulation",
     ),
     absent=("vace_patch_embedding.weight", FACE),  # VACE, Animate
+    unread={"model_type.Wan2_1-*": "a mark of WanVideoWrapper's nodes"},
     config=config_from_shapes,
     metadata=metadata,
     names={

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import comfy.utils
 import comfy.weight_adapter
 import torch
 from safetensors.torch import save_file
@@ -50,10 +51,13 @@ def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
         name = whole.removeprefix(PREFIX)
         if name not in shapes:  # of a text encoder, which is patched in ComfyUI
             continue
-        if function is not None:
+        if function not in (None, comfy.utils.swap_scale_shift):
             raise _refusal(name, "a LoRA whose rows are put in another order")
         if isinstance(patch, comfy.weight_adapter.LoRAAdapter):
-            products[name].append((_factors(name, patch), offset))
+            up, down = _factors(name, patch)
+            products[name].append(((function(up) if function else up, down), offset))
+        elif function is not None:
+            raise _refusal(name, "a difference whose rows are put in another order")
         elif isinstance(patch, tuple) and patch[0] == "diff" and offset is None and len(patch[1]) == 1:
             tensors[PREFIX + _difference(name)] = patch[1][0]
         else:
@@ -86,8 +90,7 @@ def _factors(name: str, adapter: comfy.weight_adapter.LoRAAdapter) -> tuple[Tens
     for value, what in ((mid, "Tucker"), (dora_scale, "DoRA"), (reshape, "a reshaping")):
         if value is not None:
             raise _refusal(name, f"{what} LoRA")
-    if up.ndim != 2 or down.ndim != 2:
-        raise _refusal(name, "a LoRA of convolutions")
+    up, down = up.flatten(1), down.flatten(1)  # a convolution is a matrix for ComfyUI, too
     return (up.float() * (alpha / down.shape[0]) if alpha is not None else up), down
 
 

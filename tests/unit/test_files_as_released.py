@@ -31,6 +31,48 @@ def test_a_norm_that_nothing_uses(tmp_path, family):
     assert same(loaded(tmp_path / "with.safetensors"), loaded(plain))
 
 
+#: Family -> a tensor that files of it may have besides.
+BESIDES = {
+    "krea2": "last.down.weight",  # a picture, in an fp8 and a GGUF repack
+    "minimax-h3-curves": "adaln_basis",  # of turbo merges
+    "wan21-t2v": "model_type.Wan2_1-FLF2V-14B-720P",  # of WanVideoWrapper's files
+}
+
+
+@pytest.mark.parametrize("family, name", BESIDES.items())
+def test_a_tensor_that_only_some_files_have(tmp_path, family, name):
+    plain = write_checkpoint(tmp_path / "plain.safetensors", family)
+    save_file(load_file(plain) | {name: torch.ones(2, 3)}, tmp_path / "with.safetensors")
+    assert same(loaded(tmp_path / "with.safetensors"), loaded(plain))
+
+
+def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As Tencent's files of HunyuanVideo 1.5 and HunyuanImage 2.1 have them (diffusers' converters)."""
+    found = {}
+    for name, value in tensors.items():
+        stem, _, leaf = name.rpartition(".")
+        if stem.endswith("_attn.qkv") and stem.startswith("double"):
+            stem = stem.replace("_attn.qkv", "_attn_{}")
+            found |= {f"{stem.format(part)}.{leaf}": each for part, each in zip("qkv", value.chunk(3))}
+        elif stem.endswith(".linear1"):
+            width = len(tensors[f"{stem.replace('linear1', 'linear2')}.bias"])
+            sizes = [width] * 3 + [len(value) - 3 * width]
+            parts = zip(("q", "k", "v", "mlp"), value.split(sizes))
+            found |= {f"{stem}_{part}.{leaf}": each for part, each in parts}
+        else:
+            found[f"{stem}.fc.{leaf}" if stem.endswith(".linear2") else name] = value
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("family", ["hunyuan-video15", "hunyuan-image21"])
+def test_queries_keys_and_values_apart(tmp_path, family):
+    plain = write_checkpoint(tmp_path / "plain.safetensors", family)
+    tensors = load_file(plain)
+    assert apart(tensors).keys() != tensors.keys()
+    save_file(apart(tensors), tmp_path / "apart.safetensors")
+    assert same(loaded(tmp_path / "apart.safetensors"), loaded(plain))
+
+
 def test_pad_tokens_without_their_dimension_of_1(tmp_path):
     """GGUF files drop it: x_pad_token and cap_pad_token of Z-Image are vectors there."""
     plain = write_checkpoint(tmp_path / "plain.safetensors", "z-image-turbo")

@@ -239,6 +239,7 @@ REFUSED = {
         {f"diffusion_model.{ATTENTION}.set_weight": torch.ones(768, 256)},
         "set_weight.* replaced",
     ),
+    "oft of PEFT": ({f"lora_unet_{ATTENTION.replace('.', '_')}.oft_R.weight": torch.ones(2, 2)}, "OFT"),
     "oft": ({f"lora_unet_{ATTENTION.replace('.', '_')}.oft_blocks": torch.ones(2, 2)}, "OFT"),
     "glora": ({f"diffusion_model.{ATTENTION}.a1.weight": torch.ones(2, 2)}, "GLoRA"),
     "peft's dora": (

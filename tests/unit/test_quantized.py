@@ -244,12 +244,18 @@ def test_a_scale_beside_a_plain_layer_is_multiplied(folder, state):
     assert files.read("img_in.weight").equal(state["img_in.weight"].bfloat16() * 0.5)
 
 
-def test_nvfp4_without_a_description(folder, state):
-    found, _ = described(state, "nvfp4")
-    save_file(found, folder / "nvfp4_described.safetensors")
-    bare = {key: value for key, value in found.items() if not key.endswith(".comfy_quant")}
-    save_file(bare, folder / "nvfp4_bare.safetensors")
+@pytest.mark.parametrize("kind", ["nvfp4", "int8_tensorwise"])
+def test_files_without_a_description(folder, state, kind):
+    """Of nvfp4; of int8 as lightx2v's converter writes it."""
+    found, _ = described(state, kind)
+    save_file(found, folder / f"{kind}_described.safetensors")
+    plain = {
+        key for key, value in found.items() if key.endswith(".comfy_quant") and b"convrot" not in bytes(value)
+    }
+    bare = {key: value for key, value in found.items() if key not in plain}
+    assert len(bare) < len(found)
+    save_file(bare, folder / f"{kind}_bare.safetensors")
     described_files, files = (
-        open_checkpoint(str(folder / f"nvfp4_{name}.safetensors")).files for name in ("described", "bare")
+        open_checkpoint(str(folder / f"{kind}_{name}.safetensors")).files for name in ("described", "bare")
     )
     assert all(files.read(key).equal(described_files.read(key)) for key in matrices(state))
