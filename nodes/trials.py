@@ -37,7 +37,7 @@ def trials(graph: dict, selected: str = "", check: Callable[[], None] = lambda: 
     ``graph``, else the first one is taken. ``check`` is called while the machine is measured, and may raise.
     Raises ConfigError, RefusedError or BackendError.
     """
-    sampler = selected if loader_of(graph, selected) else _first_sampler(graph)
+    sampler = selected if _is_sampler(graph, selected) else _first_sampler(graph)
     loader = loader_of(graph, sampler)
     if loader is None:
         raise ConfigError("the graph has no Parallel Sampler on a Load Parallel DiT; add them and try again.")
@@ -75,9 +75,13 @@ def inputs_of(auto: AutoConfig, plan: ParallelConfig, devices: list[int]) -> dic
     return {"method": MANUAL, "gpus": placed.gpus, **planned}
 
 
+def _is_sampler(graph: dict, key: str) -> bool:
+    kind = graph.get(key, {}).get("class_type", "")
+    return kind.startswith("ParallelSampler") and loader_of(graph, key) is not None
+
+
 def _first_sampler(graph: dict) -> str:
-    samplers = [key for key, node in graph.items() if node["class_type"].startswith("ParallelSampler")]
-    return next((key for key in samplers if loader_of(graph, key)), "")
+    return next((key for key in graph if _is_sampler(graph, key)), "")
 
 
 def _config_of(graph: dict, node: str | None) -> ParallelConfig | AutoConfig:

@@ -77,7 +77,8 @@ def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list:
         is_linked = isinstance(inputs.get(name), list)
         values.append(options["default"] if is_linked or name not in inputs else inputs[name])
         if options.get("control_after_generate"):
-            values.append("randomize")
+            draws = inputs.get("add_noise") != "disable"  # else a new seed runs the same steps again
+            values.append("randomize" if draws else "fixed")
         if options.get("image_upload"):
             values.append("image")
     return values

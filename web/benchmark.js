@@ -9,9 +9,13 @@ export async function ask(name, body) {
     headers: { "Content-Type": "application/json" },
     ...options,
   });
-  const found = await response.json();
-  if (!response.ok) throw new Error(found.error ?? `ComfyUI answered ${response.status}`);
+  const found = await response.json().catch(() => null); // a proxy's page, or a pack that was not started
+  if (!response.ok || !found) throw new Error(found?.error ?? refusal(response.status));
   return found;
+}
+
+export function refusal(status) {
+  return `ComfyUI answered ${status}: restart it, and look for parallel-dit in its console`;
 }
 
 async function post(path, body) {
@@ -44,7 +48,7 @@ export class Stop {
 }
 
 // Queues a prompt of API form and waits for its end, or for `stop`: null where it did not succeed.
-async function run(prompt, stop) {
+async function run(prompt, graph, stop) {
   const ends = ["execution_success", "execution_error", "execution_interrupted"];
   let listener;
   const seen = new Map();
@@ -57,7 +61,8 @@ async function run(prompt, stop) {
     ends.forEach((name) => api.addEventListener(name, listener));
   });
   try {
-    const response = await post("/prompt", { client_id: api.clientId, prompt });
+    const extra_data = { extra_pnginfo: { workflow: { id: graph } } }; // whose nodes its reports are of
+    const response = await post("/prompt", { client_id: api.clientId, prompt, extra_data });
     const reply = await response.json();
     const errors = Object.values(reply.node_errors ?? {}).flatMap((node) => node.errors);
     if (!response.ok) throw new Error(errors[0]?.details ?? reply.error?.message ?? "ComfyUI refused the graph");
@@ -74,10 +79,10 @@ async function run(prompt, stop) {
   }
 }
 
-async function seconds(trial, stop) {
+async function seconds(trial, graph, stop) {
   let least = Infinity;
   for (const prompt of trial.prompts) {
-    const id = stop.isStopped ? null : await run(prompt, stop);
+    const id = stop.isStopped ? null : await run(prompt, graph, stop);
     if (id === null) return null;
     const { last_run } = await ask("status");
     if (last_run.prompt === id) least = Math.min(least, last_run.seconds);
@@ -95,7 +100,8 @@ function openWorkflow() {
 export async function* benchmark(stop) {
   const workflow = openWorkflow();
   const { output } = await app.graphToPrompt();
-  const selected = Object.keys(app.canvas?.selected_nodes ?? {})[0] ?? "";
+  const graph = app.graph.id;
+  const selected = idOf(Object.values(app.canvas?.selected_nodes ?? {})[0]);
   const plan = await ask("trials", { prompt: output, sampler: selected });
   plan.workflow = workflow;
   yield { plan };
@@ -103,7 +109,7 @@ export async function* benchmark(stop) {
     const result = { trial, index, of: plan.trials.length };
     yield result;
     try {
-      result.seconds = await seconds(trial, stop);
+      result.seconds = await seconds(trial, graph, stop);
     } catch (error) {
       result.error = error.message;
     }
@@ -119,7 +125,17 @@ export async function* benchmark(stop) {
 export function nodeOf(id) {
   return String(id)
     .split(":")
-    .reduce((found, part) => (found?.subgraph ?? found)?.getNodeById(Number(part)), app.graph);
+    .reduce((found, part) => (found?.subgraph ?? found)?.getNodeById?.(Number(part)), app.graph);
+}
+
+// The id of a node of the page in the API form; empty for none.
+function idOf(node, graph = app.graph) {
+  if (!node || node.graph === graph) return node ? String(node.id) : "";
+  for (const each of graph?.nodes ?? []) {
+    const inner = each.subgraph ? idOf(node, each.subgraph) : "";
+    if (inner) return `${each.id}:${inner}`;
+  }
+  return "";
 }
 
 // Writes a trial's inputs into the Parallel Config of the plan, which is made where there was none. Returns

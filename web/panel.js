@@ -1,7 +1,7 @@
 // The sidebar tab "Parallel DiT": backends, ranks, the running request as a timeline, the last error, actions.
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { apply, ask, benchmark, Stop } from "./benchmark.js";
+import { apply, ask, benchmark, refusal, Stop } from "./benchmark.js";
 
 const POLL_MS = 1000;
 const STYLE = `
@@ -18,7 +18,8 @@ const STYLE = `
 .pdit button { padding: 4px 8px; border: 1px solid rgba(128,128,128,.5); border-radius: 4px; background: rgba(128,128,128,.15); color: inherit; cursor: pointer; }
 .pdit button:disabled { opacity: 0.45; cursor: default; }
 .pdit pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 220px; overflow: auto; background: rgba(128,128,128,.12); padding: 6px; font-size: 11px; margin: 4px 0; }
-.pdit .error { color: #d9534f; overflow-wrap: anywhere; }
+.pdit .error { color: #b52b27; overflow-wrap: anywhere; }
+.dark-theme .pdit .error { color: #ff7b76; }
 .pdit table { border-collapse: collapse; width: 100%; }
 .pdit td { padding: 2px 4px; border-top: 1px solid rgba(128,128,128,.3); vertical-align: top; }`;
 
@@ -126,7 +127,9 @@ class Panel {
     this.facts = element("div");
     this.error = element("div");
     this.shownError = 0;
+    this.isRunning = false;
     this.message = element("div", "muted pdit-message");
+    this.message.setAttribute("role", "status"); // screen readers say it
     this.results = element("table");
     this.log = element("pre");
     this.log.hidden = true;
@@ -151,6 +154,7 @@ class Panel {
         return freed ? `freed the weights of ${freed} model${freed > 1 ? "s" : ""}` : "nothing to free, or a request runs";
       }),
       button("Stop ranks", "Ends all ranks, and what runs on them", async () => {
+        if (this.isRunning && !confirm("A request runs on the ranks. End them, and it?")) return null;
         await ask("stop", {});
         return "the ranks have ended; the next run starts new ones";
       }),
@@ -174,7 +178,9 @@ class Panel {
   async openLog() {
     this.log.hidden = !this.log.hidden;
     if (this.log.hidden) return "";
-    const text = await (await api.fetchApi("/parallel_dit/log")).text();
+    const response = await api.fetchApi("/parallel_dit/log");
+    if (!response.ok) throw new Error(refusal(response.status));
+    const text = await response.text();
     this.log.textContent = text || "no log: no ranks have run, or they ended as they were asked to";
     this.log.scrollTop = this.log.scrollHeight;
     return "";
@@ -244,6 +250,7 @@ class Panel {
   }
 
   show({ backends, doing, last_run, last_error }) {
+    this.isRunning = Boolean(doing) || backends.some(({ running }) => running);
     const views = backends.map(backendView);
     if (!backends.length) views.push(element("div", "muted", "No ranks run. Queue a graph with Load Parallel DiT."));
     if (doing) views.push(element("h3", "", "Now"), element("div", "", doing));

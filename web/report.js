@@ -66,7 +66,7 @@ function show(node, text) {
 const graphs = new Map();
 
 async function graphOf(prompt) {
-  if (!graphs.has(prompt)) graphs.set(prompt, findGraph(prompt));
+  if (!graphs.has(prompt)) graphs.set(prompt, findGraph(prompt).catch(() => undefined));
   return (await graphs.get(prompt)) ?? app.graph.id;
 }
 
@@ -84,11 +84,29 @@ async function keep(prompt, id, text) {
   const graph = await graphOf(prompt);
   const node = nodeOf(id);
   if (graph !== app.graph.id) {
-    sessionStorage.setItem(keyOf(graph, id), text(null));
+    store(keyOf(graph, id), text(null));
     if (isOurs(node) && widgetOf(node)) show(node, sessionStorage.getItem(storageKey(node)) ?? "");
   } else if (isOurs(node)) {
-    sessionStorage.setItem(storageKey(node), text(node));
-    show(node, text(node));
+    const report = text(node);
+    show(node, report);
+    store(storageKey(node), report);
+  }
+}
+
+function store(key, text) {
+  try {
+    sessionStorage.setItem(key, text);
+  } catch (error) {
+    console.warn("parallel-dit: a report is not kept for the next time that the page is loaded:", error);
+  }
+}
+
+// Shows reports again: newer pages remove widgets of this name when a run ends.
+function restore(graph = app.graph) {
+  for (const node of graph?.nodes ?? []) {
+    restore(node.subgraph ?? null);
+    const text = isOurs(node) && !widgetOf(node) && sessionStorage.getItem(storageKey(node));
+    if (text) show(node, text);
   }
 }
 
@@ -99,12 +117,15 @@ app.registerExtension({
     // while it surely is in the queue, which is large: not for graphs without nodes of this pack
     api.addEventListener("execution_start", ({ detail }) => holdsOurs(app.graph) && graphOf(detail.prompt_id));
     api.addEventListener("execution_success", ({ detail }) => graphs.delete(detail.prompt_id));
+    ["execution_success", "execution_error", "execution_interrupted"].forEach((end) =>
+      api.addEventListener(end, () => setTimeout(() => restore(), 0)),
+    );
     api.addEventListener("executed", ({ detail }) => {
       const text = detail.output?.parallel_dit?.join("\n");
       if (text) keep(detail.prompt_id, detail.display_node ?? detail.node, () => text);
     });
     const ended = (sentence) => ({ detail }) => {
-      const shown = (node) => (node && widgetOf(node)?.value) || sentence(detail);
+      const shown = (node) => (node && widgetOf(node)?.value?.trim()) || sentence(detail);
       if (isOurType(detail.node_type)) keep(detail.prompt_id, detail.node_id, shown);
       graphs.delete(detail.prompt_id); // what keeps waits for has begun
     };

@@ -283,8 +283,10 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     ranks = least.plan.world_size
     each = f"the {least.unit}" if ranks == 1 else f"each of {ranks} {least.unit}s"
     more = f"more than {question.gpus} {least.unit}{'s' * (question.gpus > 1)}"
-    remedies = ["a quantized file", "a smaller latent", "free memory", more]
     request, shape = question.request, question.shape
+    file = "a file of fewer bits (GGUF Q4)" if shape.is_quantized else "a quantized file"
+    smaller = "fewer or smaller frames" if shape.is_video else "a smaller width and height"
+    remedies = [file, smaller, "free memory", more]
     can_share = question.gpus > 1 and not shape.whole_only and not question.base.offload_modulation
     if can_share and (whole := unshardable(shape.is_quantized, shape.keeps_float32)):
         remedies.insert(0, f"torch {whole[1]}, which can shard {whole[0]}")

@@ -10,6 +10,7 @@ from comfy_execution.utils import get_executing_context
 from tqdm.auto import tqdm
 
 from ...backend.protocol import Progress
+from .queued import queued_by
 from .report import pace
 
 #: Shown until the ranks have stopped.
@@ -149,11 +150,25 @@ def bytes_of(done: int, total: int) -> str:
     return f"{done / size:.1f} of {total / size:.1f} {unit}"
 
 
-def node_text():
-    """Return a function that shows a text under the node that runs now; it does nothing without a server."""
+def node_text() -> Callable[[str], None]:
+    """Return a function that shows a text under the node that runs now, or is validated, on the page that has
+    queued it; it does nothing without a server or a page."""
     context = get_executing_context()
     if context is None:
         return lambda text: None
     from server import PromptServer  # ComfyUI's own, whole only once the server is up
 
-    return lambda text: PromptServer.instance.send_progress_text(text, context.node_id)
+    server = PromptServer.instance
+
+    def send(text: str):
+        page = queued_by() or server.client_id  # other pages may have other nodes of that number
+        if page:
+            server.send_progress_text(page_text(text), context.node_id, page)
+
+    return send
+
+
+def page_text(text: str) -> str:
+    """Return a text as the page may have it: older ones take it as HTML, names in files included, and none
+    shows an empty one."""
+    return text.replace("<", "‹") or " "

@@ -13,6 +13,7 @@ from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
 _queued: ContextVar[dict | None] = ContextVar("queued graph", default=None)
+_queued_by: ContextVar[str] = ContextVar("page that has queued it", default="")
 #: Nodes that hand a PARALLEL_DIT on.
 THROUGH = ("ParallelLoRA",)
 #: ComfyUI's node that hands one of two inputs on: the first where its input ``switch`` is false. And the one
@@ -24,12 +25,18 @@ NOT = "ComfyNotNode"
 def remember(request: dict) -> dict:
     """Keep the graph of a POST to /prompt; ComfyUI's prompt handler."""
     _queued.set(request.get("prompt") or {})
+    _queued_by.set(str(request.get("client_id") or ""))
     return request
 
 
 def queued() -> dict:
     """Return the graph that is validated now, node id -> {"class_type", "inputs"}; empty outside of that."""
     return _queued.get() or {}
+
+
+def queued_by() -> str:
+    """Return the id of the page that has queued the graph that is validated now; empty outside of that."""
+    return _queued_by.get()
 
 
 def running() -> dict:

@@ -13,6 +13,7 @@ COMFYUI = (
     "folder_paths",
     "nodes",
     "comfy",
+    "comfy.model_management",
     "comfy.utils",
     "comfy.weight_adapter",
     "comfy_execution",
