@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -50,8 +49,9 @@ from .sampling.model_runner import LoadedModel
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
 from .sampling.validation import refusing
+from .serving.named_models import NamedModels
 from .serving.progress import Previews, load_progress, progress
-from .serving.server import CANCELLABLE, Client, Job, Server
+from .serving.server import CANCELLABLE, Job, Server
 from .serving.step_times import step_rows
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
@@ -68,7 +68,7 @@ class Leader(Worker):
         #: Loaded model -> its path, and its checkpoint (opened, not loaded) from which requests are planned.
         self.files: dict[str, tuple[str, Checkpoint]] = {}
         #: Client -> the models that it has loaded.
-        self.named: WeakKeyDictionary[Client, set[str]] = WeakKeyDictionary()
+        self.named = NamedModels()
         names = self.admission.names
         welcome = Welcome(config.world_size, device, config.degrees, self.pids, names, config.of_ranks)
         self.beats = begun.beats
@@ -78,6 +78,7 @@ class Leader(Worker):
         """As every rank, and the files of those models."""
         super().forget_unloaded()
         self.files = {key: it for key, it in self.files.items() if key in self.engine.models}
+        self.named.forget_all_but(set(self.engine.models))
 
     def _models(self) -> dict[str, str]:
         loaded = self.engine.models.keys() - self.engine.stacks.keys()
@@ -142,7 +143,7 @@ class Leader(Worker):
     def _free_abandoned(self, message, every: bool) -> bool:
         """Unload the oldest model that no connected client has loaded, or ``every`` such one; return whether
         there was one beside that of ``message``."""
-        named = set().union(*(keys for client, keys in self.named.items() if not client.gone))
+        named = self.named.of_connected()
         own = getattr(message, "model", "").partition(LORAS)[0]
         others = [key for key in self.files if key not in named and key != own]
         idle = [key for key in others if self._is_on_devices(self.engine.models[key])]
@@ -251,9 +252,12 @@ class Leader(Worker):
         return not set(range(self.mesh.world_size)) <= model.parked_on
 
     def on_unload(self, job: Job, message: Unload) -> Act:
-        """A model that is not loaded is no error."""
+        """Unload a model, if it is loaded, unless another client has loaded it, too: that may sample."""
 
         def act():
+            if not message.park and self.named.leave(job.client, message.model):
+                job.reply(Result({"left": [], "freed": True}))
+                return
             self.dispatcher.broadcast(message)
             left = self.unload(message)
             job.reply(Result({"left": left, "freed": message.model not in self.engine.models}))

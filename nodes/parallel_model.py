@@ -190,7 +190,8 @@ class RemoteTransformer(ElsewhereModule):
             second = getattr(guider, "uncond_model_patcher", None)
             self.used = (guider.model_patcher, *([second] if second is not None else []))
             try:
-                with rank_weights_stay():  # between two calls a preview's VAE may want room
+                # between two calls it may pause, and a preview's VAE may want room
+                with self.held[0].users.one(), rank_weights_stay():
                     return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
             finally:
                 backend = self.held[0]

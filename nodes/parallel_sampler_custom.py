@@ -73,7 +73,8 @@ class ParallelSamplerCustom(CheckedSampler):
             guider.set_conds(positive, negative)
             guider.set_cfg(cfg)
             solver = comfy.samplers.sampler_object(sampler_name)
-            output = SamplerCustomAdvanced.execute(noise, guider, solver, sigmas, latent_image)
+            with remote.backend.users.one():
+                output = SamplerCustomAdvanced.execute(noise, guider, solver, sigmas, latent_image)
             return io.NodeOutput(*output.args, ui=shown([*dit.lines[:1], *remote.lines]))
 
         asked = (len(sigmas) - 1, cfg, sampler_name, positive, latent_image)

@@ -69,10 +69,10 @@ def _path(kind: str, key: list) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return parallel-dit in the user's cache; where that cannot be written, a folder of temporary files that
-    this user alone can enter, since code is loaded from it."""
+    """Return parallel-dit in the user's cache; where that cannot be written or is another user's, a folder of
+    temporary files that this user alone can enter, since code is loaded from it."""
     usual = _usual()
-    if usual is not None and _is_writable(usual):
+    if usual is not None and _is_usable(usual):
         return usual
     return _fallback(usual)
 
@@ -86,19 +86,25 @@ def _usual() -> Path | None:
         return None
 
 
-def _is_writable(folder: Path) -> bool:
+def _is_usable(folder: Path) -> bool:
+    """Whether this user may write there, and no other one: code is loaded from it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        found = folder.stat()
+        own = os.getuid() if hasattr(os, "getuid") else found.st_uid
+        if found.st_uid == own and found.st_mode & 0o022:
+            folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
     except OSError:
         return False
-    return os.access(folder, os.W_OK | os.X_OK)
+    # who is root in a container has folders of the host's users
+    return os.access(folder, os.W_OK | os.X_OK) and (own == 0 or found.st_uid in (own, 0))
 
 
 @cache
 def _fallback(usual: Path | None) -> Path:
     """Make the folder that stands for ``usual``, and say so once."""
     folder = _private(Path(tempfile.gettempdir()))
-    why = f"{usual} cannot be written" if usual else "this user has no home folder"
+    why = f"{usual} cannot be written, or is another user's" if usual else "this user has no home folder"
     text = "parallel-dit: %s, so measurements and compiled blocks are kept in %s; XDG_CACHE_HOME sets another"
     logging.warning(text + " place.", why, folder)
     return folder

@@ -28,9 +28,10 @@ from .silence import LOOK_SECONDS, silent_seconds
 ROLE = "machine"
 #: Longest line, in bytes; the failures of a machine's ranks fit.
 MAX_LINE = 1 << 20
-#: A peer that connects must prove itself within this long (seconds), in lines of at most MAX_HELLO bytes.
+#: A peer that connects must prove itself within so many seconds, bytes of a line and keys of what it says.
 HELLO_SECONDS = 5.0
 MAX_HELLO = 4096
+MOST_SAID = 16
 #: After one machine has ended: so long the others take to end their ranks and to say why.
 REPORT_SECONDS = 20.0
 #: A machine that is not heard of at so many looks is not waited for.
@@ -86,7 +87,7 @@ class Peer:
             self.socket.settimeout(max(0.01, deadline - time.monotonic()))
             for line in self.read(limit):
                 self.said |= line
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or len(self.said) > MOST_SAID:
                 raise TimeoutError(f"it did not say its {key}")
         return self.said.get(key)
 
@@ -166,6 +167,8 @@ class Link:
                 if peer.looks * LOOK_SECONDS >= self._limit and not peer.gone:
                     what = f"{peer.name} has been silent for {peer.looks * LOOK_SECONDS:.0f} s"
                     self._lost(peer, f"{what} (its link is cut, or it has stopped)")
+            with self._changed:
+                self._changed.notify_all()  # who waits for a report looks at silence, too
 
     def _hear(self, seconds: float) -> set[int]:
         """Take what comes within ``seconds``; return the machines of which something came."""

@@ -15,7 +15,7 @@ from ..config import ParallelConfig
 from ..protocol import BackendError
 from .client import BackendClient
 from .connect import connect
-from .idle import watch
+from .idle import Users, watch
 from .interrupts import Watch
 from .launcher import BackendProcess, ClosedError
 from .room import Room, with_room
@@ -41,6 +41,7 @@ class Backend:
         self.closed = False
         self.last_used = time.monotonic()
         self._busy = threading.Lock()
+        self.users = Users()
 
     @property
     def welcome(self):
@@ -174,8 +175,8 @@ class Backend:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request of ours is under way."""
-        return self._busy.locked()
+        """Whether a request or a sampling of ours is under way."""
+        return self._busy.locked() or self.users.count > 0
 
     def is_idle(self, seconds: float) -> bool:
         """Return whether it is ours, and nobody has used it for so long."""

@@ -1,9 +1,7 @@
 """Rank 0's socket: authenticated clients, one queue of requests, replies that never hold up the ranks."""
 
-import os
 import queue
 import socket
-import stat
 import sys
 import threading
 import time
@@ -17,6 +15,7 @@ import psutil
 from .. import protocol
 from ..protocol import ProtocolError, handshake, tcp
 from ..protocol.framing import MAX_HELLO, receive, send
+from .listener import listen
 
 #: Seconds in which a new connection must prove that it knows the token.
 HELLO_SECONDS = 5.0
@@ -148,6 +147,9 @@ class Client:
             self._cancel()
         elif isinstance(message, protocol.Shutdown) and message.reason:
             self.server.tell_all(protocol.Failure(message.reason, fatal=True))
+        elif _can_wait(message) and self.server.running_for not in (None, self):
+            # else who asks, in the midst of a graph, waits for a request of somebody else's
+            self.outbox.put(protocol.Result({"left": [], "freed": False}))
         elif len(self.jobs) == MAX_WAITING:
             raise ProtocolError(f"{MAX_WAITING} requests of this connection wait already.")
         else:
@@ -204,6 +206,8 @@ class Server:
         self._answered: Counter[str] = Counter()
         #: Kind of the request under way, "" for none, and when it began.
         self._running = ("", 0.0)
+        #: The client whose job that is.
+        self.running_for: Client | None = None
         self.of_rank = of_rank
         self.token = token
         self.welcome = welcome
@@ -217,7 +221,7 @@ class Server:
         #: Clients that were let in.
         self.members: dict[Client, None] = {}
         self._next_log = 0.0
-        self.listener = _listen(address)
+        self.listener = listen(address)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
@@ -265,6 +269,7 @@ class Server:
                 job.running = job.message is not None
             if job.running:
                 self._running = (type(job.message).__name__, time.monotonic())
+                self.running_for = job.client
                 return job
 
     def tell_all(self, message):
@@ -285,7 +290,7 @@ class Server:
         """The job is done: a Cancel that comes now means a later one."""
         if job.running:
             self._answered[self._running[0]] += 1
-            self._running = ("", 0.0)
+            self._running, self.running_for = ("", 0.0), None
         job.message = None
 
     def status(self) -> protocol.Report:
@@ -318,6 +323,11 @@ def _resident(pid: int) -> int:
         return 0
 
 
+def _can_wait(message) -> bool:
+    """Whether a message only gives memory back, of a model that its client keeps."""
+    return isinstance(message, FREEING) and getattr(message, "park", True)
+
+
 def _turn_away(connection: socket.socket):
     """Answer the first bytes of a client for which there is no place, and hang up."""
     connection.settimeout(FULL_SECONDS)
@@ -327,22 +337,3 @@ def _turn_away(connection: socket.socket):
         connection.recv(MAX_HELLO)
         why = f"{MAX_CLIENTS} clients are connected, and there is place for no more; end one of them."
         send(connection, protocol.Failure(why))
-
-
-def _listen(address: str) -> socket.socket:
-    """Listen at "unix:PATH" or "tcp:HOST:PORT", where an empty HOST is 127.0.0.1."""
-    kind, _, where = address.partition(":")
-    if kind == "unix":
-        folder = os.path.dirname(where)
-        if stat.S_IMODE(os.stat(folder).st_mode) & 0o077:
-            raise PermissionError(
-                f"the socket's folder {folder} can be entered by other users; make it private (chmod 700)."
-            )
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(where)
-    else:
-        host, _, port = where.rpartition(":")
-        # an empty host would be every interface of this machine; who wants that writes 0.0.0.0
-        listener = socket.create_server((host or "127.0.0.1", int(port)))
-    listener.listen()
-    return listener

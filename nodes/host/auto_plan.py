@@ -82,13 +82,14 @@ def question_of(
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, as planning.question_of does. For the page: no node runs,
     and Cancel belongs to a graph; what ``check`` raises ends it."""
-    _make_room(auto)
+    _make_room(auto, check)
     return planning.question_of(auto, model, request, (), check)
 
 
-def _make_room(auto: AutoConfig):
+def _make_room(auto: AutoConfig, check: Callable[[], None] = lambda: None):
     """Have room for the processes that measure GPUs, which are ranks too. Ranks that run have the memory that
-    those would take, and end where these GPUs were not measured yet, as by degrees of one's own."""
+    those would take, and end where these GPUs were not measured yet, as by degrees of one's own. ``check``
+    raises where a graph has begun meanwhile, whose ranks and models those are."""
     if auto.base.resolve_device(torch.cuda.device_count()) != "cuda":
         return
     devices = planning.devices_of(auto)
@@ -96,7 +97,9 @@ def _make_room(auto: AutoConfig):
         # one GPU is not measured: there is nothing to choose
         if len(devices) == 1 or measurements.is_measured("cuda", devices):
             return
+        check()
         pool.close_idle(0)
+    check()
     host_room().make_for_start(devices)
 
 

@@ -301,7 +301,7 @@ def free_weights() -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
     left in host memory, where no request and no sampling runs; return of how many models."""
     every = [(wanted, each, found) for (_, wanted), (each, found) in list(_weights.items())]
-    busy = {id(each) for _, each, found in every if any(entry.holders for entry in found)}
+    busy = {id(each) for _, each, found in every if any(entry.holders for entry in found) or each.is_busy}
     here = [
         (wanted, each) for wanted, each, found in every if found and each.alive() and id(each) not in busy
     ]

@@ -170,7 +170,8 @@ def sample_on_ranks(node: str, dit: ParallelDiT, shift: float, inputs: dict) -> 
 
     def sample(dit: ParallelDiT) -> io.NodeOutput:
         model, remote = model_on_ranks(dit, inputs["sampler_name"], shift)
-        samples = sampler.sample(model=model, **inputs)
+        with remote.backend.users.one():
+            samples = sampler.sample(model=model, **inputs)
         return io.NodeOutput(*samples, ui=shown([*dit.lines[:1], *remote.lines]))
 
     return sample_planned(dit, steps, *(inputs[name] for name in sampled), sample=sample)

@@ -26,7 +26,7 @@ from backend.client.client import BackendClient, open_socket
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Challenge, Failure, framing, handshake
 from backend.protocol.messages import VERSION
-from backend.serving.server import _listen
+from backend.serving.listener import listen
 
 pytestmark = pytest.mark.usefixtures("real_launches")  # whose environments and doors are looked at
 
@@ -185,7 +185,7 @@ def test_a_stranger_at_every_port_runs_nothing(started, tmp_path):
 
 def test_a_host_that_is_left_out_is_this_machine():
     for address in ("tcp::0", "tcp:0"):
-        with _listen(address) as listener:
+        with listen(address) as listener:
             host, port = listener.getsockname()
             assert host == "127.0.0.1"
             for there in (f"tcp::{port}", f"tcp:{port}"):

@@ -13,8 +13,9 @@ from backend import protocol
 from backend.client.client import BackendClient, HandshakeError
 from backend.loading.staging import Download
 from backend.protocol import BackendError, Failure, Load, Ping, Pong, Welcome, framing, tcp
+from backend.serving.listener import listen
 from backend.serving.progress import Previews, progress
-from backend.serving.server import MAX_CLIENTS, MAX_WAITING, Server, _listen
+from backend.serving.server import MAX_CLIENTS, MAX_WAITING, Server
 
 
 def test_garbage_closes_one_connection_only(server):
@@ -34,6 +35,21 @@ def test_requests_of_two_clients_queue_and_answers_find_their_way(server):
         job.reply(protocol.Loaded(job.message.path, "flux"))
         server.finish(job)
     assert [framing.receive(client).model for client in clients] == ["/0", "/1"]
+
+
+@pytest.mark.parametrize(
+    "message", [protocol.Release([0]), protocol.Unload("m", True)], ids=["cached", "weights"]
+)
+def test_who_gives_memory_back_does_not_wait_for_another_client(server, message):
+    """In the midst of a graph, which cannot be cancelled then: nothing is given back."""
+    here, other = greeted(server), greeted(server)
+    framing.send(other, Load("/long"))
+    job = server.next_job(5)
+    framing.send(here, message)
+    assert framing.receive(here) == protocol.Result({"left": [], "freed": False})
+    server.finish(job)
+    framing.send(here, message)
+    assert server.next_job(5).message == message
 
 
 def test_a_client_that_leaves_cancels_its_request(server):
@@ -255,7 +271,7 @@ def test_accepting_goes_on_where_no_thread_can_be_started(server, monkeypatch):
 def test_shared_folder_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
-        _listen(f"unix:{tmp_path}/s")
+        listen(f"unix:{tmp_path}/s")
 
 
 def test_previews_are_bounded():

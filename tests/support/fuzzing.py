@@ -20,6 +20,7 @@ from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome, framing
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
+from backend.serving.named_models import NamedModels
 from backend.serving.server import Client
 from backend.worker import Leader
 
@@ -64,10 +65,11 @@ class Rank0(Leader):
         self.path = path
         self.admission = Admission(ParallelConfig(), self, self.engine.memory)
         self.files, self.reports = {self.model: (path, engine.open_checkpoint(path))}, {self.model: []}
-        self.named = {}
+        self.named = NamedModels()
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(
             welcome=welcome,
+            running_for=None,
             jobs=queue.Queue(),
             taking=threading.Lock(),
             models=lambda: {self.model: path},

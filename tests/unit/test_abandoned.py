@@ -8,6 +8,7 @@ import pytest
 from backend import worker
 from backend.admission import OutOfRoom
 from backend.protocol import LORAS, Failure, Load, Release, Result, Sample, Unload
+from backend.serving.named_models import NamedModels
 from backend.serving.server import Client, Job
 from backend.worker import Leader
 
@@ -24,7 +25,7 @@ class Ranks(Leader):
 
     def __init__(self, models: list[str], room: int):
         self.files = {model: (f"/{model}", None) for model in models}
-        self.named, self.room = {}, room
+        self.named, self.room = NamedModels(), room
         self.mesh = SimpleNamespace(world_size=1)
         held = {model: SimpleNamespace(parked_on=frozenset()) for model in models}
         self.engine = SimpleNamespace(models=held)
@@ -53,7 +54,7 @@ def test_models_of_clients_that_have_gone_leave_for_those_that_are_there():
     """The oldest first, and no more than has to."""
     ranks = Ranks(["old", "older", "mine", "new"], room=3)
     here, gone = client(), client()
-    ranks.named = {here: {"mine"}, gone: {"mine", "old", "older", "new"}}
+    ranks.named |= {here: {"mine"}, gone: {"mine", "old", "older", "new"}}
     gone.gone = True
     ranks.run(Job(Sample("mine", "euler", 1.0, 7), here))
     assert list(ranks.files) == ["older", "mine", "new"] and here.outbox.get_nowait() == Result()
@@ -82,10 +83,28 @@ def test_models_that_a_connected_client_has_loaded_stay():
     """Nor does the request's own leave, whoever loaded it."""
     ranks = Ranks(["of another", "own"], room=1)
     here, other = client(), client()
-    ranks.named = {other: {"of another"}}
+    ranks.named[other] = {"of another"}
     ranks.run(Job(Sample("own", "euler", 1.0, 7), here))
     assert list(ranks.files) == ["of another", "own"]
     assert here.outbox.get_nowait() == Failure("rank 0 needs more.", lacking=[[0, 1]])
+
+
+def test_a_model_that_another_client_has_loaded_stays_with_it(monkeypatch):
+    """Who unloads it has done with it; it leaves with the last of them. To park it is no loss."""
+    monkeypatch.setattr(worker, "HANDLERS", {Unload: (Leader.on_unload, "it")})
+    ranks = Ranks(["m"], room=1)
+    ranks.unload = lambda message: ranks.engine.models.pop(message.model, None) and [0]
+    here, other = client(), client()
+    ranks.named |= {here: {"m"}, other: {"m"}}
+    ranks.run(Job(Unload("m"), here))
+    assert here.outbox.get_nowait() == Result({"left": [], "freed": True}) and "m" in ranks.engine.models
+    assert ranks.named[here] == set() and ranks.named[other] == {"m"}
+    ranks.run(Job(Unload("m"), other))
+    assert other.outbox.get_nowait() == Result({"left": [0], "freed": True}) and not ranks.engine.models
+    ranks.engine.models["m"] = SimpleNamespace(parked_on=frozenset())
+    ranks.named |= {here: {"m"}, other: {"m"}}
+    ranks.run(Job(Unload("m", park=True), here))
+    assert here.outbox.get_nowait().stats["left"] == [0]
 
 
 @pytest.mark.parametrize("message", ALONE + OTHERS, ids=lambda message: type(message).__name__)

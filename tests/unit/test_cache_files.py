@@ -64,6 +64,25 @@ def test_a_user_without_a_home_starts_ranks(place, monkeypatch):
     assert folder.parent.parent == place and folder.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_others_cannot_write_to_the_folder(tmp_path, monkeypatch):
+    """As under a umask that lets a user's group write."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "parallel-dit"
+    folder.mkdir()
+    folder.chmod(0o775)
+    assert cache_files.cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_of_another_user_is_not_used(place, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    (place / "parallel-dit").mkdir()
+    real = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: real + 7)
+    monkeypatch.setattr(cache_files, "_private", lambda folder: folder / "private")
+    theirs = real != 0  # root's folders are as good as one's own
+    assert (cache_files.cache_folder() == place / "private") == theirs
+
+
 @pytest.mark.parametrize("kind", ["open", "link", "file"])
 def test_no_code_is_loaded_from_a_folder_that_others_can_enter(place, kind):
     theirs = place / f"{cache_files.FALLBACK}{os.getuid()}"

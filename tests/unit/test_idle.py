@@ -49,6 +49,16 @@ def test_a_request_counts_until_its_end(backend):
     assert pool._backends
 
 
+def test_a_sampling_counts_between_its_requests(backend):
+    """A preview's VAE, or another model that ComfyUI loads, may take minutes."""
+    backend.now = 1000.0
+    with backend.users.one():
+        pool.close_idle(600)
+    assert pool._backends
+    pool.close_idle(600)
+    assert not pool._backends
+
+
 def test_a_backend_that_somebody_else_started_stays(backend):
     backend.process = None
     backend.now = 1e6
