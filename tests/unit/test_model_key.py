@@ -66,6 +66,22 @@ def test_a_file_that_changes_while_it_is_read_is_refused_on_every_rank(tmp_path,
     assert not rank.engine.models
 
 
+def test_a_load_that_has_no_room_reads_nothing(tmp_path, monkeypatch):
+    """Every rank refuses it in one round, to which it says for which ranks the client can make room."""
+    path = str(write_checkpoint(tmp_path / "model.safetensors"))
+    rank, planned, rounds = worker(), cast(Any, "what rank 0 has planned"), []
+
+    def check(*given, **named):
+        rounds.append((given, named))
+        raise OutOfRoom("rank 1 lacks memory", {1: 7})
+
+    monkeypatch.setattr(rank.admission, "check", check)
+    monkeypatch.setattr(rank.engine, "load", lambda *_: pytest.fail("it is read"))
+    with pytest.raises(OutOfRoom, match="rank 1 lacks memory"):
+        rank.load(Load(path, asking=[1]), planned=planned)
+    assert rounds == [((planned,), {"asking": [1]})] and not rank.engine.models
+
+
 def test_memory_that_runs_out_in_a_load_is_what_ranks_lack(tmp_path, monkeypatch):
     """So that other models leave for it, as where it was seen before."""
     path = write_checkpoint(tmp_path / "model.safetensors")
