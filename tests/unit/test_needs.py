@@ -1,0 +1,176 @@
+"""What rank 0 counts before a round: needs, sizes of calls, settings that may need less. Headers alone."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_memory import GB, FakeMemory
+from headers import opened
+
+from backend.admission import Admission, OutOfRoom
+from backend.config import ParallelConfig
+from backend.planner.machine import TOKENS_AT_ONCE
+from backend.protocol import ModelCall, Sample
+from backend.rank_plan.need import Need, load_need
+from backend.rank_plan.remedies import remedies
+from backend.rank_plan.request_size import RequestSize, planned_config, size_of
+from backend.sampling.runs import Prepared
+
+BF16 = torch.bfloat16
+SIZE = RequestSize(4096, 512, batch=1, prompts=1, calls=28)
+QUANTIZED = "var__flux1-dev-fp8-e4m3fn__Kijai_"
+
+
+@pytest.fixture(scope="module")
+def flux():
+    return opened("saved__flux1-dev")
+
+
+class Alone:
+    """In the dispatcher's place: there is no other rank."""
+
+    rank = 0
+
+    def __init__(self):
+        self.rounds = 0
+
+    def all_gather_object(self, value):
+        self.rounds += 1
+        return [value]
+
+    all_gather_numbers = all_gather_object
+
+
+def admission(memory: FakeMemory) -> Admission:
+    return Admission(ParallelConfig(), Alone(), memory)
+
+
+def test_plans_are_kept_by_checkpoint_and_request(flux, monkeypatch):
+    """Two files with two sizes each, as two experts with and without a negative prompt."""
+    made, plans = Counter(), RequestSize.plans
+
+    def counted(size, *given):
+        made[size] += 1
+        return plans(size, *given)
+
+    monkeypatch.setattr(RequestSize, "plans", counted)
+    own = admission(FakeMemory(80 * GB))
+    larger, other = replace(SIZE, image_tokens=16384), opened("flux2-dev")
+
+    def needs() -> list[list[Need]]:
+        asked = [(file, size) for file in (flux, other) for size in (SIZE, larger)]
+        return [own.plan_request(own.config, file, size, BF16).needs for file, size in asked]
+
+    first = needs()
+    assert len({need for [need] in first}) == 4 and made.total() == 4
+    assert needs() == first and made.total() == 4
+    own.forget()
+    assert needs() == first and made.total() == 8
+
+
+def test_a_call_is_looked_at_again_after_a_load(flux):
+    """The load has taken memory since."""
+    call = ModelCall("m", tensors={"x": torch.zeros(1, 16, 8, 8), "time": torch.zeros(1)})
+    own = admission(FakeMemory(80 * GB))
+    load, request = own.plan_load(flux, BF16), own.plan_request(own.config, flux, SIZE, BF16)
+    rounds = []
+    for loads in (0, 0, 1):
+        for _ in range(loads):
+            own.check(load)
+        own.prepare(call, lambda: Prepared(None, None), [], request)
+        rounds.append(own.dispatcher.rounds - 1)  # without the names
+    assert rounds == [1, 1, 3]
+
+
+def test_weights_that_stay_in_the_file_are_no_least_need():
+    """On the CPU, where the system takes their pages back as it likes."""
+    plan = SimpleNamespace(weight_bytes=10, scratch_bytes=3)
+    assert load_need(plan, "cpu", mapped=True) == Need(0, 13)
+    assert load_need(plan, "cpu", mapped=False) == Need(10, 13)
+    assert load_need(plan, "cuda", mapped=True) == Need(10, 13)
+
+
+@pytest.mark.parametrize(
+    "name, kind, dtype, fits",
+    [
+        ("saved__flux1-dev", "cpu", BF16, True),
+        ("saved__flux1-dev", "cpu", torch.float32, False),
+        (QUANTIZED, "cpu", torch.float32, True),
+        ("saved__flux1-dev", "cuda", BF16, False),
+    ],
+    ids=["as in the file", "cast", "quantized", "on a GPU"],
+)
+def test_a_load_onto_the_cpu_needs_memory_for_what_is_cast(name, kind, dtype, fits):
+    own = admission(FakeMemory(GB, kind=kind))
+    planned = own.plan_load(opened(name), dtype)
+    if fits:
+        assert own.check(planned)[0].need.least == 0
+    else:
+        with pytest.raises(OutOfRoom, match="to load this model"):
+            own.check(planned)
+
+
+def test_a_call_reads_nothing_stale():
+    """Its stages have the whole sequence, whatever patches samples are cut into."""
+    pipeline = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=4)
+    planned = planned_config(ModelCall("m", tensors={}), pipeline)
+    assert planned.patches == 1 and planned == replace(pipeline, num_pipeline_patch=1)
+    sample = Sample("m", "euler", 1.0, 7, num_pipeline_patch=8)
+    assert planned_config(sample, pipeline).patches == 8
+
+
+@pytest.mark.parametrize(
+    "degrees, batch, prompts",
+    [
+        ({}, 6, 1),
+        ({"data_parallel_degree": 4}, 8, 1),
+        ({"cfg_degree": 2}, 3, 2),
+        ({"cfg_degree": 2, "data_parallel_degree": 2}, 4, 2),
+    ],
+    ids=str,
+)
+def test_a_call_is_as_large_as_what_a_replica_computes_at_once(flux, degrees, batch, prompts):
+    """Six samples, over data-parallel ranks and both sides of guidance; ``batch`` is of all of the former."""
+    call = ModelCall("m", tensors=tensors(6, 64))
+    size = size_of(call, ParallelConfig(**degrees), flux.family, flux.config)
+    assert size == RequestSize(32 * 32, 12, batch, prompts, calls=1)
+
+
+def tensors(batch: int, side: int) -> dict[str, torch.Tensor]:
+    return {
+        "x": torch.empty(batch, 16, side, side, device="meta"),
+        "cond.c_crossattn": torch.empty(1, 12, 4096, device="meta"),
+    }
+
+
+def test_references_of_a_call_count_and_leave_room_for_fewer_samples(flux):
+    """Two of 48 x 96 tokens beside a latent of 64 x 64."""
+    references = {f"cond.ref_latents.{i}": torch.empty(1, 16, 96, 192, device="meta") for i in (0, 1)}
+    plain, edit = (
+        size_of(ModelCall("m", tensors=tensors(8, 128) | more), ParallelConfig(), flux.family, flux.config)
+        for more in ({}, references)
+    )
+    tokens = 64 * 64
+    assert (plain.image_tokens, edit.image_tokens) == (tokens, tokens + 2 * 48 * 96)
+    assert (plain.batch, edit.batch) == (TOKENS_AT_ONCE // tokens, 1) and plain.batch == 4
+
+
+def texts(config=None, size=SIZE, quantized=False) -> list[str]:
+    return [remedy.text for remedy in remedies(config or ParallelConfig(), size, quantized)]
+
+
+def test_a_file_that_is_quantized_is_not_told_to_be_quantized():
+    files = {"an 8-bit file", "a 4-bit file"}
+    assert files <= set(texts()) and not files & set(texts(quantized=True))
+    assert len(texts()) == len(texts(quantized=True)) + len(files)
+
+
+def test_a_smaller_batch_is_a_remedy_where_every_replica_has_several_samples():
+    """The smallest one that leaves no replica without work, with everything else as it is."""
+    replicas = ParallelConfig(data_parallel_degree=2)
+    assert not [text for text in texts() + texts(replicas, replace(SIZE, batch=2)) if "batch" in text]
+    assert texts(size=replace(SIZE, batch=3))[-1] == "a batch of 1"
+    last = list(remedies(replicas, replace(SIZE, batch=3), quantized=False))[-1]
+    assert last.text == "a batch of 2" and last.size == replace(SIZE, batch=2) and last.config == replicas
