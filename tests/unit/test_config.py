@@ -30,6 +30,19 @@ REFUSED = {
     "shares text": (dict(ulysses_degree=2, shares="fast,slow"), "not a list of positive numbers"),
     "shares with gaps": (dict(ulysses_degree=2, shares="60,,40"), "not a list of positive numbers"),
     "gpus on cpu": (dict(gpus="0", device="cpu"), "clear gpus"),
+    "shards of stages": (
+        dict(shard_weights=True, ulysses_degree=2, pipefusion_degree=2),
+        "pipefusion_degree is 2, which divides the weights already",
+    ),
+    "shards of shards": (
+        dict(shard_weights=True, ulysses_degree=2, tensor_parallel_degree=2),
+        "tensor_parallel_degree is 2, which divides the weights already",
+    ),
+    "shards for nobody": (dict(shard_weights=True, cfg_degree=2), "but those degrees are 1; raise one"),
+    "shards in host memory": (
+        dict(shard_weights=True, ring_degree=2, offload_modulation=True),
+        "sharded weights stay on the device",
+    ),
 }
 
 
@@ -38,6 +51,11 @@ def test_refused(fields, says):
     with pytest.raises(ConfigError, match=says) as error:
         ParallelConfig(**fields).validate()
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("degree", ["ulysses_degree", "ring_degree", "data_parallel_degree"])
+def test_weights_are_sharded_over_ranks_that_hold_the_same(degree):
+    ParallelConfig(shard_weights=True, **{degree: 2}).validate()
 
 
 def of(**degrees):
