@@ -1,5 +1,6 @@
 """Requests that a family does not take: refused in one sentence before any rank works."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from tiny import (
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
+from backend.protocol import ModelCall
+from backend.sampling.model_call import check_call
 from backend.sampling.validation import check_sample
 
 
@@ -96,3 +99,26 @@ def test_latents_of_another_kind_are_refused(family, shapes, words, tmp_path):
             torch.float32,
             "cpu",
         )
+
+
+@pytest.mark.parametrize(
+    "family, time, words",
+    [
+        ("ltx2", [0.75, 0.25], r"timesteps \[0.75, 0.25\], where the latents of .* have one in common"),
+        ("ltx2", [0.75, 0.75], None),
+        ("sd3", [0.75, 0.25], None),
+        ("sd3", [[0.75], [0.75]], r"timesteps of shape \(2, 1\), where .* one for each of the 2 samples"),
+        ("sd3", [0.75], r"timesteps of shape \(1,\)"),
+    ],
+)
+def test_timesteps_of_a_call(family, time, words, tmp_path):
+    """One for each sample; those of nested latents are run at one timestep together."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    sample, _ = golden(f"{family}__euler_simple")
+    given = {name: value for name, value in sample.tensors.items() if name.startswith("positive.")}
+    tensors = {name.replace("positive.", "cond."): value for name, value in given.items()}
+    x = sample.tensors["noise"]
+    tensors |= {"x": x.expand(2, *x.shape[1:]), "time": torch.tensor(time)}
+    call = ModelCall("m", latent_shapes=sample.latent_shapes, tensors=tensors)
+    with pytest.raises(UnsupportedError, match=words) if words else nullcontext():
+        check_call(call, ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
