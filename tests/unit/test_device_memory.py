@@ -1,0 +1,83 @@
+"""Free, cached and given-back memory of a GPU that is not there, and errors that say that it ran out."""
+
+import platform
+
+import pytest
+import torch
+
+from backend import device_memory
+from backend.device_memory import DeviceMemory, is_out_of_memory
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> list[str]:
+    """torch.cuda with 7 of 24 bytes free on GPU 1, 5 reserved and 2 of these in use; the calls of it."""
+    calls = []
+
+    def answering(name, answer):
+        def answered(*devices):
+            assert devices in ((), (GPU,))
+            calls.append(name)
+            return answer
+
+        monkeypatch.setattr(torch.cuda, name, answered)
+
+    answering("mem_get_info", (7, 24))
+    answering("memory_reserved", 5)
+    answering("memory_allocated", 2)
+    answering("empty_cache", None)
+    return calls
+
+
+def test_memory_of_a_gpu_is_what_cuda_says(cuda):
+    memory = DeviceMemory(GPU)
+    assert (memory.free(), memory.cached()) == (7, 3)
+    memory.release()
+    assert cuda == ["mem_get_info", "memory_reserved", "memory_allocated", "empty_cache"]
+
+
+def test_memory_of_the_cpu_does_not_touch_cuda(cuda, monkeypatch):
+    """Which would make a context, or fail."""
+    monkeypatch.setattr(device_memory, "host_free", lambda: 11)
+    memory = DeviceMemory(torch.device("cpu"))
+    memory.release()
+    assert (memory.free(), memory.cached(), cuda) == (11, 0, [])
+    assert memory.name.startswith(f"memory of {platform.node()}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA failed."),
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8000 bytes."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("NCCL error: Failed to CUDA calloc 8388608 bytes"),
+        RuntimeError("NCCL error: Failed to CUDA malloc 8388608 bytes"),
+        RuntimeError("NCCL error: Failed to CUDA host alloc 8388608 bytes"),
+    ],
+    ids=str,
+)
+def test_what_says_that_memory_ran_out(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        OSError("out of memory"),
+        ValueError("not enough memory"),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+def test_what_does_not(error):
+    """A file's reader may say the words of something else."""
+    assert not is_out_of_memory(error)
