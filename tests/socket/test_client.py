@@ -1,12 +1,15 @@
 """The client against a server in a thread that speaks the protocol, well or badly."""
 
+import socket
+import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
-from fake_backend import TOKEN, WELCOME, reply, sample_message
+from fake_backend import TOKEN, WELCOME, let_in, reply, sample_message
 
 from backend import protocol
 from backend.client import pace, pool
@@ -102,6 +105,23 @@ def test_wrong_token(serve):
         BackendError, match="did not let this client in.*not know our token.*PARALLEL_DIT_TOKEN"
     ):
         BackendClient(serve(lambda connection: None), "guess")
+
+
+@pytest.mark.parametrize("proves, limit", [(False, framing.MAX_HELLO), (True, framing.MAX_HEADER)])
+def test_a_long_answer_in_the_handshake_is_not_read(proves, limit):
+    """In the place of Challenge, or of Welcome: the client does not wait for what is announced."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        connection, _ = server.accept()
+        with connection, suppress(ConnectionError):  # the client hangs up
+            assert let_in(connection) if proves else framing.receive(connection)
+            connection.sendall(framing.PREFIX.pack(framing.MAGIC, 100, 1 << 29))
+            connection.recv(1)
+
+    threading.Thread(target=answer, daemon=True).start()
+    with server, pytest.raises(BackendError, match=rf"over the limit of {limit}\)"):
+        BackendClient(f"tcp:127.0.0.1:{server.getsockname()[1]}", TOKEN)
 
 
 def test_a_backend_of_as_many_ranks_as_there_may_be_welcomes(serve):

@@ -7,7 +7,7 @@ import pytest
 from handshakes import TOKEN, answer, closed, connect, greeted
 
 from backend import protocol
-from backend.protocol import Failure, Hello, Load, Ping, Pong, Proof, Welcome, framing, handshake
+from backend.protocol import Challenge, Failure, Hello, Load, Ping, Pong, Proof, Welcome, framing, handshake
 from backend.protocol.messages import version_of
 from backend.serving.server import HELLO_SECONDS, MAX_CLIENTS
 
@@ -82,6 +82,15 @@ def test_large_frame_before_the_token_is_refused(server):
     client = connect(server)
     client.sendall(framing.PREFIX.pack(framing.MAGIC, 100, 1 << 30))
     assert "limit" in framing.receive(client).message
+
+
+def test_large_frame_in_the_place_of_a_proof_is_refused(server):
+    """It is not waited for, though this client has said Hello."""
+    client = connect(server)
+    framing.send(client, Hello(handshake.new_nonce()))
+    assert isinstance(framing.receive(client), Challenge)
+    client.sendall(framing.PREFIX.pack(framing.MAGIC, 100, 1 << 30))
+    assert "limit" in framing.receive(client).message and closed(client)
 
 
 def test_silent_peers_do_not_keep_a_client_out(server):
