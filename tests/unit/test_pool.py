@@ -1,0 +1,85 @@
+"""What a client does with models on its backend's ranks: which it knows, and which it has unloaded."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from backend.client.pool import Backend
+from backend.config import ParallelConfig
+from backend.protocol import Load, Loaded, Result, Unload, Welcome
+
+KEY = ("/m.safetensors", "default", "auto")
+
+
+class Ranks:
+    """In the client's place: ``names`` are those of the next loads, ``unloaded`` the answer to an Unload."""
+
+    welcome = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-1"])
+    closed = False
+
+    def __init__(self, *names: str):
+        self.names = list(names)
+        self.received: list = []
+        self.unloaded = {"freed": True, "left": [0, 1]}
+
+    def request(self, message, *_, **__):
+        self.received.append(message)
+        return Loaded(self.names.pop(0), "flux") if isinstance(message, Load) else Result(self.unloaded)
+
+
+def backend(*names: str) -> Backend:
+    """One that has loaded a file under the first of the names."""
+    found = Backend(ParallelConfig(address="tcp:host:1"), Ranks(*names))
+    found.load(KEY[0])
+    found.client.received.clear()
+    return found
+
+
+def test_the_predecessor_of_a_changed_file_is_unloaded():
+    """Nobody else would: the handle of the file names its successor from now on."""
+    ranks = backend("before", "after")
+    ranks.load(KEY[0])
+    assert ranks.client.received[1:] == [Unload("before")] and ranks.models == {KEY: "after"}
+
+
+@pytest.mark.parametrize("name", ["same", "same+lora"])
+def test_a_file_that_is_the_same_stays(name):
+    """With other LoRAs too, whose weights are the same."""
+    ranks = backend("same", name)
+    ranks.load(KEY[0])
+    assert [type(message) for message in ranks.client.received] == [Load] and ranks.models == {KEY: "same"}
+
+
+def test_a_freed_model_is_forgotten():
+    ranks = backend("m")
+    assert ranks.unload(*KEY, park=False) == [0, 1]
+    assert ranks.client.received == [Unload("m", False)] and not ranks.models
+    assert ranks.unload(*KEY) == [] and len(ranks.client.received) == 1
+
+
+def test_a_parked_model_is_still_known():
+    """It comes back when it is sampled, from the ranks that it has left."""
+    ranks = backend("m")
+    ranks.client.unloaded = {"freed": False, "left": [1]}
+    assert ranks.unload(*KEY, ranks={1}) == [1]
+    assert ranks.client.received == [Unload("m", True, [1])] and ranks.models == {KEY: "m"}
+
+
+def test_nothing_is_unloaded_while_a_request_runs():
+    """ComfyUI asks for room in the middle of one: to wait for its end would be for ever."""
+    ranks = backend("m")
+    ranks._busy = SimpleNamespace(
+        acquire=lambda blocking=True: pytest.fail("it waits") if blocking else False
+    )
+    assert ranks.unload(*KEY) == []
+    assert not ranks.client.received and ranks.models == {KEY: "m"}
+
+
+def test_an_unload_leaves_the_backend_free_for_others():
+    """Also of what is not loaded, and one that fails."""
+    ranks = backend("m")
+    ranks.unload("/another", "default")
+    ranks.client.unloaded = {}
+    with pytest.raises(KeyError):
+        ranks.unload(*KEY)
+    assert not ranks.is_busy
