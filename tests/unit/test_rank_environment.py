@@ -70,6 +70,26 @@ def test_environment_drops_other_launchers_settings():
     assert int(env["OMP_NUM_THREADS"]) >= 1
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
+        *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        "DIFFUSERS_ATTN_CHECKS",
+    ],
+)
+def test_ranks_wait_and_attend_as_is_expected_of_them(name, device):
+    """Not as another program was told to: to block in each collective, or to check attention's arguments."""
+    assert name not in sanitized_environment({name: "1"}, TWO_RANKS, device)
+
+
+@pytest.mark.parametrize("theirs", [{}, {"HF_HUB_OFFLINE": "0"}], ids=str)
+def test_ranks_ask_no_hub(theirs):
+    """Whatever ComfyUI does: they read what is on this disk."""
+    assert sanitized_environment(theirs, TWO_RANKS, "cpu")["HF_HUB_OFFLINE"] == "1"
+
+
 @pytest.mark.parametrize(
     "theirs, expected",
     [
