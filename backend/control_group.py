@@ -26,13 +26,9 @@ NO_LIMIT = 1 << 60
 def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[int, int]]:
     """Return (limit, used) in bytes of every group with a limit that this process is in; used is without
     cached files. ``groups``: the text of /proc/self/cgroup."""
-    try:
-        lines = (Path("/proc/self/cgroup").read_text() if groups is None else groups).splitlines()
-    except OSError:
-        return []  # no Linux
     found = []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        for name in VERSIONS.keys() & set(controllers.split(",")):
+    for controllers, path in _groups(groups):
+        for name in VERSIONS.keys() & set(controllers):
             folder, limit, used, cached = VERSIONS[name]
             found += [_limit(group, limit, used, cached) for group in _with_parents(root / folder, path)]
     return [each for each in found if each is not None]
@@ -41,17 +37,24 @@ def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[in
 def cpu_limit(root: Path = ROOT, groups: str | None = None) -> float:
     """Return how many processors' time the groups of this process may take; infinity without a limit.
     ``groups`` as in memory_limits."""
-    try:
-        lines = (Path("/proc/self/cgroup").read_text() if groups is None else groups).splitlines()
-    except OSError:
-        return math.inf  # no Linux
     found = [math.inf]
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if not controllers:
+    for controllers, path in _groups(groups):
+        if controllers == [""]:
             found += [_cpus(group, "cpu.max") for group in _with_parents(root, path)]
-        elif "cpu" in controllers.split(","):
+        elif "cpu" in controllers:
             found += [_cpus(group, *CPU_FILES) for group in _with_parents(root / "cpu", path)]
     return min(found)
+
+
+def _groups(text: str | None) -> list[tuple[list[str], str]]:
+    """Return (controllers, path) of each group; ``text`` as in memory_limits. Version 2's line names no
+    controller: [""]."""
+    try:
+        lines = (Path("/proc/self/cgroup").read_text() if text is None else text).splitlines()
+    except OSError:
+        return []  # no Linux
+    fields = [line.split(":", 2) for line in lines]
+    return [(controllers.split(","), path) for _, controllers, path in fields]
 
 
 def _cpus(group: Path, *files: str) -> float:
