@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import ConfigError
 from ..errors import quoted
 from ..models import discrete_schedule
-from ..planner.machine import Request, tokens_of
+from ..planner.machine import Request, sides_of, tokens_of
 from ..planner.model_shape import ModelShape
 from ..protocol import Loaded, Sample
 from .sample_request import CONDITIONING, SampleRequest, check_several, read_json, read_prompt, read_tensors
@@ -42,12 +42,11 @@ def sample_message(request: SampleRequest, loaded: Loaded, settings: dict) -> Sa
 def planned_request(request: SampleRequest, shape: ModelShape) -> Request:
     """Return what the planner has to know of a request for a model of this ``shape``. Raises ConfigError."""
     size, batch = _first_size(request)
-    frames = size[1] if len(size) == 4 else 1
     prompt = {CONDITIONING.get(name, name): each for name, each in read_tensors(request.positive).items()}
     text = prompt["c_crossattn"].shape[1] if "c_crossattn" in prompt else 0
     steps = len(request.sigmas) - 1 if request.sigmas else request.steps
     prompts = 1 if request.cfg == 1.0 else 2
-    return Request(tokens_of((frames, size[-2], size[-1]), shape.patch), text, max(1, steps), prompts, batch)
+    return Request(tokens_of(sides_of(size), shape.patch), text, max(1, steps), prompts, batch)
 
 
 def _first_size(request: SampleRequest) -> tuple[list[int], int]:

@@ -1,9 +1,12 @@
 """What the planner knows of a machine and of a request."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+#: (T, H, W) of a latent or of a patch.
+Sides = tuple[int, int, int]
 #: Bytes that CUDA, NCCL and the allocator need on each GPU beside what is counted.
 RESERVE = 1_200_000_000
 #: Bytes/s between a GPU and host memory of a machine that was not measured: PCIe 3.0 of 16 lanes.
@@ -185,9 +188,12 @@ def samples_at_once(tokens: int) -> int:
     return max(1, TOKENS_AT_ONCE // tokens)
 
 
-def tokens_of(sides: tuple[int, int, int], patch: tuple[int, int, int]) -> int:
+def sides_of(shape: Sequence[int]) -> Sides:
+    """Return (T, H, W) of a latent's ``shape``, (C, [T,] H, W); a side that is missing is 1."""
+    time, height, width = (1, 1, *shape[1:])[-3:]
+    return time, height, width
+
+
+def tokens_of(sides: Sides, patch: Sides) -> int:
     """Count the tokens of a latent (T, H, W)."""
-    tokens = 1
-    for side, size in zip(sides, patch):
-        tokens *= max(1, -(-side // size))
-    return tokens
+    return math.prod(max(1, -(-side // size)) for side, size in zip(sides, patch))

@@ -15,7 +15,7 @@ from ...backend.client.pool import Wanted
 from ...backend.config import ConfigError, ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.planner.choose import Question
-from ...backend.planner.machine import Request
+from ...backend.planner.machine import Request, Sides, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import BackendError, RefusedError
 from .graph import TEXT
@@ -239,11 +239,11 @@ def _request_of(
     return request
 
 
-def _sides(size: torch.Size, dit: ParallelDiT) -> tuple[int, tuple[int, int, int]]:
+def _sides(size: torch.Size, dit: ParallelDiT) -> tuple[int, Sides]:
     """Return the batch and (T, H, W) of latents of this size as the model will get them."""
     format = dit.patcher.model.latent_format
     ratio = getattr(format, "spacial_downscale_ratio", 8)
     # ComfyUI scales an empty latent of another model
     scale = 1 if size[1] == format.latent_channels else ratio // 8 or 1
-    frames = size[2] if len(size) == 5 else 1
-    return size[0], (frames, size[-2] // scale, size[-1] // scale)
+    frames, height, width = sides_of(size[1:])
+    return size[0], (frames, height // scale, width // scale)
