@@ -168,7 +168,7 @@ class Forward:
         """Cut whole streams to this rank's tokens."""
         text = streams["text"]
         if text is not None:
-            text = text[:, self.tokens.local.text.lo : self.tokens.local.text.hi]
+            text = text[:, self.tokens.local.text.indices]
         return {"image": self._mine(streams["image"]), "text": text}
 
     def _own(self, streams: Streams) -> Streams:
@@ -190,11 +190,11 @@ class Forward:
     def _mine(self, image: Tensor) -> Tensor:
         """This rank's tokens of the whole image stream."""
         shard = self.tokens.local
-        latent = image[:, shard.image.lo : shard.image.hi]
+        latent = image[:, shard.image.indices]
         if not len(shard.reference):
             return latent
         references = image[:, self.tokens.sequence.image :]
-        return torch.cat([latent, references[:, shard.reference.lo : shard.reference.hi]], dim=1)
+        return torch.cat([latent, references[:, shard.reference.indices]], dim=1)
 
     def give(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):
         """Put the streams into a block's arguments, and cut the others; ``dummy``: text is a dummy token."""
@@ -265,7 +265,7 @@ class Forward:
         """Return the model's output (B, latent tokens, F), of which this forward's carry values."""
         span = self.tokens.local.image
         full = output.new_zeros(output.shape[0], self.tokens.sequence.image, output.shape[2])
-        full[:, span.lo : span.hi] = output
+        full[:, span.indices] = output
         return full
 
     def whole_text(self, text: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class Forward:
         span = self.tokens.local.image
         reference = self.tokens.local.reference
         full = image.new_zeros(image.shape[0], sequence.stream, image.shape[2])
-        full[:, span.lo : span.hi] = image[:, : len(span)]
+        full[:, span.indices] = image[:, : len(span)]
         if len(reference):
             start = sequence.image + reference.lo
             full[:, start : start + len(reference)] = image[:, len(span) :]

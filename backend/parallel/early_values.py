@@ -27,7 +27,7 @@ class EarlyValues:
         if self.whole is None:
             self.whole = unpack(self.wait(), self.dtype)[0]
         heads = Span(0, self.whole.shape[1]).shard(part, parts)
-        return self.whole[:, heads.lo : heads.hi]
+        return self.whole[:, heads.indices]
 
 
 #: Value layer -> the query layer that has the same input, which blocks call first.

@@ -22,6 +22,11 @@ class Span:
     def __len__(self) -> int:
         return self.hi - self.lo
 
+    @property
+    def indices(self) -> slice:
+        """The span as a slice."""
+        return slice(self.lo, self.hi)
+
     def shard(self, index: int, count: int, shares: tuple[float, ...] = ()) -> "Span":
         """Return the ``index``-th of ``count`` shards, cut by ``shares``, or equally (shares.edges)."""
         lo, hi = edges(len(self), count, shares)[index : index + 2]

@@ -23,7 +23,7 @@ class StepContext:
     @property
     def samples(self) -> slice:
         """The samples, to index a tensor of the batch."""
-        return slice(self.items.lo, self.items.hi)
+        return self.items.indices
 
     @property
     def keys(self) -> list[tuple[str, int]]:

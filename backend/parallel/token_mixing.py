@@ -84,9 +84,9 @@ class Mixing:
             return Halo(self._halo(x, spans, near, width, total), near.lo, own.lo - near.lo)
         shapes = [(x.shape[0], length, x.shape[2]) for length in tokens.lengths("image")]
         fresh = torch.cat(comm.all_gather(x, shapes, self.sp, "halo"), dim=1)
-        positions = slice(tokens.image.lo, tokens.image.hi)
+        positions = tokens.image.indices
         (whole,) = buffers.refresh(where, [fresh[:, None]], positions, total, call.context)
-        return Halo(whole[:, 0, near.lo : near.hi], near.lo, own.lo - near.lo)
+        return Halo(whole[:, 0, near.indices], near.lo, own.lo - near.lo)
 
     def _halo(self, x: Tensor, spans: list[Span], near: Span, width: int, total: int) -> Tensor:
         """The tokens ``near`` this rank's, from whichever ranks have them."""

@@ -59,7 +59,7 @@ def scatter_heads(
         buffer = flat[filled:end].view(ranks, tokens, kinds, batch, len(chosen), size)
         filled = end
         for kind, tensor in enumerate(tensors):
-            cut = tensor[:, first:last].unflatten(1, (-1, shard))[:, :, chosen.lo : chosen.hi]
+            cut = tensor[:, first:last].unflatten(1, (-1, shard))[:, :, chosen.indices]
             buffer[:, :, kind] = cut.permute(1, 3, 0, 2, 4)
     own = counts[axis.rank]
     under_way = exchange(flat, sent, [length * own * row for length in lengths], axis, "ulysses")

@@ -219,7 +219,7 @@ class Runner:
         if output is None:
             return None
         local = model.stage.local_image(context)
-        return model.family.io.output(output, grid)[:, local.lo : local.hi]
+        return model.family.io.output(output, grid)[:, local.indices]
 
     def _time(self, sigma: Tensor, context: StepContext) -> Tensor:
         """The model's own time of a noise level, or the samples' times where the client sent them."""

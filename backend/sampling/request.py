@@ -96,7 +96,7 @@ class Request:
     def denoised(self, x: Tensor, sigma: Tensor, output: Tensor, span: Span) -> Tensor:
         """Return the prediction for x (B, n, F), the tokens of ``span``, from the model's output for them."""
         if self.rescale is not None:
-            own, factor = (self._rescaling(i, sigma, x)[span.lo : span.hi] for i in (1, 2))
+            own, factor = (self._rescaling(i, sigma, x)[span.indices] for i in (1, 2))
             output = own * x + factor * output
         return self.prediction.denoised(x, sigma, output)
 
@@ -132,7 +132,7 @@ def build(
     """Build the request of a checked message for one data-parallel ``replica``; ``dtype`` is the model's."""
     shape = sample.tensors["noise"].shape
     own = Span(0, shape[0]).shard(replica, config.data_parallel_degree, config.shares_of("dp"))
-    items = slice(own.lo, own.hi)
+    items = own.indices
     grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
 
     def tokens(name):
@@ -234,12 +234,12 @@ class Inpaint:
 
     @staticmethod
     def _tokens(x: Tensor, span: Span) -> Tensor:
-        return x[:, span.lo : span.hi]
+        return x[:, span.indices]
 
 
 def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
     """Return the solver's problem for the tokens of ``span``."""
-    tokens = slice(span.lo, span.hi)
+    tokens = span.indices
     return Problem(
         request.sigmas,
         request.prediction,

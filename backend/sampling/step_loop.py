@@ -144,7 +144,7 @@ class Denoiser:
     def _start_solvers(self):
         start = self.request.start()
         for state in self.whole.states:
-            tokens = start[:, state.span.lo : state.span.hi]
+            tokens = start[:, state.span.indices]
             solve = SOLVER_FUNCTIONS[self.request.solver]
             state.solver = solve(tokens, problem(self.request, self.noise, state.span))
             self._step(state, None)
@@ -221,7 +221,7 @@ class Denoiser:
             denoised = predictions[1] + (predictions[0] - predictions[1]) * self.request.cfg
         denoised = self.inpaint.denoised(denoised, span)
         if pending.opens_step:  # as ComfyUI's solvers report it
-            self.x0[:, span.lo : span.hi] = denoised
+            self.x0[:, span.indices] = denoised
         for state in pending.patch.states:
             tokens = slice(state.span.lo - span.lo, state.span.hi - span.lo)
             uncond = predictions[-1][:, tokens]
@@ -251,7 +251,7 @@ class Denoiser:
         none counts."""
         request = self.request
         span = pending.patch.span
-        tokens = slice(span.lo, span.hi)
+        tokens = span.indices
         x = self.x[:, tokens]
         prompts = {
             branch: request.prompts[branch]
@@ -267,7 +267,7 @@ class Denoiser:
     def _step(self, state: SolverState, prediction: Tensor | tuple[Tensor, Tensor] | None):
         """Send a prediction to a solver (None: start it) and place what it asks for, or returns, into x."""
         assert state.solver is not None, "solvers are started before the first evaluation"
-        tokens = slice(state.span.lo, state.span.hi)
+        tokens = state.span.indices
         try:
             x, sigma, _ = next(state.solver) if prediction is None else state.solver.send(prediction)
             self.x[:, tokens] = self.inpaint.model_input(x, sigma, state.span)

@@ -53,7 +53,7 @@ def same_latent(engine, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [
             (
                 calls.run(x, sigma, StepContext("positive", 1, items, rows.image, with_text=index == 0)),
-                whole[:, rows.image.lo : rows.image.hi],
+                whole[:, rows.image.indices],
             )
             for index, rows in enumerate(patches(Sequence(12, 64, "first"), count))
         ]

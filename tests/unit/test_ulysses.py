@@ -81,7 +81,7 @@ def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, part, parts, m
     for tensor, kind in zip(whole, range(kinds)):
         for rank, own in enumerate(tensor.split(of_heads, dim=1)):
             chosen = Span(0, own.shape[1]).shard(part, parts)
-            assert received[rank][kind].equal(own[:, chosen.lo : chosen.hi])
+            assert received[rank][kind].equal(own[:, chosen.indices])
             assert received[rank].stride(-1) == 1  # as the kernels want it
 
 
@@ -100,7 +100,7 @@ def test_heads_go_back_to_tokens(heads, lengths, shares, batch, parts, monkeypat
         wires = Wires(monkeypatch, shares)
         for going, own in zip(all_going, of_heads):
             chosen = Span(0, own.shape[1]).shard(part, parts)
-            sent[going.axis.rank] = own[:, chosen.lo : chosen.hi]
+            sent[going.axis.rank] = own[:, chosen.indices]
 
         def send(axis, going=all_going, sent=sent, part=part):
             del going[axis.rank].under_way[part:]  # of the first pass

@@ -198,7 +198,7 @@ def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, argument
             spans = [None, *(tokens.image for tokens in cut_patches(Sequence(0, grid.tokens, None), patches))]
             for span in spans:
                 buffers.begin_evaluation(0.0)
-                tokens = slice(None) if span is None else slice(span.lo, span.hi)
+                tokens = slice(None) if span is None else span.indices
                 context = StepContext("positive", 0, Span(0, 1), span, span in (None, spans[1]))
                 output = cut.io.output(stage.forward(arguments, context, grid.tokens), grid)
                 error = ((output - reference)[:, tokens].norm() / reference[:, tokens].norm()).item()
