@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted
 from ..models.key_layout import Layout, Shapes
+from ..parallel.comm import cat
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
 from ..quantization.packed import Packed, join
@@ -93,11 +94,12 @@ def read_shard(
     device: torch.device,
 ) -> Tensor:
     """Read the rows and columns that ``shard`` keeps of a parameter of ``height`` rows, and nothing else."""
-    rows = [slice(span.lo, span.hi) for span in source.rows(shard.outputs, height)]
+    rows = [span.indices for span in source.rows(shard.outputs, height)]
     columns = [slice(None)]
     if len(files.shapes[key]) > 1:
-        columns = [slice(span.lo, span.hi) for span in shard.inputs]
-    return _cat([_cat([files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
+        columns = [span.indices for span in shard.inputs]
+    # one piece alone stays where it is mapped
+    return cat([cat([files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
 
 
 def read_packed(
@@ -107,11 +109,10 @@ def read_packed(
     matrix."""
     if source.shape is not None:
         return None
-    outputs = shard.outputs if shard else (Span(0, height),)
-    inputs = shard.inputs if shard else (Span(0, files.shapes[key][-1]),)
+    kept = shard or _whole(files, key, height)
     below = []
-    for span in source.rows(outputs, height):
-        beside = [files.packed(key, slice(span.lo, span.hi), slice(c.lo, c.hi), device) for c in inputs]
+    for span in source.rows(kept.outputs, height):
+        beside = [files.packed(key, span.indices, columns.indices, device) for columns in kept.inputs]
         pieces = [piece for piece in beside if piece is not None]
         if not pieces:
             return None
@@ -125,13 +126,14 @@ def packed_sizes(
     """Measure what ``read_packed`` would read; None where it is no quantized matrix."""
     if source.shape is not None:
         return None
-    outputs = shard.outputs if shard else (Span(0, height),)
-    inputs = shard.inputs if shard else (Span(0, files.shapes[key][-1]),)
-    return files.stored_sizes(key, sum(map(len, outputs)), [range(span.lo, span.hi) for span in inputs])
+    kept = shard or _whole(files, key, height)
+    columns = [range(span.lo, span.hi) for span in kept.inputs]
+    return files.stored_sizes(key, sum(map(len, kept.outputs)), columns)
 
 
-def _cat(pieces: list[Tensor], dim: int) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)  # one alone stays where it is mapped
+def _whole(files: Weights, key: str, height: int) -> Shard:
+    """Return the shard that is all of the matrix ``key``, of a parameter of ``height`` rows."""
+    return Shard((Span(0, height),), (Span(0, files.shapes[key][-1]),))
 
 
 def numbered(names: Iterable[str]) -> dict[str, list[str]]:
