@@ -12,8 +12,9 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,31 +110,35 @@ class Probe:
         gemm, attention, bandwidth, launch = self._compute()
         latency, exchanges = self._exchanges()
         rings = self._rings()
-        own = [gemm, attention, bandwidth, launch, latency, self._neighbours(), self._host_link()]
+        own = {"gemm": gemm, "attention": attention, "bandwidth": bandwidth, "launch": launch}
+        own |= {"latency": latency, "p2p": self._neighbours(), "host_link": self._host_link()}
         float32 = max(1.0, gemm / self._gemm(self.together, torch.float32)) if self.kind == "cuda" else 1.0
-        own += [*exchanges.values(), *rings.values()]
-        everybody = list(zip(*self.dispatcher.all_gather_object(own)))
-        slowest = [min(values) for values in everybody]
+        ranks = self._gathered(own)
         return Machine(
             name=self._name(),
-            gemm=slowest[0],
-            attention=slowest[1],
-            bandwidth=slowest[2],
-            launch=max(everybody[3]),
+            gemm=min(ranks["gemm"]),
+            attention=min(ranks["attention"]),
+            bandwidth=min(ranks["bandwidth"]),
+            p2p=min(ranks["p2p"]),
+            host_link=min(ranks["host_link"]),
+            launch=max(ranks["launch"]),
             overhead=OVERHEAD if self.kind == "cuda" else 0.0,
-            latency=max(everybody[4]),
-            p2p=slowest[5],
-            host_link=slowest[6],
+            latency=max(ranks["latency"]),
             float32=max(self.dispatcher.all_gather_object(float32)),
-            all_to_all=dict(zip(exchanges, slowest[7:])),
-            rings=dict(zip(rings, slowest[7 + len(exchanges) :])),
-            alone=self._alone(slowest[0]),
+            all_to_all={size: min(rates) for size, rates in self._gathered(exchanges).items()},
+            rings={size: min(rates) for size, rates in self._gathered(rings).items()},
+            alone=self._alone(min(ranks["gemm"])),
             ranks=self.ranks,
             names=tuple(self.dispatcher.all_gather_object(self._name())),
             speeds=self.speeds() if self.kind == "cuda" else (),
-            bandwidths=everybody[2] if self.kind == "cuda" else (),
+            bandwidths=ranks["bandwidth"] if self.kind == "cuda" else (),
             on_host=self.kind == "cpu",
         )
+
+    def _gathered(self, own: dict) -> dict[Any, tuple[float, ...]]:
+        """Return the numbers of every rank under the names of ``own``, which all ranks have, in order."""
+        ranks = self.dispatcher.all_gather_object(list(own.values()))
+        return dict(zip(own, zip(*ranks)))
 
     def native(self) -> dict[str, float]:
         """Return how many times as fast as those of this type native products of each format are, on the
@@ -149,10 +154,9 @@ class Probe:
         try:
             if trial.refusals([(kind, name)], self.device):
                 return 0.0
-            x, plain = self._random(self.tokens, self.width), self._random(self.width, self.width)
             weights = trial.examples(kind, self.dtype, self.device, self.width)
-            usual = self.sustained(lambda: F.linear(x, plain))
-            return usual / max(self.sustained(partial(weight.linear, x, None)) for weight in weights)
+            usual = self.sustained(lambda: F.linear(self.x, self.weight))
+            return usual / max(self.sustained(partial(weight.linear, self.x, None)) for weight in weights)
         except Exception:  # the other ranks wait for this one, and its products may run all the same
             traceback.print_exc()
             return 0.0
@@ -160,14 +164,11 @@ class Probe:
     def speeds(self) -> tuple[float, ...]:
         """Return how many times as fast as the slowest rank each is, by one timed step of all at once: linear
         layers and attention as in a block."""
-        x = self._random(self.tokens, self.width)
-        weight = self._random(self.width, self.width)
-        q = self._random(1, self.heads, self.tokens, self.head_size)
 
         def step():
             for _ in range(LAYERS):
-                F.linear(x, weight)
-            F.scaled_dot_product_attention(q, q, q)
+                F.linear(self.x, self.weight)
+            F.scaled_dot_product_attention(self.q, self.q, self.q)
 
         self.dispatcher.all_gather_object(None)  # begin together
         found = self.dispatcher.all_gather_object(self.seconds(step))
@@ -175,11 +176,9 @@ class Probe:
 
     def warm_up(self):
         """Compute for a while: a GPU that idled is slower at first, and links would seem fast beside it."""
-        x = self._random(self.tokens, self.width)
-        weight = self._random(self.width, self.width)
         end = time.perf_counter() + WARM
         while time.perf_counter() < end:
-            F.linear(x, weight)
+            F.linear(self.x, self.weight)
             self._wait()
 
     def together(self, action: Callable[[], object]) -> float:
@@ -207,19 +206,31 @@ class Probe:
     def _name(self) -> str:
         return torch.cuda.get_device_name() if self.kind == "cuda" else "CPU"
 
-    def _random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    @cached_property
+    def x(self) -> torch.Tensor:
+        """(tokens, width), the input of a linear layer."""
+        return self._random(self.tokens, self.width)
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """(width, width), that of a linear layer."""
+        return self._random(self.width, self.width)
+
+    @cached_property
+    def q(self) -> torch.Tensor:
+        """(1, heads, tokens, head size), the queries, keys and values of attention."""
+        return self._random(1, self.heads, self.tokens, self.head_size)
 
     def _gemm(self, clock: Callable, dtype: torch.dtype | None = None) -> float:
         """FLOP/s of a linear layer; ``clock``: seconds of a call."""
-        x = self._random(self.tokens, self.width, dtype=dtype)
-        weight = self._random(self.width, self.width, dtype=dtype)
+        x, weight = self.x.to(dtype or self.dtype), self.weight.to(dtype or self.dtype)
         return 2 * self.tokens * self.width**2 / clock(lambda: F.linear(x, weight))
 
     def _compute(self) -> tuple[float, float, float, float]:
         """FLOP/s of a linear layer and of attention, bytes/s of memory, seconds to start kernels."""
-        x = self._random(self.tokens, self.width)
-        q = self._random(1, self.heads, self.tokens, self.head_size)
         small = self._random(8, 64)
         weight = self._random(64, 64)
         flop = 4 * self.tokens**2 * self.heads * self.head_size
@@ -228,9 +239,9 @@ class Probe:
             for _ in range(KERNELS // 2):
                 F.layer_norm(F.linear(small, weight), (64,))
 
-        attention = self.together(lambda: F.scaled_dot_product_attention(q, q, q))
-        copied = self.together(x.clone)
-        size = 2 * x.numel() * x.element_size()
+        attention = self.together(lambda: F.scaled_dot_product_attention(self.q, self.q, self.q))
+        copied = self.together(self.x.clone)
+        size = 2 * self.x.nbytes
         return self._gemm(self.together), flop / attention, size / copied, self.together(kernels)
 
     def _host_link(self) -> float:
