@@ -71,17 +71,27 @@ def _weights(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> int:
     """Bytes of weights on a rank; modulation is spread to balance them. FSDP2 cuts equally."""
     if plan.shard_weights:
         return math.ceil(shape.weights / (plan.sp_degree * plan.data_parallel_degree))
-    stages = min(plan.pipefusion_degree, max(1, len(shape.blocks)))
-    stage = min(share.stage, stages - 1)
-    shares = plan.shares_of("pp")
-    own = stages_of(shape, stages, shares)[stage]
+    own = _own_blocks(shape, plan, share)
     cut = share.matrices / plan.tensor_parallel_degree
     plain = sum(
         block.weights * (1 - block.cut + block.cut * cut) for block in shape.blocks[own.start : own.stop]
     )
     if not plan.offload_modulation:
-        plain += modulation_of(shape, stages, shares)[stage] * cut
+        stages, stage = _stage(shape, plan, share)
+        plain += modulation_of(shape, stages, plan.shares_of("pp"))[stage] * cut
     return math.ceil(shape.rest + plain)
+
+
+def _stage(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> tuple[int, int]:
+    """Return how many stages the blocks of ``shape`` make, and which of them a rank has."""
+    stages = min(plan.pipefusion_degree, max(1, len(shape.blocks)))
+    return stages, min(share.stage, stages - 1)
+
+
+def _own_blocks(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> range:
+    """Return the blocks of a rank's stage."""
+    stages, stage = _stage(shape, plan, share)
+    return stages_of(shape, stages, plan.shares_of("pp"))[stage]
 
 
 def _loras(shape: ModelShape, plan: ParallelConfig, loras: int, share: RankShare) -> int:
@@ -89,8 +99,7 @@ def _loras(shape: ModelShape, plan: ParallelConfig, loras: int, share: RankShare
     cut with a matrix. FSDP2 does not cut them."""
     if not loras:
         return 0
-    stages = min(plan.pipefusion_degree, max(1, len(shape.blocks)))
-    own = stages_of(shape, stages, plan.shares_of("pp"))[min(share.stage, stages - 1)]
+    own = _own_blocks(shape, plan, share)
     weights = [block.weights for block in shape.blocks]
     cut = (1 + share.matrices / plan.tensor_parallel_degree) / 2
     return math.ceil(loras * cut * sum(weights[own.start : own.stop]) / max(1, sum(weights)))
@@ -104,7 +113,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: Rank
     branches = request.branches(plan.cfg_degree)
     ranks = plan.tensor_parallel_degree * plan.ulysses_degree
     heads = math.ceil(shape.heads / ranks * share.matrices * share.heads)
-    own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[share.stage]
+    own = _own_blocks(shape, plan, share)
     width = shape.heads * shape.head_size
     keys = sum(block.sent(width)[1] for block in shape.blocks[own.start : own.stop])
     token = 2 * heads * keys // shape.heads * shape.itemsize
@@ -118,7 +127,7 @@ def _static_text(shape: ModelShape, plan: ParallelConfig, request: Request, shar
     if not shape.static_text:
         return 0
     heads = shape.heads / (plan.tensor_parallel_degree * plan.ulysses_degree) * share.matrices * share.heads
-    own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[share.stage]
+    own = _own_blocks(shape, plan, share)
     token = 2 * math.ceil(heads) * shape.head_size * shape.itemsize * len(own)
     tokens = math.ceil(request.text_tokens / plan.ring_degree)
     return request.branches(plan.cfg_degree) * share.samples * token * tokens
@@ -134,7 +143,7 @@ def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
     """Bytes of activations of a rank."""
-    own = stages_of(shape, plan.pipefusion_degree, plan.shares_of("pp"))[share.stage]
+    own = _own_blocks(shape, plan, share)
     skips = max(shape.blocks[index - 1].skips for index in own if index) if own.stop > 1 else 0
     skipped = skips * shape.width * shape.itemsize
     token = shape.activations.on_rank(plan, skipped, share.tokens, share.matrices)
