@@ -54,6 +54,10 @@ class Axis:
         return self.ranks[(self.rank + offset) % self.size]
 
 
+#: The axis of a process without others.
+ALONE = Axis(None, 0, 1, (0,))
+
+
 @dataclass(frozen=True)
 class Edges:
     """Two-rank groups of the pipeline around this stage, None where it has no such neighbour: from the stage
@@ -104,8 +108,7 @@ class Mesh:
 
 def single(device: str = "cpu") -> Mesh:
     """Make the mesh of one process, without torch.distributed."""
-    alone = Axis(None, 0, 1, (0,))
-    return Mesh(torch.device(device), 0, 1, *[alone] * 9, weights=None, edges=Edges(), control=None)
+    return Mesh(torch.device(device), 0, 1, *[ALONE] * 9, weights=None, edges=Edges(), control=None)
 
 
 def layout(config: ParallelConfig) -> torch.Tensor:

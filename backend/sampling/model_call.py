@@ -15,7 +15,7 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..models.family import Family
 from ..parallel.kernel_table import Capability
-from ..parallel.mesh import Axis, Mesh
+from ..parallel.mesh import ALONE, Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
 from ..planner.machine import samples_at_once
@@ -29,8 +29,6 @@ from .solver_registry import Evaluation
 from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
 from .validation import check_kernel, check_patches, check_wire
-
-ALONE = Axis(None, 0, 1, (0,))
 
 
 def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
