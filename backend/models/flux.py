@@ -12,6 +12,9 @@ from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, rope_axes, under
 
+#: Why a guidance-distilled model does not run without guidance.
+NO_GUIDANCE = "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
+
 
 def patch_module(transformer, config):
     """Timesteps are not rounded."""
@@ -40,7 +43,7 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """Fill, Canny and Depth take an image as channels; diffusers' blocks give one timestep to all tokens."""
     if config["guidance_embeds"] and "guidance" not in cond:
-        return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
+        return NO_GUIDANCE
     takes_channels = config["in_channels"] != (config["out_channels"] or config["in_channels"])
     if references.references(cond) and takes_channels:
         return (

@@ -39,7 +39,7 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """What guidance-distilled and image to video models need."""
     if config["guidance_embeds"] and "guidance" not in cond:
-        return "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
+        return flux.NO_GUIDANCE
     if cond["y"].shape[1] < config["pooled_projection_dim"]:
         return (
             f"y has width {cond['y'].shape[1]}, but this model reads {config['pooled_projection_dim']}; "

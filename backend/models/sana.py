@@ -7,7 +7,6 @@ have this model: its files are diffusers folders, or the transformer's file out 
 
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
@@ -15,6 +14,7 @@ from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransf
 from ..opaque_ops import opaque
 from .blocks import APART, Blocks
 from .common import token_mixing
+from .common.joint_blocks import within_range
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -32,8 +32,7 @@ class LinearAttention(SanaLinearAttnProcessor2_0):
         v = F.pad(v, (0, 1), value=1.0)
         out = q @ token_mixing.linear_state(k, v)
         out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
-        out = attn.to_out[1](attn.to_out[0](out))
-        return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
+        return within_range(attn.to_out[1](attn.to_out[0](out)))
 
 
 class MixedMLP(GLUMBConv):

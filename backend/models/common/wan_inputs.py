@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..latent_tokens import TokenGrid
 from .call_state import call_state
-from .references import listed
+from .references import grid_of, listed
 
 #: Names of what is given so, as ComfyUI's model calls them.
 NAMES = ("reference_latent", "time_dim_concat", "context_latents", "camera_conditions")
@@ -30,14 +30,10 @@ def _videos(cond) -> list[Tensor]:
     return [*later, *_in_context(cond)]
 
 
-def _grid(grid: TokenGrid, latent: Tensor) -> TokenGrid:
-    return TokenGrid(tuple(latent.shape[1:]), grid.patch)
-
-
 def token_count(config, grid: TokenGrid, cond) -> int:
     """Count the reference tokens: Conditioning.context_tokens."""
     count = grid.counts[1] * grid.counts[2] if "reference_latent" in cond else 0
-    return count + sum(_grid(grid, latent).tokens for latent in _videos(cond))
+    return count + sum(grid_of(latent, grid).tokens for latent in _videos(cond))
 
 
 def refusal(config, grid: TokenGrid, cond) -> str | None:
@@ -81,7 +77,7 @@ def padded(grid: TokenGrid, cond) -> dict[str, Tensor]:
     found = given(cond)
     for name, value in found.items():
         if value.ndim == 5 and name != "camera_conditions":
-            found[name] = _grid(grid, value).pad(value)
+            found[name] = grid_of(value, grid).pad(value)
     return found
 
 
