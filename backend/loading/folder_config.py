@@ -42,11 +42,6 @@ def with_defaults(cls: type, config: dict) -> dict:
     return defaults | {key: value for key, value in config.items() if not key.startswith("_")}
 
 
-def is_pipeline(folder: Path) -> bool:
-    """Return whether ``folder`` is a diffusers pipeline's, of one class or made of blocks."""
-    return any((folder / name).is_file() for name in ("model_index.json", "modular_model_index.json"))
-
-
 def pipeline_configs(folder: Path) -> dict[str, dict]:
     """Read the configurations next to the transformer's, "scheduler" and "vae", where they are there."""
     paths = {"scheduler": folder / "scheduler/scheduler_config.json", "vae": folder / "vae/config.json"}

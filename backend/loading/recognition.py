@@ -11,12 +11,12 @@ from ..models.key_layout import PREFIXES, Layout, Shapes, renamed
 from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback
 from .checkpoint import Checkpoint
-from .folder_config import is_pipeline, pipeline_configs, transformer_class, with_defaults
+from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
 from .known_models import check_format, check_known, check_unread
 from .parameter_sources import from_diffusers, numbered
 from .quantized import ScaledFiles
-from .regular_files import read_json
+from .regular_files import is_pipeline, read_json
 from .safetensors_files import TensorFiles, Weights, weight_paths
 
 

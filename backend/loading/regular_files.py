@@ -10,6 +10,9 @@ from ..errors import UnsupportedError, quoted, reason
 
 #: Bytes of a configuration; published ones have a few thousand.
 MOST_CONFIG = 1 << 20
+#: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of
+#: blocks.
+INDEXES = ("model_index.json", "modular_model_index.json")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -37,6 +40,11 @@ def check_regular(folder: Path):
         for name in names:
             if not stat.S_ISREG(os.stat(os.path.join(where, name)).st_mode):
                 raise UnsupportedError(f"{quoted(name)} is a pipe, socket or device; delete it.")
+
+
+def is_pipeline(folder: Path) -> bool:
+    """Return whether ``folder`` is a diffusers pipeline's, of one class or made of blocks."""
+    return any((folder / name).is_file() for name in INDEXES)
 
 
 def read_json(path: Path, most: int = MOST_CONFIG) -> dict:

@@ -15,12 +15,9 @@ import torch
 
 from ...backend.errors import quoted, reason
 from ...backend.install_command import install_command
-from ...backend.loading.regular_files import check_regular, read_json
+from ...backend.loading.regular_files import INDEXES, check_regular, is_pipeline, read_json
 from ...backend.protocol import RefusedError
 
-#: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of
-#: blocks.
-INDEXES = ("model_index.json", "modular_model_index.json")
 _BOTH = ("prompt_embeds", "negative_prompt_embeds")
 _MASK = ("prompt_attention_mask", "negative_prompt_attention_mask")
 _MASKED = (_BOTH[0], _MASK[0], _BOTH[1], _MASK[1])
@@ -83,8 +80,7 @@ def pipeline_class(folder: Path) -> str:
 
 def has_encoders(folder: Path) -> bool:
     """Return whether a folder holds a pipeline with text encoders and a VAE; nothing is read."""
-    is_pipeline = any((folder / name).is_file() for name in INDEXES)
-    return is_pipeline and (folder / "vae").is_dir() and any(folder.glob("text_encoder*/"))
+    return is_pipeline(folder) and (folder / "vae").is_dir() and any(folder.glob("text_encoder*/"))
 
 
 def open_text(folder: Path) -> TextPipeline:

@@ -25,6 +25,8 @@ from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
 from .probe import Trace, shallow, trace
 from .structure import CannotCut, check_patches, structure
 
+#: A file's keys are diffusers' own.
+NO_LAYOUT = Layout(signature=(), config=lambda shapes: {})
 #: (height, width) in tokens, and tokens of the prompt, in the two probes; a size shows what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
 
@@ -39,7 +41,7 @@ def unknown(cls: type) -> Family:
         blocks=Blocks(lists={}),
         conditioning=Conditioning(accepted=(), required=(), widths=lambda config: {}),
         tensor_plan=None,
-        layout=Layout(signature=(), config=lambda shapes: {}),
+        layout=NO_LAYOUT,
     )
 
 
@@ -137,7 +139,7 @@ def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Famil
         ),
         build=Build(dtypes=BF16_OR_FP16),
         tensor_plan=None,
-        layout=Layout(signature=(), config=lambda shapes: {}),
+        layout=NO_LAYOUT,
     )
 
 
