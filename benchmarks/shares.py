@@ -22,6 +22,7 @@ import torch
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.probe import Probe
 from backend.rank_plan import describe
@@ -103,7 +104,7 @@ class Way:
 
 def work(config: ParallelConfig, model: str, tokens: int, text: int) -> list[str]:
     """Count what each rank has: tokens, heads, blocks."""
-    ranks = describe(config, model, tokens, text)
+    ranks = describe(config, open_checkpoint(model), tokens, text)
     return [
         f"{sum(map(sum, rank.patches))} tokens, {rank.heads} heads, {rank.blocks[1] - rank.blocks[0]} blocks"
         for rank in ranks

@@ -9,7 +9,6 @@ import torch
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..loading.load_report import blocks_text
-from ..loading.recognition import open_checkpoint
 from ..loading.weight_loading import matrices
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.stage_split import Stages
@@ -87,7 +86,7 @@ def _mb(size: int) -> str:
 
 def describe(
     config: ParallelConfig,
-    model: str | Checkpoint,
+    checkpoint: Checkpoint,
     image_tokens: int = IMAGE_TOKENS,
     text_tokens: int = TEXT_TOKENS,
     batch: int = 1,
@@ -99,7 +98,7 @@ def describe(
     latents: tuple[tuple[str, int], ...] = (),
     controls: int = 1,
 ) -> list[RankPlan]:
-    """Describe every rank of ``config`` with the transformer at ``model``.
+    """Describe every rank of ``config`` with the transformer of ``checkpoint``.
 
     image_tokens, text_tokens: of a request (4096 + 512: Flux at 1024 x 1024). branches: 2 with a negative
     prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. choices: how
@@ -108,7 +107,6 @@ def describe(
     the order of their tokens; without them all tokens are the first's. controls: control inputs of a prompt,
     where the model has layers for them. Raises ConfigError and UnsupportedError as loading does.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     config.validate()
     shards = shard_sizes(batch, config.data_parallel_degree, config.shares_of("dp"))
     samples = [max(1, size) for size in shards]

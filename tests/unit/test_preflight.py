@@ -57,7 +57,7 @@ def test_settings_of_the_loader_are_checked(model, change):
 def test_weights_that_no_gpu_holds_are_refused(model):
     """By the bytes that ``describe`` counts: one less is refused, as many are accepted."""
     config = ParallelConfig(pipefusion_degree=2, device="cuda")
-    plans = describe(config, model, dtype=torch.float32)
+    plans = describe(config, open_checkpoint(model), dtype=torch.float32)
     needed = [plan.weight_bytes + plan.scratch_bytes + plan.gathered_bytes for plan in plans]
     check_before_start(config, model, "fp32", device="cuda", capability=(8, 0), memory=needed)
     short = [needed[0], needed[1] - 1]
@@ -67,7 +67,7 @@ def test_weights_that_no_gpu_holds_are_refused(model):
 
 def test_ranks_on_the_cpu_share_its_memory(model):
     config = ParallelConfig(ulysses_degree=2, device="cpu")
-    needed = sum(plan.weight_bytes for plan in describe(config, model, dtype=torch.float32))
+    needed = sum(plan.weight_bytes for plan in describe(config, open_checkpoint(model), dtype=torch.float32))
     check_before_start(config, model, memory=[needed])
     with pytest.raises(UnsupportedError, match="on 2 ranks together"):
         check_before_start(config, model, memory=[needed - 1])

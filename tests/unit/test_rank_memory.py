@@ -82,7 +82,7 @@ def loaded(config: ParallelConfig, groups: mesh.Mesh, path, dtype: str = "bf16")
 @pytest.mark.parametrize("kind", FILES)
 def test_weights_are_those_of_the_loaded_rank(files, kind, degrees):
     config = ParallelConfig(**degrees)
-    for plan in describe(config, str(files[kind]), 60, 12, dtype=torch.bfloat16):
+    for plan in describe(config, open_checkpoint(str(files[kind])), 60, 12, dtype=torch.bfloat16):
         model = loaded(config, stand_in(config, plan.place), files[kind])
         assert plan.weight_bytes + plan.host_bytes == model.report.weight_bytes
         held = [model.transformer, *chain.from_iterable(model.cache.hosted)]
@@ -117,7 +117,9 @@ def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind,
     engine.load("tiny", str(files[kind]), "bf16", matmul)
     model = engine.models["tiny"]
     assert {choice.kernel is not None for choice in model.choices.values()} == {matmul != "weight only"}
-    (plan,) = describe(ParallelConfig(), str(files[kind]), 60, 12, dtype=model.dtype, choices=model.choices)
+    (plan,) = describe(
+        ParallelConfig(), open_checkpoint(str(files[kind])), 60, 12, dtype=model.dtype, choices=model.choices
+    )
     assert plan.weight_bytes == model.report.weight_bytes
     assert bool(plan.scratch_bytes) == has_scratch
 
@@ -125,7 +127,7 @@ def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind,
 def test_what_dequantizing_makes_is_needed_at_every_request(files):
     """The memory for a weight stays from the first one on."""
     free_scratch()
-    (plan,) = describe(ParallelConfig(), str(files["gguf"]), 60, 12, dtype=torch.bfloat16)
+    (plan,) = describe(ParallelConfig(), open_checkpoint(str(files["gguf"])), 60, 12, dtype=torch.bfloat16)
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(files["gguf"]), "bf16")
     engine.sample(golden_request("euler_simple", "tiny")[0], Callbacks())
@@ -139,8 +141,8 @@ def test_what_dequantizing_makes_is_needed_at_every_request(files):
 def test_sharded_weights_are_those_of_the_loaded_rank(files, kind, ranks):
     """Equal to the values that FSDP holds; its padding, at most a row of each tensor, is not counted."""
     config = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
-    whole = describe(ParallelConfig(), str(files[kind]), 60, 12, dtype=torch.bfloat16)[0]
-    plans = describe(config, str(files[kind]), 60, 12, dtype=torch.bfloat16)
+    whole = describe(ParallelConfig(), open_checkpoint(str(files[kind])), 60, 12, dtype=torch.bfloat16)[0]
+    plans = describe(config, open_checkpoint(str(files[kind])), 60, 12, dtype=torch.bfloat16)
     assert sum(plan.weight_bytes for plan in plans) == whole.weight_bytes
     for plan in plans:
         dist.init_process_group("fake", store=FakeStore(), rank=plan.rank, world_size=ranks)
@@ -162,7 +164,7 @@ def test_the_block_that_runs_is_gathered_twice_and_the_next_one_once(files):
         block = next((each for each in sizes if each and name.startswith(f"{each}.")), "")
         if not block or name.startswith(f"{block}.0."):
             sizes[block] += parameter.numel() * parameter.element_size()
-    assert describe(config, path, dtype=torch.bfloat16)[0].gathered_bytes == (
+    assert describe(config, open_checkpoint(path), dtype=torch.bfloat16)[0].gathered_bytes == (
         3 * max(sizes["transformer_blocks"], sizes["single_transformer_blocks"]) + sizes[""]
     )
 
@@ -171,7 +173,7 @@ def test_weights_that_stay_in_float32_are_counted_so(tmp_path):
     path = write_checkpoint(tmp_path / "h3.safetensors", "minimax-h3")
     model = loaded(ParallelConfig(), mesh.single(), path)
     kept = [p for p in model.transformer.parameters() if p.dtype == torch.float32]
-    plan = describe(ParallelConfig(), str(path), dtype=torch.bfloat16)[0]
+    plan = describe(ParallelConfig(), open_checkpoint(str(path)), dtype=torch.bfloat16)[0]
     assert kept and plan.weight_bytes == model.report.weight_bytes
 
 
@@ -201,7 +203,7 @@ def test_activations_are_about_what_a_request_allocates(tmp_path, family, dtype)
     pt, ph, pw = model.family.latent.patch(model.config)
     image = frames * height * width // (pt * ph * pw)
     text = sample.tensors["positive.c_crossattn"].shape[1]
-    plan = describe(ParallelConfig(), str(path), image, text, dtype=model.dtype)[0]
+    plan = describe(ParallelConfig(), open_checkpoint(str(path)), image, text, dtype=model.dtype)[0]
     measured = memory.peak - model.cache.most_bytes
     assert 0.75 <= plan.activation_bytes / measured <= 1.45
 
@@ -270,7 +272,9 @@ def test_a_batch_through_a_one_patch_pipeline_is_planned_as_ranks_count_it(tmp_p
 
 def test_activations_divide_over_tokens_and_heads(files):
     def told(**fields):
-        return describe(ParallelConfig(**fields), str(files["plain"]), 4096, 512)[0].activation_bytes
+        return describe(ParallelConfig(**fields), open_checkpoint(str(files["plain"])), 4096, 512)[
+            0
+        ].activation_bytes
 
     assert told(ulysses_degree=4) < 0.6 * told()
     assert told(tensor_parallel_degree=4) < 0.7 * told()
@@ -283,7 +287,7 @@ def test_the_script_prints_json(files, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["describe.py", path, "--tensor-parallel-degree", "2", "--json"])
     runpy.run_path(str(script), run_name="__main__")
     found = json.loads(capsys.readouterr().out)
-    plans = describe(ParallelConfig(tensor_parallel_degree=2), path)
+    plans = describe(ParallelConfig(tensor_parallel_degree=2), open_checkpoint(path))
     assert found == {"ranks": [json.loads(json.dumps(plan.as_dict())) for plan in plans]}
     wanted = {"weight_bytes", "scratch_bytes", "kv_bytes", "modulation_bytes", "activation_bytes"}
     assert wanted <= found["ranks"][0].keys()
