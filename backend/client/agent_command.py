@@ -24,7 +24,7 @@ def rendezvous_flags(folder: Path) -> list[str]:
     return ["--rdzv-backend", "c10d", *where, "--local-addr", "127.0.0.1"]
 
 
-def static_rendezvous(machines: Machines) -> list[str]:
+def _static_rendezvous(machines: Machines) -> list[str]:
     """Return torchrun's flags for the agents of several machines: static, which unpickles nothing."""
     which = ["--nnodes", str(machines.count), "--node-rank", str(machines.index)]
     where = ["--rdzv-endpoint", machines.endpoint, "--local-addr", machines.address]
@@ -56,5 +56,5 @@ def agent_command(ranks: int, folder: Path, machines: Machines = ONE_MACHINE) ->
         "--log-dir": str(folder / "ranks"),
         "--tee": "3",
     }
-    rendezvous = static_rendezvous(machines) if machines.count > 1 else rendezvous_flags(folder)
+    rendezvous = _static_rendezvous(machines) if machines.count > 1 else rendezvous_flags(folder)
     return [ranks_python(), "-m", "torch.distributed.run", *rendezvous, *chain(*flags.items())]

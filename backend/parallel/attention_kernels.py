@@ -70,7 +70,7 @@ def attend_lse(
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = _lse_kernel(kernel, q, k, v, None if mask is None else additive(mask, q), scale)
+    out, lse = _lse_kernel(kernel, q, k, v, None if mask is None else _additive(mask, q), scale)
     assert lse is not None, "asked for"
     if mask is None:
         return out, lse.float()
@@ -106,7 +106,7 @@ def has_flash(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def additive(mask: Tensor, like: Tensor) -> Tensor:
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
     """Turn a boolean mask into 0 / -inf in the dtype of ``like``."""
     if mask.dtype == torch.bool:
         return like.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
