@@ -30,6 +30,11 @@ MOST_ROTATED = 4_096
 SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as messages and settings have it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Effort:
     """What it takes to dequantize to half precision.

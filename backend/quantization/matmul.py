@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import UnsupportedError, some
 from ..torch_version import has_torch, torch_version
 from . import kernels
-from .formats import PLAIN_FLOAT8, Format, Settings
+from .formats import PLAIN_FLOAT8, Format, Settings, dtype_name
 from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Choice, Kernel
 from .packed_weight import PackedWeight
 
@@ -68,7 +68,7 @@ class Matrix:
     @property
     def product(self) -> Product:
         """What ranks try before they multiply so (trial.py)."""
-        return str(self.settings.get("format")), str(self.dtype).removeprefix("torch.")
+        return str(self.settings.get("format")), dtype_name(self.dtype)
 
     @property
     def is_precise(self) -> bool:
@@ -141,7 +141,7 @@ def wanted(
 
 def native_formats(dtype: torch.dtype, device: torch.device, capability: Capability) -> list[Product]:
     """Return what AUTO multiplies natively on a device, of inputs in ``dtype``, if it can."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     kinds = [kind for kind, rule in RULES.items() if not _device_objection(rule, AUTO, device, capability)]
     return [(kind, name) for kind in kinds]
 

@@ -29,6 +29,7 @@ from ..parallel.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
+from ..quantization.formats import dtype_name
 from ..quantization.kernels import Choice
 from ..quantization.packed_weight import PackedWeight
 from .request import Request
@@ -125,7 +126,7 @@ class LoadedModel:
             "prediction": self.family.noise.prediction,
             "latent_format": self.weights.checkpoint.latent_format,
             "generic": self.weights.checkpoint.generic,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             "device": device,
             "bytes_read": self.report.bytes_read,
             "quantized": self.report.quantized,
@@ -243,10 +244,10 @@ class Runner:
         return self.model.stage is None or self.model.stage.expect(context)
 
     def statistics(self, started: float) -> dict:
-        """Return the seconds since ``started`` (time.perf_counter), the calls of the model, the bytes sent by
-        purpose, and what a user should be told, in sentences."""
-        found = {"seconds": time.perf_counter() - started, "model_calls": self.calls}
-        return {**found, "bytes_sent": dict(comm.SENT), "notes": self.notes()}
+        """Return the seconds since ``started`` (time.perf_counter), the bytes sent by purpose, and what a
+        user should be told, in sentences."""
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "bytes_sent": dict(comm.SENT), "notes": self.notes()}
 
     def drain(self):
         """Wait for every activation under way."""
