@@ -107,7 +107,7 @@ def stored_bytes(path: Path, width: int) -> int:
     with safe_open(path, "pt") as file:
         where = [key for key in file.keys() if key.rpartition(".")[0] in names]
         tensors = [file.get_tensor(key) for key in where if key.rpartition(".")[2] in leaves]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class HostPeak(threading.Thread):

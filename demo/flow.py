@@ -1,5 +1,7 @@
 """What training and evaluation share: Flux's token layout and a plain Euler sampler."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
@@ -71,7 +73,7 @@ def sample(model, prompts: list[str], steps: int, cfg: float, shift: float, seed
     tokens = to_tokens(noise)
     caption, empty = encode_prompts(prompts), encode_prompts([""] * len(prompts))
     levels = sigmas(steps, shift)
-    for now, following in zip(levels, levels[1:]):
+    for now, following in pairwise(levels):
         time = now.repeat(len(prompts))
         unguided = velocity(model, tokens, time, empty)
         guided = unguided + cfg * (velocity(model, tokens, time, caption) - unguided)

@@ -46,7 +46,7 @@ class ArgumentCache:
         forget = []
         self.taken = []
         for name, value in call.tensors.items():
-            if not name.startswith("cond.") or value.numel() * value.element_size() < LEAST_BYTES:
+            if not name.startswith("cond.") or value.nbytes < LEAST_BYTES:
                 continue
             known = self.known.setdefault(name, {})
             probes = _probes(value)
@@ -66,7 +66,7 @@ class ArgumentCache:
 
 
 def _size(known: dict[str, tuple[torch.Tensor, numpy.ndarray]]) -> int:
-    return sum(copy.numel() * copy.element_size() for copy, _ in known.values())
+    return sum(copy.nbytes for copy, _ in known.values())
 
 
 def _is_alike(known: tuple[torch.Tensor, numpy.ndarray], value: torch.Tensor, probes: numpy.ndarray) -> bool:
@@ -80,7 +80,7 @@ def _probes(value: torch.Tensor) -> numpy.ndarray:
     """Return eight bytes each at about PROBES places of a tensor of at least LEAST_BYTES."""
     # steps are odd: not the same column of every row
     if value.device.type == "cpu":
-        words = value.numel() * value.element_size() // 8
+        words = value.nbytes // 8
         step = max(1, words // PROBES) | 1
         return _bytes(value)[: 8 * words].view(numpy.int64)[::step].copy()
     step = max(1, value.numel() // PROBES) | 1

@@ -113,7 +113,7 @@ class TensorFiles:
             tensor = tensor[rows, columns].contiguous()
         elif rows != ALL:
             tensor = tensor[rows]
-        self.bytes_read += tensor.numel() * tensor.element_size()
+        self.bytes_read += tensor.nbytes
         tensor = upload(tensor, device)  # few bytes travel, then become many
         return tensor if dtype is None else tensor.to(dtype)
 

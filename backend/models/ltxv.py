@@ -31,7 +31,7 @@ def corners(grid, cond, device, causal, side=0):
     ]
     if causal:
         axes[0] = (axes[0] + 1 - PIXELS[0]).clamp(min=0)
-    found = torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(1, 3, -1)
+    found = torch.cartesian_prod(*axes).T[None]
     if guides(cond):
         stated = cond["keyframe_idxs"][..., side].float().trunc()
         found = torch.cat([found[:, :, : -guides(cond)].expand(stated.shape[0], -1, -1), stated], dim=2)

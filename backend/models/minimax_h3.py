@@ -51,14 +51,10 @@ def positions(grid, text, references, origin):
     moments = torch.arange(length, dtype=torch.float64) + origin
     words = torch.arange(text, dtype=torch.float64)
     nought = torch.zeros(1, dtype=torch.float64)
-
-    def box(*axes):
-        return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
-
-    audio = [box(moments, nought, side[None]) for side in (x[0], x[-1])]
-    return torch.cat(
-        [box(words, nought, nought), references.double().cpu(), *audio, box(clock, y, x)]
-    ).float()
+    texts = torch.cartesian_prod(words, nought, nought)
+    audio = [torch.cartesian_prod(moments, nought, side[None]) for side in (x[0], x[-1])]
+    video = torch.cartesian_prod(clock, y, x)
+    return torch.cat([texts, references.double().cpu(), *audio, video]).float()
 
 
 def forward_args(config, grid, latent, sigma, cond):

@@ -37,7 +37,7 @@ WAITING = Waiting()
 
 def count(mechanism: str, sent: Tensor | int):
     """Add the bytes of ``sent`` to the account of ``mechanism``."""
-    size = sent if isinstance(sent, int) else sent.numel() * sent.element_size()
+    size = sent if isinstance(sent, int) else sent.nbytes
     if size:
         SENT[mechanism] += size
 
@@ -108,7 +108,7 @@ def gather_equal(x: Tensor, axis: Axis, mechanism: str) -> list[Tensor]:
     gathered = x.new_empty(axis.size * x.numel())
     with WAITING:
         dist.all_gather_into_tensor(gathered, x.view(-1), group=axis.group)
-    count(mechanism, (axis.size - 1) * x.numel() * x.element_size())
+    count(mechanism, (axis.size - 1) * x.nbytes)
     return list(gathered.view(axis.size, *x.shape).unbind())
 
 
@@ -159,7 +159,7 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
     if x.device.type == "cpu":
         return _begin_chunks(x, axis, mechanism)
     work = require_work(dist.all_reduce(x, group=axis.group, async_op=True))
-    count(mechanism, 2 * (axis.size - 1) * x.numel() * x.element_size() // axis.size)
+    count(mechanism, 2 * (axis.size - 1) * x.nbytes // axis.size)
 
     def end() -> Tensor:
         with WAITING:
@@ -174,7 +174,7 @@ def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     wide = x.float()  # of which every backend knows the maximum
     with WAITING:
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
-    count(mechanism, 2 * (axis.size - 1) * wide.numel() * wide.element_size() // axis.size)
+    count(mechanism, 2 * (axis.size - 1) * wide.nbytes // axis.size)
     return wide.to(x.dtype)
 
 

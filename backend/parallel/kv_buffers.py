@@ -73,4 +73,4 @@ class KVBuffers:
     def bytes(self) -> int:
         """Memory of all buffers."""
         buffers = [*self.current.values(), *self.previous.values()]
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        return sum(buffer.nbytes for buffer in buffers)

@@ -123,7 +123,7 @@ class CachedLayer(nn.Module):
         ]
         if self.table is not None:
             tensors.append(self.table)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def store(self, table: Tensor | None):
         """Cache the answers (rows, features) to the rows of TableIndex.rows, or (None) forget them."""

@@ -7,7 +7,7 @@ Modulation is computed once a request, so another stage than the block's may hol
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ..shares import portions
 
@@ -114,7 +114,7 @@ def _cheapest(costs: list[float], speeds: list[float], weights: list[int], most:
     if len(costs) not in best:
         return None
     cuts = best[len(costs)][2]
-    return [range(lo, hi) for lo, hi in zip(cuts, cuts[1:])]
+    return [range(lo, hi) for lo, hi in pairwise(cuts)]
 
 
 def _extend(plan, cost, end):

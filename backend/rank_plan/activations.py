@@ -111,9 +111,7 @@ def latent_bytes(work: Workload) -> int:
     """Count the latents and rotary tables of a sample, which live through all layers."""
     latent = work.family.latent
     config = work.checkpoint.config
-    features = latent.channels(config)
-    for size in latent.patch(config):
-        features *= size
+    features = latent.channels(config) * math.prod(latent.patch(config))
     return FLOAT32 * (LATENTS * work.image_tokens * features + 2 * work.sequence.joint * work.head_size)
 
 

@@ -7,6 +7,7 @@ is spread over the replicas of both the dp and the cfg axis: its samples know of
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def samples_of_replicas(batch: int, mesh: Mesh) -> list[list[int]]:
     replicas = mesh.dp.size * mesh.cfg.size
     if mesh.replica_shares and mesh.weights is None and batch >= replicas:
         ends = edges(batch, replicas, mesh.replica_shares)
-        return [list(range(start, end)) for start, end in zip(ends, ends[1:])]
+        return [list(range(start, end)) for start, end in pairwise(ends)]
     count = -(-batch // replicas)
     samples = [min(sample, batch - 1) for sample in range(replicas * count)]
     return [samples[first : first + count] for first in range(0, len(samples), count)]

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def _unchanged(x: Tensor, sigma: Tensor) -> Tensor:

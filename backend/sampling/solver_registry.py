@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from itertools import cycle
 
 import torch
+from torch import Tensor
 
 from ..protocol.solver_names import HALF_LOG_SNR, NEEDS_NEGATIVE, SOLVERS
 from .solvers import dpmpp, euler, exponential, multistep, unipc
 from .solvers.problem import Problem
-
-Tensor = torch.Tensor
 
 _FAMILIES = (euler, dpmpp, multistep, exponential, unipc)
 #: ddim is ComfyUI's: Euler steps, and its own noise where a mask keeps part of the latent (see

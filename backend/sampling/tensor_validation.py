@@ -4,13 +4,13 @@ Refusals are sentences."""
 import math
 
 import torch
+from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
-
-Tensor = torch.Tensor
+from ..quantization.formats import dtype_name
 
 #: Types of a request's tensors; those of its latent and its prompt are floating-point.
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -36,7 +36,7 @@ def check_result(result: Tensor, name: str, dtype: torch.dtype):
     ``dtype``. Raises UnsupportedError. Where some values are numbers, ComfyUI shows what there is."""
     if not result.numel() or torch.isfinite(result).any():
         return
-    kind = str(dtype).removeprefix("torch.")
+    kind = dtype_name(dtype)
     remedy = "download it again"
     if dtype == torch.float16:
         remedy = "set weight_dtype to bf16 or fp32, or download it again"

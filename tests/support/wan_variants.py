@@ -1,5 +1,7 @@
 """Variants of Wan 2.1 and 2.2; Variant says what an entry holds."""
 
+from itertools import pairwise
+
 import torch
 from tiny import facts
 from variant_parts import Variant, frames_given, randn
@@ -50,7 +52,7 @@ def animate(widths: tuple[int, ...], style: int, hidden: int) -> dict:
     }
     halving = {
         f"{ENCODER}.{i}.{name}": shape
-        for i, (before, after) in enumerate(zip(widths, widths[1:]), 1)
+        for i, (before, after) in enumerate(pairwise(widths), 1)
         for name, shape in (
             ("conv1.0.weight", (before, before, 3, 3)),
             ("conv1.1.bias", (1, before, 1, 1)),

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ def test_activations_come_while_the_stage_computes():
     patches = 4
     logs = run("flux-dev", configuration(("pipefusion",), num_pipeline_patch=patches))
     steady = [op for op in logs[1].operations if op.received][-patches:]
-    micro_step = min(b.waited - a.waited for a, b in zip(steady, steady[1:]))
+    micro_step = min(b.waited - a.waited for a, b in pairwise(steady))
     assert all(op.waited - op.started > 0.9 * micro_step for op in steady[1:])
 
 

@@ -1,5 +1,6 @@
 """scripts/method_pictures.py: timelines whose micro-batches are the step loop's own."""
 
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import method_pictures as pictures
@@ -20,7 +21,7 @@ def test_all_work_is_done_once_and_one_thing_at_a_time(name):
     rows = pictures.timeline(pictures.PICTURES[name])
     assert sum(work.end - work.start for row in rows for work in row) == pytest.approx(pictures.STEPS)
     for row in rows:
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(row, row[1:]))
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(row))
 
 
 def test_warm_up_is_whole_and_later_steps_are_patches():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +58,7 @@ def test_requests_in_turn_do_not_move_weights_each_time(start):
     seconds, choices = run(requests, start)
     places = [choice.plan.placement for choice in choices]
     assert seconds <= 1.2 * fixed(requests)
-    assert sum(one != other for one, other in zip(places, places[1:])) <= 2
+    assert sum(one != other for one, other in pairwise(places)) <= 2
 
 
 def test_the_way_back_takes_all_of_its_seconds_again():
@@ -69,7 +70,7 @@ def test_the_way_back_takes_all_of_its_seconds_again():
         plan, behind = settle(scores, [], ranks, PICTURE)
         ranks = replace(ranks, plan=plan, behind=behind)
         places.append(plan.placement)
-    assert sum(one != other for one, other in zip(places, places[1:])) <= 2
+    assert sum(one != other for one, other in pairwise(places)) <= 2
 
 
 @pytest.mark.parametrize("request_", [PICTURE, REFINED], ids=["20 steps", "6 steps"])
@@ -79,7 +80,7 @@ def test_many_equal_requests_get_the_best_plan(request_):
         _, choices = run([request_] * 40, start)
         assert choices[-1].option.score <= STAYS * best.score, start
         places = [choice.plan.placement for choice in choices]
-        assert sum(one != other for one, other in zip(places, places[1:])) <= 1
+        assert sum(one != other for one, other in pairwise(places)) <= 1
 
 
 def test_why_ranks_stay_is_said():

@@ -1,6 +1,7 @@
 """describe() against what the ranks counted and against the published formulas."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,11 +74,7 @@ def test_weights_divide_over_stages(checkpoint):
     assert 0 < shared < 0.2 * whole
     assert all(plan.weight_bytes - shared <= 1.15 * (whole - shared) / 3 for plan in parts)
     blocks = [plan.blocks for plan in parts]
-    assert (
-        blocks[0][0] == 0
-        and blocks[-1][1] == LAYERS
-        and all(a[1] == b[0] for a, b in zip(blocks, blocks[1:]))
-    )
+    assert blocks[0][0] == 0 and blocks[-1][1] == LAYERS and all(a[1] == b[0] for a, b in pairwise(blocks))
 
 
 def test_offloaded_modulation_is_counted_apart(checkpoint):

@@ -1,6 +1,7 @@
 """Shares of the work of ranks that differ: who gets how many tokens, heads, blocks and samples."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def mixed(speeds=(1.0, 1.6), gigabytes=(80, 80), names=("A", "B")) -> Machine:
 def test_shards_follow_shares_and_none_is_empty(total, given):
     count = len(given) or 3
     ends = shares.edges(total, count, given)
-    sizes = [end - start for start, end in zip(ends, ends[1:])]
+    sizes = [end - start for start, end in pairwise(ends)]
     assert ends[0] == 0 and ends[-1] == total and min(sizes) >= (total >= count)
     wanted = [total * share / sum(given) for share in given] or [total / count] * count
     assert total < 1000 or all(abs(size - want) <= 3 for size, want in zip(sizes, wanted))

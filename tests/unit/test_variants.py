@@ -1,6 +1,7 @@
 """Variants of families in one process: noise levels, frame rates, masks and positions that differ."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import diffusers
 import pytest
@@ -37,7 +38,7 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
         torch.device("cpu"),
     )
     assert built.tells_step_end and checkpoint.config["use_meanflow"]
-    for begin, end in zip(built.sigmas, built.sigmas[1:]):
+    for begin, end in pairwise(built.sigmas):
         cond = built.arguments("positive", slice(None)) | {"step_end": built.step_end(begin)}
         latent = built.grid.to_latent(built.noise)
         found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, begin, cond)

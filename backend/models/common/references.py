@@ -127,7 +127,7 @@ def positions(
         axes[1] + place[1] - middle[1],
         axes[2] + place[2] - middle[2],
     ]
-    return torch.stack(torch.meshgrid(*shifted, indexing="ij"), dim=-1).reshape(-1, 3)
+    return torch.cartesian_prod(*shifted)
 
 
 def all_positions(

@@ -3,7 +3,9 @@ stochastic forms."""
 
 from collections.abc import Callable
 
-from .problem import Problem, Steps, Tensor, ancestral, ancestral_split, blend, euler_step
+from torch import Tensor
+
+from .problem import Problem, Steps, ancestral, ancestral_split, blend, euler_step
 
 
 def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from .problem import Problem, Steps, Tensor, ancestral, ancestral_split, blend, euler_step
+from .problem import Problem, Steps, ancestral, ancestral_split, blend, euler_step
 
 
 def euler(x: Tensor, problem: Problem) -> Steps:

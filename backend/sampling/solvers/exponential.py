@@ -3,9 +3,10 @@
 import math
 
 import torch
+from torch import Tensor
 
 from ...protocol.solver_names import STOCHASTIC_PERCENTS
-from .problem import Problem, Steps, Tensor, weighted
+from .problem import Problem, Steps, weighted
 
 #: Points of the Riemann sum of ER-SDE's weights.
 ER_POINTS = 200

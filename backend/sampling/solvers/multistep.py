@@ -5,11 +5,14 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from .problem import Problem, Steps, Tensor, euler_step, weighted
+from .problem import Problem, Steps, euler_step, weighted
 
 #: Points of the Riemann sum of DEIS' weights.
 DEIS_POINTS = 10000
+#: The paper's gamma of gradient_estimation; ComfyUI's default.
+GAMMA = 2.0
 
 
 def _by_slopes(x: Tensor, problem: Problem, change: Callable[[int, list[Tensor]], Tensor]) -> Steps:
@@ -171,8 +174,8 @@ def res_multistep(x: Tensor, problem: Problem) -> Steps:
     return x
 
 
-def gradient_estimation(x: Tensor, problem: Problem, gamma: float = 2.0) -> Steps:
-    """Gradient estimation (arXiv 2306.04848): Euler with the slope's change added again."""
+def gradient_estimation(x: Tensor, problem: Problem) -> Steps:
+    """Integrate by gradient estimation (arXiv 2306.04848): Euler with the slope's change added again."""
     old_slope = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -183,6 +186,6 @@ def gradient_estimation(x: Tensor, problem: Problem, gamma: float = 2.0) -> Step
         else:
             x = x + slope * dt
             if old_slope is not None:
-                x = x + (gamma - 1) * (slope - old_slope) * dt
+                x = x + (GAMMA - 1) * (slope - old_slope) * dt
         old_slope = slope
     return x

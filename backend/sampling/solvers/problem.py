@@ -6,11 +6,11 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...protocol.solver_names import FIRST_PERCENT
 from ..prediction import FLOW, Prediction
 
-Tensor = torch.Tensor
 #: (x, sigma, step) -> what answer() returns -> the final x.
 Steps = Generator[tuple[Tensor, Tensor, int], Any, Tensor]
 

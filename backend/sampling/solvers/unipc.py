@@ -3,8 +3,9 @@
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from .problem import Problem, Steps, Tensor, weighted
+from .problem import Problem, Steps, weighted
 
 #: Where a schedule ends in sigma 0, UniPC goes to this level, as its half log SNR has to be finite.
 LAST_SIGMA = 0.001
