@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 from ..config import ConfigError, ParallelConfig
 from ..shares import written
@@ -81,6 +82,19 @@ class Choice:
         return f"{speed}, {memory}"
 
 
+class Tightest(NamedTuple):
+    """The memory of the rank with least to spare, in bytes.
+
+    held: what it holds. room: what it may hold. likely: what it likely holds at most, as far beyond ``room``
+    as on any rank. beside_weights: the most that any rank likely needs next to its weights.
+    """
+
+    held: int
+    room: int
+    likely: int
+    beside_weights: int
+
+
 @dataclass(frozen=True)
 class Question:
     """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
@@ -100,27 +114,27 @@ class Question:
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
-        size, room, likely, needed = self._tightest(plan)
-        spare = spare_bytes(room - likely, needed) if self.lends else 0
+        rank = self._tightest(plan)
+        spare = spare_bytes(rank.room - rank.likely, rank.beside_weights) if self.lends else 0
         seconds = Cost(self.shape, plan, self.machine, self.request, spare).total
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
         models = (self.shape, plan, self.request, self.others)
-        aside, reads = self.waiting.aside(*models, self.machine.host_link)
-        return Option(plan, seconds + aside, size, room, likely, unit, 0.0, reads, aside, drift)
+        aside, reads = self.waiting.yield_time(*models, self.machine.host_link)
+        memory = (rank.held, rank.room, rank.likely)
+        return Option(plan, seconds + aside, *memory, unit, 0.0, reads, aside, drift)
 
-    def _tightest(self, plan: ParallelConfig) -> tuple[int, int, int, int]:
-        """Bytes that the rank with least to spare holds, may hold, and likely holds at most, this as much
-        beyond its room as on any rank; and the most that a rank likely needs beside weights."""
+    def _tightest(self, plan: ParallelConfig) -> Tightest:
+        """Find the rank with least to spare."""
         rooms = self.machine.rooms(plan.world_size)
         if not plan.shares and len(set(rooms)) == 1:
             fullest = held(self.shape, plan, self.request, self.others)
-            return fullest.bytes, rooms[0], fullest.likely, fullest.likely - fullest.weights
+            return Tightest(fullest.bytes, rooms[0], fullest.likely, fullest.likely - fullest.weights)
         ranks = held_by_rank(self.shape, plan, self.request, self.others)
         sizes = [each.bytes for each in ranks]
         size, room = max(zip(sizes, rooms), key=lambda pair: pair[0] - pair[1])
         beyond = max(each.likely - own for each, own in zip(ranks, rooms))
-        return size, room, room + beyond, max(each.likely - each.weights for each in ranks)
+        return Tightest(size, room, room + beyond, max(each.likely - each.weights for each in ranks))
 
     def _shares(self, ranks: int) -> list[str]:
         """How so many ranks may share the work: as the user says, else by speed, by memory or equally, where

@@ -1,10 +1,9 @@
 """Whether ranks read weights again for another plan, which takes seconds that one request may not gain back.
 
-For each placement of weights the planner keeps by how much requests so far would be behind, had they ended
-there: each with the best plan that these weights allow, and with the seconds of reading. Ranks go to the one
-that is behind by nothing, and all is counted anew from there. Up to the next move this is a work function of
-metrical task systems (Borodin, Linial and Saks, J. ACM 39, 1992): requests that want different plans in turn
-do not move weights each time, and many equal ones get their best plan.
+For each placement the planner counts how much slower past requests would have been there, with the seconds of
+moving. It moves to a placement whose count is lowest, and starts anew. This is the work function of metrical
+task systems (Borodin, Linial, Saks, J. ACM 39, 1992). So requests that want different plans in turn do not
+move weights each time, and many equal ones get their best plan.
 """
 
 import math
@@ -29,9 +28,12 @@ Scores = dict[ParallelConfig, float]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that run. plan: theirs. held: models of a graph whose weights they hold. behind: placement ->
-    seconds that requests so far would have taken longer, had they ended there; of one that is not in it,
-    those of going there. rate: bytes/s from files of all ranks together."""
+    """Ranks that run.
+
+    plan: theirs. held: models of a graph whose weights they hold. behind: placement -> how many seconds
+    slower past requests would have been, had they ended there; for a placement without an entry, the seconds
+    of moving there. rate: bytes/s from files of all ranks together.
+    """
 
     plan: ParallelConfig
     held: tuple[ModelShape, ...] = ()

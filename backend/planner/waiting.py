@@ -13,17 +13,20 @@ FILE_RATE = 1.5e9
 
 @dataclass(frozen=True)
 class Waiting:
-    """Where weights wait. host: bytes of host memory for them; 0 for enough. file: bytes/s of the model's
-    last load from its file, of all ranks together; 0 where none is known. beside: (rank, bytes of weights)
-    for each GPU on which ComfyUI, short of room between two requests, has left so many."""
+    """Where the weights of models wait while they are not on the GPUs.
+
+    host: bytes of host memory for them; 0 for enough. file: bytes/s of the model's last load from its file,
+    of all ranks together; 0 where none is known. beside: (rank, bytes) of each GPU that ComfyUI's own models
+    share: how many bytes of weights ComfyUI left there the last time that it needed room.
+    """
 
     host: int = 0
     file: float = 0.0
     beside: tuple[tuple[int, int], ...] = ()
 
-    def reads(self, plan: ParallelConfig, leaving: int) -> bool:
-        """Return whether ``leaving`` bytes, on all ranks, are freed and read again, as sharded weights are
-        and those for which host memory has no room (rank.py), rather than parked."""
+    def must_reread(self, plan: ParallelConfig, leaving: int) -> bool:
+        """Return whether ``leaving`` bytes of weights, on all ranks, have to be read from their file again.
+        Weights that are not sharded are parked instead where host memory has room (rank.py)."""
         return plan.shard_weights or 0 < self.host < leaving
 
     @property
@@ -36,22 +39,23 @@ class Waiting:
     def swap(
         self, shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, link: float
     ) -> tuple[float, bool]:
-        """Return the seconds in which the weights of one of ``others`` leave the ranks and those of ``shape``
-        come, and whether these are read. ``link``: bytes/s between a GPU and host memory."""
+        """Return the seconds in which the ranks exchange the weights of one of ``others`` for those of
+        ``shape``, and whether these are read from their file. ``link``: bytes/s between a GPU and host
+        memory."""
         own = held(shape, plan, request).weights
         theirs = replace(request, loras=request.other_loras)
         waiting = max(held(other, plan, theirs).weights for other in others)
         # they are parked while those of ``shape`` still are, and half of what memory these leave counts
-        if self.reads(plan, (waiting + own // 2) * plan.world_size):
+        if self.must_reread(plan, (waiting + own // 2) * plan.world_size):
             return self._reading(own * plan.world_size), True
         return (own + waiting) / link, False
 
-    def aside(
+    def yield_time(
         self, shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, link: float
     ) -> tuple[float, bool]:
-        """Return the seconds in which weights of ``shape`` leave a GPU for ComfyUI's own models and come
-        back, once for each request, and whether they are read. Arguments as in ``swap``; all the models stay
-        on the ranks otherwise."""
+        """Return the seconds of each request in which weights of ``shape`` make room for ComfyUI's own models
+        and come back, and whether they are read from their file. Arguments as in ``swap``; ``others`` stay on
+        the ranks, too."""
         if not self.beside:
             return 0.0, False
         theirs = replace(request, loras=request.other_loras)
@@ -62,7 +66,7 @@ class Waiting:
                 continue
             sizes = [ranks[rank].weights for ranks in models]
             gone = _gone(sizes, left)
-            if gone and self.reads(plan, gone):
+            if gone and self.must_reread(plan, gone):
                 seconds, reads = self._reading(sum(each.weights for each in models[0])), True
                 break  # they are freed on every rank
             # a request pays for its own model
