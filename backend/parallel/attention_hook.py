@@ -142,11 +142,13 @@ class Attention:
         return self.call is not None and not alone
 
     def note_values(self, place: int, count: int, made: Tensor):
-        """Take what the value layer ``place`` of ``count`` has made for the block's next attention call, (B,
-        tokens, features), and once all have, begin to send it to the ranks of its heads.
+        """Collect the values (B, tokens, features) of the block's next attention call, one value layer at a
+        time: ``made`` is of layer ``place`` of ``count``. The last one starts the send to the ranks of the
+        heads.
 
-        Of a patch there is less to hide, and compiled blocks norm and rotate in a kernel or two: there values
-        go with queries and keys."""
+        Values travel with queries and keys for a single patch, which leaves less to overlap, and in compiled
+        blocks, which norm and rotate in a kernel or two.
+        """
         call = self.call
         if call is None or not self.sends_values:
             return

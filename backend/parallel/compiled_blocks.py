@@ -100,10 +100,12 @@ def _fix_features(value: Tensor):
 
 
 def _usual_strides(value: Tensor, first: bool) -> Tensor:
-    """Return a tensor with the strides of a contiguous one where a dimension has one entry: those that a view
-    leaves there mean nothing, but graphs are guarded by them. Tokens are copied whose features were cut from
-    wider ones, as some layers' are, and for the ``first`` block other views, as embedders and pipelines leave
-    them; those between blocks lie alike in all of them."""
+    """Return the tensor with the strides that it has in most calls, since graphs are guarded by strides.
+
+    Dimensions of size 1 get the stride of a contiguous tensor: a view may leave any number there. Tokens are
+    copied if their features were cut from wider ones. For the ``first`` block other views are copied, too, as
+    embedders and pipelines return them. Between blocks, strides are the same in every call.
+    """
     is_cut = value.ndim == 3 and value.stride(1) != value.shape[2]
     if is_cut or (first and value.ndim == 3 and (value.storage_offset() or not value.is_contiguous())):
         return value.clone(memory_format=torch.contiguous_format)

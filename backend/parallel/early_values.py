@@ -1,4 +1,4 @@
-"""Values that Ulysses sends before their queries and keys, which are made meanwhile."""
+"""Sending attention's values early: Ulysses moves them while the block still computes queries and keys."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,8 +15,11 @@ from .wire import unpack
 
 @dataclass
 class EarlyValues:
-    """Values on their way to the ranks of their heads; ``wait`` returns them, (1, B, own heads, all tokens,
-    D), as they travel."""
+    """Values on their way to the ranks of their heads.
+
+    wait: returns them, (1, B, own heads, all tokens, D), in the type in which they travel. dtype: of the
+    values themselves. whole: the values once they have come.
+    """
 
     wait: Callable[[], Tensor]
     dtype: torch.dtype
@@ -35,8 +38,11 @@ QUERY_OF = {"to_v": "to_q", "to_value": "to_query", "add_v_proj": "add_q_proj", 
 
 
 class ValueLayer:
-    """A value layer of a block, called before its query layer, so that values travel while queries and keys
-    are multiplied, too. ``note`` gets what it makes; ``is_early``: whether values travel alone now."""
+    """Calls a block's value layer before its query layer, so that values can travel during both products.
+
+    note: called with the values. is_early: returns whether values travel alone in the call that runs.
+    x, made: the layer's input and its values, from the early call until the block's own call.
+    """
 
     def __init__(self, block: nn.Module, name: str, note: Callable[[Tensor], None], is_early: Callable):
         self.block = block
@@ -57,25 +63,25 @@ class ValueLayer:
         return handles
 
     def before_query(self, query: nn.Module, args: tuple):
-        """Make values first."""
+        """Compute the values before the queries, and keep them."""
         if torch.compiler.is_compiling():
             return
         self.x = self.made = None  # of a block that has failed
         if not self.is_early():
             return
         layer = self.block.get_submodule(self.name)  # another module since weights are loaded
-        if not _speaks(layer):
+        if not _communicates(layer):
             self.made, self.x = layer(args[0]), args[0]
 
     def before(self, layer: nn.Module, args: tuple) -> tuple | None:
-        """Leave nothing to do for the block's own call."""
+        """Cut the input of the block's own call to no tokens: the values are there."""
         if torch.compiler.is_compiling() or self.x is None:
             return None
         assert args[0] is self.x, f"{self.name} has another input than its query layer"
         return (args[0][..., :0, :],)
 
     def after(self, layer: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        """Take what was made, or answer the block's own call with it."""
+        """Note the values of the early call; answer the block's own call with them."""
         if torch.compiler.is_compiling():
             return None
         if self.x is None:
@@ -85,19 +91,21 @@ class ValueLayer:
         return made
 
 
-def _speaks(layer: nn.Module) -> bool:
-    """Does a layer send to other ranks? Then it is called where the block calls it, and once."""
+def _communicates(layer: nn.Module) -> bool:
+    """Return whether a layer sends to other ranks. Such a layer is called only where the block calls it."""
     shard, weight = getattr(layer, "shard", None), getattr(layer, "weight", None)
     is_gathered = shard is not None and (shard.gather or shard.reduce) is not None
     return is_gathered or getattr(weight, "over_tokens", None) is not None
 
 
-def watch(
+def watch_values(
     block: nn.Module, blocks: Blocks, note: Callable[[int, int, Tensor], None], is_early: Callable[[], bool]
 ) -> list[RemovableHandle]:
-    """Call ``note`` with what each layer of a group of Blocks.values has made, (B, tokens, features), after
-    its place in the group and the number of layers that ``block`` has of it. ``is_early``: whether they are
-    to be called before their queries' layers."""
+    """Hook the value layers of a block (Blocks.values), and return the hooks.
+
+    note: called as note(place, count, values), with values (B, tokens, features) of the layer ``place`` among
+    the ``count`` layers of its group. is_early: returns whether value layers run before their query layers.
+    """
     handles = []
     modules = dict(block.named_modules(remove_duplicate=False))
     for names in blocks.values:

@@ -62,8 +62,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of features behind each other, of so many ``widths``, each cut over the ranks of the mesh axis
-    ``over`` ("" for none), after multiples of its number in ``units``."""
+    """Neighbouring runs of features, such as queries, keys and values in one matrix, each cut by itself.
+
+    widths: features of each run. over: the mesh axis whose ranks share each run; "" for none. units: a run is
+    cut at multiples of its unit; () for 1.
+    """
 
     widths: tuple[int, ...]
     over: str = ""
@@ -254,24 +257,28 @@ def _megatron(layers: Mapping[str, nn.Module], name: str, style) -> Cut | None:
         return _norm(layer, layers[name.rpartition(".")[0]], name)
     if not style or not isinstance(layer, nn.Linear):
         return None
-    outputs = {
-        "colwise": lambda: [layer.out_features],
-        "packed colwise": lambda: vars(layer)["_tp_packed_col_blocks"],
-        "gated colwise": lambda: [layer.out_features // 2] * 2,
-    }
-    inputs = {
-        "rowwise": lambda: [layer.in_features],
-        "rowwise after attention": lambda: [layer.out_features, layer.in_features - layer.out_features],
-    }
-    if isinstance(style, str) and style in outputs:
-        return Cut(Runs(tuple(outputs[style]()), "tp"), Runs((layer.in_features,)))
-    # else diffusers' packed rowwise style
-    widths = inputs[style]() if isinstance(style, str) else vars(layer)["_tp_packed_row_blocks"]
-    return Cut(Runs((layer.out_features,)), Runs(tuple(widths), "tp"))
+    inputs, outputs = layer.in_features, layer.out_features
+    match style:
+        case "colwise":
+            widths = [outputs]
+        case "gated colwise":
+            widths = [outputs // 2] * 2
+        case "packed colwise":
+            widths = vars(layer)["_tp_packed_col_blocks"]
+        case "rowwise":
+            widths = [inputs]
+        case "rowwise after attention":
+            widths = [outputs, inputs - outputs]
+        case _:  # diffusers' packed rowwise style, an object
+            widths = vars(layer)["_tp_packed_row_blocks"]
+    if isinstance(style, str) and style.endswith("colwise"):
+        return Cut(Runs(tuple(widths), "tp"), Runs((inputs,)))
+    return Cut(Runs((outputs,)), Runs(tuple(widths), "tp"))
 
 
 def _norm(norm: nn.Module, attention: nn.Module, name: str) -> Cut | None:
-    """The norm of each head by itself stays whole; one over all heads is cut as its queries or keys."""
+    """Cut a norm over all heads as its queries or keys; return None for one of each head, which stays
+    whole."""
     width = getattr(attention, "to_q" if name.endswith("q") else "to_k").out_features
     weight = getattr(norm, "weight", None)
     if weight is None or len(weight) != width:
@@ -282,19 +289,21 @@ def _norm(norm: nn.Module, attention: nn.Module, name: str) -> Cut | None:
 def _between_blocks(
     layers: Mapping[str, nn.Module], cuts: Mapping[str, Cut], family, units: Mapping[str, int], groups: int
 ) -> dict[str, Cut]:
-    """Move the cuts of each MLP to where no block of its last layer is cut, and those of attention to where
-    none of the ``groups`` of heads is (0: they are not). An MLP's layers are those of a block of the
-    transformer with as many hidden features, outside of attention."""
+    """Move cuts so that they divide no quantized block of an MLP and none of the ``groups`` of heads.
+
+    All layers of an MLP are cut as its last one. They are found by their number of hidden features: those of
+    one block of the transformer, outside of attention. groups: 0 where heads are shared evenly.
+    """
     if not units and not groups:
         return dict(cuts)
     inner = {name: module for name, module in layers.items() if not is_leaf(module)}
     attentions = {name for name, module in inner.items() if any(hasattr(module, q) for q in QUERIES)}
-    blocks = defaultdict(dict)
+    by_block = defaultdict(dict)
     for name, cut in cuts.items():
         if not cut.exchanges:
-            blocks[_block(name, family)][name] = cut
+            by_block[_block(name, family)][name] = cut
     moved = dict(cuts)
-    for own in blocks.values():
+    for own in by_block.values():
         fixed = set[int]()
         wanted: defaultdict[int, int] = defaultdict(lambda: 1)
         for name, cut in own.items():

@@ -257,8 +257,11 @@ def _edges(config: ParallelConfig, device: torch.device) -> Edges:
 
 
 def _edge(pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | int | None:
-    """Make the group of two ranks. On CUDA its stream comes first, so that a block's kernels do not delay
-    what the next stage waits for, and few CTAs copy, so that these blocks keep the others."""
+    """Make the process group of two neighbouring stages.
+
+    On CUDA it has a stream of high priority: a block's kernels do not delay what the next stage waits for.
+    And few thread blocks copy, so that most of the GPU keeps computing.
+    """
     if device.type != "cuda":
         return dist.new_group(list(pair), backend="gloo", timeout=TIMEOUT)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a new one for each: it is kept
@@ -280,8 +283,8 @@ def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch
 
 
 def _connect_all(group: dist.ProcessGroup, device: torch.device):
-    """Send first numbers among all ranks of a group, and one to each. NCCL then takes its memory before the
-    ranks look at what is free, not in the midst of a request, where it cannot use what torch caches."""
+    """Run each collective once, so that NCCL allocates its memory now. Ranks look at what is free after this.
+    In the middle of a request NCCL could not use what torch caches."""
     ranks = dist.get_world_size(group)
     for count in (1,) if device.type == "cpu" else FEW_AND_MANY:
         x = torch.zeros(count, device=device)

@@ -19,7 +19,7 @@ from ..opaque_ops import RUNNING, tokens_of
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
 from .comm import Pipe
-from .early_values import watch
+from .early_values import watch_values
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
 from .sequence import Sequence, Span, TokenShards
@@ -73,7 +73,9 @@ class Stage:
         #: Do references enter before the text does?
         self.references_first = False
         early = (self._note_values, lambda: self.attention.sends_values)
-        self.hooks = [hook for block in self.own_blocks for hook in watch(block, family.blocks, *early)]
+        self.hooks = [
+            hook for block in self.own_blocks for hook in watch_values(block, family.blocks, *early)
+        ]
         if family.blocks.last:
             last = transformer.get_submodule(family.blocks.last)
             self.hooks.append(last.register_forward_hook(self._fill))
@@ -137,9 +139,9 @@ class Stage:
             self.pipe.drain()
 
     def expect(self, context: StepContext) -> bool:
-        """Post the receive of a forward; return False, also for all after it, if its size is unknown, or if
-        no such forward has run: a kernel's first launch may wait for the whole device, for a receive ahead
-        too, whose sender may wait so for what this stage has not made yet."""
+        """Post the receive of a forward; return False, also for all after it, if that is too early. Its size
+        has to be known. A forward of its kind has to have run: a kernel's first launch may wait for the whole
+        device, receives included, while their sender waits likewise for this stage."""
         known = context.branch in self.like and context.branch in self.sequences
         if not known or self._kind(context) not in self.launched:
             return False
@@ -147,7 +149,7 @@ class Stage:
         return True
 
     def _kind(self, context: StepContext) -> tuple:
-        """What decides which kernels a forward launches."""
+        """Return what decides which kernels a forward launches."""
         tokens = self._tokens(context)
         return context.branch, len(context.items), len(tokens.text), len(tokens.image)
 
