@@ -17,7 +17,7 @@ from tolerance import assert_same_bits
 from torch import Tensor, nn
 
 from backend.loading.checkpoint import IN_FEWER_PASSES
-from backend.models.common.joint_blocks import behind, beside
+from backend.models.common.joint_blocks import cat_text_image, cat_with_gelu
 from backend.models.common.replaced_classes import replace_classes
 from backend.models.flux2 import REPLACED
 
@@ -175,11 +175,11 @@ def test_a_block_moves_fewer_bytes(name, bytes):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_tokens_that_are_behind_each_other_are_not_copied(batch):
+def test_neighbouring_tokens_are_not_copied(batch):
     """As a block returns them; others are, whatever their strides."""
     both = number(batch, TEXT + IMAGE, WIDTH)
     text, image = both[:, :TEXT], both[:, TEXT:]
-    found = behind(text, image)
+    found = cat_text_image(text, image)
     assert found.equal(both) and found.data_ptr() == both.data_ptr()
     wider, other = number(batch, TEXT + IMAGE + 1, WIDTH), number(batch, IMAGE, WIDTH, seed=1)
     pairs = [
@@ -191,16 +191,16 @@ def test_tokens_that_are_behind_each_other_are_not_copied(batch):
         (text[:, :0], image),
     ]
     for first, second in pairs:
-        assert behind(first, second).equal(torch.cat([first, second], dim=1))
+        assert cat_text_image(first, second).equal(torch.cat([first, second], dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_an_activation_returns_is_written_once(dtype):
-    """Each value of the MLP beside those of attention at once, with the bits of both operators."""
+    """Values of the MLP next to those of attention, with the bits of both operators."""
     attended, made = number(2, IMAGE, WIDTH).to(dtype), number(2, IMAGE, 4 * WIDTH, seed=1).to(dtype)
     with MovedBytes() as theirs:
         wanted = torch.cat([attended, nn.functional.gelu(made, approximate="tanh")], dim=2)
     with MovedBytes() as ours:
-        found = beside(attended, made, "tanh")
+        found = cat_with_gelu(attended, made, "tanh")
     assert_same_bits(found, wanted)
     assert ours.bytes < 0.8 * theirs.bytes

@@ -48,12 +48,12 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
         given = temb, image_rotary_emb, joint_attention_kwargs
         if torch.compiler.is_compiling() or joint_attention_kwargs:
             return super().forward(hidden_states, encoder_hidden_states, *given)
-        x = behind(encoder_hidden_states, hidden_states)
+        x = cat_text_image(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
         made = self.proj_mlp(normed)
         attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
         # nothing else refers to what is joined: it is gone once it is multiplied
-        change = self.proj_out(beside(attended, made, self.act_mlp.approximate))
+        change = self.proj_out(cat_with_gelu(attended, made, self.act_mlp.approximate))
         x = within_range(gated(x, change, gate[:, None]))
         text = encoder_hidden_states.shape[1]
         return x[:, :text], x[:, text:]
@@ -128,9 +128,9 @@ def _mlp(x: Tensor, norm: nn.LayerNorm, mlp: nn.Module, shift: Tensor, scale: Te
     return gated(x, mlp(adapted(norm, x, shift, scale)), gate[:, None])
 
 
-def behind(text: Tensor, image: Tensor) -> Tensor:
-    """Return tokens of the text (B, T, D), then those of the image (B, S, D). Where a block before has made
-    them as one, that is what they are parts of, and nothing is copied."""
+def cat_text_image(text: Tensor, image: Tensor) -> Tensor:
+    """Concatenate the tokens of text (B, T, D) and image (B, S, D). Nothing is copied if both are parts of
+    one tensor, as the block before returns them."""
     batch, count, width = text.shape
     tokens = count + image.shape[1]
     strides = (tokens * width, width, 1)
@@ -141,9 +141,9 @@ def behind(text: Tensor, image: Tensor) -> Tensor:
     return torch.cat([text, image], dim=1)
 
 
-def beside(attended: Tensor, made: Tensor, approximate: str) -> Tensor:
-    """Return ``attended`` (B, S, D) and the GELU of ``made`` (B, S, M) as (B, S, D + M): what the GELU
-    returns is written where it is read."""
+def cat_with_gelu(attended: Tensor, made: Tensor, approximate: str) -> Tensor:
+    """Concatenate ``attended`` (B, S, D) and the GELU of ``made`` (B, S, M) to (B, S, D + M). The GELU writes
+    into the result."""
     width = attended.shape[2]
     both = made.new_empty(*made.shape[:2], width + made.shape[2])
     both[..., :width] = attended
