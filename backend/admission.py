@@ -40,9 +40,12 @@ NO_SETTING = (
 
 @dataclass(frozen=True)
 class RankRoom:
-    """A rank's numbers of one round, in bytes. memory: its device's name; free: on the device, for every
-    process; cached: by the rank's own allocator; ready: whether it has memory for the request's own tensors;
-    loras: what it lacks for those beside quantized weights, which is in ``need``."""
+    """What one rank needs and has in one round, in bytes.
+
+    memory: name of its device. need: what it needs, ``loras`` included. free: what any process may take of
+    the device. cached: what its own allocator can give again. ready: it has allocated the request's own
+    tensors. loras: what it lacks for LoRAs next to quantized weights.
+    """
 
     rank: int
     memory: str
@@ -100,9 +103,12 @@ def short_ranks(rooms: list[RankRoom], asking: Collection[int] = ()) -> list[Ran
 
 @dataclass(frozen=True)
 class Planned:
-    """What rank 0 has planned: the ``needs`` of every rank, and of what. ``is_loaded``: the ranks hold the
-    weights of ``plans`` already, and would free them for another configuration; ``parked``: but not on their
-    devices, those of these ranks; ``others``: other models are on devices, and the client may unload them."""
+    """A load or a request as rank 0 has planned it, with the ``needs`` of every rank.
+
+    is_loaded: the ranks hold the weights of ``plans``; another configuration would free them. parked: ranks
+    whose weights are in host memory and have to come back. others: other models are on the devices, which the
+    client may unload.
+    """
 
     config: ParallelConfig
     checkpoint: Checkpoint
@@ -183,10 +189,13 @@ class Admission:
     def check(
         self, planned: Planned | None, ready: bool = True, asking: Collection[int] = (), lacks: int = 0
     ) -> list[RankRoom]:
-        """Refuse on all ranks what one of them has no room for. Rank 0 gives what it has ``planned``;
-        ``ready``: this rank has memory for LoRAs and the request's own tensors, or ``lacks`` so many bytes
-        for LoRAs; ``asking``: ranks for which the client can still make room. Return the rooms. One
-        collective. Raises OutOfRoom."""
+        """Gather every rank's room in one collective, and return them. Raises OutOfRoom on all ranks if one
+        of them is short.
+
+        planned: given on rank 0 alone. ready: this rank has allocated the request's own tensors and its
+        LoRAs. asking: ranks for which the client can still make room. lacks: bytes that this rank lacks for
+        LoRAs.
+        """
         self._admitted = None
         rooms = self._gather(planned.needs if planned else [], ready, lacks)
         short = short_ranks(rooms, asking)

@@ -1,11 +1,12 @@
-"""Imports torch and diffusers' transformers without packages that no rank uses, which took a third of a
-rank's start, and without garbage collections, which took a fifth of the rest: imports leave no garbage.
+"""Imports diffusers' transformers, and torch with them, without packages that no rank uses.
 
-diffusers imports transformers, PEFT and SciPy where they are installed, for pipelines, LoRA loaders and
-schedulers. PEFT is useless without transformers, and cannot be imported. Packages for quantization and
-attention of its own are imported at once, too, and of those many an installation has one that was built for
-another torch (diffusers issue 10940): they would end each rank. A None in ``sys.modules`` makes a
-package absent (importlib's documentation); later imports find it again.
+Those took a third of a rank's start: diffusers imports transformers, PEFT and SciPy where they are installed,
+for pipelines, LoRA loaders and schedulers. It also imports packages for quantization and attention. Many an
+installation has one of these that was built for another torch, and it would end each rank (diffusers issue
+10940). A None in ``sys.modules`` makes a package absent (importlib's documentation); later imports find it
+again. PEFT cannot be imported without transformers.
+
+Garbage collection is off meanwhile: it took a fifth of the rest, and imports leave no garbage.
 """
 
 import gc

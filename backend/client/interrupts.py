@@ -10,10 +10,12 @@ PATIENCE = 20.0
 
 
 class Watch:
-    """``check`` and ``on_progress`` of BackendClient.request. What they raise closes the connection and ends
-    the ranks with all their weights. So the interrupt of a request that ``is_short``, as one that names the
-    LoRAs of a model that is loaded, waits for its reply, for PATIENCE seconds, or for progress, which shows
-    that it is not short."""
+    """Delays interrupts: ``check`` and ``on_progress`` for BackendClient.request.
+
+    An exception out of them closes the connection, which ends the ranks and frees all weights. A short
+    request is not worth that, such as one that only names LoRAs. So its interrupt waits for the reply, at
+    most for PATIENCE seconds. Progress shows that a request is not short, and ends the wait.
+    """
 
     def __init__(
         self,

@@ -1,10 +1,12 @@
-"""How NCCL reaches other GPUs of this machine where its own choice fails: tried by the probe, kept, and given
-to all ranks that start here.
+"""NCCL's settings for machines on which its own choice of links fails.
 
-GPUs whose driver promises peer access have been seen to hang or to receive wrong bytes, with an IOMMU or PCIe
-ACS switched on, and under some drivers (NCCL's troubleshooting guide; vLLM tests it before it uses it).
-Without peer access, NCCL from 2.24 on takes memory of the host from CUDA's virtual memory, which containers,
-WSL and some GeForce cards refuse (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302).
+The probe tries the WAYS in order. The first that works is kept in a file, and all ranks that start here get
+it.
+
+Two faults are known. Some drivers promise peer access between GPUs that then hang or receive wrong bytes, for
+example with an IOMMU or PCIe ACS switched on (NCCL's troubleshooting guide; vLLM tests it before it uses it).
+Without peer access, NCCL takes host memory from CUDA's virtual memory since 2.24. Containers, WSL and some
+GeForce cards refuse that (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302).
 """
 
 import os

@@ -1,10 +1,12 @@
-"""The private folder of a launched backend: made for one launcher, removed with it, or by the next launcher
-where the first one was killed.
+"""The private folder of a launched backend: its socket, its logs, and the files in which its ranks meet.
 
-The launcher holds a lock (flock) on a file of its folder, and the agent inherits it, which meets its ranks
-through files in there and outlives a killed launcher for as long as it needs to end them. The system releases
-it however they end, so a folder whose lock is free is nobody's. A size above 0 tells that somebody was told
-of the log.
+The launcher removes the folder when it ends. If it was killed, the next launcher does.
+
+The launcher holds a lock (flock) on a file in the folder, and its agent inherits the lock. The agent outlives
+a killed launcher until it has ended its ranks. The system releases the lock when both have ended, however
+they end. So a folder whose lock is free is abandoned.
+
+The lock file is empty, or has one byte: then a message named the log, and the folder stays for KEEP_SECONDS.
 """
 
 import errno

@@ -33,8 +33,11 @@ MOST_SETTINGS = 4_096
 
 @dataclass(frozen=True)
 class Layer:
-    """A quantized layer: X of X.weight, its format, what the file says of it (and "scales", how many a matrix
-    has), the shape of its weight, and the leaf of the scale of its inputs, if any."""
+    """A quantized layer.
+
+    name: X of the file's X.weight. settings: what the file says of it, and "scales", how many the matrix has.
+    shape: of the weight. input_scale: leaf of the scale of its inputs; "" for none.
+    """
 
     name: str
     format: Format

@@ -51,20 +51,26 @@ class Effort:
 
 @dataclass(frozen=True)
 class Format:
-    """weight: stored tensors, settings, dtype and memory or None -> the weight of these rows, in that memory
-    if it is there and the format can write to it, else in ``dtype`` or float32; stored: the file's dtypes;
-    needs: leaves that must be there; leaves: those that are read; block: settings -> neighbours in a row that
-    can only be read together; packed: values in an element; short: its name in reports; tiles: the
-    file's dtypes of a weight_scale of blocks, in cuBLAS' tiles; effort: of its usual settings (effort_of)."""
+    """How a format stores a matrix, and how that becomes the weight."""
 
+    #: (stored tensors, settings, dtype, memory or None) -> the weight of these rows, in that memory if the
+    #: format can write to it, else in ``dtype`` or float32.
     weight: Callable[[Stored, Settings, torch.dtype, Tensor | None], Tensor]
+    #: Types that the file may store the values in.
     stored: tuple[str, ...]
+    #: Leaves that the file must have.
     needs: tuple[str, ...] = ("weight_scale",)
+    #: Leaves that are read where they are there.
     leaves: tuple[str, ...] = SCALES
+    #: Settings -> how many neighbours in a row can only be read together.
     block: Callable[[Settings], int] = lambda settings: 1
+    #: Values in an element.
     packed: int = 1
+    #: Its name in reports.
     short: str = ""
+    #: Types of a weight_scale that is stored in cuBLAS' tiles, a scale for each block.
     tiles: tuple[str, ...] = ()
+    #: What it takes to dequantize with the format's usual settings (effort_of).
     effort: Effort = Effort(7.0, 3, 0.0)
 
 
@@ -94,8 +100,11 @@ def _convrot_w4a4(stored: Stored, settings: Settings, dtype: torch.dtype, out: T
 
 
 def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Dequantize codes of four bits (of a codebook, or 8 more than their values) under a scale for each group
-    to the int8 that comfy-kitchen multiplies by, these under a scale for each row, and rotate them back."""
+    """Dequantize codes of four bits, first to the int8 that comfy-kitchen multiplies by, then to the weight.
+
+    A code is an index into the codebook, or its value plus 8. Groups have a scale, which gives int8. Rows
+    have another one, which gives the rotated weight.
+    """
     codes = _nibbles(stored["values"])
     levels = stored["codebook"].float()[codes.int()] if "codebook" in stored else codes.float() - 8
     groups = levels.unflatten(1, (-1, scale_group(settings))) * _e4m3(stored["block_scales"]).unsqueeze(-1)

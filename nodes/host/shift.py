@@ -11,12 +11,12 @@ from ..comfy_models.registry import Family
 
 
 def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_name: str, family: Family):
-    """Shift the noise levels of ``model``, a clone, by ComfyUI's own classes; 0 leaves the model's own.
+    """Set the shift of ``model``'s noise levels through ComfyUI's own classes. ``model`` is a clone; a shift
+    of 0 keeps the model's own.
 
-    ``shift`` is the number of the ModelSampling node that is used with this family: of ModelSamplingSD3 and
-    ModelSamplingAuraFlow where noise levels are sigma = shift · t / (1 + (shift - 1) · t), and of
-    ModelSamplingFlux, the logarithm of it, where ComfyUI builds the family with that class. RefusedError for
-    models that are no flow models.
+    The number means what it means in the ModelSampling node of this family. In ModelSamplingSD3 and
+    ModelSamplingAuraFlow, sigma = shift · t / (1 + (shift - 1) · t). In ModelSamplingFlux it is the logarithm
+    of that shift. Raises RefusedError for models that are no flow models.
     """
     if shift == 0:
         return
