@@ -92,65 +92,67 @@ class BlockAdapter:
 class Blocks:
     """How a transformer's blocks are called, and which tokens pass which of their layers.
 
-    lists: names of the transformer's ModuleLists in pipeline order -> APART, JOINED (the image argument, and
-    only result, carries text and image in the order of text_position) or IMAGE_ONLY.
-    returns: what a block returns, in order ("image", "text").
-    image, text: names of the arguments of image tokens and text tokens (None: text is in cross-attention).
-    text_position: where text sits in the joint sequence ("first" | "last"), None without joint text.
-    needs_text_token: blocks fail on a text stream without tokens, so they are given a dummy token.
-    text_mask: name of the argument with a mask (B, text) of text tokens, if there is one: attention applies
-    it in the block's place.
-    per_token: name of an argument with an entry per token, or one for all -> (kind, or kinds of a tuple's
-    elements, dimension, and number of dimensions if others are not cut).
-    per_feature: arguments whose last dimension runs over the features of all heads, or, of four, whose second
-    runs over heads.
-    attention: kind of each attention call of a block, in order: "joint", "image" and "text" attend within the
-    sequence, two kinds from queries to keys, "cross" to the prompt; calls of token_mixing.py are "sum" and
-    "surroundings".
-    attention_calls: block -> how many of these calls it makes, if not all.
-    values: for calls within the sequence, the layers of a block whose outputs, next to each other in this
-    order, are the call's values, changed by nothing and with as many heads as queries; a block may lack some.
-    heads, head_size: config -> attention heads, features of a head. width: config -> features of a token
-    between blocks, if they are not those of all heads.
-    control_layers: layers of a block (patterns) that run once for each control input (Conditioning.controls),
-    whose states travel next to the tokens' own, each as wide.
-    text_layers: layers of a block (patterns) that text tokens alone pass through. latent_layers: the same
-    (patterns) -> which of nested latents passes through, where blocks keep these apart.
-    flop_shares: layers of a block (patterns) -> config -> share of their FLOPs that a token costs, if not
-    all.
-    routers: modules of a block (patterns) that choose experts for each token.
-    whole_only: why the sequence cannot be cut, so that only CFG and data parallelism run; None if it can.
-    last: layer of the transformer after the blocks, up to which all is token by token, and after which the
-    model counts the latent's tokens; None if there is none.
-    adapter: code for what no data here says.
+    Names of a block's layers and modules may be patterns (patterns.py).
     """
 
+    #: The transformer's ModuleLists in pipeline order -> APART, JOINED (text and image in the image argument
+    #: and in the only result, in the order of text_position) or IMAGE_ONLY.
     lists: Mapping[str, str]
+    #: What a block returns, in order: "image", "text".
     returns: tuple[str, ...] = ("image",)
+    #: Argument of the image tokens.
     image: str = "hidden_states"
+    #: Argument of the text tokens; None where text is in cross-attention.
     text: str | None = None
+    #: Where text sits in the joint sequence: "first" or "last"; None without joint text.
     text_position: str | None = None
+    #: Blocks fail on a text stream without tokens, so they are given a dummy token.
     needs_text_token: bool = False
+    #: Argument of a mask (B, text) of text tokens, which attention applies in the block's place; "" for none.
     text_mask: str = ""
+    #: Argument with an entry for each token, or one for all -> (kind, or kinds of a tuple's elements,
+    #: dimension, and number of dimensions if others are not cut).
     per_token: Mapping[str, tuple] = field(default_factory=dict)
+    #: Arguments whose last dimension runs over the features of all heads. Of four dimensions the second runs
+    #: over heads.
     per_feature: tuple[str, ...] = ()
+    #: Kind of each attention call of a block, in order. "joint", "image" and "text" attend within the
+    #: sequence, "cross" to the prompt. A pair of kinds attends from the first's queries to the second's keys.
+    #: "linear" and "halo" are calls of token_mixing.py.
     attention: tuple[str | tuple[str, str], ...] = ("joint",)
+    #: Block -> how many of these calls it makes; None for all.
     attention_calls: Callable[[Any], int] | None = None
+    #: For each call within the sequence, the layers of a block whose outputs, one after the other, are the
+    #: call's values. Nothing changes them, and they have as many heads as queries. A block may lack some of
+    #: the layers.
     values: tuple[tuple[str, ...], ...] = ()
+    #: Config -> attention heads.
     heads: Callable[[Mapping], int] = _heads
+    #: Config -> features of a head.
     head_size: Callable[[Mapping], int] = _head_size
+    #: Config -> features of a token between blocks; None for those of all heads.
     width: Callable[[Mapping], int] | None = None
+    #: Layers that run once for each control input (Conditioning.controls). The states of these travel next to
+    #: the tokens' own, each as wide.
     control_layers: tuple[str, ...] = ()
+    #: Layers that text tokens alone pass.
     text_layers: tuple[str, ...] = ()
+    #: Layers -> which of nested latents passes them, where blocks keep these apart.
     latent_layers: Mapping[str, str] = field(default_factory=dict)
+    #: Layers -> config -> share of their FLOPs that a token costs; all of them where nothing is said.
     flop_shares: Mapping[str, Callable[[Mapping], float]] = field(default_factory=dict)
+    #: Modules that choose experts for each token.
     routers: tuple[str, ...] = ()
+    #: Why the sequence cannot be cut, so that only CFG and data parallelism run; None if it can.
     whole_only: str | None = None
+    #: Layer of the transformer after the blocks. Up to it all is token by token; after it the model counts
+    #: the latent's tokens. None if there is none.
     last: str | None = None
+    #: Code for what no data here says.
     adapter: BlockAdapter = BlockAdapter()
 
     def hidden_width(self, config: Mapping, controls: int = 1) -> int:
-        """Features of a token between blocks, with the states of so many ``controls``."""
+        """Count the features of a token between blocks, with the states of so many ``controls``."""
         own = self.width(config) if self.width else self.heads(config) * self.head_size(config)
         return own * (1 + controls) if self.control_layers else own
 

@@ -77,14 +77,14 @@ class Block(SanaTransformerBlock):
 
 
 def patch_module(transformer, config):
-    """The same modules and weights, with the methods above."""
+    """Give the modules the methods above; weights stay the same."""
     for block in transformer.transformer_blocks:
         block.__class__, block.ff.__class__ = Block, MixedMLP
         block.attn1.set_processor(LinearAttention())
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000."""
+    """Return the arguments of the forward. Timesteps run to 1000."""
     return dict(
         hidden_states=grid.pad(latent),
         encoder_hidden_states=cond["c_crossattn"],
@@ -139,7 +139,7 @@ FAMILY = Family(
     latent=Latent(frames=False, pixels=lambda config: (1, 32, 32)),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
-        last="proj_out", lists={"transformer_blocks": APART}, attention=("sum", "cross", "surroundings")
+        last="proj_out", lists={"transformer_blocks": APART}, attention=("linear", "cross", "halo")
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),

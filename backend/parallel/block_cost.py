@@ -105,7 +105,7 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
     found = []
     for (name, module), kind in zip(modules, kinds):
         queries, keys = (kind, kind) if isinstance(kind, str) else kind
-        if kind in ("cross", "sum"):
+        if kind in ("cross", "linear"):
             queries = family.blocks.latent_of(f"{name}.{QUERIES[0]}") or "image"
             keys = PROMPT if kind == "cross" else STATE
         if family.blocks.lists[blocks] == IMAGE_ONLY:

@@ -87,10 +87,10 @@ class Workload:
     @property
     def is_linear(self) -> bool:
         """Do blocks mix tokens by linear attention?"""
-        return "sum" in self.family.blocks.attention
+        return "linear" in self.family.blocks.attention
 
     def all_heads(self, place: Place) -> int:
-        """Attention heads of the rank at ``place`` before Ulysses divides them."""
+        """Count the attention heads of the rank at ``place`` before Ulysses divides them."""
         heads = self.family.blocks.heads(self.checkpoint.config)
         tp = self.config.tensor_parallel_degree
         if tp == 1 or self.config.split_scheme != "megatron":
@@ -106,7 +106,7 @@ class Workload:
         return head_groups(module for block in blocks for module in block.modules())
 
     def heads(self, place: Place) -> int:
-        """Attention heads of the rank at ``place``."""
+        """Count the attention heads of the rank at ``place``."""
         uneven = self.config.shares_of("ulysses")
         return shard_sizes(self.all_heads(place), self.config.ulysses_degree, uneven)[place["ulysses"]]
 
@@ -121,7 +121,7 @@ class Workload:
         return self.family.blocks.head_size(self.checkpoint.config)
 
     def state_bytes(self, place: Place) -> int:
-        """The state of linear attention in float32, for one sample and block."""
+        """Count the bytes of linear attention's state in float32, for one sample and block."""
         return 4 * self.all_heads(place) * self.head_size * (self.head_size + 1)
 
     def cuts(self, place: Place) -> dict[str, Shard]:
@@ -158,7 +158,7 @@ class Workload:
         return self.controls if part.is_control else 1
 
     def call_head_size(self, call: AttentionCall) -> int:
-        """Features of a head of an attention call."""
+        """Count the features of a head of an attention call."""
         return call.width // self.family.blocks.heads(self.checkpoint.config)
 
     @cached_property
@@ -214,7 +214,7 @@ class Workload:
         return known[key]
 
     def sp_rank(self, place: Place) -> int:
-        """Index of the rank at ``place`` among the sequence-parallel ones."""
+        """Return the index of the rank at ``place`` among the sequence-parallel ones."""
         return place["ring"] * self.config.ulysses_degree + place["ulysses"]
 
     def kv_bytes(self, place: Place, blocks: range, patches: list[TokenShards]) -> int:

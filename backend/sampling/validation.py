@@ -114,7 +114,7 @@ def check_kernel(
 
 def check_wire(config: ParallelConfig, family: Family):
     """Refuse float8 on the wire for a model of which nothing would travel so. Raises UnsupportedError."""
-    if config.wire != FULL and "sum" in family.blocks.attention:
+    if config.wire != FULL and "linear" in family.blocks.attention:
         raise UnsupportedError(
             f"wire is {config.wire}, but {family.name} mixes tokens by linear attention, whose sums go in "
             f"full; set wire to full."

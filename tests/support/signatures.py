@@ -47,7 +47,7 @@ def of_family(family: Family) -> Signature:
         blocks.text_mask != "",
         family.latent.nested is not None,
         "cross" in kinds,
-        "sum" in kinds,
+        "linear" in kinds,
         family.cache.static_text,
         family.conditioning.context_tokens is not Conditioning.context_tokens,
         overridden(blocks.adapter),
