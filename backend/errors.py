@@ -21,9 +21,9 @@ class UnsupportedError(ValueError):
 
 
 def quoted(value: object, limit: int = 80) -> str:
-    """A name or value out of a file, for a message: cut to ``limit`` characters, in ASCII, with line breaks,
-    terminal codes and marks that turn the direction of text escaped. A file may name its tensors as it
-    likes, and messages are shown in terminals and in browsers."""
+    """Write a name or value out of a file for a message: cut to ``limit`` characters, in ASCII, with line
+    breaks, terminal codes and marks that turn the direction of text escaped. A file may name its tensors as
+    it likes, and messages are shown in terminals and in browsers."""
     if not isinstance(value, str):
         text = ascii(value)
         return text if len(text) <= limit else f"{text[:limit]}..."
@@ -33,13 +33,13 @@ def quoted(value: object, limit: int = 80) -> str:
 
 
 def some(names, most: int = 5) -> str:
-    """The first ``most`` of ``names``, quoted, for a message."""
+    """Write the first ``most`` of ``names``, quoted, for a message."""
     names = list(names)
     return ", ".join(map(quoted, names[:most])) + (", ..." if len(names) > most else "")
 
 
 def reason(error: BaseException | str, limit: int = 300) -> str:
-    """What a library says of a file, on one line, cut and without control characters: it may cite the
+    """Write what a library says of a file on one line, cut and without control characters: it may cite the
     file."""
     text = " ".join(str(error).split())[:limit]
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

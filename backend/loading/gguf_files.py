@@ -67,11 +67,11 @@ class GGUFFile:
         self.shapes: Shapes = {key: stored.shape for key, stored in self._stored.items()}
 
     def dtype(self, key: str) -> torch.dtype:
-        """As in Weights; quantized values are computed in bfloat16 by default."""
+        """Implement Weights.dtype; quantized values are computed in bfloat16 by default."""
         return PLAIN.get(self._stored[key].kind, torch.bfloat16)
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
-        """As in Weights; of quantized tensors the blocks that hold these rows and columns."""
+        """Implement Weights.read; of quantized tensors the blocks that hold these rows and columns."""
         dtype = dtype or self.dtype(key)
         packed = self.packed(key, rows, columns, device)
         if packed is not None:
@@ -91,7 +91,7 @@ class GGUFFile:
         return values if columns == ALL else values[:, columns]
 
     def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
-        """As in Weights; None too where rows hold no whole blocks."""
+        """Implement Weights.packed; None too where rows hold no whole blocks."""
         stored = self._stored[key]
         if not stored.is_matrix:
             return None
@@ -107,12 +107,12 @@ class GGUFFile:
         return Packed(*stored.quantization, values, (hi - lo) * stored.block, (kept,))
 
     def quantization(self, key: str) -> tuple[Format, Settings] | None:
-        """As in Weights."""
+        """Implement Weights.quantization."""
         stored = self._stored[key]
         return stored.quantization if stored.is_matrix else None
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
-        """As in Weights."""
+        """Implement Weights.stored_sizes."""
         stored = self._stored[key]
         if not stored.is_matrix:
             return None

@@ -131,28 +131,28 @@ class ScaledFiles:
         return self.files.bytes_read
 
     def dtype(self, key: str) -> torch.dtype:
-        """As in Weights; quantized values are computed in bfloat16, as ComfyUI does."""
+        """Implement Weights.dtype; quantized values are computed in bfloat16, as ComfyUI does."""
         return torch.bfloat16 if key in self.layers else self.files.dtype(key)
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
-        """As in Weights."""
+        """Implement Weights.read."""
         layer = self.layers.get(key)
         if layer is None:
             return self.files.read(key, rows, columns, dtype, device)
         return self._packed(layer, rows, columns, device).dequantize(dtype or self.dtype(key))
 
     def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
-        """As in Weights."""
+        """Implement Weights.packed."""
         layer = self._matrix(key)
         return None if layer is None else self._packed(layer, rows, columns, device)
 
     def quantization(self, key: str) -> tuple[Format, Mapping] | None:
-        """As in Weights."""
+        """Implement Weights.quantization."""
         layer = self._matrix(key)
         return None if layer is None else (layer.format, layer.settings)
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
-        """As in Weights."""
+        """Implement Weights.stored_sizes."""
         layer = self._matrix(key)
         if layer is None:
             return None

@@ -94,7 +94,7 @@ class TensorFiles:
         self.shapes: Shapes = {key: tuple(file.entries[key]["shape"]) for key, file in self._where.items()}
 
     def dtype(self, key: str) -> torch.dtype:
-        """As in Weights; packed integers are refused."""
+        """Implement Weights.dtype; packed integers are refused."""
         name = self.stored(key)
         if name not in FLOATING:
             what = f"the tensor {quoted(key)} is stored as {name}, a quantization that is not supported"
@@ -106,8 +106,8 @@ class TensorFiles:
         return self._where[key].entries[key]["dtype"]
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
-        """As in Weights. What stays on the CPU in the stored dtype is mapped from the file, which all ranks
-        of a machine share."""
+        """Implement Weights.read. What stays on the CPU in the stored dtype is mapped from the file, which
+        all ranks of a machine share."""
         tensor = self._where[key].tensor(key)
         if columns != ALL:
             tensor = tensor[rows, columns].contiguous()

@@ -15,5 +15,5 @@ FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in M
 
 
 def family_of_class(transformer: str) -> Family | None:
-    """The family of a diffusers transformer class; None for one that has no file here."""
+    """Return the family of a diffusers transformer class; None for one that has no file here."""
     return next((family for family in FAMILIES.values() if family.transformer == transformer), None)

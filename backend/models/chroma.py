@@ -19,7 +19,7 @@ MODULATIONS = 344
 
 
 def patch_module(transformer, config):
-    """Timesteps are not rounded, and the guidance's zeros are made on the device."""
+    """Keep timesteps from being rounded, and make the guidance's zeros on the device."""
     reader = transformer.distilled_guidance_layer.in_proj
     embed = transformer.time_text_embed
     keep_timestep(transformer, embed, reader, 1000.0)
@@ -31,7 +31,7 @@ def patch_module(transformer, config):
 
 
 def prepare(transformer, grid):
-    """diffusers makes the table as long as the model needs."""
+    """Make the table of timesteps as diffusers does, as long as the model needs."""
     embed = transformer.time_text_embed
     width = embed.mod_proj.shape[1]
     numbers = torch.arange(MODULATIONS) * 1000
@@ -40,14 +40,15 @@ def prepare(transformer, grid):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Flux's arguments without pooled prompt and guidance."""
+    """Return Flux's arguments without pooled prompt and guidance."""
     arguments = flux.forward_args({"guidance_embeds": False}, grid, latent, sigma, cond)
     del arguments["pooled_projections"], arguments["guidance"]
     return arguments
 
 
 def refusal(config, grid, cond):
-    """diffusers fixes Chroma's guidance embedding at ComfyUI's default."""
+    """Return why these inputs do not run, or None: diffusers fixes Chroma's guidance embedding at ComfyUI's
+    default."""
     if "guidance" in cond and cond["guidance"].any():
         return "guidance is not 0, which Chroma does not have in diffusers; remove FluxGuidance."
     return None

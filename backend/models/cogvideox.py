@@ -13,7 +13,7 @@ from .key_layout import Layout, blocks_of, under
 
 
 def rotary(config, grid, device):
-    """(cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the
+    """Return (cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8); before 1.5 ComfyUI stretches the
     image's axes."""
     stretch = 1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875)
     frames, *sides = grid.counts
@@ -22,9 +22,9 @@ def rotary(config, grid, device):
 
 
 def patch_module(transformer, config):
-    """Learned positions: of a single file for image to video as in ComfyUI, for the latent's tokens in order
-    and not for text; of a folder as in diffusers, but for shorter videos the table's first frames, where
-    diffusers has sines."""
+    """Patch the learned positions: of a single file for image to video as in ComfyUI, for the latent's tokens
+    in order and not for text; of a folder as in diffusers, but for shorter videos the table's first frames,
+    where diffusers has sines."""
     embed = transformer.patch_embed
 
     def first_frames(height, width, frames, device=None):
@@ -60,8 +60,8 @@ def forward_args(config, grid, latent, timestep, cond):
 
 
 def refusal(config, grid, cond):
-    """A learned position table ends, and in diffusers fits one size; there tables fit one length of the
-    prompt."""
+    """Return why these inputs do not run, or None. A learned position table ends, and in diffusers fits one
+    size; there tables fit one length of the prompt."""
     if config.get("learned_alone"):
         return _too_many_tokens(config, grid) or references.wrong_channels(config["in_channels"], grid, cond)
     length = cond["c_crossattn"].shape[1]
@@ -82,7 +82,7 @@ def refusal(config, grid, cond):
 
 
 def _too_many_tokens(config, grid):
-    """Why a table of positions is too short for this latent, or None."""
+    """Return why a table of positions is too short for this latent, or None."""
     frames = (config["sample_frames"] - 1) // TEMPORAL + 1
     most = frames * (config["sample_height"] // 2) * (config["sample_width"] // 2)
     if grid.tokens <= most:
@@ -101,14 +101,16 @@ TABLE = "patch_embed.pos_embedding"
 
 
 def _table_frames(shapes):
-    """Frames of the videos that a file's position table is for; of the released ones without a table."""
+    """Count the frames of the videos that a file's position table is for; of the released ones without a
+    table."""
     frame = HEIGHT * WIDTH // 4
     rows = shapes.get(TABLE, (1, TEXT + 13 * frame))[1]
     return ((rows - TEXT) // frame - 1) * TEMPORAL + 1
 
 
 def config_from_shapes(shapes):
-    """Arguments of CogVideoXTransformer3DModel; 1.5 has a linear patch embedding over two frames."""
+    """Return the arguments of CogVideoXTransformer3DModel; 1.5 has a linear patch embedding over two
+    frames."""
     embedding = shapes["patch_embed.proj.weight"]
     time = 1 if len(embedding) == 4 else 2
     return dict(

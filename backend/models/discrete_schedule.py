@@ -52,7 +52,7 @@ class DiscreteSchedule:
         return ((1 - alphas) / alphas) ** 0.5
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """The timestep whose noise level is nearest to ``sigma`` (0-d) on a logarithmic scale."""
+        """Return the timestep whose noise level is nearest to ``sigma`` (0-d) on a logarithmic scale."""
         return (sigma.log().cpu() - self.sigmas.log()).abs().argmin().to(sigma.device)
 
     def is_highest(self, sigma: float) -> bool:

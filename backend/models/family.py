@@ -82,7 +82,7 @@ class Latent:
         return {None: (4, 5), True: (5,), False: (4,)}[self.frames]
 
     def grid(self, config: Config, shape: tuple[int, ...], latent_shapes: list) -> Grid:
-        """Tokens of a latent (C, [T,] H, W); of nested ones with these shapes."""
+        """Return the grid of a latent (C, [T,] H, W); of nested ones with these shapes."""
         if self.nested is None:
             return TokenGrid(tuple(shape), self.patch(config))
         latents = zip(latent_shapes, self.nested.patches(config))
@@ -110,7 +110,7 @@ class Noise:
 
 
 def _latent_tokens(output, grid) -> Tensor:
-    """Tokens of an output in the latent's shape, without further channels, such as a variance."""
+    """Return the tokens of an output in the latent's shape, without further channels, such as a variance."""
     return grid.padded.to_tokens(output[:, : grid.shape[0]])
 
 
@@ -258,11 +258,11 @@ class Family:
     variant: Callable[[Config], dict[str, Any]] = _no_variant
 
     def of(self, config: Config) -> "Family":
-        """The family as it is for a transformer of this configuration."""
+        """Return the family as it is for a transformer of this configuration."""
         return self.changed(self.variant(config))
 
     def changed(self, entries: Mapping[str, Any]) -> "Family":
-        """The family with other ``entries``, "group.field" or "field" -> value."""
+        """Return the family with other ``entries``, "group.field" or "field" -> value."""
         family = self
         for path, value in entries.items():
             group, _, name = path.rpartition(".")

@@ -17,14 +17,14 @@ NO_GUIDANCE = "guidance is missing, which this guidance-distilled model needs; r
 
 
 def patch_module(transformer, config):
-    """Timesteps are not rounded."""
+    """Keep timesteps from being rounded."""
     embed = transformer.time_text_embed
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2, references after; text ids are zeros, image ids (number, y, x). diffusers
-    multiplies timestep and guidance by 1000 itself."""
+    """Return the arguments of the forward. Latents travel packed 2x2, references after; text ids are zeros,
+    image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, "offset")
     how = how if how in references.PLACES else "offset"

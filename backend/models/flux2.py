@@ -25,9 +25,9 @@ NUMBERS = 10
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """References follow the latent. Positions are (number, y, x, 0), and (0, 0, 0, number) for text.
-    diffusers multiplies timestep and guidance by 1000 itself. Where references are at timestep 0, timesteps
-    of them follow, and positions end with a mark of their tokens."""
+    """Return the arguments of the forward. References follow the latent. Positions are (number, y, x, 0), and
+    (0, 0, 0, number) for text. diffusers multiplies timestep and guidance by 1000 itself. Where references
+    are at timestep 0, timesteps of them follow, and positions end with a mark of their tokens."""
     batch = latent.shape[0]
     device = latent.device
     text = cond["c_crossattn"]
@@ -66,7 +66,7 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of Flux2Transformer2DModel; RoPE has four equal axes."""
+    """Return the arguments of Flux2Transformer2DModel; RoPE has four equal axes."""
     found = config_of(shapes)
     head = found["attention_head_dim"]
     axis = head // 4 // 2 * 2
@@ -235,7 +235,7 @@ REPLACED = {
 
 
 def patch_module(transformer, config):
-    """Timesteps are not rounded, and references may be at timestep 0."""
+    """Keep timesteps from being rounded, and let references be at timestep 0."""
     embed = transformer.time_guidance_embed
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
     replace_classes(transformer, REPLACED)

@@ -23,13 +23,13 @@ def patch_module(transformer, config):
 
 
 def positions(grid, number, device):
-    """(tokens, 4) of (0, y, x, number); number: 0 for the latent, -1, -2, ... for references."""
+    """Return (tokens, 4) of (0, y, x, number); number: 0 for the latent, -1, -2, ... for references."""
     places = references.positions(grid, device=device) * POSITION_SCALE
     return torch.nn.functional.pad(places, (0, 1), value=number)
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Positions of text are (0, 0, 0, number)."""
+    """Return the arguments of the forward. Positions of text are (0, 0, 0, number)."""
     batch = latent.shape[0]
     device = latent.device
     text = cond["c_crossattn"]
@@ -50,14 +50,15 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Distilled models are told to which noise level a step leads, which no solver here tells them."""
+    """Return why these inputs do not run, or None: distilled models are told to which noise level a step
+    leads, which no solver here tells them."""
     if config["flow_map"]:
         return "the model is a step-distilled Flux.3 (flow_map), which is not supported; use another Flux.3."
     return references.wrong_references(grid, cond)
 
 
 def config_from_shapes(shapes):
-    """Arguments of Flux3Transformer2DModel; RoPE has four equal axes."""
+    """Return the arguments of Flux3Transformer2DModel; RoPE has four equal axes."""
     hidden = shapes["emb_in.image.weight"][0]
     head = shapes["single_blocks.0.norm.query_norm.scale"][0]
     axis = head // 4 // 2 * 2

@@ -14,8 +14,8 @@ from .key_layout import Layout, blocks_of
 
 
 def patchify(patch, latent):
-    """As the model's own, which pads images that are not square: (B, C, H, W) -> tokens (p1 p2 C), no mask,
-    sizes, positions."""
+    """Cut an image into patches. The model's own method pads images that are not square: (B, C, H, W) ->
+    tokens (p1 p2 C), no mask, sizes, positions."""
     batch = latent.shape[0]
     rows, columns = (side // patch for side in latent.shape[2:])
     cells = latent.unflatten(3, (columns, patch)).unflatten(2, (rows, patch))
@@ -32,13 +32,14 @@ class Experts(MOEFeedForwardSwiGLU):
 
 
 def patch_module(transformer, config):
-    """Images of any shape, and experts that are called whole."""
+    """Patch the transformer: images of any shape, and experts that are called whole."""
     transformer.patchify = partial(patchify, config["patch_size"])
     replace_classes(transformer, {MOEFeedForwardSwiGLU: Experts})
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Llama's layers (B, layers, tokens, width) in the order of the blocks, the last one for all others."""
+    """Return the arguments of the forward: Llama's layers (B, layers, tokens, width) in the order of the
+    blocks, the last one for all others."""
     llama = cond["encoder_hidden_states_llama3"].unbind(1)
     count = max(config["llama_layers"]) + 1
     return dict(
@@ -57,7 +58,8 @@ NARROW = 32
 
 
 def config_from_shapes(shapes):
-    """Arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of a head; two experts run."""
+    """Return the arguments of HiDreamImageTransformer2DModel; RoPE axes are (4, 2, 2)/8 of a head; two
+    experts run."""
     width = shapes["x_embedder.proj.weight"][0]
     double = blocks_of(shapes, "double_stream_blocks")
     single = blocks_of(shapes, "single_stream_blocks")

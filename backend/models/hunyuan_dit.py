@@ -20,12 +20,12 @@ BASE = 32
 
 
 def schedule(config):
-    """1.0 and 1.1 (told the image's size) go on to stronger noise."""
+    """Return the noise schedule; 1.0 and 1.1, which are told the image's size, go on to stronger noise."""
     return DiscreteSchedule(0.00085, 0.03 if config["use_style_cond_and_image_meta_size"] else 0.018)
 
 
 def patch_module(transformer, config):
-    """Timesteps are not rounded: diffusers rounds what it makes of them to their type."""
+    """Keep timesteps from being rounded: diffusers rounds what it makes of them to their type."""
     embed = transformer.time_extra_emb
 
     def exact(embed, args, kwargs):
@@ -35,7 +35,8 @@ def patch_module(transformer, config):
 
 
 def rotary(config, grid, device):
-    """(cos, sin), each (tokens, head size), of positions over the image, fitted into the base square."""
+    """Return (cos, sin), each (tokens, head size), of positions over the image, fitted into the base
+    square."""
     rows, columns = grid.counts[1:]
     height = width = BASE
     if rows > columns:
@@ -52,7 +53,8 @@ def rotary(config, grid, device):
 
 
 def forward_args(config, grid, latent, timestep, cond):
-    """Two prompts, of CLIP and of mT5, whose padding the model replaces."""
+    """Return the arguments of the forward: two prompts, of CLIP and of mT5, whose padding the model
+    replaces."""
     batch = latent.shape[0]
     device = latent.device
 
@@ -73,7 +75,7 @@ def forward_args(config, grid, latent, timestep, cond):
 
 
 def refusal(config, grid, cond):
-    """The padding that the model learned has these lengths."""
+    """Return why these inputs do not run, or None. The padding that the model learned has these lengths."""
     lengths = cond["c_crossattn"].shape[1], cond["encoder_hidden_states_t5"].shape[1]
     if lengths == (TEXT, TEXT_T5):
         return None

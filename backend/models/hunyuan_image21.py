@@ -10,7 +10,8 @@ from .key_layout import IN_OUT, Layout, blocks_of, under
 
 
 def patch_module(transformer, config):
-    """Sines of timesteps and guidance, which diffusers leaves in float32, in the dtype of their layer."""
+    """Compute sines of timesteps and guidance in the dtype of their layer; diffusers leaves them in
+    float32."""
     embedders = transformer.time_guidance_embed
     for embedder in (embedders.timestep_embedder, embedders.timestep_embedder_r, embedders.guidance_embedder):
         if embedder is not None:
@@ -18,7 +19,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps and guidance run to 1000; a prompt without quoted words has no text of byT5."""
+    """Return the arguments of the forward. Timesteps and guidance run to 1000; a prompt without quoted words
+    has no text of byT5."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     glyphs = cond.get("txt_byt5")
@@ -35,12 +37,12 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def text_tokens(cond):
-    """Tokens of both kinds of text."""
+    """Count the tokens of both kinds of text."""
     return sum(cond[name].shape[1] for name in ("c_crossattn", "txt_byt5") if name in cond)
 
 
 def config_from_shapes(shapes):
-    """Arguments of HunyuanImageTransformer2DModel; RoPE has two equal axes."""
+    """Return the arguments of HunyuanImageTransformer2DModel; RoPE has two equal axes."""
     embedding = shapes["img_in.proj.weight"]
     head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     return dict(
@@ -89,7 +91,8 @@ ACCEPTED = ("c_crossattn", "txt_byt5", "attention_mask", "guidance")
 
 
 def variant(config):
-    """The distilled model is told where a step ends (MeanFlow), and reads guidance."""
+    """Return what a configuration changes of the family: the distilled model is told where a step ends
+    (MeanFlow), and reads guidance."""
     found = {}
     if config["use_meanflow"]:
         found["conditioning.accepted"] = (*ACCEPTED, STEP_END)

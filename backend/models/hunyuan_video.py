@@ -14,12 +14,13 @@ from .key_layout import IN_OUT, Layout, blocks_of, rope_axes, under
 
 
 def all_tokens(text):
-    """A mask (B, tokens) that hides none of ``text`` (B, tokens, D)."""
+    """Return a mask (B, tokens) that hides none of ``text`` (B, tokens, D)."""
     return torch.ones(text.shape[:2], dtype=torch.long, device=text.device)
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps and guidance run to 1000; c_concat: further channels, the image's latent and mask."""
+    """Return the arguments of the forward. Timesteps and guidance run to 1000; c_concat: further channels,
+    the image's latent and mask."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if config["guidance_embeds"] else None
@@ -37,7 +38,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """What guidance-distilled and image to video models need."""
+    """Return why these inputs do not run, or None. Guidance-distilled and image to video models need more."""
     if config["guidance_embeds"] and "guidance" not in cond:
         return flux.NO_GUIDANCE
     if cond["y"].shape[1] < config["pooled_projection_dim"]:
@@ -49,7 +50,7 @@ def refusal(config, grid, cond):
 
 
 def video_config(shapes):
-    """What HunyuanVideo and 1.5 derive alike."""
+    """Return what HunyuanVideo and 1.5 derive alike."""
     embedding = shapes["img_in.proj.weight"]
     head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     return dict(

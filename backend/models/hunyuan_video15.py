@@ -44,8 +44,8 @@ def clip_text(block, arguments, outputs):
 
 
 def patch_module(transformer, config):
-    """The cheaper mask for every block, its text clipped; sines of the timestep, made in float32, in their
-    layer's dtype."""
+    """Patch the transformer: the cheaper mask for every block, its text clipped; sines of the timestep, made
+    in float32, in their layer's dtype."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
     if config["use_meanflow"]:
         round_input(transformer.time_embed.timestep_embedder_r.linear_1)
@@ -56,15 +56,16 @@ def patch_module(transformer, config):
 
 
 def hides_tokens(cond):
-    """Are there text tokens, or those of an image that is not there, which attention leaves out?"""
+    """Return whether there are text tokens, or those of an image that is not there, which attention leaves
+    out."""
     mask = cond.get("attention_mask")
     image = cond.get("clip_fea")
     return (mask is not None and not bool(mask.all())) or (image is not None and not bool(image.any()))
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Timesteps run to 1000, that of the step's end too; c_concat: further channels, the image's latent and
-    mask, or zeros."""
+    """Return the arguments of the forward. Timesteps run to 1000, that of the step's end too; c_concat:
+    further channels, the image's latent and mask, or zeros."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     channels = config["in_channels"] - latent.shape[1]
@@ -84,7 +85,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """The image's channels are many, or left out for text to video."""
+    """Return why these inputs do not run, or None. The image's channels are many, or left out for text to
+    video."""
     return references.wrong_channels(config["in_channels"], grid, cond) if "c_concat" in cond else None
 
 

@@ -51,7 +51,8 @@ class Prompt:
 
 
 def patch_module(transformer, config):
-    """Less work for the prompt and the mask; float32 sines of the timestep in their layer's dtype."""
+    """Patch the transformer: less work for the prompt and the mask; float32 sines of the timestep in their
+    layer's dtype."""
     Prompt(transformer)
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:
@@ -59,8 +60,9 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Text is at (i, i, i), the image at (0, y, x) far from it; tokens that the prompt's mask hides are a
-    segment. The timestep counts from noise (0) to image (1). Without a prompt the image is all."""
+    """Return the arguments of the forward. Text is at (i, i, i), the image at (0, y, x) far from it; tokens
+    that the prompt's mask hides are a segment. The timestep counts from noise (0) to image (1). Without a
+    prompt the image is all."""
     batch = latent.shape[0]
     words = prompt_tokens(cond)
     # where no token is text, diffusers multiplies what this one becomes by 0
@@ -76,7 +78,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def _places(grid, cond, batch, device):
-    """Positions, segments and kinds of the tokens."""
+    """Return the positions, segments and kinds of the tokens."""
     text_tokens = prompt_tokens(cond)
     axes = [torch.arange(count, device=device) for count in grid.counts]
     image = torch.cartesian_prod(*axes) + IMAGE_POSITION_OFFSET
@@ -93,7 +95,7 @@ def _places(grid, cond, batch, device):
 
 
 def output(output, grid):
-    """The image's tokens, back in ComfyUI's order of cells."""
+    """Return the image's tokens, back in ComfyUI's order of cells."""
     return -output[:, -grid.tokens :].unflatten(2, (CELLS, -1)).transpose(2, 3).flatten(2)
 
 

@@ -42,8 +42,8 @@ class Exact(Kandinsky5AttnProcessor):
 
 
 def patch_module(transformer, config):
-    """The exact attention; sines of the timestep, made in float32 on the device, in the dtype of their
-    layer."""
+    """Patch the transformer: the exact attention; sines of the timestep, made in float32 on the device, in
+    the dtype of their layer."""
     for block in transformer.text_transformer_blocks:
         block.self_attention.set_processor(Exact())
     for block in transformer.visual_transformer_blocks:
@@ -62,7 +62,7 @@ def is_video(config) -> bool:
 
 
 def stretch(config, grid):
-    """By what positions (t, y, x) are divided: 1 for images."""
+    """Return by what positions (t, y, x) are divided: 1 for images."""
     if not is_video(config):
         return (1.0, 1.0, 1.0)
     side = 3.16 if config["model_dim"] == PRO and grid.extent[1] * grid.extent[2] >= LARGE else 2.0
@@ -70,8 +70,8 @@ def stretch(config, grid):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Channels come last. Video models have the known frames' latent and mask as further channels (c_concat);
-    known frames also replace the latent's."""
+    """Return the arguments of the forward. Channels come last. Video models have the known frames' latent and
+    mask as further channels (c_concat); known frames also replace the latent's."""
     batch = latent.shape[0]
     if "time_dim_replace" in cond:
         known = cond["time_dim_replace"]
@@ -95,7 +95,8 @@ def _fits(known, grid):
 
 
 def refusal(config, grid, cond):
-    """The position tables end; video models take further channels."""
+    """Return why these inputs do not run, or None. The position tables end; video models take further
+    channels."""
     if max(grid.counts) > MOST:
         counts = " x ".join(map(str, grid.counts))
         return f"the latent is {counts} tokens, but Kandinsky 5 knows {MOST} a side; make it smaller."
@@ -118,8 +119,8 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of Kandinsky5Transformer3DModel; RoPE axes are (2, 3, 3)/8 of the head size. Video models
-    have 16 + 1 more channels."""
+    """Return the arguments of Kandinsky5Transformer3DModel; RoPE axes are (2, 3, 3)/8 of the head size. Video
+    models have 16 + 1 more channels."""
     width, embedding = shapes["visual_embeddings.in_layer.weight"]
     out = shapes["out_layer.out_layer.weight"][0] // 4
     head = shapes["visual_transformer_blocks.0.cross_attention.key_norm.weight"][0]

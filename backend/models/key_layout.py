@@ -106,7 +106,7 @@ class Layout:
         return max((len(targets.split()) for targets in self.names.values()), default=1)
 
     def spell(self, key: str, separator: str = ".") -> str:
-        """A key of another spelling in this one; ``separator``: what stands for dots in it."""
+        """Return a key of another spelling in this one; ``separator``: what stands for dots in it."""
         for theirs, ours in self.spellings:
             if separator != ".":
                 theirs, ours = theirs.replace(".", separator), ours.replace(".", separator)
@@ -141,7 +141,7 @@ def under(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def blocks_of(shapes: Shapes, name: str) -> int:
-    """How many blocks a file has under ``name``."""
+    """Count the blocks that a file has under ``name``."""
     return len({key.removeprefix(name + ".").split(".")[0] for key in shapes if key.startswith(name + ".")})
 
 

@@ -14,19 +14,19 @@ from .key_layout import Layout, blocks_of, under
 
 
 def read_references(cond):
-    """``cond`` with the references that ComfyUI's model reads: none where no method is set."""
+    """Return ``cond`` with the references that ComfyUI's model reads: none where no method is set."""
     return cond if "ref_latents_method" in cond else {}
 
 
 def context_tokens(config, grid, cond):
-    """Tokens of the references that are read."""
+    """Count the tokens of the references that are read."""
     return references.token_count(config, grid, read_references(cond))
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2, references after; positions are (number, y, x) and zeros for text. The
-    prompt's layers come side by side. Where references are at timestep 0, as style LoRAs were trained with,
-    timesteps of them follow."""
+    """Return the arguments of the forward. Latents travel packed 2x2, references after; positions are
+    (number, y, x) and zeros for text. The prompt's layers come side by side. Where references are at timestep
+    0, as style LoRAs were trained with, timesteps of them follow."""
     text = cond["c_crossattn"].unflatten(-1, (config["num_text_layers"], -1))
     read = read_references(cond)
 
@@ -46,7 +46,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """ComfyUI runs frames as a batch; one frame is all that the model makes."""
+    """Return why these inputs do not run, or None. ComfyUI runs frames as a batch; one frame is all that the
+    model makes."""
     wrong = references.wrong_references(grid, cond)
     if wrong or grid.counts[0] == 1:
         return wrong
@@ -54,7 +55,7 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of Krea2Transformer2DModel; RoPE axes are (4, 6, 6)/16 of the head size."""
+    """Return the arguments of Krea2Transformer2DModel; RoPE axes are (4, 6, 6)/16 of the head size."""
     head = shapes["blocks.0.attn.qknorm.qnorm.scale"][0]
     text_head = shapes["txtfusion.layerwise_blocks.0.attn.qknorm.qnorm.scale"][0]
     axis = 6 * (head // 16)
@@ -176,7 +177,7 @@ REPLACED = {
 
 
 def patch_module(transformer, config):
-    """Norms whose multiplier is not rounded, and references at timestep 0."""
+    """Patch the transformer: norms whose multiplier is not rounded, and references at timestep 0."""
     replace_classes(transformer, REPLACED)
 
 

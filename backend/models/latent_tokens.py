@@ -19,8 +19,8 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _words(x: Tensor) -> Tensor:
-    """(..., pw) -> (..., 1): neighbouring pixels of a token as one element, if there is a type of their size.
-    Half the elements take half the time to move."""
+    """View (..., pw) as (..., 1): neighbouring pixels of a token as one element, if there is a type of their
+    size. Half the elements take half the time to move."""
     step = x.shape[-1]
     word = WORDS.get(x.shape[-1] * x.element_size())
     if step == 1 or word is None:
@@ -58,7 +58,7 @@ class TokenGrid:
         return self.shape[0] * math.prod(self.patch)
 
     def pad(self, latent: Tensor) -> Tensor:
-        """(B, C, [T,] H, W) -> (B, C, [T',] H', W'), every side a multiple of the patch."""
+        """Pad (B, C, [T,] H, W) to (B, C, [T',] H', W'), every side a multiple of the patch."""
         x = latent.reshape(*latent.shape[:2], *self.extent)
         missing = [count * step - size for count, step, size in zip(self.counts, self.patch, self.extent)]
         x = F.pad(x, (0, missing[2], 0, missing[1], 0, missing[0]), mode="circular") if any(missing) else x
@@ -71,7 +71,7 @@ class TokenGrid:
         return TokenGrid((self.shape[0], *sides[-(len(self.shape) - 1) :]), self.patch)
 
     def to_tokens(self, latent: Tensor) -> Tensor:
-        """(B, C, [T,] H, W) -> (B, N, F)."""
+        """Turn (B, C, [T,] H, W) into (B, N, F)."""
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
         x = _words(self.pad(latent).reshape(latent.shape[0], -1, t, pt, h, ph, w, pw))
         tokens = x.new_empty(latent.shape[0], t, h, w, x.shape[1], pt, ph, x.shape[-1])
@@ -81,7 +81,7 @@ class TokenGrid:
         return tokens.view(latent.dtype).view(latent.shape[0], self.tokens, -1)
 
     def to_latent(self, tokens: Tensor) -> Tensor:
-        """(B, N, F) -> (B, C, [T,] H, W), the padding cropped."""
+        """Turn (B, N, F) into (B, C, [T,] H, W), the padding cropped."""
         (t, h, w), (pt, ph, pw) = self.counts, self.patch
         x = _words(tokens.reshape(tokens.shape[0], t, h, w, -1, pt, ph, pw))
         x = x.permute(0, 4, 1, 5, 2, 6, 3, 7).contiguous()
@@ -116,7 +116,7 @@ class NestedGrid:
         return max(grid.features for grid in self.grids)
 
     def unpack(self, latent: Tensor) -> list[Tensor]:
-        """(B, 1, L) -> the latents (B, C, [T,] H, W)."""
+        """Split (B, 1, L) into the latents (B, C, [T,] H, W)."""
         pieces = latent.split([math.prod(grid.shape) for grid in self.grids], dim=2)
         return [piece.reshape(latent.shape[0], *grid.shape) for piece, grid in zip(pieces, self.grids)]
 
@@ -131,11 +131,11 @@ class NestedGrid:
         return [pieces[i][..., : grid.features] for i, grid in enumerate(self.grids)]
 
     def to_tokens(self, latent: Tensor) -> Tensor:
-        """(B, 1, L) -> (B, N, F)."""
+        """Turn (B, 1, L) into (B, N, F)."""
         return self.join([grid.to_tokens(x) for grid, x in zip(self.grids, self.unpack(latent))])
 
     def to_latent(self, tokens: Tensor) -> Tensor:
-        """(B, N, F) -> (B, 1, L), padding cropped."""
+        """Turn (B, N, F) into (B, 1, L), padding cropped."""
         latents = [grid.to_latent(x) for grid, x in zip(self.grids, self.divide(tokens))]
         return torch.cat([latent.flatten(1)[:, None] for latent in latents], dim=2)
 

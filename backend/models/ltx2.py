@@ -39,8 +39,8 @@ ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_at
 
 
 def patch_module(transformer, config):
-    """ComfyUI's order of attention and its gates, modulation of each noise level once, weighed guides, and
-    the connectors."""
+    """Patch the transformer: ComfyUI's order of attention and its gates, modulation of each noise level once,
+    weighed guides, and the connectors."""
     gate_by_highest_level(transformer, config)
     video = (transformer.time_embed, transformer.av_cross_attn_video_scale_shift)
     audio = (transformer.audio_time_embed, transformer.av_cross_attn_audio_scale_shift)
@@ -58,13 +58,14 @@ def patch_module(transformer, config):
 
 
 def variant(config):
-    """Keys and values of 2.3's prompt depend on the noise level."""
+    """Return what a configuration changes of the family: keys and values of 2.3's prompt depend on the noise
+    level."""
     modulated = config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True)
     return {"cache.prompt_layers": ()} if modulated else {}
 
 
 def widths(config):
-    """(features of an unfinished prompt, of the video's and the audio's part of a finished one)."""
+    """Return (features of an unfinished prompt, of the video's and the audio's part of a finished one)."""
     if config["use_prompt_embeddings"]:
         return config["caption_channels"], (config["caption_channels"],) * 2
     parts = config["cross_attention_dim"], config["audio_cross_attention_dim"]
@@ -79,8 +80,8 @@ def is_finished(config, cond):
 
 
 def single_frames(grid, cond, device):
-    """(1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: those of the first frame and
-    of generated_keyframes (the first of them, how many), not guides'."""
+    """Return (1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: those of the first
+    frame and of generated_keyframes (the first of them, how many), not guides'."""
     frames = grid.counts[0]
     size = grid.counts[1] * grid.counts[2]
     marks = torch.zeros(frames, device=device)
@@ -93,7 +94,7 @@ def single_frames(grid, cond, device):
 
 
 def noise_levels(grid, cond, sigma, batch, factor):
-    """The latents with a mask -> what Levels takes: the few levels times ``factor``, and each token's."""
+    """Return what Levels takes of latents with a mask: the few levels times ``factor``, and each token's."""
     found = {}
     for part, latent, name in zip(grid.grids, LATENTS.names, MASKS):
         if name in cond:
@@ -104,7 +105,8 @@ def noise_levels(grid, cond, sigma, batch, factor):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """A finished prompt is the video's and the audio's; LTX-2's that is not is both."""
+    """Return the arguments of the forward. A finished prompt is the video's and the audio's; LTX-2's that is
+    not is both."""
     video, audio = grid.unpack(latent)
     text = cond["c_crossattn"]
     mask = cond.get("attention_mask")
@@ -143,7 +145,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """What a prompt, masks and guides must be."""
+    """Return why these inputs do not run, or None. The prompt, masks and guides are checked."""
     width, (unfinished, parts) = cond["c_crossattn"].shape[2], widths(config)
     if width not in (unfinished, sum(parts)):
         known = " or ".join(map(str, sorted({unfinished, sum(parts)})))
@@ -173,8 +175,8 @@ RELEASED_WIDTH = 4096
 
 
 def config_from_shapes(shapes):
-    """Arguments of LTX2VideoTransformer3DModel. What no shape tells is as in released files. Files of the
-    transformer alone have no connectors."""
+    """Return the arguments of LTX2VideoTransformer3DModel. What no shape tells is as in released files. Files
+    of the transformer alone have no connectors."""
     hidden, channels = shapes["patchify_proj.weight"]
     audio, audio_channels = shapes["audio_patchify_proj.weight"]
     gated = "transformer_blocks.0.attn1.to_gate_logits.weight" in shapes
@@ -213,7 +215,7 @@ def config_from_shapes(shapes):
 
 
 def metadata(strings):
-    """Lightricks' own configuration."""
+    """Return what Lightricks' own configuration says."""
     stated = transformer_config(strings)
     precision = stated.get("frequencies_precision")
     found = {

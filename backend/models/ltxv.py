@@ -16,14 +16,14 @@ PIXELS = (8, 32, 32)
 
 
 def guides(cond):
-    """How many of the last tokens are guides."""
+    """Count the guides, which are the last tokens."""
     return cond["keyframe_idxs"].shape[2] if "keyframe_idxs" in cond else 0
 
 
 def corners(grid, cond, device, causal, side=0):
-    """(1 or B, 3, tokens): where tokens begin (side 0) or end (1), in seconds and pixels; ``causal``: the
-    video starts with a single frame. Guides, the last tokens, bring theirs. Two axes more say how much they
-    are attended to, if that differs (guide_weights.features)."""
+    """Return (1 or B, 3, tokens): where tokens begin (side 0) or end (1), in seconds and pixels; ``causal``:
+    the video starts with a single frame. Guides, the last tokens, bring theirs. Two axes more say how much
+    they are attended to, if that differs (guide_weights.features)."""
     frame_rate = cond["frame_rate"].reshape(-1)[0] if "frame_rate" in cond else 25
     axes = [
         (torch.arange(count, device=device, dtype=torch.float32) + side) * pixels
@@ -44,13 +44,14 @@ def corners(grid, cond, device, causal, side=0):
 
 
 def times(grid, mask, sigma, batch):
-    """Noise levels (B,), or (B, tokens) where a mask keeps some: the level times the mask's first value."""
+    """Return noise levels (B,), or (B, tokens) where a mask keeps some: the level times the mask's first
+    value."""
     levels = sigma.expand(batch)
     return levels if mask is None else grid.to_tokens(mask.float())[..., 0] * levels[:, None]
 
 
 def patch_module(transformer, config):
-    """Attention that weighs guides."""
+    """Give blocks attention that weighs guides."""
     transformer.rope.__class__ = guide_weights.VideoPositions
     transformer.rope.heads = config["num_attention_heads"]
     for block in transformer.transformer_blocks:
@@ -60,7 +61,7 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Prompts whose tokens are all seen need no mask."""
+    """Return the arguments of the forward. Prompts whose tokens are all seen need no mask."""
     batch = latent.shape[0]
     mask = cond.get("attention_mask")
     causal = config.get("causal_temporal_positioning", False)
@@ -77,7 +78,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """What the mask must hold, and the guides fit."""
+    """Return why these inputs do not run, or None. The mask and the guides are checked."""
     mask = cond.get("denoise_mask")
     if mask is not None and (mask < 0).any():
         return (
@@ -115,7 +116,8 @@ def config_from_shapes(shapes):
 
 
 def metadata(strings):
-    """Lightricks' own configuration tells of causal positions (since 0.9.5), which no shape shows."""
+    """Return whether positions are causal, as Lightricks' own configuration says (since 0.9.5), which no
+    shape shows."""
     stated = transformer_config(strings)
     return {"causal_temporal_positioning": bool(stated.get("causal_temporal_positioning", False))}
 

@@ -49,7 +49,8 @@ class Rope(Lumina2RotaryPosEmbed):
 
 
 def patch_module(transformer, config):
-    """Longer position tables, since ComfyUI computes any position; rotary tables once a request."""
+    """Patch the transformer: longer position tables, since ComfyUI computes any position; rotary tables once
+    a request."""
     rope = transformer.rope_embedder
     rope.freqs_cis = rope._precompute_freqs_cis(rope.axes_dim, LENGTHS, rope.theta)
     rope.__class__ = Rope
@@ -57,7 +58,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """The timestep counts from noise (0) to image (1). ComfyUI's model reads padding of the prompt too."""
+    """Return the arguments of the forward. The timestep counts from noise (0) to image (1). ComfyUI's model
+    reads padding of the prompt too."""
     text = cond["c_crossattn"]
     return dict(
         hidden_states=grid.pad(latent),
@@ -68,7 +70,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Position tables have an end."""
+    """Return why these inputs do not run, or None. Position tables have an end."""
     needed = (cond["c_crossattn"].shape[1], *grid.counts[1:])
     if all(a < b for a, b in zip(needed, LENGTHS)):
         return None
@@ -79,7 +81,7 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of Lumina2Transformer2DModel; RoPE has three equal axes."""
+    """Return the arguments of Lumina2Transformer2DModel; RoPE has three equal axes."""
     dim = shapes["layers.0.attention_norm1.weight"][0]
     head = shapes["layers.0.attention.q_norm.weight"][0]
     axis = head // 3 // 2 * 2

@@ -20,13 +20,14 @@ REFERENCE_TIMES = (0.999, 1.0)
 
 
 def audio_sigma(sigma):
-    """The noise level of the audio where the video's is ``sigma``."""
+    """Return the noise level of the audio where the video's is ``sigma``."""
     base = sigma / (SHIFT + sigma * (1.0 - SHIFT))
     return AUDIO_SHIFT * base / (1.0 + (AUDIO_SHIFT - 1.0) * base)
 
 
 def rescale(sigma):
-    """The solvers' audio is the model's times the ratio of the two noise levels."""
+    """Return the factors of both streams: the solvers' audio is the model's times the ratio of the two noise
+    levels."""
     sigma, scale = sigma.clamp(min=1e-6), SHIFT / AUDIO_SHIFT
     audio, one = audio_sigma(sigma), torch.ones_like(sigma)
     return [
@@ -36,14 +37,15 @@ def rescale(sigma):
 
 
 def axis(length, other):
-    """Positions along a side of the image, in thirty-seconds of the square of its area."""
+    """Return the positions along a side of the image, in thirty-seconds of the square of its area."""
     ratio = length / (length * other) ** 0.5
     return (torch.arange(length, dtype=torch.float64) * (ratio / length) + (1.0 - ratio) / 2.0) * 32.0
 
 
 def positions(grid, text, references, origin):
-    """(text + references + audio + video, 3): text by number; at ``origin`` on the same clock the audio, its
-    channels at the image's sides, and the video. ``references``: positions of the reference tokens."""
+    """Return (text + references + audio + video, 3): text by number; at ``origin`` on the same clock the
+    audio, its channels at the image's sides, and the video. ``references``: positions of the reference
+    tokens."""
     (frames, rows, columns), (_, channels, length) = (one.counts for one in grid.grids)
     y, x = axis(rows, columns), axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
@@ -58,8 +60,8 @@ def positions(grid, text, references, origin):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Times count from noise (0) to image (1); text has the video's time. Reference tokens (keyframes,
-    references and their audio) stand between text and audio."""
+    """Return the arguments of the forward. Times count from noise (0) to image (1); text has the video's
+    time. Reference tokens (keyframes, references and their audio) stand between text and audio."""
     video, audio = grid.unpack(latent)
     sigma = sigma.clamp(min=1e-6)
     times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
@@ -82,8 +84,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def _sequence(grid, cond, device):
-    """The arguments that say what the tokens of the sequence are, made on the host: a device would be waited
-    for at every index."""
+    """Return the arguments that say what the tokens of the sequence are, made on the host: a device would be
+    waited for at every index."""
     video_tokens, audio_tokens = (one.tokens for one in grid.grids)
     text_length = cond["c_crossattn"].shape[1]
     references = torch.empty(0, dtype=torch.long)
@@ -116,17 +118,18 @@ def _sequence(grid, cond, device):
 
 
 def text_tokens(cond):
-    """Tokens before the audio: of text, and references."""
+    """Count the tokens before the audio: of text, and references."""
     return cond["c_crossattn"].shape[1] + (cond["given_tags"].shape[1] if "given_tags" in cond else 0)
 
 
 def output(outputs, grid):
-    """Without the reference tokens, which come first."""
+    """Return the outputs without the reference tokens, which come first."""
     return -grid.join([tokens[:, -one.tokens :] for tokens, one in zip(outputs, grid.grids)])
 
 
 def refusal(config, grid, cond):
-    """The audio's two channels stand at the sides of the image; reference tokens are described in full."""
+    """Return why these inputs do not run, or None. The audio's two channels stand at the sides of the image;
+    reference tokens are described in full."""
     channels = grid.grids[1].counts[1]
     if channels != 2:
         return (
@@ -172,7 +175,7 @@ def refusal(config, grid, cond):
 
 
 def patch_module(transformer, config):
-    """Files hold the rotary frequencies, which diffusers computes."""
+    """Read the rotary frequencies from the file; diffusers computes them."""
     transformer.rope.register_buffer("inv_freq", transformer.rope.inv_freq, persistent=True)
 
 

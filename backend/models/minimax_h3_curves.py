@@ -51,7 +51,7 @@ class Out(MiniMaxH3AdaLayerNormOut):
 
 
 def patch_module(transformer, config):
-    """The table in place of sines and their layers."""
+    """Put the table in the place of sines and their layers."""
     minimax_h3.patch_module(transformer, config)
     transformer.time_proj = nn.Identity()
     transformer.time_embedder = Curve(config["curve_points"], config["time_embed_dim"])
@@ -62,7 +62,7 @@ def patch_module(transformer, config):
 
 
 def config_from_shapes(shapes):
-    """Those of MiniMax-H3, and the points of the table."""
+    """Return MiniMax-H3's arguments, and the points of the table."""
     points, width = shapes["adaln_t_table"]
     embedder = {"time_embedder.proj_in.weight": (width, 256), "time_embedder.proj_out.weight": (width, width)}
     return minimax_h3.config_from_shapes({**shapes, **embedder}) | {"curve_points": points}

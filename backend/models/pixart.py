@@ -17,8 +17,8 @@ from .key_layout import MLP, Layout, blocks_of, under
 
 
 def prepare(transformer, grid):
-    """ComfyUI scales the position table with the latent's size, or as patch_module found it; diffusers keeps
-    the trained one."""
+    """Scale the position table with the latent's size, as ComfyUI does, or as patch_module found it;
+    diffusers keeps the trained one."""
     embed, (height, width) = transformer.pos_embed, grid.padded.shape[1:]
     middle = (height + width) // 2
     scale = embed.stated_scale or max(round(middle / 64), 1)
@@ -39,8 +39,8 @@ def patch_module(transformer, config):
 
 
 def pipeline_entries(pipeline):
-    """The noise schedule and the scale of latents that a pipeline's folder states, None where it does not;
-    no folder has a table of positions. Raises UnsupportedError where it predicts anything but noise."""
+    """Return the noise schedule and the scale of latents that a pipeline's folder states, None where it does
+    not; no folder has a table of positions. Raises UnsupportedError where it predicts anything but noise."""
     return {
         "schedule": _stated_schedule(pipeline.get("scheduler")),
         "latent_scale": _stated_scale(pipeline.get("vae", {})),
@@ -77,7 +77,7 @@ def _schedule_of(**entries):
 
 
 def schedule(config):
-    """The noise levels of timesteps: those of the pipeline's folder, or of the released models."""
+    """Return the noise levels of timesteps: those of the pipeline's folder, or of the released models."""
     stated = config.get("schedule")
     return _schedule_of(**stated) if stated else SCHEDULE
 
@@ -89,7 +89,7 @@ def is_alpha(config):
 
 
 def forward_args(config, grid, latent, timestep, cond):
-    """alpha is also told the image's size and aspect ratio."""
+    """Return the arguments of the forward. alpha is also told the image's size and aspect ratio."""
     batch, (height, width) = latent.shape[0], latent.shape[2:]
 
     def told(name, *numbers):
@@ -113,8 +113,8 @@ HEADS = 16
 
 
 def config_from_shapes(shapes):
-    """Arguments of PixArtTransformer2DModel, and position_scale: some files keep their table of positions,
-    (1, tokens, width), by whose size ComfyUI scales positions at every size of the latent."""
+    """Return the arguments of PixArtTransformer2DModel, and position_scale: some files keep their table of
+    positions, (1, tokens, width), by whose size ComfyUI scales positions at every size of the latent."""
     hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
     table = shapes.get("pos_embed")
     scale = None if table is None else max(isqrt(table[1]) * patch // 64, 1)

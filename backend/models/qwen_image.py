@@ -50,14 +50,15 @@ class Rotary(torch.nn.Module):
 
 
 def patch_module(transformer, config):
-    """Positions as in ComfyUI, and timesteps that are not rounded."""
+    """Patch the transformer: positions as in ComfyUI, and timesteps that are not rounded."""
     embed = transformer.time_text_embed
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1)
     transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Latents travel packed 2x2, references after; diffusers multiplies the timestep by 1000 itself."""
+    """Return the arguments of the forward. Latents travel packed 2x2, references after; diffusers multiplies
+    the timestep by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, default_method(config))
     count = references.token_count(config, grid, cond)
@@ -86,14 +87,14 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def default_method(config):
-    """How references are placed where the request does not say."""
+    """Return how references are placed where the request does not say."""
     if config.get("use_additional_t_cond"):
         return "negative_index"
     return "index_timestep_zero" if config.get("zero_cond_t") else "index"
 
 
 def refusal(config, grid, cond):
-    """Only Edit 2511's blocks take two timesteps."""
+    """Return why these inputs do not run, or None. Only Edit 2511's blocks take two timesteps."""
     another = "or load Qwen-Image-Edit 2511; the name of a file without its mark has to have"
     remedy = f"{references.OTHER_METHOD}, {another} {EDIT_2511}"
     remedy = "" if config.get("zero_cond_t") else remedy

@@ -84,7 +84,8 @@ class BlockCausal:
 
 @lru_cache(maxsize=2)  # of both prompts: with references they are large
 def before(segments, device):
-    """(1, 1, tokens, tokens), true where given tokens may look; segments: (first token, end, is it text)."""
+    """Return (1, 1, tokens, tokens), true where given tokens may look; segments: (first token, end, is it
+    text)."""
     ends = torch.cat(
         [torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments]
     )
@@ -92,7 +93,7 @@ def before(segments, device):
 
 
 def patch_module(transformer, config):
-    """Attention in two calls, positions as in ComfyUI, and images of any size."""
+    """Patch the transformer: attention in two calls, positions as in ComfyUI, and images of any size."""
     transformer.__class__ = Slotted
     transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
     for block in transformer.transformer_blocks:
@@ -100,8 +101,8 @@ def patch_module(transformer, config):
 
 
 def pieces(grid, cond):
-    """The sequence: (first token of text, end, the image after them), the last image being the latent.
-    References come after the text where image_slots says no place."""
+    """Return the sequence in pieces: (first token of text, end, the image after them), the last image being
+    the latent. References come after the text where image_slots says no place."""
     found = references.grids(grid, cond)
     length = cond["c_crossattn"].shape[1]
     slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
@@ -110,8 +111,8 @@ def pieces(grid, cond):
 
 
 def positions(grid, cond, device):
-    """(tokens, 3): text counts on all three axes, an image stands still on the first and counts from the
-    middle on the others, where images of odd sides and of even ones agree."""
+    """Return (tokens, 3): text counts on all three axes, an image stands still on the first and counts from
+    the middle on the others, where images of odd sides and of even ones agree."""
     found = []
     start = 0
     for lo, hi, one in pieces(grid, cond):
@@ -131,13 +132,13 @@ def positions(grid, cond, device):
 
 
 def text_tokens(cond):
-    """Tokens of text, and of the references among it."""
+    """Count the tokens of text, and of the references among it."""
     return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Text has tokens that stand for the references, one for each slot; diffusers multiplies the timestep by
-    1000 itself, and ComfyUI rounds it here as its pipeline does."""
+    """Return the arguments of the forward. Text has tokens that stand for the references, one for each slot;
+    diffusers multiplies the timestep by 1000 itself, and ComfyUI rounds it here as its pipeline does."""
     batch = latent.shape[0]
     given = once(cond, "sequence", lambda: _sequence(grid, cond, batch, latent.device))
     return dict(
@@ -148,7 +149,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def _sequence(grid, cond, batch, device):
-    """The arguments that say what the tokens of the sequence are."""
+    """Return the arguments that say what the tokens of the sequence are."""
     text = cond["c_crossattn"]
     mask = cond.get("attention_mask")
     tokens = []
@@ -176,7 +177,7 @@ def _sequence(grid, cond, batch, device):
 
 
 def refusal(config, grid, cond):
-    """What the sequence is made of must fit."""
+    """Return why these inputs do not run, or None. The pieces of the sequence have to fit."""
     found = references.grids(grid, cond)
     length = cond["c_crossattn"].shape[1]
     wrong = references.wrong_references(grid, cond)

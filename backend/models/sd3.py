@@ -8,7 +8,7 @@ from .key_layout import MLP, Layout, blocks_of, under
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """A latent padded to whole tokens; timesteps run to 1000."""
+    """Return the arguments of the forward: a latent padded to whole tokens; timesteps run to 1000."""
     return dict(
         hidden_states=grid.pad(latent),
         encoder_hidden_states=cond["c_crossattn"],
@@ -18,7 +18,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """The position table ends."""
+    """Return why these inputs do not run, or None. The position table ends."""
     most = config["pos_embed_max_size"]
     if max(grid.counts) <= most:
         return None
@@ -27,7 +27,7 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of SD3Transformer2DModel; heads are 64 wide."""
+    """Return the arguments of SD3Transformer2DModel; heads are 64 wide."""
     hidden = shapes["x_embedder.proj.weight"][0]
     patch = shapes["x_embedder.proj.weight"][2]
     layers = blocks_of(shapes, "joint_blocks")

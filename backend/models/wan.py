@@ -52,8 +52,8 @@ class ImageFirst(WanAttnProcessor):
 
 
 def embed_image(embedder, processor, features):
-    """CLIP features (B, tokens, D) -> as the blocks read them. Some models have learned positions, of which
-    ComfyUI uses as many as there are tokens."""
+    """Embed CLIP features (B, tokens, D) as the blocks read them. Some models have learned positions, of
+    which ComfyUI uses as many as there are tokens."""
     if embedder.pos_embed is not None:
         features = features[:, : embedder.pos_embed.shape[1]] + embedder.pos_embed[:, : features.shape[1]]
     processor.image_tokens = features.shape[1]
@@ -61,7 +61,7 @@ def embed_image(embedder, processor, features):
 
 
 def patch_module(transformer, config):
-    """Image features, or none, text of any length, and the inputs of variants."""
+    """Patch the transformer: image features, or none, text of any length, and the inputs of variants."""
     wan_inputs.patch_module(transformer, config)
     for block in transformer.blocks:
         block.__class__ = Block
@@ -80,8 +80,9 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """The image's latent and mask are further channels (c_concat), its CLIP features clip_fea.
-    2.2's 5B has a timestep for each frame: the part of it that the mask has denoised."""
+    """Return the arguments of the forward. The image's latent and mask are further channels (c_concat), its
+    CLIP features clip_fea. 2.2's 5B has a timestep for each frame: the part of it that the mask has
+    denoised."""
     timestep = sigma.expand(latent.shape[0]) * 1000
     if "denoise_mask" in cond:
         frames = cond["denoise_mask"].float().mean(dim=(1, 3, 4)) * timestep[:, None]
@@ -96,7 +97,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """2.1's image to video models may read CLIP features; the position table ends."""
+    """Return why these inputs do not run, or None. 2.1's image to video models may read CLIP features; the
+    position table ends."""
     most = config.get("rope_max_seq_len", MOST)
     if max(grid.counts) > most:
         counts = " x ".join(map(str, grid.counts))
@@ -111,7 +113,7 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of WanTransformer3DModel; heads are 128 wide."""
+    """Return the arguments of WanTransformer3DModel; heads are 128 wide."""
     embedding = shapes["patch_embedding.weight"]
     if len(embedding) != 5:
         raise UnsupportedError(
@@ -222,7 +224,7 @@ FRAME_TIMESTEPS = {
 
 
 def variant(config):
-    """Which inputs a Wan has besides ACCEPTED, and 5B's timesteps."""
+    """Return which inputs a Wan has besides ACCEPTED, and 5B's timesteps."""
     by_frame = config["out_channels"] == 48
     further = {
         "denoise_mask": by_frame,
@@ -235,12 +237,13 @@ def variant(config):
 
 
 def attention_calls(block: Any) -> int:
-    """To itself and the text, and to an image where the model has one."""
+    """Count the calls of attention: to itself and the text, and to an image where the model has one."""
     return 2 if block.attn2.add_k_proj is None else 3
 
 
 def pixels(config) -> tuple[int, int, int]:
-    """The VAE of Wan 2.2's 5B model makes 48 channels of 16 x 16 pixels."""
+    """Return the pixels of a latent pixel: the VAE of Wan 2.2's 5B model makes 48 channels of 16 x 16
+    pixels."""
     side = 16 if config["out_channels"] == 48 else 8
     return 4, side, side
 

@@ -25,8 +25,8 @@ class FaceAttention:
     """Processor of diffusers' face attention for tokens of any frames: a token reads its frame's face."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
-        """hidden_states: (B, tokens, D); encoder_hidden_states: (B, frames, parts of a face, D);
-        attention_mask: (tokens, frames times parts), True where a token reads."""
+        """Attend to the face. hidden_states: (B, tokens, D); encoder_hidden_states: (B, frames, parts of a
+        face, D); attention_mask: (tokens, frames times parts), True where a token reads."""
 
         def apart(x):
             return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
@@ -61,8 +61,8 @@ class Block(wan_blocks.Block):
 
 
 def encoded_faces(transformer, pixels: Tensor, frames: int) -> Tensor:
-    """(B, 3, pictures, H, W) -> (B, frames of the latent, parts, D). The first frame, that of the reference
-    picture, has zeros, and so have those after the last face."""
+    """Encode (B, 3, pictures, H, W) as (B, frames of the latent, parts, D). The first frame, that of the
+    reference picture, has zeros, and so have those after the last face."""
     pictures = pixels.transpose(1, 2)
     pieces = [transformer.motion_encoder(each) for each in pictures.flatten(0, 1).split(FACES_AT_ONCE)]
     faces = transformer.face_encoder(torch.cat(pieces).unflatten(0, pictures.shape[:2]))
@@ -104,13 +104,15 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """pose_latents: (B, C, frames, H, W) of the pose video; face_pixel_values: (B, 3, pictures, H, W)."""
+    """Return the arguments of the forward. pose_latents: (B, C, frames, H, W) of the pose video;
+    face_pixel_values: (B, 3, pictures, H, W)."""
     found = wan.forward_args(config, grid, latent, sigma, cond)
     return found | {name: cond.get(name) for name in ("pose_latents", "face_pixel_values")}
 
 
 def refusal(config, grid, cond):
-    """The pose has the latent's size, and faces that of their encoder."""
+    """Return why these inputs do not run, or None. The pose has the latent's size, and faces that of their
+    encoder."""
     pose: Tensor | None = cond.get("pose_latents")
     channels, sides = config["latent_channels"], list(grid.shape[2:])
     if pose is not None:
@@ -134,7 +136,8 @@ def refusal(config, grid, cond):
 
 
 def attention_calls(block) -> int:
-    """Itself, the prompt, the image's features, and the face where there is one."""
+    """Count the calls of attention: to itself, the prompt, the image's features, and the face where there is
+    one."""
     return 3 + (block.face is not None and block.call.faces is not None)
 
 
@@ -142,7 +145,8 @@ ENCODER = "motion_encoder.enc.net_app.convs"
 
 
 def config_from_shapes(shapes):
-    """Arguments of WanAnimateTransformer3DModel; each block of the face's encoder halves its sides."""
+    """Return the arguments of WanAnimateTransformer3DModel; each block of the face's encoder halves its
+    sides."""
     blocks = blocks_of(shapes, ENCODER) - 2
     size = 4 << blocks
     widths = [shapes[f"{ENCODER}.0.0.weight"][0]]
@@ -171,7 +175,8 @@ FACE = {
 
 
 def face_names(config):
-    """Layout.names of the face attentions and of the face's encoder, whose blocks are numbered from 1."""
+    """Return Layout.names of the face attentions and of the face's encoder, whose blocks are numbered from
+    1."""
     found = {}
     for number in range(config["num_layers"] // EVERY):
         found |= under(f"face_adapter.fuser_blocks.{number}", f"blocks.{EVERY * number}.face", FACE)
@@ -187,7 +192,7 @@ def face_names(config):
 
 
 def moved(config):
-    """Layout.moved: where diffusers' files keep the face attentions."""
+    """Return Layout.moved: where diffusers' files keep the face attentions."""
     return {
         f"blocks.{EVERY * number}.face.": f"face_adapter.{number}."
         for number in range(config["num_layers"] // EVERY)

@@ -66,7 +66,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """vace_context: control videos and their masks (B, videos, C, T, H, W); vace_strength: of each."""
+    """Return the arguments of the forward. vace_context: control videos and their masks (B, videos, C, T, H,
+    W); vace_strength: of each."""
     context = cond["vace_context"]
     return dict(
         hidden_states=grid.pad(latent),
@@ -78,7 +79,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Control videos have the latent's size, which their convolution must divide."""
+    """Return why these inputs do not run, or None. Control videos have the latent's size, which their
+    convolution must divide."""
     context: Tensor = cond["vace_context"]
     wanted = (config["vace_in_channels"], *grid.padded.shape[1:])
     if context.ndim != 6 or not context.numel() or tuple(context.shape[2:]) != wanted:
@@ -91,7 +93,8 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of WanVACETransformer3DModel; control blocks are at equal distances, as in ComfyUI."""
+    """Return the arguments of WanVACETransformer3DModel; control blocks are at equal distances, as in
+    ComfyUI."""
     layers = blocks_of(shapes, "blocks")
     control = blocks_of(shapes, "vace_blocks")
     return wan.config_from_shapes(shapes) | dict(
@@ -115,7 +118,7 @@ CONTROL = {
 
 
 def control_names(config):
-    """Layout.names of the control blocks: the number of one in the file is not that of its block."""
+    """Return Layout.names of the control blocks: the number of one in the file is not that of its block."""
     found = {}
     for number, block in enumerate(config["vace_layers"]):
         found |= under(f"vace_blocks.{number}", f"blocks.{block}.control", CONTROL)
@@ -123,7 +126,7 @@ def control_names(config):
 
 
 def moved(config):
-    """Layout.moved: where diffusers' files keep the control blocks."""
+    """Return Layout.moved: where diffusers' files keep the control blocks."""
     return {
         f"blocks.{block}.control.": f"vace_blocks.{number}."
         for number, block in enumerate(config["vace_layers"])
@@ -140,7 +143,7 @@ LAYOUT = replace(
 
 
 def attention_calls(block: Any) -> int:
-    """Of the block, and of its control block for each control video."""
+    """Count the calls of attention: of the block, and of its control block for each control video."""
     return 2 if block.control is None else 2 + 2 * block.call.vace_context.shape[1]
 
 

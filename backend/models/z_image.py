@@ -13,7 +13,7 @@ MULTIPLE = 32
 
 
 def patch_module(transformer, config):
-    """diffusers fixes these widths at what they are in the released size."""
+    """Set the widths that diffusers fixes at what they are in the released size."""
     if "feed_forward_width" not in config:
         return
     for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):
@@ -24,7 +24,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Lists of samples, each with a time axis; the timestep counts from noise (0) to image (1)."""
+    """Return the arguments of the forward: lists of samples, each with a time axis; the timestep counts from
+    noise (0) to image (1)."""
     return dict(
         x=list(grid.pad(latent).unsqueeze(2)),
         t=(1.0 - sigma).expand(latent.shape[0]),
@@ -33,17 +34,18 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def text_tokens(cond):
-    """Tokens of the padded prompt."""
+    """Count the tokens of the padded prompt."""
     return -(-cond["c_crossattn"].shape[1] // MULTIPLE) * MULTIPLE
 
 
 def padding(config, grid, cond):
-    """Tokens that pad the image: the engine takes them for references."""
+    """Count the tokens that pad the image: the engine takes them for references."""
     return -grid.tokens % MULTIPLE
 
 
 def refusal(config, grid, cond):
-    """Position tables have an end; the text, padded, comes first, and the image stands after it."""
+    """Return why these inputs do not run, or None. Position tables have an end; the text, padded, comes
+    first, and the image stands after it."""
     most = tuple(config["axes_lens"])
     needed = (text_tokens(cond) + 2, *grid.counts[1:])
     if all(a <= b for a, b in zip(needed, most)):
@@ -55,8 +57,8 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Arguments of ZImageTransformer2DModel; RoPE axes are (32, 48, 48)/128 of the head size. The model holds
-    position tables of these lengths."""
+    """Return the arguments of ZImageTransformer2DModel; RoPE axes are (32, 48, 48)/128 of the head size. The
+    model holds position tables of these lengths."""
     dim = shapes["layers.0.attention_norm1.weight"][0]
     head = shapes["layers.0.attention.q_norm.weight"][0]
     axis = 48 * head // 128 // 2 * 2

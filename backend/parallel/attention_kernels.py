@@ -102,7 +102,7 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Whether torch's flash kernel runs there: on NVIDIA's GPUs since Ampere."""
+    """Return whether torch's flash kernel runs there: on NVIDIA's GPUs since Ampere."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -187,12 +187,13 @@ def kernel_of(name: str) -> Kernel:
 
 
 def merges(config: ParallelConfig) -> bool:
-    """Whether rings merge attention by its log-sum-exp; PipeFusion's gather keys and values instead."""
+    """Return whether rings merge attention by its log-sum-exp; PipeFusion's gather keys and values
+    instead."""
     return config.ring_degree > 1 and not config.has_stale_kv
 
 
 def fits(name: str, query: Tensor, masked: bool, lse: bool) -> bool:
-    """Whether the kernel ``name`` computes this call; else torch's own does."""
+    """Return whether the kernel ``name`` computes this call; else torch's own does."""
     kernel = kernel_of(name)
     able = kernel.call is not None and (kernel.lse or not lse) and not masked
     return able and query.dtype in HALF and kernel.has_head(query.shape[-1])

@@ -15,38 +15,39 @@ NONE = -1
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One block.
+    """One block: what it multiplies, holds and sends."""
 
-    image, text: multiplications of its linear layers for one token of the stream. image_pairs, cross_pairs,
-    text_pairs: multiplications of attention for a pair of two image tokens, of one of each, of two text
-    tokens. weights: bytes without modulation, as stored; cut: the share of them that tensor parallelism
-    divides. modulation: bytes of adaLN layers. unpacked: bytes that the quantized weights have dequantized;
-    dequantizing: bytes that are read and written to make them, by so many ``kernels``. native_format: of
-    what multiplies natively, native_share: that as a share of the values of matrices.
-    reduced_image, reduced_text: numbers of one token that tensor parallelism sums. streams: 2 where text and
-    image pass layers of their own. queries, keys: features of a token in the attention calls whose keys come
-    from all ranks, 0 for the model's width, NONE where no rank sends any. skips: long skips that go on with
-    what the block returns.
-    """
-
+    #: Multiplications of linear layers for one image token, and for one text token.
     image: float
     text: float
+    #: Multiplications of attention for a pair of tokens: two of the image, one of each, two of the text.
     image_pairs: float
     cross_pairs: float
     text_pairs: float
+    #: Bytes of weights as stored, without modulation.
     weights: int
+    #: Bytes of adaLN layers.
     modulation: int = 0
+    #: Bytes of the quantized weights once they are dequantized.
     unpacked: int = 0
+    #: Bytes read and written to dequantize them, and the kernels that this starts.
     dequantizing: int = 0
     kernels: int = 0
+    #: Format of the matrices that multiply natively, and their share of the values of all matrices.
     native_format: str = ""
     native_share: float = 0.0
+    #: Share of ``weights`` that tensor parallelism divides.
     cut: float = 1.0
+    #: Numbers of one image token, and of one text token, that tensor parallelism sums.
     reduced_image: int = 0
     reduced_text: int = 0
+    #: 2 where text and image pass layers of their own.
     streams: int = 1
+    #: Features of a token in attention calls whose keys come from all ranks. 0: the model's width; NONE: no
+    #: rank sends any.
     queries: int = 0
     keys: int = 0
+    #: Long skips that travel on with what the block returns.
     skips: int = 0
 
     def sent(self, width: int) -> tuple[int, int]:

@@ -39,7 +39,7 @@ class Dispatcher:
         return buffer if all(self.all_gather_object(buffer is not None)) else None
 
     def broadcast(self, message):
-        """On rank 0: send ``message`` to every other rank, if there are any."""
+        """Send ``message`` from rank 0 to every other rank, if there are any."""
         if self.ranks == 1:
             return
         _, header, table, *data = encode(message)
@@ -53,7 +53,7 @@ class Dispatcher:
             self._broadcast_bytes(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
 
     def receive(self):
-        """On other ranks: wait for the next message of rank 0 and return it."""
+        """Wait on another rank for the next message of rank 0, and return it."""
         head = self._broadcast_bytes(torch.empty(FIRST, dtype=torch.uint8)).numpy().tobytes()
         header, table, body, number = SIZES.unpack_from(head)
         size = SIZES.size + header + table

@@ -21,7 +21,8 @@ class StepClock:
         self._request += 1
 
     def begin(self, step: int | None):
-        """A step begins and the one before has ended, unless it is the same. None: the last has ended."""
+        """Note that a step begins and the one before has ended, unless it is the same. None: the last has
+        ended."""
         if self._ring is None or step == self._step:
             return
         now = (time.monotonic(), comm.WAITING.seconds, sum(comm.SENT.values()))

@@ -47,7 +47,8 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def is_bare(norm: nn.Module, x: Tensor, embedding: Tensor) -> bool:
-    """Whether ``adapted`` can take the place of ``norm`` and what follows it, for embeddings (B, D)."""
+    """Return whether ``adapted`` can take the place of ``norm`` and what follows it, for embeddings (B,
+    D)."""
     if torch.compiler.is_compiling() or embedding.ndim != 2:
         return False
     return type(norm) is nn.LayerNorm and norm.weight is None and x.dtype in (embedding.dtype, torch.float32)

@@ -13,8 +13,8 @@ from .adaptive_norms import AdaLayerNormContinuous, AdaLayerNormZero
 
 
 def _two_ways(norm, linear):
-    """What diffusers' norms for replaced tokens use of themselves: the layer for the request's timestep, then
-    the same for the first frame's."""
+    """Return what diffusers' norms for replaced tokens use of themselves: the layer for the request's
+    timestep, then the same for the first frame's."""
     calls = iter((linear, getattr(linear, "second", linear)))
 
     def next_linear(embedding):

@@ -180,7 +180,7 @@ class Block(LTX2VideoTransformerBlock):
 
     @staticmethod
     def get_mod_params(scale_shift_table, temb, batch_size):
-        """As diffusers', for any number of tokens, and for a few levels of many."""
+        """Return what diffusers' method does, for any number of tokens, and for a few levels of many."""
         count = len(scale_shift_table)
         if isinstance(temb, tuple):
             levels, tokens = temb
@@ -211,7 +211,7 @@ class Block(LTX2VideoTransformerBlock):
 
 
 def highest(times, batch):
-    """(B, tokens), (B,) or flattened -> the highest noise level of every sample, (B,)."""
+    """Return the highest noise level of every sample, (B,), of levels (B, tokens), (B,) or flattened."""
     return times.reshape(batch, -1).amax(dim=1)
 
 

@@ -54,7 +54,7 @@ def put_connectors(transformer, config):
 
 
 def connector(shapes, name):
-    """Arguments of LTX2ConnectorTransformer1d."""
+    """Return the arguments of LTX2ConnectorTransformer1d."""
     registers, width = shapes[f"{name}.learnable_registers"]
     gates = shapes.get(f"{name}.transformer_1d_blocks.0.attn1.to_gate_logits.weight")
     heads = gates[0] if gates else CONNECTOR_HEADS.get(width, SMALL_CONNECTOR_HEADS)
@@ -68,7 +68,7 @@ def connector(shapes, name):
 
 
 def pipeline_connectors(config):
-    """The same, of the connectors' folder of a diffusers pipeline."""
+    """Return the same of the connectors' folder of a diffusers pipeline."""
 
     def arguments(kind):
         return dict(

@@ -19,18 +19,18 @@ OTHER_METHOD = "choose another method in Edit Model Reference Method"
 
 
 def listed(cond: Mapping[str, Tensor], name: str) -> list[Tensor]:
-    """The arguments NAME.0, NAME.1, ... of one guidance branch, in order."""
+    """Return the arguments NAME.0, NAME.1, ... of one guidance branch, in order."""
     keys = [key for key in cond if key.startswith(f"{name}.")]
     return [cond[key] for key in sorted(keys, key=lambda key: int(key.partition(".")[2]))]
 
 
 def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
-    """The reference latents (B, C, [T,] H, W) of one guidance branch, in order."""
+    """Return the reference latents (B, C, [T,] H, W) of one guidance branch, in order."""
     return listed(cond, "ref_latents")
 
 
 def method(cond: Mapping[str, Tensor], default: str) -> str:
-    """How the references are placed: one of REFERENCE_METHODS."""
+    """Return how the references are placed: one of REFERENCE_METHODS."""
     if "ref_latents_method" not in cond:
         return default
     number = once(cond, "ref_latents_method", lambda: int(cond["ref_latents_method"].flatten()[0]))
@@ -38,8 +38,8 @@ def method(cond: Mapping[str, Tensor], default: str) -> str:
 
 
 def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero: str = "") -> str | None:
-    """Why references cannot be put next to this latent, or None. ``timestep_zero``: what to use for the
-    method index_timestep_zero, "" where the model has it."""
+    """Return why references cannot be put next to this latent, or None. ``timestep_zero``: what to use for
+    the method index_timestep_zero, "" where the model has it."""
     names = [name for name in cond if name.partition(".")[0] == "ref_latents"]
     if not all(name.partition(".")[2].isdecimal() for name in names):
         called = ", ".join(names)
@@ -77,18 +77,18 @@ def grids(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[TokenGrid]:
 
 
 def token_count(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> int:
-    """Tokens of all references: Conditioning.context_tokens."""
+    """Count the tokens of all references: Conditioning.context_tokens."""
     return sum(reference.tokens for reference in grids(grid, cond))
 
 
 def tokens(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[Tensor]:
-    """The references (B, tokens, F), to be put after the latent's own."""
+    """Return the references (B, tokens, F), to be put after the latent's own."""
     return [reference.to_tokens(latent) for reference, latent in zip(grids(grid, cond), references(cond))]
 
 
 def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
-    """(number, row, column), in tokens, where the top left corner of each reference is; the latent's own is
-    at (0, 0, 0)."""
+    """Return (number, row, column), in tokens, where the top left corner of each reference is; the latent's
+    own is at (0, 0, 0)."""
     placed = []
     height = width = 0
     _, ph, pw = grid.patch
@@ -118,7 +118,7 @@ def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int,
 def positions(
     grid: TokenGrid, place: tuple[int, int, int] = (0, 0, 0), device=None, centred: bool = False
 ) -> Tensor:
-    """(tokens, 3) of (t, y, x) in float32; ``centred``: rows and columns count from the middle of the
+    """Return (tokens, 3) of (t, y, x) in float32; ``centred``: rows and columns count from the middle of the
     image. An image's t is its number."""
     axes = [torch.arange(count, device=device, dtype=torch.float32) for count in grid.counts]
     middle = [count // 2 if centred else 0 for count in grid.counts]
@@ -133,7 +133,7 @@ def positions(
 def all_positions(
     grid: TokenGrid, cond: Mapping[str, Tensor], how: str, device=None, centred: bool = False
 ) -> Tensor:
-    """(tokens of the latent and of all references, 3)."""
+    """Return the positions (tokens of the latent and of all references, 3)."""
     found = grids(grid, cond)
     corners = [(0, 0, 0), *places(grid, found, how)]
     pairs = zip([grid, *found], corners)
@@ -141,9 +141,9 @@ def all_positions(
 
 
 def of_tokens(modulation: Tensor, of_references: Tensor) -> Callable[[int], Tensor]:
-    """A function that makes one part of a modulation (2B, parts, F) for each token, (B, tokens, F): of its
-    second half, which is that of timestep 0, where ``of_references`` (tokens) is set. All parts at once would
-    be as large as all else that a block holds."""
+    """Return a function that makes one part of a modulation (2B, parts, F) for each token, (B, tokens, F): of
+    its second half, which is that of timestep 0, where ``of_references`` (tokens) is set. All parts at once
+    would be as large as all else that a block holds."""
     own, zero = modulation.chunk(2)
 
     def part(index: int) -> Tensor:
@@ -153,12 +153,12 @@ def of_tokens(modulation: Tensor, of_references: Tensor) -> Callable[[int], Tens
 
 
 def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
-    """The latent with the image that comes as further channels (c_concat), where there is one."""
+    """Return the latent with the image that comes as further channels (c_concat), where there is one."""
     return torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent
 
 
 def wrong_channels(channels: int, grid: TokenGrid, cond: Mapping[str, Tensor]) -> str | None:
-    """Why a model of ``channels`` input channels cannot take this latent and image, or None."""
+    """Return why a model of ``channels`` input channels cannot take this latent and image, or None."""
     channels_of_image = cond["c_concat"].shape[1] if "c_concat" in cond else 0
     if grid.shape[0] + channels_of_image == channels:
         return None

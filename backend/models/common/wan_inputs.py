@@ -37,7 +37,7 @@ def token_count(config, grid: TokenGrid, cond) -> int:
 
 
 def refusal(config, grid: TokenGrid, cond) -> str | None:
-    """Why these inputs do not fit the latent, or None."""
+    """Return why these inputs do not fit the latent, or None."""
     sides = list(grid.shape[2:])
     for name, value in given(cond).items():
         kind, _, number = name.partition(".")
@@ -66,7 +66,8 @@ def refusal(config, grid: TokenGrid, cond) -> str | None:
 
 
 def _fits(value: Tensor, channels: int, frames: int | None, sides: list[int] | None) -> bool:
-    """Is it (batch, channels, frames, height, width)? ``frames`` 0: without that axis; None: any number."""
+    """Return whether it is (batch, channels, frames, height, width). ``frames`` 0: without that axis; None:
+    any number."""
     if not value.numel() or value.ndim != (4 if frames == 0 else 5) or value.shape[1] != channels:
         return False
     return (not frames or value.shape[2] == frames) and (sides is None or list(value.shape[-2:]) == sides)
@@ -140,7 +141,7 @@ def patch_module(transformer, config):
 
 
 def rotary(plain, patch, latent: Tensor, further) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each (1, tokens, 1, head size), of the latent's tokens and of the reference tokens.
+    """Return (cos, sin), each (1, tokens, 1, head size), of the latent's tokens and of the reference tokens.
 
     ``plain``: video (B, C, T, H, W) -> the same of its tokens. The picture of Fun Control is at time 0 and
     the video follows; Phantom's frames follow the video; what is in context begins anew, turned by its

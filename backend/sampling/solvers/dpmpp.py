@@ -9,7 +9,7 @@ from .problem import Problem, Steps, ancestral, ancestral_split, blend, euler_st
 
 
 def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++(2M), the second-order multistep solver."""
+    """Integrate by DPM-Solver++(2M), the second-order multistep solver."""
     old_denoised = h_last = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -26,8 +26,8 @@ def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:
 
 
 def dpmpp_2s_ancestral(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++(2S), the second-order single step, with fresh noise; for flow models the rectified-flow
-    form of it."""
+    """Integrate by DPM-Solver++(2S), the second-order single step, with fresh noise; for flow models the
+    rectified-flow form of it."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -56,7 +56,8 @@ def _middle(problem: Problem, sigma: Tensor, down: Tensor) -> Tensor:
 
 
 def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++ of the SDE: the prediction at the middle of the half log SNR takes the whole step."""
+    """Integrate by DPM-Solver++ of the SDE: the prediction at the middle of the half log SNR takes the whole
+    step."""
     problem = problem.with_finite_snr()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -77,7 +78,7 @@ def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
 def _sde_step(
     x: Tensor, denoised: Tensor, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor], noise: Tensor
 ) -> Tensor:
-    """An ancestral step between two (sigma, half log SNR), in sigma / alpha also for flow models."""
+    """Make an ancestral step between two (sigma, half log SNR), in sigma / alpha also for flow models."""
     (sigma, start), (target, end) = here, there
     alpha = sigma * start.exp()
     alpha_target = target * end.exp()
@@ -108,12 +109,12 @@ def _sde_multistep(x: Tensor, problem: Problem, higher_orders: Callable[..., Ten
 
 
 def dpmpp_2m_sde(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++(2M) of the SDE, with the midpoint rule."""
+    """Integrate by DPM-Solver++(2M) of the SDE, with the midpoint rule."""
     return _sde_multistep(x, problem, _midpoint)
 
 
 def dpmpp_3m_sde(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver++(3M) of the SDE (k-diffusion)."""
+    """Integrate by DPM-Solver++(3M) of the SDE (k-diffusion)."""
     return _sde_multistep(x, problem, _higher_orders)
 
 
@@ -128,7 +129,7 @@ def _midpoint(
 def _higher_orders(
     x: Tensor, alpha: Tensor, denoised: Tensor, h: Tensor, history: list[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """x with the terms of the first derivative and, with two steps of history, the second one."""
+    """Return x with the terms of the first derivative and, with two steps of history, the second one."""
     denoised_1, h_1 = history[0]
     h_eta = 2 * h
     phi_2 = h_eta.neg().expm1() / h_eta + 1

@@ -9,7 +9,7 @@ from .problem import Problem, Steps, ancestral, ancestral_split, blend, euler_st
 
 
 def euler(x: Tensor, problem: Problem) -> Steps:
-    """Euler steps (Karras et al. 2022, arXiv 2206.00364, algorithm 2 without churn)."""
+    """Integrate by Euler steps (Karras et al. 2022, arXiv 2206.00364, algorithm 2 without churn)."""
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         x = euler_step(x, denoised, sigma, sigma_next)
@@ -17,7 +17,8 @@ def euler(x: Tensor, problem: Problem) -> Steps:
 
 
 def euler_ancestral(x: Tensor, problem: Problem) -> Steps:
-    """Euler steps with fresh noise (k-diffusion); for flow models the rectified-flow form of it."""
+    """Integrate by Euler steps with fresh noise (k-diffusion); for flow models the rectified-flow form of
+    it."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -31,12 +32,13 @@ def euler_ancestral(x: Tensor, problem: Problem) -> Steps:
 
 
 def euler_cfg_pp(x: Tensor, problem: Problem) -> Steps:
-    """CFG++ (arXiv 2406.08070): guided data, renoised by the noise that the negative prompt predicts."""
+    """Integrate by CFG++ (arXiv 2406.08070): guided data, renoised by the noise that the negative prompt
+    predicts."""
     return _cfg_pp(x, problem)
 
 
 def euler_ancestral_cfg_pp(x: Tensor, problem: Problem) -> Steps:
-    """CFG++ with part of that noise fresh, as ancestral steps have it (ComfyUI)."""
+    """Integrate by CFG++ with part of that noise fresh, as ancestral steps have it (ComfyUI)."""
     return _cfg_pp(x, problem, problem.draws())
 
 
@@ -59,7 +61,8 @@ def _cfg_pp(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = No
 
 
 def heun(x: Tensor, problem: Problem) -> Steps:
-    """Heun's second-order steps (Karras et al. 2022, algorithm 2 without churn); Euler into sigma 0."""
+    """Integrate by Heun's second-order steps (Karras et al. 2022, algorithm 2 without churn); Euler into
+    sigma 0."""
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         slope = (x - denoised) / sigma
@@ -77,7 +80,8 @@ def _log_midpoint(sigma: Tensor, target: Tensor) -> Tensor:
 
 
 def dpm_2(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver-2 (arXiv 2206.00927) as in k-diffusion: the slope at the logarithmic midpoint."""
+    """Integrate by DPM-Solver-2 (arXiv 2206.00927) as in k-diffusion: the slope at the logarithmic
+    midpoint."""
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         if sigma_next == 0:
@@ -91,7 +95,8 @@ def dpm_2(x: Tensor, problem: Problem) -> Steps:
 
 
 def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
-    """DPM-Solver-2 steps with fresh noise (k-diffusion); for flow models the rectified-flow form of it."""
+    """Integrate by DPM-Solver-2 steps with fresh noise (k-diffusion); for flow models the rectified-flow form
+    of it."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -107,7 +112,8 @@ def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
 
 
 def lcm(x: Tensor, problem: Problem) -> Steps:
-    """Latent consistency sampling (arXiv 2310.04378): jump to the prediction, add noise of the next level."""
+    """Integrate by latent consistency sampling (arXiv 2310.04378): jump to the prediction, add noise of the
+    next level."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         x = yield x, sigma, i
@@ -117,7 +123,8 @@ def lcm(x: Tensor, problem: Problem) -> Steps:
 
 
 def ddpm(x: Tensor, problem: Problem) -> Steps:
-    """The posterior mean and variance of DDPM (arXiv 2006.11239), in its variance-preserving scale."""
+    """Step by the posterior mean and variance of DDPM (arXiv 2006.11239), in its variance-preserving
+    scale."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i

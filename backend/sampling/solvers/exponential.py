@@ -13,12 +13,14 @@ ER_POINTS = 200
 
 
 def _er_scale(level: Tensor) -> Tensor:
-    """How much noise ER-SDE replaces at a noise-to-signal ratio ``level`` (the authors' fifth choice)."""
+    """Return how much noise ER-SDE replaces at a noise-to-signal ratio ``level`` (the authors' fifth
+    choice)."""
     return level * ((level**0.3).exp() + 10.0)
 
 
 def er_sde(x: Tensor, problem: Problem) -> Steps:
-    """ER-SDE-Solver-3 (Cui et al. 2023, arXiv 2309.06169), the extended reverse-time SDE, to third order."""
+    """Integrate by ER-SDE-Solver-3 (Cui et al. 2023, arXiv 2309.06169), the extended reverse-time SDE, to
+    third order."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     levels = problem.half_log_snr(problem.sigmas).neg().exp()
     old_denoised = old_first = None
@@ -47,7 +49,7 @@ def er_sde(x: Tensor, problem: Problem) -> Steps:
 
 
 def _er_weights(level: Tensor, level_next: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of the prediction's first and second derivative, by a Riemann sum."""
+    """Return the weights of the prediction's first and second derivative, by a Riemann sum."""
     dt = level_next - level
     width = -dt / ER_POINTS
     at = level_next + torch.arange(ER_POINTS, dtype=torch.float32) * width
@@ -72,12 +74,13 @@ class _SeedsNoise:
 
 
 def _phi_2(h: Tensor) -> Tensor:
-    """h · phi_2(h) of exponential integrators."""
+    """Return h · phi_2(h) of exponential integrators."""
     return (torch.expm1(h) - h) / h
 
 
 def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, fractions: tuple[float, ...]) -> tuple:
-    """(h, the stages' sigmas, their alphas) at fractions of the step h in half log SNR, and at its end."""
+    """Return (h, the stages' sigmas, their alphas) at fractions of the step h in half log SNR, and at its
+    end."""
     start = problem.half_log_snr(sigma)
     end = problem.half_log_snr(sigma_next)
     lambdas = [*(torch.lerp(start, end, fraction) for fraction in fractions), end]
@@ -86,12 +89,13 @@ def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, fractions
 
 
 def _scaled(x: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
-    """What a SEEDS stage keeps of x at noise level ``sigma``, ``h`` further in half log SNR."""
+    """Return what a SEEDS stage keeps of x at noise level ``sigma``, ``h`` further in half log SNR."""
     return sigma_next / sigma * (-h).exp() * x
 
 
 def seeds_2(x: Tensor, problem: Problem) -> Steps:
-    """SEEDS-2 (arXiv 2305.14267): the half step's prediction takes the whole step (phi_1 form)."""
+    """Integrate by SEEDS-2 (arXiv 2305.14267): the half step's prediction takes the whole step (phi_1
+    form)."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -109,7 +113,8 @@ def seeds_2(x: Tensor, problem: Problem) -> Steps:
 
 
 def seeds_3(x: Tensor, problem: Problem) -> Steps:
-    """SEEDS-3 (Gonzalez et al. 2023, arXiv 2305.14267), with stages at a third and two thirds of the step."""
+    """Integrate by SEEDS-3 (Gonzalez et al. 2023, arXiv 2305.14267), with stages at a third and two thirds of
+    the step."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     r_1 = 1 / 3
     r_2 = 2 / 3
@@ -139,7 +144,8 @@ _PREDICTOR_ORDER, _CORRECTOR_ORDER = 3, 4
 
 
 def sa_solver(x: Tensor, problem: Problem) -> Steps:
-    """SA-Solver (arXiv 2309.05019): stochastic Adams, predictor of order 3 and corrector of order 4."""
+    """Integrate by SA-Solver (arXiv 2309.05019): stochastic Adams, predictor of order 3 and corrector of
+    order 4."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     sigmas = problem.sigmas
     lambdas = problem.half_log_snr(problem.sigmas)
@@ -182,8 +188,8 @@ def _adams(x, lambdas, sigmas, i, h, tau, history, knots) -> Tensor:
 
 
 def _adams_weights(knots: Tensor, start: Tensor, end: Tensor, tau: float) -> Tensor:
-    """Integral over the step of (1 + tau²) · exp((1 + tau²)(s − end)) · L_j(s) for the Lagrange polynomials
-    L_j of ``knots``."""
+    """Return the integral over the step of (1 + tau²) · exp((1 + tau²)(s − end)) · L_j(s) for the Lagrange
+    polynomials L_j of ``knots``."""
     rate = 1 + tau**2
     order = len(knots)
     powers = torch.arange(order, dtype=knots.dtype)

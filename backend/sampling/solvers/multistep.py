@@ -26,7 +26,7 @@ def _by_slopes(x: Tensor, problem: Problem, change: Callable[[int, list[Tensor]]
 
 
 def lms(x: Tensor, problem: Problem) -> Steps:
-    """Adams-Bashforth of order 4 in sigma, for uneven steps (k-diffusion)."""
+    """Integrate by Adams-Bashforth of order 4 in sigma, for uneven steps (k-diffusion)."""
     times = problem.sigmas.tolist()
 
     def change(i, slopes):
@@ -38,7 +38,7 @@ def lms(x: Tensor, problem: Problem) -> Steps:
 
 
 def _lagrange_integral(knots: list[float], j: int, start: float, end: float) -> float:
-    """Integral of the Lagrange polynomial of knot j; two Gauss points are exact up to degree 3."""
+    """Return the integral of the Lagrange polynomial of knot j; two Gauss points are exact up to degree 3."""
     half = (end - start) / 2
     centre = (end + start) / 2
     points = (centre - half / math.sqrt(3), centre + half / math.sqrt(3))
@@ -52,7 +52,8 @@ _EQUAL_STEPS = (((1,), 1), ((3, -1), 2), ((23, -16, 5), 12), ((55, -59, 37, -9),
 
 
 def ipndm(x: Tensor, problem: Problem) -> Steps:
-    """Improved PNDM (arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of equal steps."""
+    """Integrate by improved PNDM (arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of equal
+    steps."""
     sigmas = problem.sigmas
 
     def change(i, slopes):
@@ -63,7 +64,7 @@ def ipndm(x: Tensor, problem: Problem) -> Steps:
 
 
 def ipndm_v(x: Tensor, problem: Problem) -> Steps:
-    """Improved PNDM with the weights of uneven steps (diff-sampler, as ComfyUI has it)."""
+    """Integrate by improved PNDM with the weights of uneven steps (diff-sampler, as ComfyUI has it)."""
     sigmas = problem.sigmas
 
     def change(i, slopes):
@@ -74,7 +75,7 @@ def ipndm_v(x: Tensor, problem: Problem) -> Steps:
 
 
 def _uneven_steps(h: Tensor, h1=None, h2=None, h3=None) -> tuple:
-    """Weights of the slopes, newest first, from the lengths of this step and of those before it.
+    """Return the weights of the slopes, newest first, from the lengths of this step and of those before it.
 
     ``second`` is where diff-sampler and ComfyUI divide before they subtract, which is Adams-Bashforth for
     equal steps only. It stays, since it decides the image.
@@ -103,7 +104,8 @@ def _uneven_steps(h: Tensor, h1=None, h2=None, h3=None) -> tuple:
 
 
 def deis(x: Tensor, problem: Problem) -> Steps:
-    """DEIS (Zhang & Chen 2022, arXiv 2204.13902), tAB of order 3 in the time of a linear VP-SDE."""
+    """Integrate by DEIS (Zhang & Chen 2022, arXiv 2204.13902), tAB of order 3 in the time of a linear
+    VP-SDE."""
     weights = _deis_weights(tuple(problem.sigmas.tolist()))
     slopes: list[Tensor] = []
     for i, sigma, sigma_next in problem.steps:
@@ -118,8 +120,8 @@ def deis(x: Tensor, problem: Problem) -> Steps:
 
 
 def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
-    """(times, beta at 0, beta at 1) of the linear VP-SDE whose noise levels go from 0.002 at time 1e-3 to 80
-    at time 1."""
+    """Return (times, beta at 0, beta at 1) of the linear VP-SDE whose noise levels go from 0.002 at time 1e-3
+    to 80 at time 1."""
     log_start = torch.tensor(0.002).square().add(1).log().item()
     log_end = math.log(80**2 + 1)
     rise = 2 * (log_start / 1e-3 - log_end) / (1e-3 - 1)
@@ -130,7 +132,7 @@ def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
 
 @lru_cache(maxsize=4)
 def _deis_weights(sigmas: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Weights of each step's slopes, newest first, by a Riemann sum in float32 as in ComfyUI."""
+    """Return the weights of each step's slopes, newest first, by a Riemann sum in float32 as in ComfyUI."""
     times, beta_0, beta_1 = _vp_time(torch.tensor(sigmas))
     weights: list[tuple[float, ...]] = [()]
     for i in range(1, len(times) - 1):
@@ -156,7 +158,7 @@ def _lagrange(knots: Tensor, j: int, at: Tensor) -> Tensor:
 
 
 def res_multistep(x: Tensor, problem: Problem) -> Steps:
-    """RES (arXiv 2308.02157): exponential multistep of order 2 with refined coefficients."""
+    """Integrate by RES (arXiv 2308.02157): exponential multistep of order 2 with refined coefficients."""
     old_denoised = t_last = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i

@@ -13,7 +13,7 @@ _ORDER = 3
 
 
 def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
-    """UniPC (arXiv 2302.04867) of order 3 with B(h) = h, in the variance-preserving scale."""
+    """Integrate by UniPC (arXiv 2302.04867) of order 3 with B(h) = h, in the variance-preserving scale."""
     times = problem.sigmas.clone()
     steps = len(problem.sigmas) - 1
     if times[-1] == 0:
@@ -40,19 +40,19 @@ def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
 
 
 def uni_pc_bh2(x: Tensor, problem: Problem) -> Steps:
-    """UniPC with B(h) = exp(h) - 1."""
+    """Integrate by UniPC with B(h) = exp(h) - 1."""
     return uni_pc(x, problem, "bh2")
 
 
 def _vp(sigmas: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(alpha, sigma, half log SNR) of the variance-preserving scale, with ComfyUI's rounding."""
+    """Return (alpha, sigma, half log SNR) of the variance-preserving scale, with ComfyUI's rounding."""
     log_alpha = 0.5 * torch.log(1 / (sigmas * sigmas + 1))
     variance = 1.0 - torch.exp(2.0 * log_alpha)
     return torch.exp(log_alpha), torch.sqrt(variance), log_alpha - 0.5 * torch.log(variance)
 
 
 def _data(x: Tensor, times: Tensor, alphas: Tensor, stds: Tensor, k: int) -> Steps:
-    """The prediction at time k, by way of the noise that it means."""
+    """Return the prediction at time k, by way of the noise that it means."""
     scaled = x * ((times[k] ** 2 + 1.0) ** 0.5)
     denoised = yield scaled, times[k], k
     return (x - stds[k] * ((scaled - denoised) / times[k])) / alphas[k]
@@ -67,8 +67,8 @@ def _update(
     variant: str,
     newest: Tensor | None,
 ) -> Tensor:
-    """x one step on. data: earlier predictions, newest first; lambdas: at the target and at each of ``data``;
-    ratio: of the noise levels.
+    """Return x one step on. data: earlier predictions, newest first; lambdas: at the target and at each of
+    ``data``; ratio: of the noise levels.
 
     newest: the prediction at the target for the corrector, None for the predictor.
     """
@@ -88,7 +88,7 @@ def _update(
 
 
 def _conditions(ratios: Tensor, hh: Tensor, variant: str) -> tuple[Tensor, Tensor, Tensor]:
-    """B(h), and the linear system of the order conditions, one equation for each order."""
+    """Return B(h), and the linear system of the order conditions, one equation for each order."""
     scale = hh if variant == "bh1" else torch.expm1(hh)
     phi = torch.expm1(hh) / hh - 1
     factorial = 1
