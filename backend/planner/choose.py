@@ -14,7 +14,7 @@ from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request, gigabytes
 from .memory import held, held_by_rank, spare_bytes
 from .model_shape import ModelShape
-from .moves import STAYS, Placement, Ranks, settle
+from .moves import STAYS, Placement, Ranks, choose_placement
 from .option import Option
 from .waiting import Waiting
 
@@ -264,7 +264,7 @@ def _settled(
     if running:  # to stay may be slower than one GPU, where to leave takes longer
         found |= {each.plan: each for each in options if each.fits and running.plan.same_weights(each.plan)}
     scores = {plan: each.score for plan, each in found.items()}
-    plan, behind = settle(scores, further, running, question.request)
+    plan, behind = choose_placement(scores, further, running, question.request)
     return found[plan], behind
 
 

@@ -49,7 +49,7 @@ class Ranks:
         return start + sum(rank.weights for rank in ranks) / self.rate
 
 
-def settle(
+def choose_placement(
     scores: Scores, further: list[Scores], running: Ranks | None, request: Request
 ) -> tuple[ParallelConfig, dict[Placement, float]]:
     """Return the plan of ``scores`` for a request, and Ranks.behind after it. ``further``: of the requests

@@ -14,7 +14,7 @@ from backend.config import ParallelConfig
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import EXACT, Choice, Question, choose
 from backend.planner.machine import Request
-from backend.planner.moves import STAYS, Ranks, settle
+from backend.planner.moves import STAYS, Ranks, choose_placement
 
 GB = 1_000_000_000
 TWO_L40 = replace(L40, memory=(48 * GB,) * 2)
@@ -67,7 +67,7 @@ def test_the_way_back_takes_all_of_its_seconds_again():
     ranks, places = Ranks(RING, (FLUX,), rate=2.4 * GB), [RING.placement]
     assert 9 < ranks.change(PIPE, PICTURE) < 11
     for scores in [ring, pipe] * 100:
-        plan, behind = settle(scores, [], ranks, PICTURE)
+        plan, behind = choose_placement(scores, [], ranks, PICTURE)
         ranks = replace(ranks, plan=plan, behind=behind)
         places.append(plan.placement)
     assert sum(one != other for one, other in pairwise(places)) <= 2
