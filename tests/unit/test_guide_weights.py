@@ -34,7 +34,7 @@ def test_attention_is_that_under_a_mask(weights, size):
     weighed = guide_weights.features(weights, TOKENS).transpose(1, 2)[:, None]
     want = F.scaled_dot_product_attention(q, k, v, mask(weights))
     assert not torch.allclose(want, F.scaled_dot_product_attention(q, k, v), atol=1e-3)
-    found = guide_weights.attend(q, k, v, weighed.expand(batch, -1, -1, -1))
+    found = guide_weights.attend_weighed(q, k, v, weighed.expand(batch, -1, -1, -1))
     assert torch.allclose(found, want, rtol=1e-5, atol=1e-6)
 
 

@@ -33,7 +33,7 @@ from backend.sampling.step_loop import Callbacks
 def test_places_of_references(method, want):
     grid = TokenGrid((16, 15, 18), (1, 2, 2))
     found = [TokenGrid((16, *size), (1, 2, 2)) for size in ((11, 14), (8, 27))]
-    assert references.places(grid, found, method) == want
+    assert references.corners(grid, found, method) == want
 
 
 @torch.inference_mode()

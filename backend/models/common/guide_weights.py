@@ -30,7 +30,7 @@ def features(weights: Tensor, tokens: int) -> Tensor:
     return torch.stack([F.pad(torch.zeros_like(logs), (before, 0), value=1.0), F.pad(logs, (before, 0))], 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, weighed: Tensor) -> Tensor:
+def attend_weighed(q: Tensor, k: Tensor, v: Tensor, weighed: Tensor) -> Tensor:
     """Compute attention (B, H, S, D) with the ``features`` of each token, (B, H or 1, S, 2)."""
     size = q.shape[-1]
     scale = size**-0.5

@@ -98,7 +98,7 @@ class Attention(LTX2AudioVideoAttnProcessor):
         if weighed is None:
             out = F.scaled_dot_product_attention(q, k, v, mask)
         else:
-            out = guide_weights.attend(q, k, v, weighed)
+            out = guide_weights.attend_weighed(q, k, v, weighed)
         if attn.to_gate_logits is not None:
             out = out * 2.0 * attn.to_gate_logits(hidden_states).sigmoid().transpose(1, 2)[..., None]
         return attn.to_out[0](out.transpose(1, 2).flatten(2))

@@ -86,7 +86,7 @@ def tokens(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[Tensor]:
     return [reference.to_tokens(latent) for reference, latent in zip(grids(grid, cond), references(cond))]
 
 
-def places(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
+def corners(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
     """Return (number, row, column), in tokens, where the top left corner of each reference is; the latent's
     own is at (0, 0, 0)."""
     placed = []
@@ -135,8 +135,8 @@ def all_positions(
 ) -> Tensor:
     """Return the positions (tokens of the latent and of all references, 3)."""
     found = grids(grid, cond)
-    corners = [(0, 0, 0), *places(grid, found, how)]
-    pairs = zip([grid, *found], corners)
+    places = [(0, 0, 0), *corners(grid, found, how)]
+    pairs = zip([grid, *found], places)
     return torch.cat([positions(one, corner, device, centred) for one, corner in pairs])
 
 
