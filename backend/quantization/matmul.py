@@ -106,7 +106,7 @@ def choose(
     why = _file_objection(matrix, mode)
     if rule is None or why:
         return Choice(None, why)
-    why = refused.get(matrix.product) or unavailable(rule, device)
+    why = refused.get(matrix.product) or why_not_native(rule, device)
     why = why or _device_objection(rule, mode, device, capability) or _shape_objection(matrix, rule)
     if why:
         return Choice(None, why)
@@ -146,7 +146,7 @@ def native_formats(dtype: torch.dtype, device: torch.device, capability: Capabil
     return [(kind, name) for kind in kinds]
 
 
-def unavailable(rule: Rule, device: torch.device) -> str:
+def why_not_native(rule: Rule, device: torch.device) -> str:
     """Why what is installed here has no kernel; empty where it has. On other machines it may be another."""
     why = kernels.kitchen()[1]
     if not why and device.type != "cpu" and not has_torch(*rule.torch):

@@ -58,10 +58,10 @@ class Packed:
         is_whole = self.kept == (range(self.columns),)
         weight = self.format.weight(stored, self.settings, out.dtype, out if is_whole else None)
         if weight is not out:  # the copy rounds to its type
-            out.copy_(weight if is_whole else take(weight, self.kept))
+            out.copy_(weight if is_whole else columns_of(weight, self.kept))
         smoothing = stored.get("smoothing")
         if smoothing is not None:
-            out.mul_((smoothing if is_whole else take(smoothing, self.kept)).to(out.dtype))
+            out.mul_((smoothing if is_whole else columns_of(smoothing, self.kept)).to(out.dtype))
 
 
 def rows_at_once(form: Format, columns: int) -> int:
@@ -72,7 +72,7 @@ def rows_at_once(form: Format, columns: int) -> int:
     return max(1, values // max(1, columns))
 
 
-def take(tensor: Tensor, runs: Sequence[range]) -> Tensor:
+def columns_of(tensor: Tensor, runs: Sequence[range]) -> Tensor:
     """Return these runs of the last dimension, behind each other."""
     return _cat([tensor[..., run.start : run.stop] for run in runs], dim=-1)
 

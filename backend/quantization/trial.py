@@ -17,7 +17,7 @@ from ..device_memory import is_out_of_memory
 from ..errors import reason
 from .formats import FORMATS
 from .kernels import Choice
-from .matmul import RULES, Product, unavailable
+from .matmul import RULES, Product, why_not_native
 from .packed import Packed
 from .packed_weight import PackedWeight, free_scratch
 
@@ -63,7 +63,7 @@ def refusals(products: Iterable[Product], device: torch.device) -> dict[Product,
 @cache
 def _refusal(kind: str, dtype: str, device: torch.device) -> str:
     """Why a format is not multiplied natively in ``dtype``; empty where it is."""
-    why = unavailable(RULES[kind], device)
+    why = why_not_native(RULES[kind], device)
     if why:
         return why
     try:

@@ -20,7 +20,7 @@ from ..planner.model_shape import NONE, BlockShape, ModelShape
 from ..quantization.kernels import Choice
 from ..quantization.matmul import NATIVE_FORMATS, RULES
 from .activations import FIRST, IMAGE, TEXT, activations_of
-from .weights import HeldParameter, held_parameters, scratch_bytes
+from .weights import HeldParameter, held_parameters, planned_scratch_bytes
 from .workload import Workload
 
 #: Only the cuts of the first rank of two are looked at: a layer is cut by any degree or by none.
@@ -60,7 +60,7 @@ class _Measured:
             patch=family.latent.patch(config),
             pixels=family.latent.pixels(config),
             activations=activations_of(self._work(), self._work(TWO) if self._cuts else None),
-            scratch=scratch_bytes(held, IMAGE + TEXT),
+            scratch=planned_scratch_bytes(held, IMAGE + TEXT),
             whole_only=family.blocks.whole_only or "",
             tensor=bool(self._cuts),
             is_quantized=self.checkpoint.is_quantized,

@@ -150,7 +150,7 @@ def _chunk(length: int, rank: int, ranks: int) -> int:
     return len(Span(min(rank * size, length), min((rank + 1) * size, length)))
 
 
-def scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
+def planned_scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
     """Count the memory in which quantized weights are dequantized, the largest of each dtype, and what that
     or native products of ``tokens`` hold beside."""
     largest: Counter[torch.dtype] = Counter()

@@ -23,7 +23,7 @@ from .weights import (
     HeldWeights,
     gathered_bytes,
     held_parameters,
-    scratch_bytes,
+    planned_scratch_bytes,
 )
 
 #: A rank's index on every mesh axis.
@@ -194,7 +194,7 @@ class Workload:
             device = sum(each.bytes for each in here) - host
             found = self._known[tp, own] = (
                 here,
-                HeldWeights(device, host, scratch_bytes(here, tokens), gathered),
+                HeldWeights(device, host, planned_scratch_bytes(here, tokens), gathered),
             )
         return found
 

@@ -27,7 +27,7 @@ from backend.quantization.formats import (
     hadamard,
 )
 from backend.quantization.gguf_blocks import FILLS, GGUF_EFFORT, GGUF_SCALES, gguf_format, gguf_type
-from backend.quantization.packed import HELD, Packed, join, take
+from backend.quantization.packed import HELD, Packed, columns_of, join
 from backend.quantization.packed_weight import PackedWeight, free_scratch, read_factors
 from backend.rank_plan.shape_of import shape_of
 
@@ -107,8 +107,8 @@ def wanted(kind: str, dtype: torch.dtype) -> torch.Tensor:
 def test_bits_do_not_depend_on_the_passes(kind, dtype):
     """Whole, of some columns, and smoothed; into memory that is given or not."""
     want, smoothing = wanted(kind, dtype), torch.linspace(0.5, 2, COLUMNS)
-    for kept, pieces in (((range(COLUMNS),), want), (RUNS, take(want, RUNS))):
-        own = take(smoothing, kept).to(dtype)
+    for kept, pieces in (((range(COLUMNS),), want), (RUNS, columns_of(want, RUNS))):
+        own = columns_of(smoothing, kept).to(dtype)
         for more, expected in (({}, pieces), ({"smoothing": smoothing}, pieces * own)):
             piece = packed(kind, kept=kept, **more)
             assert piece.dequantize(dtype).equal(expected)
@@ -125,7 +125,7 @@ def test_one_scale_multiplies_products_instead_of_weights(dtype, bias):
     few = {**stored("float8_e4m3fn"), "values": stored("float8_e4m3fn")["values"][:64]}
     for kept in ((range(COLUMNS),), RUNS):
         piece = replace(packed("float8_e4m3fn", kept=kept), tensors=few)
-        weight, inputs = PackedWeight(piece, dtype), take(x, kept)
+        weight, inputs = PackedWeight(piece, dtype), columns_of(x, kept)
         wide = None if added is None else added.double()
         exact = F.linear(inputs.double(), piece.dequantize(torch.float64), wide)
         error = (weight.linear(inputs, added) - exact).norm() / exact.norm()
@@ -230,7 +230,7 @@ def test_gguf_types_have_the_bits_of_diffusers(kind, dtype):
     want = dequantize(values.view(-1, size), block, size, torch.float32).view(piece.shape).to(dtype)
     assert piece.dequantize(dtype).equal(want)
     some = (range(3, block), range(block + 1, 2 * block))
-    assert replace(piece, kept=some).dequantize(dtype).equal(take(want, some))
+    assert replace(piece, kept=some).dequantize(dtype).equal(columns_of(want, some))
 
 
 def test_the_planner_counts_them():
