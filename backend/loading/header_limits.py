@@ -40,7 +40,7 @@ HIGHEST_BLOCK = 4_095
 MOST_WORDS = 32
 
 
-def check_headers(paths: Iterable[Path]):
+def check_header_sizes(paths: Iterable[Path]):
     """Refuse files that are no safetensors, or have too large headers. Raises UnsupportedError."""
     total = tensors = 0
     for path in paths:

@@ -15,7 +15,7 @@ from ..protocol import tensor_body
 from ..quantization.formats import Format, Settings
 from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
-from .header_limits import check_headers, check_names, shards
+from .header_limits import check_header_sizes, check_names, shards
 from .mapped_file import MappedFile
 from .regular_files import not_regular
 from .staging import upload
@@ -80,7 +80,7 @@ class TensorFiles:
         self.name = paths[0].name
         for path in paths:
             _check_kind(path)
-        check_headers(paths)
+        check_header_sizes(paths)
         files = [MappedFile(path) for path in paths]
         self.size = sum(path.stat().st_size for path in paths)
         self._where = {key: file for file in files for key in file.entries}

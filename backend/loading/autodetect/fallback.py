@@ -23,7 +23,7 @@ from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
 from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
 from .probe import Trace, shallow, trace
-from .structure import CannotCut, check_patches, structure
+from .structure import CannotCut, check_cut, structure
 
 #: A file's keys are diffusers' own.
 NO_LAYOUT = Layout(signature=(), config=lambda shapes: {})
@@ -152,12 +152,12 @@ def _checked(shape: "Shape", trial: Trial, probe: "_Probe") -> Trial:
     """Check patches of the trial's blocks; give blocks that fail on an empty text stream a dummy token."""
     request = probe.request(*PROBES[0])
     try:
-        check_patches(probe.transformer, _described(shape, None, trial), *request)
+        check_cut(probe.transformer, _described(shape, None, trial), *request)
     except CannotCut:
         if trial.blocks["text"] is None:
             raise
         trial = replace(trial, blocks={**trial.blocks, "needs_text_token": True})
-        check_patches(probe.transformer, _described(shape, None, trial), *request)
+        check_cut(probe.transformer, _described(shape, None, trial), *request)
     return trial
 
 

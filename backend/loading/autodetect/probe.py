@@ -19,7 +19,7 @@ POOL = 1_000_003
 
 
 @dataclass
-class BlockCall:
+class RecordedBlock:
     """One block's arguments and outputs, the tokens (queries, keys) of its attention calls, and the tokens
     that its layers were given (1: a vector a sample)."""
 
@@ -35,7 +35,7 @@ class BlockCall:
 class Trace:
     """One forward: blocks in call order, the first attention's keys (B, H, tokens, D), the timestep."""
 
-    blocks: list[BlockCall]
+    blocks: list[RecordedBlock]
     keys: Tensor | None
     heads: int
     head_size: int
@@ -61,7 +61,7 @@ def shallow(cls: type, config: dict) -> nn.Module:
 
 def trace(transformer: nn.Module, arguments: dict) -> Trace:
     """Run a forward and record the arguments and results of its blocks."""
-    calls: list[BlockCall] = []
+    calls: list[RecordedBlock] = []
     found = Trace(calls, None, 0, 0, None)
     hooks = []
     for name, modules in transformer.named_children():
@@ -82,11 +82,11 @@ def trace(transformer: nn.Module, arguments: dict) -> Trace:
     return found
 
 
-def _watch(name: str, block: nn.Module, calls: list[BlockCall]):
+def _watch(name: str, block: nn.Module, calls: list[RecordedBlock]):
     signature = inspect.signature(block.forward)
 
     def before(module, args, kwargs):
-        calls.append(BlockCall(name, dict(signature.bind(*args, **kwargs).arguments), ()))
+        calls.append(RecordedBlock(name, dict(signature.bind(*args, **kwargs).arguments), ()))
 
     def after(module, args, output):
         calls[-1].outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
@@ -107,7 +107,7 @@ def _note_timestep(found: Trace, module: nn.Module, args: tuple):
         found.timestep = args[0].flatten()[0].item() * getattr(module, "scale", 1)
 
 
-def _watched(attend: Callable, calls: list[BlockCall], found: Trace) -> Callable:
+def _watched(attend: Callable, calls: list[RecordedBlock], found: Trace) -> Callable:
     def watched(query, key, value, attn_mask=None, *args, **kwargs):
         if calls and not calls[-1].outputs:  # inside a block
             calls[-1].attention.append((query.shape[2], key.shape[2]))

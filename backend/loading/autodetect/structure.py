@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...models.blocks import APART, JOINED
 from ...models.family import Family
 from ...models.latent_tokens import TokenGrid
-from .probe import BlockCall, Trace
+from .probe import RecordedBlock, Trace
 
 
 class CannotCut(Exception):
@@ -53,7 +53,7 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
     )
 
 
-def _streams(call: BlockCall, again: BlockCall, sizes) -> dict[str, str]:
+def _streams(call: RecordedBlock, again: RecordedBlock, sizes) -> dict[str, str]:
     """Return kind of stream -> argument, of the 3-dimensional ones that the block returns in that shape."""
     shapes = {tuple(output.shape) for output in call.outputs if isinstance(output, Tensor)}
     found = {}
@@ -177,7 +177,7 @@ def _text_position(small: Trace, other: Trace, size) -> str:
 
 
 # ---------------------------------------------------------------------- self-check
-def check_patches(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
+def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
     """Check that each patch alone against full K/V buffers equals the full forward. Raises CannotCut."""
     from ...parallel import mesh  # here, since they know families
     from ...parallel.kv_buffers import KVBuffers
