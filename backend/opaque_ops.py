@@ -76,7 +76,7 @@ def text_tokens(whole: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def tokens_of(count: int) -> Tensor:
+def text_count_tensor(count: int) -> Tensor:
     """Return a tensor for Running.text."""
     return torch.empty(2 + count, 0)
 
@@ -113,7 +113,7 @@ def opaque_layers(block: torch.nn.Module) -> dict[str, Callable[[Tensor], Tensor
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
-def attend(
+def opaque_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, gqa: bool
 ) -> Tensor:
     """Attend, (B, H, S, D) in and out, with tokens before heads in memory, as the projection takes them."""
@@ -122,7 +122,7 @@ def attend(
     return _own(out.transpose(1, 2), query, key, value).transpose(1, 2)
 
 
-@attend.register_fake
+@opaque_attend.register_fake
 def _(query, key, value, mask, scale, gqa):
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
@@ -169,7 +169,7 @@ def _register() -> Any:
         from torch._library.effects import EffectType  # no public name yet
     except ImportError:
         return None
-    for operator in (attend, layer, linear_state):
+    for operator in (opaque_attend, layer, linear_state):
         operator.register_effect(EffectType.ORDERED)
     return EffectType.ORDERED
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from backend.config import CHOICES
 from backend.parallel.attention_kernels import attend
-from backend.parallel.kernel_table import activated, fits, kernel_of, unavailable
+from backend.parallel.kernel_table import activated, fits, kernel_of, why_unavailable
 
 KERNELS = CHOICES["attention"][1:]
 HEAD_SIZES = (64, 128, 256)
@@ -58,7 +58,7 @@ def row(kernel: str, device: str, head_size: int, masked: bool) -> dict:
     """Measure one kernel; a failure is its reason, so that the others go on."""
     case = {"kernel": kernel, "head_size": head_size, "masked": masked}
     capabilities = [torch.cuda.get_device_capability()] if device == "cuda" else []
-    why = unavailable(kernel, device, SIZES[device][1], head_size, capabilities)
+    why = why_unavailable(kernel, device, SIZES[device][1], head_size, capabilities)
     if why:
         return {**case, "unavailable": why}
     q, k, v, mask = inputs(device, head_size, masked)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.family import Family
 from .mesh import Axis
-from .request_caches import Positions, cuts_of, take
+from .request_caches import Positions, cuts_of, select
 from .sequence import Sequence, Span, TokenShards
 from .step_context import StepContext
 
@@ -232,7 +232,7 @@ class Forward:
             position = self.structure.family.blocks.text_position if dummy and kind != "image" else None
             own = range(self.tokens.sp_rank, self.tokens.sp_rank + 1)
             where = self.positions.of(self.tokens, kind, value.device, own, position or "")
-            cuts[key] = take(value, dim, where)
+            cuts[key] = select(value, dim, where)
         return cuts[key]
 
     def result(self, index: int, call: dict[str, Any], streams: Streams):

@@ -211,7 +211,7 @@ def import_error(module: str) -> str:
     return ""
 
 
-def unavailable(
+def why_unavailable(
     name: str,
     device: str,
     dtype: torch.dtype,

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import UnsupportedError
 from ..models.family import Family
-from ..opaque_ops import RUNNING, tokens_of
+from ..opaque_ops import RUNNING, text_count_tensor
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
 from .comm import Pipe
@@ -257,7 +257,7 @@ class Stage:
         static = family.cache.static_text
         attention = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
         self.attention.call = attention
-        RUNNING.text = tokens_of(len(forward.tokens.local.text))
+        RUNNING.text = text_count_tensor(len(forward.tokens.local.text))
         if self.static:
             names = tuple(filter(None, (family.blocks.image, family.blocks.text)))
             own = names if index > self.blocks.start else ()

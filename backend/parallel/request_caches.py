@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .sequence import Span, TokenShards
 
 
-def take(x: Tensor, dim: int, where: slice | Tensor) -> Tensor:
+def select(x: Tensor, dim: int, where: slice | Tensor) -> Tensor:
     """Return the entries of ``x`` at ``where`` along ``dim``; a view where they are adjacent."""
     if isinstance(where, slice):
         return x.narrow(dim, where.start, where.stop - where.start)
@@ -118,9 +118,9 @@ class Masks:
         if which not in cuts:
             found = mask
             if keys is not None and mask.shape[-1] > 1:
-                found = take(found, -1, self.positions.of(tokens, kind, mask.device, keys))
+                found = select(found, -1, self.positions.of(tokens, kind, mask.device, keys))
             if mask.shape[-2] > 1:
-                found = take(found, -2, self.positions.of(tokens, kind, mask.device, queries))
+                found = select(found, -2, self.positions.of(tokens, kind, mask.device, queries))
             cuts[which] = tokens, found
         return cuts[which][1]
 

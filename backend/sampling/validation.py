@@ -105,7 +105,7 @@ def check_kernel(
     if kernel_table.kernel_of(config.attention).call is None:
         return
     head_size = family.blocks.head_size(model_config)
-    reason = kernel_table.unavailable(
+    reason = kernel_table.why_unavailable(
         config.attention, device, dtype, head_size, capabilities, kernel_table.merges(config)
     )
     if reason:

@@ -95,7 +95,9 @@ def _compared(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
     model = engine.models[sample.model]
     sequences = OF_PATCHES * (2 if model.family.latent.nested else 1)
     before = compiler.graphs
-    with mock.patch.object(pipeline_stage, "tokens_of", wraps=opaque_ops.tokens_of) as counted:
+    with mock.patch.object(
+        pipeline_stage, "text_count_tensor", wraps=opaque_ops.text_count_tensor
+    ) as counted:
         compiled, stats = engine.sample(sample, Callbacks())
     if engine.config.patches == 1:  # a prompt may be so short that this rank's tokens are all of the image
         sequences = len({bool(call.args[0]) for call in counted.call_args_list}) or 1

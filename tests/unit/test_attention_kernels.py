@@ -98,20 +98,20 @@ BROKEN = "raise OSError('libcudart.so.11.0: cannot open shared object file')"
     ],
 )
 def test_heads_and_gpus_without_kernels_are_refused(name, head_size, gpus, says):
-    reason = table.unavailable(name, "cuda", torch.bfloat16, head_size, gpus)
+    reason = table.why_unavailable(name, "cuda", torch.bfloat16, head_size, gpus)
     assert reason and says in reason and reason.endswith("set attention to auto.")
 
 
 @pytest.mark.parametrize("name, module", [("sage", "sageattention"), ("flash-attn", "flash_attn")])
 def test_a_broken_package_names_itself(name, module, package):
     package(module, BROKEN)
-    reason = table.unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
+    reason = table.why_unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
     assert reason and f"package {module} cannot be imported (OSError: libcudart" in reason
 
 
 def test_a_package_that_fits_is_available(package):
     package("sageattention", "def sageattn(): ...")
-    assert table.unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
+    assert table.why_unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
 
 
 #: As yunchang's globals do, under ``except ImportError``, where flashinfer is installed and no GPU visible.

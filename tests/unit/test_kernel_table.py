@@ -17,7 +17,7 @@ from torch.nn.attention import _registry as torch_registry
 from backend.config import CHOICES, ParallelConfig
 from backend.parallel import kernel_table as table
 from backend.parallel.attention_kernels import SDPA, attend
-from backend.parallel.kernel_table import HALF, KERNELS, TORCH, explained, fits, unavailable
+from backend.parallel.kernel_table import HALF, KERNELS, TORCH, explained, fits, why_unavailable
 
 SCALE = 0.3
 HELP = Path(__file__).parents[2] / "web/docs/ParallelConfig.md"
@@ -206,7 +206,7 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize("name, head_size, gpu, ring, says", COMBINATIONS)
 def test_a_wrong_combination_cannot_be_chosen(name, head_size, gpu, ring, says):
-    refusal = unavailable(name, "cuda", torch.bfloat16, head_size, [gpu], ring) or ""
+    refusal = why_unavailable(name, "cuda", torch.bfloat16, head_size, [gpu], ring) or ""
     text = explained(name, "cuda", torch.bfloat16, head_size, [gpu], ring)
     if says:
         assert says in refusal and text == refusal
@@ -226,7 +226,7 @@ def test_every_choice_is_explained_in_one_line():
 
 def test_a_torch_that_cannot_activate_is_named(monkeypatch):
     monkeypatch.delitem(torch_registry._FLASH_ATTENTION_IMPLS, "FA3")
-    refusal = unavailable("flash-attn-3", "cuda", torch.bfloat16, 128, [(9, 0)])
+    refusal = why_unavailable("flash-attn-3", "cuda", torch.bfloat16, 128, [(9, 0)])
     assert refusal and "cannot activate (it knows FA4)" in refusal
 
 
@@ -236,7 +236,7 @@ def test_a_package_of_that_name_without_the_function_is_named(monkeypatch):
     module.__spec__ = SimpleNamespace(name="flash_attn")
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     table.import_error.cache_clear()
-    refusal = unavailable("flash-attn", "cuda", torch.bfloat16, 128, [(9, 0)])
+    refusal = why_unavailable("flash-attn", "cuda", torch.bfloat16, 128, [(9, 0)])
     table.import_error.cache_clear()
     assert refusal and "cannot be imported (it has no flash_attn_func)" in refusal
 
@@ -244,10 +244,10 @@ def test_a_package_of_that_name_without_the_function_is_named(monkeypatch):
 def test_cudnn_cannot_be_chosen_on_amd(monkeypatch):
     """Its operator is there, and raises. AMD's GPUs have no compute capability to refuse by."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    refusal = unavailable("cudnn", "cuda", torch.bfloat16, 128)
+    refusal = why_unavailable("cudnn", "cuda", torch.bfloat16, 128)
     assert refusal and "NVIDIA GPUs only" in refusal and "set attention to auto" in refusal
-    assert unavailable("sdpa", "cuda", torch.bfloat16, 128) is None
-    assert "is not installed" in (unavailable("flash-attn", "cuda", torch.bfloat16, 128) or "")
+    assert why_unavailable("sdpa", "cuda", torch.bfloat16, 128) is None
+    assert "is not installed" in (why_unavailable("flash-attn", "cuda", torch.bfloat16, 128) or "")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from backend.models.latent_tokens import NestedGrid, TokenGrid
-from backend.parallel.request_caches import Masks, Positions, take
+from backend.parallel.request_caches import Masks, Positions, select
 from backend.parallel.sequence import Sequence, TokenShards, patches, whole_sequence
 
 
@@ -123,10 +123,11 @@ def test_tokens_are_taken_at_their_positions(position, sp):
     for tokens in patches(sequence, 3, 0, sp):
         for kind in ("joint", "image"):
             where = positions.of(tokens, kind, table.device)
-            assert take(table, 0, where).equal(tokens.positions(kind))
+            assert select(table, 0, where).equal(tokens.positions(kind))
             assert positions.of(tokens, kind, table.device) is where
         own = own_positions(tokens, "joint").tolist()
-        with_dummy = take(table, 0, positions.of(tokens, "joint", table.device, range(1), position)).tolist()
+        dummy_first = positions.of(tokens, "joint", table.device, range(1), position)
+        with_dummy = select(table, 0, dummy_first).tolist()
         assert with_dummy == ([0, *own] if position == "first" else [*own, 0])
     assert isinstance(positions.of(patches(sequence, 3)[1], "joint", table.device), slice)
 

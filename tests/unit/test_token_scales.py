@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from backend.models import FAMILIES
-from backend.opaque_ops import RUNNING, tokens_of
+from backend.opaque_ops import RUNNING, text_count_tensor
 from backend.parallel import comm, mesh, token_scales
 from backend.parallel.block_cost import layer_tokens
 from backend.quantization import kernels
@@ -112,7 +112,7 @@ def test_a_rank_that_has_nothing_to_multiply_takes_part(compared):
 
 @pytest.mark.parametrize("divided, text, given", [("text", 0, 0.0), ("text", 1, 5.0), ("image", 0, 5.0)])
 def test_a_dummy_token_counts_for_nothing(compared, monkeypatch, divided, text, given):
-    monkeypatch.setattr(RUNNING, "text", tokens_of(text))
+    monkeypatch.setattr(RUNNING, "text", text_count_tensor(text))
     one = weight(divided=divided)
     token_scales.regroup([one], PAIR)
     assert one.over_tokens is not None and one.over_tokens(torch.tensor(5.0)).item() == 100.0
