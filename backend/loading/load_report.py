@@ -30,7 +30,7 @@ class LoadReport:
     quantized: list[dict] = field(default_factory=list)
 
     def as_dict(self) -> dict:
-        """For JSON; ``text`` is the report as one line."""
+        """Return a dict for JSON; ``text`` is the report as one line."""
         return {**asdict(self), "text": str(self)}
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ def forget_peak(device: torch.device):
 
 
 def peak_bytes(device: torch.device) -> int:
-    """As LoadReport.peak_bytes."""
+    """Return LoadReport.peak_bytes as it is now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform != "linux":

@@ -54,8 +54,8 @@ class BlockStructure:
         return len(self.joined)
 
     def can_skip(self, index: int) -> bool:
-        """True if a block of another stage can be passed over: it is no entry or exit, and the stream layout
-        does not change after it."""
+        """Return whether a block of another stage can be passed over: it is no entry or exit, and the stream
+        layout does not change after it."""
         edges = (0, self.entry - 1, self.entry, self.total - 1)
         return index not in edges and self.joined[index] == self.joined[index + 1]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Graphs that Inductor compiles meanwhile keep the order of their opaque operations."""
+    """Have graphs that Inductor compiles meanwhile keep the order of their opaque operations."""
     # here: Inductor takes long to import, and most requests compile nothing
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V

@@ -204,7 +204,8 @@ def head_groups(modules: Iterable[nn.Module]) -> int:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Has a module none of its own? Most are layers, which take long to say that they lack a name."""
+    """Return whether a module has none of its own. Most are layers, which take long to say that they lack a
+    name."""
     return next(module.children(), None) is None
 
 

@@ -50,7 +50,7 @@ class Axis:
         return self.rank == self.size - 1
 
     def neighbour(self, offset: int) -> int:
-        """Global rank of the neighbour ``offset`` places on, around the end."""
+        """Return the global rank of the neighbour ``offset`` places on, around the end."""
         return self.ranks[(self.rank + offset) % self.size]
 
 

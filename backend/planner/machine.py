@@ -127,7 +127,7 @@ class Machine:
         return tuple(size - RESERVE for size in self.memory[:ranks])
 
     def as_dict(self) -> dict:
-        """For JSON, without the memory, which changes."""
+        """Return a dict for JSON, without the memory, which changes."""
         return {name: value for name, value in asdict(self).items() if name != "memory"}
 
     @classmethod

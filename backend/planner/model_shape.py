@@ -152,7 +152,7 @@ class ModelShape:
         return self.rest + sum(block.weights + block.modulation for block in self.blocks)
 
     def as_dict(self) -> dict:
-        """For JSON."""
+        """Return a dict for JSON."""
         return asdict(self)
 
     @classmethod

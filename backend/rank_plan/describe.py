@@ -76,7 +76,7 @@ class RankPlan:
         return self.weight_bytes + self.kv_bytes + self.modulation_bytes + transient
 
     def as_dict(self) -> dict:
-        """For JSON; ``text`` is the plan as one line."""
+        """Return a dict for JSON; ``text`` is the plan as one line."""
         return {**asdict(self), "device_bytes": self.device_bytes, "text": str(self)}
 
 
