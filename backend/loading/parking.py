@@ -73,9 +73,10 @@ def page_locked_bytes() -> int:
 
 
 @torch.inference_mode(False)  # parameters outlive the request that brings them back
-def to_host(modules: Collection[nn.Module], pinned: bool = True):
+def to_host(modules: Iterable[nn.Module], pinned: bool = True):
     """Move parameters and buffers to host memory, page locked (``pinned``) so that they come back at the
     speed of the bus. Tensors stay where they are on the meta device and on the host."""
+    modules = list(modules)
     copies = COPIES.take(modules)
     stored = {id(parameter) for weight in quantized(modules) for parameter in weight.parameters()}
     # apart from the rest, whose memory does not wait for it
@@ -111,10 +112,11 @@ def _is_page_locked(tensor: Tensor) -> bool:
 
 
 @torch.inference_mode(False)
-def to_device(modules: Collection[nn.Module], device: torch.device, but: Iterable[nn.Module] = ()):
+def to_device(modules: Iterable[nn.Module], device: torch.device, but: Iterable[nn.Module] = ()):
     """Move parameters and buffers to ``device``, ``but`` for those of some modules and those on the meta
     device."""
     stay = {id(tensor) for module in but for tensor in chain(module.parameters(), module.buffers())}
+    modules = list(modules)
     COPIES.keep(modules, stay)
 
     def moved(tensor: Tensor) -> Tensor:

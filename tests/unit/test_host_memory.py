@@ -147,3 +147,10 @@ def test_stored_weights_are_copied_to_the_host_once(copied, tmp_path, monkeypatc
     engine.park(model, {0})
     engine.ready("tiny")
     assert parking.COPIES.bytes == 0
+
+
+def test_modules_may_come_one_after_the_other(copied):
+    """As those of a block do whose modulation waits on the host."""
+    modules = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
+    parking.to_host(iter(modules), pinned=False)
+    assert len(copied) == 4
