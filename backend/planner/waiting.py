@@ -44,11 +44,14 @@ class Waiting:
         memory."""
         own = held(shape, plan, request).weights
         theirs = replace(request, loras=request.other_loras)
-        waiting = max(held(other, plan, theirs).weights for other in others)
+        sizes = [(held(other, plan, theirs).weights, other.is_quantized) for other in others]
+        waiting = max(size for size, _ in sizes)
+        # what a file stores is copied to the host the first time alone (loading/parking.py)
+        copied = max(0 if is_quantized else size for size, is_quantized in sizes)
         # they are parked while those of ``shape`` still are, and half of what memory these leave counts
         if self.must_reread(plan, (waiting + own // 2) * plan.world_size):
             return self._reading(own * plan.world_size), True
-        return (own + waiting) / link, False
+        return (own + copied) / link, False
 
     def yield_time(
         self, shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, link: float
@@ -69,8 +72,9 @@ class Waiting:
             if gone and self.must_reread(plan, gone):
                 seconds, reads = self._reading(sum(each.weights for each in models[0])), True
                 break  # they are freed on every rank
-            # a request pays for its own model
-            seconds += 2 * gone * sizes[0] / max(1, sum(sizes)) / link
+            # a request pays for its own model, which leaves without a copy where it is quantized
+            ways = 1 if shape.is_quantized else 2
+            seconds += ways * gone * sizes[0] / max(1, sum(sizes)) / link
         return seconds, reads
 
     def _reading(self, size: int) -> float:

@@ -53,6 +53,19 @@ def test_on_the_cpu_nothing_waits_elsewhere():
         choose(two_experts(28, replace(A100, on_host=True)))
 
 
+def test_quantized_weights_are_copied_one_way():
+    """Their copy in host memory stays while they are on the GPU; also where they make room for ComfyUI's."""
+    question, plan = two_experts(28), ParallelConfig(ulysses_degree=2)
+    quantized = replace(WAN, is_quantized=True)
+    whole = question.option(plan).swap
+    for shapes, part in (((quantized, quantized), 0.5), ((WAN, quantized), 0.5), ((quantized, WAN), 1.0)):
+        changed = replace(question, shape=shapes[0], others=shapes[1:]).option(plan).swap
+        assert changed == pytest.approx(part * whole)
+    room, again = beside(1), replace(beside(1), shape=replace(FLUX, is_quantized=True))
+    aside = room.option(plan).aside
+    assert aside > 0 and again.option(plan).aside == pytest.approx(aside / 2)
+
+
 def test_turns_go_at_the_measured_pace_of_the_host_link():
     question = two_experts(28)
     swap = choose(question).option.swap
