@@ -43,8 +43,8 @@ class RankRoom:
     """What one rank needs and has in one round, in bytes.
 
     memory: name of its device. need: what it needs, ``loras`` included. free: what any process may take of
-    the device. cached: what its own allocator can give again. ready: it has allocated the request's own
-    tensors. loras: what it lacks for LoRAs next to quantized weights.
+    the device. cached: what its own allocator can give again. ready: False where it ran out of memory
+    for the request's own tensors or its LoRAs. loras: what it lacks for LoRAs next to quantized weights.
     """
 
     rank: int
@@ -189,12 +189,12 @@ class Admission:
     def check(
         self, planned: Planned | None, ready: bool = True, asking: Collection[int] = (), lacks: int = 0
     ) -> list[RankRoom]:
-        """Gather every rank's room in one collective, and return them. Raises OutOfRoom on all ranks if one
-        of them is short.
+        """Gather the rooms of all ranks in one collective, and return them. Raises OutOfRoom on all ranks if
+        one of them is short.
 
-        planned: given on rank 0 alone. ready: this rank has allocated the request's own tensors and its
-        LoRAs. asking: ranks for which the client can still make room. lacks: bytes that this rank lacks for
-        LoRAs.
+        planned: given on rank 0 alone. ready: False where this rank ran out of memory for the request's own
+        tensors or its LoRAs. asking: ranks for which the client can still make room. lacks: bytes that this
+        rank lacks for LoRAs.
         """
         self._admitted = None
         rooms = self._gather(planned.needs if planned else [], ready, lacks)

@@ -1,10 +1,10 @@
 """Imports diffusers' transformers, and torch with them, without packages that no rank uses.
 
-Those took a third of a rank's start: diffusers imports transformers, PEFT and SciPy where they are installed,
-for pipelines, LoRA loaders and schedulers. It also imports packages for quantization and attention. Many an
-installation has one of these that was built for another torch, and it would end each rank (diffusers issue
-10940). A None in ``sys.modules`` makes a package absent (importlib's documentation); later imports find it
-again. PEFT cannot be imported without transformers.
+These packages took a third of a rank's start: diffusers imports transformers, PEFT and SciPy where they are
+installed, for pipelines, LoRA loaders and schedulers. It also imports packages for quantization and
+attention. Many an installation has one of these that was built for another torch, and it would end each rank
+(diffusers issue 10940). A None in ``sys.modules`` makes a package absent (importlib's documentation); later
+imports find it again. PEFT cannot be imported without transformers.
 
 Garbage collection is off meanwhile: it took a fifth of the rest, and imports leave no garbage.
 """

@@ -1,10 +1,10 @@
 """NCCL's settings for machines on which its own choice of links fails.
 
-The probe tries the WAYS in order. The first that works is kept in a file, and all ranks that start here get
-it.
+The probe tries the WAYS in order. The first that works is kept in a file, and ranks that start on two or more
+of these GPUs get it.
 
-Two faults are known. Some drivers promise peer access between GPUs that then hang or receive wrong bytes, for
-example with an IOMMU or PCIe ACS switched on (NCCL's troubleshooting guide; vLLM tests it before it uses it).
+Two faults are known. GPUs whose driver promises peer access may hang or receive wrong bytes: with an IOMMU or
+PCIe ACS switched on, and under some drivers (NCCL's troubleshooting guide; vLLM tests it before it uses it).
 Without peer access, NCCL takes host memory from CUDA's virtual memory since 2.24. Containers, WSL and some
 GeForce cards refuse that (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302).
 """

@@ -1,6 +1,7 @@
 """The private folder of a launched backend: its socket, its logs, and the files in which its ranks meet.
 
-The launcher removes the folder when it ends. If it was killed, the next launcher does.
+The launcher removes the folder when it ends, unless a message named its log (below). If it was killed, the
+next launcher does.
 
 The launcher holds a lock (flock) on a file in the folder, and its agent inherits the lock. The agent outlives
 a killed launcher until it has ended its ranks. The system releases the lock when both have ended, however

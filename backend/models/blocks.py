@@ -92,7 +92,8 @@ class BlockAdapter:
 class Blocks:
     """How a transformer's blocks are called, and which tokens pass which of their layers.
 
-    Names of a block's layers and modules may be patterns (patterns.py).
+    Names in control_layers, text_layers, latent_layers, flop_shares and routers may be patterns
+    (patterns.py).
     """
 
     #: The transformer's ModuleLists in pipeline order -> APART, JOINED (text and image in the image argument

@@ -45,7 +45,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, timestep, cond):
-    """Time comes before channels; image to video has the image's latent as further channels (c_concat)."""
+    """Return the arguments of the forward. Time comes before channels; image to video has the image's latent
+    as further channels (c_concat)."""
     batch = latent.shape[0]
     has_rotary = config["use_rotary_positional_embeddings"] and not config.get("learned_alone")
     return dict(

@@ -41,7 +41,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Fill, Canny and Depth take an image as channels; diffusers' blocks give one timestep to all tokens."""
+    """Return why these inputs do not run, or None. Fill, Canny and Depth take an image as channels;
+    diffusers' blocks give one timestep to all tokens."""
     if config["guidance_embeds"] and "guidance" not in cond:
         return NO_GUIDANCE
     takes_channels = config["in_channels"] != (config["out_channels"] or config["in_channels"])

@@ -14,8 +14,8 @@ from .key_layout import Layout, blocks_of
 
 
 def patchify(patch, latent):
-    """Cut an image into patches. The model's own method pads images that are not square: (B, C, H, W) ->
-    tokens (p1 p2 C), no mask, sizes, positions."""
+    """Cut images (B, C, H, W) into patches; return tokens (p1 p2 C), no mask, sizes and positions. The
+    model's own method pads images that are not square."""
     batch = latent.shape[0]
     rows, columns = (side // patch for side in latent.shape[2:])
     cells = latent.unflatten(3, (columns, patch)).unflatten(2, (rows, patch))

@@ -10,7 +10,7 @@ from .key_layout import IN_OUT, Layout, blocks_of, under
 
 
 def patch_module(transformer, config):
-    """Compute sines of timesteps and guidance in the dtype of their layer; diffusers leaves them in
+    """Round the sines of timesteps and guidance to the dtype of their layer; diffusers leaves them in
     float32."""
     embedders = transformer.time_guidance_embed
     for embedder in (embedders.timestep_embedder, embedders.timestep_embedder_r, embedders.guidance_embedder):

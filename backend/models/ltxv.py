@@ -16,7 +16,7 @@ PIXELS = (8, 32, 32)
 
 
 def guides(cond):
-    """Count the guides, which are the last tokens."""
+    """Count the tokens of guides, which are the last ones."""
     return cond["keyframe_idxs"].shape[2] if "keyframe_idxs" in cond else 0
 
 
@@ -116,8 +116,8 @@ def config_from_shapes(shapes):
 
 
 def metadata(strings):
-    """Return whether positions are causal, as Lightricks' own configuration says (since 0.9.5), which no
-    shape shows."""
+    """Return the entry causal_temporal_positioning, which Lightricks' own configuration states (since 0.9.5)
+    and no shape shows."""
     stated = transformer_config(strings)
     return {"causal_temporal_positioning": bool(stated.get("causal_temporal_positioning", False))}
 

@@ -242,8 +242,8 @@ def attention_calls(block: Any) -> int:
 
 
 def pixels(config) -> tuple[int, int, int]:
-    """Return the pixels of a latent pixel: the VAE of Wan 2.2's 5B model makes 48 channels of 16 x 16
-    pixels."""
+    """Return how many pixels (T, H, W) one of the latent's stands for: the VAE of Wan 2.2's 5B model makes 48
+    channels of 16 x 16."""
     side = 16 if config["out_channels"] == 48 else 8
     return 4, side, side
 

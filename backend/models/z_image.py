@@ -13,7 +13,7 @@ MULTIPLE = 32
 
 
 def patch_module(transformer, config):
-    """Set the widths that diffusers fixes at what they are in the released size."""
+    """Set the widths that the file has; diffusers fixes them at those of the released size."""
     if "feed_forward_width" not in config:
         return
     for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):

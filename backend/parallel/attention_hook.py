@@ -146,8 +146,8 @@ class Attention:
         time: ``made`` is of layer ``place`` of ``count``. The last one starts the send to the ranks of the
         heads.
 
-        Values travel with queries and keys for a single patch, which leaves less to overlap, and in compiled
-        blocks, which norm and rotate in a kernel or two.
+        Values travel with queries and keys where stale ones are read (PipeFusion's patches leave less to
+        overlap), and in compiled blocks, which norm and rotate in a kernel or two.
         """
         call = self.call
         if call is None or not self.sends_values:

@@ -38,7 +38,8 @@ QUERY_OF = {"to_v": "to_q", "to_value": "to_query", "add_v_proj": "add_q_proj", 
 
 
 class ValueLayer:
-    """Calls a block's value layer before its query layer, so that values can travel during both products.
+    """Calls a block's value layer before its query layer, so that values can travel during both products:
+    where they travel alone and the layer runs no collective.
 
     note: called with the values. is_early: returns whether values travel alone in the call that runs.
     x, made: the layer's input and its values, from the early call until the block's own call.
@@ -81,7 +82,7 @@ class ValueLayer:
         return (args[0][..., :0, :],)
 
     def after(self, layer: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        """Note the values of the early call; answer the block's own call with them."""
+        """Note values as they are made, early or in the block's own call; answer that one with early ones."""
         if torch.compiler.is_compiling():
             return None
         if self.x is None:

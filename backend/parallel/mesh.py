@@ -283,8 +283,9 @@ def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch
 
 
 def _connect_all(group: dist.ProcessGroup, device: torch.device):
-    """Run each collective once, so that NCCL allocates its memory now. Ranks look at what is free after this.
-    In the middle of a request NCCL could not use what torch caches."""
+    """Run all_reduce and all_gather, with few numbers and with many, and one all_to_all, so that NCCL
+    allocates its memory now. Ranks look at what is free after this; in the middle of a request NCCL could not
+    use what torch caches."""
     ranks = dist.get_world_size(group)
     for count in (1,) if device.type == "cpu" else FEW_AND_MANY:
         x = torch.zeros(count, device=device)

@@ -60,7 +60,7 @@ class ShardedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shard = self.shard
         if shard.take_input:
-            x = x[..., shard.inputs[0].lo : shard.inputs[0].hi]
+            x = x[..., shard.inputs[0].indices]
         if shard.reduce is None:
             out = packed_weight.linear(x, self.weight, self.bias)
         elif packed_weight.takes_any_rows(self.weight) and x.shape[:-1].numel() >= ROWS_OF_TWO_HALVES:

@@ -85,8 +85,8 @@ class Choice:
 class Tightest(NamedTuple):
     """The memory of the rank with least to spare, in bytes.
 
-    held: what it holds. room: what it may hold. likely: what it likely holds at most, as far beyond ``room``
-    as on any rank. beside_weights: the most that any rank likely needs next to its weights.
+    held: what it holds. room: what it may hold. likely: ``room`` plus the most by which any rank likely
+    exceeds its own. beside_weights: the most that any rank likely needs next to its weights.
     """
 
     held: int

@@ -52,7 +52,8 @@ class Cost:
         return sum(block.modulation for block in self.shape.blocks) / ranks / self.machine.host_link
 
     def step(self, patches: int) -> float:
-        """Seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's warm-up."""
+        """Return the seconds of one step whose sequence is cut into ``patches``: 1 in PipeFusion's
+        warm-up."""
         plan = self.plan
         parts = zip(self._stages, self._loads, self._reading)
         micro = max(self._micro(*stage, patches) for stage in parts)

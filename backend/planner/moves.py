@@ -1,9 +1,10 @@
 """Whether ranks read weights again for another plan, which takes seconds that one request may not gain back.
 
-For each placement the planner counts how much slower past requests would have been there, with the seconds of
-moving. It moves to a placement whose count is lowest, and starts anew. This is the work function of metrical
-task systems (Borodin, Linial, Saks, J. ACM 39, 1992). So requests that want different plans in turn do not
-move weights each time, and many equal ones get their best plan.
+For each placement the planner keeps how much longer past requests would have taken, had ranks ended there:
+each with the best plan that these weights allow, moves included. Ranks go to the placement with the least,
+stay on a tie, and all is counted anew after a move. Up to a move this is a work function of metrical task
+systems (Borodin, Linial, Saks, J. ACM 39, 1992). So requests that want different plans in turn do not move
+weights each time, and many equal ones get their best plan.
 """
 
 import math

@@ -16,8 +16,8 @@ class Waiting:
     """Where the weights of models wait while they are not on the GPUs.
 
     host: bytes of host memory for them; 0 for enough. file: bytes/s of the model's last load from its file,
-    of all ranks together; 0 where none is known. beside: (rank, bytes) of each GPU that ComfyUI's own models
-    share: how many bytes of weights ComfyUI left there the last time that it needed room.
+    of all ranks together; 0 where none is known. beside: (rank, bytes) of each GPU on which ComfyUI took
+    room between requests: the fewest bytes of weights that it left there after requests no larger than this.
     """
 
     host: int = 0
@@ -57,8 +57,8 @@ class Waiting:
         self, shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, link: float
     ) -> tuple[float, bool]:
         """Return the seconds of each request in which weights of ``shape`` make room for ComfyUI's own models
-        and come back, and whether they are read from their file. Arguments as in ``swap``; ``others`` stay on
-        the ranks, too."""
+        and come back, and whether they are read from their file. Arguments as in ``swap``; between
+        these moments ``others`` are on the ranks, too, and smaller models leave first."""
         if not self.beside:
             return 0.0, False
         theirs = replace(request, loras=request.other_loras)

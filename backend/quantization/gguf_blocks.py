@@ -87,10 +87,10 @@ def _q6_k(blocks: Tensor, out: Tensor):
 def _groups_of_8(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale and the least value of each of eight groups, both (blocks, 8, 1).
 
-    Each is stored in six bits, of twelve bytes. Bytes 0 to 3 hold the scales of groups 0 to 3, and bytes 4 to
-    7 their least values, in the lower six bits. Bytes 8 to 11 hold the lower four bits of groups 4 to 7:
-    scales in the lower half, least values in the upper one. Their upper two bits are the upper two of bytes 0
-    to 7.
+    Each has six bits; the sixteen share twelve bytes. Bytes 0 to 3 hold the scales of groups 0 to 3, and
+    bytes 4 to 7 their least values, in the lower six bits. Bytes 8 to 11 hold the lower four bits of groups 4
+    to 7: scales in the lower half, least values in the upper one. Their upper two bits are the upper two of
+    bytes 0 to 7.
     """
     packed = blocks[:, 4:16].unflatten(1, (3, 4))
     first, upper = packed[:, :2] & 63, (packed[:, :2] >> 2).bitwise_and_(48)

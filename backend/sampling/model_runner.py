@@ -244,10 +244,11 @@ class Runner:
         return self.model.stage is None or self.model.stage.expect(context)
 
     def statistics(self, started: float) -> dict:
-        """Return the seconds since ``started`` (time.perf_counter), the bytes sent by purpose, and what a
-        user should be told, in sentences."""
+        """Return the seconds since ``started`` (time.perf_counter), the calls of the model, the bytes sent by
+        purpose, and what a user should be told, in sentences."""
         seconds = time.perf_counter() - started
-        return {"seconds": seconds, "bytes_sent": dict(comm.SENT), "notes": self.notes()}
+        calls = {"model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
+        return {"seconds": seconds, **calls, "notes": self.notes()}
 
     def drain(self):
         """Wait for every activation under way."""

@@ -53,7 +53,7 @@ class Dispatcher:
             self._broadcast_bytes(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
 
     def receive(self):
-        """Wait on another rank for the next message of rank 0, and return it."""
+        """Wait for the next message of rank 0, and return it; for the other ranks."""
         head = self._broadcast_bytes(torch.empty(FIRST, dtype=torch.uint8)).numpy().tobytes()
         header, table, body, number = SIZES.unpack_from(head)
         size = SIZES.size + header + table

@@ -13,7 +13,7 @@ from pathlib import Path
 import folder_paths
 
 from ...backend.client import planning
-from ...backend.planner.machine import Request
+from ...backend.planner.machine import Request, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample
 from .handle import ParallelDiT
@@ -63,9 +63,8 @@ def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
     def request(shape: ModelShape) -> Request:
         noise = sample.tensors["noise"]
         size = sample.latent_shapes[0] if sample.latent_shapes else noise.shape[1:]
-        sides = (size[1] if len(size) == 4 else 1, size[-2], size[-1])
         references = [each for name, each in sample.tensors.items() if name.startswith(REFERENCES)]
-        tokens = image_tokens(sides, references, shape.patch)
+        tokens = image_tokens(sides_of(size), references, shape.patch)
         prompt = sample.tensors.get("positive.c_crossattn")
         text = 0 if prompt is None else prompt.shape[1]
         prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1

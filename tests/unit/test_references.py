@@ -30,7 +30,7 @@ from backend.sampling.step_loop import Callbacks
         ("negative_index", [(-1, 0, 0), (-2, 0, 0)]),
     ],
 )
-def test_places_of_references(method, want):
+def test_corners_of_references(method, want):
     grid = TokenGrid((16, 15, 18), (1, 2, 2))
     found = [TokenGrid((16, *size), (1, 2, 2)) for size in ((11, 14), (8, 27))]
     assert references.corners(grid, found, method) == want

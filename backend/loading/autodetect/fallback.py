@@ -25,7 +25,7 @@ from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
 from .probe import Trace, shallow, trace
 from .structure import CannotCut, check_cut, structure
 
-#: A file's keys are diffusers' own.
+#: The layout of files whose keys are diffusers' own.
 NO_LAYOUT = Layout(signature=(), config=lambda shapes: {})
 #: (height, width) in tokens, and tokens of the prompt, in the two probes; a size shows what it counts.
 PROBES = (((6, 5), 7), ((6, 7), 11))
