@@ -226,9 +226,7 @@ class Probe:
 
     def _gemm(self, clock: Callable, dtype: torch.dtype | None = None) -> float:
         """FLOP/s of a linear layer; ``clock``: seconds of a call."""
-        x, weight = self.x, self.weight
-        if dtype is not None and dtype != self.dtype:  # all bits count: widened numbers take less power
-            x, weight = (torch.randn_like(each, dtype=dtype) for each in (x, weight))
+        x, weight = (torch.randn_like(each, dtype=dtype or self.dtype) for each in (self.x, self.weight))
         return 2 * self.tokens * self.width**2 / clock(lambda: F.linear(x, weight))
 
     def _compute(self) -> tuple[float, float, float, float]:

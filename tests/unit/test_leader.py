@@ -57,8 +57,9 @@ def rank0(folder):
 def client(rank0):
     """A client that has loaded nothing yet, beside one that uses both models."""
     user = Client(None, rank0.server)
-    rank0.named = {user: {rank0.model, OTHER}}
-    return Client(None, rank0.server)
+    rank0.named[user] = {rank0.model, OTHER}
+    yield Client(None, rank0.server)
+    del user  # who has gone names nothing
 
 
 @pytest.mark.parametrize("kind", ["load", "sample", "call"])
