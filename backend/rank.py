@@ -168,8 +168,8 @@ class Worker:
         ranks = range(self.mesh.world_size)
         named = frozenset(rank for rank in ranks if rank in message.ranks or not message.ranks)
         parked = self._park(message.model, named) if message.park else None
-        if parked is not None:
-            return sorted(parked)
+        if parked is not None or message.keeps:
+            return sorted(parked or ())
         self.engine.unload(message.model)
         self.forget_unloaded()
         return list(ranks)

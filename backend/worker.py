@@ -252,15 +252,14 @@ class Leader(Worker):
         return not set(range(self.mesh.world_size)) <= model.parked_on
 
     def on_unload(self, job: Job, message: Unload) -> Act:
-        """Unload a model, if it is loaded, unless another client has loaded it, too: that may sample."""
+        """Unload a model, if it is loaded. One that another client has loaded, too, is parked at most: that
+        client may sample."""
 
         def act():
-            if not message.park and self.named.leave(job.client, message.model):
-                job.reply(Result({"left": [], "freed": True}))
-                return
-            self.dispatcher.broadcast(message)
-            left = self.unload(message)
-            job.reply(Result({"left": left, "freed": message.model not in self.engine.models}))
+            self.dispatcher.broadcast(told := self.named.unloading(message, job.client))
+            left = self.unload(told)
+            freed = message.model not in self.engine.models or not message.park
+            job.reply(Result({"left": left, "freed": freed}))
 
         return act
 

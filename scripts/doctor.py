@@ -29,6 +29,14 @@ COLUMNS = 110
 MOVED = "PARALLEL_DIT_DOCTOR_IN"
 
 
+def remedy(error: ImportError) -> str:
+    """Return what to do about a package that is not there."""
+    from backend.install_command import TOGETHER, install_command  # which needs none
+
+    rest = install_command(["-r", str(ROOT / "requirements.txt")])
+    return f"{TOGETHER}; then run: {rest}" if error.name == "torch" else f"run: {rest}"
+
+
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -121,9 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         from doctor_facts import Facts
         from doctor_report import Report
     except ImportError as error:  # without torch there is nothing to ask
-        print(
-            f"problem  packages           {error}; run: {sys.executable} -m pip install -r requirements.txt"
-        )
+        print(f"problem  packages           {error}; {remedy(error)}")
         return 1
     facts = Facts()
     try:

@@ -48,7 +48,7 @@ export class Stop {
 }
 
 // Queues a prompt of API form and waits for its end, or for `stop`: null where it did not succeed.
-async function run(prompt, graph, stop) {
+async function run(prompt, workflow, stop) {
   const ends = ["execution_success", "execution_error", "execution_interrupted"];
   let listener;
   const seen = new Map();
@@ -61,7 +61,7 @@ async function run(prompt, graph, stop) {
     ends.forEach((name) => api.addEventListener(name, listener));
   });
   try {
-    const extra_data = { extra_pnginfo: { workflow: { id: graph } } }; // whose nodes its reports are of
+    const extra_data = { extra_pnginfo: { workflow } }; // whose nodes its reports are of
     const response = await post("/prompt", { client_id: api.clientId, prompt, extra_data });
     const reply = await response.json();
     const errors = Object.values(reply.node_errors ?? {}).flatMap((node) => node.errors);
@@ -79,10 +79,10 @@ async function run(prompt, graph, stop) {
   }
 }
 
-async function seconds(trial, graph, stop) {
+async function seconds(trial, workflow, stop) {
   let least = Infinity;
   for (const prompt of trial.prompts) {
-    const id = stop.isStopped ? null : await run(prompt, graph, stop);
+    const id = stop.isStopped ? null : await run(prompt, workflow, stop);
     if (id === null) return null;
     const { last_run } = await ask("status");
     if (last_run.prompt === id) least = Math.min(least, last_run.seconds);
@@ -98,18 +98,17 @@ function openWorkflow() {
 
 // Yields {plan}, then {trial, seconds | error, of, index} of each; ends early at `stop` or Cancel.
 export async function* benchmark(stop) {
-  const workflow = openWorkflow();
-  const { output } = await app.graphToPrompt();
-  const graph = app.graph.id;
+  const opened = openWorkflow();
+  const { output, workflow } = await app.graphToPrompt();
   const selected = idOf(Object.values(app.canvas?.selected_nodes ?? {})[0]);
   const plan = await ask("trials", { prompt: output, sampler: selected });
-  plan.workflow = workflow;
+  plan.workflow = opened;
   yield { plan };
   for (const [index, trial] of plan.trials.entries()) {
     const result = { trial, index, of: plan.trials.length };
     yield result;
     try {
-      result.seconds = await seconds(trial, graph, stop);
+      result.seconds = await seconds(trial, workflow, stop);
     } catch (error) {
       result.error = error.message;
     }

@@ -102,11 +102,12 @@ function store(key, text) {
 }
 
 // Shows reports again: newer pages remove widgets of this name when a run ends.
-function restore(graph = app.graph) {
+// Not of the node that has failed, which gets its own.
+function restore(but, graph = app.graph) {
   for (const node of graph?.nodes ?? []) {
-    restore(node.subgraph ?? null);
+    restore(but, node.subgraph ?? null);
     const text = isOurs(node) && !widgetOf(node) && sessionStorage.getItem(storageKey(node));
-    if (text) show(node, text);
+    if (text && node !== but) show(node, text);
   }
 }
 
@@ -118,7 +119,7 @@ app.registerExtension({
     api.addEventListener("execution_start", ({ detail }) => holdsOurs(app.graph) && graphOf(detail.prompt_id));
     api.addEventListener("execution_success", ({ detail }) => graphs.delete(detail.prompt_id));
     ["execution_success", "execution_error", "execution_interrupted"].forEach((end) =>
-      api.addEventListener(end, () => setTimeout(() => restore(), 0)),
+      api.addEventListener(end, ({ detail }) => setTimeout(() => restore(detail.node_id && nodeOf(detail.node_id)), 0)),
     );
     api.addEventListener("executed", ({ detail }) => {
       const text = detail.output?.parallel_dit?.join("\n");

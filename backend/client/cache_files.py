@@ -91,13 +91,16 @@ def _is_usable(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = folder.stat()
-        own = os.getuid() if hasattr(os, "getuid") else found.st_uid
-        if found.st_uid == own and found.st_mode & 0o022:
-            folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
     except OSError:
         return False
-    # who is root in a container has folders of the host's users
-    return os.access(folder, os.W_OK | os.X_OK) and (own == 0 or found.st_uid in (own, 0))
+    own = os.getuid() if hasattr(os, "getuid") else found.st_uid
+    if found.st_uid == own:
+        with suppress(OSError):  # of a disk that knows no modes
+            folder.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
+        is_ours = True
+    else:  # who is root in a container has folders of the host's users
+        is_ours = own == 0 or (found.st_uid == 0 and not found.st_mode & 0o022)
+    return is_ours and os.access(folder, os.W_OK | os.X_OK)
 
 
 @cache

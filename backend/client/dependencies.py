@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from ..errors import SHORT
@@ -20,8 +21,8 @@ REQUIREMENTS = PACK / "requirements.txt"
 ASK_SECONDS = 120
 #: Where a package is imported by another name than it is installed by.
 _IMPORT_NAMES = {"pillow": "PIL"}
-#: Interpreters, and requirements of which they have everything.
-_complete: set[tuple[str, Path]] = set()
+#: Interpreters, requirements of which they have everything, and when packages were last installed for ours.
+_complete: set[tuple[str, Path, int]] = set()
 
 
 class MissingDependencyError(ImportError):
@@ -39,17 +40,24 @@ def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.ex
             f"ComfyUI's is {sys.version.split()[0]}; run ComfyUI with a newer one, or set {VARIABLE} to a "
             f"Python that has what requirements.txt lists (docs/dependencies.md)."
         )
-    if (python, requirements) in _complete:
+    known = (python, requirements, _installed_at() if python == sys.executable else 0)
+    if known in _complete:
         return
     unmet = unmet_requirements(requirements) if python == sys.executable else _unmet_of(python, requirements)
     if not unmet:
-        _complete.add((python, requirements))
+        _complete.add(known)
     else:
         whose = "ComfyUI's Python" if python == sys.executable else f"{python} ({VARIABLE})"
         raise MissingDependencyError(
             f"The parallel backend needs {', '.join(unmet)}, which {whose} does not have; "
             f"{how_to_install(unmet, python)}"
         )
+
+
+def _installed_at() -> int:
+    """Return when a package was last installed for this interpreter (nanoseconds), where that is known."""
+    folder = Path(sysconfig.get_path("purelib"))
+    return folder.stat().st_mtime_ns if folder.is_dir() else 0
 
 
 def _unmet_of(python: str, requirements: Path) -> list[str]:

@@ -93,21 +93,19 @@ class Backend:
         interrupts.end()
         return described
 
-    def unload(
-        self, path: str, weight_dtype: str, matmul: str = "auto", park: bool = True, ranks: Collection = ()
-    ) -> list[int]:
+    def unload(self, wanted: Wanted, park=True, ranks: Collection = (), waits=False) -> list[int]:
         """Take a transformer off the device of every rank; ``park``: into host memory where that has room, on
         ``ranks`` alone if there are any. Return the ranks whose devices hold nothing of it now: none where it
         is not loaded, or while a request runs."""
         if not self._busy.acquire(blocking=False):
             return []
-        key = (path, weight_dtype, matmul)
         try:
-            if key not in self.models:
+            if wanted not in self.models:
                 return []
-            done = self._request(protocol.Unload(self.models[key], park, list(ranks))).stats
+            message = protocol.Unload(self.models[wanted], park, list(ranks), waits=waits)
+            done = self._request(message).stats
             if done["freed"]:
-                del self.models[key]
+                del self.models[wanted]
             return done["left"]
         finally:
             self._busy.release()

@@ -81,14 +81,15 @@ class FusedWeights:
     def open(self, stack: Stack) -> list[Lora]:
         """Open the LoRAs of a stack, reading the headers of files that have changed. Raises
         UnsupportedError."""
-        return [self._open(use.path) for use in stack]
+        loras = [self._open(use.path) for use in stack]
+        for oldest in list(self._opened)[: -max(OPENED, len(stack))]:
+            del self._opened[oldest]
+        return loras
 
     def _open(self, path: str) -> Lora:
         key = path, file_state(path)
         lora = self._opened.pop(key, None) or open_lora(path, self.targets, self.checkpoint.name)
         self._opened[key] = lora
-        for oldest in list(self._opened)[:-OPENED]:
-            del self._opened[oldest]
         return lora
 
     def check(self, stack: Stack) -> list[Lora]:

@@ -200,7 +200,7 @@ def file_state(path: str) -> tuple[int, ...]:
     if not file.is_file():
         return ()
     found = file.stat()
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_size
 
 
 def stack_digest(stack: tuple[LoraUse, ...]) -> str:

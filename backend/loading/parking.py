@@ -99,8 +99,13 @@ def _make_room(modules: Iterable[nn.Module], copies: Collection[int]):
     """Give up the copies of other models' weights where host memory has no room for them besides."""
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     leaving = sum(each.nbytes for each in tensors if _leaves(each) and id(each) not in copies)
-    if not has_room(max(0, leaving - PAGE_LOCKED.kept)):
+    # the other ranks of this machine need about as many
+    if not has_room(max(0, leaving - PAGE_LOCKED.kept) * _ranks_here()):
         COPIES.forget()
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _leaves(tensor: Tensor) -> bool:
@@ -128,7 +133,7 @@ def to_device(modules: Iterable[nn.Module], device: torch.device, but: Iterable[
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # before the host's copies go
     # the other ranks of this machine keep about as many
-    kept = page_locked_bytes() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    kept = page_locked_bytes() * _ranks_here()
     if not has_room(kept, kept):
         COPIES.forget()
         PAGE_LOCKED.give_back()

@@ -298,7 +298,7 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     each = f"the {least.unit}" if ranks == 1 else f"each of {ranks} {least.unit}s"
     more = f"more than {question.gpus} {least.unit}{'s' * (question.gpus > 1)}"
     request, shape = question.request, question.shape
-    file = "a file of fewer bits (GGUF Q4)" if shape.is_quantized else "a quantized file"
+    file = "a file of fewer bits" if shape.is_quantized else "a quantized file"
     smaller = "fewer or smaller frames" if shape.is_video else "a smaller width and height"
     remedies = [file, smaller, "free memory", more]
     can_share = question.gpus > 1 and not shape.whole_only and not question.base.offload_modulation

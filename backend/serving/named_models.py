@@ -1,7 +1,9 @@
 """Which clients of a backend have loaded which models: one of them does not free what another one uses."""
 
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from ..protocol import Unload
 from .server import Client
 
 
@@ -12,10 +14,14 @@ class NamedModels(WeakKeyDictionary[Client, set[str]]):
         """Return the models of all clients that are still connected."""
         return set().union(*(keys for client, keys in self.items() if not client.gone))
 
-    def leave(self, client: Client, model: str) -> bool:
-        """Have a client no longer use a model; return whether another one does."""
-        self.get(client, set()).discard(model)
-        return model in self.of_connected()
+    def unloading(self, message: Unload, by: Client) -> Unload:
+        """Have a client no longer use the model that it unloads; return what ranks are told: to park it at
+        most, where another client that is connected has loaded it."""
+        if not message.park:
+            self.get(by, set()).discard(message.model)
+        others = (keys for client, keys in self.items() if client is not by and not client.gone)
+        is_needed = any(message.model in keys for keys in others)
+        return replace(message, park=True, keeps=True) if is_needed else message
 
     def forget_all_but(self, models: set[str]):
         """Forget models that are no longer loaded."""

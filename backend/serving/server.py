@@ -324,8 +324,10 @@ def _resident(pid: int) -> int:
 
 
 def _can_wait(message) -> bool:
-    """Whether a message only gives memory back, of a model that its client keeps."""
-    return isinstance(message, FREEING) and getattr(message, "park", True)
+    """Whether a message only gives memory back to others, of a model that its client keeps."""
+    if isinstance(message, protocol.Unload):
+        return message.park and not message.waits
+    return isinstance(message, protocol.Release)
 
 
 def _turn_away(connection: socket.socket):

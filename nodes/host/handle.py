@@ -244,7 +244,7 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks:
             if not error.lacking or not idle:
                 raise
             leaves = spare or idle[0]
-            if not _unload(backend, leaves, park=spare is None) and not asks:
+            if not _unload(backend, leaves, park=spare is None, waits=spare is None) and not asks:
                 raise
         left.add(leaves)
         names = [os.path.basename(path) for path, *_ in (leaves, wanted)]
@@ -252,13 +252,15 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks:
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
 
 
-def _unload(backend: Backend, wanted: Wanted, park: bool = True, ranks: Collection[int] = ()) -> list[int]:
+def _unload(
+    backend: Backend, wanted: Wanted, park: bool = True, ranks: Collection[int] = (), waits: bool = False
+) -> list[int]:
     """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
     devices no longer hold them. Return these ranks: all where the backend has ended, of which a line in the
     log says why."""
     left = list(range(backend.welcome.world_size))
     try:
-        left = backend.unload(*wanted, park, ranks) if backend.alive() else left
+        left = backend.unload(wanted, park, ranks, waits) if backend.alive() else left
     except ClosedError:  # by ourselves
         pass
     except BackendError as error:

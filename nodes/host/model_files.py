@@ -19,6 +19,8 @@ CHECKPOINTS = "checkpoints"
 UNPICKLED = (".safetensors", ".sft", ".gguf")
 #: Parts of a pipeline's folder that are transformers of their own, besides the one that its name stands for.
 FURTHER_TRANSFORMERS = ("transformer_2",)
+#: Of a folder with one of these files it is a pipeline or a transformer.
+HOLD = {*INDEXES, "config.json"}
 
 
 def model_paths() -> dict[str, str]:
@@ -60,7 +62,16 @@ def _path_of(name: str) -> str | None:
             if path := folder_paths.get_full_path(kind, name):
                 return path
     path = folder_paths.get_full_path(CHECKPOINTS, name) if name.lower().endswith(UNPICKLED) else None
-    return path or _transformers().get(name)
+    return path or _folder_of(name) or _transformers().get(name)
+
+
+def _folder_of(name: str) -> str | None:
+    """Return the folder of diffusers of that name, where it lies right below a root."""
+    if os.path.basename(name) != name:
+        return None
+    folders = (os.path.join(root, name) for root in folder_paths.get_folder_paths("diffusers"))
+    is_one = (each for each in folders if any(os.path.isfile(os.path.join(each, file)) for file in HOLD))
+    return next(is_one, None)
 
 
 def wanted_of(inputs: dict) -> Wanted | None:
@@ -101,7 +112,7 @@ def diffusers_folders() -> dict[str, str]:
     paths = {}
     for root in folder_paths.get_folder_paths("diffusers"):
         for folder, below, files in os.walk(root, followlinks=True):
-            if not {*INDEXES, "config.json"}.isdisjoint(files):
+            if not HOLD.isdisjoint(files):
                 below.clear()  # the parts of a pipeline are no models of their own
                 paths.setdefault(os.path.relpath(folder, root), folder)
     return paths

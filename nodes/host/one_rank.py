@@ -52,7 +52,9 @@ def projected(digest: str, dit: ParallelDiT, sample: Sample) -> float | None:
     from before and has not said it in its choice. ``digest``: its key, for which it is estimated once."""
     if dit.auto is not None:
         return None
-    known = (digest, dit.config.topology())
+    known = (digest, dit.config)
+    for oldest in list(_projected)[:-MOST]:
+        del _projected[oldest]
     if known not in _projected and (found := _projection(dit, sample)) is not None:
         _projected[known] = found
     return _projected.get(known)

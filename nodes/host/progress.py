@@ -161,7 +161,8 @@ def node_text() -> Callable[[str], None]:
     server = PromptServer.instance
 
     def send(text: str):
-        page = queued_by() or server.client_id  # other pages may have other nodes of that number
+        validated = queued_by()  # other pages may have other nodes of that number
+        page = server.client_id if validated is None else validated
         if page:
             server.send_progress_text(page_text(text), context.node_id, page)
 

@@ -13,7 +13,7 @@ from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
 _queued: ContextVar[dict | None] = ContextVar("queued graph", default=None)
-_queued_by: ContextVar[str] = ContextVar("page that has queued it", default="")
+_queued_by: ContextVar[str | None] = ContextVar("page that has queued it", default=None)
 #: Nodes that hand a PARALLEL_DIT on.
 THROUGH = ("ParallelLoRA",)
 #: ComfyUI's node that hands one of two inputs on: the first where its input ``switch`` is false. And the one
@@ -34,8 +34,9 @@ def queued() -> dict:
     return _queued.get() or {}
 
 
-def queued_by() -> str:
-    """Return the id of the page that has queued the graph that is validated now; empty outside of that."""
+def queued_by() -> str | None:
+    """Return the id of the page that has queued the graph that is validated now, empty where a script has;
+    None outside of that."""
     return _queued_by.get()
 
 

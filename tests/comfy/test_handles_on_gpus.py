@@ -132,7 +132,7 @@ def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus
     assert not gpus.client.unloads
     monkeypatch.setattr(handle, "ran_out", lambda: True)
     assert sample(gpus, first.wanted) == Result()
-    assert gpus.client.unloads == [Unload("/b", True)] and gpus.client.parked == ["/b"]
+    assert gpus.client.unloads == [Unload("/b", True, waits=True)] and gpus.client.parked == ["/b"]
 
 
 def test_what_is_needed_to_run_at_all_takes_the_other_expert(gpus):
@@ -140,7 +140,7 @@ def test_what_is_needed_to_run_at_all_takes_the_other_expert(gpus):
     handles = [handle.load(CONFIG, name, "default") for name in ("/a", "/b")]
     gpus.client.room = 6
     assert sample(gpus, handles[0].wanted) == Result()
-    assert gpus.client.unloads == [Unload("/b", True)]
+    assert gpus.client.unloads == [Unload("/b", True, waits=True)]
     assert (held("/a"), held("/b")) == ({0: 6, 1: 6}, {0: 0, 1: 0})
 
 

@@ -164,7 +164,7 @@ def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
         device="cpu",
     )
     assert pool.backend_for(changed) is backend
-    backend.unload(str(copy), "default")
+    backend.unload((str(copy), "default", "auto"))
 
 
 def opened(backend, path: Path) -> list[int]:
@@ -190,7 +190,7 @@ def test_ranks_let_the_files_of_a_freed_model_go(backend, checkpoint, folder, by
     if by_other_degrees:
         pool.backend_for(ParallelConfig(tensor_parallel_degree=2, device="cpu"))
     else:
-        backend.unload(str(copy), "default")
+        backend.unload((str(copy), "default", "auto"))
     deadline = time.monotonic() + 60  # rank 0 answers for itself
     while any(opened(backend, copy)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -96,7 +96,7 @@ def test_weights_that_nobody_keeps_make_room(checkpoint):
     assert set(backend.models.values()) == {default.model, half.model}
     backend.load(checkpoint, "bf16", keep=set())
     assert list(backend.models.values()) == [half.model]
-    assert backend.unload(checkpoint, "bf16")
+    assert backend.unload((checkpoint, "bf16", "auto"))
     assert backend.client.request(Status()).models == {}  # nothing is parked on the CPU
     assert backend.load(checkpoint, "bf16").model == half.model
 

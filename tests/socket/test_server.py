@@ -47,7 +47,9 @@ def test_who_gives_memory_back_does_not_wait_for_another_client(server, message)
     job = server.next_job(5)
     framing.send(here, message)
     assert framing.receive(here) == protocol.Result({"left": [], "freed": False})
+    framing.send(here, protocol.Unload("m", True, waits=True))  # for a request of its own
     server.finish(job)
+    assert server.next_job(5).message.waits
     framing.send(here, message)
     assert server.next_job(5).message == message
 

@@ -90,21 +90,26 @@ def test_models_that_a_connected_client_has_loaded_stay():
 
 
 def test_a_model_that_another_client_has_loaded_stays_with_it(monkeypatch):
-    """Who unloads it has done with it; it leaves with the last of them. To park it is no loss."""
+    """Who unloads it has done with it; it gives way in host memory, and leaves with the last of them."""
     monkeypatch.setattr(worker, "HANDLERS", {Unload: (Leader.on_unload, "it")})
-    ranks = Ranks(["m"], room=1)
-    ranks.unload = lambda message: ranks.engine.models.pop(message.model, None) and [0]
+    ranks, told = Ranks(["m"], room=1), []
     here, other = client(), client()
     ranks.named |= {here: {"m"}, other: {"m"}}
-    ranks.run(Job(Unload("m"), here))
-    assert here.outbox.get_nowait() == Result({"left": [], "freed": True}) and "m" in ranks.engine.models
-    assert ranks.named[here] == set() and ranks.named[other] == {"m"}
-    ranks.run(Job(Unload("m"), other))
-    assert other.outbox.get_nowait() == Result({"left": [0], "freed": True}) and not ranks.engine.models
-    ranks.engine.models["m"] = SimpleNamespace(parked_on=frozenset())
-    ranks.named |= {here: {"m"}, other: {"m"}}
-    ranks.run(Job(Unload("m", park=True), here))
-    assert here.outbox.get_nowait().stats["left"] == [0]
+
+    def unload(message):
+        told.append(message)
+        if not message.park:
+            ranks.engine.models.pop(message.model)
+        return [0]
+
+    ranks.unload = unload
+    replies = []
+    for message, who in ((Unload("m", True, [0]), here), (Unload("m"), here), (Unload("m"), other)):
+        ranks.run(Job(message, who))
+        replies.append(who.outbox.get_nowait().stats)
+    assert told == [Unload("m", True, [0], keeps=True), Unload("m", True, keeps=True), Unload("m")]
+    assert replies == [{"left": [0], "freed": False}, *[{"left": [0], "freed": True}] * 2]
+    assert ranks.named[here] == ranks.named[other] - {"m"} and not ranks.engine.models
 
 
 @pytest.mark.parametrize("message", ALONE + OTHERS, ids=lambda message: type(message).__name__)

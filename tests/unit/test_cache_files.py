@@ -65,12 +65,12 @@ def test_a_user_without_a_home_starts_ranks(place, monkeypatch):
 
 
 def test_others_cannot_write_to_the_folder(tmp_path, monkeypatch):
-    """As under a umask that lets a user's group write."""
+    """As under a umask that lets a user's group write; ranks make folders in it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "parallel-dit"
     folder.mkdir()
     folder.chmod(0o775)
-    assert cache_files.cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o755
+    assert cache_files.cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_of_another_user_is_not_used(place, monkeypatch):

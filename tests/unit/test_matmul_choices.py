@@ -268,5 +268,5 @@ def test_models_that_multiply_in_another_way_are_others(tmp_path):
     for mode in ("auto", "native"):
         backend.load(path, matmul=mode)
     assert list(backend.models.values()) == [names[0], names[2]]
-    assert backend.unload(path, "default", "native") == [0]
+    assert backend.unload((path, "default", "native")) == [0]
     assert Client.requests[-1] == Unload(names[2], park=True)

@@ -52,16 +52,16 @@ def test_a_file_that_is_the_same_stays(name):
 
 def test_a_freed_model_is_forgotten():
     ranks = backend("m")
-    assert ranks.unload(*KEY, park=False) == [0, 1]
+    assert ranks.unload(KEY, park=False) == [0, 1]
     assert ranks.client.received == [Unload("m", False)] and not ranks.models
-    assert ranks.unload(*KEY) == [] and len(ranks.client.received) == 1
+    assert ranks.unload(KEY) == [] and len(ranks.client.received) == 1
 
 
 def test_a_parked_model_is_still_known():
     """It comes back when it is sampled, from the ranks that it has left."""
     ranks = backend("m")
     ranks.client.unloaded = {"freed": False, "left": [1]}
-    assert ranks.unload(*KEY, ranks={1}) == [1]
+    assert ranks.unload(KEY, ranks={1}) == [1]
     assert ranks.client.received == [Unload("m", True, [1])] and ranks.models == {KEY: "m"}
 
 
@@ -71,15 +71,15 @@ def test_nothing_is_unloaded_while_a_request_runs():
     ranks._busy = SimpleNamespace(
         acquire=lambda blocking=True: pytest.fail("it waits") if blocking else False
     )
-    assert ranks.unload(*KEY) == []
+    assert ranks.unload(KEY) == []
     assert not ranks.client.received and ranks.models == {KEY: "m"}
 
 
 def test_an_unload_leaves_the_backend_free_for_others():
     """Also of what is not loaded, and one that fails."""
     ranks = backend("m")
-    ranks.unload("/another", "default")
+    ranks.unload(("/another", "default", "auto"))
     ranks.client.unloaded = {}
     with pytest.raises(KeyError):
-        ranks.unload(*KEY)
+        ranks.unload(KEY)
     assert not ranks.is_busy
