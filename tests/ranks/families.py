@@ -24,8 +24,8 @@ from diffusers.models.transformers.transformer_hidream_image import MoEGate
 from families import golden, model_call
 from ranks.compiled import compare
 from ranks.family_cases import Run, runs
-from safetensors.torch import load_file
-from tiny import relative, save_whole, write_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny import made_once, relative, write_checkpoint
 
 from backend import engine as engine_module
 from backend.config import ParallelConfig
@@ -150,15 +150,16 @@ def called(engine: Engine, name: str, sample: Sample, rows: int):
 
 def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
     """What the single process makes of a case; computed once for all world sizes."""
-    path = Path(folder, f"{family}.reference")
-    if not path.exists():
+
+    def compute(path: Path):
         write(folder, family)
         load(engine, family, folder)
         samples, output = run(engine, family, CALLED)
         assert samples is not None and output is not None  # one process samples, and is called
-        save_whole({"samples": samples, "output": output}, path)
+        save_file({"samples": samples, "output": output}, path)
         engine.unload(family)
-    kept = load_file(path)
+
+    kept = load_file(made_once(Path(folder, f"{family}.reference"), compute))
     return [kept["samples"], kept["output"]]
 
 

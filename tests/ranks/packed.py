@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from cropping import cropped
-from tiny import batch_request, relative
+from safetensors.torch import load_file, save_file
+from tiny import batch_request, made_once, relative
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -148,33 +149,51 @@ def held(engine: Engine) -> dict[str, int]:
     }
 
 
+def reference(single: Engine, where: Path, format: str) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """The latents of the single process, and what it holds; computed once for all world sizes."""
+
+    def compute(path: Path):
+        single.load("tiny", str(where / FILES[format]), "fp32", "weight only")
+        latents = {f"latent {i}": latent for i, latent in enumerate(sampled(single, where)[0])}
+        save_file(latents | {name: torch.tensor(size) for name, size in held(single).items()}, path)
+        single.unload("tiny")
+
+    kept = load_file(made_once(where / f"{format}.reference", compute))
+    latents = [kept.pop(name) for name in sorted(kept) if name.startswith("latent")]
+    return latents, {name: int(size) for name, size in kept.items()}
+
+
+def measured(run: Run, latents: list[torch.Tensor], everyone: list, single: Engine, where: Path) -> dict:
+    """What a run is judged by, on rank 0."""
+    wanted, whole = reference(single, where, run.format)
+    return {
+        "id": run.id,
+        "relative": [relative(a, b) for a, b in zip(latents, wanted, strict=True)],
+        "same": latents[0].equal(latents[2]),
+        "held": everyone,
+        "whole": whole,
+    }
+
+
 def main(folder: str, selected: list[str], out: str):
     where = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     chosen = [run for run in runs() if run.ranks == world and run.id in set(selected)]
     usual = tensor_parallel.ROWS_OF_TWO_HALVES
     single = Engine(ParallelConfig(), mesh.single())
-    found, wanted, whole, file, meshes = [], [], {}, None, {}
+    found, meshes = [], {}
     for run in chosen:
         # of so few tokens too, in half of the runs
         tensor_parallel.ROWS_OF_TWO_HALVES = 1 if run.format in HALVED else usual
-        if run.format != file:
-            single.unload("tiny")
-            single.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
-            wanted, whole, file = sampled(single, where)[0], held(single), run.format
         if run.method not in meshes:  # of which each has threads
             meshes[run.method] = mesh.build(run.config, "cpu")
         engine = Engine(run.config, meshes[run.method])
         engine.load("tiny", str(where / FILES[run.format]), "fp32", "weight only")
         latents, of_loras = sampled(engine, where)
-        row = {
-            "id": run.id,
-            "relative": [relative(a, b) for a, b in zip(latents, wanted)],
-            "same": latents[0].equal(latents[2]),
-        }
         everyone = [{}] * run.ranks
         dist.all_gather_object(everyone, held(engine) | {"loras": of_loras})
-        found.append(row | {"held": everyone, "whole": whole})
+        if dist.get_rank() == 0:
+            found.append(measured(run, latents, everyone, single, where))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()

@@ -1,10 +1,12 @@
 """Tiny checkpoints and the golden cases as requests; for the tests' own process and the rank programs."""
 
+import fcntl
 import importlib.util
 import json
 import math
 import os
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -77,18 +79,43 @@ def write_shallow_flux(path: Path) -> Path:
 
 
 def shared(path: Path, name: str, tensors: Callable[[], dict[str, torch.Tensor]]) -> Path:
-    """``path`` as a hard link to the session's only file of that ``name``: random weights of gigabytes are
-    made once for all tests and ranks. Nobody writes into it. Outside a session it is a file of its own."""
+    """``path`` as a hard link to the session's only safetensors file of that ``name``."""
+    return shared_file(path, f"{name}.safetensors", lambda file: save_file(tensors(), file))
+
+
+def shared_file(path: Path, name: str, write: Callable[[Path], object]) -> Path:
+    """``path`` as a hard link to the session's only file of that ``name``, which ``write`` writes: random
+    weights of gigabytes are made once for all tests and ranks. Nobody writes into it. Outside a session it is
+    a file of its own."""
     if SHARED not in os.environ:
-        return save_whole(tensors(), path)
-    file = Path(os.environ[SHARED], f"{name}.safetensors")
-    if not file.exists():
-        save_whole(tensors(), file).chmod(0o444)
-    part = path.with_suffix(f".{os.getpid()}")
+        return made_whole(path, write)
+    file = made_once(Path(os.environ[SHARED], name), write)
+    part = of_this_thread(path)
     os.link(file, part)  # which, unlike a rename, fails where another rank was faster
     part.rename(path)
     part.unlink(missing_ok=True)  # a rename of one link of a file to another does nothing
     return path
+
+
+def made_once(path: Path, write: Callable[[Path], object]) -> Path:
+    """The file of ``path``, made by the first of all threads and processes that ask for it."""
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made_whole(path, write).chmod(0o444)
+    return path
+
+
+def made_whole(path: Path, write: Callable[[Path], object]) -> Path:
+    """A file that no other process sees half written."""
+    part = of_this_thread(path)
+    write(part)
+    return part.rename(path)
+
+
+def of_this_thread(path: Path) -> Path:
+    """A name beside ``path`` that no other thread or process uses, of the same suffix."""
+    return path.with_stem(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
 
 
 def random_weights(shapes: dict[str, list[int]], family: str) -> dict[str, torch.Tensor]:
@@ -109,9 +136,7 @@ def random_weights(shapes: dict[str, list[int]], family: str) -> dict[str, torch
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     """A safetensors file that no other process sees half written."""
-    part = path.with_suffix(f".{os.getpid()}")
-    save_file(tensors, part)
-    return part.rename(path)
+    return made_whole(path, lambda part: save_file(tensors, part))
 
 
 def diffusers_state(checkpoint) -> dict[str, torch.Tensor]:
