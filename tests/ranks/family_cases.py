@@ -209,8 +209,10 @@ class Run:
 
     @property
     def all_trace(self) -> bool:
-        """Do all ranks trace the compiled blocks, and not one for all that have the same?"""
-        return EVERY_COMPILED in os.environ or (self.ranks == 2 and self.case in STAND_FOR_OTHERS)
+        """Do all ranks trace the compiled blocks, and not one for all that have the same? Ranks of CFG
+        have the same blocks and sequences."""
+        of_shards = self.ranks == 2 and self.case in STAND_FOR_OTHERS and self.config.cfg_degree == 1
+        return EVERY_COMPILED in os.environ or of_shards
 
     @property
     def _is_left_out(self) -> bool:

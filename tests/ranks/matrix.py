@@ -241,7 +241,8 @@ def in_float64(config: ParallelConfig, groups: mesh.Mesh, checkpoint: str) -> En
 
 
 def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
-    """The runs with float8 on the wire, against one process that rounds what ranks would send."""
+    """The runs with float8 on the wire, against one process that rounds what ranks would send. One rank
+    traces compiled blocks, as in ranks/families.py, and under shares each method's other one."""
     compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
     found, alone_on = [], cache(partial(in_float64, ParallelConfig(num_pipeline_patch=2), mesh.single()))
     for config, group in itertools.groupby(chosen, attrgetter("config")):
@@ -250,7 +251,10 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
         for each in group:
             samples, stats = run(engine, each.varied, each.case)
             sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
-            compiled = compare(engine, asked(each.varied, each.case), samples) if each.ranks == 2 else None
+            compiled = None
+            if each.ranks == 2:
+                traces = rank == ((each.config.ring_degree > 1) ^ bool(each.config.shares))
+                compiled = compare(engine, asked(each.varied, each.case), samples, traces)
             if rank:
                 continue
             single = alone_on(of_model)
