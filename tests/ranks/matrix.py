@@ -245,6 +245,7 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
     traces compiled blocks, as in ranks/families.py, and under shares each method's other one."""
     compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
     found, alone_on = [], cache(partial(in_float64, ParallelConfig(num_pipeline_patch=2), mesh.single()))
+    unrounded = {}
     for config, group in itertools.groupby(chosen, attrgetter("config")):
         of_model = str(Path(checkpoint).with_name("wide")) if config.shares else checkpoint
         engine = in_float64(config, mesh.build(config, "cpu"), of_model)
@@ -259,9 +260,13 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
                 continue
             single = alone_on(of_model)
             alone = replace(each.varied, num_pipeline_patch=each.varied.patches, wire="full")
-            full = single.sample(asked(alone, each.case), Callbacks())[0]
+            request = asked(alone, each.case)
+            key = (of_model, each.case, alone.num_pipeline_patch, alone.warmup_steps, alone.stale_kv)
+            if key not in unrounded:  # all that the request takes of a configuration
+                unrounded[key] = single.sample(request, Callbacks())[0]
+            full = unrounded[key]
             with rounding(each.varied):
-                rounded = single.sample(asked(alone, each.case), Callbacks())[0]
+                rounded = single.sample(request, Callbacks())[0]
             opened = single.check_load(of_model, "default")
             described_ = described(each.varied, opened, each.case.steps, len(samples), torch.float64)
             found.append(
