@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forking
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
@@ -95,7 +96,8 @@ def test_start_reports_every_round_but_the_first(start, tmp_path, monkeypatch, c
     assert capsys.readouterr().out.splitlines()[2].startswith("2 ranks  ")
 
 
-def test_scaling_measures_two_ranks(model, tmp_path):
+def test_scaling_measures_two_ranks(model, tmp_path, monkeypatch):
+    forking.fork_ranks(monkeypatch)
     command = [
         sys.executable,
         str(BENCHMARKS / "scaling.py"),

@@ -50,7 +50,7 @@ class Fork:
 
 
 def _be_rank(command: list[str], environment: dict[str, str], stdout, stderr, begins: int):
-    """Be the process of ``command``, python -u -m MODULE ...; does not return."""
+    """Be the process of ``command``, python -u ...; does not return."""
     gc.freeze()  # files of the agent, which are closed here, are not closed again
     os.setsid()
     for each in HANDLED:
@@ -66,18 +66,17 @@ def _be_rank(command: list[str], environment: dict[str, str], stdout, stderr, be
 
 
 def exit_code_of(command: list[str], environment: dict[str, str]) -> int:
-    """Run ``command``, [PYTHON, ..., "-m", MODULE, ...], in this process with its open files 0 to 2."""
+    """Run ``command``, [PYTHON, ..., "-m", MODULE, ...] or [PYTHON, ..., SCRIPT, ...], in this process with
+    its open files 0 to 2."""
     os.environ.clear()
     os.environ.update(environment)
     sys.path[1:1] = [place for place in _places(environment) if place not in sys.path]
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
-    at = command.index("-m") + 1
-    sys.argv = command[at:]
     warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # it was imported once
     code: int | str | None = 0
     try:
-        runpy.run_module(command[at], run_name="__main__", alter_sys=True)
+        _run(command)
     except SystemExit as end:
         code = end.code
         if isinstance(code, str):
@@ -86,6 +85,17 @@ def exit_code_of(command: list[str], environment: dict[str, str]) -> int:
         traceback.print_exc()
         code = 1
     return code if isinstance(code, int) else int(code is not None)
+
+
+def _run(command: list[str]):
+    """As Python does: options, "-m" the last of them, then what to run and its arguments."""
+    at = next(i for i, word in enumerate(command) if i and not word.startswith("-"))
+    sys.argv = command[at:]
+    if command[at - 1] == "-m":
+        runpy.run_module(command[at], run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = str(Path(command[at]).parent)
+    runpy.run_path(command[at], run_name="__main__")
 
 
 def is_of_this_pack(environment: Mapping[str, str]) -> bool:
