@@ -87,7 +87,11 @@ def allowed_folders(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_checkpoints(tmp_path_factory):
-    """Where tiny.shared() keeps its files, for this process and those that it starts."""
+    """Where tiny.shared() keeps its files, for this process and those that it starts: scripts/test has made a
+    folder for both of its processes."""
+    if tiny.SHARED in os.environ:
+        yield
+        return
     folder = tmp_path_factory.mktemp("shared")
     os.environ[tiny.SHARED] = str(folder)
     yield
