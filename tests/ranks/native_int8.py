@@ -1,4 +1,4 @@
-"""Rank program (launch.py): a tiny Flux in ConvRot or nvfp4 that multiplies natively, on two ranks against
+"""Rank program (launch.py): a shallow Flux in ConvRot or nvfp4 that multiplies natively, on two ranks against
 the single process; rank 0 writes distances of one call of the model as JSON.
 
 main(FOLDER-OF-CHECKPOINTS, [labels of CONFIGS], OUT.json)

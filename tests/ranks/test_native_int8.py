@@ -11,14 +11,14 @@ from quantized import described
 from ranks.native_int8 import CONFIGS, INT8, NVFP4, REFUSED
 from safetensors.torch import save_file
 from tiers import params
-from tiny import facts, weights_module
+from tiny import shallow_flux, weights_module
 
 pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
 
 
 #: Format -> which of the latents' shares counts, below what it stays where ranks agree on the largest values,
 #: and above what where they do not.
-SHARES = {INT8: (median, 0.8, 0.95), NVFP4: (min, 0.1, 0.5)}
+SHARES = {INT8: (median, 0.5, 0.95), NVFP4: (min, 0.01, 0.5)}
 
 
 #: Of the fast tier: inputs that are cut by columns, and scales of each rank's own.
@@ -39,7 +39,7 @@ class Run:
 
 def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
     """Id -> what ranks/native_int8.py finds."""
-    plain = weights_module().state_dict(facts("flux-dev")["shapes"])
+    plain = weights_module().state_dict(shallow_flux())
     for form in (INT8, NVFP4):
         save_file(described(plain, form)[0], folder / f"{form}.safetensors")
     return run_ranks("ranks.native_int8", ranks, folder, str(folder), [run.id for run in selected])
@@ -47,11 +47,11 @@ def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict
 
 @pytest.mark.parametrize("run", params(map(Run, CONFIGS)))
 def test_two_ranks(run, rank_programs):
-    """To flipped roundings, which spread, of what native products change (rms, in standard deviations of the
-    output), with MKL's usual and its compatible kernels. Of int8, which changes 0.015, the median of five
-    latents is 0.1 to 0.7. Of nvfp4, which changes 0.04, few roundings flip: 0.03 to 0.22 in none to two
-    latents of five, and 5e-6 in the others. Ranks that quantize by their own largest values are as far from
-    one process as native from weight only: 1.02 to 1.07 of int8 in all of them, and 0.82 to 0.86 of nvfp4.
+    """To flipped roundings, which spread over blocks, of what native products change (rms, in standard
+    deviations of the output), with MKL's usual and its compatible kernels. Of int8, which changes 0.01, the
+    median of five latents is 1e-5 to 0.17. Of nvfp4, which changes 0.02, no rounding flips: 7e-6 at most.
+    Ranks that quantize by their own largest values are as far from one process as native from weight only:
+    1.0 to 1.1 of int8 in all of them, and 0.70 to 0.75 of nvfp4.
     """
     row = rank_programs[__name__, run.ranks].result()[run.id]
     case = CONFIGS[run.id]
