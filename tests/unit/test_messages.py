@@ -44,6 +44,9 @@ SINGLE = 4
 #: Steps of a request without a pipeline: one after another.
 EXACT_STEPS = 2
 
+#: The only rank that some tests look at.
+SECOND = range(1, 2)
+
 RING_TP = OF_FAMILIES[1]
 #: (family, methods) -> what a block computes between a layer's sum, which ends in the layer, and its use.
 EARLY = {
@@ -59,12 +62,15 @@ def configuration(methods: tuple[str, ...], **settings) -> ParallelConfig:
     return ParallelConfig(**{f"{m}_degree": 2**n for m, n in degrees.items()}, **settings).validate()
 
 
-def run(family: str, config: ParallelConfig, checkpoint: Checkpoint | None = None) -> list[Log]:
-    """Return what every rank of a configuration does for the family's golden request. ``checkpoint``: another
-    one than the golden."""
+def run(
+    family: str, config: ParallelConfig, checkpoint: Checkpoint | None = None, ranks: range | None = None
+) -> list[Log]:
+    """Return what every rank of a configuration, or each of ``ranks``, does for the family's golden request.
+    ``checkpoint``: another one than the golden."""
     checkpoint = checkpoint or launches.checkpoint_of(family)
     stages = checkpoint.stages(config)
-    return [one_rank(family, checkpoint, config, rank, stages) for rank in range(config.world_size)]
+    ranks = ranks or range(config.world_size)
+    return [one_rank(family, checkpoint, config, rank, stages) for rank in ranks]
 
 
 def one_rank(family: str, checkpoint: Checkpoint, config: ParallelConfig, rank: int, stages) -> Log:
@@ -132,8 +138,8 @@ def test_activations_come_while_the_stage_computes():
     """A stage's receives are under way while it computes the patch before. The first of an evaluation is
     not: a request may be cancelled before it, and then nobody would send."""
     patches = 4
-    logs = run("flux-dev", configuration(("pipefusion",), num_pipeline_patch=patches))
-    steady = [op for op in logs[1].operations if op.received][-patches:]
+    [log] = run("flux-dev", configuration(("pipefusion",), num_pipeline_patch=patches), ranks=SECOND)
+    steady = [op for op in log.operations if op.received][-patches:]
     micro_step = min(b.waited - a.waited for a, b in pairwise(steady))
     assert all(op.waited - op.started > 0.9 * micro_step for op in steady[1:])
 
@@ -163,7 +169,7 @@ def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
     monkeypatch.setattr(ulysses_ring, "TILES_OF_A_HALF", 1)
     monkeypatch.setattr(tensor_parallel, "ROWS_OF_TWO_HALVES", 1)
     group, work, part = HIDDEN_BEHIND[method]
-    log = run("flux-dev", replace(configuration((method,)), wire=wire))[1]
+    [log] = run("flux-dev", replace(configuration((method,)), wire=wire), ranks=SECOND)
     own = [op for op in log.operations if op.group.startswith(group) and op.received]
     # not outputs, which are float32, nor modulation, which is gathered
     blocks = [
@@ -179,7 +185,7 @@ def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
 def test_values_travel_while_queries_and_keys_are_made_ready(family):
     """Of a block's three exchanges values are the first; queries and keys, twice as much, follow once they
     are multiplied, normed and rotated, and outputs go back."""
-    log = run(family, configuration(("ulysses",)))[1]
+    [log] = run(family, configuration(("ulysses",)), ranks=SECOND)
     exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
     count = len(exchanges) // 3
     assert count and len(exchanges) == 3 * count
@@ -194,7 +200,7 @@ def test_values_travel_while_queries_and_keys_are_made_ready(family):
 def test_values_of_compiled_blocks_go_with_the_rest_also_where_a_rank_cannot_compile(monkeypatch):
     """It sends what the others do."""
     monkeypatch.setattr(compiled_blocks, "unavailable", lambda: "no compiler here")
-    log = run("flux-dev", configuration(("ulysses",), compile="blocks"))[1]
+    [log] = run("flux-dev", configuration(("ulysses",), compile="blocks"), ranks=SECOND)
     exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
     sizes = [[m.what[1] for m in op.messages] for op in exchanges]
     assert sizes and sizes[0::2] == [[3 * size for size in outputs] for outputs in sizes[1::2]]
