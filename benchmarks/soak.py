@@ -112,7 +112,7 @@ class Requests:
     def _other_model(self):
         loaded = self.backend.load(self.folder, "bf16")
         self.backend.sample(replace(self.plain, model=loaded.model))
-        self.backend.unload(self.folder, "bf16")
+        self.backend.unload((self.folder, "bf16", "auto"))
 
     def _other_degrees(self):
         before = self.backend.config
