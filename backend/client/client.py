@@ -203,8 +203,10 @@ class BackendClient:
             return self._asked(protocol.Proof(mine), protocol.Welcome, check, framing.MAX_HEADER)
         except (BackendError, RefusedError) as error:
             self.close()
-            kind = BackendError if isinstance(error.__cause__, OSError) else HandshakeError
-            why = str(error).rstrip(".")
+            cause = error.__cause__
+            is_odd = isinstance(cause, protocol.ProtocolError)  # what no backend of ours says
+            kind = BackendError if isinstance(cause, OSError) and not is_odd else HandshakeError
+            why = str(cause if is_odd else error).rstrip(".")
             raise kind(f"The backend at {self.address} did not let this client in: {why}.") from error
         finally:
             deadline.cancel()
