@@ -18,6 +18,8 @@ SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
 #: Rows of a mask begin at multiples of so many numbers for the memory-efficient kernel.
 ALIGNMENT = 8
+#: The log-sum-exp of no key: far below any other. Of -inf, which it is, differences would be NaN.
+NOTHING = -1e30
 #: Torch's kernels whose place an activated one (kernel_table.activated) does not take.
 NOT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -66,7 +68,7 @@ def attend_lse(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute attend and the log-sum-exp (B, H, S) float32, by which ring attention merges blocks. A query
-    whose keys are all masked gets output 0 and lse -inf."""
+    whose keys are all masked gets output 0 and NOTHING for lse."""
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -76,7 +78,7 @@ def attend_lse(
         return out, lse.float()
     visible = mask if mask.dtype == torch.bool else mask > float("-inf")
     dead = ~visible.any(-1).expand(q.shape[:3])
-    return out.masked_fill(dead[..., None], 0), lse.float().masked_fill(dead, float("-inf"))
+    return out.masked_fill(dead[..., None], 0), lse.float().masked_fill(dead, NOTHING)
 
 
 def _lse_kernel(kernel, q, k, v, mask, scale):

@@ -149,24 +149,12 @@ def ring_attend(
             block, block_lse = attend_lse(
                 kernel, q, here[0], here[1], masks[source] if masks else None, scale
             )
-            merged = merge(out, lse, block.transpose(1, 2), block_lse)
-            if masks and out is not None and lse is not None:
-                merged = _where_seen(out, lse, *merged, block.transpose(1, 2), block_lse)
-            out, lse = merged
-            del here, block, merged
+            before = lse
+            out, lse = merge(out, lse, block.transpose(1, 2), block_lse)
+            if masks and before is not None:  # the library's is off where a query has seen NOTHING yet
+                lse = torch.logaddexp(before, block_lse.transpose(1, 2).unsqueeze(-1))
+            del here, block, before
         if incoming:
             kv = travelling = incoming()
         incoming = None  # what this hop has sent is done with, before the next one receives
     return q if out is None else out.transpose(1, 2).to(q.dtype)
-
-
-def _where_seen(
-    before: Tensor, lse_before: Tensor, out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Keep a merge for queries that had seen a key ``before``; others have the last block's result alone. The
-    library's formula makes NaN of two log-sum-exps of -inf, and of -inf before any other."""
-    had_seen = lse_before > float("-inf")
-    return (
-        torch.where(had_seen, out, block.to(before.dtype)),
-        torch.where(had_seen, lse, block_lse.transpose(1, 2).unsqueeze(-1).to(lse.dtype)),
-    )

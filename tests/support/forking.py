@@ -41,11 +41,6 @@ def fork(patched: MonkeyPatch, server: str):
     patched.setenv(VARIABLE, server)
 
 
-def fork_ranks(patched: MonkeyPatch):
-    """Have each agent fork its ranks that is started from now on by a command as users type it."""
-    patched.setenv("PYTHONPATH", os.pathsep.join([FOLDER, str(Path(__file__).parents[2])]), os.pathsep)
-
-
 def launch_really(patched: MonkeyPatch):
     """Have ranks that are started from now on import everything themselves, as users' do."""
     places = os.environ["PYTHONPATH"].split(os.pathsep)

@@ -1,11 +1,13 @@
 """Tiny checkpoints and the golden cases as requests; for the tests' own process and the rank programs."""
 
+import errno
 import fcntl
 import importlib.util
 import json
 import math
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,7 +93,12 @@ def shared_file(path: Path, name: str, write: Callable[[Path], object]) -> Path:
         return made_whole(path, write)
     file = made_once(Path(os.environ[SHARED], name), write)
     part = of_this_thread(path)
-    os.link(file, part)  # which, unlike a rename, fails where another rank was faster
+    try:
+        os.link(file, part)  # which, unlike a rename, fails where another rank was faster
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # the session's folder is on another disk
+            raise
+        shutil.copyfile(file, part)
     part.rename(path)
     part.unlink(missing_ok=True)  # a rename of one link of a file to another does nothing
     return path

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import forking
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
@@ -96,8 +95,7 @@ def test_start_reports_every_round_but_the_first(start, tmp_path, monkeypatch, c
     assert capsys.readouterr().out.splitlines()[2].startswith("2 ranks  ")
 
 
-def test_scaling_measures_two_ranks(model, tmp_path, monkeypatch):
-    forking.fork_ranks(monkeypatch)
+def test_scaling_measures_two_ranks(model, tmp_path):
     command = [
         sys.executable,
         str(BENCHMARKS / "scaling.py"),

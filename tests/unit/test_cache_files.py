@@ -75,7 +75,7 @@ def test_others_cannot_write_to_the_folder(tmp_path, monkeypatch):
 
 def test_a_folder_of_another_user_is_not_used(place, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
-    (place / "parallel-dit").mkdir()
+    (place / "parallel-dit").mkdir(mode=0o755)
     real = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: real + 7)
     monkeypatch.setattr(cache_files, "_private", lambda folder: folder / "private")

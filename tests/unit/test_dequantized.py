@@ -145,15 +145,17 @@ def test_in_float16_the_scale_stays_in_the_weight():
 
 def test_scales_of_all_weights_are_read_at_once(monkeypatch):
     """On a GPU; one that was not read is read by its first product."""
-    read, item = [], torch.Tensor.item
+    read, item, tolist = [], torch.Tensor.item, torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "item", lambda scale: read.append(scale) or item(scale))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda scales: read.append(scales) or tolist(scales))
+    monkeypatch.setattr(torch.Tensor, "__float__", torch.Tensor.item)
     weights = [PackedWeight(packed("float8_e4m3fn"), torch.bfloat16) for _ in range(3)]
     read.clear()
     for scale, weight in enumerate(weights):
         weight._scale = torch.tensor([scale + 0.37])  # as of one on a GPU
     read_factors(torch.nn.ModuleList(weights[:2]))
-    assert [weight.factor for weight in weights[:2]] == pytest.approx([0.37, 1.37]) and not read
-    assert weights[2].factor == weights[2].factor == pytest.approx(2.37) and len(read) == 1
+    assert [weight.factor for weight in weights[:2]] == pytest.approx([0.37, 1.37]) and len(read) == 1
+    assert weights[2].factor == weights[2].factor == pytest.approx(2.37) and len(read) == 2
 
 
 @pytest.mark.parametrize("kind, moved_bytes", [("int8 in rows", 3), ("int8_tensorwise", 19)])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from tiny import write_checkpoint
 
-from backend.client import preflight
+from backend.client import cache_files, preflight
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
@@ -113,12 +113,15 @@ def test_another_process_does_not_ask_again(model, monkeypatch):
     """Unless the file, the pack or a package is another one; a refusal is not kept."""
     monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question))
     question = (ParallelConfig(device="cpu"), model, "bf16", "auto", ["/x"])
-    for changes in ({}, {"IMPORTED": "another"}, {"stamp": lambda path: ("newer",)}):
+    changed = {"IMPORTED": "another", "stamp": lambda path: ("newer",), "packages_changed": lambda: 7}
+    changed["installed"] = lambda name: "newer"
+    for changes in ({}, *({name: value} for name, value in changed.items())):
         asked: list[dict] = []
         for name, value in changes.items():
             monkeypatch.setattr(preflight, name, value)
         for _ in range(3):
             preflight.check_headers(*question)
+            monkeypatch.setattr(cache_files, "_unwritten", {})  # of this process
         assert len(asked) == 1
 
     def refuse(question, config, check):
