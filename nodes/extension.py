@@ -47,9 +47,13 @@ def _trials(body: dict) -> dict:
 class ParallelDiTExtension(ComfyExtension):
     """The nodes of category "Parallel DiT"."""
 
+    def __init__(self):
+        self.is_loaded = False
+
     async def on_load(self):
         """Let nodes see the graph that is validated, show errors of users without tracebacks, take LoRAs of
         ComfyUI's loaders, and answer the side panel."""
+        self.is_loaded = True
         PromptServer.instance.add_on_prompt_handler(queued.remember)
         logging.getLogger().addFilter(says_more)
         take_bypass_loras()
@@ -62,6 +66,8 @@ class ParallelDiTExtension(ComfyExtension):
         add_routes(PromptServer.instance.routes, questions, actions, (*MISTAKES, BackendError))
 
     async def get_node_list(self):
+        if not self.is_loaded:  # ComfyUI 0.8 and older call this alone
+            await self.on_load()
         folder_paths.add_model_folder_path("diffusers", str(DEMO_MODELS))
         return [
             ParallelConfigNode,
