@@ -24,7 +24,7 @@ from .host.progress import NodeStatus, node_text
 from .host.queued import executed, queued, samplers_of, source, validated, values
 from .host.refusals import errors_on_node
 from .host.report import shown
-from .host.schema import ALIASES, schema
+from .host.schema import ALIASES, advanced, schema
 from .host.socket_types import ParallelConfigType, ParallelDiTType
 from .parallel_config import config_in
 
@@ -72,16 +72,17 @@ class LoadParallelDiT(io.ComfyNode):
                     tooltip="Precision of the weights and of the computation. default = ComfyUI's "
                     "choice: on a GPU bf16 or fp16, as the model bears it, on the CPU fp32.",
                 ),
-                io.Combo.Input(
-                    "matmul",
-                    options=MATMULS,
-                    default="auto",
-                    optional=True,
-                    tooltip="How quantized layers multiply. weight only = by the dequantized weight, closest "
-                    "to the original model. native = their inputs are quantized too, on int8, fp8 or fp4 "
-                    "tensor cores; needs comfy-kitchen. auto = native where ComfyUI multiplies so. auto "
-                    "changes nothing for files that are not quantized.",
-                    extra_dict={"advanced": True},
+                advanced(
+                    io.Combo.Input(
+                        "matmul",
+                        options=MATMULS,
+                        default="auto",
+                        optional=True,
+                        tooltip="How quantized layers multiply. weight only = by the dequantized weight, "
+                        "closest to the original model. native = their inputs are quantized too, on int8, "
+                        "fp8 or fp4 tensor cores; needs comfy-kitchen. auto = native where ComfyUI "
+                        "multiplies so. auto changes nothing for files that are not quantized.",
+                    )
                 ),
             ],
             outputs=[

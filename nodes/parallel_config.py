@@ -8,7 +8,7 @@ from ..backend.planner.auto_config import AutoConfig, config_of
 from ..backend.planner.choose import AUTO, METHODS
 from .host.queued import queued, validated, values
 from .host.refusals import errors_on_node
-from .host.schema import ALIASES, schema
+from .host.schema import ALIASES, advanced, schema
 from .host.socket_types import ParallelConfigType
 
 #: The largest values that a mouse wheel can reach; ParallelConfig refuses what the machine does not have.
@@ -72,10 +72,14 @@ BASIC = ("gpus", "method", "device")
 
 
 def _input(name: str, tooltip: str):
+    """Return the widget of a field."""
+    widget = _widget(name, tooltip)
+    return widget if name in BASIC else advanced(widget)
+
+
+def _widget(name: str, tooltip: str):
     """Return the widget of a field, of the type of its default."""
     shared = {"default": getattr(ParallelConfig, name, AUTO), "optional": True, "tooltip": tooltip}
-    if name not in BASIC:  # not the parameter, which older versions do not have
-        shared["extra_dict"] = {"advanced": True}
     if name == "method":
         return io.Combo.Input(name, options=list(METHODS), **shared)
     if name in CHOICES:

@@ -19,3 +19,10 @@ def schema(*aliases: str, reports: bool = False, **values) -> io.Schema:
     known = {field.name for field in fields(io.Schema)}
     values |= {name: value for name, value in newer.items() if name in known}
     return io.Schema(category=CATEGORY, **values)
+
+
+def advanced(widget: io.WidgetInput) -> io.WidgetInput:
+    """Have a widget folded away where ComfyUI knows advanced inputs. Versions differ in how it is given one:
+    0.3.64 takes no such argument for each kind of widget."""
+    widget.extra_dict = {**widget.extra_dict, "advanced": True}
+    return widget

@@ -35,6 +35,12 @@ def skip_without_nodes(prompt: dict, known: dict):
     )
 
 
+def skip_without_noise_of_its_own():
+    """The same for a seed of a sampler's noise that is not the latent's, as golden latents have it."""
+    if "seed += 1" not in (ROOT / "comfy/k_diffusion/sampling.py").read_text():
+        skip_without(["seed of its own for a sampler's noise"])
+
+
 def skip_without_class(name: str):
     """The same for a class of comfy.supported_models, or one of the pack's own."""
     import comfy.supported_models

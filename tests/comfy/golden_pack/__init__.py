@@ -8,10 +8,14 @@ from types import SimpleNamespace
 import comfy.utils
 import torch
 import torch.nn.functional as F
-from comfy.nested_tensor import NestedTensor
 from safetensors.torch import load_file
 
 from .pictures import NODES
+
+try:
+    from comfy.nested_tensor import NestedTensor
+except ImportError:  # ComfyUI 0.3.64, which has no models of several latents
+    NestedTensor = None
 
 # ComfyUI leaves out a step that comes sooner than this after another (seconds), where there is no preview:
 # here every step counts
