@@ -6,13 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 from ..errors import SHORT
 from ..install_command import how_to_install
 from ..protocol import BackendError
-from .interpreter import PACK, VARIABLE, answer, answered, inherited
+from .interpreter import PACK, VARIABLE, answer, answered, inherited, installed_at
 
 #: That of requires-python: packages of requirements.txt have no release for older ones.
 OLDEST_PYTHON = (3, 11)
@@ -21,7 +20,7 @@ REQUIREMENTS = PACK / "requirements.txt"
 ASK_SECONDS = 120
 #: Where a package is imported by another name than it is installed by.
 _IMPORT_NAMES = {"pillow": "PIL"}
-#: Interpreters, requirements of which they have everything, and when packages were last installed for ours.
+#: Interpreters, requirements of which they have everything, and when packages were last installed for them.
 _complete: set[tuple[str, Path, int]] = set()
 
 
@@ -40,7 +39,7 @@ def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.ex
             f"ComfyUI's is {sys.version.split()[0]}; run ComfyUI with a newer one, or set {VARIABLE} to a "
             f"Python that has what requirements.txt lists (docs/dependencies.md)."
         )
-    known = (python, requirements, _installed_at() if python == sys.executable else 0)
+    known = (python, requirements, installed_at(python))
     if known in _complete:
         return
     unmet = unmet_requirements(requirements) if python == sys.executable else _unmet_of(python, requirements)
@@ -52,12 +51,6 @@ def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.ex
             f"The parallel backend needs {', '.join(unmet)}, which {whose} does not have; "
             f"{how_to_install(unmet, python)}"
         )
-
-
-def _installed_at() -> int:
-    """Return when a package was last installed for this interpreter (nanoseconds), where that is known."""
-    folder = Path(sysconfig.get_path("purelib"))
-    return folder.stat().st_mtime_ns if folder.is_dir() else 0
 
 
 def _unmet_of(python: str, requirements: Path) -> list[str]:

@@ -38,8 +38,12 @@ def packages_changed() -> int:
     """Return when packages were last installed for the ranks' interpreter (nanoseconds), whose versions are
     not known here; 0 where it is ours."""
     python = ranks_python()
-    if python == sys.executable:
-        return 0
+    return 0 if python == sys.executable else installed_at(python)
+
+
+def installed_at(python: str) -> int:
+    """Return when packages were last installed for an interpreter (nanoseconds), 0 where that is not
+    known."""
     folders = Path(python).parent.parent.glob("lib/python3*/site-packages")
     return max((folder.stat().st_mtime_ns for folder in folders), default=0)
 

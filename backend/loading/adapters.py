@@ -14,6 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from ..parallel.comm import cat
 from ..parallel.sequence import Span
 from .safetensors_files import TensorFiles
 from .staging import upload
@@ -254,9 +255,8 @@ def _copied(stored: Tensor, device: torch.device) -> Tensor:
 
 def _joined(blocks: list[list[Tensor]]) -> Tensor:
     """Join rows of blocks to a matrix; a single block is that matrix, not a copy."""
-    rows = [row[0] if len(row) == 1 else torch.cat(row, dim=1) for row in blocks]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+    return cat([cat(row, dim=1) for row in blocks])
 
 
 def _slices(spans: Spans | None) -> list[slice]:
-    return [slice(None)] if spans is None else [slice(span.lo, span.hi) for span in spans]
+    return [slice(None)] if spans is None else [span.indices for span in spans]

@@ -227,7 +227,7 @@ class FusedWeights:
             own = (height, width) if len(shape) == 2 else (height, *shape[1:])
             return cut(wholes[name], rows, columns).reshape(own)
         value = self.checkpoint.read(name, dtype, self.device, shard)
-        value = value if here is None else value[here.lo : here.hi]
+        value = value if here is None else value[here.indices]
         return self._sum(name, value, patches, rows, columns) if patches and value.numel() else value
 
     def _put_beside(self, weight: PackedWeight, name: str, patches: list[Patch], wholes):

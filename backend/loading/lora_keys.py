@@ -39,7 +39,8 @@ ROLES = {
         for factor in ("w1_a", "w1_b", "w2_a", "w2_b")
     },
     "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
-    r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.oft_R(?:\.[^.]+)?\.weight|\.rescale|\.lora_magnitude_vector(?:\.[^.]+)*",
+    r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.oft_R(?:\.[^.]+)?\.weight|\.rescale"
+    r"|\.lora_magnitude_vector(?:\.[^.]+)*",
 }
 #: End of a key -> the kind of adapter, which is not supported.
 REFUSED = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..device_memory import host_free
 from ..host_memory import PAGE_LOCKED, HostMemory
-from ..quantization.packed_weight import PackedWeight
+from ..quantization.packed_weight import PackedWeight, quantized
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
@@ -59,12 +59,6 @@ class StoredCopies:
 
 
 COPIES = StoredCopies()
-
-
-def quantized(modules: Iterable[nn.Module]) -> list[PackedWeight]:
-    """Return the quantized weights in some modules."""
-    every = chain.from_iterable(module.modules() for module in modules)
-    return [each for each in every if isinstance(each, PackedWeight)]
 
 
 def page_locked_bytes() -> int:

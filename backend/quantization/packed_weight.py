@@ -1,8 +1,9 @@
 """The weight of a linear layer that stays as its file stores it, and the layers that hold one."""
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -262,11 +263,16 @@ class PackedWeight(nn.Module):
         return scratch[: self.shape.numel()].view(self.shape)
 
 
+def quantized(modules: Iterable[nn.Module]) -> list[PackedWeight]:
+    """Return the quantized weights in some modules."""
+    every = chain.from_iterable(module.modules() for module in modules)
+    return [each for each in every if isinstance(each, PackedWeight)]
+
+
 def read_factors(module: nn.Module):
     """Read the factors of all weights in a module at once: one after the other, each would wait for what
     travels to the GPU."""
-    every = [each for each in module.modules() if isinstance(each, PackedWeight)]
-    unread = {each: each._scale for each in every if isinstance(each._scale, Tensor)}
+    unread = {each: each._scale for each in quantized([module]) if isinstance(each._scale, Tensor)}
     if unread:
         factors = torch.stack([scale.double().reshape(()) for scale in unread.values()]).tolist()
         for weight, factor in zip(unread, factors):

@@ -31,7 +31,7 @@ from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
 from ..quantization.formats import dtype_name
 from ..quantization.kernels import Choice
-from ..quantization.packed_weight import PackedWeight
+from ..quantization.packed_weight import PackedWeight, quantized
 from .request import Request
 
 
@@ -68,7 +68,7 @@ class LoadedModel:
         are cached for a request."""
         cached = [layer for layer in self.cache.layers if layer.kind != "step"]
         once = {id(module) for layer in cached for module in layer.modules()}
-        every = [each for each in self.transformer.modules() if isinstance(each, PackedWeight)]
+        every = quantized([self.transformer])
         held = [each for each in every if each.device.type != "meta" and each.whole is None]
         return [each for each in held if id(each) not in once and each.choice.needs_scratch]
 

@@ -318,6 +318,13 @@ def test_files_and_functions_are_short_and_simple():
     assert not over.keys() - EXCEPTIONS.keys(), over
 
 
+def test_lines_fit():
+    """ruff lets a line pass that has no blank in it, as a pattern."""
+    texts = {str(path): (ROOT / path).read_text().splitlines() for path in python_files()}
+    long = [(name, n) for name, text in texts.items() for n, line in enumerate(text, 1) if len(line) > 110]
+    assert not long
+
+
 def test_all_python_files_are_measured():
     files = {str(path) for path in python_files()}
     assert {"__init__.py", "scripts/make_workflows.py", "tests/unit/test_architecture.py"} <= files
