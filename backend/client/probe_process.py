@@ -56,10 +56,13 @@ class UnmeasuredError(BackendError):
         self.remedy = remedy
         self.of_links = of_links
         first = remedy or "run python scripts/doctor.py, which says what is wrong with GPUs and links"
-        super().__init__(
-            f"Auto could not measure this machine ({why}); {first}, or set the degrees of Parallel Config by "
-            f"hand (method manual)."
+        # degrees by hand would start the same links
+        last = (
+            "gpus of Parallel Config to 1"
+            if of_links
+            else "the degrees of Parallel Config by hand (method manual)"
         )
+        super().__init__(f"Auto could not measure this machine ({why}); {first}, or set {last}.")
 
 
 def measured_rates(
