@@ -112,12 +112,14 @@ def _weights_of(checkpoint: Checkpoint) -> str:
 def _remedy(config: ParallelConfig) -> str:
     if config.device == "cpu":
         return "choose a smaller or quantized file, or fewer ranks"
+    if config.world_size == 1:
+        return "use more GPUs (method auto, gpus empty), or choose a file of fewer bits"
     if config.shard_weights:
-        return "choose a quantized file, or shard over more GPUs"
-    return (
-        "raise pipefusion_degree or tensor_parallel_degree, which divide the weights, switch shard_weights "
-        "on, or choose a quantized file"
-    )
+        return "choose a file of fewer bits, or shard over more GPUs"
+    divide = "raise pipefusion_degree or tensor_parallel_degree, which divide the weights"
+    if config.pipefusion_degree * config.tensor_parallel_degree > 1:
+        return f"{divide}, or choose a file of fewer bits"
+    return f"{divide}, switch shard_weights on, or choose a file of fewer bits"
 
 
 def answer(question: dict) -> dict:

@@ -166,7 +166,9 @@ _lock = threading.Lock()
 def _ask(question: dict, config: ParallelConfig, check) -> dict:
     """Return the answer; RefusedError where that is a refusal."""
     global _reader
-    with _lock:
+    while not _lock.acquire(timeout=POLL_SECONDS):
+        check()
+    try:
         found = _reader.ask(question, check) if _reader else None
         if found is None:
             reader = _reader = _Reader(config)
@@ -174,6 +176,8 @@ def _ask(question: dict, config: ParallelConfig, check) -> dict:
             if found is None:
                 what = "The model's headers could not be read, and ranks would fail likewise"
                 raise BackendError(f"{what}: {reader.last_words()}")
+    finally:
+        _lock.release()
     if found["refused"]:
         raise RefusedError(found["refused"])
     return found

@@ -65,6 +65,34 @@ def test_weights_that_no_gpu_holds_are_refused(model):
         check_before_start(config, model, "fp32", device="cuda", capability=(8, 0), memory=short)
 
 
+@pytest.mark.parametrize(
+    "degrees, remedy, refused",
+    [
+        ({}, "use more GPUs", ["shard_weights", "pipefusion_degree"]),
+        ({"pipefusion_degree": 2}, "raise pipefusion_degree", ["shard_weights"]),
+        ({"tensor_parallel_degree": 2}, "raise pipefusion_degree", ["shard_weights"]),
+        ({"ulysses_degree": 2}, "switch shard_weights on", []),
+        ({"ulysses_degree": 2, "shard_weights": True}, "shard over more GPUs", ["pipefusion_degree"]),
+    ],
+)
+def test_a_remedy_is_one_that_the_configuration_takes(model, degrees, remedy, refused):
+    config = ParallelConfig(device="cuda", **degrees)
+    with pytest.raises(UnsupportedError, match=remedy) as failure:
+        check_before_start(config, model, device="cuda", capability=(8, 0), memory=[1] * config.world_size)
+    assert not any(word in str(failure.value) for word in refused)
+
+
+def test_who_waits_for_anothers_question_can_be_interrupted(model):
+    """Its file may lie on a disk that does not answer."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with preflight._lock, pytest.raises(KeyboardInterrupt):
+        preflight._ask({}, ParallelConfig(), interrupt)
+    assert not preflight._lock.locked()
+
+
 def test_ranks_on_the_cpu_share_its_memory(model):
     config = ParallelConfig(ulysses_degree=2, device="cpu")
     needed = sum(plan.weight_bytes for plan in describe(config, open_checkpoint(model), dtype=torch.float32))
