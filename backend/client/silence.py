@@ -113,11 +113,14 @@ class SilenceWatch:
 
 
 def process_state(pid: int) -> str:
-    """Return a process's state letter in /proc; empty where there is none, "R" where there is no /proc."""
+    """Return a process's state letter in /proc; empty where there is none, "R" where /proc does not
+    tell."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "" if Path("/proc/self/stat").exists() else "R"
+    except OSError:  # no descriptor is left, say: the next look tells more
+        return "R"
 
 
 def belongs_to_backend(pid: int, folder: Path) -> bool:

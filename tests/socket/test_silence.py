@@ -1,5 +1,6 @@
 """Which processes are found silent by their heartbeats: real ones, without ranks' work."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from backend.client import silence
 from backend.client.launcher import BackendProcess
 from backend.client.silence import LOOK_SECONDS, SilenceWatch, silent_seconds
 from backend.config import ConfigError, ParallelConfig
+from backend.parent_pipe import signals_the_end_alone
 from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats
 
 #: A rank that beats and does ``what``.
@@ -137,6 +139,30 @@ def test_looks_are_counted_and_not_seconds(ranks, monkeypatch):
     for _ in range(round(LIMIT / 0.5)):
         one.watch._look()
     assert "rank 0" in one.watch.silent(LIMIT)
+
+
+def test_a_process_that_cannot_be_looked_at_runs(monkeypatch):
+    """Where no descriptor is left: hangs are found again once one is."""
+
+    def read_text(_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(silence.Path, "read_text", read_text)
+    assert silence.process_state(os.getpid()) == "R"
+
+
+@pytest.mark.parametrize(
+    "release, alone",
+    [
+        ("5.4.0-216-generic", False),
+        ("4.18.0-553.el8_10.x86_64", False),
+        ("5.6.0", True),
+        ("6.8", True),
+        ("", False),
+    ],
+)
+def test_ranks_are_killed_by_kernels_that_signal_the_end_of_a_pipe_alone(release, alone):
+    assert signals_the_end_alone(release) == alone
 
 
 @pytest.mark.parametrize(
