@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from ..client import machine_link
+from ..client import machine_rendezvous
 from ..client.client import open_socket
 from ..client.launcher import READY_SECONDS, BackendProcess
 from ..client.machine_link import Link
@@ -56,7 +56,10 @@ def main(arguments: list[str]) -> int:
     if leads and not options.address:
         raise ConfigError("start needs --address, unix:PATH or tcp:HOST:PORT, at which clients connect.")
     if leads and somebody_listens(options.address):
-        raise ConfigError(f"a backend listens at {options.address} already; stop it first.")
+        raise ConfigError(
+            f"something listens at {options.address} already; end it (a backend: python -m backend.cli stop) "
+            f"or choose another address."
+        )
     config, device, link = joined(machines, options.config, token)
     process = BackendProcess(config, device, options.models, options.address, token, link)
     try:
@@ -71,7 +74,7 @@ def main(arguments: list[str]) -> int:
 def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, str, Link | None]:
     """Return configuration and device of the ranks, and the link to the other machines once all are there."""
     if machines.index:
-        link, begin = machine_link.join(machines, token, same_everywhere(), READY_SECONDS, lambda: None)
+        link, begin = machine_rendezvous.join(machines, token, same_everywhere(), READY_SECONDS, lambda: None)
         config = ParallelConfig(**begin["config"])
         try:
             check_device(config, begin["device"], machines)
@@ -85,7 +88,7 @@ def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, s
     device = check_device(config, config.device, machines)
     print(placement(config.degrees, machines.count, config.shard_weights), flush=True)
     begin = {"config": asdict(config), "device": device}
-    link = machine_link.gather(machines, token, same_everywhere(), begin, READY_SECONDS, lambda: None)
+    link = machine_rendezvous.gather(machines, token, same_everywhere(), begin, READY_SECONDS, lambda: None)
     return config, device, link
 
 

@@ -1,5 +1,6 @@
 """The launchers' connection between machines (client/machine_link.py), on loopback, without ranks."""
 
+import gc
 import socket
 import threading
 import time
@@ -8,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from backend.client import machine_link
+from backend.client import machine_link, machine_rendezvous
 from backend.client.exit_report import RankFailure, cause_among
 from backend.client.machines import Machines
 from backend.client.silence import SILENT_SECONDS
@@ -48,8 +49,10 @@ def machines():
 def joined(machines):
     """Links of both, once they have found each other."""
     with ThreadPoolExecutor() as pool:
-        head = pool.submit(machine_link.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None)
-        other, begin = machine_link.join(machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
+        head = pool.submit(
+            machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None
+        )
+        other, begin = machine_rendezvous.join(machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
         links = head.result(), other
     assert begin == BEGIN
     yield links
@@ -192,9 +195,9 @@ def test_who_is_not_let_in_is_told_why(machines, token, hello, index, says):
             raise GaveUp
 
     with ThreadPoolExecutor() as pool:
-        head = pool.submit(machine_link.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, check)
+        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, check)
         with pytest.raises(BackendError, match=says):
-            machine_link.join(replace(machines[1], index=index), token, hello, PATIENCE, lambda: None)
+            machine_rendezvous.join(replace(machines[1], index=index), token, hello, PATIENCE, lambda: None)
         stop.set()
         with pytest.raises(GaveUp):
             head.result()
@@ -203,13 +206,32 @@ def test_who_is_not_let_in_is_told_why(machines, token, hello, index, says):
 def test_machine_0_says_who_was_not_let_in(machines, capsys):
     """As of a machine with another token, whose launcher alone would know why."""
     with ThreadPoolExecutor() as pool:
-        head = pool.submit(machine_link.gather, machines[0], TOKEN, HELLO, BEGIN, 2, lambda: None)
+        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, 2, lambda: None)
         for hello, token in ((HELLO, "5" * 64), ({**HELLO, "pack": "2"}, TOKEN)):
             with pytest.raises(BackendError):
-                machine_link.join(machines[1], token, hello, PATIENCE, lambda: None)
+                machine_rendezvous.join(machines[1], token, hello, PATIENCE, lambda: None)
         with pytest.raises(BackendError, match="and this token; 127.0.0.1 was not let in: it has pack 2"):
             head.result()
     assert "127.0.0.1 was not let in: it " in capsys.readouterr().err
+
+
+def test_a_machine_that_starts_again_before_all_are_there_is_let_in(machines):
+    """Its first launcher has ended while machine 2 was still missing."""
+    three = [replace(machine, count=3) for machine in machines]
+    three.append(replace(three[1], index=2))
+    with ThreadPoolExecutor() as pool:
+        head = pool.submit(machine_rendezvous.gather, three[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None)
+        with pytest.raises(BackendError, match="still waits for other machines"):
+            machine_rendezvous.join(three[1], TOKEN, HELLO, 1, lambda: None)
+        gc.collect()  # its connection is closed
+        others = [
+            pool.submit(machine_rendezvous.join, machine, TOKEN, HELLO, PATIENCE, lambda: None)
+            for machine in three[1:]
+        ]
+        links = [head.result(), *(other.result()[0] for other in others)]
+    assert [peer.index for peer in links[0].peers] == [1, 2]
+    for link in links:
+        link.close()
 
 
 def test_an_endpoint_of_another_network_is_refused(machines, monkeypatch):
@@ -218,7 +240,7 @@ def test_an_endpoint_of_another_network_is_refused(machines, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
     port = machines[0].link_port - 1
     with pytest.raises(ConfigError, match=f"is 10.1.2.3, but --interface lo is 127.0.0.1 .*127.0.0.1:{port}"):
-        machine_link.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
+        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
 
 
 @pytest.mark.parametrize("after, whose", [(0, "torchrun"), (1, "the launchers")])
@@ -226,13 +248,13 @@ def test_a_port_that_is_taken_is_named(machines, after, whose):
     """29500 is torchrun's own default: another training may hold it."""
     port = machines[0].link_port - 1 + after
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=f"{port} of {whose}"):
-        machine_link.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
+        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
 
 
 def test_who_does_not_come_is_named(machines):
     with pytest.raises(
         BackendError, match="machine 1 of 2 has not joined in 1 s; start it with --node-rank 1"
     ):
-        machine_link.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
+        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
     with pytest.raises(BackendError, match="machine 0 was not reached"):
-        machine_link.join(machines[1], TOKEN, HELLO, 1, lambda: None)
+        machine_rendezvous.join(machines[1], TOKEN, HELLO, 1, lambda: None)
