@@ -42,7 +42,7 @@ def open_socket(address: str) -> socket.socket:
     if scheme == "unix" and place and hasattr(socket, "AF_UNIX"):
         family = socket.AF_UNIX
         target = place
-    elif scheme == "tcp" and port.isdigit():
+    elif scheme == "tcp" and port.isdecimal() and int(port) < 65536:
         family = socket.AF_INET
         target = (host or "127.0.0.1", int(port))
     else:
@@ -55,6 +55,9 @@ def open_socket(address: str) -> socket.socket:
     try:
         sock.connect(target)
         tcp.prepare(sock)
+    except (UnicodeError, TypeError) as error:  # of a name that no host can have
+        sock.close()
+        raise OSError(f"{host!r} is no host's name") from error
     except OSError:
         sock.close()
         raise
@@ -85,6 +88,8 @@ class BackendClient:
     ):
         self.address = address
         self.closed = False
+        #: Why the backend ended, where it has said so between two requests.
+        self.last_word = ""
         self._is_hung = is_hung
         self._places = places
         self._socket = open_socket(address)
@@ -166,7 +171,11 @@ class BackendClient:
             return False
         if not self._selector.select(0):
             return True
-        self.close()  # readable with no request under way: the end of the stream, an error, or a last word
+        # readable with no request under way: the end of the stream, an error, or a last word
+        with suppress(BackendError, protocol.ProtocolError):
+            word = self._next(framing.MAX_HEADER)
+            self.last_word = word.message if isinstance(word, Failure) and word.fatal else ""
+        self.close()
         return False
 
     def hang_up(self):

@@ -86,26 +86,28 @@ class Backend:
         return loaded
 
     def describe(self, message: protocol.Describe, check=lambda: None) -> protocol.Described:
-        """What each rank would hold and send; nothing runs. ``check`` may interrupt: others may run first."""
-        interrupts = Watch(check)
+        """Say what each rank would hold and send; nothing runs. ``check`` may interrupt a wait for others."""
         with self._busy:
-            described = interrupts.ask(self._request, message)
+            described = (interrupts := Watch(check)).ask(self._request, message)
         interrupts.end()
         return described
 
-    def unload(self, wanted: Wanted, park=True, ranks: Collection = (), waits=False) -> list[int]:
+    def unload(
+        self, wanted: Wanted, park=True, ranks: Collection = (), waits=False, check=lambda: None
+    ) -> list[int]:
         """Take a transformer off the device of every rank; ``park``: into host memory where that has room, on
         ``ranks`` alone if there are any. Return the ranks whose devices hold nothing of it now: none where it
-        is not loaded, or while a request runs."""
+        is not loaded, or while a request runs. ``check`` may interrupt a wait for others."""
         if not self._busy.acquire(blocking=False):
             return []
         try:
             if wanted not in self.models:
                 return []
             message = protocol.Unload(self.models[wanted], park, list(ranks), waits=waits)
-            done = self._request(message).stats
+            done = (interrupts := Watch(check)).ask(self._request, message).stats
             if done["freed"]:
                 del self.models[wanted]
+            interrupts.end()
             return done["left"]
         finally:
             self._busy.release()
@@ -182,13 +184,13 @@ class Backend:
         return self.process is not None and is_unused
 
     def loss(self) -> str:
-        """Return one sentence on why a backend that is not alive has ended between two requests; empty where
-        a request has said it already, or where we have closed it."""
+        """Say why a backend ended between two requests; empty where a request said it, or we closed it."""
         if self.closed:
             return ""
-        if self.process is None:
-            return f"The backend at {self.config.address} has hung up since the last run."
-        return self.process.failure_cause()
+        if self.process is not None:
+            return self.process.failure_cause()
+        why = f": {self.client.last_word}" if self.client.last_word else "."
+        return f"The backend at {self.config.address} has hung up since the last run{why}"
 
     def close(self):
         """Hang up, and end the processes where they are ours."""

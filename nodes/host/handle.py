@@ -244,7 +244,9 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks:
             if not error.lacking or not idle:
                 raise
             leaves = spare or idle[0]
-            if not _unload(backend, leaves, park=spare is None, waits=spare is None) and not asks:
+            parks = spare is None
+            check = comfy.model_management.throw_exception_if_processing_interrupted
+            if not _unload(backend, leaves, park=parks, waits=parks, check=check) and not asks:
                 raise
         left.add(leaves)
         names = [os.path.basename(path) for path, *_ in (leaves, wanted)]
@@ -253,14 +255,14 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks:
 
 
 def _unload(
-    backend: Backend, wanted: Wanted, park: bool = True, ranks: Collection[int] = (), waits: bool = False
+    backend: Backend, wanted: Wanted, park=True, ranks: Collection[int] = (), waits=False, check=lambda: None
 ) -> list[int]:
     """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
     devices no longer hold them. Return these ranks: all where the backend has ended, of which a line in the
     log says why."""
     left = list(range(backend.welcome.world_size))
     try:
-        left = backend.unload(wanted, park, ranks, waits) if backend.alive() else left
+        left = backend.unload(wanted, park, ranks, waits, check) if backend.alive() else left
     except ClosedError:  # by ourselves
         pass
     except BackendError as error:

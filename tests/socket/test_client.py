@@ -140,7 +140,9 @@ def test_another_version_is_not_a_matter_of_the_token(server, monkeypatch):
     assert "PARALLEL_DIT_TOKEN" not in str(refusal.value) and str(refusal.value).endswith("same one.")
 
 
-@pytest.mark.parametrize("address", ["", "unix:", "tcp:host", "tcp:host:port", "http://host:80/"])
+@pytest.mark.parametrize(
+    "address", ["", "unix:", "tcp:host", "tcp:host:port", "tcp:host:70000", "http://host:80/"]
+)
 def test_bad_address(address):
     with pytest.raises(ConfigError, match="address is"):
         BackendClient(address, TOKEN)
@@ -149,6 +151,11 @@ def test_bad_address(address):
 def test_nobody_listens(tmp_path):
     with pytest.raises(FileNotFoundError):
         BackendClient(f"unix:{tmp_path / 'none'}", TOKEN)
+
+
+def test_a_name_that_no_host_can_have_is_nobody():
+    with pytest.raises(OSError, match="no host's name"):
+        BackendClient(f"tcp:{'é' * 70}:7000", TOKEN)
 
 
 def test_refusal_keeps_the_connection(serve):
@@ -176,6 +183,17 @@ def test_fatal_failure_closes(serve):
     assert client.closed
     with pytest.raises(BackendError, match="is closed"):
         client.request(Ping())
+
+
+@pytest.mark.parametrize(
+    "message, word", [(Failure("rank 1 is silent.", fatal=True), "rank 1 is silent."), (Pong(), "")]
+)
+def test_the_last_word_of_a_backend_that_ends_is_read(serve, message, word):
+    """It was sent to a client that waits for nothing, whose next request is told why there is nobody."""
+    client = BackendClient(serve(lambda connection: reply(connection, message)), TOKEN)
+    with client._socket.dup() as same:
+        same.recv(1, socket.MSG_PEEK)  # it is here
+    assert not client.is_open() and client.closed and client.last_word == word
 
 
 def test_dropped_connection(serve):

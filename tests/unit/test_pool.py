@@ -21,6 +21,7 @@ class Ranks:
         self.names = list(names)
         self.received: list = []
         self.unloaded = {"freed": True, "left": [0, 1]}
+        self.last_word = ""
 
     def request(self, message, *_, **__):
         self.received.append(message)
@@ -83,3 +84,31 @@ def test_an_unload_leaves_the_backend_free_for_others():
     with pytest.raises(KeyError):
         ranks.unload(KEY)
     assert not ranks.is_busy
+
+
+def test_a_backend_that_says_why_it_ends_is_quoted():
+    """One that others started: its launcher has told every client, also those that wait for nothing."""
+    ranks = backend("m")
+    ranks.client.last_word = "rank 1 has been silent for 300 s."
+    assert ranks.loss().endswith("has hung up since the last run: rank 1 has been silent for 300 s.")
+    ranks.client.last_word = ""
+    assert ranks.loss().endswith("has hung up since the last run.")
+
+
+def test_a_wait_for_others_can_be_interrupted():
+    """An Unload waits behind another client's request; what it did is noted before the interrupt goes on."""
+    ranks = backend("m")
+    asked = []
+
+    def request(message, check, on_progress):
+        check()
+        asked.append(message)
+        return Result(ranks.client.unloaded)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    ranks.client.request = request
+    with pytest.raises(KeyboardInterrupt):
+        ranks.unload(KEY, park=False, check=interrupt)
+    assert asked == [Unload("m", False)] and not ranks.models and not ranks.is_busy
