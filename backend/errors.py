@@ -40,6 +40,6 @@ def some(names, most: int = 5) -> str:
 
 def reason(error: BaseException | str, limit: int = 300) -> str:
     """Write what a library says of a file on one line, cut and without control characters: it may cite the
-    file."""
-    text = " ".join(str(error).split())[:limit]
+    file. An error that says nothing is called by its class."""
+    text = " ".join(str(error).split())[:limit] or type(error).__name__
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -229,7 +229,7 @@ class Worker:
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
-            reason, lacks = str(error), is_out_of_memory(error)
+            reason, lacks = str(error) or type(error).__name__, is_out_of_memory(error)
         report = None if reason else self.engine.models[key].report.as_dict()
         answers = self.dispatcher.all_gather_object([reason, report, lacks])
         reasons = by_rank([why for why, *_ in answers])

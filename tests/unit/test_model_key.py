@@ -100,6 +100,18 @@ def test_memory_that_runs_out_in_a_load_is_what_ranks_lack(tmp_path, monkeypatch
     assert rank.load(Load(str(path)), planned=planned) == ["ranks 0, 1: division by zero"]
 
 
+def test_a_load_that_fails_without_a_word_is_no_success(tmp_path, monkeypatch):
+    """As Python's own MemoryError does, and an assert."""
+    path = write_checkpoint(tmp_path / "model.safetensors")
+    rank = worker()
+
+    def fails(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(rank.engine, "load", fails)
+    assert rank.load(Load(str(path))) == ["ranks 0, 1: AssertionError"] and not rank.engine.models
+
+
 def test_all_ranks_use_the_key_of_rank_0(tmp_path):
     """On another machine the same file has another inode."""
     path = write_checkpoint(tmp_path / "model.safetensors")
