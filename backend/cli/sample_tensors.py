@@ -6,11 +6,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..config import ConfigError
-from ..errors import quoted
+from ..errors import quoted, reason
 from ..models import discrete_schedule
 from ..planner.machine import Request, sides_of, tokens_of
 from ..planner.model_shape import ModelShape
@@ -157,5 +158,9 @@ def write_result(request: SampleRequest, samples: Tensor, stats: dict, shapes: S
     if path.suffix == ".latent":
         tensors = {"latent_tensor": samples, "latent_format_version_0": torch.empty(0)}
     part = path.with_name(path.name + ".part")
-    save_file(tensors, part, about)
-    part.replace(path)
+    try:
+        save_file(tensors, part, about)
+        part.replace(path)
+    except (SafetensorError, OSError) as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"out is {request.out!r}, which cannot be written ({reason(error)}).") from None

@@ -18,6 +18,7 @@ import stat
 import tempfile
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from ..protocol import BackendError
@@ -67,8 +68,11 @@ class PrivateFolder:
         """Keep the folder for KEEP_SECONDS from now on: its log was named to somebody."""
         self._kept = True
         if self._lock is not None:
-            os.ftruncate(self._lock, 1)  # a hole, for which a full disk has room, too
-            os.utime(self._lock)
+            with suppress(
+                OSError
+            ):  # a disk that can no longer be written: what has failed is still to be told
+                os.ftruncate(self._lock, 1)  # a hole, for which a full disk has room, too
+                os.utime(self._lock)
 
     @property
     def inherited(self) -> tuple[int, ...]:

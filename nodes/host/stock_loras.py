@@ -11,10 +11,12 @@ from pathlib import Path
 import comfy.utils
 import comfy.weight_adapter
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...backend.client.private_folder import PrivateFolder, private_folder
+from ...backend.errors import reason
 from ...backend.protocol import RefusedError
 
 #: In front of a weight's name in ComfyUI's model.
@@ -125,6 +127,11 @@ def _saved(tensors: dict[str, Tensor]) -> str:
     try:
         save_file({name: value.contiguous() for name, value in tensors.items()}, part)
         os.replace(part, path)
+    except (SafetensorError, OSError) as error:  # the disk is full
+        raise RefusedError(
+            f"A LoRA of ComfyUI's loader could not be handed to the ranks: {part.parent} cannot be written "
+            f"({reason(error)}); make room there, or set TMPDIR to a folder of another disk."
+        ) from None
     finally:
         part.unlink(missing_ok=True)
     _remove_oldest(path)

@@ -13,6 +13,7 @@ from loras import lora
 from pairs import Pair, ksampler
 from parallel_dit.backend.protocol import RefusedError
 from parallel_dit.nodes.host import stock_loras
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 with comfy_modules():
@@ -145,11 +146,11 @@ def test_a_file_is_whole_or_not_there(monkeypatch, tmp_path):
 
     def full(tensors, path):
         Path(path).write_bytes(b"half")
-        raise OSError("no space left")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     shapes = {"a.weight": [4, 4]}
     patches = {"diffusion_model.a.weight": ("diff", (torch.ones(4, 4),))}
-    with monkeypatch.context() as patched, pytest.raises(OSError):
+    with monkeypatch.context() as patched, pytest.raises(RefusedError, match="No space left.*TMPDIR"):
         patched.setattr(stock_loras, "save_file", full)
         stock_loras.write(patches, shapes)
     assert load_file(stock_loras.write(patches, shapes)).keys() == {"diffusion_model.a.diff"}

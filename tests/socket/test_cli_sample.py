@@ -16,9 +16,11 @@ from families import golden
 from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
 from page_examples import examples
 from published import FLUX
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from backend.cli import __main__ as cli
+from backend.cli import sample_tensors
 from backend.cli.sample import run
 from backend.cli.sample_request import read_requests
 from backend.cli.sample_tensors import noise_levels, planned_request, sample_message, write_result
@@ -246,6 +248,19 @@ def test_a_vae_configuration_scales_by_channel(tmp_path):
     assert load_file(tmp_path / "o.safetensors")["samples"].flatten().tolist() == [1.5, 1.0]
     with pytest.raises(ConfigError, match="scales 2 channels, but the latent has 3"):
         write_result(wanted, torch.ones(1, 3, 1, 1), {})
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    """As on a full disk."""
+
+    def save_file(tensors, path, about):
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(sample_tensors, "save_file", save_file)
+    with pytest.raises(ConfigError, match="o.safetensors.* cannot be written .*No space left"):
+        write_result(request(tmp_path, latent=[2, 1, 1], out="o.safetensors"), torch.ones(1, 2, 1, 1), {})
+    assert not list(tmp_path.glob("o.safetensors*"))
 
 
 def test_settings_of_the_configuration_travel(tmp_path):

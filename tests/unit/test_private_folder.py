@@ -132,6 +132,21 @@ def test_a_log_is_named_on_a_full_disk(tmp_path, monkeypatch):
         assert (folder.path / private_folder.LOCK).stat().st_size > 0
 
 
+def test_a_log_is_named_on_a_disk_that_takes_nothing_any_more(tmp_path, monkeypatch):
+    """As after an error of the disk, of which a rank has died: that is what is to be said."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = private_folder.PrivateFolder()
+
+    def ftruncate(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "ftruncate", ftruncate)
+        folder.keep()
+    folder.close()
+    assert folder.path.exists()
+
+
 def test_folders_that_are_not_a_dead_launchers_stay(tmp_path):
     """Another user's, one that others can enter, a link, a linked lock, one without a lock."""
     place = tmp_path / "place"
