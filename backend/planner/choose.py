@@ -300,7 +300,7 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     request, shape = question.request, question.shape
     file = "a file of fewer bits" if shape.is_quantized else "a quantized file"
     smaller = "fewer or smaller frames" if shape.is_video else "a smaller width and height"
-    remedies = [file, smaller, "free memory", more]
+    remedies = [file, smaller, "memory that other programs hold now (close them)", more]
     can_share = question.gpus > 1 and not shape.whole_only and not question.base.offload_modulation
     if can_share and (whole := unshardable(shape.is_quantized, shape.keeps_float32)):
         remedies.insert(0, f"torch {whole[1]}, which can shard {whole[0]}")

@@ -15,6 +15,8 @@ _EMPTY = {
     (32, 32): "EmptyHunyuanImageLatent",
     (32, 64): "EmptyHunyuanImageLatent",
 }
+#: What makes latents of a video with audio.
+_LTX2_LATENTS = "for LTX-2, EmptyLTXVLatentVideo and LTXV Empty Latent Audio, joined by Concat AV Latent"
 #: Pixels along each side to a latent's, of most models and of empty latents that say nothing of it.
 _USUAL_SCALE = 8
 
@@ -57,13 +59,13 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
         if channels != nested:
             raise RefusedError(
                 f"latent_image holds latents of {channels} channels, but this transformer takes {nested}; "
-                f"make them with this model's own empty-latent node."
+                f"make them with this model's own empty-latent node ({_LTX2_LATENTS})."
             )
         return
     if nested and (samples.any() or not _adds_latents(latent_format)):
         raise RefusedError(
             f"latent_image is one latent, but this transformer takes {len(nested)} (video and audio); join "
-            f"both (for LTX-2 by LTXV Concat AV Latent, with LTXV Empty Latent Audio)."
+            f"both ({_LTX2_LATENTS})."
         )
     shapes = {2: (4,), 3: (4, 5)}[latent_format.latent_dimensions]
     wanted = latent_format.latent_channels
