@@ -20,6 +20,8 @@ aten = torch.ops.aten
 ALIGNMENT = 8
 #: The log-sum-exp of no key: far below any other. Of -inf, which it is, differences would be NaN.
 NOTHING = -1e30
+#: Devices on which torch's flash kernel was tried and failed.
+WITHOUT_FLASH: set[torch.device] = set()
 #: Torch's kernels whose place an activated one (kernel_table.activated) does not take.
 NOT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -104,8 +106,17 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Return whether torch's flash kernel runs there: on NVIDIA's GPUs since Ampere."""
+    """Return whether torch's flash kernel runs there: on NVIDIA's GPUs since Ampere, where this torch was
+    built with it and kernel_trial.py has not seen it fail."""
+    if device in WITHOUT_FLASH or not torch.backends.cuda.is_flash_attention_available():
+        return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def give_up_flash(device: torch.device):
+    """Have rings attend by the memory-efficient kernel there, which is as exact."""
+    WITHOUT_FLASH.add(device)
+    has_flash.cache_clear()
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:

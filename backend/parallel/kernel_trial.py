@@ -4,10 +4,10 @@ for the GPU, and cuDNN no plan for its heads. In a block that would end the rank
 import torch
 from torch import Tensor
 
-from ..device_memory import is_out_of_memory
+from ..device_memory import check_device, is_out_of_memory
 from ..errors import reason
-from .attention_kernels import SDPA
-from .kernel_table import activated, kernel_of
+from .attention_kernels import SDPA, give_up_flash, has_flash
+from .kernel_table import activated, flash_of_torch, kernel_of
 
 #: Tokens of the one head that is tried.
 TOKENS = 128
@@ -31,21 +31,31 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
         errors = [(out - wanted).norm() / wanted.norm() for out in outputs]
         error = torch.stack(errors).max().item()  # of which a NaN is the largest
     except Exception as failed:  # a wheel raises what it likes
-        return _why(failed, device)
+        return _why(failed, device, f"attention is {name}, whose trial lost the GPU")
     return "" if error <= MOST_ERROR else f"it is off by {error:.2g} of its values"
 
 
 @torch.inference_mode()
-def settle(dtype: torch.dtype, head_size: int, device: torch.device):
-    """Have torch attend without cuDNN where its own choice of kernels fails. All of them are exact, so ranks
-    need not agree. Raises where the device is lost."""
+def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
+    """Have torch attend without cuDNN where its own choice of kernels fails, and rings (``lse``), which call
+    its flash kernel themselves, without that. All of them are exact, so ranks need not agree. Raises where
+    the device is lost."""
     q, k, v = _numbers(dtype, head_size, device)
+    lost = "torch's attention lost the GPU when it was tried"
     try:
         SDPA(q, k, v).sum().item()
     except Exception as failed:
-        if why := _why(failed, device):
+        if why := _why(failed, device, lost):
             print(f"torch's attention failed ({why}), and goes on without cuDNN's")
             torch.backends.cuda.enable_cudnn_sdp(False)
+    if not lse or dtype == torch.float32 or not has_flash(device):
+        return
+    try:
+        flash_of_torch(q, k, v, head_size**-0.5, True)[0].sum().item()
+    except Exception as failed:
+        if why := _why(failed, device, lost):
+            print(f"torch's flash kernel failed ({why}), and rings go on without it")
+            give_up_flash(device)
 
 
 def refusal(name: str, failures: list[str]) -> str:
@@ -64,8 +74,11 @@ def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[
     return torch.randn(3, 1, 1, TOKENS, head_size, generator=generator).to(device, dtype).unbind()
 
 
-def _why(failed: Exception, device: torch.device) -> str:
+def _why(failed: Exception, device: torch.device, lost: str) -> str:
+    """Write why a trial failed; empty where memory ran out. Raises RuntimeError, which begins with ``lost``,
+    where the device is."""
     if is_out_of_memory(failed):
         return ""
-    torch.ones(1, device=device).item()  # raises where the device is lost
-    return f"{type(failed).__name__}: {reason(failed, 160)}"
+    why = f"{type(failed).__name__}: {reason(failed, 160)}"
+    check_device(device, f"{lost} ({why}); set attention to auto")
+    return why

@@ -168,8 +168,17 @@ def test_one_rank_runs_the_chosen_kernel(monkeypatch):
         assert torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
 
 
-@pytest.mark.parametrize("capability, called", [((7, 5), "efficient"), ((8, 0), "flash")])
-def test_rings_on_gpus_before_ampere_have_no_flash_kernel(monkeypatch, capability, called):
+@pytest.mark.parametrize(
+    "capability, is_built, has_failed, called",
+    [
+        ((7, 5), True, False, "efficient"),
+        ((8, 0), True, False, "flash"),
+        ((8, 0), False, False, "efficient"),
+        ((8, 0), True, True, "efficient"),
+    ],
+    ids=["before Ampere", "Ampere", "built without", "tried and failed"],
+)
+def test_rings_run_without_flash_where_there_is_none(monkeypatch, capability, is_built, has_failed, called):
     """Which raises there in the middle of a request; stand-ins for the GPU and for both kernels."""
     calls = []
 
@@ -178,6 +187,10 @@ def test_rings_on_gpus_before_ampere_have_no_flash_kernel(monkeypatch, capabilit
 
     kernels.has_flash.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: is_built)
+    monkeypatch.setattr(kernels, "WITHOUT_FLASH", set())
+    if has_failed:
+        kernels.give_up_flash("cuda:0")
     efficient = kernel("efficient")
     monkeypatch.setattr(kernels, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     monkeypatch.setattr(kernels, "flash_of_torch", kernel("flash"))
