@@ -33,6 +33,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
+def check_device(device: torch.device, lost: str):
+    """Compute a number on a device: after an illegal access, say, it computes none for this process. Raises
+    RuntimeError with the words ``lost``."""
+    try:
+        torch.ones(1, device=device).item()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise RuntimeError(lost) from error
+
+
 class DeviceMemory:
     """The memory of one device, in bytes, as this process sees it. Tests inject another class with
     these methods."""

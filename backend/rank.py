@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from . import start
-from .admission import Admission, AllRefuse, OutOfRoom, Planned, ran_out
+from .admission import Admission, AllRefuse, OutOfMemory, OutOfRoom, Planned, ran_out
 from .config import ParallelConfig
-from .device_memory import is_out_of_memory
+from .device_memory import check_device, is_out_of_memory
 from .engine import Engine
+from .errors import RAN_OUT
+from .errors import reason as reason_of
 from .loading import parking
 from .loading.load_report import by_rank
 from .loading.lora_keys import lora_stack, stack_digest
@@ -138,7 +140,7 @@ class Worker:
         is_tried = case in self.tried or not model.head_size
         if kernel.call is None and self.mesh.device.type == "cuda" and not is_tried:
             self.tried[case] = ""
-            kernel_trial.settle(*case[1:3], self.mesh.device)
+            kernel_trial.settle(*case[1:], self.mesh.device)
         elif kernel.call is not None and not is_tried:
             failures = self.dispatcher.all_gather_object(kernel_trial.failure(*case, self.mesh.device))
             self.tried[case] = kernel_trial.refusal(name, by_rank(failures))
@@ -233,6 +235,8 @@ class Worker:
         report = None if reason else self.engine.models[key].report.as_dict()
         answers = self.dispatcher.all_gather_object([reason, report, lacks])
         reasons = by_rank([why for why, *_ in answers])
+        if reason and not lacks:  # a rank whose GPU is lost ends now, and not in somebody's next request
+            check_device(self.mesh.device, f"the GPU was lost while the model was loaded: {reason}")
         if reasons:
             self.engine.unload(key)
             short = [rank for rank, (*_, lacks) in enumerate(answers) if lacks]
@@ -270,8 +274,16 @@ class Worker:
         """Change the process groups and what is loaded on them."""
         old = self.mesh
         self.engine.memory.release()  # NCCL cannot use what torch's allocator caches
-        self.mesh = meshes.build(config, self.device)
-        self.engine.rearrange(config, self.mesh)
+        try:
+            self.mesh = meshes.build(config, self.device)
+            self.engine.rearrange(config, self.mesh)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            what = f"rank {old.rank} {RAN_OUT} while the ranks were arranged for other degrees"
+            raise OutOfMemory(
+                f"{what} ({reason_of(error, 160)}); use fewer ranks or a leaner plan"
+            ) from error
         meshes.close(old)
         self.dispatcher = Dispatcher(self.mesh.control)
         self.admission = Admission(config, self.dispatcher, self.engine.memory)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device_memory import is_out_of_memory
+from ..device_memory import check_device, is_out_of_memory
 from ..errors import reason
 from .formats import FORMATS
 from .kernels import Choice
@@ -36,15 +36,21 @@ def agree(
 ) -> tuple[dict[Product, str], list[str]]:
     """Return the ``products`` that any rank refuses, with the first such rank, its GPU and why; and for each
     rank why it could try none, empty where it could. ``gather``: a value that JSON holds -> those of all
-    ranks."""
-    own, failure, name = {}, "", "CPU"
+    ranks. Raises RuntimeError on a rank whose device is lost, once all have gathered."""
+    own: dict[Product, str] = {}
+    failure = ""
+    name = "CPU"
+    may_be_lost = False
     try:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
         own = refusals(products, device)
     except Exception as error:  # out of memory, a device that is lost: the other ranks wait for this one
         traceback.print_exc()
         failure = reason(error)
+        may_be_lost = not is_out_of_memory(error)
     answers = gather([[[*product, why] for product, why in own.items()], failure, name])
+    if may_be_lost:  # this rank ends now, and not in somebody's next request
+        check_device(device, failure)
     merged: dict[Product, str] = {}
     for rank, (refused, _, name) in enumerate(answers):
         where = f"on rank {rank} ({name}) " if len(answers) > 1 else ""
@@ -72,7 +78,8 @@ def _refusal(kind: str, dtype: str, device: torch.device) -> str:
         if is_out_of_memory(failed):
             raise
         why = f"its product failed ({reason(failed, 160)})"
-        torch.ones(1, device=device).item()  # raises where the device is lost: loading ends, and not a step
+        lost = f"a trial of native {kind} products lost the GPU: {why}"
+        check_device(device, f"{lost}; set matmul of Load Parallel DiT to weight only")
         return why
     finally:
         free_scratch()  # where a CPU's weight is dequantized: it is no request's

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny import write_checkpoint
 
-from backend.admission import Admission, OutOfRoom
+from backend.admission import Admission, OutOfMemory, OutOfRoom
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.errors import UnsupportedError
+from backend.errors import RAN_OUT, UnsupportedError
 from backend.loading.load_report import by_rank
 from backend.loading.lora_keys import lora_stack, stack_digest
 from backend.loading.model_key import check_same, content_key, model_key
@@ -110,6 +110,22 @@ def test_a_load_that_fails_without_a_word_is_no_success(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rank.engine, "load", fails)
     assert rank.load(Load(str(path))) == ["ranks 0, 1: AssertionError"] and not rank.engine.models
+    monkeypatch.setattr(torch, "ones", fails)  # the device computes nothing any more
+    with pytest.raises(RuntimeError, match="the GPU was lost while the model was loaded: AssertionError"):
+        rank.load(Load(str(path)))
+
+
+def test_memory_that_runs_out_between_two_arrangements_is_said_as_such(monkeypatch):
+    """So that auto goes on with a plan that needs less; NCCL has words of its own for it."""
+    rank = worker()
+    rank.device = torch.device("cpu")
+
+    def build(*_):
+        raise RuntimeError("NCCL error: Failed to CUDA calloc 8388608 bytes")
+
+    monkeypatch.setattr(mesh, "build", build)
+    with pytest.raises(OutOfMemory, match=f"rank 0 {RAN_OUT} while .* calloc 8388608"):
+        rank.arrange(ParallelConfig(ulysses_degree=2))
 
 
 def test_all_ranks_use_the_key_of_rank_0(tmp_path):

@@ -82,6 +82,21 @@ def test_memory_that_runs_out_is_no_refusal(kitchen, monkeypatch):
     assert trial.refusals([INT8], CPU) == {}
 
 
+def test_a_rank_that_loses_its_gpu_in_a_trial_ends_once_all_have_gathered(kitchen, monkeypatch):
+    """And not in the next request of somebody else, which would be blamed for it."""
+    gathered = []
+
+    def lost(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as gpu:
+        gpu.setattr(kitchen, "mm_int8", lost)
+        gpu.setattr(torch, "ones", lambda *size, **named: lost() if named else torch.full(size, 1.0))
+        with pytest.raises(RuntimeError, match="native int8_tensorwise products lost the GPU.*weight only"):
+            trial.agree([INT8], CPU, lambda own: gathered.append(own) or [own])
+    assert len(gathered) == 1 and trial.refusals([INT8], CPU) == {}
+
+
 def test_all_ranks_leave_what_one_refuses(monkeypatch):
     """The first rank and its GPU are named; one rank alone is not."""
     monkeypatch.setattr(kernels, "kitchen", lambda: (None, "comfy-kitchen is not installed"))
