@@ -290,7 +290,7 @@ def _connect_all(group: dist.ProcessGroup, device: torch.device):
     for count in (1,) if device.type == "cpu" else FEW_AND_MANY:
         x = torch.zeros(count, device=device)
         dist.all_reduce(x, group=group)
-        dist.all_gather(list(x.new_empty(ranks, count)), x, group=group)
+        dist.all_gather_into_tensor(x.new_empty(ranks * count), x, group=group)
     sent = torch.zeros(ranks, device=device)
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 

@@ -111,7 +111,7 @@ def test_every_group_is_connected_when_it_is_made(rank_1, monkeypatch):
     """Once, in one order on all ranks: NCCL takes its memory then."""
     connected = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: connected.append(group))
-    monkeypatch.setattr(dist, "all_gather", lambda out, x, group: connected.append(group))
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, x, group: connected.append(group))
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, x, group: connected.append(group))
     found = rank_1(of_degrees(cfg=2, ring=2, ulysses=2, shard_weights=True))
     axes = [found.cfg, found.ring, found.ulysses, found.sp]
@@ -125,7 +125,7 @@ def test_gpus_are_connected_for_few_numbers_and_for_many(monkeypatch):
     sizes = []
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: sizes.append(x.numel()))
-    monkeypatch.setattr(dist, "all_gather", lambda out, x, group: sizes.append(sum(map(len, out))))
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, x, group: sizes.append(out.numel()))
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, x, group: sizes.append(out.numel()))
     mesh._connect_all("group", torch.device("meta"))
     few, many = mesh.FEW_AND_MANY
