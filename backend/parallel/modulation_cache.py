@@ -258,8 +258,9 @@ class LayerCache:
 
     def _different(self, every: Tensor) -> tuple[Tensor, list[int]]:
         """Return those of the embeddings (n, D) that differ, in order, and which of them each one equals."""
-        # shapes depend on it, so all ranks take the first one's
-        groups = comm.broadcast(equal_rows(every), (self.mesh.tp, self.mesh.pp)).tolist()
+        # shapes depend on it, so all ranks take the first one's, and with FSDP how often they gather
+        sharded = () if self.mesh.weights is None else (self.mesh.sp,)
+        groups = comm.broadcast(equal_rows(every), (self.mesh.tp, self.mesh.pp, *sharded)).tolist()
         first_rows: dict[int, int] = {}  # group of equal embeddings -> its first one
         for row, group in enumerate(groups):
             first_rows.setdefault(group, row)

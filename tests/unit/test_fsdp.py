@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -20,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.parallel import fsdp
+from backend.parallel import fsdp, modulation_cache
 from backend.parallel.mesh import single
+from backend.parallel.modulation_cache import LayerCache
 from backend.parallel.pipeline_stage import StageDone
 
 #: Seconds in which a link gathers all blocks, as a part of those in which they compute.
@@ -209,3 +211,15 @@ def test_one_block_ahead_is_enough_on_any_link(family):
     for link in LINKS:
         gathers = [size * link * sum(costs) / sum(sizes) for size in sizes]
         assert seconds(gathers, costs, fsdp.PREFETCH) <= 1.01 * seconds(gathers, costs, 8), link
+
+
+@pytest.mark.parametrize("weights, axes", [(None, ("tp", "pp")), ("a mesh", ("tp", "pp", "sp"))])
+def test_ranks_that_gather_together_count_embeddings_alike(monkeypatch, weights, axes):
+    """Each further chunk of embeddings is one more gather, and unlike GPUs may differ in a last bit."""
+    asked = []
+    monkeypatch.setattr(modulation_cache.comm, "broadcast", lambda x, axes: asked.append(axes) or x)
+    mesh = SimpleNamespace(tp="tp", pp="pp", sp="sp", weights=weights)
+    different, places = LayerCache._different(
+        cast(Any, SimpleNamespace(mesh=mesh)), torch.tensor([[1.0], [2.0], [1.0]])
+    )
+    assert asked == [axes] and different.tolist() == [[1.0], [2.0]] and places == [0, 1, 0]
