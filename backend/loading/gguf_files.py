@@ -88,7 +88,8 @@ class GGUFFile:
             return values.view(())
         start = first * width - lo * stored.block
         values = values[start : start + (last - first) * width].view(last - first, *stored.shape[1:])
-        return values if columns == ALL else values[:, columns]
+        # a copy: a view would keep all columns on the device
+        return values if columns == ALL else values[:, columns].contiguous()
 
     def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
         """Implement Weights.packed; None too where rows hold no whole blocks."""
