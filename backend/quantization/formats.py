@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted
@@ -106,7 +107,10 @@ def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | 
     have another one, which gives the rotated weight.
     """
     codes = _nibbles(stored["values"])
-    levels = stored["codebook"].float()[codes.int()] if "codebook" in stored else codes.float() - 8
+    if "codebook" in stored:
+        levels = F.embedding(codes.int(), stored["codebook"].float().view(-1, 1)).squeeze(-1)
+    else:
+        levels = codes.float() - 8
     groups = levels.unflatten(1, (-1, scale_group(settings))) * _e4m3(stored["block_scales"]).unsqueeze(-1)
     grid = groups.flatten(1).round().clamp(-127, 127)
     return rotated((grid * stored["scale"].float()).to(dtype), rotation_size(settings))
@@ -139,7 +143,8 @@ def _scaled(values: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
 def _nvfp4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the
     first value of a byte is in its high bits."""
-    values = _e2m1(stored["values"].device, dtype)[stored["values"].int()].flatten(1)
+    # embedding takes int32 as it is; an index would be copied to int64
+    values = F.embedding(stored["values"].int(), _e2m1(stored["values"].device, dtype)).flatten(1)
     block_scales = stored["block_scales"].contiguous().view(torch.float8_e4m3fn)
     scales = stored["tensor_scale"].to(dtype) * block_scales.to(dtype)
     return _scaled(values, scales, out)
