@@ -129,7 +129,7 @@ class Engine:
         cache = self._cache_layers(checkpoint, stages, dtype)
         if sharded:
             fsdp.shard_rest(transformer, checkpoint.family.blocks.lists, self.mesh, upload_parameters)
-        weight_bytes = sum(fsdp.held_bytes(p) for p in transformer.parameters() if not p.is_meta)
+        weight_bytes = fsdp.bytes_on(transformer, self.mesh.device)
         staged = self._is_staged(checkpoint.family)
         stage = Stage(transformer, checkpoint.family, self.mesh, blocks) if staged else None
         cost = (weight_bytes, peak_bytes(self.mesh.device), time.perf_counter() - started)
@@ -158,7 +158,7 @@ class Engine:
         where = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
         family = checkpoint.family
         cache = cache_layers(checkpoint.empty, blocks, family, where, dtype, stages, self.mesh)
-        cache.offload()
+        cache.offload(parking.may_page_lock(cache.offloaded))
         return cache
 
     def _is_staged(self, family: Family) -> bool:

@@ -184,7 +184,7 @@ class Worker:
             return None
         leaving = ranks - model.parked_on
         here = self.machines[self.mesh.rank]
-        own = model.report.weight_bytes
+        own = model.report.weight_bytes + model.lora_bytes(model.weights.stack)
         sizes = self.dispatcher.all_gather_numbers([own, min(own, parking.page_locked_bytes())])
         of_machine = [sizes[rank] for rank in leaving if self.machines[rank] == here]
         size, kept = (sum(each) for each in zip(*of_machine)) if of_machine else (0, 0)

@@ -27,6 +27,17 @@ def has_room(weight_bytes: int, kept: int = 0) -> bool:
     return weight_bytes <= HOST_SHARE * (host_free(swap=False) + kept)
 
 
+def may_page_lock(modules: Iterable[nn.Module]) -> bool:
+    """Return whether this machine has room to page-lock the modules' weights, of which each of its ranks has
+    as many. What is page locked can neither be swapped out nor be taken by ComfyUI."""
+    size = sum(each.nbytes for module in modules for each in module.parameters() if not _is_page_locked(each))
+    if has_room(size * _ranks_here(), PAGE_LOCKED.kept * _ranks_here()):
+        return True
+    each = f"{size / 1e9:.1f} GB of each of {_ranks_here()} ranks"
+    print(f"Modulation weights ({each}) are not page locked, for want of host memory: they come back slower.")
+    return False
+
+
 class StoredCopies:
     """Page-locked copies of what quantized weights store, while these are on a device."""
 

@@ -74,6 +74,12 @@ def held_bytes(parameter: nn.Parameter) -> int:
     return own.numel() * own.element_size()
 
 
+def bytes_on(module: nn.Module, device: torch.device) -> int:
+    """Count the bytes of a module's parameters on this rank's ``device``: not what waits in host memory, nor
+    what other ranks hold."""
+    return sum(held_bytes(each) for each in module.parameters() if each.device.type == device.type)
+
+
 def rows(parameter: nn.Parameter) -> Span | None:
     """Return this rank's rows of a sharded parameter; None where it is whole."""
     if not isinstance(parameter, DTensor):
@@ -91,6 +97,8 @@ def assign(parameter: nn.Parameter, value: Tensor):
     """Replace a parameter's values, or this rank's rows of them, by ``value``."""
     if isinstance(parameter, DTensor):
         parameter.to_local().copy_(value)  # in place: the gather reads this memory
+    elif parameter.data.is_pinned():  # of a layer that waits on the host: it stays page locked
+        parameter.data.copy_(value)
     else:
         # not in place: it may be the checkpoint's own, mapped from the file
         parameter.data = value.to(parameter.device)

@@ -184,10 +184,10 @@ class LayerCache:
             return []
         return [*(cached.layer for cached in self.held), *chain(*self.hosted)]
 
-    def offload(self):
-        """Move the modulation weights off the device, where that is asked for; page locked, they come back at
-        the speed of the bus."""
-        memory = HostMemory(pinned=True) if self.mesh.device.type == "cuda" else None
+    def offload(self, page_locked: bool = True):
+        """Move the modulation weights off the device, where that is asked for; those that are ``page_locked``
+        come back at the speed of the bus."""
+        memory = HostMemory(pinned=True) if page_locked and self.mesh.device.type == "cuda" else None
         for layer in self.offloaded:
             if memory:
                 layer._apply(memory.moved)

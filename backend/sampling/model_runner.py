@@ -93,7 +93,7 @@ class LoadedModel:
         self.parked_on = frozenset()
         if was_parked:
             parking.to_device(self.modules, device, self.cache.offloaded)
-            self.cache.offload()
+            self.cache.offload(parking.may_page_lock(self.cache.offloaded))
 
     def lora_bytes(self, stack: Stack, whole: bool = False) -> int:
         """Count the bytes of LoRAs beside the quantized weights of this rank, or of the ``whole`` model."""

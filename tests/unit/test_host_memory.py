@@ -12,7 +12,7 @@ from backend import host_memory
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import parking
-from backend.parallel import mesh
+from backend.parallel import fsdp, mesh
 from backend.sampling.step_loop import Callbacks
 
 
@@ -154,3 +154,41 @@ def test_modules_may_come_one_after_the_other(copied):
     modules = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
     parking.to_host(iter(modules), pinned=False)
     assert len(copied) == 4
+
+
+@pytest.mark.parametrize("free, locks", [(16 * 9 * 4, True), (16 * 9 * 4 - 1, False)])
+def test_modulation_is_page_locked_where_the_host_has_room_for_all_ranks(monkeypatch, free, locks, capsys):
+    """Each rank has a copy of its own, and locked memory cannot be swapped out."""
+    monkeypatch.setattr(parking, "host_free", lambda swap: free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(parking.PAGE_LOCKED, "kept", 0)
+    layers = [torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)]
+    assert parking.may_page_lock(layers) == locks
+    assert ("of each of 4 ranks" in capsys.readouterr().out) != locks
+
+
+def test_a_lora_on_weights_that_wait_leaves_them_page_locked(monkeypatch):
+    """Their memory is theirs, and not a file's."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    before = parameter.data_ptr()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() == before)
+    fsdp.assign(parameter, torch.ones(2, 2))
+    assert parameter.data_ptr() == before and parameter.eq(1).all()
+    monkeypatch.undo()
+    fsdp.assign(parameter, torch.full((2, 2), 2.0))
+    assert parameter.data_ptr() != before and parameter.eq(2).all()
+
+
+def test_weights_on_the_host_are_not_counted_as_the_gpus():
+    """Auto would plan with memory that is not there, and parking would ask for room twice. The meta device is
+    the GPU here."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3, device="meta"))
+    assert fsdp.bytes_on(model, torch.device("meta")) == 9 * 4
+    assert fsdp.bytes_on(model, torch.device("cpu")) == 6 * 4
+
+
+def test_offloaded_modulation_stays_where_it_is():
+    """The meta device is the GPU here."""
+    model = torch.nn.ModuleDict({"block": torch.nn.Linear(2, 2), "modulation": torch.nn.Linear(2, 2)})
+    parking.to_device([model], torch.device("meta"), [model["modulation"]])
+    assert model["block"].weight.is_meta and not model["modulation"].weight.is_meta

@@ -68,8 +68,9 @@ def test_nothing_else_holds_the_memory_and_the_latent_is_the_same(files, kind, c
 MACHINES = [0, 0, 1]
 
 
-def unloaded(monkeypatch, free: int, *messages: Unload) -> list[tuple[list[int], list[str]]]:
-    """Have three ranks unload, whose machines have ``free`` bytes; what each returns last, and does."""
+def unloaded(monkeypatch, free: int, *messages: Unload, lora: int = 0) -> list[tuple[list[int], list[str]]]:
+    """Have three ranks unload, whose machines have ``free`` bytes, weights and a ``lora``; what each returns
+    last, and does."""
 
     def act(number, dispatcher, memory):
         calls = []
@@ -79,6 +80,7 @@ def unloaded(monkeypatch, free: int, *messages: Unload) -> list[tuple[list[int],
             model.parked_on |= ranks
 
         parts = {"can_park": True, "parked_on": frozenset(), "report": SimpleNamespace(weight_bytes=GB)}
+        parts |= {"weights": SimpleNamespace(stack=("l",)), "lora_bytes": lambda stack: lora * len(stack)}
         models = {"m": SimpleNamespace(**parts)}
         rank = Worker.__new__(Worker)
         rank.mesh = SimpleNamespace(rank=number, world_size=len(MACHINES))
@@ -111,6 +113,9 @@ def test_those_park_for_which_their_machines_have_room(monkeypatch, ranks, free)
     assert here == [(parks, ["park" if rank in parks else "keep"]) for rank in range(3)]
     assert unloaded(monkeypatch, free * GB - 1, message) == [([0, 1, 2], ["unload"])] * 3
     assert unloaded(monkeypatch, free * GB, Unload("m")) == [([0, 1, 2], ["unload"])] * 3
+    assert (
+        unloaded(monkeypatch, free * GB, message, lora=1) == [([0, 1, 2], ["unload"])] * 3
+    )  # it leaves, too
 
 
 def test_what_leaving_ranks_have_page_locked_is_room(monkeypatch):
@@ -318,13 +323,6 @@ def test_modulation_is_offloaded_where_nothing_can_be_page_locked(files, monkeyp
     assert before and all(a.equal(b) for a, b in zip(after, before, strict=True))
     if not torch.cuda.is_available():
         assert capsys.readouterr().err.count("can be page locked") == 1
-
-
-def test_offloaded_modulation_stays_where_it_is():
-    """The meta device is the GPU here."""
-    model = torch.nn.ModuleDict({"block": torch.nn.Linear(2, 2), "modulation": torch.nn.Linear(2, 2)})
-    parking.to_device([model], torch.device("meta"), [model["modulation"]])
-    assert model["block"].weight.is_meta and not model["modulation"].weight.is_meta
 
 
 def test_a_load_offloads_each_block_before_the_next(files, monkeypatch):
