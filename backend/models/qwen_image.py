@@ -14,6 +14,9 @@ from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
 
+#: Ways to place references that ComfyUI's Qwen-Image knows; it takes every other one for "offset".
+PLACES = ("index", references.AT_ZERO, "negative_index")
+
 
 class Places(Sequence):
     """The argument img_shapes, or an entry of it, with what rotary tables need: ``positions`` (tokens, 3),
@@ -61,9 +64,10 @@ def forward_args(config, grid, latent, sigma, cond):
     the timestep by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, default_method(config))
+    how = how if how in PLACES else "offset"
     count = references.token_count(config, grid, cond)
     shapes = [(1, 1, grid.tokens + count)]
-    if how == "index_timestep_zero":  # diffusers gives timestep zero to what is after the first shape
+    if how == references.AT_ZERO:  # diffusers gives timestep zero to what is after the first shape
         shapes = [(1, 1, grid.tokens), (1, 1, count)]
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),

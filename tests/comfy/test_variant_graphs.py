@@ -50,6 +50,7 @@ GRAPHS = {
     "flux.2, uxo": ("flux2-edit", references(False, "uxo/uno", channels=128)),
     "qwen edit": ("qwen-image-edit", references(True, negative=True)),
     "qwen edit, offset": ("qwen-image-edit", references(True, "offset")),
+    "qwen edit, uxo": ("qwen-image-edit", references(True, "uxo/uno")),
     "qwen edit 2511": ("qwen-image-edit-2511", references(True, batch=2)),
     "qwen edit 2511, index": ("qwen-image-edit-2511", references(True, "index")),
     "qwen layered": ("qwen-image-layered", layers(pictured=True)),

@@ -16,6 +16,8 @@ from backend.models.common import references
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh, modulation_cache
 from backend.parallel.pipeline_stage import model_output
+from backend.protocol import REFERENCE_METHODS
+from backend.sampling.request import arguments_of
 from backend.sampling.step_loop import Callbacks
 
 
@@ -34,6 +36,24 @@ def test_corners_of_references(method, want):
     grid = TokenGrid((16, 15, 18), (1, 2, 2))
     found = [TokenGrid((16, *size), (1, 2, 2)) for size in ((11, 14), (8, 27))]
     assert references.corners(grid, found, method) == want
+
+
+def test_qwen_image_places_by_what_it_does_not_know_as_by_offset(tmp_path):
+    """As ComfyUI's, whose Flux alone has uxo."""
+    checkpoint = open_checkpoint(str(write(tmp_path / "edit.safetensors", "qwen-image-edit")))
+    tensors = request("qwen-image-edit").tensors
+    latent = tensors["noise"]
+    grid = checkpoint.family.latent.grid(checkpoint.config, latent.shape[1:], [])
+    prompt = arguments_of("positive", tensors)
+
+    def positions(method):
+        number = torch.tensor(REFERENCE_METHODS.index(method))
+        cond = prompt | {"ref_latents_method": number}
+        arguments = checkpoint.family.io.arguments(checkpoint.config, grid, latent, torch.tensor(0.7), cond)
+        return arguments["img_shapes"].positions
+
+    assert torch.equal(positions("uxo"), positions("offset"))
+    assert not torch.equal(positions("index"), positions("offset"))
 
 
 @torch.inference_mode()
