@@ -16,6 +16,10 @@ from .guidance import GUIDANCE, Prompt, guidance_of, names
 from .noise import FreshNoise
 from .prediction import PREDICTIONS, Prediction
 from .solver_registry import Problem
+from .solvers.unipc import LAST_SIGMA
+
+#: Solvers that end at LAST_SIGMA where the schedule ends at 0.
+UNIPC = ("uni_pc", "uni_pc_bh2")
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,15 @@ class Request:
         if not self.tells_step_end:
             return None
         begins = (self.sigmas[:-1] == sigma).nonzero()
-        return self.sigmas[1:][begins[0]] if len(begins) else None
+        return self._step_ends()[begins[0]] if len(begins) else None
+
+    def _step_ends(self) -> Tensor:
+        """Return where every step ends as the model is told: ComfyUI's UniPC overwrites the last 0 of the
+        schedule, also in what models read."""
+        ends = self.sigmas[1:].clone()
+        if self.solver in UNIPC and ends[-1] == 0:
+            ends[-1] = LAST_SIGMA
+        return ends
 
     def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
         """Return the model's input (b, C, [T,] H, W) for some samples of x (B, N, F) at ``sigma``."""

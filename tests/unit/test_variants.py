@@ -21,7 +21,8 @@ from backend.models import ltx2, minimax_h3, wan_vace
 from backend.models.common import ltx2_blocks, wan_blocks
 from backend.parallel import mesh
 from backend.sampling.model_call import build_call
-from backend.sampling.request import build
+from backend.sampling.request import UNIPC, build
+from backend.sampling.solvers.unipc import LAST_SIGMA
 from backend.sampling.step_loop import Callbacks
 
 
@@ -44,6 +45,10 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
         found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, begin, cond)
         assert found["timestep_r"].tolist() == [(1000 * end).item()]
     assert built.step_end((built.sigmas[0] + built.sigmas[1]) / 2) is None
+    by_unipc = [replace(built, solver=solver).step_end(built.sigmas[-2]) for solver in UNIPC]
+    assert [end.item() for end in by_unipc] == [pytest.approx(LAST_SIGMA)] * len(UNIPC)
+    ends_early = replace(built, solver="uni_pc", sigmas=built.sigmas[:-1])
+    assert ends_early.step_end(built.sigmas[-3]) == built.sigmas[-2]
     plain = open_checkpoint(str(write_checkpoint(tmp_path / "plain.safetensors", VARIANTS[name].family)))
     assert "step_end" not in plain.family.conditioning.accepted
 
