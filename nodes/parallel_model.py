@@ -79,6 +79,13 @@ def _step_end(options: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {"step_end": levels[1:][begins[0]]} if len(begins) else {}
 
 
+def _named_entries(option: Any) -> list[str]:
+    """Name the entries of an option that hold something, if it is a dict. Tensors have no truth value."""
+    known = (dict, list, tuple, str, bool, int, float, type(None))
+    entries = option.items() if isinstance(option, dict) else ()
+    return [str(name) for name, entry in entries if not isinstance(entry, known) or entry]
+
+
 class ParallelModel(io.ComfyNode):
     """PARALLEL_DIT -> MODEL."""
 
@@ -294,7 +301,7 @@ class RemoteTransformer(ElsewhereModule):
                 "blocks, which are on the ranks of Parallel Model; remove it or use ComfyUI's own loader."
             )
         for name, value in options.items():
-            inner = [str(key) for key, entry in value.items() if entry] if isinstance(value, dict) else []
+            inner = _named_entries(value) if name in REFUSED_OPTIONS else []
             if name in REFUSED_OPTIONS and (inner or not isinstance(value, (dict, type(None)))):
                 where = f"{name!r}: {', '.join(inner)}" if inner else repr(name)
                 raise RefusedError(

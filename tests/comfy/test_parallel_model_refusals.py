@@ -82,6 +82,11 @@ STEPS_REFUSED = {
         None,
         "another attention function",
     ),
+    "a tensor": (
+        lambda m: with_patch(m, "model_patch_data", {"picture": torch.ones(2, 2), "nothing": []}),
+        None,
+        "a model patch .'model_patch_data': picture.,",
+    ),
     "severed video": (
         lambda m: with_patch(m, "v2a_cross_attn", False),
         None,
@@ -148,6 +153,12 @@ def test_where_keys_are_kept_is_the_ranks_own_matter(flux, caplog):
         <= 1e-4
     )
     assert "stays here" not in caplog.text
+
+
+def test_an_unknown_option_may_hold_tensors(flux, caplog):
+    option = {"mask": torch.ones(2, 2)}
+    assert flux.error(lambda model: ksampler(flux, steps=1)(with_patch(model, "mine", option))) <= 1e-4
+    assert "transformer_options has 'mine', which stays here" in caplog.text
 
 
 def test_an_unknown_option_is_said_under_the_node_that_samples(flux, caplog, monkeypatch):
