@@ -30,7 +30,7 @@ from .common.once import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of
-from .ltxv import PIXELS, corners, guides, times
+from .ltxv import PIXELS, corners, guides, times, tokens_of_frame
 
 #: What ComfyUI calls the masks of the video's latent and of the audio's.
 MASKS = ("denoise_mask", "audio_denoise_mask")
@@ -81,14 +81,16 @@ def is_finished(config, cond):
 
 def single_frames(grid, cond, device):
     """Return (1, tokens, 1): 1 for tokens of a single frame of pixels, which 2.5 marks: those of the first
-    frame and of generated_keyframes (the first of them, how many), not guides'."""
+    frame and of generated_keyframes (the first of them, how many, their tokens), not guides'."""
     frames = grid.counts[0]
-    size = grid.counts[1] * grid.counts[2]
+    size = tokens_of_frame(grid)
     marks = torch.zeros(frames, device=device)
     marks[0] = 1.0
     marks = marks.repeat_interleave(size)
     marks[grid.tokens - guides(cond) :] = 0.0
-    first, count = cond["generated_keyframes"][0].long().tolist() if "generated_keyframes" in cond else (0, 0)
+    first, count = (0, 0)
+    if "generated_keyframes" in cond:
+        first, count = cond["generated_keyframes"][0, :2].long().tolist()
     marks[first * size : (first + count) * size] = 1.0
     return marks.view(1, -1, 1)
 
@@ -165,7 +167,20 @@ def refusal(config, grid, cond):
             "attention_mask is set for a prompt that the connectors have yet to finish, which lets them have "
             "all tokens; encode it with LTX-2's text encoder, which sends none."
         )
-    return ltxv.refusal(config, grid.grids[0], cond)
+    return _wrong_keyframes(config, grid.grids[0], cond) or ltxv.refusal(config, grid.grids[0], cond)
+
+
+def _wrong_keyframes(config, grid, cond):
+    """Return why generated_keyframes cannot be marked, or None. Before 2.5 nothing reads them."""
+    if "generated_keyframes" not in cond or not config.get("use_keyframes_abs_pos_embedding"):
+        return None
+    frame, tokens = tokens_of_frame(grid), int(cond["generated_keyframes"][0, 2])
+    if frame == tokens:
+        return None
+    return (
+        f"generated_keyframes have {tokens} tokens a frame, but the latent {frame}: they were made at "
+        f"another size; separate them before what changes the latent's size."
+    )
 
 
 HEADS = 32

@@ -20,6 +20,11 @@ def guides(cond):
     return cond["keyframe_idxs"].shape[2] if "keyframe_idxs" in cond else 0
 
 
+def tokens_of_frame(grid):
+    """Count the tokens of one frame."""
+    return grid.counts[1] * grid.counts[2]
+
+
 def corners(grid, cond, device, causal, side=0):
     """Return (1 or B, 3, tokens): where tokens begin (side 0) or end (1), in seconds and pixels; ``causal``:
     the video starts with a single frame. Guides, the last tokens, bring theirs. Two axes more say how much
@@ -85,10 +90,16 @@ def refusal(config, grid, cond):
             "the mask leaves tokens out (guides of a smaller image, as IC-LoRA takes them), which is not "
             "supported; give the guide in the latent's size."
         )
-    if guides(cond) > grid.tokens:
+    frame = tokens_of_frame(grid)
+    if guides(cond) > grid.tokens or guides(cond) % frame:
         return (
-            f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}; crop the guides "
-            f"before the latent is changed."
+            f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}, {frame} a frame: the "
+            f"guides were added at another size; put LTXVCropGuides before what changes the latent's size."
+        )
+    if guides(cond) and mask is None:
+        return (
+            "keyframe_idxs has guides, but no noise mask says that their frames are given; sample the latent "
+            "that comes with them, or remove them with LTXVCropGuides."
         )
     weights = cond.get("guide_weights")
     if weights is not None and (weights.shape[-1] != guides(cond) or not (weights >= 0).all()):

@@ -28,8 +28,8 @@ def ltx2(arguments: dict) -> dict:
         arguments = {**arguments, "c_crossattn": text[..., :-1], "unprocessed_ltxav_embeds": True}
     found = ltxv(arguments)
     if frames:
-        numbers = [frames["first_latent_frame"], frames["num_keyframes"]]
-        found["generated_keyframes"] = torch.tensor([numbers])
+        names = ("first_latent_frame", "num_keyframes", "tokens_per_frame")
+        found["generated_keyframes"] = torch.tensor([[frames[name] for name in names]])
     return found
 
 

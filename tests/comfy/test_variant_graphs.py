@@ -175,6 +175,35 @@ def test_where_the_last_step_of_unipc_ends(family_comfy, solver):
     assert max(errors(family_comfy, "hunyuan-video 1.5, meanflow", sampler_name=solver)) < 1e-4
 
 
+@pytest.mark.parametrize(
+    "node, says",
+    [
+        ("KSampler", "keyframe_idxs holds 70 tokens, which is not a whole number of 48-token latent frames"),
+        ("ParallelSampler", "keyframe_idxs has 70 tokens, but the latent 240, 48 a frame"),
+    ],
+)
+def test_guides_of_another_size_are_refused_as_in_comfyui(family_comfy, node, says):
+    g = Graph()
+    file = family_comfy.folder / "models/diffusion_models/ltxv-i2v.safetensors"
+    prompts = g.add("TestGoldenInputs", file=str(GOLDEN / "ltxv__euler_simple.safetensors"), change="nothing")
+    positive, negative, _ = ltx_guides(g, [prompts, 0], [prompts, 1])
+    latent = g.one(
+        "SetLatentNoiseMask",
+        samples=g.latent(1, 128, 5, 6, 8, empty=True),
+        mask=g.one("TestMask", width=256, height=192),
+    )
+    if node == "KSampler":
+        known = json.dumps(described("ltxv-i2v"))
+        model = {"model": g.one("TestReferenceModel", file=str(file), facts=known)}
+    else:
+        config = g.one("ParallelConfig", ulysses_degree=2, device="cpu")
+        model = {"dit": g.one("LoadParallelDiT", config=config, model_name=file.name)}
+    samples = g.one(node, **model, positive=positive, negative=negative, latent_image=latent, **SAMPLER)
+    g.add("TestLatentDistance", samples=samples, reference=samples)
+    run = family_comfy.run(g.nodes)
+    assert run.status == "error" and says in run.message
+
+
 def test_same_latent_from_ksampler_on_the_model_of_parallel_model(family_comfy):
     """Each call of the model carries the references."""
     variant, build = GRAPHS["flux.2, index"]

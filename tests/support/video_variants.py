@@ -97,7 +97,7 @@ VIDEO_VARIANTS = {
         {"use_keyframes_abs_pos_embedding": True, "ff_bias": False},
         arguments=AV_GIVEN
         | {
-            "generated_keyframes": torch.tensor([[1, 1]]),
+            "generated_keyframes": torch.tensor([[1, 1, 30]]),
             "guide_weights": torch.linspace(0, 1.2, 30)[None],
         },
         negative={"guide_weights": None},

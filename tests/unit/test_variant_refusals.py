@@ -98,10 +98,18 @@ from backend.sampling.validation import check_sample
         ("hunyuan-video-i2v", {"ref_latent": torch.zeros(1, 16, 1, 16, 16)}, "'ref_latent'"),
         ("ltxv-i2v", {"denoise_mask": torch.full((1, 1, 3, 8, 8), -1.0)}, "IC-LoRA"),
         ("ltxv-i2v", {"keyframe_idxs": torch.zeros(1, 3, 1000, 2)}, "1000 tokens, but the latent 192"),
+        (
+            "ltxv-i2v",
+            {"keyframe_idxs": torch.zeros(1, 3, 60, 2)},
+            "60 tokens, .* 64 a frame: .* LTXVCropGuides",
+        ),
+        ("ltxv-i2v", {"denoise_mask": None}, "no noise mask says .* LTXVCropGuides"),
         ("ltxv-i2v", {"denoise_mask": torch.ones(1, 1, 3, 4, 8)}, "denoise_mask has the size"),
         ("ltxv-i2v", {"guide_weights": torch.ones(1, 63)}, "63 numbers, .* of the 64 tokens"),
         ("ltxv-i2v", {"guide_weights": torch.full((1, 64), -1.0)}, "of at least 0"),
         ("ltx25-i2v", {"keyframe_idxs": None}, "of the 0 tokens of keyframe_idxs"),
+        ("ltx25-i2v", {"keyframe_idxs": torch.zeros(1, 3, 24, 2)}, "24 tokens, .* 30 a frame"),
+        ("ltx25-i2v", {"generated_keyframes": torch.tensor([[1, 1, 24]])}, "24 tokens a frame, .* latent 30"),
         (
             "minimax-h3-guides",
             {"given_audio": None},

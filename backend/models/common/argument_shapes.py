@@ -19,7 +19,7 @@ DIMENSIONS = {
     "denoise_mask": ("batch", "masked channels", "..."),
     "audio_denoise_mask": ("batch", "masked channels of audio", "... of audio"),
     "keyframe_idxs": ("batch", 3, "tokens of guides", 2),
-    "generated_keyframes": ("batch", 2),
+    "generated_keyframes": ("batch", 3),
     "guide_weights": ("batch", "tokens of guides"),
     "text_tags": ("batch", "tokens"),
     "given_video": ("batch", "given tokens of video", "width"),
