@@ -21,6 +21,19 @@ def mark_unfinished(config: dict):
     return connectors
 
 
+def read_of_ltx2(config: dict) -> dict:
+    """Return what ComfyUI's LTXAV reads of its transformer: what takes the place of its connectors, and, for
+    guides in context windows, how a latent becomes tokens and where these are in pixels."""
+    from comfy.ldm.lightricks.symmetric_patchifier import SymmetricPatchifier
+
+    return {
+        "preprocess_text_embeds": mark_unfinished(config),
+        "patchifier": SymmetricPatchifier(1, start_end=True),
+        "vae_scale_factors": (8, 32, 32),
+        "causal_temporal_positioning": True,
+    }
+
+
 def ltx2(arguments: dict) -> dict:
     text = arguments["c_crossattn"]
     frames = arguments.get("generated_keyframes")

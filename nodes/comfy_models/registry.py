@@ -132,7 +132,7 @@ FAMILIES = {
         refuses=("concat_mask",),  # taken for a mask of both latents
         latents=(128, 8),
         translate=arguments.ltx2,
-        reads=lambda config: {"preprocess_text_embeds": arguments.mark_unfinished(config)},
+        reads=arguments.read_of_ltx2,
     ),
     "minimax-h3": Family(
         "MiniMaxH3",
