@@ -38,7 +38,7 @@ TOOLTIPS = {
     "which one runs and why.",
     "device": "Where the ranks run: one GPU each, or processes on the CPU. auto = GPUs where there are any.",
     "gpus": "How many GPUs to use, like 2, or their numbers, like 0,2,3. Empty = all of them. On the CPU: "
-    "how many processes, empty = one.",
+    "how many processes, empty = one. Under manual with every degree 1 it is the number of the one GPU.",
     "address": "A backend that already runs: tcp:HOST:PORT or unix:/path/to/socket, listed in ComfyUI's "
     "environment variable PARALLEL_DIT_ADDRESSES, with its token in PARALLEL_DIT_TOKEN. Empty = launch one "
     "on this machine.",
