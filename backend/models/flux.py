@@ -1,7 +1,13 @@
 """Flux.1 (dev, schnell, Kontext, Fill, Canny, Depth) of Black Forest Labs: 19 double-stream and 38
 single-stream blocks in the released size."""
 
+from typing import Any, cast
+
 import torch
+from diffusers.models.embeddings import (
+    CombinedTimestepGuidanceTextProjEmbeddings,
+    CombinedTimestepTextProjEmbeddings,
+)
 
 from .blocks import APART, Blocks
 from .common import references
@@ -12,13 +18,22 @@ from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, rope_axes, under
 
-#: Why a guidance-distilled model does not run without guidance.
-NO_GUIDANCE = "guidance is missing, which this guidance-distilled model needs; remove FluxDisableGuidance."
+
+class Condition(CombinedTimestepGuidanceTextProjEmbeddings):
+    """A guidance-distilled model's embedding of timestep, guidance and pooled prompt. Without guidance (Flux
+    Disable Guidance) diffusers' forward gives it the two others."""
+
+    def forward(self, timestep, *others):
+        if len(others) == 1:
+            return CombinedTimestepTextProjEmbeddings.forward(cast(Any, self), timestep, *others)
+        return super().forward(timestep, *others)
 
 
 def patch_module(transformer, config):
-    """Keep timesteps from being rounded."""
+    """Keep timesteps from being rounded, and let requests have no guidance."""
     embed = transformer.time_text_embed
+    if config["guidance_embeds"]:
+        embed.__class__ = Condition
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
 
 
@@ -26,6 +41,7 @@ def forward_args(config, grid, latent, sigma, cond):
     """Return the arguments of the forward. Latents travel packed 2x2, references after; text ids are zeros,
     image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
     batch = latent.shape[0]
+    is_guided = config["guidance_embeds"] and "guidance" in cond
     how = references.method(cond, "offset")
     how = how if how in references.PLACES else "offset"
     image = grid.to_tokens(references.with_channels(latent, cond))
@@ -34,7 +50,7 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states=cond["c_crossattn"],
         pooled_projections=cond.get("y"),
         timestep=sigma.expand(batch),
-        guidance=cond["guidance"].reshape(-1).expand(batch) if config["guidance_embeds"] else None,
+        guidance=cond["guidance"].reshape(-1).expand(batch) if is_guided else None,
         img_ids=once(cond, "img_ids", lambda: references.all_positions(grid, cond, how, latent.device)),
         txt_ids=once(cond, "txt_ids", lambda: latent.new_zeros(cond["c_crossattn"].shape[1], 3)),
     )
@@ -43,8 +59,6 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. Fill, Canny and Depth take an image as channels;
     diffusers' blocks give one timestep to all tokens."""
-    if config["guidance_embeds"] and "guidance" not in cond:
-        return NO_GUIDANCE
     takes_channels = config["in_channels"] != (config["out_channels"] or config["in_channels"])
     if references.references(cond) and takes_channels:
         return (

@@ -1,6 +1,11 @@
 """HunyuanImage 2.1 of Tencent, text to image: HunyuanVideo's blocks over an image (20 double-stream and 40
 single-stream in the released size); two kinds of text (Qwen, byT5) are joined inside the model."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+from diffusers.models.transformers.transformer_hunyuanimage import HunyuanImageCombinedTimeGuidanceEmbedding
+
 from . import hunyuan_video
 from .blocks import BlockAdapter
 from .common.double_stream import DOUBLE_APART, SINGLE_APART, SINGLE_STREAM
@@ -9,10 +14,22 @@ from .family import STEP_END, Build, Conditioning, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, under
 
 
+class Condition(HunyuanImageCombinedTimeGuidanceEmbedding):
+    """The embedding of timesteps and guidance, also of a distilled model's without guidance."""
+
+    def forward(self, timestep, timestep_r=None, guidance=None):
+        if guidance is not None:
+            return super().forward(timestep, timestep_r, guidance)
+        names = ("time_proj", "timestep_embedder", "time_proj_r", "timestep_embedder_r")
+        unguided = SimpleNamespace(guidance_embedder=None, **{name: getattr(self, name) for name in names})
+        return HunyuanImageCombinedTimeGuidanceEmbedding.forward(cast(Any, unguided), timestep, timestep_r)
+
+
 def patch_module(transformer, config):
     """Round the sines of timesteps and guidance to the dtype of their layer; diffusers leaves them in
-    float32."""
+    float32. Requests may have no guidance."""
     embedders = transformer.time_guidance_embed
+    embedders.__class__ = Condition
     for embedder in (embedders.timestep_embedder, embedders.timestep_embedder_r, embedders.guidance_embedder):
         if embedder is not None:
             round_input(embedder.linear_1)
@@ -24,11 +41,12 @@ def forward_args(config, grid, latent, sigma, cond):
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     glyphs = cond.get("txt_byt5")
+    is_guided = config["guidance_embeds"] and "guidance" in cond
     return dict(
         hidden_states=grid.pad(latent),
         timestep=sigma.expand(batch) * 1000,
         timestep_r=cond[STEP_END].expand(batch) * 1000 if STEP_END in cond else None,
-        guidance=cond["guidance"].expand(batch) * 1000 if config["guidance_embeds"] else None,
+        guidance=cond["guidance"].expand(batch) * 1000 if is_guided else None,
         encoder_hidden_states=text,
         encoder_attention_mask=cond.get("attention_mask", hunyuan_video.all_tokens(text)),
         encoder_hidden_states_2=glyphs,
@@ -97,7 +115,7 @@ def variant(config):
     if config["use_meanflow"]:
         found["conditioning.accepted"] = (*ACCEPTED, STEP_END)
     if config["guidance_embeds"]:
-        found |= {"conditioning.ignored": (), "conditioning.required": ("c_crossattn", "guidance")}
+        found["conditioning.ignored"] = ()
     return found
 
 

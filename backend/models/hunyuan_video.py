@@ -23,10 +23,11 @@ def forward_args(config, grid, latent, sigma, cond):
     the image's latent and mask."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
-    guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if config["guidance_embeds"] else None
+    is_guided = config["guidance_embeds"] and "guidance" in cond
+    guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if is_guided else None
     if "guiding_frame_index" in cond:  # v2: the first frame is given, at this timestep
         frame = cond["guiding_frame_index"].reshape(-1).expand(batch)
-        guidance = torch.stack([torch.zeros_like(frame) if guidance is None else guidance, frame], dim=1)
+        guidance = torch.stack([frame] if guidance is None else [guidance, frame], dim=1)
     return dict(
         hidden_states=grid.pad(references.with_channels(latent, cond)),
         encoder_hidden_states=text,
@@ -38,9 +39,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. Guidance-distilled and image to video models need more."""
-    if config["guidance_embeds"] and "guidance" not in cond:
-        return flux.NO_GUIDANCE
+    """Return why these inputs do not run, or None. Image to video models need more."""
     if cond["y"].shape[1] < config["pooled_projection_dim"]:
         return (
             f"y has width {cond['y'].shape[1]}, but this model reads {config['pooled_projection_dim']}; "

@@ -94,6 +94,20 @@ def plain(*shape):
     return lambda g, positive, negative: (positive, negative, g.latent(*shape, empty=True))
 
 
+def guided(build, guidance: float | None):
+    """The positive prompt with this guidance, or with none; the negative one with ComfyUI's default."""
+
+    def changed(g, positive, negative):
+        positive = (
+            g.one("FluxDisableGuidance", conditioning=positive)
+            if guidance is None
+            else g.one("FluxGuidance", conditioning=positive, guidance=guidance)
+        )
+        return build(g, positive, negative)
+
+    return changed
+
+
 def with_values(build, **values):
     """``values`` set on both prompts."""
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from graphs import SAMPLER, Graph
-from image_conditioning import control, encoded, inpainting, layers, plain, references, with_values
+from image_conditioning import control, encoded, guided, inpainting, layers, plain, references, with_values
 from tiny import GOLDEN, as_folder, facts
 from variants import VARIANTS, described
 from variants import write as variants_write
@@ -44,6 +44,7 @@ GRAPHS = {
     "fill": ("flux-fill", inpainting),
     "canny": ("flux-canny", control),
     "schnell": ("flux-schnell", plain(1, 16, 15, 18)),
+    "flux.1 without guidance": ("flux-kontext", guided(plain(2, 16, 15, 18), None)),
     "flux.2, index": ("flux2-edit", references(False, negative=True, batch=2, channels=128)),
     "flux.2, at timestep 0": ("flux2-edit-zero", references(False, "index_timestep_zero", channels=128)),
     "flux.2, offset": ("flux2-edit", references(False, "offset", channels=128)),
@@ -95,12 +96,21 @@ GRAPHS = {
     "wan animate without anything": ("wan22-animate", animate()),
     "hunyuan-video i2v": ("hunyuan-video-i2v", hunyuan("v1 (concat)")),
     "hunyuan-video i2v, v2": ("hunyuan-video-i2v-v2", hunyuan("v2 (replace)", 2)),
+    "hunyuan-video without guidance": ("hunyuan-video-i2v-v2", guided(plain(1, 16, 3, 14, 18), None)),
+    "hunyuan-video i2v, v2, without guidance": (
+        "hunyuan-video-i2v-v2",
+        guided(hunyuan("v2 (replace)"), None),
+    ),
     "hunyuan-video 1.5 i2v": (
         "hunyuan-video15-i2v",
         first_frame("HunyuanVideo15ImageToVideo", 1152, {"channels": 32, "spatial": 16}),
     ),
     "hunyuan-video 1.5, meanflow": ("hunyuan-video15-meanflow", plain(2, 32, 3, 10, 11)),
     "hunyuan-image 2.1, distilled": ("hunyuan-image21-distilled", plain(1, 64, 9, 11)),
+    "hunyuan-image 2.1, distilled, without guidance": (
+        "hunyuan-image21-distilled",
+        guided(plain(1, 64, 9, 11), None),
+    ),
     "ltxv i2v": ("ltxv-i2v", ltx_image),
     "ltxv guides": ("ltxv-i2v", ltx_guides),
     "ltx2 i2v": ("ltx2-i2v", ltx2_image),

@@ -38,7 +38,6 @@ from backend.sampling.validation import check_sample
         ("flux-fill", {"c_concat": None}, "c_concat has 0 channels, but this model takes 80"),
         ("flux-fill", {"c_concat": torch.zeros(1, 80, 8, 16)}, r"\[8, 16\], but the latent \[16, 16\]"),
         ("flux-fill", {"ref_latents.0": torch.zeros(1, 16, 8, 8)}, "use FLUX.1 Kontext"),
-        ("flux-canny", {"guidance": None}, "FluxDisableGuidance"),
         ("flux2-edit", {"ref_latents.0": torch.zeros(1, 16, 8, 8)}, "VAE of this model"),
         ("qwen-image-edit", METHOD["index_timestep_zero"], "Qwen-Image-Edit 2511"),
         ("qwen-image21-edit", METHOD["offset"], "index_timestep_zero"),

@@ -69,6 +69,25 @@ def test_golden_variant(name, tmp_path):
     assert survivors() == []
 
 
+@pytest.mark.parametrize("name", ["flux-kontext", "hunyuan-video-i2v-v2", "hunyuan-image21-distilled"])
+def test_without_guidance_nothing_is_added_for_it(name, tmp_path):
+    """Flux Disable Guidance: the latent is that of an embedder of guidance that gives zeros."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path / f"{name}.safetensors", name)), "default")
+    sample = request(name)
+    kept = {key: value for key, value in sample.tensors.items() if not key.endswith(".guidance")}
+    assert len(kept) == len(sample.tensors) - 2
+    unguided = replace(sample, tensors=kept)
+    engine.check_sample(unguided)
+    found, _ = engine.sample(unguided, Callbacks())
+    guided, _ = engine.sample(sample, Callbacks())
+    modules = dict(engine.models["tiny"].transformer.named_modules())
+    (embedder,) = (path for path in modules if path.endswith("guidance_embedder"))
+    modules[embedder].register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+    want, _ = engine.sample(sample, Callbacks())
+    assert error_in_std(found, want) < 1e-6 < 1e-2 < error_in_std(found, guided)
+
+
 def test_frame_rates_are_not_rounded(tmp_path):
     """23.976 is 24 in bf16, in which prompts are; positions of a long video would drift."""
     checkpoint, sample = (

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from diffusers.models.embeddings import CombinedTimestepTextProjEmbeddings
 from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 
 from ..blocks import BlockAdapter
@@ -99,17 +100,23 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
 
 
 class Condition(hunyuan.HunyuanVideoConditionEmbedding):
-    """``guidance`` (B, 2): the guidance and the first frame's timestep."""
+    """``guidance`` (B,), or None without it; (B, 2) and (B, 1) where the first frame's timestep follows."""
 
     def forward(self, timestep, pooled_projection, guidance=None):
         if guidance is None or guidance.ndim == 1:
-            return super().forward(timestep, pooled_projection, guidance)
-        guidance, frame = guidance.unbind(1)
-        embedding = super().forward(timestep, pooled_projection, guidance)[0]
-        replaced = super().forward(frame, pooled_projection, guidance)[0]
+            return self.embedding(timestep, pooled_projection, guidance), None
+        *given, frame = guidance.unbind(1)
+        embedding = self.embedding(timestep, pooled_projection, *given)
+        replaced = self.embedding(frame, pooled_projection, *given)
         # for cached layers and the last norm, which are given the embedding alone
         embedding.second = replaced  # pyright: ignore[reportAttributeAccessIssue]
         return embedding, replaced
+
+    def embedding(self, timestep, pooled_projection, guidance=None):
+        """Return what blocks are modulated by, (B, D)."""
+        if guidance is None:
+            return CombinedTimestepTextProjEmbeddings.forward(cast(Any, self), timestep, pooled_projection)
+        return super().forward(timestep, pooled_projection, guidance)[0]
 
 
 class LastNorm(AdaLayerNormContinuous):
