@@ -19,15 +19,19 @@ MODULATIONS = 344
 
 
 def patch_module(transformer, config):
-    """Keep timesteps from being rounded, and make the guidance's zeros on the device."""
+    """Keep timesteps from being rounded, and embed the request's guidance; diffusers' own is always 0."""
     reader = transformer.distilled_guidance_layer.in_proj
     embed = transformer.time_text_embed
     keep_timestep(transformer, embed, reader, 1000.0)
 
-    def zeros(module, args):
-        return (torch.zeros(len(args[0]), dtype=args[0].dtype, device=embed.mod_proj.device),)
+    seen = {}
 
-    embed.guidance_proj.register_forward_pre_hook(zeros)
+    def keep(module, args, kwargs):
+        seen["guidance"] = kwargs["guidance"]
+        return args, {name: value for name, value in kwargs.items() if name != "guidance"}
+
+    transformer.register_forward_pre_hook(keep, with_kwargs=True)
+    embed.guidance_proj.register_forward_pre_hook(lambda module, args: (seen.pop("guidance"),))
 
 
 def prepare(transformer, grid):
@@ -41,18 +45,12 @@ def prepare(transformer, grid):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return Flux's arguments without pooled prompt and guidance."""
-    arguments = flux.forward_args({"guidance_embeds": False}, grid, latent, sigma, cond)
-    del arguments["pooled_projections"], arguments["guidance"]
-    return arguments
-
-
-def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None: diffusers fixes Chroma's guidance embedding at ComfyUI's
-    default."""
-    if "guidance" in cond and cond["guidance"].any():
-        return "guidance is not 0, which Chroma does not have in diffusers; remove FluxGuidance."
-    return None
+    """Return Flux's arguments without pooled prompt. Guidance, 0 by default, runs to 1000 as timesteps do."""
+    arguments = flux.forward_args({"guidance_embeds": True}, grid, latent, sigma, cond)
+    del arguments["pooled_projections"]
+    guidance = arguments["guidance"]
+    zeros = latent.new_zeros(latent.shape[0])
+    return arguments | {"guidance": zeros if guidance is None else guidance * 1000}
 
 
 def config_from_shapes(shapes):
@@ -104,7 +102,6 @@ FAMILY = Family(
         accepted=("c_crossattn", "guidance", "y"),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         ignored=("y",),
-        refusal=refusal,
     ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan=COMMON | PARALLEL_MLP,

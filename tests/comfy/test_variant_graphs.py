@@ -45,6 +45,7 @@ GRAPHS = {
     "canny": ("flux-canny", control),
     "schnell": ("flux-schnell", plain(1, 16, 15, 18)),
     "flux.1 without guidance": ("flux-kontext", guided(plain(2, 16, 15, 18), None)),
+    "chroma with guidance": ("chroma", guided(plain(1, 16, 15, 18), 3.5)),
     "flux.2, index": ("flux2-edit", references(False, negative=True, batch=2, channels=128)),
     "flux.2, at timestep 0": ("flux2-edit-zero", references(False, "index_timestep_zero", channels=128)),
     "flux.2, offset": ("flux2-edit", references(False, "offset", channels=128)),

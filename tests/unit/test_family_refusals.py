@@ -22,7 +22,6 @@ from backend.sampling.validation import check_sample
     "family, change, words",
     [
         ("sd3", {"noise": torch.zeros(1, 16, 66, 16)}, "33 x 8 tokens"),
-        ("chroma", {"positive.guidance": torch.ones(1)}, "FluxGuidance"),
         ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
         ("kandinsky5", {"positive.time_dim_replace": torch.zeros(1, 16, 1, 12, 12)}, "known frames"),
         ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 tokens"),

@@ -6,6 +6,7 @@ from itertools import pairwise
 import diffusers
 import pytest
 import torch
+from diffusers.models.embeddings import get_timestep_embedding
 from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
 from families import golden, model_call, to_vae_units
 from live_memory import survivors_of
@@ -86,6 +87,26 @@ def test_without_guidance_nothing_is_added_for_it(name, tmp_path):
     modules[embedder].register_forward_hook(lambda module, args, output: torch.zeros_like(output))
     want, _ = engine.sample(sample, Callbacks())
     assert error_in_std(found, want) < 1e-6 < 1e-2 < error_in_std(found, guided)
+
+
+@pytest.mark.parametrize("given, want", [({"guidance": torch.tensor([3.5])}, 3500.0), ({}, 0.0)], ids=str)
+def test_chroma_embeds_the_requests_guidance(given, want, tmp_path):
+    """In the second half of what tells modulations apart, beside the timestep; ComfyUI's default is 0."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "chroma.safetensors", "chroma")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    family, transformer = checkpoint.family, checkpoint.empty
+    latent = torch.zeros(2, 16, 8, 8)
+    grid = family.latent.grid(checkpoint.config, latent.shape[1:], [])
+    cond = {"c_crossattn": torch.zeros(2, 5, checkpoint.config["joint_attention_dim"])} | given
+    embedded = []
+    transformer.distilled_guidance_layer.register_forward_pre_hook(
+        lambda module, args: embedded.append(*args)
+    )
+    transformer(**family.io.arguments(checkpoint.config, grid, latent, torch.tensor(0.7), cond))
+    (sines,) = embedded
+    numbers = torch.tensor([700.0, want]).repeat(2)
+    wanted = get_timestep_embedding(numbers, 16, flip_sin_to_cos=True, downscale_freq_shift=0).view(2, 1, 32)
+    assert_ulps(sines[:, :, :32], wanted.expand(-1, sines.shape[1], -1), 1)
 
 
 def test_frame_rates_are_not_rounded(tmp_path):
