@@ -7,7 +7,7 @@ Attention is over every token, as in ComfyUI, also where a folder's configuratio
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor, get_freqs
 
 from .blocks import APART, Blocks
 from .common import references
@@ -15,8 +15,8 @@ from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
-#: Rows of the position tables of an axis and of text.
-MOST, MOST_TEXT = 128, 1024
+#: Rows of the position tables of an axis and of text; diffusers' own have 128 and 1024.
+MOST, MOST_TEXT = 1024, 8192
 #: Latent pixels from which pro models of this width stretch positions further.
 PRO, LARGE = 4096, 14080
 #: Width of the lite image models, of which the one that edits images has the channels of a video model.
@@ -42,13 +42,19 @@ class Exact(Kandinsky5AttnProcessor):
 
 
 def patch_module(transformer, config):
-    """Patch the transformer: the exact attention; sines of the timestep, made in float32 on the device, in
-    the dtype of their layer."""
+    """Patch the transformer: the exact attention; longer position tables, since ComfyUI computes any
+    position; sines of the timestep, made in float32 on the device, in the dtype of their layer."""
     for block in transformer.text_transformer_blocks:
         block.self_attention.set_processor(Exact())
     for block in transformer.visual_transformer_blocks:
         block.self_attention.set_processor(Exact())
         block.cross_attention.set_processor(Exact())
+    rope = transformer.visual_rope_embeddings
+    tables = [(rope, f"args_{axis}", MOST, size) for axis, size in enumerate(rope.axes_dims)]
+    text = transformer.text_rope_embeddings
+    for owner, name, rows, size in (*tables, (text, "args", MOST_TEXT, text.dim)):
+        table = torch.outer(torch.arange(rows, dtype=torch.float32), get_freqs(size // 2, owner.max_period))
+        owner.register_buffer(name, table, persistent=False)
     time = transformer.time_embeddings
     round_input(time.in_layer)
     frequencies = time.freqs

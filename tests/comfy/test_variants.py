@@ -224,6 +224,20 @@ VARIANTS = {
         randn(1, 16, 1, 8, 10),
         {**TEXT, "y": randn(1, 32), "c_concat": (randn(1, 17, 1, 8, 10) > 0).float()},
     ),
+    "kandinsky 5, many frames and a long prompt": (
+        kandinsky5,
+        randn(1, 16, 140, 2, 4),
+        {
+            "c_crossattn": randn(1, 1100, 64),
+            "y": randn(1, 32),
+            "c_concat": torch.zeros(1, 17, 140, 2, 4),
+        },
+    ),
+    "kandinsky 5, a wide video": (
+        kandinsky5,
+        randn(1, 16, 2, 4, 270),
+        {**TEXT, "y": randn(1, 32), "c_concat": torch.zeros(1, 17, 2, 4, 270)},
+    ),
     "flux.2 klein": (klein, randn(1, 128, 7, 8), TEXT),
     "ideogram 4 with hidden rows": (
         ideogram4,

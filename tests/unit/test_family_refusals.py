@@ -24,7 +24,8 @@ from backend.sampling.validation import check_sample
         ("sd3", {"noise": torch.zeros(1, 16, 66, 16)}, "33 x 8 tokens"),
         ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
         ("kandinsky5", {"positive.time_dim_replace": torch.zeros(1, 16, 1, 12, 12)}, "known frames"),
-        ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 1030, 64)}, "1030 tokens"),
+        ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 8200, 64)}, "8200 tokens, .* knows 8192"),
+        ("kandinsky5", {"noise": torch.zeros(1, 16, 1030, 4, 4)}, "1030 x 2 x 2 tokens, .* knows 1024"),
         ("ltx2", {"positive.c_crossattn": torch.zeros(1, 12, 100)}, "width 100"),
         ("krea2", {"noise": torch.zeros(1, 16, 2, 16, 16)}, "2 frames"),
         (
