@@ -134,8 +134,8 @@ class BackendProcess:
         # ranks see their own devices only, numbered from 0
         seen = replace(config, device=device, gpus="", address="")
         said = {"token": self._token if self.machines.index == 0 else "", "config": asdict(seen)}
-        self._pipe.write(json.dumps(said).encode() + b"\n")
-        self._pipe.flush()
+        with suppress(BrokenPipeError):  # it has ended already: who waits for it is told why
+            os.write(self._pipe.fileno(), json.dumps(said).encode() + b"\n")
 
     def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
         """Return a client connected to rank 0, once every rank has joined. ``check()`` is called ten times a

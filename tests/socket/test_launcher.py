@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,26 @@ def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
             ".*its log is .*backend.log",
         ):
             process.wait_ready(60)
+    finally:
+        process.close()
+
+
+def test_an_agent_that_ends_before_it_is_told_anything_is_named(tmp_path, monkeypatch):
+    """Its end of the pipe is closed by then; the error is its own, and none of the pipe."""
+    start = BackendProcess._start_agent
+
+    def ended(process, *given):
+        agent = start(process, *given)
+        agent.wait()
+        return agent
+
+    command = [sys.executable, "-c", "raise SystemExit(1)"]
+    monkeypatch.setattr(launcher, "launch_command", lambda *_: command)
+    monkeypatch.setattr(BackendProcess, "_start_agent", ended)
+    process = BackendProcess(TWO_RANKS, "cpu")
+    try:
+        with pytest.raises(BackendError, match="its launcher exited with code 1"):
+            process.wait_ready()
     finally:
         process.close()
 
