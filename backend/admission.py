@@ -5,7 +5,7 @@ decide the same from the same numbers, so that either all go on or none does, an
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from .loading.checkpoint import Checkpoint
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.memory import spare_bytes
 from .protocol import ModelCall, Sample
+from .quantization.kernels import Choice
 from .quantization.packed_weight import scratch_bytes
 from .rank_plan.describe import CALLS, RankPlan, describe
 from .rank_plan.need import Need, load_need, request_need
@@ -168,15 +169,21 @@ class Admission:
         return Planned(self.config, checkpoint, TYPICAL, dtype, plans, needs, is_loaded=False)
 
     def plan_request(
-        self, config: ParallelConfig, checkpoint: Checkpoint, size: RequestSize, dtype: torch.dtype
+        self,
+        config: ParallelConfig,
+        checkpoint: Checkpoint,
+        size: RequestSize,
+        dtype: torch.dtype,
+        choices: Mapping[str, Choice] | None = None,
     ) -> Planned:
         """Plan a request for a loaded model on every rank. ``config``: the backend's with the request's
-        settings; ``checkpoint``: of the model, itself not loaded."""
+        settings; ``checkpoint``: of the model, itself not loaded; ``choices``: how its quantized parameters
+        multiply."""
         key = (dtype, config, size)
         known = (plans for owner, about, plans in self._plans if owner is checkpoint and about == key)
         plans = next(known, None)
         if plans is None:
-            plans = size.plans(config, checkpoint, dtype)
+            plans = size.plans(config, checkpoint, dtype, choices=choices)
             self._plans.append((checkpoint, key, plans))
         held = scratch_bytes(self.memory.device)
         needs = [request_need(plan, held) for plan in plans]

@@ -239,7 +239,8 @@ class Leader(Worker):
         filled = self.engine.argument_cache.filled(message) if isinstance(message, ModelCall) else message
         config = planned_config(message, self.engine.config)
         size = size_of(filled, config, model.family, model.config)
-        plan = self.admission.plan_request(config, self._checkpoint(message.model), size, model.dtype)
+        about = (self._checkpoint(message.model), size, model.dtype, model.choices)
+        plan = self.admission.plan_request(config, *about)
         return replace(plan, others=self._holds_others(job, model))
 
     def _holds_others(self, job: Job, model: LoadedModel | None = None) -> bool:

@@ -6,7 +6,7 @@ The kernels are comfy-kitchen's (Comfy-Org, Apache-2.0), which is optional and i
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ CUDA = 13
 #: Values of an integer product's inputs or outputs that are scaled at once, and of activations whose blocks
 #: are quantized at once, to bound memory; and the bytes that each of them takes.
 CHUNK, CHUNK_BYTES = 1 << 23, 10
+FLOAT8_BYTES = 5
 BLOCKED, BLOCKED_BYTES = 1 << 24, 25
 #: Rows of a tile of cuBLAS' block scales.
 BLOCK_ROWS = 128
@@ -135,6 +136,8 @@ def turn_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> i
         return 0
     if kernel is int8:
         return CHUNK_BYTES * min(CHUNK, tokens * max(rows, columns))
+    if kernel is float8:
+        return tokens * columns + FLOAT8_BYTES * min(CHUNK, tokens * columns)
     return BLOCKED_BYTES * min(BLOCKED, tokens * columns)
 
 
@@ -175,15 +178,11 @@ def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larg
     from comfy_kitchen.scaled_mm_v2 import scaled_mm_v2  # pyright: ignore[reportMissingImports]  # optional
 
     tensors = weight.packed.tensors
-    rows, one = _rows(x), _one(x.device)
-    input_scale = tensors.get("input_scale", one).float()
-    if input_scale is one and not _fuses("quantize_per_tensor_fp8"):  # kitchen would multiply by it
-        quantized = rows.clamp(-MOST_E4M3, MOST_E4M3).to(torch.float8_e4m3fn)
-    else:
-        quantized = _kitchen().quantize_per_tensor_fp8(rows, input_scale, torch.float8_e4m3fn)
+    given, one = tensors.get("input_scale"), _one(x.device)
+    input_scale = one if given is None else given.float()
     inside, after = _bias_where(x, bias)
     out = scaled_mm_v2(
-        quantized,
+        _as_float8(_rows(x), input_scale, is_scaled=given is not None),
         tensors["values"].t(),
         scale_a=input_scale,
         scale_b=tensors.get("scale", one).float(),
@@ -192,6 +191,19 @@ def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larg
     )
     out = out if after is None else out + after
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _as_float8(rows: Tensor, scale: Tensor, is_scaled: bool) -> Tensor:
+    """Quantize activations under one ``scale``; without comfy-kitchen's own kernel some rows at a time, which
+    each make a copy on the way, and not multiplied where they are not ``is_scaled``."""
+    quantize = partial(_kitchen().quantize_per_tensor_fp8, scale=scale, output_type=torch.float8_e4m3fn)
+    if _fuses(FUSED[float8]):
+        return quantize(rows)
+    out = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    step = max(1, CHUNK // rows.shape[-1])
+    for some, quantized in zip(rows.split(step), out.split(step)):
+        quantized.copy_(quantize(some) if is_scaled else some.clamp(-MOST_E4M3, MOST_E4M3))
+    return out
 
 
 @cache
@@ -228,7 +240,7 @@ def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
     inside, after = _bias_where(x, bias)
     scale = tensors.get("input_scale")
     if scale is None:
-        most = x.abs().amax()
+        most = torch.linalg.vector_norm(x, float("inf"))  # the largest, without a copy
         scale = (most if largest is None else largest(most)) / (MOST_E4M3 * MOST_E2M1)
     scale = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # blocks are divided by it
 
@@ -264,7 +276,12 @@ def _in_turns(
 
 
 #: What comfy-kitchen's own CUDA kernels do of these.
-FUSED: dict[Kernel | None, str] = {int8: "int8_linear", mxfp8: "quantize_mxfp8", nvfp4: "quantize_nvfp4"}
+FUSED: dict[Kernel | None, str] = {
+    int8: "int8_linear",
+    float8: "quantize_per_tensor_fp8",
+    mxfp8: "quantize_mxfp8",
+    nvfp4: "quantize_nvfp4",
+}
 
 
 def _block_turns(rows: Tensor, name: str) -> list[slice]:

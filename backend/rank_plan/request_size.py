@@ -1,6 +1,7 @@
 """How large a request is, counted from its message: what its memory follows from."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..planner.machine import samples_at_once
 from ..protocol import ModelCall, Sample
+from ..quantization.kernels import Choice
 from ..sampling.guidance import guidance_of, names
 from ..sampling.request import arguments_of, request_config
 from .describe import RankPlan, describe
@@ -32,11 +34,17 @@ class RequestSize:
     controls: int = 1
 
     def plans(
-        self, config: ParallelConfig, checkpoint: Checkpoint, dtype: torch.dtype, bits: int = 0
+        self,
+        config: ParallelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        bits: int = 0,
+        choices: Mapping[str, Choice] | None = None,
     ) -> list[RankPlan]:
-        """Plan every rank; ``bits`` as in describe. Raises ConfigError and UnsupportedError."""
+        """Plan every rank; ``bits`` and ``choices`` as in describe. Raises ConfigError and
+        UnsupportedError."""
         size = (self.image_tokens, self.text_tokens, self.batch, max(self.prompts, config.cfg_degree))
-        settings = {"dtype": dtype, "calls": self.calls, "bits": bits}
+        settings = {"dtype": dtype, "calls": self.calls, "bits": bits, "choices": choices}
         settings |= {"latents": self.latents, "controls": self.controls}
         return describe(config, checkpoint, *size, **settings)
 

@@ -78,7 +78,7 @@ def held_parameters(
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
     # whole ones are the same under all configurations
-    whole = {} if choices else checkpoint.held_whole.setdefault((dtype, bits), {})
+    whole = checkpoint.held_whole.setdefault((dtype, bits, frozenset(choices.items())), {})
 
     def held(name: str, own: Mapping[str, Shard]) -> HeldParameter:
         if name.rpartition(".")[0] in own:

@@ -205,10 +205,9 @@ class Workload:
 
     @cached_property
     def _held(self) -> list[list[HeldParameter]]:
-        """Every parameter as each rank of a tensor-parallel group holds it: without ``choices`` the same for
-        all requests."""
-        known = {} if self.choices else self.checkpoint.known_parameters
-        key = (*self._split, self.dtype, self.bits)
+        """Every parameter as each rank of a tensor-parallel group holds it: the same for all requests."""
+        known = self.checkpoint.known_parameters
+        key = (*self._split, self.dtype, self.bits, frozenset(self.choices.items()))
         if key not in known:
             known[key] = held_parameters(self.checkpoint, self._cuts, self.dtype, self.choices, self.bits)
         return known[key]

@@ -254,6 +254,27 @@ def test_int8_products_hold_what_is_counted(kitchen, monkeypatch, kind, dtype):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float8_products_hold_what_is_counted(kitchen, monkeypatch, dtype, is_scaled):
+    """Some rows at a time, to the same values: a copy of all inputs is the largest tensor of a block."""
+    weight = ours("fp8", theirs("fp8", numbers(256, 1024, seed=3, dtype=dtype)), dtype)
+    if is_scaled:
+        weight.packed.tensors["input_scale"] = torch.tensor(0.01)
+    x = numbers(2, 150, 1024, seed=1, dtype=dtype)
+    whole = weight.linear(x, None)
+    monkeypatch.setattr(kernels, "CHUNK", 100 * 1024)
+    with LiveMemory() as memory:
+        out = weight.linear(x, None)
+    assert out.equal(whole)
+    held = 300 * 1024 + kernels.FLOAT8_BYTES * kernels.CHUNK
+    assert memory.peak - out.nbytes <= kernels.turn_bytes(kernels.float8, 300, 256, 1024) == held
+    monkeypatch.setattr(kernels, "_fuses", lambda name: True)
+    assert weight.linear(x, None).equal(whole) or not is_scaled
+    assert kernels.turn_bytes(kernels.float8, 300, 256, 1024) == 0
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
 def test_blocks_without_fused_kernels_are_quantized_in_turns(kitchen, monkeypatch, kind):
     """In whole tiles of scales; the scale of all of them is taken before."""

@@ -13,6 +13,8 @@ from backend.admission import Admission, OutOfRoom
 from backend.config import ParallelConfig
 from backend.planner.machine import TOKENS_AT_ONCE
 from backend.protocol import ModelCall, Sample
+from backend.quantization import kernels
+from backend.quantization.kernels import Choice
 from backend.rank_plan.need import Need, load_need
 from backend.rank_plan.remedies import remedies
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
@@ -51,9 +53,9 @@ def test_plans_are_kept_by_checkpoint_and_request(flux, monkeypatch):
     """Two files with two sizes each, as two experts with and without a negative prompt."""
     made, plans = Counter(), RequestSize.plans
 
-    def counted(size, *given):
+    def counted(size, *given, **named):
         made[size] += 1
-        return plans(size, *given)
+        return plans(size, *given, **named)
 
     monkeypatch.setattr(RequestSize, "plans", counted)
     own = admission(FakeMemory(80 * GB))
@@ -68,6 +70,27 @@ def test_plans_are_kept_by_checkpoint_and_request(flux, monkeypatch):
     assert needs() == first and made.total() == 4
     own.forget()
     assert needs() == first and made.total() == 8
+
+
+def test_a_request_is_planned_with_the_products_that_were_chosen(monkeypatch):
+    """Native ones hold no dequantized weight, and what they hold instead, where no kernel of one piece
+    quantizes; ComfyUI would be asked for room that nobody needs, or too little."""
+    quantized = opened(QUANTIZED)
+    own = admission(FakeMemory(80 * GB))
+    names = [name for name in quantized.parameters if name.endswith("weight")]
+    native = dict.fromkeys(names, Choice(kernels.float8, "asked for"))
+
+    def scratch(choices) -> int:
+        own.forget()
+        [plan] = own.plan_request(own.config, quantized, SIZE, BF16, choices).plans
+        return plan.scratch_bytes
+
+    monkeypatch.setattr(kernels, "_fuses", lambda name: True)
+    assert scratch(native) == 0 < scratch(None) == scratch({})
+    monkeypatch.setattr(kernels, "_fuses", lambda name: False)
+    monkeypatch.setattr(kernels, "_may_fuse", lambda: False)
+    tokens, widest = SIZE.image_tokens + SIZE.text_tokens, 15360
+    assert scratch(native) == tokens * widest + kernels.FLOAT8_BYTES * kernels.CHUNK
 
 
 def test_a_call_is_looked_at_again_after_a_load(flux):
