@@ -7,6 +7,7 @@ stage would send the activation through every stage twice: double latency and bu
 
 import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
+from diffusers.models.transformers.hunyuan_transformer_2d import HunyuanDiT2DModel
 
 from .blocks import APART, BlockAdapter, Blocks
 from .common.once import once
@@ -14,6 +15,8 @@ from .discrete_schedule import DiscreteSchedule
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
 
+#: Tokens of CLIP's and of mT5's prompt that have a learned padding: the last ones, as in ComfyUI. mT5's first
+#: ones are pooled.
 TEXT, TEXT_T5 = 77, 256
 #: Tokens along a side of the image to which rotary positions are scaled.
 BASE = 32
@@ -24,9 +27,33 @@ def schedule(config):
     return DiscreteSchedule(0.00085, 0.03 if config["use_style_cond_and_image_meta_size"] else 0.018)
 
 
+class Padded(HunyuanDiT2DModel):
+    """diffusers' model for prompts of any lengths: the padding that its forward reads is as long as they."""
+
+    @property
+    def text_embedding_padding(self):
+        learned = self._parameters["text_embedding_padding"]
+        assert learned is not None, "every file has it"
+        lengths = self.__dict__.pop("prompt_lengths", (TEXT, TEXT_T5))
+        if lengths == (TEXT, TEXT_T5):
+            return learned
+        parts = zip(learned.split((TEXT, TEXT_T5)), lengths)
+        # nothing reads the rows of tokens without padding, which no mask hides
+        rows = [(part[:1].expand(length - len(part), -1), part) for part, length in parts]
+        return torch.cat([row for pair in rows for row in pair])
+
+
 def patch_module(transformer, config):
-    """Keep timesteps from being rounded: diffusers rounds what it makes of them to their type."""
+    """Patch the transformer: timesteps that are not rounded to their type, and prompts of any lengths."""
+    transformer.__class__ = Padded
+
+    def count(transformer, args, kwargs):
+        names = ("encoder_hidden_states", "encoder_hidden_states_t5")
+        transformer.prompt_lengths = tuple(kwargs[name].shape[1] for name in names)
+
+    transformer.register_forward_pre_hook(count, with_kwargs=True)
     embed = transformer.time_extra_emb
+    embed.pooler.register_forward_pre_hook(lambda pooler, args: (args[0][:, :TEXT_T5],))
 
     def exact(embed, args, kwargs):
         return args, kwargs | {"hidden_dtype": embed.timestep_embedder.linear_1.weight.dtype}
@@ -54,20 +81,26 @@ def rotary(config, grid, device):
 
 def forward_args(config, grid, latent, timestep, cond):
     """Return the arguments of the forward: two prompts, of CLIP and of mT5, whose padding the model
-    replaces."""
+    replaces among the last tokens."""
     batch = latent.shape[0]
     device = latent.device
 
-    def mask(name, length):
-        return cond[name] if name in cond else torch.ones(batch, length, dtype=torch.long, device=device)
+    def mask(name, prompt, count):
+        given, length = cond.get(name), cond[prompt].shape[1]
+        if given is not None and length == count:
+            return given
+        shown = torch.ones(batch, length, dtype=torch.long, device=device)
+        if given is not None:
+            shown[:, -count:] = given[:, -count:]
+        return shown
 
     return dict(
         hidden_states=grid.pad(latent),
         timestep=timestep.expand(batch),
         encoder_hidden_states=cond["c_crossattn"],
-        text_embedding_mask=mask("text_embedding_mask", TEXT),
+        text_embedding_mask=mask("text_embedding_mask", "c_crossattn", TEXT),
         encoder_hidden_states_t5=cond["encoder_hidden_states_t5"],
-        text_embedding_mask_t5=mask("text_embedding_mask_t5", TEXT_T5),
+        text_embedding_mask_t5=mask("text_embedding_mask_t5", "encoder_hidden_states_t5", TEXT_T5),
         image_meta_size=cond["image_meta_size"].expand(batch, -1) if "image_meta_size" in cond else None,
         style=torch.zeros(batch, dtype=torch.long, device=device),
         image_rotary_emb=once(cond, "rotary", lambda: rotary(config, grid, device)),
@@ -77,11 +110,11 @@ def forward_args(config, grid, latent, timestep, cond):
 def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. The padding that the model learned has these lengths."""
     lengths = cond["c_crossattn"].shape[1], cond["encoder_hidden_states_t5"].shape[1]
-    if lengths == (TEXT, TEXT_T5):
+    if lengths[0] >= TEXT and lengths[1] >= TEXT_T5:
         return None
     return (
-        f"the prompts have {lengths} tokens, but HunyuanDiT in diffusers takes {TEXT} and {TEXT_T5}; "
-        f"shorten the prompt."
+        f"the prompts have {lengths} tokens, but HunyuanDiT takes at least {TEXT} and {TEXT_T5}; pad them, "
+        f"and mask the padding."
     )
 
 

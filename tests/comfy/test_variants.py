@@ -107,6 +107,10 @@ def kandinsky5(**fields):
     )
 
 
+def hunyuan_dit(**fields):
+    return HunYuanDiT(depth=4, hidden_size=256, text_states_dim=64, text_states_dim_t5=64, **fields, **HERE)
+
+
 def klein():
     return Flux(
         patch_size=1,
@@ -188,18 +192,22 @@ VARIANTS = {
         randn(1, 4, 64, 64),
         TEXT,
     ),
-    "hunyuan-dit 1.1": (
-        lambda: HunYuanDiT(
-            depth=4,
-            hidden_size=256,
-            text_states_dim=64,
-            text_states_dim_t5=64,
-            size_cond=True,
-            use_style_cond=True,
-            **HERE,
-        ),
-        randn(1, 4, 40, 48),
-        T5,
+    "hunyuan-dit 1.1": (lambda: hunyuan_dit(size_cond=True, use_style_cond=True), randn(1, 4, 40, 48), T5),
+    "hunyuan-dit, long prompts": (
+        hunyuan_dit,
+        randn(1, 4, 24, 32),
+        {
+            "c_crossattn": randn(1, 120, 64),
+            "encoder_hidden_states_t5": randn(1, 300, 64),
+            "text_embedding_mask": hidden_rows(120, 100),
+            "text_embedding_mask_t5": hidden_rows(300, 30),  # of the first 44 ComfyUI hides none
+            "image_meta_size": T5["image_meta_size"],
+        },
+    ),
+    "hunyuan-dit, a long prompt of CLIP": (
+        hunyuan_dit,
+        randn(1, 4, 24, 32),
+        {**T5, "c_crossattn": randn(1, 90, 64), "text_embedding_mask": hidden_rows(90, 80)},
     ),
     "cogvideox 1.5": (lambda: cogvideox(in_channels=16), VIDEO, TEXT),
     "cogvideox 1.5 image to video": (

@@ -22,7 +22,7 @@ from backend.sampling.validation import check_sample
     "family, change, words",
     [
         ("sd3", {"noise": torch.zeros(1, 16, 66, 16)}, "33 x 8 tokens"),
-        ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 80, 64)}, "shorten the prompt"),
+        ("hunyuan-dit", {"positive.c_crossattn": torch.zeros(1, 70, 64)}, "at least 77 and 256; pad"),
         ("kandinsky5", {"positive.time_dim_replace": torch.zeros(1, 16, 1, 12, 12)}, "known frames"),
         ("kandinsky5", {"positive.c_crossattn": torch.zeros(1, 8200, 64)}, "8200 tokens, .* knows 8192"),
         ("kandinsky5", {"noise": torch.zeros(1, 16, 1030, 4, 4)}, "1030 x 2 x 2 tokens, .* knows 1024"),

@@ -22,7 +22,7 @@ from backend.models import ltx2, minimax_h3, wan_vace
 from backend.models.common import ltx2_blocks, wan_blocks
 from backend.parallel import mesh
 from backend.sampling.model_call import build_call
-from backend.sampling.request import UNIPC, build
+from backend.sampling.request import UNIPC, arguments_of, build
 from backend.sampling.solvers.unipc import LAST_SIGMA
 from backend.sampling.step_loop import Callbacks
 
@@ -107,6 +107,27 @@ def test_chroma_embeds_the_requests_guidance(given, want, tmp_path):
     numbers = torch.tensor([700.0, want]).repeat(2)
     wanted = get_timestep_embedding(numbers, 16, flip_sin_to_cos=True, downscale_freq_shift=0).view(2, 1, 32)
     assert_ulps(sines[:, :, :32], wanted.expand(-1, sines.shape[1], -1), 1)
+
+
+@torch.inference_mode()
+def test_hunyuan_dit_takes_a_prompt_that_is_longer_than_its_padding(tmp_path):
+    """The last 77 tokens have the learned one, as diffusers' model would with rows before it."""
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "hunyuan-dit.safetensors", "hunyuan-dit")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    sample = request("hunyuan-dit-1.1")
+    cond = arguments_of("positive", sample.tensors)
+    latent, text = sample.tensors["noise"], cond["c_crossattn"]
+    cond["c_crossattn"] = torch.cat([text[:, :9] * 2, text], dim=1)
+    cond["text_embedding_mask"] = torch.cat([torch.zeros(1, 9), torch.ones(1, 30), torch.zeros(1, 47)], dim=1)
+    grid = checkpoint.family.latent.grid(checkpoint.config, latent.shape[1:], [])
+    assert checkpoint.family.conditioning.refusal(checkpoint.config, grid, cond) is None
+    given = checkpoint.family.io.arguments(checkpoint.config, grid, latent, torch.tensor(700.0), cond)
+    found = checkpoint.empty(**given, return_dict=False)[0]
+    plain = diffusers.HunyuanDiT2DModel(**checkpoint.config).eval()
+    plain.load_state_dict(checkpoint.empty.state_dict())
+    plain.text_embedding_padding.data = torch.cat([torch.zeros(9, 64), plain.text_embedding_padding.data])
+    assert given["text_embedding_mask"][0, :9].all()  # ComfyUI hides none of them
+    assert_ulps(found, plain(**given, return_dict=False)[0], checkpoint.block_count)
 
 
 def test_frame_rates_are_not_rounded(tmp_path):
