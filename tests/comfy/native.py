@@ -28,6 +28,7 @@ with comfy_modules():
     import comfy.model_detection
     import comfy.model_patcher
     import comfy.supported_models
+    from parallel_dit.backend.client.idle import Users
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.nodes.comfy_models.registry import weightless_patcher
     from parallel_dit.nodes.host import remote_solver
@@ -58,9 +59,12 @@ class Rank:
         self.engine = Engine(ParallelConfig(), mesh.single())
         self.engine.load("tiny", checkpoint, "default")
         self.requests = []
+        self.users = Users()
+        self.models = {}  # of others, which would leave the ranks where memory lacks
 
-    def sample(self, message, on_progress, should_cancel, room=None):
-        """As a backend's own; nothing else wants the memory, so ``room`` is not asked."""
+    def sample(self, message, on_progress, should_cancel, room=None, everywhere=False):
+        """As a backend's own; nothing else wants the memory, so neither ``room`` nor ``everywhere`` is
+        asked."""
         header = json.loads(
             json.dumps({key: value for key, value in vars(message).items() if key != "tensors"})
         )
