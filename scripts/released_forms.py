@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
@@ -116,8 +117,10 @@ def gguf_tensors(tensors: Tensors, kind: str) -> Tensors:
 FORMS: dict[str, Callable[[Tensors, dict[str, str]], Tensors]] = {"fp8 scaled": fp8, "int8 ConvRot": int8}
 
 
+@lru_cache(maxsize=8)
 def checkpoint_of(file: File) -> Checkpoint:
-    """Open the file of a line by its header. Raises UnsupportedError."""
+    """Open the file of a line by its header: that of earlier calls, so nobody changes it. Raises
+    UnsupportedError."""
     if file.header in released() and not file.form:
         return opened(file.header)
     tensors = tensors_of(file.header)

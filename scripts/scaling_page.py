@@ -8,7 +8,6 @@ backend/planner/cost.py's, counts are describe()'s, checked by benchmarks/dry_ru
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -78,16 +77,20 @@ def fitted(case: Case) -> Machine:
     return machine
 
 
-def published() -> Iterator[tuple[Case, str, float, float]]:
-    """Yield (case, plan, published seconds, projected seconds) of every plan of several GPUs that stands
+@cache
+def published() -> list[tuple[Case, str, float, float]]:
+    """Return (case, plan, published seconds, projected seconds) of every plan of several GPUs that stands
     next to one GPU's."""
+    found = []
     for case in CASES:
         if "1" not in case.seconds:
             continue
         machine = fitted(case)
         for name, plan in case.plans.items():
             if name != "1":
-                yield case, name, case.seconds[name], Cost(case.model, plan, machine, case.request).total
+                total = Cost(case.model, plan, machine, case.request).total
+                found.append((case, name, case.seconds[name], total))
+    return found
 
 
 def errors() -> list[float]:
