@@ -61,7 +61,8 @@ LEFT_OUT = {
     "qwen-image21": "diffusers' forward asks the device where its tokens are: meta tensors have no answer",
 }
 FAMILIES = tuple(name for name in LATENT_FORMATS if name not in LEFT_OUT)
-STEPS = 3
+#: Steps of a request, and of one whose second step is like any later one: nothing is stale in it.
+STEPS, STEPS_WITHOUT_PATCHES = 3, 2
 STORED = Path(__file__).with_suffix(".json")
 
 
@@ -160,11 +161,11 @@ def load(
     return LoadedModel(transformer, torch.bfloat16, stage, report, False, cache, weights, {})
 
 
-def request_of(family: str, batch: int = 1) -> Sample:
-    """Return the family's golden request in STEPS steps of Euler; Flux has one of a ``batch`` of 2."""
+def request_of(family: str, batch: int = 1, steps: int = STEPS) -> Sample:
+    """Return the family's golden request in ``steps`` of Euler; Flux has one of a ``batch`` of 2."""
     case = "euler_simple" if batch == 1 else f"batch{batch}"
     found = golden_request(case) if family == "flux-dev" else golden(f"{family}__{case}")
-    sigmas = torch.linspace(found[0].tensors["sigmas"][0].item(), 0, STEPS + 1)
+    sigmas = torch.linspace(found[0].tensors["sigmas"][0].item(), 0, steps + 1)
     return replace(found[0], sampler="euler", tensors={**found[0].tensors, "sigmas": sigmas})
 
 
@@ -189,7 +190,12 @@ class LastStep(Denoiser):
 
 
 def run(
-    family: str, config: ParallelConfig, rank: int, mode: Count | Clock, callbacks: Callbacks | None = None
+    family: str,
+    config: ParallelConfig,
+    rank: int,
+    mode: Count | Clock,
+    callbacks: Callbacks | None = None,
+    steps: int = STEPS,
 ) -> LastStep:
     """Run the family's request as one rank; return the loop whose last step ``mode`` has seen."""
     checkpoint = checkpoint_of(family)
@@ -197,7 +203,7 @@ def run(
     with meta_device(mode if isinstance(mode, Count) else Count()), torch.inference_mode():
         model = load(checkpoint, config, mesh)
         model.cache.offload()
-        sample = request_of(family)
+        sample = request_of(family, steps=steps)
         request = build(sample, config, model.family, model.config, model.dtype, META)
         with running(model, request) as runner:
             loop = LastStep(mesh, request, runner, with_downloads(callbacks or Callbacks(), request))
@@ -213,9 +219,10 @@ def measure(family: str, method: str, timing: bool = True) -> tuple[Launches, di
     config = replace(ParallelConfig(), **cast(Any, degrees)).validate()
     waits: dict[str, int] = {}
     device = host = microseconds = 0.0
+    steps = STEPS if config.pipefusion_degree > 1 else STEPS_WITHOUT_PATCHES
     for rank in ranks:
         count = Count()
-        loop = run(family, config, rank, count)
+        loop = run(family, config, rank, count, steps=steps)
         for what, times in count.waits.items():
             waits[what] = max(times, waits.get(what, 0))
         device = max(device, count.device.total() / loop.calls)

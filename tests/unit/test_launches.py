@@ -60,7 +60,7 @@ def test_nor_does_one_with_a_mask(monkeypatch, method):
     sample = masked("ltx2-i2v")
     sigmas = torch.linspace(sample.tensors["sigmas"][0].item(), 0, launches.STEPS + 1)
     sample = replace(sample, sampler="euler", tensors={**sample.tensors, "sigmas": sigmas})
-    monkeypatch.setattr(launches, "request_of", lambda family: sample)
+    monkeypatch.setattr(launches, "request_of", lambda family, steps: sample)
     line, waits = launches.measure("ltx2", method, timing=False)
     assert line.device_ops > 0 and not waits
 
