@@ -1,10 +1,12 @@
 """Quantized weights stay as their files store them: the latents of what they stand for, to the bit, in the
 memory of what is stored."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cropping import cropped
 from families import CASES, golden
 from loras import lora
 from quantized import KINDS, matrices, weights_of, write_gguf, write_scaled
@@ -23,6 +25,8 @@ from backend.sampling.step_loop import Callbacks
 
 #: One golden case of each family.
 FIRST = {name.split("__")[0]: name for name in reversed(CASES)}
+#: Most rows and columns of latent pixels where no ComfyUI is compared.
+SIDE = 8
 GGUF_KINDS = ("Q8_0", "Q5_1", "Q4_K", "Q2_K")
 
 
@@ -72,10 +76,11 @@ def test_every_family_multiplies_by_float8(family, tmp_path, no_cat_of_float8):
     save_file(tensors, tmp_path / "float8.safetensors")
     engine = loaded(tmp_path / "float8.safetensors")
     assert len(packed_weights(engine)) > 10
-    wanted = loaded(inflated(tmp_path / "float8.safetensors", tmp_path / "inflated.safetensors"))
+    save_file({key: value.float() for key, value in tensors.items()}, tmp_path / "inflated.safetensors")
+    wanted = loaded(tmp_path / "inflated.safetensors")
     sample, _ = golden(FIRST[family])
-    again, _ = golden(FIRST[family])
-    assert_same_bits(steps(engine, sample), steps(wanted, again))
+    sample = replace(sample, tensors=cropped(sample.tensors, SIDE))
+    assert_same_bits(steps(engine, sample), steps(wanted, sample))
 
 
 def write(folder: Path, state: dict, kind: str) -> Path:
