@@ -160,8 +160,13 @@ def as_folder(file: Path, **entries) -> Path:
     """The weights of a single file as a diffusers folder beside it, whose configuration has other
     ``entries``.
     """
-    checkpoint, folder = open_checkpoint(str(file)), file.with_name("transformer")
+    checkpoint = open_checkpoint(str(file))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    return save_folder(checkpoint, file.with_name("transformer"), **entries)
+
+
+def save_folder(checkpoint, folder: Path, **entries) -> Path:
+    """A loaded checkpoint as a diffusers folder, whose configuration has other ``entries``."""
     folder.mkdir()
     save_file(diffusers_state(checkpoint), folder / "diffusion_pytorch_model.safetensors")
     (folder / "config.json").write_text(

@@ -3,6 +3,7 @@ away (families.TOLERANCES has the exceptions); and from a diffusers folder."""
 
 import json
 import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from live_memory import survivors_of
 from safetensors.torch import save_file
 from sharded_calls import call_as_sharded
 from tiny import (
-    as_folder,
     diffusers_state,
     error_in_std,
     facts,
     is_known_distance,
     relative,
+    save_folder,
     weights_module,
     write_checkpoint,
 )
@@ -73,12 +74,22 @@ def test_a_preview_stays_as_it_was(tmp_path):
     assert len(kept) > 1 and all(x0.equal(copy) for x0, copy in zip(kept, copies))
 
 
-@pytest.mark.parametrize("family", [family for family in LATENT_FORMATS if family not in FILES_ALONE])
-def test_diffusers_folder_has_the_same_weights(family, tmp_path):
-    file = write_checkpoint(tmp_path / f"{family}.safetensors", family)
-    single, again = (open_checkpoint(str(path)) for path in (file, as_folder(file)))
-    for checkpoint in (single, again):
-        checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+@pytest.fixture(scope="module")
+def single(request, tmp_path_factory):
+    """The checkpoint of a family's single file, loaded."""
+    folder = tmp_path_factory.mktemp("models")
+    checkpoint = open_checkpoint(str(write_checkpoint(folder / "tiny.safetensors", request.param)))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    yield checkpoint
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "single", [family for family in LATENT_FORMATS if family not in FILES_ALONE], indirect=True
+)
+def test_diffusers_folder_has_the_same_weights(single, tmp_path):
+    again = open_checkpoint(str(save_folder(single, tmp_path / "transformer")))
+    again.load(range(again.block_count), torch.float32, torch.device("cpu"))
     assert again.family == single.family
     weights = again.empty.state_dict()
     assert all(value.equal(weights[name]) for name, value in single.empty.state_dict().items())
@@ -191,11 +202,9 @@ def test_the_cost_of_a_block_is_what_it_multiplies(cut):
     assert computed == pytest.approx([scale * each for each in work], rel=0.005)
 
 
-@pytest.mark.parametrize("family", LATENT_FORMATS)
-def test_single_file_with_diffusers_names(family, tmp_path):
+@pytest.mark.parametrize("single", LATENT_FORMATS, indirect=True)
+def test_single_file_with_diffusers_names(single, tmp_path):
     """Recognised by its keys, the configuration from the shapes; with a prefix too."""
-    single = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
-    single.load(range(single.block_count), torch.float32, torch.device("cpu"))
     weights = {f"transformer.{name}": value for name, value in diffusers_state(single).items()}
     save_file(weights, tmp_path / "diffusers.safetensors")
     again = open_checkpoint(str(tmp_path / "diffusers.safetensors"))
