@@ -58,19 +58,29 @@ def write_gguf(path: Path, header: str, kind: str, metadata: Mapping[str, str] =
     where rows hold no whole blocks; everything else in F32, tensors of five dimensions too."""
     import gguf  # which few need
 
-    writer = gguf.GGUFWriter(path, "diffusion", use_temp_file=False)
-    for key, value in metadata.items():
-        writer.add_string(key, value)
-    size = 0
+    tensors = {}
     for key, (_, shape) in unfold(released()[header]["tensors"]).items():
         block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         chosen = "F32"
         if len(shape) == 2 and math.prod(shape) > LEAST_VALUES:
             chosen = "F16" if shape[1] % block else kind
-        stored = gguf.GGMLQuantizationType[chosen]
+        name = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
+        tensors[name] = (chosen, shape)
+    write_sparse_gguf(path, tensors, metadata)
+
+
+def write_sparse_gguf(path: Path, tensors: Tensors, metadata: Mapping[str, str] = {}):
+    """Write a GGUF file of these tensors, (type, shape) of each, whose data is a hole."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "diffusion", use_temp_file=False)
+    for key, value in metadata.items():
+        writer.add_string(key, value)
+    size = 0
+    for name, (kind, shape) in tensors.items():
+        stored = gguf.GGMLQuantizationType[kind]
         block, width = gguf.GGML_QUANT_SIZES[stored]
         count = math.prod(shape) // block * width
-        name = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
         writer.add_tensor_info(name, shape, numpy.dtype("float16"), count, stored)
         size += writer.ggml_pad(count, writer.data_alignment)
     writer.write_header_to_file()
