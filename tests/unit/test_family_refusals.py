@@ -2,20 +2,31 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from families import golden
-from tiny import (
-    write_checkpoint,
-)
+from tiny import write_checkpoint
 
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
+from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.protocol import ModelCall
 from backend.sampling.model_call import check_call
 from backend.sampling.validation import check_sample
+
+
+@pytest.fixture(scope="module")
+def opened(folder):
+    """Family -> its checkpoint, of which nobody loads the weights."""
+
+    @cache
+    def of(family: str) -> Checkpoint:
+        return open_checkpoint(str(write_checkpoint(folder / f"{family}.safetensors", family)))
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -48,8 +59,8 @@ from backend.sampling.validation import check_sample
         ("z-image-turbo", {"positive.c_crossattn": torch.zeros(1, 4090, 64)}, "4096 tokens of text"),
     ],
 )
-def test_refusals_name_the_remedy(family, change, words, tmp_path):
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+def test_refusals_name_the_remedy(family, change, words, opened):
+    checkpoint = opened(family)
     sample, _ = golden(f"{family}__euler_simple")
     tensors = {**sample.tensors, **change}
     tensors["latent"] = tensors["noise"]
@@ -64,8 +75,8 @@ def test_refusals_name_the_remedy(family, change, words, tmp_path):
         )
 
 
-def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(tmp_path):
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "sd3.safetensors", "sd3")))
+def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(opened):
+    checkpoint = opened("sd3")
     with pytest.raises(ConfigError, match="data_parallel_degree is 2 but the latent's batch is 1"):
         check_sample(
             golden("sd3__euler_simple")[0],
@@ -87,8 +98,8 @@ def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(tmp_path)
         ("sd3", [[16, 16, 16], [16, 16, 16]], "holds 2 latents"),
     ],
 )
-def test_latents_of_another_kind_are_refused(family, shapes, words, tmp_path):
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+def test_latents_of_another_kind_are_refused(family, shapes, words, opened):
+    checkpoint = opened(family)
     sample, _ = golden(f"{family}__euler_simple")
     with pytest.raises(UnsupportedError, match=words):
         check_sample(
@@ -111,9 +122,9 @@ def test_latents_of_another_kind_are_refused(family, shapes, words, tmp_path):
         ("sd3", [0.75], r"timesteps of shape \(1,\)"),
     ],
 )
-def test_timesteps_of_a_call(family, time, words, tmp_path):
+def test_timesteps_of_a_call(family, time, words, opened):
     """One for each sample; those of nested latents are run at one timestep together."""
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / f"{family}.safetensors", family)))
+    checkpoint = opened(family)
     sample, _ = golden(f"{family}__euler_simple")
     given = {name: value for name, value in sample.tensors.items() if name.startswith("positive.")}
     tensors = {name.replace("positive.", "cond."): value for name, value in given.items()}

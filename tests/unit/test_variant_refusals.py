@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import diffusers
 import pytest
@@ -13,10 +14,22 @@ from variants import request, write
 
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
+from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Sample
 from backend.sampling.validation import check_sample
+
+
+@pytest.fixture(scope="module")
+def opened(folder):
+    """Variant -> its checkpoint, of which nobody loads the weights."""
+
+    @cache
+    def of(name: str) -> Checkpoint:
+        return open_checkpoint(str(write(folder / f"{name}.safetensors", name)))
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -151,8 +164,8 @@ from backend.sampling.validation import check_sample
         ),
     ],
 )
-def test_refusals_name_the_remedy(name, change, words, tmp_path):
-    checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
+def test_refusals_name_the_remedy(name, change, words, opened):
+    checkpoint = opened(name)
     sample = request(name)
     noise = {key: value for key, value in change.items() if key == "noise"}
     prompts = {f"positive.{key}": value for key, value in change.items() if key != "noise"}
