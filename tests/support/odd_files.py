@@ -5,6 +5,7 @@ import os
 import pickle
 import socket
 import struct
+from functools import cache
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,11 +23,22 @@ def header(path, entries: dict, size: int = 0, claimed: int | None = None):
     return path
 
 
+@cache
+def as_it_is(plain):
+    """The tiny model as a diffusers folder beside its file, whose weights nobody writes into."""
+    return as_folder(plain)
+
+
 def transformer(folder, plain, **entries):
     """The tiny model as a diffusers folder, whose configuration has other ``entries``."""
-    source = folder / "source.safetensors"
-    os.link(plain, source)
-    return as_folder(source, **entries)
+    made = folder / "transformer"
+    made.mkdir()
+    source = as_it_is(plain)
+    for part in source.glob("*.safetensors"):
+        os.link(part, made / part.name)
+    config = json.loads((source / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | entries))
+    return made
 
 
 def gguf_string(text: bytes) -> bytes:
