@@ -2,15 +2,17 @@
 the stored bytes of its share alone."""
 
 import math
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
 from launch import run_ranks
 from loras import write_mixed
 from quantized import write_gguf, write_scaled
 from ranks.packed import FILES, Run, runs
 from tiers import params
-from tiny import shallow_flux, weights_module
+from tiny import made_once, shallow_flux, weights_module
 
 RUNS = runs()
 KINDS = {
@@ -37,17 +39,25 @@ def of_cut_blocks(run: Run) -> int:
     return (over - 1) * rows * BLOCK_BYTES if run.format == "Q4_K" else 0
 
 
+@cache
+def state() -> dict[str, torch.Tensor]:
+    """Weights of the shallow Flux."""
+    return weights_module().state_dict(shallow_flux())
+
+
+def write(format: str, path: Path):
+    """A file of a format."""
+    if format in KINDS:
+        write_scaled(path, state(), KINDS[format])
+    else:
+        write_gguf(path, state(), (format,))
+
+
 def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
     """Id -> what ranks/packed.py finds of these runs on so many ranks."""
-    shapes = shallow_flux()
-    state = weights_module().state_dict(shapes)
-    write_mixed(folder / "lora.safetensors", shapes)
+    made_once(folder / "lora.safetensors", lambda path: write_mixed(path, shallow_flux()))
     for format in {run.format for run in selected}:
-        path = folder / FILES[format]
-        if format in KINDS:
-            write_scaled(path, state, KINDS[format])
-        else:
-            write_gguf(path, state, (format,))
+        made_once(folder / FILES[format], partial(write, format))
     ids = [run.id for run in selected]
     found = {row["id"]: row for row in run_ranks("ranks.packed", ranks, folder, str(folder), ids)}
     assert found.keys() == set(ids)
