@@ -88,7 +88,7 @@ def test_work_is_no_silence(ranks):
     """A C call that releases the GIL, a loop that never does so by itself, and a short one that holds it."""
     holds = "while True: ctypes.PyDLL(None).usleep(int(1e6)); time.sleep(0.01)"
     busy = ranks("time.sleep(600)", "while True: pass", holds)
-    time.sleep(3 * LIMIT)
+    time.sleep(2 * LIMIT)
     assert busy.reports == []
     assert [beat.rank for beat in busy.beats.read()] == [0, 1, 2]
     assert busy.beats.read()[2].longest >= 1.0  # it says how long it was kept from its beat
