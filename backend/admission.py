@@ -108,7 +108,7 @@ class Planned:
 
     is_loaded: the ranks hold the weights of ``plans``; another configuration would free them. parked: ranks
     whose weights are in host memory and have to come back. others: other models are on the devices, which the
-    client may unload.
+    client may unload. choices: how quantized parameters multiply, once they are loaded.
     """
 
     config: ParallelConfig
@@ -120,6 +120,7 @@ class Planned:
     is_loaded: bool
     parked: Collection[int] = ()
     others: bool = False
+    choices: Mapping[str, Choice] | None = None
 
     def with_weights(self, parked: Collection[int]) -> "Planned":
         """Return the same where the weights of the ranks ``parked`` have yet to come to the device."""
@@ -138,7 +139,7 @@ class Planned:
         stays = [self.is_loaded and rank not in self.parked for rank in range(len(self.plans))]
         held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
         capacity = [room.free + room.cached + own for room, own in zip(rooms, held)]
-        found = fitting(self.config, self.checkpoint, self.size, self.dtype, capacity)
+        found = fitting(self.config, self.checkpoint, self.size, self.dtype, capacity, self.choices)
         remedy = NO_SETTING if not found else f"It would fit with {', or '.join(found)}."
         returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
         return f"{_shortage(short, *what, plan, returning)} {remedy}"
@@ -187,7 +188,7 @@ class Admission:
             self._plans.append((checkpoint, key, plans))
         held = scratch_bytes(self.memory.device)
         needs = [request_need(plan, held) for plan in plans]
-        return Planned(config, checkpoint, size, dtype, plans, needs, is_loaded=True)
+        return Planned(config, checkpoint, size, dtype, plans, needs, is_loaded=True, choices=choices)
 
     def forget(self):
         """Let the checkpoints of plans go, and with them their files."""

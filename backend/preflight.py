@@ -117,7 +117,8 @@ def _remedy(config: ParallelConfig) -> str:
     if config.shard_weights:
         return "choose a file of fewer bits, or shard over more GPUs"
     divide = "raise pipefusion_degree or tensor_parallel_degree, which divide the weights"
-    if config.pipefusion_degree * config.tensor_parallel_degree > 1:
+    can_shard = config.sp_degree * config.data_parallel_degree > 1 and not config.offload_modulation
+    if config.pipefusion_degree * config.tensor_parallel_degree > 1 or not can_shard:
         return f"{divide}, or choose a file of fewer bits"
     return f"{divide}, switch shard_weights on, or choose a file of fewer bits"
 

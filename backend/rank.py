@@ -121,7 +121,7 @@ class Worker:
 
         def lacks() -> int:
             if model.parked_on:  # the weights are to come back, where they have left
-                return model.lora_bytes(model.weights.stack) if model.parked else 0
+                return model.held_lora_bytes if model.parked else 0
             return 0 if model.weights.stack == stack else model.lora_bytes(stack)
 
         try:
@@ -184,7 +184,7 @@ class Worker:
             return None
         leaving = ranks - model.parked_on
         here = self.machines[self.mesh.rank]
-        own = model.report.weight_bytes + model.lora_bytes(model.weights.stack)
+        own = model.report.weight_bytes + model.held_lora_bytes
         sizes = self.dispatcher.all_gather_numbers([own, min(own, parking.page_locked_bytes())])
         of_machine = [sizes[rank] for rank in leaving if self.machines[rank] == here]
         size, kept = (sum(each) for each in zip(*of_machine)) if of_machine else (0, 0)

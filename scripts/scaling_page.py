@@ -82,14 +82,11 @@ def published() -> list[tuple[Case, str, float, float]]:
     """Return (case, plan, published seconds, projected seconds) of every plan of several GPUs that stands
     next to one GPU's."""
     found = []
-    for case in CASES:
-        if "1" not in case.seconds:
-            continue
+    for case in (each for each in CASES if "1" in each.seconds):
         machine = fitted(case)
-        for name, plan in case.plans.items():
-            if name != "1":
-                total = Cost(case.model, plan, machine, case.request).total
-                found.append((case, name, case.seconds[name], total))
+        plans = {name: plan for name, plan in case.plans.items() if name != "1"}
+        costs = {name: Cost(case.model, plan, machine, case.request) for name, plan in plans.items()}
+        found += [(case, name, case.seconds[name], cost.total) for name, cost in costs.items()]
     return found
 
 

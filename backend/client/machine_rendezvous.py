@@ -34,7 +34,6 @@ def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: fl
     deadline = time.monotonic() + seconds
     while missing := [i for i in range(1, machines.count) if i not in peers]:
         check()
-        peers = {index: peer for index, peer in peers.items() if not peer.has_hung_up()}
         if time.monotonic() > deadline:
             listener.close()
             names = ", ".join(map(str, missing))
@@ -42,6 +41,8 @@ def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: fl
                 f"machine {names} of {machines.count} has not joined in {seconds:.0f} s; start it with "
                 f"--node-rank {missing[0]} --rdzv-endpoint {machines.endpoint} and this token{refused}."
             )
+        for peer in [peer for peer in peers.values() if peer.has_hung_up()]:  # it may start again
+            peers.pop(peer.index).socket.close()
         try:
             connection, (host, _) = listener.accept()
         except OSError:

@@ -68,9 +68,8 @@ class PrivateFolder:
         """Keep the folder for KEEP_SECONDS from now on: its log was named to somebody."""
         self._kept = True
         if self._lock is not None:
-            with suppress(
-                OSError
-            ):  # a disk that can no longer be written: what has failed is still to be told
+            # of a disk that can no longer be written what has failed is still to be told
+            with suppress(OSError):
                 os.ftruncate(self._lock, 1)  # a hole, for which a full disk has room, too
                 os.utime(self._lock)
 

@@ -15,7 +15,7 @@ def blocks_text(blocks: tuple[int, int]) -> str:
 @dataclass(frozen=True)
 class LoadReport:
     """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole
-    checkpoint; weight_bytes: what the rank now holds; peak_bytes: most device memory meanwhile (on the CPU,
+    checkpoint; weight_bytes: on its device; peak_bytes: most device memory meanwhile (on the CPU,
     of the process in all; 0 where the system does not say); quantized: its quantized layers
     (quantization/matmul.summary)."""
 

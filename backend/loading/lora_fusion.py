@@ -174,6 +174,14 @@ class FusedWeights:
                 numbers += rows * columns
         return numbers * dtype.itemsize
 
+    def held_adapter_bytes(self) -> int:
+        """Count the bytes of LoRAs that are beside quantized weights now. No file is opened."""
+        weights = self.packed.values()
+        held = [
+            each for weight in weights for lora in weight.adapters.values() for each in (lora.up, lora.down)
+        ]
+        return sum(each.nbytes for each in [*held, *(weight.whole for weight in weights)] if each is not None)
+
     def _patches(self, stack: Stack) -> Patches:
         found = defaultdict(list)
         order = count()

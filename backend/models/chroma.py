@@ -8,6 +8,7 @@ from diffusers.models.embeddings import get_timestep_embedding
 
 from . import flux
 from .blocks import APART, JOINED
+from .common.call_state import call_state
 from .common.double_stream import config_of
 from .common.tensor_plans import COMMON, PARALLEL_MLP
 from .common.timestep_precision import keep_timestep
@@ -24,14 +25,8 @@ def patch_module(transformer, config):
     embed = transformer.time_text_embed
     keep_timestep(transformer, embed, reader, 1000.0)
 
-    seen = {}
-
-    def keep(module, args, kwargs):
-        seen["guidance"] = kwargs["guidance"]
-        return args, {name: value for name, value in kwargs.items() if name != "guidance"}
-
-    transformer.register_forward_pre_hook(keep, with_kwargs=True)
-    embed.guidance_proj.register_forward_pre_hook(lambda module, args: (seen.pop("guidance"),))
+    call = call_state(transformer, {"guidance": None})
+    embed.guidance_proj.register_forward_pre_hook(lambda module, args: (call.guidance,))
 
 
 def prepare(transformer, grid):

@@ -34,7 +34,7 @@ class Padded(HunyuanDiT2DModel):
     def text_embedding_padding(self):
         learned = self._parameters["text_embedding_padding"]
         assert learned is not None, "every file has it"
-        lengths = self.__dict__.pop("prompt_lengths", (TEXT, TEXT_T5))
+        lengths = self.__dict__.get("prompt_lengths", (TEXT, TEXT_T5))
         if lengths == (TEXT, TEXT_T5):
             return learned
         parts = zip(learned.split((TEXT, TEXT_T5)), lengths)
@@ -51,7 +51,11 @@ def patch_module(transformer, config):
         names = ("encoder_hidden_states", "encoder_hidden_states_t5")
         transformer.prompt_lengths = tuple(kwargs[name].shape[1] for name in names)
 
+    def forget(transformer, args, output):
+        transformer.__dict__.pop("prompt_lengths", None)
+
     transformer.register_forward_pre_hook(count, with_kwargs=True)
+    transformer.register_forward_hook(forget, always_call=True)
     embed = transformer.time_extra_emb
     embed.pooler.register_forward_pre_hook(lambda pooler, args: (args[0][:, :TEXT_T5],))
 

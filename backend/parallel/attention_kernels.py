@@ -20,6 +20,8 @@ aten = torch.ops.aten
 ALIGNMENT = 8
 #: The log-sum-exp of no key: far below any other. Of -inf, which it is, differences would be NaN.
 NOTHING = -1e30
+#: Compute capability from which NVIDIA's GPUs have flash attention and bfloat16.
+AMPERE = (8, 0)
 #: Devices on which torch's flash kernel was tried and failed.
 WITHOUT_FLASH: set[torch.device] = set()
 #: Torch's kernels whose place an activated one (kernel_table.activated) does not take.
@@ -89,18 +91,19 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
             mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    row = kernel_of(kernel)
+    if row.call is not None and fits(kernel, q, masked=mask is not None, lse=True):
+        return row.call(q, k, v, scale, True)
     if mask is not None or q.dtype == torch.float32 or not has_flash(q.device):
         dtype = q.dtype
-        if dtype == torch.bfloat16 and not has_flash(q.device):  # for which it has no kernel there
+        # the efficient kernel has none for bfloat16 before Ampere
+        if dtype == torch.bfloat16 and torch.cuda.get_device_capability(q.device) < AMPERE:
             q, k, v = q.float(), k.float(), v.float()
             mask = None if mask is None else mask.float()
         mask = None if mask is None else aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
         out, lse, *_ = efficient(q, k, v, mask, True, 0.0, False, scale=scale)
         return out.to(dtype), lse[..., : q.shape[2]]  # this kernel pads the rows of lse to a multiple of 32
-    row = kernel_of(kernel)
-    if row.call is not None and fits(kernel, q, masked=False, lse=True):
-        return row.call(q, k, v, scale, True)
     return flash_of_torch(q, k, v, scale, True)
 
 
@@ -110,7 +113,7 @@ def has_flash(device: torch.device) -> bool:
     built with it and kernel_trial.py has not seen it fail."""
     if device in WITHOUT_FLASH or not torch.backends.cuda.is_flash_attention_available():
         return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= AMPERE
 
 
 def give_up_flash(device: torch.device):

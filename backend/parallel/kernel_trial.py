@@ -31,7 +31,7 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
         errors = [(out - wanted).norm() / wanted.norm() for out in outputs]
         error = torch.stack(errors).max().item()  # of which a NaN is the largest
     except Exception as failed:  # a wheel raises what it likes
-        return _why(failed, device, f"attention is {name}, whose trial lost the GPU")
+        return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
     return "" if error <= MOST_ERROR else f"it is off by {error:.2g} of its values"
 
 
@@ -41,7 +41,7 @@ def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
     its flash kernel themselves, without that. All of them are exact, so ranks need not agree. Raises where
     the device is lost."""
     q, k, v = _numbers(dtype, head_size, device)
-    lost = "torch's attention lost the GPU when it was tried"
+    lost = "torch's attention lost the GPU when it was tried; update torch or the driver"
     try:
         SDPA(q, k, v).sum().item()
     except Exception as failed:
@@ -76,9 +76,9 @@ def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[
 
 def _why(failed: Exception, device: torch.device, lost: str) -> str:
     """Write why a trial failed; empty where memory ran out. Raises RuntimeError, which begins with ``lost``,
-    where the device is."""
+    where the device is lost."""
     if is_out_of_memory(failed):
         return ""
     why = f"{type(failed).__name__}: {reason(failed, 160)}"
-    check_device(device, f"{lost} ({why}); set attention to auto")
+    check_device(device, f"{lost} ({why})")
     return why

@@ -215,7 +215,7 @@ class LayerCache:
             layer.known.clear()
 
     def begin_evaluation(self, evaluation: int):
-        """Have an evaluation's modulation ready if it is computed ahead. Collective over pp and tp."""
+        """Have an evaluation's modulation ready if it is computed ahead. Collective over pp, tp, FSDP's."""
         self._forget_step()
         if self.plan is None:
             self._forget_modulation()

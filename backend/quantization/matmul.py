@@ -118,7 +118,8 @@ def choose(
 
 def _slower(rule: Rule, device: torch.device) -> str:
     """Why a product on this GPU is slower than it could be; empty where it is not."""
-    name = kernels.FUSED.get(rule.kernel)
+    # of fp8 the inputs alone are quantized by small kernels
+    name = kernels.FUSED.get(rule.kernel) if rule.kernel is not kernels.float8 else None
     why = kernels.small_kernels(name) if name and device.type == "cuda" else ""
     return f", slowly, by torch's kernels: {why}" if why else ""
 

@@ -1,6 +1,6 @@
 """Settings with which a load or a request that does not fit would: each is planned, none is guessed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
+from ..quantization.kernels import Choice
 from ..sampling.validation import check_degrees
 from .need import request_need
 from .request_size import RequestSize
@@ -60,14 +61,16 @@ def fitting(
     size: RequestSize,
     dtype: torch.dtype,
     capacity: list[int],
+    choices: Mapping[str, Choice] | None = None,
 ) -> list[str]:
     """Return at most MOST remedies with which weights and request fit into the ``capacity`` of every rank, in
-    bytes; each likely need counts, so that what is named does run."""
+    bytes; each likely need counts, so that what is named does run. ``choices``: as in describe."""
     found = []
     for remedy in remedies(config, size, checkpoint.is_quantized):
         try:
             check_degrees(checkpoint, remedy.config.validate())
-            plans = remedy.size.plans(remedy.config, checkpoint, dtype, remedy.bits)
+            of_file = None if remedy.bits else choices  # another file multiplies otherwise
+            plans = remedy.size.plans(remedy.config, checkpoint, dtype, remedy.bits, of_file)
         except (ConfigError, UnsupportedError):
             continue  # the model or the other settings forbid it
         needs = (plan.weight_bytes + request_need(plan).likely for plan in plans)

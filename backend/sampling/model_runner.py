@@ -86,6 +86,7 @@ class LoadedModel:
         self.parked_on |= ranks
         return moves
 
+    @torch.inference_mode(False)  # what is page locked here outlives the request that brings it back
     def unpark(self, device: torch.device):
         """Move parked weights back to ``device``. Every rank calls it. Where its memory runs out, some are
         there, and all count as not parked, so that ``park`` takes those."""
@@ -94,6 +95,11 @@ class LoadedModel:
         if was_parked:
             parking.to_device(self.modules, device, self.cache.offloaded)
             self.cache.offload(parking.may_page_lock(self.cache.offloaded))
+
+    @property
+    def held_lora_bytes(self) -> int:
+        """Count the bytes of LoRAs that are beside this rank's quantized weights now."""
+        return self.weights.held_adapter_bytes()
 
     def lora_bytes(self, stack: Stack, whole: bool = False) -> int:
         """Count the bytes of LoRAs beside the quantized weights of this rank, or of the ``whole`` model."""

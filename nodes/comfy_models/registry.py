@@ -208,15 +208,15 @@ def weightless_patcher(
     """
     family = family_named(loaded)
     config = loaded.info["config"]
-    attributes = family.reads(config)
+    attributes = {}
     if loaded.info.get("generic"):
         model_config = generic.model_config(loaded.info["generic"])
     else:
         shapes = loaded.info["weights"].items()
         weights = {key: torch.empty(shape, device="meta") for key, shape in shapes}
-        attributes |= {key: weights[key] for key in family.shapes}
         name = family.class_name(config)
-        comfy_class = _supported_model(name)
+        comfy_class = _supported_model(name)  # first: what a family reads may be newer than this ComfyUI
+        attributes = family.reads(config) | {key: weights[key] for key in family.shapes}
         if name in OURS:
             unet_config = {"accepted": loaded.info["conditioning"]}
         else:  # what ComfyUI itself detects by names and shapes

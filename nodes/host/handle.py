@@ -267,8 +267,9 @@ def _unload(
         pass
     except BackendError as error:
         logging.warning("parallel-dit: %s", error)
-    for entry in _entries(backend, {wanted}):
-        entry.held = entry.held and not set(entry.ranks) <= set(left)
+    finally:  # an interrupt is raised once they have left
+        for entry in _entries(backend, {wanted}):
+            entry.held = entry.held and not set(entry.ranks) <= set(left)
     return left
 
 

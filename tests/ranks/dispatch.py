@@ -95,6 +95,8 @@ class Parked:
     def parked(self) -> bool:
         return dist.get_rank() in self.parked_on
 
+    held_lora_bytes = 0
+
     def lora_bytes(self, stack) -> int:
         return 0
 

@@ -1,6 +1,7 @@
 """The local attention kernels, and the form in which CUDA's takes a mask."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -196,8 +197,34 @@ def test_rings_run_without_flash_where_there_is_none(monkeypatch, capability, is
     monkeypatch.setattr(kernels, "flash_of_torch", kernel("flash"))
     q = SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda:0", shape=(1, 2, 4, 8), to=id)
     kernels._lse_kernel("auto", q, q, q, None, 1.0)
+    sage = replace(table.KERNELS["sage"], call=kernel("sage"))
+    monkeypatch.setitem(table.KERNELS, "sage", sage)
+    monkeypatch.setattr(kernels, "fits", lambda *given, **named: True)
+    kernels._lse_kernel("sage", q, q, q, None, 1.0)  # a kernel of its own does not ask for torch's
     kernels.has_flash.cache_clear()
-    assert calls == [called]
+    assert calls == [called, "sage"]
+
+
+@pytest.mark.parametrize("capability, computed", [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
+def test_rings_without_flash_compute_in_bf16_where_the_gpu_does(monkeypatch, capability, computed):
+    """Float32 would take twice the memory; stand-ins for the GPU and for the kernel."""
+    given = []
+
+    def efficient(q, *_, **__):
+        given.append(q.dtype)
+        return q, torch.zeros(1, 2, 32)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    kernels.has_flash.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    monkeypatch.setattr(kernels, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    q = torch.ones(1, 2, 4, 8, dtype=torch.bfloat16).as_subclass(OnGpu)
+    kernels._lse_kernel("auto", q, q, q, None, 1.0)
+    kernels.has_flash.cache_clear()
+    assert given == [computed]
 
 
 @pytest.mark.parametrize("is_masked", [False, True])

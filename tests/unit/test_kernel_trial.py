@@ -164,6 +164,6 @@ def test_a_kernel_that_loses_the_gpu_is_named(kernel, monkeypatch):
 
     monkeypatch.setattr(torch, "ones", lost)
     with pytest.raises(
-        RuntimeError, match="^attention is sage, whose trial lost the GPU .*set attention to auto"
+        RuntimeError, match="^attention is sage, whose trial lost the GPU; set it to auto .*no kernel image"
     ):
         kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU)

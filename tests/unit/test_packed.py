@@ -137,6 +137,7 @@ def counted_is_held(engine: Engine, loras: list):
     held += [w.whole for w in packed_weights(engine).values() if w.whole is not None]
     assert model.weights.stack == stack
     assert model.lora_bytes(stack) == model.lora_bytes(stack, whole=True) == sum(x.nbytes for x in held) > 0
+    assert model.held_lora_bytes == model.lora_bytes(stack)
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "Q4_K"])

@@ -80,7 +80,7 @@ def unloaded(monkeypatch, free: int, *messages: Unload, lora: int = 0) -> list[t
             model.parked_on |= ranks
 
         parts = {"can_park": True, "parked_on": frozenset(), "report": SimpleNamespace(weight_bytes=GB)}
-        parts |= {"weights": SimpleNamespace(stack=("l",)), "lora_bytes": lambda stack: lora * len(stack)}
+        parts |= {"held_lora_bytes": lora}
         models = {"m": SimpleNamespace(**parts)}
         rank = Worker.__new__(Worker)
         rank.mesh = SimpleNamespace(rank=number, world_size=len(MACHINES))
@@ -113,9 +113,8 @@ def test_those_park_for_which_their_machines_have_room(monkeypatch, ranks, free)
     assert here == [(parks, ["park" if rank in parks else "keep"]) for rank in range(3)]
     assert unloaded(monkeypatch, free * GB - 1, message) == [([0, 1, 2], ["unload"])] * 3
     assert unloaded(monkeypatch, free * GB, Unload("m")) == [([0, 1, 2], ["unload"])] * 3
-    assert (
-        unloaded(monkeypatch, free * GB, message, lora=1) == [([0, 1, 2], ["unload"])] * 3
-    )  # it leaves, too
+    with_lora = unloaded(monkeypatch, free * GB, message, lora=1)  # which leaves, too
+    assert with_lora == [([0, 1, 2], ["unload"])] * 3
 
 
 def test_what_leaving_ranks_have_page_locked_is_room(monkeypatch):
@@ -242,9 +241,9 @@ def test_a_refused_request_leaves_ranks_parked_as_they_were(parked_on):
         model.parked_on = set()
         raise OutOfRoom("rank 1 lacks memory", {1: GB})
 
-    held = SimpleNamespace(stack=())
     parked = 0 in parked_on
-    model = SimpleNamespace(parked=parked, parked_on=parked_on, weights=held, lora_bytes=lambda stack: GB)
+    stack = SimpleNamespace(stack=())
+    model = SimpleNamespace(parked=parked, parked_on=parked_on, weights=stack, held_lora_bytes=GB)
     rank.engine.models["m"], rank.engine.park = model, lambda *given: parks.append(given)
     rank.admission.prepare = refuse
     with pytest.raises(OutOfRoom):

@@ -71,6 +71,8 @@ def test_weights_that_no_gpu_holds_are_refused(model):
         ({}, "use more GPUs", ["shard_weights", "pipefusion_degree"]),
         ({"pipefusion_degree": 2}, "raise pipefusion_degree", ["shard_weights"]),
         ({"tensor_parallel_degree": 2}, "raise pipefusion_degree", ["shard_weights"]),
+        ({"cfg_degree": 2}, "raise pipefusion_degree", ["shard_weights"]),
+        ({"ulysses_degree": 2, "offload_modulation": True}, "raise pipefusion_degree", ["shard_weights"]),
         ({"ulysses_degree": 2}, "switch shard_weights on", []),
         ({"ulysses_degree": 2, "shard_weights": True}, "shard over more GPUs", ["pipefusion_degree"]),
     ],
