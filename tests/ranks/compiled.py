@@ -1,6 +1,8 @@
 """A request with compiled blocks after the same without: what is traced, and what of the latent changes."""
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -60,12 +62,13 @@ def _shorter(name: str, value: torch.Tensor) -> torch.Tensor:
     return value[:, :-LACKING].contiguous() if is_text else value
 
 
-def _receives(engine: Engine, sample: Sample) -> int:
-    """Most addresses at which activations of one shape arrive in a request."""
-    stage = engine.models[sample.model].stage
+@contextmanager
+def _receiving(stage: pipeline_stage.Stage | None) -> Iterator[dict[torch.Size, set[int]]]:
+    """Shape -> addresses at which activations of it arrive meanwhile."""
     found = defaultdict(set)
     if stage is None or stage.pipe is None:
-        return 0
+        yield found
+        return
     take = stage.pipe.take
 
     def taken():
@@ -74,8 +77,7 @@ def _receives(engine: Engine, sample: Sample) -> int:
         return buffer
 
     with mock.patch.object(stage.pipe, "take", taken):
-        engine.sample(sample, Callbacks())
-    return max(map(len, found.values()), default=0)
+        yield found
 
 
 def compare(engine: Engine, sample: Sample, samples: torch.Tensor, traces: bool = True) -> dict:
@@ -95,20 +97,18 @@ def _compared(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
     model = engine.models[sample.model]
     sequences = OF_PATCHES * (2 if model.family.latent.nested else 1)
     before = compiler.graphs
-    with mock.patch.object(
-        pipeline_stage, "text_count_tensor", wraps=opaque_ops.text_count_tensor
-    ) as counted:
+    counts = mock.patch.object(pipeline_stage, "text_count_tensor", wraps=opaque_ops.text_count_tensor)
+    with counts as counted, _receiving(model.stage) as received:
         compiled, stats = engine.sample(sample, Callbacks())
     if engine.config.patches == 1:  # a prompt may be so short that this rank's tokens are all of the image
         sequences = len({bool(call.args[0]) for call in counted.call_args_list}) or 1
     first = compiler.graphs - before
-    received = _receives(engine, sample)
     engine.sample(another(engine, sample), Callbacks())
     of_rank = {
         "graphs": first,
         "expected": kinds(model) * sequences,
         "recompiled": compiler.graphs - before - first,
-        "receive buffers": received,
+        "receive buffers": max(map(len, received.values()), default=0),
         "relative": relative(compiled, samples) if dist.get_rank() == 0 else 0.0,
         "notes": [note for note in stats["notes"] if "uncompiled" in note and PEERS_TRACE not in note],
     }
