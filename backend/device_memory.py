@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from .control_group import memory_limits
+from .cgroup_limits import memory_limits
 
 #: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator, cuBLAS
 #: and NCCL ("Failed to CUDA calloc 8388608 bytes").

@@ -109,7 +109,7 @@ class Engine:
         started = time.perf_counter()
         forget_peak(self.mesh.device)
         checkpoint = self.check_load(path, weight_dtype, matmul, trial)
-        transformer = checkpoint.empty
+        transformer = checkpoint.transformer
         dtype = self.weight_dtype(checkpoint, weight_dtype)
         stages = checkpoint.stages(self.config)
         own = self.mesh.pp.rank
@@ -144,9 +144,9 @@ class Engine:
         """Offload and shard a loaded block: a rank never holds more than its share and a block."""
         modulation = checkpoint.modulation(block)
         if self.config.offload_modulation:
-            parking.to_host(map(checkpoint.empty.get_submodule, modulation), pinned=False)
+            parking.to_host(map(checkpoint.transformer.get_submodule, modulation), pinned=False)
         if self.config.shard_weights:
-            fsdp.shard_block(checkpoint.empty, block, modulation, self.mesh, upload_parameters)
+            fsdp.shard_block(checkpoint.transformer, block, modulation, self.mesh, upload_parameters)
 
     def _cuts(self, checkpoint: Checkpoint) -> dict[str, Shard]:
         """Module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
@@ -157,7 +157,7 @@ class Engine:
         blocks = [name for i, name in enumerate(checkpoint.block_names) if i in own]
         where = torch.device("cpu") if self.config.offload_modulation else self.mesh.device
         family = checkpoint.family
-        cache = cache_layers(checkpoint.empty, blocks, family, where, dtype, stages, self.mesh)
+        cache = cache_layers(checkpoint.transformer, blocks, family, where, dtype, stages, self.mesh)
         cache.offload(parking.may_page_lock(cache.offloaded))
         return cache
 

@@ -170,7 +170,7 @@ def loaded(family: str, config: ParallelConfig, rank: int) -> LoadedModel:
     """Load a released model as ``rank``, by the product's own loading. Raises UnsupportedError."""
     engine = Engine(config, launches.mesh_of(config, rank))
     checkpoint = checkpoint_of(family)
-    for module in checkpoint.empty.modules():  # tables that no file stores
+    for module in checkpoint.transformer.modules():  # tables that no file stores
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(META)
     with patch("backend.engine.open_checkpoint", lambda *rest: checkpoint):

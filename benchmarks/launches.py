@@ -134,7 +134,7 @@ def load(
 ) -> LoadedModel:
     """Return a rank's model without weights. Without ``stages``, a pipeline of more stages than there are
     blocks repeats some."""
-    transformer = checkpoint.empty
+    transformer = checkpoint.transformer
     family = checkpoint.family
     if mesh.tp.size > 1:
         cuts = checkpoint.cut_plan(config).shards(mesh)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ..cgroup_limits import cpu_limit
 from ..config import ConfigError, ParallelConfig
-from ..control_group import cpu_limit
 from ..lending import told
 from ..torch_version import has_torch
 from . import nccl_settings

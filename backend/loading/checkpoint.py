@@ -89,9 +89,9 @@ class Checkpoint:
         }
 
     @cached_property
-    def empty(self) -> nn.Module:
-        """The transformer without weights (buffers are real but for those that the file stores). Raises
-        UnsupportedError."""
+    def transformer(self) -> nn.Module:
+        """Return the diffusers transformer: on the meta device until ``load`` fills it (buffers are real, but
+        for those that the file stores). Raises UnsupportedError."""
         if any(key.endswith(STORED_TABLES) for key in self.files.shapes):
             with torch.device("meta"):
                 transformer = self._build(include_buffers=True)
@@ -119,7 +119,7 @@ class Checkpoint:
         return [
             f"{name}.{i}"
             for name in self.family.blocks.lists
-            for i in range(len(cast(nn.ModuleList, self.empty.get_submodule(name))))
+            for i in range(len(cast(nn.ModuleList, self.transformer.get_submodule(name))))
         ]
 
     @property
@@ -129,12 +129,12 @@ class Checkpoint:
     @property  # not cached: a load fills the modules
     def blocks(self) -> dict[str, nn.Module]:
         """Block -> its module in ``empty``, in pipeline order."""
-        return {name: self.empty.get_submodule(name) for name in self.block_names}
+        return {name: self.transformer.get_submodule(name) for name in self.block_names}
 
     @cached_property
     def block_costs(self) -> list[float]:
         """Work of every block (parallel/block_cost.py)."""
-        return [*block_costs(self.empty, self.family, self.config)]
+        return [*block_costs(self.transformer, self.family, self.config)]
 
     @cached_property
     def block_sizes(self) -> dict[str, int]:
@@ -183,7 +183,7 @@ class Checkpoint:
         """Split the blocks over pipeline stages, as the configuration lists them or by work and weights."""
         degree = config.pipefusion_degree
         layers = [
-            {name: _size(self.empty.get_submodule(name)) for name in self.modulation(block)}
+            {name: _size(self.transformer.get_submodule(name)) for name in self.modulation(block)}
             if degree > 1
             else {}
             for block in self.block_names
@@ -199,13 +199,18 @@ class Checkpoint:
             return CutPlan({})
         uneven = bool(config.shares_of("tp"))
         return cut_plan(
-            self.empty, self.family, config.split_scheme, ranks, weight_loading.column_units(self), uneven
+            self.transformer,
+            self.family,
+            config.split_scheme,
+            ranks,
+            weight_loading.column_units(self),
+            uneven,
         )
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole parameters and stored tables."""
-        return {name: tuple(value.shape) for name, value in self.empty.state_dict().items()}
+        return {name: tuple(value.shape) for name, value in self.transformer.state_dict().items()}
 
     @cached_property
     def comfy_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -222,9 +227,9 @@ class Checkpoint:
         return {
             name: (
                 order.get(weight_loading.block_of(name, order) or ""),
-                type(self.empty.get_submodule(name.rpartition(".")[0])),
+                type(self.transformer.get_submodule(name.rpartition(".")[0])),
             )
-            for name, _ in self.empty.named_parameters()
+            for name, _ in self.transformer.named_parameters()
         }
 
     @cached_property

@@ -61,12 +61,12 @@ class FusedWeights:
         # by module, which stays the same whatever is wrapped around it later
         self.packed = {
             name: weight
-            for name, weight in checkpoint.empty.named_modules()
+            for name, weight in checkpoint.transformer.named_modules()
             if isinstance(weight, PackedWeight)
         }
         self.places = {
-            name: (checkpoint.empty.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, parameter in checkpoint.empty.named_parameters()
+            name: (checkpoint.transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, parameter in checkpoint.transformer.named_parameters()
             if not parameter.is_meta and name.rpartition(".")[0] not in self.packed
         }
         shapes = {name: checkpoint.shapes[name] for name in checkpoint.parameters}
@@ -136,7 +136,7 @@ class FusedWeights:
             return self.targets.together[name].name
 
         if changed:
-            fsdp.reshard(self.checkpoint.empty)
+            fsdp.reshard(self.checkpoint.transformer)
         try:
             for _, names in groupby(sorted(changed, key=together), key=together):
                 self._put(list(names), patches)

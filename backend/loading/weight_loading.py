@@ -33,7 +33,7 @@ def load(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_block: Callable[[str], None] = lambda name: None,
 ) -> int:
-    """Fill ``checkpoint.empty`` with the weights of ``blocks`` and of the shared layers; return the bytes
+    """Fill ``checkpoint.transformer`` with the weights of ``blocks`` and of shared layers; return the bytes
     read. It is a method of Checkpoint.
 
     Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module -> the
@@ -50,7 +50,7 @@ def load(
     total = sum(counts[name] for name in wanted)
     value_bytes = checkpoint.files.size / max(1, sum(counts.values()))
     done = 0
-    for buffer in checkpoint.empty.buffers():
+    for buffer in checkpoint.transformer.buffers():
         if not buffer.is_meta:  # else it is read
             buffer.data = buffer.data.to(device)
     every = set(names)
@@ -87,7 +87,7 @@ def matrices(
     found = {}
     for name, source in checkpoint.sources.items():
         where, _, leaf = name.rpartition(".")
-        module = checkpoint.empty.get_submodule(where)
+        module = checkpoint.transformer.get_submodule(where)
         if leaf != "weight" or not keeps_packed(type(module), where in shards) or source.shape:
             continue
         quantization = checkpoint.files.quantization(checkpoint.key(source))
@@ -122,7 +122,7 @@ def _fill(
 ):
     """Read a parameter or a stored table into its module."""
     where, _, leaf = name.rpartition(".")
-    module = checkpoint.empty.get_submodule(where)
+    module = checkpoint.transformer.get_submodule(where)
     packed = None
     if leaf == "weight" and keeps_packed(type(module)):
         packed = checkpoint.read_packed(name, device, shard)
@@ -136,4 +136,4 @@ def _fill(
         del module.weight  # a parameter, whose place no module takes
         module.weight = weight
     elif isinstance(module, nn.Linear):
-        checkpoint.empty.set_submodule(where, QuantLinear(module, weight))
+        checkpoint.transformer.set_submodule(where, QuantLinear(module, weight))

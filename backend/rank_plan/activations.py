@@ -140,7 +140,7 @@ def _by_layers(work: Workload, place: Place, stages: Stages) -> int:
 
 def long_skips(checkpoint: Checkpoint, blocks: range) -> int:
     """Count the blocks whose image tokens wait at once for long skips to later ones."""
-    structure = BlockStructure.of(checkpoint.empty, checkpoint.family)
+    structure = BlockStructure.of(checkpoint.transformer, checkpoint.family)
     return max((len(structure.crossing(index)) for index in blocks), default=0)
 
 
@@ -153,7 +153,7 @@ def _live(work: Workload, name: str, place: Place, image: int, text: int, latent
     """Count the bytes that live at once in a block, with so many tokens of the image stream, of text and of
     nested latents: its largest attention, or its largest MLP before and after the activation. Where one
     output layer follows both, attention and the MLP's values after the activation."""
-    block = work.checkpoint.empty.get_submodule(name)
+    block = work.checkpoint.transformer.get_submodule(name)
     config = work.checkpoint.config
     itemsize = work.dtype.itemsize
     temporary = ROTARY * FLOAT32 + (EXCHANGED * itemsize if work.config.sp_degree > 1 else 0)

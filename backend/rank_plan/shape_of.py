@@ -95,7 +95,7 @@ class _Measured:
 
         def counts(image: int, text: int) -> list[int]:
             checkpoint = self.checkpoint
-            return block_costs(checkpoint.empty, checkpoint.family, checkpoint.config, image, text)
+            return block_costs(checkpoint.transformer, checkpoint.family, checkpoint.config, image, text)
 
         points = [counts(*tokens) for tokens in ((1, 0), (2, 0), (0, 1), (0, 2), (1, 1))]
         found = []
@@ -152,7 +152,7 @@ class _Measured:
     def _reduced(self, index: int) -> tuple[int, int]:
         """Numbers of an image token and of a text token that tensor parallelism sums in a block."""
         block = self.checkpoint.block_names[index]
-        layers = self.checkpoint.empty.get_submodule(block)
+        layers = self.checkpoint.transformer.get_submodule(block)
         blocks = block.rpartition(".")[0]
         tokens_of = layer_tokens(layers, blocks, self.checkpoint.family)
         found = [0, 0]
@@ -170,7 +170,7 @@ class _Measured:
         Attention and text, of which nothing is known, are left out; they speed up as the rest does."""
         held = self._parameters
         return BlockShape(
-            image=sum(each.numel() for each in self.checkpoint.empty.parameters() if each.ndim > 1),
+            image=sum(each.numel() for each in self.checkpoint.transformer.parameters() if each.ndim > 1),
             text=0,
             image_pairs=0,
             cross_pairs=0,
@@ -215,7 +215,7 @@ class _Measured:
 
     @cached_property
     def _structure(self) -> BlockStructure:
-        return BlockStructure.of(self.checkpoint.empty, self.checkpoint.family)
+        return BlockStructure.of(self.checkpoint.transformer, self.checkpoint.family)
 
     def _features(self, index: int, side: str) -> int:
         """Features of the attention calls of a block whose ``side`` is of image tokens; NONE without any."""

@@ -42,7 +42,7 @@ def _samples(work: Workload) -> int:
 def _carried(work: Workload, boundary: int, patch: TokenShards) -> int:
     """Count the tokens that go on to the next stage: the patch's, with text once that has entered, and those
     of long skips."""
-    structure = BlockStructure.of(work.checkpoint.empty, work.family)
+    structure = BlockStructure.of(work.checkpoint.transformer, work.family)
     skips = len(structure.crossing(boundary)) * patch.local.stream
     own = patch.local.stream if boundary <= structure.entry else len(patch.local)
     return own + skips

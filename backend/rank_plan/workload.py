@@ -101,8 +101,8 @@ class Workload:
     @cached_property
     def head_groups(self) -> int:
         """How many ranks can have attention heads of their own, queries with their keys and values."""
-        empty = self.checkpoint.empty
-        blocks = map(empty.get_submodule, self.checkpoint.block_names)
+        transformer = self.checkpoint.transformer
+        blocks = map(transformer.get_submodule, self.checkpoint.block_names)
         return head_groups(module for block in blocks for module in block.modules())
 
     def heads(self, place: Place) -> int:
@@ -258,5 +258,5 @@ class Workload:
         """Return the width of a modulation layer's output on this rank."""
         cut = self.cuts(place).get(layer)
         if cut is None:
-            return layer_features(self.checkpoint.empty.get_submodule(layer))
+            return layer_features(self.checkpoint.transformer.get_submodule(layer))
         return cut.features

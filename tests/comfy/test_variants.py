@@ -293,7 +293,7 @@ def test_one_call_is_comfyuis(name, tmp_path, monkeypatch):
     save_file(module.state_dict() | FURTHER.get(name, {}), tmp_path / "variant.safetensors")
     checkpoint = open_checkpoint(str(tmp_path / "variant.safetensors"))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
-    family, config, ours = checkpoint.family, checkpoint.config, checkpoint.empty
+    family, config, ours = checkpoint.family, checkpoint.config, checkpoint.transformer
     grid = TokenGrid(tuple(latent.shape[1:]), family.latent.patch(config))
     assert (
         set(cond) <= set(family.conditioning.accepted)

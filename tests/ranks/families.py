@@ -110,7 +110,7 @@ def opened(path: str) -> Checkpoint:
 def open_once(path: str, *unused) -> Checkpoint:
     """A checkpoint whose headers are read and checked for its first load alone."""
     checkpoint = copy(opened(path))
-    vars(checkpoint).pop("empty")  # which a load fills
+    vars(checkpoint).pop("transformer")  # which a load fills
     return checkpoint
 
 

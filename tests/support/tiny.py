@@ -150,7 +150,7 @@ def diffusers_state(checkpoint) -> dict[str, torch.Tensor]:
     """The loaded parameters of a checkpoint under the names of the diffusers class."""
     found = {}
     moved = checkpoint.family.layout.moved(checkpoint.config)
-    for name, value in checkpoint.empty.state_dict().items():
+    for name, value in checkpoint.transformer.state_dict().items():
         here = next((prefix for prefix in moved if name.startswith(prefix)), "")
         found[moved.get(here, "") + name.removeprefix(here)] = value.contiguous()
     return found

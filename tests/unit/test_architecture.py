@@ -18,7 +18,7 @@ LAYERS = [
     "backend",
     "backend.errors",
     "backend.lean_imports",
-    "backend.control_group",
+    "backend.cgroup_limits",
     "backend.device_memory",
     "backend.gpu_kernels",
     "backend.gpu_sharing",
@@ -57,7 +57,7 @@ LAYERS = [
 SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
-    *("backend.shares", "backend.control_group", "backend.gpu_sharing", "backend.torch_version"),
+    *("backend.shares", "backend.cgroup_limits", "backend.gpu_sharing", "backend.torch_version"),
     *("backend.lending", "backend.install_command"),
 )
 STDLIB_ONLY = (

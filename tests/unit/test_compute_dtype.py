@@ -81,7 +81,7 @@ def test_text_of_hunyuan_video_15_stays_within_float16(tmp_path):
     """As in ComfyUI, which runs the family in float16; diffusers' block alone overflows."""
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "m.safetensors", "hunyuan-video15")))
     checkpoint.load(range(checkpoint.block_count), FP16, torch.device("cpu"))
-    block = checkpoint.empty.get_submodule("transformer_blocks.0")
+    block = checkpoint.transformer.get_submodule("transformer_blocks.0")
     width = checkpoint.config["num_attention_heads"] * checkpoint.config["attention_head_dim"]
     bias = block.norm1_context.linear.bias
     bias[2 * width : 3 * width] = bias[5 * width :] = 6e4  # the gates

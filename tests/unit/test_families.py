@@ -91,8 +91,8 @@ def test_diffusers_folder_has_the_same_weights(single, tmp_path):
     again = open_checkpoint(str(save_folder(single, tmp_path / "transformer")))
     again.load(range(again.block_count), torch.float32, torch.device("cpu"))
     assert again.family == single.family
-    weights = again.empty.state_dict()
-    assert all(value.equal(weights[name]) for name, value in single.empty.state_dict().items())
+    weights = again.transformer.state_dict()
+    assert all(value.equal(weights[name]) for name, value in single.transformer.state_dict().items())
 
 
 def test_a_pipelines_connectors_are_part_of_the_transformer(tmp_path):
@@ -191,11 +191,11 @@ def test_the_cost_of_a_block_is_what_it_multiplies(cut):
     text = sequence.text or sum(
         prompt[name].shape[1] for name in ("c_crossattn", "encoder_hidden_states_t5") if name in prompt
     )
-    empty = open_checkpoint(str(path)).empty
+    transformer = open_checkpoint(str(path)).transformer
     latents = dict(model.family.latent.named(built.grid))
     if model.family.name == "ltx2":  # whose connectors fill a prompt up
         text = max(text, LEAST_TOKENS)
-    computed = block_costs(empty, model.family, model.config, sequence.image, text, latents)
+    computed = block_costs(transformer, model.family, model.config, sequence.image, text, latents)
     assert len(work) == len(computed)
     # MiniMax-H3's curves have adaLN of six features
     scale = sum(computed) / sum(work) if "minimax" in model.family.name else 1.0
@@ -231,7 +231,7 @@ def test_halves_that_the_file_has_the_other_way_round_are_cut_rightly(tmp_path):
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "minimax-h3.safetensors", "minimax-h3")))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     name = "transformer_blocks.1.ff.net.0.proj.weight"
-    whole = checkpoint.empty.get_parameter(name)
+    whole = checkpoint.transformer.get_parameter(name)
     rows, columns = len(whole), whole.shape[1]
     for span in (Span(0, rows // 3), Span(rows // 3, rows), Span(rows - 5, rows)):
         assert checkpoint.read(
@@ -283,8 +283,8 @@ def test_pixart_files_with_their_positions(pixels, tmp_path):
     checkpoint = open_checkpoint(str(tmp_path / "file.safetensors"))
     found = []
     for count in (side, side // 2):
-        checkpoint.family.io.prepare(checkpoint.empty, TokenGrid((4, 2 * count, 2 * count), (1, 2, 2)))
-        found.append(checkpoint.empty.pos_embed.pos_embed)
+        checkpoint.family.io.prepare(checkpoint.transformer, TokenGrid((4, 2 * count, 2 * count), (1, 2, 2)))
+        found.append(checkpoint.transformer.pos_embed.pos_embed)
     trained = PatchEmbed(2 * side, 2 * side, 2, 4, width, interpolation_scale=pixels // 512).pos_embed
     torch.testing.assert_close(found[0], trained)
     if pixels > 512:  # ComfyUI's base is 32 tokens at least

@@ -44,7 +44,10 @@ def finished(prompt: torch.Tensor, path: Path) -> torch.Tensor:
     with torch.inference_mode():
         return torch.cat(
             [
-                finish(checkpoint.empty.get_submodule(name).connector, torch.nn.functional.pad(each, (0, 1)))
+                finish(
+                    checkpoint.transformer.get_submodule(name).connector,
+                    torch.nn.functional.pad(each, (0, 1)),
+                )
                 for name, each in zip(names, prompts)
             ],
             dim=2,

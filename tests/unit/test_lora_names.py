@@ -53,7 +53,7 @@ def modules(shapes: dict) -> dict[str, tuple[int, ...]]:
 def loaded(path) -> dict[str, torch.Tensor]:
     checkpoint = open_checkpoint(str(path))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
-    return dict(checkpoint.empty.named_parameters())
+    return dict(checkpoint.transformer.named_parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -109,8 +109,8 @@ def qwen_image21_of(folder, case):
     checkpoint = open_checkpoint(str(write(folder / f"{case}.safetensors", case)))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     plain = diffusers.QwenImage21Transformer2DModel(**checkpoint.config).eval()
-    plain.load_state_dict(checkpoint.empty.state_dict())
-    return request(case), (checkpoint.family, checkpoint.config, checkpoint.empty), plain
+    plain.load_state_dict(checkpoint.transformer.state_dict())
+    return request(case), (checkpoint.family, checkpoint.config, checkpoint.transformer), plain
 
 
 @torch.inference_mode()

@@ -35,7 +35,7 @@ def test_megatron_halves_attention_and_mlp_of_every_family(family, tmp_path):
     shards = [plan.shards(place(2, rank)) for rank in range(2)]
     layers = {
         name: layer
-        for name, layer in checkpoint.empty.named_modules()
+        for name, layer in checkpoint.transformer.named_modules()
         if isinstance(layer, nn.Linear) and name.split(".")[0] in checkpoint.family.blocks.lists
     }
     modulation = {name for block in checkpoint.block_names for name in checkpoint.modulation(block)}
@@ -61,7 +61,7 @@ def test_heads_of_keys_and_values_must_divide(tmp_path):
         Engine(ParallelConfig(tensor_parallel_degree=4), place(4)).check_load(
             str(tmp_path / "krea2.safetensors"), "default"
         )
-    rows = cut_plan(checkpoint.empty, checkpoint.family, "row", 4).shards(place(4))
+    rows = cut_plan(checkpoint.transformer, checkpoint.family, "row", 4).shards(place(4))
     assert {
         sum(map(len, rows[f"transformer_blocks.0.attn.{name}"].inputs)) for name in ("to_q", "to_k", "to_v")
     } == {128}

@@ -94,7 +94,7 @@ def test_chroma_embeds_the_requests_guidance(given, want, tmp_path):
     """In the second half of what tells modulations apart, beside the timestep; ComfyUI's default is 0."""
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "chroma.safetensors", "chroma")))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
-    family, transformer = checkpoint.family, checkpoint.empty
+    family, transformer = checkpoint.family, checkpoint.transformer
     latent = torch.zeros(2, 16, 8, 8)
     grid = family.latent.grid(checkpoint.config, latent.shape[1:], [])
     cond = {"c_crossattn": torch.zeros(2, 5, checkpoint.config["joint_attention_dim"])} | given
@@ -122,9 +122,9 @@ def test_hunyuan_dit_takes_a_prompt_that_is_longer_than_its_padding(tmp_path):
     grid = checkpoint.family.latent.grid(checkpoint.config, latent.shape[1:], [])
     assert checkpoint.family.conditioning.refusal(checkpoint.config, grid, cond) is None
     given = checkpoint.family.io.arguments(checkpoint.config, grid, latent, torch.tensor(700.0), cond)
-    found = checkpoint.empty(**given, return_dict=False)[0]
+    found = checkpoint.transformer(**given, return_dict=False)[0]
     plain = diffusers.HunyuanDiT2DModel(**checkpoint.config).eval()
-    plain.load_state_dict(checkpoint.empty.state_dict())
+    plain.load_state_dict(checkpoint.transformer.state_dict())
     plain.text_embedding_padding.data = torch.cat([torch.zeros(9, 64), plain.text_embedding_padding.data])
     assert given["text_embedding_mask"][0, :9].all()  # ComfyUI hides none of them
     assert_ulps(found, plain(**given, return_dict=False)[0], checkpoint.block_count)
@@ -212,7 +212,7 @@ def test_strengths_of_control_videos_are_not_rounded(dtype, tmp_path, monkeypatc
     sample = request("wan21-vace-two")
     sample = replace(sample, tensors=sample.tensors | {"positive.vace_strength": torch.tensor([[0.8, 1.3]])})
     built = build(sample, ParallelConfig(), checkpoint.family, checkpoint.config, dtype, torch.device("cpu"))
-    block, hint = checkpoint.empty.blocks[0], torch.linspace(-2, 2, 3072).view(1, 6, 512).to(dtype)
+    block, hint = checkpoint.transformer.blocks[0], torch.linspace(-2, 2, 3072).view(1, 6, 512).to(dtype)
     block.call.vace_strength = built.conditioning["positive"]["vace_strength"]
     monkeypatch.setattr(wan_blocks.Block, "forward", lambda block, state, *further: 0 * state)
     monkeypatch.setattr(wan_blocks.ControlBlock, "forward", lambda *given: (hint.clone(), given[3]))
@@ -256,7 +256,7 @@ def test_shorter_videos_have_the_first_learned_positions(tmp_path):
     model.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     checkpoint.load(range(1), torch.float32, torch.device("cpu"))
-    embed = checkpoint.empty.patch_embed
+    embed = checkpoint.transformer.patch_embed
     text, video = torch.randn(1, 226, 64), torch.randn(1, 2, 32, 8, 8)
     without = torch.cat([embed.text_proj(text), embed.proj(video[0]).movedim(1, -1).reshape(1, 32, 128)], 1)
     torch.testing.assert_close(embed(text, video) - without, table[:, :258], rtol=0, atol=1e-5)

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from backend import device_memory
+from backend.cgroup_limits import cpu_limit, memory_limits
 from backend.client import measurements, rank_environment
 from backend.config import ParallelConfig
-from backend.control_group import cpu_limit, memory_limits
 
 GB = 1 << 30
 
