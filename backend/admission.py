@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from .config import ParallelConfig
+from .dequantized_cache import may_cache_dequantized
 from .device_memory import DeviceMemory, host_free, is_out_of_memory
 from .errors import RAN_OUT, SHORT, UnsupportedError, reason
-from .lending import lends
 from .loading.checkpoint import Checkpoint
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.memory import spare_bytes
@@ -157,7 +157,7 @@ class Admission:
         #: The requests that were planned last: a warm run plans nothing, nor does one of two experts.
         self._plans: deque[tuple[Checkpoint, tuple, list[RankPlan]]] = deque(maxlen=KEPT_PLANS)
         #: Whether weights may take what is left: not once a request beside them needed more than was likely.
-        self.lends = lends()
+        self.caches_dequantized = may_cache_dequantized()
         #: What the last round was about, if that was a call of the model.
         self._admitted: tuple | None = None
 
@@ -253,7 +253,7 @@ class Admission:
             free = min(free, host_free(swap=False)) - len(here) * prepared.model.report.weight_bytes
         # what one rank's allocator caches is of no use to another
         left = min(free - sum(room.wanted for room in here), free - len(here) * own.wanted) // len(here)
-        return spare_bytes(left, own.need.likely) if self.lends else 0
+        return spare_bytes(left, own.need.likely) if self.caches_dequantized else 0
 
     def _gather(self, needs: list[Need], ready: bool, lacks: int) -> list[RankRoom]:
         """Gather every rank's room; ``needs``: of all ranks, on rank 0, without LoRAs that each ``lacks``."""
@@ -271,7 +271,7 @@ class Admission:
         ]
 
 
-def ran_out(rank: int, ranks: int, memory: DeviceMemory, error: BaseException) -> Exception:
+def out_of_memory_error(rank: int, ranks: int, memory: DeviceMemory, error: BaseException) -> Exception:
     """Return what to raise where an allocation has failed in the middle of a request: OutOfRoom where there
     is no other rank, which may wait in a collective; else what ends this one."""
     free = _gb(memory.free() + memory.cached())

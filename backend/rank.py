@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from . import start
-from .admission import Admission, AllRefuse, OutOfMemory, OutOfRoom, Planned, ran_out
+from .admission import Admission, AllRefuse, OutOfMemory, OutOfRoom, Planned, out_of_memory_error
 from .config import ParallelConfig
 from .device_memory import check_device, is_out_of_memory
 from .engine import Engine
@@ -91,12 +91,14 @@ class Worker:
             found = self._guarded(partial(self.engine.sample, message, timed, prepared))
         except (Stopped, AllRefuse) as error:  # whose frames hold keys and values
             ended = error.with_traceback(None)
-            if isinstance(error, OutOfRoom) and prepared.model.lent:
-                self.admission.lends = False
+            if isinstance(error, OutOfRoom) and prepared.model.dequantized_bytes:
+                self.admission.caches_dequantized = False
         finally:
             self.clock.begin(None)
         # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
-        self.release([*message.shared, self.mesh.rank] if prepared.model.lent else message.shared)
+        self.release(
+            [*message.shared, self.mesh.rank] if prepared.model.dequantized_bytes else message.shared
+        )
         if ended is not None:
             raise ended
         return found
@@ -154,7 +156,7 @@ class Worker:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = ran_out(self.mesh.rank, self.mesh.world_size, self.engine.memory, error)
+            failure = out_of_memory_error(self.mesh.rank, self.mesh.world_size, self.engine.memory, error)
         if self.mesh.world_size == 1:
             self.engine.memory.release()  # only here: the error held what was computed
         raise failure

@@ -11,7 +11,7 @@ from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb
 from doctor_lab import Lab, relative
 
 from backend.config import ParallelConfig
-from backend.lending import LENDING
+from backend.dequantized_cache import CACHE_VARIABLE
 from backend.protocol import RefusedError
 
 #: Formats with native products, and all that are run; of blocks (mxfp8, nvfp4) values are random.
@@ -80,7 +80,7 @@ def dequantized_once(lab: Lab) -> Found:
     seconds, run = lab.kept(("weight only", LENT), lambda: _timed_file(lab, LENT, "weight only"))
     lent = run.stats.get("dequantized_once")
     lab.fresh()
-    with patch.dict(os.environ, {LENDING: "0"}):
+    with patch.dict(os.environ, {CACHE_VARIABLE: "0"}):
         each, _ = _timed_file(lab, LENT, "weight only")
     lab.fresh()  # the next ranks lend again
     values = {"kind": LENT, "seconds": seconds, "each_pass": each, "dequantized_once": lent}

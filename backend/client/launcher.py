@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from ..config import ParallelConfig
+from ..dequantized_cache import stop_caching_dequantized
 from ..errors import RAN_OUT
-from ..lending import lend_no_more
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
 from . import forks
@@ -236,7 +236,7 @@ class BackendProcess:
             what = "The backend's connection was lost while its processes still run"
             return f"{what}; its log is {self.log}.{disk}"
         if RAN_OUT in str(cause):
-            lend_no_more()
+            stop_caching_dequantized()
         cause = cause or f"its launcher exited with code {status}{last_error(self.folder)}"
         return f"The backend ended because {cause}; its log is {self.log}.{disk}"
 

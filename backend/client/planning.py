@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 
 from ..config import ConfigError, ParallelConfig
+from ..dequantized_cache import may_cache_dequantized
 from ..device_memory import host_free
 from ..errors import RAN_OUT
 from ..gpu_kernels import has_kernels
-from ..lending import lends
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, Choice, Question, choose
 from ..planner.machine import Machine, Request, gigabytes
@@ -154,7 +154,7 @@ def or_leanest(auto: AutoConfig, estimate: RequestOf, run: Callable[[AutoConfig,
         raise too_large from None
 
 
-def ran_out(error: BaseException) -> bool:
+def is_memory_shortage(error: BaseException) -> bool:
     """Return whether ranks lacked memory for a load or a request, or ran out of it."""
     return bool(getattr(error, "lacking", {})) or RAN_OUT in str(error)
 
@@ -249,7 +249,7 @@ def question_of(
     host, file = _host_memory() // PARKED, measurements.load_rate(model, device)
     waiting = Waiting(host, file, _beside(devices, asked) if device == "cuda" else ())
     known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
-    return Question(*known, auto.rank_shares, waiting, lends()), devices
+    return Question(*known, auto.rank_shares, waiting, may_cache_dequantized()), devices
 
 
 def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> float | None:
@@ -264,7 +264,9 @@ def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> floa
         return None
     shape, machine = found
     machine = replace(machine, memory=measurements.usual_memory(device, indices))
-    question = Question(shape, request(shape), machine, len(indices), lends=lends())
+    question = Question(
+        shape, request(shape), machine, len(indices), caches_dequantized=may_cache_dequantized()
+    )
     return question.option(ParallelConfig()).seconds / question.option(config).seconds
 
 

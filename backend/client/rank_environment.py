@@ -9,7 +9,7 @@ import torch
 
 from ..cgroup_limits import cpu_limit
 from ..config import ConfigError, ParallelConfig
-from ..lending import told
+from ..dequantized_cache import rank_variables
 from ..torch_version import has_torch
 from . import nccl_settings
 from .cache_files import cache_folder
@@ -168,4 +168,4 @@ def sanitized_environment(
         # all of ours are held until they are waited for, and later versions do nothing else
         env["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "1"
     env["HF_HUB_OFFLINE"] = "1"
-    return env | told()
+    return env | rank_variables()

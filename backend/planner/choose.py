@@ -99,8 +99,8 @@ class Tightest(NamedTuple):
 class Question:
     """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
     plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks.
-    shares: of each GPU, where the user has set them. waiting: where models wait for others. lends: quantized
-    weights may stay dequantized in what is spare."""
+    shares: of each GPU, where the user has set them. waiting: where models wait for others.
+    caches_dequantized: quantized weights may stay dequantized in what is spare."""
 
     shape: ModelShape
     request: Request
@@ -110,12 +110,12 @@ class Question:
     others: tuple[ModelShape, ...] = ()
     shares: tuple[float, ...] = ()
     waiting: Waiting = Waiting()
-    lends: bool = True
+    caches_dequantized: bool = True
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
         rank = self._tightest(plan)
-        spare = spare_bytes(rank.room - rank.likely, rank.beside_weights) if self.lends else 0
+        spare = spare_bytes(rank.room - rank.likely, rank.beside_weights) if self.caches_dequantized else 0
         seconds = Cost(self.shape, plan, self.machine, self.request, spare).total
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0

@@ -39,7 +39,7 @@ from .request import Request
 class LoadedModel:
     """A transformer on this rank. ``stage`` is None where one rank runs every token and block. ``choices``:
     quantized parameter -> how it multiplies. ``parked_on``: ranks whose weights wait in host memory, the
-    same on every rank. ``lent``: bytes in which weights stayed dequantized in the last request."""
+    same on every rank. ``dequantized_bytes``: in which weights stayed dequantized in the last request."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class LoadedModel:
     weights: FusedWeights
     choices: Mapping[str, Choice]
     parked_on: frozenset[int] = frozenset()
-    lent: int = 0
+    dequantized_bytes: int = 0
 
     @property
     def parked(self) -> bool:

@@ -36,14 +36,14 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     # of a single step, weights are not dequantized again
     spare = prepared.spare if len(request.sigmas) > 2 else 0
     repeated = model.repeated if spare else []
-    with dequantized_once(repeated, spare) as model.lent, running(model, request) as runner:
+    with dequantized_once(repeated, spare) as model.dequantized_bytes, running(model, request) as runner:
         denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
         tokens = _all_replicas(mesh, denoiser.run(), request)
         if denoised:
             last = _all_replicas(mesh, denoiser.x0, request)
             callbacks.on_denoised(request.grid.to_latent(last).cpu())
     samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])
-    return samples.cpu(), {**runner.statistics(started), "dequantized_once": model.lent}
+    return samples.cpu(), {**runner.statistics(started), "dequantized_once": model.dequantized_bytes}
 
 
 def with_downloads(callbacks: Callbacks, request: Request) -> Callbacks:

@@ -69,7 +69,9 @@ def run_planned(
         try:
             return run(plan, lines)
         except (BackendError, RefusedError) as error:
-            if not (planning.ran_out(error) and planning.spare_more(auto, model, request, others, plan)):
+            if not (
+                planning.is_memory_shortage(error) and planning.spare_more(auto, model, request, others, plan)
+            ):
                 raise
             failure = error
             logging.warning("parallel-dit: %s\nparallel-dit: auto tries a plan that needs less", error)
@@ -155,7 +157,7 @@ def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterato
     try:
         yield found
     except (BackendError, RefusedError) as error:
-        if dit.auto is not None and planning.ran_out(error):
+        if dit.auto is not None and planning.is_memory_shortage(error):
             planning.spare_more(dit.auto, dit.wanted, request, dit.others, found.config)
         raise
     finally:

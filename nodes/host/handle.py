@@ -34,7 +34,7 @@ from ...backend.client.pool import (
 )
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
-from ...backend.lending import ran_out
+from ...backend.dequantized_cache import have_ranks_run_out
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import BackendError, Loaded, RefusedError
 from ..comfy_models.registry import weightless_patcher
@@ -236,7 +236,7 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks:
         others = [each for each in backend.models if each not in (wanted, *left)]
         idle = [each for each in others if hold(_entries(backend, {each}))]
         spare = unnamed(idle, running()) if looks else None
-        asks = spare is not None or (looks and bool(idle) and ran_out())
+        asks = spare is not None or (looks and bool(idle) and have_ranks_run_out())
         try:
             return run(asks)
         except RefusedError as error:

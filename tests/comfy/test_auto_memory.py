@@ -34,7 +34,7 @@ class Planning:
             raise ConfigError("does not fit")
         return self.plans[self.spared], ()
 
-    def ran_out(self, error) -> bool:
+    def is_memory_shortage(self, error) -> bool:
         return "ran out of memory" in str(error)
 
     def spare_more(self, auto, model, request, others, plan) -> bool:

@@ -130,7 +130,7 @@ def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus
     first, _ = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
     sample(gpus, first.wanted)
     assert not gpus.client.unloads
-    monkeypatch.setattr(handle, "ran_out", lambda: True)
+    monkeypatch.setattr(handle, "have_ranks_run_out", lambda: True)
     assert sample(gpus, first.wanted) == Result()
     assert gpus.client.unloads == [Unload("/b", True, waits=True)] and gpus.client.parked == ["/b"]
 

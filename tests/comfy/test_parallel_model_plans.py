@@ -35,7 +35,7 @@ class Plans:
         self.asked.append(request(FLUX))
         return (ONE if self.asked[-1].batch == 1 else MORE), ("why",)
 
-    def ran_out(self, error) -> bool:
+    def is_memory_shortage(self, error) -> bool:
         return "ran out of memory" in str(error)
 
     def spare_more(self, auto, model, request, others, plan) -> bool:

@@ -26,7 +26,7 @@ from live_backend import (  # noqa: F401
 )
 from tiny import error_in_std, to_vae_units
 
-from backend import lending, protocol
+from backend import dequantized_cache, protocol
 from backend.client import pool, private_folder
 from backend.client.launcher import ClosedError
 from backend.config import ParallelConfig
@@ -177,7 +177,7 @@ def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
 def test_memory_that_runs_out_in_a_request_is_named_with_numbers(backend, checkpoint, monkeypatch):
     """A real allocation fails on rank 1 while rank 0 waits; the next ranks are new, and lend nothing."""
-    monkeypatch.setattr(lending, "_shortages", [])
+    monkeypatch.setattr(dequantized_cache, "_shortages", [])
     request, _ = request_for(backend, checkpoint)
     large = {key: torch.randn(1, 16, 192, 192) for key in ("noise", "latent")}
     sizes = Path(f"/proc/{backend.welcome.pids[1]}/statm").read_text().split()
@@ -188,7 +188,7 @@ def test_memory_that_runs_out_in_a_request_is_named_with_numbers(backend, checkp
     ) as error:
         backend.sample(with_tensors(request, **large))
     assert "can't allocate memory: you tried to allocate" in str(error.value)
-    assert not lending.lends() and is_exact(checkpoint)
+    assert not dequantized_cache.may_cache_dequantized() and is_exact(checkpoint)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

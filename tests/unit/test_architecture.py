@@ -22,7 +22,7 @@ LAYERS = [
     "backend.device_memory",
     "backend.gpu_kernels",
     "backend.gpu_sharing",
-    "backend.lending",
+    "backend.dequantized_cache",
     "backend.parent_pipe",
     "backend.host_memory",
     "backend.install_command",
@@ -58,14 +58,14 @@ SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.conf
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
     *("backend.shares", "backend.cgroup_limits", "backend.gpu_sharing", "backend.torch_version"),
-    *("backend.lending", "backend.install_command"),
+    *("backend.dequantized_cache", "backend.install_command"),
 )
 STDLIB_ONLY = (
     "backend.config",
     "backend.errors",
     "backend.gpu_sharing",
     "backend.install_command",
-    "backend.lending",
+    "backend.dequantized_cache",
     "backend.parent_pipe",
     "backend.loading.allowed_folders",
     "backend.loading.regular_files",

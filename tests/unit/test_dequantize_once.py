@@ -14,12 +14,12 @@ from quantized import write_gguf, write_scaled
 from tiny import batch_request, shallow_flux, weights_module
 
 from backend import admission as admission_module
-from backend import lending as lending_module
+from backend import dequantized_cache as cache_module
 from backend.admission import Admission, OutOfRoom, RankRoom
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
+from backend.dequantized_cache import CACHE_VARIABLE, may_cache_dequantized, stop_caching_dequantized
 from backend.engine import Engine
-from backend.lending import LENDING, lend_no_more, lends
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
 from backend.planner.memory import LEFT_FREE, SPARE, spare_bytes
@@ -39,10 +39,10 @@ ALL, QUIET = 1 << 30, Callbacks()
 
 
 @pytest.fixture(autouse=True)
-def lending(monkeypatch):
+def fresh_process(monkeypatch):
     """Also after tests whose ranks ran out of memory."""
-    monkeypatch.delenv(LENDING, raising=False)
-    monkeypatch.setattr(lending_module, "_shortages", [])
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.setattr(cache_module, "_shortages", [])
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def test_what_is_admitted_knows_what_is_spare():
 def worker_of(memory: FakeMemory, lent: int, sample) -> Worker:
     """One rank whose model lends so much and samples so."""
     worker = Worker.__new__(Worker)
-    prepared = Prepared(cast(Any, SimpleNamespace(lent=lent)), cast(Any, None), spare=GB)
+    prepared = Prepared(cast(Any, SimpleNamespace(dequantized_bytes=lent)), cast(Any, None), spare=GB)
     worker.engine = cast(Any, SimpleNamespace(memory=memory, sample=sample, prepare_sample=print))
     worker.mesh, worker._admitted = mesh.single(), lambda *_: prepared
     worker.clock = cast(Any, SimpleNamespace(new_request=lambda: None, begin=lambda step: None))
@@ -272,10 +272,15 @@ def test_after_memory_ran_out_beside_them_nothing_is_spare(lent):
 
 def test_ranks_after_those_that_ran_out_lend_nothing(monkeypatch):
     """Several ranks end, and their client starts the next ones."""
-    assert lends() and LENDING not in sanitized_environment(dict(os.environ), ParallelConfig(), "cpu")
-    lend_no_more()
-    assert not lends() and sanitized_environment(dict(os.environ), ParallelConfig(), "cpu")[LENDING] == "0"
-    assert LENDING not in os.environ  # with which ComfyUI starts itself again
+    assert may_cache_dequantized() and CACHE_VARIABLE not in sanitized_environment(
+        dict(os.environ), ParallelConfig(), "cpu"
+    )
+    stop_caching_dequantized()
+    assert (
+        not may_cache_dequantized()
+        and sanitized_environment(dict(os.environ), ParallelConfig(), "cpu")[CACHE_VARIABLE] == "0"
+    )
+    assert CACHE_VARIABLE not in os.environ  # with which ComfyUI starts itself again
     dispatcher = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
     admission = Admission(ParallelConfig(), cast(Any, dispatcher), cast(Any, FakeMemory(0)))
     ready = Prepared(cast(Any, None), cast(Any, None))

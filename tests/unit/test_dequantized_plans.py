@@ -54,7 +54,7 @@ def test_a_plan_that_has_room_is_faster(flux):
     question = Question(flux, REQUEST, replace(L40, memory=(40 * GB,) * 2), 2)
     assert question.option(plan).seconds == roomy.seconds
     # once ranks have run out of memory, or where PARALLEL_DIT_LENDING is 0, none stays dequantized
-    assert replace(question, lends=False).option(plan).seconds > roomy.seconds
+    assert replace(question, caches_dequantized=False).option(plan).seconds > roomy.seconds
 
 
 def test_the_planner_leaves_as_much_as_the_ranks_do(flux, monkeypatch):

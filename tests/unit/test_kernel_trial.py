@@ -64,7 +64,9 @@ class Rank(Worker):
         config = ParallelConfig(ring_degree=ring)
         named = dict(prepare_sample=print, sample=self.sample, stacks={})
         self.engine = SimpleNamespace(models={"m": model}, config=config, **named)
-        self.admission = SimpleNamespace(prepare=lambda *_: SimpleNamespace(model=SimpleNamespace(lent=0)))
+        self.admission = SimpleNamespace(
+            prepare=lambda *_: SimpleNamespace(model=SimpleNamespace(dequantized_bytes=0))
+        )
 
     def gather(self, own: str) -> list[str]:
         self.gathers += 1

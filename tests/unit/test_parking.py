@@ -14,7 +14,7 @@ from tiny import BLOCKS, save_whole, shallow_flux, weights_module
 
 from backend import host_memory
 from backend import rank as rank_module
-from backend.admission import Admission, OutOfRoom, Planned, ran_out
+from backend.admission import Admission, OutOfRoom, Planned, out_of_memory_error
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import parking
@@ -164,7 +164,9 @@ def worker(ranks: int) -> Worker:
     rank.mesh = SimpleNamespace(rank=0, world_size=ranks)
     memory = FakeMemory(GB, GB)
     rank.engine = SimpleNamespace(memory=memory, sample=sample, models={}, stacks={}, prepare_sample=print)
-    rank.admission = SimpleNamespace(prepare=lambda *_: SimpleNamespace(model=SimpleNamespace(lent=0)))
+    rank.admission = SimpleNamespace(
+        prepare=lambda *_: SimpleNamespace(model=SimpleNamespace(dequantized_bytes=0))
+    )
     rank.engine.models["m"] = SimpleNamespace(parked_on=frozenset())
     rank.clock = StepClock(None)
     rank._try_kernel = lambda *_: None
@@ -201,8 +203,8 @@ def test_the_ranks_hold_others_until_all_of_these_are_parked():
 
 def test_memory_that_runs_out_in_between_is_said_with_numbers():
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    alone = ran_out(0, 1, FakeMemory(GB, GB), error)
-    among = ran_out(1, 2, FakeMemory(GB), error)
+    alone = out_of_memory_error(0, 1, FakeMemory(GB, GB), error)
+    among = out_of_memory_error(1, 2, FakeMemory(GB), error)
     assert isinstance(alone, OutOfRoom) and not isinstance(among, OutOfRoom)
     assert "rank 0 ran out of memory" in str(alone) and "2.00 GB free" in str(alone)
     assert "rank 1 ran out of memory" in str(among) and "Tried to allocate 2.00 GiB" in str(among)

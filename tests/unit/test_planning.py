@@ -144,13 +144,13 @@ def test_one_gpu_has_nothing_to_choose(machine):
     ],
 )
 def test_errors_of_memory(error, memory):
-    assert planning.ran_out(error) == memory
+    assert planning.is_memory_shortage(error) == memory
 
 
 def test_a_refusal_for_lack_of_memory_is_one(machine):
     error = RefusedError("rank 0 has too little")
     error.lacking = {0: 5}
-    assert planning.ran_out(error)
+    assert planning.is_memory_shortage(error)
 
 
 def test_a_method_that_degrees_overrule_is_said():

@@ -3,28 +3,28 @@
 import os
 
 #: 0 in the environment of client and ranks: they may not.
-LENDING = "PARALLEL_DIT_LENDING"
+CACHE_VARIABLE = "PARALLEL_DIT_LENDING"
 
 #: Of this process, whose ranks have run out of memory. Not in its environment, with which ComfyUI starts
 #: itself again.
 _shortages: list[bool] = []
 
 
-def ran_out() -> bool:
+def have_ranks_run_out() -> bool:
     """Have ranks that this process started run out of memory in the midst of a request?"""
     return bool(_shortages)
 
 
-def lends() -> bool:
+def may_cache_dequantized() -> bool:
     """May weights take what nothing likely needs?"""
-    return os.environ.get(LENDING) != "0" and not ran_out()
+    return os.environ.get(CACHE_VARIABLE) != "0" and not have_ranks_run_out()
 
 
-def lend_no_more():
+def stop_caching_dequantized():
     """Have ranks that this process starts from now on leave it free: others ran out of memory."""
     _shortages.append(True)
 
 
-def told() -> dict[str, str]:
+def rank_variables() -> dict[str, str]:
     """Return the variables that tell ranks so."""
-    return {} if lends() else {LENDING: "0"}
+    return {} if may_cache_dequantized() else {CACHE_VARIABLE: "0"}
