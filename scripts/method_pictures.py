@@ -51,7 +51,7 @@ class Work:
     """A micro-batch of one rank. start, end: in steps of one GPU. patch: -1 for the whole latent."""
 
     step: int
-    branch: str
+    prompt: str
     span: Span
     patch: int
     start: float = 0.0
@@ -85,7 +85,7 @@ class Recorder:
         whole = context.image is None
         span = Span(0, x.shape[1]) if whole else context.image
         self.found.append(
-            Work(context.evaluation, context.branch, span, -1 if whole else self.patches.index(span))
+            Work(context.evaluation, context.prompt, span, -1 if whole else self.patches.index(span))
         )
 
     def expect(self, context) -> bool:
@@ -94,7 +94,7 @@ class Recorder:
     def plan(self, sigmas):
         pass
 
-    def modulate_ahead(self, sigmas, branches):
+    def modulate_ahead(self, sigmas, prompts):
         pass
 
     def begin_evaluation(self, index, ratio):
@@ -149,7 +149,7 @@ def timeline(config: ParallelConfig) -> list[list[Work]]:
     """Return the work of every rank with its times, in units of one step of both prompts on one GPU.
 
     A stage begins with a micro-batch when the stage before has ended it. The first stage begins with a patch
-    when the last has ended every micro-batch of the step before that overlaps it, of both sides of guidance.
+    when the last has ended every micro-batch of the step before that overlaps it, of both CFG branches.
     """
     stages = config.pipefusion_degree
     ranks = {rank: recorded(config, rank) for rank in range(config.world_size)}
@@ -191,7 +191,7 @@ def _stride(stage_of: dict[int, int]) -> int:
 
 
 def _same(a: Work, b: Work) -> bool:
-    return (a.step, a.branch, a.span) == (b.step, b.branch, b.span)
+    return (a.step, a.prompt, a.span) == (b.step, b.prompt, b.span)
 
 
 def _comes_before(a: Work, b: Work) -> bool:
@@ -225,12 +225,12 @@ def _box(work: Work, y: int, scale: float) -> str:
     colour = WHOLE_COLOUR if work.patch < 0 else PATCH_COLOURS[work.patch % len(PATCH_COLOURS)]
     width = (work.end - work.start) * scale
     x = LEFT + work.start * scale
-    opacity = 1 if work.branch == "positive" else 0.55
+    opacity = 1 if work.prompt == "positive" else 0.55
     box = (
         f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{colour}" '
         f'fill-opacity="{opacity}" stroke="#ffffff" stroke-width="0.7"/>'
     )
-    label = f"{work.step + 1}{'+' if work.branch == 'positive' else '−'}"
+    label = f"{work.step + 1}{'+' if work.prompt == 'positive' else '−'}"
     if width < 9 * len(label):
         return box
     return (

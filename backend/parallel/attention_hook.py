@@ -56,11 +56,11 @@ class BlockCall:
         return self.kinds[self.calls % len(self.kinds)]
 
     def next(self) -> tuple[Kind, tuple]:
-        """Count one call; return its kind (Blocks.attention) and its key (branch, layer, call)."""
+        """Count one call; return its kind (Blocks.attention) and its key (prompt, layer, call)."""
         kind = self.next_kind
         index = self.calls
         self.calls += 1
-        return kind, (self.context.branch, self.layer, index)
+        return kind, (self.context.prompt, self.layer, index)
 
     @property
     def dummy_first(self) -> bool:
@@ -85,7 +85,7 @@ class Attention:
     #: Do blocks run compiled? What a rank sends may not depend on whether its own compiler works.
     compiled: bool = False
     call: BlockCall | None = None
-    #: (branch, layer, call, first sample), with Ulysses the part of the heads before the sample -> keys and
+    #: (prompt, layer, call, first sample), with Ulysses the part of the heads before the sample -> keys and
     #: values of static text, (2, b, H, tokens, D).
     static_text: dict[tuple, Tensor] = field(default_factory=dict)
     positions: Positions = field(default_factory=Positions)

@@ -40,7 +40,7 @@ def embeddings_ahead(width: int, dtype: torch.dtype) -> int:
 class TableIndex:
     """Which rows of the cached tables belong to the call under way; shared by all cached layers of a model.
 
-    context: the call under way; None between requests. rows: (branch, evaluation computed ahead) -> the rows
+    context: the call under way; None between requests. rows: (prompt, evaluation computed ahead) -> the rows
     of the tables that blocks get then, one a sample.
     """
 
@@ -48,9 +48,9 @@ class TableIndex:
     rows: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
-    def take(self, table: Tensor, context: StepContext, branch: str, shared: bool) -> Tensor:
+    def take(self, table: Tensor, context: StepContext, prompt: str, shared: bool) -> Tensor:
         """Return the rows of a ``table`` for the samples of ``context``; ``shared``: of its evaluation."""
-        rows = self.rows[branch, context.evaluation]
+        rows = self.rows[prompt, context.evaluation]
         if not shared:
             rows = rows[context.samples]
             if len(set(rows)) == 1:  # no copy; shared rows are not samples, and a model may reshape them
@@ -72,7 +72,7 @@ class CachedLayer(nn.Module):
 
     kind: "modulation" or "step" (once an evaluation) or "prompt" (once a request). shared: what is computed
     ahead holds for all samples of a batch. table: modulation computed ahead, (rows, features). known:
-    (branch, samples, which call of a forward) -> the answer.
+    (prompt, samples, which call of a forward) -> the answer.
     """
 
     keeps_answers = True
@@ -98,10 +98,10 @@ class CachedLayer(nn.Module):
         if context is None:
             return self.layer(*args, **kwargs)
         if self.table is not None:
-            return self.index.take(self.table, context, context.branch, self.shared)
+            return self.index.take(self.table, context, context.prompt, self.shared)
         self.calls = self.calls + 1 if self.last is context else 0
         self.last = context
-        key = (context.branch, context.items, self.calls)
+        key = (context.prompt, context.items, self.calls)
         if key not in self.known:
             COMPUTED[self.kind] += 1
             self.known[key] = self.layer(*args, **kwargs)
@@ -113,7 +113,7 @@ class CachedLayer(nn.Module):
         context = self.index.context
         if self.table is None or context is None:
             return self.layer(x)
-        return self.index.take(self.table, context, _second(context.branch), False)
+        return self.index.take(self.table, context, _second(context.prompt), False)
 
     @property
     def bytes(self) -> int:
@@ -131,9 +131,9 @@ class CachedLayer(nn.Module):
         self.table = table
 
 
-def _second(branch: str) -> str:
-    """Name a branch's second embeddings in TableIndex.rows."""
-    return f"{branch}+"
+def _second(prompt: str) -> str:
+    """Name a prompt's second embeddings in TableIndex.rows."""
+    return f"{prompt}+"
 
 
 def layer_features(layer: nn.Module) -> int:
@@ -237,17 +237,17 @@ class LayerCache:
         """Compute modulation, one GEMM a layer for as many evaluations as fit into AHEAD; the others follow
         in begin_evaluation.
 
-        ``embeddings[branch][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
+        ``embeddings[prompt][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
         of their tokens get. Collective as begin_evaluation.
         """
         seconds = {
-            _second(branch): [vars(embedding)["second"] for embedding in evaluations]
-            for branch, evaluations in embeddings.items()
+            _second(prompt): [vars(embedding)["second"] for embedding in evaluations]
+            for prompt, evaluations in embeddings.items()
             if hasattr(evaluations[0], "second")
         }
         each = {
-            (branch, evaluation): embedding
-            for branch, evaluations in (embeddings | seconds).items()
+            (prompt, evaluation): embedding
+            for prompt, evaluations in (embeddings | seconds).items()
             for evaluation, embedding in enumerate(evaluations)
         }
         different, places = self._different(torch.cat(list(each.values())))

@@ -21,7 +21,7 @@ def equal_rows(every: Tensor) -> Tensor:
 
 @dataclass
 class ModulationPlan:
-    """The modulation of a request: the embeddings (rows, D), and (branch, evaluation) -> the row of each
+    """The modulation of a request: the embeddings (rows, D), and (prompt, evaluation) -> the row of each
     sample. ``computed``: evaluations before this one are cached."""
 
     embeddings: Tensor

@@ -51,9 +51,9 @@ class Stage:
         self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, Sequence] = {}
-        self.known: set[tuple[str, int]] = set()  # branch and sample whose text has run (Cache.static_text)
+        self.known: set[tuple[str, int]] = set()  # prompt and sample whose text has run (Cache.static_text)
         self.launched: set[tuple] = set()  # kinds of forwards that have run in this request
-        # branch -> an activation that came: branches may differ in width (control videos of Wan VACE)
+        # prompt -> an activation that came: prompts may differ in width (control videos of Wan VACE)
         self.like: dict[str, Tensor] = {}
         self.cuts = WeakTensorKeyDictionary()
         self.static = StaticInputs() if ENABLED else None
@@ -142,16 +142,16 @@ class Stage:
         """Post the receive of a forward; return False, also for all after it, if that is too early. Its size
         has to be known. A forward of its kind has to have run: a kernel's first launch may wait for the whole
         device, receives included, while their sender waits likewise for this stage."""
-        known = context.branch in self.like and context.branch in self.sequences
+        known = context.prompt in self.like and context.prompt in self.sequences
         if not known or self._kind(context) not in self.launched:
             return False
-        self._post(context, self.like[context.branch])
+        self._post(context, self.like[context.prompt])
         return True
 
     def _kind(self, context: StepContext) -> tuple:
         """Return what decides which kernels a forward launches."""
         tokens = self._tokens(context)
-        return context.branch, len(context.items), len(tokens.text), len(tokens.image)
+        return context.prompt, len(context.items), len(tokens.text), len(tokens.image)
 
     def _post(self, context: StepContext, like: Tensor):
         """Post the receive of a forward; ``like`` is an activation (b, tokens, D) of this request."""
@@ -189,7 +189,7 @@ class Stage:
 
     def _tokens(self, context: StepContext) -> TokenShards:
         with_text = context.with_text and not self.known.issuperset(context.keys)
-        return token_shards(context, self.sequences[context.branch], with_text, self.mesh.sp)
+        return token_shards(context, self.sequences[context.prompt], with_text, self.mesh.sp)
 
     # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
@@ -238,7 +238,7 @@ class Stage:
         sequence = forward.sequence(index, streams)
         if index < self.structure.entry:
             self.references_first = sequence.reference > 0
-        self.sequences[forward.context.branch] = sequence
+        self.sequences[forward.context.prompt] = sequence
         forward.entered = self._tokens(forward.context)
         return forward.enter(streams)
 
@@ -294,7 +294,7 @@ class Stage:
         crossing = self.structure.crossing(self.blocks.start)
         both, *skips = pipe.take().chunk(1 + len(crossing), dim=2)
         forward.skips = dict(zip(crossing, skips))
-        self.like[forward.context.branch] = both
+        self.like[forward.context.prompt] = both
         self.launched.add(self._kind(forward.context))
         if text is None:
             return {"image": both, "text": None}

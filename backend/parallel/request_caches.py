@@ -70,7 +70,7 @@ class Masks:
     """Attention masks. What an attention call is given first in a request stands for what it is given at
     every step: masks are of prompts, and no family has one that changes with the noise level.
 
-    _first: (branch, layer, call, samples, ...) -> the first mask there. _needed: that mask -> what is applied
+    _first: (prompt, layer, call, samples, ...) -> the first mask there. _needed: that mask -> what is applied
     of it, None where it hides nothing. _cuts: that -> (tokens, kind, ranks) -> its rows and columns.
     """
 

@@ -7,14 +7,14 @@ from .sequence import Span
 
 @dataclass(frozen=True)
 class StepContext:
-    """One micro-batch of one evaluation: a CFG branch of some samples and latent tokens.
+    """One micro-batch of one evaluation: a prompt of some samples and latent tokens.
 
-    branch: name of the prompt. evaluation: index of the model call in the request's plan. items: samples of
+    prompt: its name. evaluation: index of the model call in the request's plan. items: samples of
     this replica's batch. image: latent tokens of a patch; None for the whole latent. with_text: text and
     reference tokens come too.
     """
 
-    branch: str
+    prompt: str
     evaluation: int
     items: Span
     image: Span | None = None
@@ -27,5 +27,5 @@ class StepContext:
 
     @property
     def keys(self) -> list[tuple[str, int]]:
-        """(branch, sample) of every sample."""
-        return [(self.branch, item) for item in range(self.items.lo, self.items.hi)]
+        """(prompt, sample) of every sample."""
+        return [(self.prompt, item) for item in range(self.items.lo, self.items.hi)]

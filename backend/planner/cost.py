@@ -102,16 +102,16 @@ class Cost:
     def _at_once(self, patches: int) -> float:
         """Samples that go through the model together, of several batches their mean: in a synchronous step of
         a pipeline one, and in a call those of all prompts, up to so many tokens."""
-        return self._samples * self.request.branches(self.plan.cfg_degree) / self._batches(patches)
+        return self._samples * self.request.prompts_per_rank(self.plan.cfg_degree) / self._batches(patches)
 
     def _batches(self, patches: int) -> int:
         """How many batches a step has on the rank with most samples."""
-        branches = self.request.branches(self.plan.cfg_degree)
-        every = self._samples * branches
+        prompts = self.request.prompts_per_rank(self.plan.cfg_degree)
+        every = self._samples * prompts
         if self.plan.pipefusion_degree > 1:
-            return every if patches == 1 else branches
+            return every if patches == 1 else prompts
         if not self.request.drained:
-            return branches
+            return prompts
         return math.ceil(every / samples_at_once(self.request.image_tokens))
 
     @property

@@ -172,7 +172,7 @@ class Request:
     other_loras: int = 0
     then: "tuple[Request, ...] | None" = None
 
-    def branches(self, cfg_degree: int) -> int:
+    def prompts_per_rank(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""
         return math.ceil(self.prompts / cfg_degree)
 

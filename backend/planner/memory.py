@@ -110,7 +110,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: Rank
     if not plan.has_stale_kv:
         return _static_text(shape, plan, request, share)
     buffers = 2 if plan.stale_kv == "extrapolate" else 1
-    branches = request.branches(plan.cfg_degree)
+    prompts = request.prompts_per_rank(plan.cfg_degree)
     ranks = plan.tensor_parallel_degree * plan.ulysses_degree
     heads = math.ceil(shape.heads / ranks * share.matrices * share.heads)
     own = _own_blocks(shape, plan, share)
@@ -118,7 +118,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: Rank
     keys = sum(block.sent(width)[1] for block in shape.blocks[own.start : own.stop])
     token = 2 * heads * keys // shape.heads * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    return buffers * branches * share.samples * token * tokens
+    return buffers * prompts * share.samples * token * tokens
 
 
 def _static_text(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
@@ -130,7 +130,7 @@ def _static_text(shape: ModelShape, plan: ParallelConfig, request: Request, shar
     own = _own_blocks(shape, plan, share)
     token = 2 * math.ceil(heads) * shape.head_size * shape.itemsize * len(own)
     tokens = math.ceil(request.text_tokens / plan.ring_degree)
-    return request.branches(plan.cfg_degree) * share.samples * token * tokens
+    return request.prompts_per_rank(plan.cfg_degree) * share.samples * token * tokens
 
 
 def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
@@ -150,6 +150,6 @@ def _activations(shape: ModelShape, plan: ParallelConfig, request: Request, shar
     samples = share.samples
     if request.drained and plan.pipefusion_degree == 1:  # a call has all prompts
         at_once = samples_at_once(request.image_tokens)
-        samples = min(samples * request.branches(plan.cfg_degree), at_once)
+        samples = min(samples * request.prompts_per_rank(plan.cfg_degree), at_once)
     held = shape.activations.of_samples(plan, samples, token)
     return math.ceil((request.image_tokens + request.text_tokens) * held)

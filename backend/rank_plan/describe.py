@@ -110,9 +110,9 @@ def describe(
     config.validate()
     shards = shard_sizes(batch, config.data_parallel_degree, config.shares_of("dp"))
     samples = [max(1, size) for size in shards]
-    branches = branches // config.cfg_degree
+    prompts_per_rank = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
-    request = (image_tokens, text_tokens, samples[0], branches)
+    request = (image_tokens, text_tokens, samples[0], prompts_per_rank)
     work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits, latents, controls)
     works = {count: replace(work, batch=count) for count in set(samples)}
     stages = checkpoint.stages(config)

@@ -13,7 +13,7 @@ from ..models.family import Family
 from ..planner.machine import samples_at_once
 from ..protocol import ModelCall, Sample
 from ..quantization.kernels import Choice
-from ..sampling.guidance import guidance_of, names
+from ..sampling.guidance import branch_of, names
 from ..sampling.request import arguments_of, request_config
 from .describe import RankPlan, describe
 
@@ -21,7 +21,7 @@ from .describe import RankPlan, describe
 @dataclass(frozen=True)
 class RequestSize:
     """A request as rank_plan counts it. image_tokens: of the latent and of references; text_tokens: of the
-    longest prompt; batch, prompts: of all replicas and both sides of guidance; calls: of the model with each
+    longest prompt; batch, prompts: of all replicas and both CFG branches; calls: of the model with each
     prompt; latents: name and tokens of nested ones, as they follow each other; controls: control inputs
     (Conditioning.controls) of the prompt with most of them."""
 
@@ -79,7 +79,7 @@ def _size_of_sample(
     calls = len(sample.tensors["sigmas"]) - 1
     count = len(prompts)
     if config.cfg_degree > 1:  # as many as the side with most of them has, on each side
-        count = config.cfg_degree * max(Counter(map(guidance_of, names(sample))).values())
+        count = config.cfg_degree * max(Counter(map(branch_of, names(sample))).values())
     latents = family.latent.named(grid)
     controls = max(map(family.conditioning.controls, prompts))
     return RequestSize(grid.tokens + references, text, shape[0], count, calls, latents, controls)

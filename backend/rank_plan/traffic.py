@@ -27,7 +27,7 @@ def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards
         if place["pp"] < work.config.pipefusion_degree - 1:
             found["pipeline"] += _samples(work) * work.width * _carried(work, blocks.stop, now)
         found += _outputs(work, place, len(now.local.image), len(now.image))
-    prompts = work.branches * work.dtype.itemsize
+    prompts = work.prompts_per_rank * work.dtype.itemsize
     found["tensor"] = _tensor_parallel(work, place, stages, patches) * prompts
     hosted = stages.hosted(place["pp"])
     found["modulation"] = sum(work.features(name, place) for name in hosted) * prompts
@@ -35,8 +35,8 @@ def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards
 
 
 def _samples(work: Workload) -> int:
-    """Bytes of one number for every sample and branch."""
-    return work.batch * work.branches * work.dtype.itemsize
+    """Bytes of one number for every sample and prompt."""
+    return work.batch * work.prompts_per_rank * work.dtype.itemsize
 
 
 def _carried(work: Workload, boundary: int, patch: TokenShards) -> int:
@@ -55,7 +55,7 @@ def _attention(
     found: Counter[str] = Counter()
     for call, count in work.exchanged(blocks).items():
         row = row_bytes(work.call_head_size(call), work.dtype.itemsize, work.config.wire)
-        head = count * work.batch * work.branches * row
+        head = count * work.batch * work.prompts_per_rank * row
         ulysses, ring = _call(work, place, call, now, patch)
         found += Counter(ulysses=head * ulysses, ring=head * ring)
     return found
@@ -87,7 +87,7 @@ def _call(
 def _mixing(work: Workload, place: Place, blocks: int, patch: TokenShards) -> Counter[str]:
     """Count what token_mixing.py sends for one patch of a square image."""
     ranks = patch.sp_size
-    calls = blocks * work.batch * work.branches
+    calls = blocks * work.batch * work.prompts_per_rank
     own = len(patch.local.image)
     line = math.isqrt(work.image_tokens) + 1
     tokens = own if work.config.has_stale_kv else min(line, own)
@@ -105,7 +105,7 @@ def _outputs(work: Workload, place: Place, own: int, tokens: int) -> Counter[str
     latent = work.family.latent
     channels = latent.channels(work.checkpoint.config)
     patch = latent.patch(work.checkpoint.config)
-    features = 4 * work.batch * work.branches * channels * math.prod(patch)
+    features = 4 * work.batch * work.prompts_per_rank * channels * math.prod(patch)
     found: Counter[str] = Counter()
     if config.pipefusion_degree > 1 and place["pp"] == config.pipefusion_degree - 1:
         found["outputs"] += own * features

@@ -47,15 +47,15 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
 
 @dataclass(frozen=True)
 class Workload:
-    """The request and model that the plans are for; batch and branches are of one replica and CFG rank.
-    choices: quantized parameter -> how it multiplies. bits, latents, controls: as in describe."""
+    """The request and model that the plans are for; batch and prompts_per_rank are of one replica
+    and CFG rank. choices: quantized parameter -> how it multiplies. The others are as in describe."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
     image_tokens: int
     text_tokens: int
     batch: int
-    branches: int
+    prompts_per_rank: int
     dtype: torch.dtype
     calls: int
     choices: Mapping[str, Choice]
@@ -218,7 +218,7 @@ class Workload:
 
     def kv_bytes(self, place: Place, blocks: range, patches: list[TokenShards]) -> int:
         """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
-        samples = self.batch * self.branches
+        samples = self.batch * self.prompts_per_rank
         head = 2 * self.heads(place) * self.dtype.itemsize
         if not self.config.has_stale_kv:
             u = self.config.ulysses_degree
@@ -248,10 +248,10 @@ class Workload:
             )
             for blocks in stages.blocks
         ]
-        most = self.batch * self.branches
+        most = self.batch * self.prompts_per_rank
         if not (self.config.shard_weights and self.config.data_parallel_degree > 1):
             ahead = embeddings_ahead(max(widths), self.dtype)
-            most = min(self.calls * self.branches, max(self.branches, ahead))
+            most = min(self.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
         return most * widths[place["pp"]] * self.dtype.itemsize
 
     def features(self, layer: str, place: Place) -> int:

@@ -1,7 +1,7 @@
-"""The prompts of a request. Classifier-free guidance (arXiv 2207.12598) has two sides, positive (cond) and
+"""The prompts of a request. Classifier-free guidance (arXiv 2207.12598) has two branches, positive (cond) and
 negative (uncond), each of one prompt or of several that are mixed.
 
-ComfyUI's rule (comfy/samplers.py, calc_cond_batch): the prediction of a side is the mean of its prompts'
+ComfyUI's rule (comfy/samplers.py, calc_cond_batch): the prediction of a branch is the mean of its prompts'
 predictions, weighted by strength and mask, over those whose range holds the noise level. Prompts are
 evaluated one by one, so mixing is elementwise and exact for every patch.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..protocol import Sample
 
-#: The sides of guidance, in the order of the cfg axis.
-GUIDANCE = ("positive", "negative")
+#: The CFG branches, in the order of the cfg axis.
+CFG_BRANCHES = ("positive", "negative")
 _NAME = re.compile("(positive|negative)([0-9]{0,4})")
 #: What ComfyUI adds to the sum of weights, so that no weight at all is no division by zero.
 NO_WEIGHT = 1e-37
@@ -26,7 +26,7 @@ class Prompt:
     """``weight``: a number, or (B, N, F) tokens; the prompt counts at noise levels from ``highest`` down to
     ``lowest``."""
 
-    guidance: str
+    branch: str
     weight: float | Tensor = 1.0
     highest: float = float("inf")
     lowest: float = float("-inf")
@@ -55,13 +55,13 @@ def names(sample: Sample) -> list[str]:
     return sorted(filter(_NAME.fullmatch, found), key=_place)
 
 
-def guidance_of(name: str) -> str:
-    """Return the side of guidance of the prompt ``name`` ("negative2" -> "negative")."""
+def branch_of(name: str) -> str:
+    """Return the CFG branch of the prompt ``name`` ("negative2" -> "negative")."""
     return _parsed(name)[1]
 
 
 def _place(name: str) -> tuple[int, int]:
-    return GUIDANCE.index(guidance_of(name)), int(_parsed(name)[2] or 1)
+    return CFG_BRANCHES.index(branch_of(name)), int(_parsed(name)[2] or 1)
 
 
 def _parsed(name: str) -> re.Match[str]:

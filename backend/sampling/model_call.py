@@ -22,7 +22,7 @@ from ..parallel.step_context import StepContext
 from ..planner.machine import samples_at_once
 from ..protocol import ModelCall
 from ..shares import edges
-from .guidance import GUIDANCE, Prompt
+from .guidance import CFG_BRANCHES, Prompt
 from .model_runner import Runner
 from .prediction import OUTPUT
 from .request import Request, arguments_of
@@ -124,7 +124,7 @@ def build_call(
     # with it the model is given another latent than came
     rescale = family.latent.nested and family.latent.nested.rescale
     tokens = grid.to_tokens(given) if rescale else given.new_empty(len(samples), grid.tokens, grid.features)
-    name = GUIDANCE[0]
+    name = CFG_BRANCHES[0]
     return Request(
         config=_settings(call, ParallelConfig()),
         prediction=OUTPUT,
@@ -186,13 +186,13 @@ class OneCall(Denoiser):
     def _start_solvers(self):
         pass
 
-    def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
+    def _micro_batches(self, patch: Patch, index: int, prompts: tuple[str, ...]) -> list[StepContext]:
         batch = self.x.shape[0]
         tokens = self.request.grid.tokens + max(self.request.reference_tokens.values(), default=0)
         size = 1 if self.outputs else samples_at_once(tokens)
         return [
-            StepContext(branch, index, Span(first, min(first + size, batch)))
-            for branch in branches
+            StepContext(name, index, Span(first, min(first + size, batch)))
+            for name in prompts
             for first in range(0, batch, size)
         ]
 

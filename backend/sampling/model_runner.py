@@ -159,7 +159,7 @@ class Runner:
         self.times: dict[int, Tensor] = {}
         #: Evaluation -> where its step ends (1,), on the device, for models that are told.
         self.step_ends: dict[int, Tensor] = {}
-        #: (branch, lo, hi) of samples lo <= i < hi -> the prompt's arguments.
+        #: (prompt, lo, hi) of samples lo <= i < hi -> the prompt's arguments.
         self.prompts: dict[tuple[str, int, int], RequestArguments] = {}
 
     def plan(self, sigmas: list[Tensor]):
@@ -169,7 +169,7 @@ class Runner:
         ends = {index: self.request.step_end(sigma) for index, sigma in enumerate(sigmas)}
         self.step_ends = {index: end.to(device) for index, end in ends.items() if end is not None}
 
-    def modulate_ahead(self, sigmas: list[Tensor], branches: tuple[str, ...]):
+    def modulate_ahead(self, sigmas: list[Tensor], prompts: tuple[str, ...]):
         """Compute the modulation of evaluations at all ``sigmas`` (0-d), where the family has such layers."""
         model = self.model
         # replicas of sharded weights gather together, and their samples may need different chunks
@@ -186,10 +186,10 @@ class Runner:
         every = Span(0, len(latent))
         model.cache.modulate_ahead(
             {
-                branch: [
-                    embedding(StepContext(branch, index, every), sigma) for index, sigma in enumerate(sigmas)
+                name: [
+                    embedding(StepContext(name, index, every), sigma) for index, sigma in enumerate(sigmas)
                 ]
-                for branch in branches
+                for name in prompts
             }
         )
         if len(latent) > 1:  # the steps of a pipeline take samples one by one
@@ -205,9 +205,9 @@ class Runner:
         return family.io.arguments(self.model.config, self.request.grid, latent, time, prompt)
 
     def _prompt(self, context: StepContext) -> RequestArguments:
-        key = (context.branch, context.items.lo, context.items.hi)
+        key = (context.prompt, context.items.lo, context.items.hi)
         if key not in self.prompts:
-            self.prompts[key] = RequestArguments(self.request.arguments(context.branch, context.samples))
+            self.prompts[key] = RequestArguments(self.request.arguments(context.prompt, context.samples))
         return self.prompts[key]
 
     def run(self, x: Tensor, sigma: Tensor, context: StepContext) -> Tensor | None:
@@ -221,7 +221,7 @@ class Runner:
         model.cache.index.context = context
         if model.stage is None:
             return model.family.io.output(model_output(model.transformer, model.family, arguments), grid)
-        reference = self.request.reference_tokens[context.branch]
+        reference = self.request.reference_tokens[context.prompt]
         output = model.stage.forward(arguments, context, grid.tokens, reference)
         if output is None:
             return None

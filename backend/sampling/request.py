@@ -12,7 +12,7 @@ from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import Sequence, Span, patches
 from ..protocol import Sample
 from ..protocol.solver_names import PERCENTS
-from .guidance import GUIDANCE, Prompt, guidance_of, names
+from .guidance import CFG_BRANCHES, Prompt, branch_of, names
 from .noise import FreshNoise
 from .prediction import PREDICTIONS, Prediction
 from .solver_registry import Problem
@@ -63,10 +63,10 @@ class Request:
     tells_step_end: bool = False
 
     @property
-    def guidance(self) -> tuple[str, ...]:
-        """The sides of guidance that are evaluated."""
-        found = {prompt.guidance for prompt in self.prompts.values()}
-        return tuple(guidance for guidance in GUIDANCE if guidance in found)
+    def branches(self) -> tuple[str, ...]:
+        """The CFG branches that are evaluated."""
+        found = {prompt.branch for prompt in self.prompts.values()}
+        return tuple(name for name in CFG_BRANCHES if name in found)
 
     def prompts_at(self, sigma: Tensor) -> tuple[str, ...]:
         """Name the prompts that count at a noise level."""
@@ -78,9 +78,9 @@ class Request:
         whole = Sequence(self.patch0_tokens, self.grid.tokens, "first")
         return [patch.image for patch in patches(whole, self.config.patches, sp_size=self.config.sp_degree)]
 
-    def arguments(self, branch: str, items: slice) -> dict[str, Tensor]:
-        """Return the model arguments of a branch for some samples of this replica's batch."""
-        return _samples(self.conditioning[branch], items, self.noise.shape[0])
+    def arguments(self, prompt: str, items: slice) -> dict[str, Tensor]:
+        """Return the model arguments of a prompt for some samples of this replica's batch."""
+        return _samples(self.conditioning[prompt], items, self.noise.shape[0])
 
     def step_end(self, sigma: Tensor) -> Tensor | None:
         """Return where the step that begins at ``sigma`` (0-d, CPU) ends (1,), where the model is told; None
@@ -195,7 +195,7 @@ def _prompt(sample, name, tokens) -> Prompt:
     strength = tokens(weight) if weight in sample.tensors else float(settings.get("strength", 1.0))
     highest = float(settings.get("from", "inf"))
     lowest = float(settings.get("until", "-inf"))
-    return Prompt(guidance_of(name), strength, highest, lowest)
+    return Prompt(branch_of(name), strength, highest, lowest)
 
 
 def _conditioning(sample, name, items, family, dtype, device) -> dict[str, Tensor]:

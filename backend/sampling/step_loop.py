@@ -1,6 +1,6 @@
 """The step loop, one for every parallel mode.
 
-Work is a sequence of micro-batches: evaluation x patch x CFG branch (prompt). A patch is the whole latent
+Work is a sequence of micro-batches: evaluation x patch x prompt. A patch is the whole latent
 (serial, USP, warm-up) or a PipeFusion patch (arXiv 2405.14430). The first stage holds the solvers; the last
 stage returns outputs to it. With one stage the first is also the last.
 """
@@ -56,7 +56,7 @@ class Pending:
 
     patch: Patch
     evaluation: Evaluation
-    branches: tuple[str, ...]
+    prompts: tuple[str, ...]
     opens_step: bool
     closes_step: bool
     outputs: list[Tensor] = field(default_factory=list)
@@ -90,8 +90,8 @@ class Denoiser:
         self.request = request
         self.runner = runner
         self.callbacks = callbacks
-        self.guidance = request.guidance if mesh.cfg.size == 1 else (request.guidance[mesh.cfg.rank],)
-        self.branches = self._own(tuple(request.prompts))
+        self.branches = request.branches if mesh.cfg.size == 1 else (request.branches[mesh.cfg.rank],)
+        self.prompts = self._own(tuple(request.prompts))
         self.first_stage = mesh.pp.first
         edge = mesh.edges.outputs
         self.outputs = Pipe(edge, edge, "outputs") if mesh.pp.size > 1 else None
@@ -130,16 +130,16 @@ class Denoiser:
         self._drain()
         return self.x
 
-    def _own(self, branches: tuple[str, ...]) -> tuple[str, ...]:
-        """The branches that this rank evaluates."""
-        prompts = self.request.prompts
-        return tuple(branch for branch in branches if prompts[branch].guidance in self.guidance)
+    def _own(self, prompts: tuple[str, ...]) -> tuple[str, ...]:
+        """The prompts that this rank evaluates."""
+        found = self.request.prompts
+        return tuple(name for name in prompts if found[name].branch in self.branches)
 
     def _plan(self) -> list[Evaluation]:
         return evaluations(self.request.solver, problem(self.request, self.noise, Span(0, 0)))
 
     def _modulate_ahead(self, plan: list[Evaluation]):
-        self.runner.modulate_ahead([evaluation.sigma for evaluation in plan], self.branches)
+        self.runner.modulate_ahead([evaluation.sigma for evaluation in plan], self.prompts)
 
     def _start_solvers(self):
         start = self.request.start()
@@ -159,18 +159,18 @@ class Denoiser:
     def _evaluate(self, plan: list[Evaluation], index: int):
         """Run every micro-batch of an evaluation."""
         evaluation = plan[index]
-        branches = self._own(self.request.prompts_at(evaluation.sigma))
+        prompts = self._own(self.request.prompts_at(evaluation.sigma))
         opens = index == 0 or plan[index - 1].step != evaluation.step
         closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
         patches = self.patches if self._is_stale(plan, index) else [self.whole]
-        calls = [(patch, self._micro_batches(patch, index, branches)) for patch in patches]
+        calls = [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
         contexts = [context for _, micro_batches in calls for context in micro_batches]
         done = ahead = 0
         for patch, micro_batches in calls:
             if self.first_stage:
                 self._collect_until(patch)
                 last = patch is patches[-1]
-                self.pending.append(Pending(patch, evaluation, branches, opens, closes and last))
+                self.pending.append(Pending(patch, evaluation, prompts, opens, closes and last))
             for context in micro_batches:
                 most = min(done + 2, len(contexts))
                 while ahead < most and self.runner.expect(contexts[ahead]):  # in the order in which they come
@@ -179,7 +179,7 @@ class Denoiser:
                 done += 1
                 ahead = max(ahead, done)
 
-    def _micro_batches(self, patch: Patch, index: int, branches: tuple[str, ...]) -> list[StepContext]:
+    def _micro_batches(self, patch: Patch, index: int, prompts: tuple[str, ...]) -> list[StepContext]:
         """The prompts, and in a synchronous step of the pipeline each sample of the batch by itself."""
         batch = self.x.shape[0]
         whole = patch is self.whole
@@ -187,9 +187,7 @@ class Denoiser:
         if whole and self.outputs:
             items = [Span(i, i + 1) for i in range(batch)]
         image = None if whole else patch.span
-        return [
-            StepContext(branch, index, item, image, patch.with_text) for branch in branches for item in items
-        ]
+        return [StepContext(name, index, item, image, patch.with_text) for name in prompts for item in items]
 
     def _hand_over(self, patch: Patch, context: StepContext, output: Tensor | None):
         """Bring outputs to the first stage, or leave them there where it is the last one too."""
@@ -212,7 +210,7 @@ class Denoiser:
     def _collect(self, pending: Pending):
         span = pending.patch.span
         outputs = self._take(pending)
-        predictions = [self._predict(guidance, outputs, pending) for guidance in self.guidance]
+        predictions = [self._predict(branch, outputs, pending) for branch in self.branches]
         if self.mesh.cfg.size > 1:  # this rank's is one of them
             shapes = [tuple(predictions[0].shape)] * self.mesh.cfg.size
             predictions = all_gather(predictions[0], shapes, self.mesh.cfg, "cfg")
@@ -230,38 +228,34 @@ class Denoiser:
             self.callbacks.on_step(pending.evaluation.step + 1, self.x0)
 
     def _take(self, pending: Pending) -> dict[str, Tensor]:
-        """Branch -> output (B, tokens of the patch, F), of this rank's branches."""
+        """Prompt -> output (B, tokens of the patch, F), of this rank's prompts."""
         received = pending.outputs
         if self.outputs is not None:
             received = [self.outputs.take() for _ in range(pending.expected)]
         if not received:  # no prompt counts now
             return {}
-        local = cat(received).float().unflatten(0, (len(pending.branches), -1))
+        local = cat(received).float().unflatten(0, (len(pending.prompts), -1))
         shapes = [(*local.shape[:2], count, local.shape[3]) for count in self._token_counts(pending.patch)]
         gathered = all_gather(local, shapes, self.mesh.sp, "outputs")
-        return dict(zip(pending.branches, cat(gathered, dim=2)))
+        return dict(zip(pending.prompts, cat(gathered, dim=2)))
 
     def _token_counts(self, patch: Patch) -> list[int]:
         """The image tokens of a patch on every SP rank."""
         sp = self.mesh.sp
         return [len(patch.span.shard(i, sp.size, sp.shares)) for i in range(sp.size)]
 
-    def _predict(self, guidance: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
-        """What the prompts of one side of guidance predict together, (B, tokens of the patch, F); zeros where
+    def _predict(self, branch: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
+        """What the prompts of one CFG branch predict together, (B, tokens of the patch, F); zeros where
         none counts."""
         request = self.request
         span = pending.patch.span
         tokens = span.indices
         x = self.x[:, tokens]
-        prompts = {
-            branch: request.prompts[branch]
-            for branch in outputs
-            if request.prompts[branch].guidance == guidance
-        }
+        prompts = {name: request.prompts[name] for name in outputs if request.prompts[name].branch == branch}
         if not prompts:
             return torch.zeros_like(x)
         sigma = pending.evaluation.sigma
-        predictions = [request.denoised(x, sigma, outputs[branch], span) for branch in prompts]
+        predictions = [request.denoised(x, sigma, outputs[name], span) for name in prompts]
         return mix(list(prompts.values()), predictions, tokens)
 
     def _step(self, state: SolverState, prediction: Tensor | tuple[Tensor, Tensor] | None):

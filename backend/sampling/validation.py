@@ -20,7 +20,7 @@ from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..shares import shard_sizes
 from ..torch_version import torch_version, unshardable
-from .guidance import guidance_of, names
+from .guidance import branch_of, names
 from .prediction import FLOW, PREDICTIONS
 from .request import arguments_of, request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
@@ -211,13 +211,13 @@ def _no_noise(*_) -> torch.Tensor:
 
 
 def _has_negative(sample) -> bool:
-    return any(guidance_of(name) == "negative" for name in names(sample))
+    return any(branch_of(name) == "negative" for name in names(sample))
 
 
 def _check_prompts(sample):
     known = names(sample)
     noise = sample.tensors["noise"]
-    if not any(guidance_of(name) == "positive" for name in known):
+    if not any(branch_of(name) == "positive" for name in known):
         raise UnsupportedError("the request has no positive prompt; send its model arguments as positive.*.")
     weights = [key for key in sample.tensors if key.startswith("weight.")]
     for name in [*sample.prompts, *(key.removeprefix("weight.") for key in weights)]:

@@ -197,7 +197,7 @@ def test_addresses_of_a_steady_micro_step_stay(stale_kv, tmp_path, monkeypatch):
         own = {name: x for name, x in kwargs.items() if index == stage.blocks.start or name not in names}
         for leaf, x in enumerate(torch.utils._pytree.tree_leaves(own)):
             if isinstance(x, torch.Tensor) and x.numel():
-                inputs[forward.context.branch, forward.context.image, index, leaf].append(x.data_ptr())
+                inputs[forward.context.prompt, forward.context.image, index, leaf].append(x.data_ptr())
 
     refresh = KVBuffers.refresh
 

@@ -48,8 +48,8 @@ def test_positions_of_the_steps_serve_before_the_first_one(family, tmp_path):
     positions.layer.register_forward_hook(lambda *_: calls.append(positions.index.context))
     for _ in range(2):
         engine.sample(sample, Callbacks())
-    branches = {each.branch for each in calls}
-    assert len(calls) == 2 * len(branches) and None not in calls
+    prompts = {each.prompt for each in calls}
+    assert len(calls) == 2 * len(prompts) and None not in calls
     assert positions.index.context is None
 
 

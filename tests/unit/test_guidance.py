@@ -1,4 +1,4 @@
-"""How the prompts of one side of guidance are mixed: ComfyUI's rule (comfy/samplers.py, calc_cond_batch)."""
+"""How the prompts of one CFG branch are mixed: ComfyUI's rule (comfy/samplers.py, calc_cond_batch)."""
 
 import pytest
 import torch

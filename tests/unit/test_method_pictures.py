@@ -37,4 +37,4 @@ def test_a_stage_waits_for_the_stage_before():
 
 def test_a_rank_of_a_side_of_guidance_has_one_prompt():
     rows = pictures.timeline(pictures.PICTURES["cfg2"])
-    assert [{work.branch for work in row} for row in rows] == [{"positive"}, {"negative"}]
+    assert [{work.prompt for work in row} for row in rows] == [{"positive"}, {"negative"}]

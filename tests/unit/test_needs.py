@@ -155,7 +155,7 @@ def test_a_call_reads_nothing_stale():
     ids=str,
 )
 def test_a_call_is_as_large_as_what_a_replica_computes_at_once(flux, degrees, batch, prompts):
-    """Six samples, over data-parallel ranks and both sides of guidance; ``batch`` is of all of the former."""
+    """Six samples, over data-parallel ranks and both CFG branches; ``batch`` is of all of the former."""
     call = ModelCall("m", tensors=tensors(6, 64))
     size = size_of(call, ParallelConfig(**degrees), flux.family, flux.config)
     assert size == RequestSize(32 * 32, 12, batch, prompts, calls=1)

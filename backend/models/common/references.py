@@ -19,13 +19,13 @@ OTHER_METHOD = "choose another method in Edit Model Reference Method"
 
 
 def listed(cond: Mapping[str, Tensor], name: str) -> list[Tensor]:
-    """Return the arguments NAME.0, NAME.1, ... of one guidance branch, in order."""
+    """Return the arguments NAME.0, NAME.1, ... of one prompt, in order."""
     keys = [key for key in cond if key.startswith(f"{name}.")]
     return [cond[key] for key in sorted(keys, key=lambda key: int(key.partition(".")[2]))]
 
 
 def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the reference latents (B, C, [T,] H, W) of one guidance branch, in order."""
+    """Return the reference latents (B, C, [T,] H, W) of one prompt, in order."""
     return listed(cond, "ref_latents")
 
 
