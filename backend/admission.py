@@ -25,7 +25,7 @@ from .rank_plan.need import Need, load_need, request_need
 from .rank_plan.remedies import fitting
 from .rank_plan.request_size import RequestSize
 from .sampling.runs import Prepared
-from .serving.broadcast import Dispatcher
+from .serving.broadcast import ControlChannel
 
 #: Plans of requests that are remembered: of two experts with and without a negative prompt.
 KEPT_PLANS = 4
@@ -148,12 +148,12 @@ class Planned:
 class Admission:
     """One backend's rounds. Every rank makes one at the same time as the others."""
 
-    def __init__(self, config: ParallelConfig, dispatcher: Dispatcher, memory: DeviceMemory):
+    def __init__(self, config: ParallelConfig, control: ControlChannel, memory: DeviceMemory):
         self.config = config
-        self.dispatcher = dispatcher
+        self.control = control
         self.memory = memory
         #: Name of every rank's memory.
-        self.names: list[str] = dispatcher.all_gather_object(memory.name)
+        self.names: list[str] = control.all_gather_object(memory.name)
         #: The requests that were planned last: a warm run plans nothing, nor does one of two experts.
         self._plans: deque[tuple[Checkpoint, tuple, list[RankPlan]]] = deque(maxlen=KEPT_PLANS)
         #: Whether weights may take what is left: not once a request beside them needed more than was likely.
@@ -246,7 +246,7 @@ class Admission:
     def _spare(self, rooms: list[RankRoom], prepared: Prepared) -> int:
         """Count what this rank may take of what is left on its device beside what all ranks there need. On
         the CPU neither swap nor what holds the pages of the model's file."""
-        own = rooms[self.dispatcher.rank]
+        own = rooms[self.control.rank]
         here = [room for room in rooms if room.memory == own.memory]
         free = min(room.free for room in here)
         if self.memory.device.type == "cpu":
@@ -260,7 +260,7 @@ class Admission:
         ranks = len(self.names)
         given = [number for need in needs or [NOTHING] * ranks for number in (need.least, need.likely)]
         own = [self.memory.free(), self.memory.cached(), int(ready), lacks, *given]
-        rows = self.dispatcher.all_gather_numbers(own)
+        rows = self.control.all_gather_numbers(own)
         found = rows[0][4:]
         return [
             RankRoom(

@@ -271,7 +271,7 @@ class Engine:
         config = replace(self.config, **{name: getattr(message, name) for name in asked})
         tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
         request = {"branches": message.prompts, "dtype": model.dtype, "choices": model.choices}
-        plans = describe(config, checkpoint, tokens, message.text_rows, **request)
+        plans = describe(config, checkpoint, tokens, message.text_tokens, **request)
         return tokens, [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling

@@ -27,7 +27,7 @@ from .parent_pipe import be_killed_with_parent, end_with_parent
 from .planner.machine import OVERHEAD, Machine
 from .quantization import trial
 from .quantization.matmul import capability_of, native_formats
-from .serving.broadcast import Dispatcher
+from .serving.broadcast import ControlChannel
 from .start import linked_file, ready_file, run_and_exit
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
@@ -68,7 +68,7 @@ class Probe:
         self.mesh = mesh.build(ParallelConfig(ulysses_degree=self.ranks), device, store)
         self.device = self.mesh.device
         self.dtype = computed_in(self.device)
-        self.dispatcher = Dispatcher(self.mesh.control)
+        self.control = ControlChannel(self.mesh.control)
         (self.tokens, self.width, self.heads, self.head_size), self.sent = SIZES[device]
 
     def seconds(self, action: Callable[[], object], calls: int = CALLS) -> float:
@@ -86,7 +86,7 @@ class Probe:
         """Raise LinkError on every rank unless each receives what the others send: GPUs whose driver promises
         peer access have been seen to read something else (vLLM's can_actually_p2p tests the same)."""
         wrong = [peer for number in range(CHECKS) for peer in self._wrong_peers(number)]
-        for rank, peers in enumerate(self.dispatcher.all_gather_object(wrong)):
+        for rank, peers in enumerate(self.control.all_gather_object(wrong)):
             if peers:
                 raise LinkError(f"rank {rank} received other bytes than rank {peers[0]} sent")
 
@@ -124,12 +124,12 @@ class Probe:
             launch=max(ranks["launch"]),
             overhead=OVERHEAD if self.kind == "cuda" else 0.0,
             latency=max(ranks["latency"]),
-            float32=max(self.dispatcher.all_gather_object(float32)),
+            float32=max(self.control.all_gather_object(float32)),
             all_to_all={size: min(rates) for size, rates in self._gathered(exchanges).items()},
             rings={size: min(rates) for size, rates in self._gathered(rings).items()},
             alone=self._alone(min(ranks["gemm"])),
             ranks=self.ranks,
-            names=tuple(self.dispatcher.all_gather_object(self._name())),
+            names=tuple(self.control.all_gather_object(self._name())),
             speeds=self.speeds() if self.kind == "cuda" else (),
             bandwidths=ranks["bandwidth"] if self.kind == "cuda" else (),
             on_host=self.kind == "cpu",
@@ -137,7 +137,7 @@ class Probe:
 
     def _gathered(self, own: dict) -> dict[Any, tuple[float, ...]]:
         """Return the numbers of every rank under the names of ``own``, which all ranks have, in order."""
-        ranks = self.dispatcher.all_gather_object(list(own.values()))
+        ranks = self.control.all_gather_object(list(own.values()))
         return dict(zip(own, zip(*ranks)))
 
     def native(self) -> dict[str, float]:
@@ -146,7 +146,7 @@ class Probe:
         that fails may take the device with it, or the process."""
         products = native_formats(self.dtype, self.device, capability_of(self.device))
         own = {kind: rate for kind, name in products if (rate := self._native_rate(kind, name))}
-        ranks = self.dispatcher.all_gather_object(own)
+        ranks = self.control.all_gather_object(own)
         return {kind: min(of[kind] for of in ranks) for kind in own if all(kind in of for of in ranks)}
 
     def _native_rate(self, kind: str, name: str) -> float:
@@ -170,8 +170,8 @@ class Probe:
                 F.linear(self.x, self.weight)
             F.scaled_dot_product_attention(self.q, self.q, self.q)
 
-        self.dispatcher.all_gather_object(None)  # begin together
-        found = self.dispatcher.all_gather_object(self.seconds(step))
+        self.control.all_gather_object(None)  # begin together
+        found = self.control.all_gather_object(self.seconds(step))
         return tuple(max(found) / each for each in found)
 
     def warm_up(self):
@@ -183,7 +183,7 @@ class Probe:
 
     def together(self, action: Callable[[], object]) -> float:
         """Return the seconds of ``action`` while all ranks compute."""
-        self.dispatcher.all_gather_object(None)  # begin together
+        self.control.all_gather_object(None)  # begin together
         return self.sustained(action)
 
     def sustained(self, action: Callable[[], object]) -> float:
@@ -262,7 +262,7 @@ class Probe:
         if self.kind == "cuda" or self.ranks == 1:
             return 1.0
         rate = self._gemm(self.sustained) if self.mesh.rank == 0 else 0.0
-        return max(1.0, self.dispatcher.all_gather_object(rate)[0] / together)
+        return max(1.0, self.control.all_gather_object(rate)[0] / together)
 
     def _neighbours(self) -> float:
         """Bytes/s between pairs of ranks, all pairs at once; among all of an odd number of ranks."""
@@ -332,11 +332,11 @@ def main():
         machine = probe.measure()
         if probe.mesh.rank == 0:
             write(machine, Path(options.out))
-        probe.dispatcher.all_gather_object(None)  # it is written, whatever becomes of a rank
+        probe.control.all_gather_object(None)  # it is written, whatever becomes of a rank
         machine = replace(machine, native_rates=probe.native())
     if probe.mesh.rank == 0:
         write(machine, Path(options.out))
-    probe.dispatcher.all_gather_object(None)  # nobody leaves while another one still measures
+    probe.control.all_gather_object(None)  # nobody leaves while another one still measures
 
 
 def write(machine: Machine, out: Path):

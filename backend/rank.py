@@ -30,7 +30,7 @@ from .sampling.model_runner import LoadedModel
 from .sampling.runs import Prepared
 from .sampling.step_loop import Callbacks
 from .sampling.step_loop import Cancelled as Stopped
-from .serving.broadcast import Dispatcher
+from .serving.broadcast import ControlChannel
 from .serving.step_times import StepClock
 
 
@@ -41,13 +41,13 @@ class Worker:
         self.device = begun.device
         self.mesh = meshes.build(begun.config, begun.device, begun.store)
         self.engine = Engine(begun.config, self.mesh, begun.folders)
-        self.dispatcher = Dispatcher(self.mesh.control)
-        self.pids = self.dispatcher.all_gather_object(os.getpid())
+        self.control = ControlChannel(self.mesh.control)
+        self.pids = self.control.all_gather_object(os.getpid())
         #: Rank -> the number of its machine.
-        self.machines = self.dispatcher.all_gather_object(int(os.environ.get("GROUP_RANK", "0")))
-        capabilities = self.dispatcher.all_gather_object(list(self.engine.capabilities))
+        self.machines = self.control.all_gather_object(int(os.environ.get("GROUP_RANK", "0")))
+        capabilities = self.control.all_gather_object(list(self.engine.capabilities))
         self.engine.capabilities = {(major, minor) for of_rank in capabilities for major, minor in of_rank}
-        self.admission = Admission(begun.config, self.dispatcher, self.engine.memory)
+        self.admission = Admission(begun.config, self.control, self.engine.memory)
         self.reports: dict[str, list[dict]] = {}
         #: Attention kernel, type, head size, with log-sum-exp? -> why requests are refused; empty: they run.
         self.tried: dict[tuple, str] = {}
@@ -56,7 +56,7 @@ class Worker:
 
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
-        while not isinstance(message := self.dispatcher.receive(), Shutdown):
+        while not isinstance(message := self.control.receive(), Shutdown):
             with suppress(Stopped, AllRefuse):  # rank 0 answers the client
                 self.obey(message)
             del message  # its tensors make room for those of the next one
@@ -144,7 +144,7 @@ class Worker:
             self.tried[case] = ""
             kernel_trial.settle(*case[1:], self.mesh.device)
         elif kernel.call is not None and not is_tried:
-            failures = self.dispatcher.all_gather_object(kernel_trial.failure(*case, self.mesh.device))
+            failures = self.control.all_gather_object(kernel_trial.failure(*case, self.mesh.device))
             self.tried[case] = kernel_trial.refusal(name, by_rank(failures))
         if self.tried.get(case):
             raise AllRefuse(self.tried[case])
@@ -187,10 +187,10 @@ class Worker:
         leaving = ranks - model.parked_on
         here = self.machines[self.mesh.rank]
         own = model.report.weight_bytes + model.held_lora_bytes
-        sizes = self.dispatcher.all_gather_numbers([own, min(own, parking.page_locked_bytes())])
+        sizes = self.control.all_gather_numbers([own, min(own, parking.page_locked_bytes())])
         of_machine = [sizes[rank] for rank in leaving if self.machines[rank] == here]
         size, kept = (sum(each) for each in zip(*of_machine)) if of_machine else (0, 0)
-        if not all(self.dispatcher.all_gather_object(parking.has_room(size, kept))):
+        if not all(self.control.all_gather_object(parking.has_room(size, kept))):
             return None
         self.engine.park(model, ranks)
         return model.parked_on
@@ -213,7 +213,7 @@ class Worker:
         learnt that one cannot multiply natively as it should: rank 0 checks the model again, and says so.
         Raises OutOfRoom before anything is read, or where a rank's memory ran out while it read."""
         own = own or model_key(message)
-        key = self.dispatcher.all_gather_object(own)[0]
+        key = self.control.all_gather_object(own)[0]
         if key in self.engine.models:
             return self._name_loras(key, message)
         self.admission.check(planned, asking=message.asking)
@@ -223,7 +223,7 @@ class Worker:
             return reasons
         contents = [""] * self.mesh.world_size
         if max(self.machines):  # each machine reads its own file
-            contents = self.dispatcher.all_gather_object(content_key(message.path))
+            contents = self.control.all_gather_object(content_key(message.path))
         reason, lacks = "", False
         try:
             how = (message.weight_dtype, message.matmul, message.trial)
@@ -235,7 +235,7 @@ class Worker:
             traceback.print_exc()
             reason, lacks = str(error) or type(error).__name__, is_out_of_memory(error)
         report = None if reason else self.engine.models[key].report.as_dict()
-        answers = self.dispatcher.all_gather_object([reason, report, lacks])
+        answers = self.control.all_gather_object([reason, report, lacks])
         reasons = by_rank([why for why, *_ in answers])
         if reason and not lacks:  # a rank whose GPU is lost ends now, and not in somebody's next request
             check_device(self.mesh.device, f"the GPU was lost while the model was loaded: {reason}")
@@ -254,7 +254,7 @@ class Worker:
         try none. No collective where there are no products."""
         if not products:
             return []
-        gather = self.dispatcher.all_gather_object
+        gather = self.control.all_gather_object
         refused, failures = trial.agree(products, self.mesh.device, gather)
         self.engine.refused |= refused
         return by_rank(failures)
@@ -264,7 +264,7 @@ class Worker:
         the reasons of the ranks whose machine has other files."""
         stack = lora_stack(message.loras)
         contents = [content_key(use.path) for use in stack] if max(self.machines) else []
-        answers = self.dispatcher.all_gather_object([stack_digest(stack), contents])
+        answers = self.control.all_gather_object([stack_digest(stack), contents])
         digest, first = answers[0]
         paths = [use.path for use in stack]
         reasons = by_rank([other_lora(paths, own, first) for _, own in answers])
@@ -287,10 +287,10 @@ class Worker:
                 f"{what} ({reason_of(error, 160)}); use fewer ranks or a leaner plan"
             ) from error
         meshes.close(old)
-        self.dispatcher = Dispatcher(self.mesh.control)
-        self.admission = Admission(config, self.dispatcher, self.engine.memory)
+        self.control = ControlChannel(self.mesh.control)
+        self.admission = Admission(config, self.control, self.engine.memory)
         self.forget_unloaded()
         self.reports = {
-            key: self.dispatcher.all_gather_object(self.engine.models[key].report.as_dict())
+            key: self.control.all_gather_object(self.engine.models[key].report.as_dict())
             for key in self.reports
         }

@@ -100,10 +100,10 @@ class Leader(Worker):
         while True:
             job = self.server.next_job(PING_SECONDS)
             if job is None:
-                self.dispatcher.broadcast(Ping())
+                self.control.broadcast(Ping())
                 continue
             if isinstance(job.message, Shutdown):
-                self.dispatcher.broadcast(job.message)
+                self.control.broadcast(job.message)
                 self.server.write_out()
                 return
             self.run(job)
@@ -149,7 +149,7 @@ class Leader(Worker):
         idle = [key for key in others if self._is_on_devices(self.engine.models[key])]
         for key in idle if every else idle[:1]:
             print(f"{self.files[key][0]} leaves: no connected client has loaded it, and one lacks memory.")
-            self.dispatcher.broadcast(unload := Unload(key))
+            self.control.broadcast(unload := Unload(key))
             self.unload(unload)
         return bool(idle)
 
@@ -165,7 +165,7 @@ class Leader(Worker):
             )
 
         def act():
-            self.dispatcher.broadcast(message)
+            self.control.broadcast(message)
             self.arrange(config)
             self.server.welcome = replace(
                 self.server.welcome, degrees=config.degrees, settings=config.of_ranks
@@ -192,7 +192,7 @@ class Leader(Worker):
         told = replace(message, trial=dict(checkpoint.trial or {}), products=list(map(list, products)))
 
         def act():
-            self.dispatcher.broadcast(told)
+            self.control.broadcast(told)
             reasons = self.load(told, key, load_progress(job), planned)
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
@@ -209,7 +209,7 @@ class Leader(Worker):
 
         def act():
             if stack:
-                self.dispatcher.broadcast(message)
+                self.control.broadcast(message)
                 reasons = self.load(message, key)
                 if reasons:
                     job.reply(Failure(f"the LoRAs could not be added ({'; '.join(reasons)})."))
@@ -257,7 +257,7 @@ class Leader(Worker):
         client may sample."""
 
         def act():
-            self.dispatcher.broadcast(told := self.named.unloading(message, job.client))
+            self.control.broadcast(told := self.named.unloading(message, job.client))
             left = self.unload(told)
             freed = message.model not in self.engine.models or not message.park
             job.reply(Result({"left": left, "freed": freed}))
@@ -268,7 +268,7 @@ class Leader(Worker):
         """Nothing is refused."""
 
         def act():
-            self.dispatcher.broadcast(message)
+            self.control.broadcast(message)
             self.release(message.ranks)
             job.reply(Result())
 
@@ -281,7 +281,7 @@ class Leader(Worker):
 
     def sample(self, job: Job, message: Sample, planned: Planned):
         """Denoise on all ranks."""
-        self.dispatcher.broadcast(message)
+        self.control.broadcast(message)
         previews = Previews(message.preview_seconds, time.monotonic)
         total = len(message.tensors["sigmas"]) - 1
         tensors = {}
@@ -318,7 +318,7 @@ class Leader(Worker):
 
     def call(self, job: Job, message: ModelCall, planned: Planned):
         """Call the model on all ranks."""
-        self.dispatcher.broadcast(message)
+        self.control.broadcast(message)
         output, stats = self.run_call(message, planned)
         self.reply(job, message.model, Result(stats, {"output": output}))
 

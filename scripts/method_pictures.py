@@ -108,7 +108,7 @@ def request_of(config: ParallelConfig) -> Request:
     """Return a request of two prompts over STEPS steps of euler."""
     noise = torch.zeros(1, GRID.tokens, 1)
     prompts = {name: Prompt(name) for name in ("positive", "negative")}
-    counts: dict[str, Any] = {"batch": 1, "items": slice(0, 1)}
+    counts: dict[str, Any] = {"batch": 1, "own_samples": slice(0, 1)}
     return Request(
         config=config,
         prediction=PREDICTIONS["flow"],

@@ -20,7 +20,7 @@ from ..planner.choose import MEMORY, Choice, Question, choose
 from ..planner.machine import Machine, Request, gigabytes
 from ..planner.model_shape import ModelShape
 from ..planner.moves import Placement, Ranks
-from ..planner.waiting import FILE_RATE, Waiting
+from ..planner.weight_swaps import FILE_RATE, WeightSwaps
 from ..protocol import BackendError
 from . import measurements, pool, status
 from .pool import Wanted
@@ -116,7 +116,7 @@ def _ranks(
         return Ranks(now)  # somebody wants it otherwise now, whatever that takes
     shapes = zip(models, (question.shape, *question.others))
     held = tuple(shape for wanted, shape in shapes if wanted in running.models)
-    rate = question.waiting.file or FILE_RATE
+    rate = question.swaps.file or FILE_RATE
     rate = math.inf if question.machine.on_host else rate  # a host maps files
     return Ranks(now, held, _last[2], rate)
 
@@ -196,7 +196,7 @@ def note_left(gpu: int, size: int):
     _left[gpu, _tokens] = min(_left.get((gpu, _tokens), size), size)
 
 
-def _beside(devices: list[int], request: Request) -> tuple[tuple[int, int], ...]:
+def _left_by_comfyui(devices: list[int], request: Request) -> tuple[tuple[int, int], ...]:
     """Return (rank, bytes of weights) for each GPU on which ComfyUI has left so many after requests that were
     no larger."""
     found = {}
@@ -247,9 +247,9 @@ def question_of(
         devices = [devices[index] for index in order] if order else devices
     asked = request(shapes[0])
     host, file = _host_memory() // PARKED, measurements.load_rate(model, device)
-    waiting = Waiting(host, file, _beside(devices, asked) if device == "cuda" else ())
+    swaps = WeightSwaps(host, file, _left_by_comfyui(devices, asked) if device == "cuda" else ())
     known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
-    return Question(*known, auto.rank_shares, waiting, may_cache_dequantized()), devices
+    return Question(*known, auto.rank_shares, swaps, may_cache_dequantized()), devices
 
 
 def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> float | None:

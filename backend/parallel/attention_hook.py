@@ -126,7 +126,7 @@ class Attention:
         kind, where = call.next()
         if kind == "cross":
             return self._attend(query, key, value, attn_mask, scale)
-        place = (*where, call.context.items)
+        place = (*where, call.context.sample_span)
         if kind == "joint" and call.text_mask is not None:
             attn_mask = self.masks.of_text(call.text_mask, call.tokens, place)
         else:
@@ -259,7 +259,7 @@ class Attention:
         """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
         tokens = call.tokens
         groups = self._groups()
-        where = (*where, call.context.items.lo)
+        where = (*where, call.context.sample_span.lo)
         if len(tokens.text):
             is_text = tokens.positions("joint", own) < tokens.sequence.text
             text_at, image_at = (found.nonzero().flatten().to(kv.device) for found in (is_text, ~is_text))

@@ -16,7 +16,7 @@ from .mesh import Axis
 SENT: Counter[str] = Counter()
 
 
-class Waiting:
+class WaitClock:
     """Sums the seconds that this rank's host waits for tensors of others, as a context. gloo waits there;
     NCCL hands the wait on to the GPU, and the host goes on."""
 
@@ -32,7 +32,7 @@ class Waiting:
 
 
 #: Of this rank since it started.
-WAITING = Waiting()
+WAIT_CLOCK = WaitClock()
 
 
 def count(mechanism: str, sent: Tensor | int):
@@ -52,7 +52,7 @@ class Exchange:
 
     def wait(self) -> Tensor:
         """Return what came."""
-        with WAITING:
+        with WAIT_CLOCK:
             self.work.wait()
         return self.received
 
@@ -80,7 +80,7 @@ def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     """Return ``x`` of the first rank on all ranks of ``axes``; ``x`` may be overwritten."""
     for axis in axes:
         if axis.size > 1:
-            with WAITING:
+            with WAIT_CLOCK:
                 dist.broadcast(x, axis.ranks[0], group=axis.group)
     return x
 
@@ -106,7 +106,7 @@ def gather_equal(x: Tensor, axis: Axis, mechanism: str) -> list[Tensor]:
     """Return every rank's tensor, all of one shape, by a collective, whose memory is free when it is waited
     for (``pass_on``)."""
     gathered = x.new_empty(axis.size * x.numel())
-    with WAITING:
+    with WAIT_CLOCK:
         dist.all_gather_into_tensor(gathered, x.view(-1), group=axis.group)
     count(mechanism, (axis.size - 1) * x.nbytes)
     return list(gathered.view(axis.size, *x.shape).unbind())
@@ -142,7 +142,7 @@ def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
         [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
     )
     own.copy_(x)
-    with WAITING:
+    with WAIT_CLOCK:
         for work in waiting:
             work.wait()
     return whole
@@ -162,7 +162,7 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
     count(mechanism, 2 * (axis.size - 1) * x.nbytes // axis.size)
 
     def end() -> Tensor:
-        with WAITING:
+        with WAIT_CLOCK:
             work.wait()
         return x
 
@@ -172,7 +172,7 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
 def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
     """Return the largest of every rank's ``x`` over ``axis``, the same on each."""
     wide = x.float()  # of which every backend knows the maximum
-    with WAITING:
+    with WAIT_CLOCK:
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
     count(mechanism, 2 * (axis.size - 1) * wide.nbytes // axis.size)
     return wide.to(x.dtype)
@@ -196,7 +196,7 @@ def _begin_chunks(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]
 
 def _finish(operations: list[dist.P2POp]):
     """Run sends and receives to their end."""
-    with WAITING:
+    with WAIT_CLOCK:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
@@ -259,7 +259,7 @@ class Pipe:
     def take(self) -> Tensor:
         """Wait for the oldest tensor that was posted for, and return it."""
         work, buffer = self.posted.pop(0)
-        with WAITING:
+        with WAIT_CLOCK:
             work.wait()
         if self.keeps_buffers:
             self._release()

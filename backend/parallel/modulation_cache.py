@@ -54,7 +54,7 @@ class TableIndex:
         if not shared:
             rows = rows[context.samples]
             if len(set(rows)) == 1:  # no copy; shared rows are not samples, and a model may reshape them
-                return table[rows[0]].expand(len(context.items), -1)
+                return table[rows[0]].expand(len(context.sample_span), -1)
         if rows not in self.indices:
             self.indices[rows] = torch.tensor(rows, device=table.device)
         return table[self.indices[rows]]
@@ -101,7 +101,7 @@ class CachedLayer(nn.Module):
             return self.index.take(self.table, context, context.prompt, self.shared)
         self.calls = self.calls + 1 if self.last is context else 0
         self.last = context
-        key = (context.prompt, context.items, self.calls)
+        key = (context.prompt, context.sample_span, self.calls)
         if key not in self.known:
             COMPUTED[self.kind] += 1
             self.known[key] = self.layer(*args, **kwargs)

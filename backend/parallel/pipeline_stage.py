@@ -151,14 +151,14 @@ class Stage:
     def _kind(self, context: StepContext) -> tuple:
         """Return what decides which kernels a forward launches."""
         tokens = self._tokens(context)
-        return context.prompt, len(context.items), len(tokens.text), len(tokens.image)
+        return context.prompt, len(context.sample_span), len(tokens.text), len(tokens.image)
 
     def _post(self, context: StepContext, like: Tensor):
         """Post the receive of a forward; ``like`` is an activation (b, tokens, D) of this request."""
         if self.pipe and not self.mesh.pp.first:
             tokens = self._tokens(context)
             width = like.shape[2] * (1 + len(self.structure.crossing(self.blocks.start)))
-            shape = (len(context.items), sum(self._received(tokens)), width)
+            shape = (len(context.sample_span), sum(self._received(tokens)), width)
             is_whole = context.image is None
             if is_whole != self.receives_whole:  # warm-up and steady state: the others would wait for nothing
                 self.receives_whole = is_whole

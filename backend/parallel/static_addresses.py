@@ -49,7 +49,7 @@ class StaticInputs:
         if id(value) not in self.copied:
             context = self.context
             assert context is not None, "set by placed"
-            where = (context.prompt, context.items, context.image, *argument, value.shape, value.dtype)
+            where = (context.prompt, context.sample_span, context.image, *argument, value.shape, value.dtype)
             if where not in self.buffers:
                 self.buffers[where] = torch.empty_like(value)
             self.copied[id(value)] = (

@@ -9,23 +9,23 @@ from .sequence import Span
 class StepContext:
     """One micro-batch of one evaluation: a prompt of some samples and latent tokens.
 
-    prompt: its name. evaluation: index of the model call in the request's plan. items: samples of
+    prompt: its name. evaluation: index of the model call in the request's plan. sample_span: samples of
     this replica's batch. image: latent tokens of a patch; None for the whole latent. with_text: text and
     reference tokens come too.
     """
 
     prompt: str
     evaluation: int
-    items: Span
+    sample_span: Span
     image: Span | None = None
     with_text: bool = True
 
     @property
     def samples(self) -> slice:
         """The samples, to index a tensor of the batch."""
-        return self.items.indices
+        return self.sample_span.indices
 
     @property
     def keys(self) -> list[tuple[str, int]]:
         """(prompt, sample) of every sample."""
-        return [(self.prompt, item) for item in range(self.items.lo, self.items.hi)]
+        return [(self.prompt, item) for item in range(self.sample_span.lo, self.sample_span.hi)]

@@ -16,7 +16,7 @@ from .memory import held, held_by_rank, spare_bytes
 from .model_shape import ModelShape
 from .moves import STAYS, Placement, Ranks, choose_placement
 from .option import Option
-from .waiting import Waiting
+from .weight_swaps import WeightSwaps
 
 #: What the user chooses between; "manual" takes the degrees as they are.
 AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory", "manual")
@@ -99,7 +99,7 @@ class Tightest(NamedTuple):
 class Question:
     """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
     plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks.
-    shares: of each GPU, where the user has set them. waiting: where models wait for others.
+    shares: of each GPU, where the user has set them. swaps: where models wait for others.
     caches_dequantized: quantized weights may stay dequantized in what is spare."""
 
     shape: ModelShape
@@ -109,7 +109,7 @@ class Question:
     base: ParallelConfig = field(default_factory=ParallelConfig)
     others: tuple[ModelShape, ...] = ()
     shares: tuple[float, ...] = ()
-    waiting: Waiting = Waiting()
+    swaps: WeightSwaps = WeightSwaps()
     caches_dequantized: bool = True
 
     def option(self, plan: ParallelConfig) -> Option:
@@ -120,7 +120,7 @@ class Question:
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
         models = (self.shape, plan, self.request, self.others)
-        aside, reads = self.waiting.yield_time(*models, self.machine.host_link)
+        aside, reads = self.swaps.yield_time(*models, self.machine.host_link)
         memory = (rank.held, rank.room, rank.likely)
         return Option(plan, seconds + aside, *memory, unit, 0.0, reads, aside, drift)
 
@@ -183,9 +183,9 @@ class Question:
         """Estimate every plan with one model at a time on the ranks, and the seconds in which they change:
         one that has left for ComfyUI's models does not leave once more for the next of the ranks'."""
         found = []
-        for each in replace(self, others=(), waiting=replace(self.waiting, beside=())).options(exact):
+        for each in replace(self, others=(), swaps=replace(self.swaps, left_by_comfyui=())).options(exact):
             models = (self.shape, each.plan, self.request, self.others)
-            swap, reads = self.waiting.swap(*models, self.machine.host_link)
+            swap, reads = self.swaps.swap(*models, self.machine.host_link)
             found.append(replace(each, seconds=each.seconds + swap, swap=swap, reads=reads))
         return found
 
@@ -218,13 +218,13 @@ def _considered(question: Question, method: str) -> tuple[list[Option], bool]:
 
 def _waits(question: Question, best: Option, fit_together: bool) -> tuple[str, str]:
     """Say which weights wait for others, and what that costs; empty where none do."""
-    where = f", read {question.waiting.source}" if best.reads else ""
+    where = f", read {question.swaps.source}" if best.reads else ""
     turns = aside = ""
     if best.swap:
         turns = f"{FASTER_TURNS if fit_together else TURNS}, so one "
         turns += "leaves the ranks" if best.reads else "waits in host memory"
         turns += f" for the other (about {best.swap:.0f} s each time{where}, projected)"
-    ranks = [str(rank) for rank, _ in question.waiting.beside if rank < best.plan.world_size]
+    ranks = [str(rank) for rank, _ in question.swaps.left_by_comfyui if rank < best.plan.world_size]
     if ranks and not best.swap:
         aside = f"{ASIDE}{' and '.join(ranks)}: this plan's weights leave room for them"
     if best.aside:

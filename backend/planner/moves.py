@@ -15,7 +15,7 @@ from ..config import ParallelConfig
 from .machine import Request
 from .memory import held_by_rank
 from .model_shape import ModelShape
-from .waiting import FILE_RATE
+from .weight_swaps import FILE_RATE
 
 #: A plan that runs stays while the best one is not so many times as fast: less may be the estimate's error.
 STAYS = 1.1

@@ -123,7 +123,7 @@ class Describe:
 
     model: str
     latent: list
-    text_rows: int
+    text_tokens: int
     prompts: int
     num_pipeline_patch: int = 0
     stale_kv: str = "reuse"
@@ -132,9 +132,9 @@ class Describe:
 
 @dataclass(frozen=True)
 class Described:
-    """``image_rows``: tokens of the latent; ``ranks``: rank_plan.RankPlan.as_dict() of each."""
+    """``image_tokens``: tokens of the latent; ``ranks``: rank_plan.RankPlan.as_dict() of each."""
 
-    image_rows: int
+    image_tokens: int
     ranks: list
 
 

@@ -136,7 +136,7 @@ def build_call(
         conditioning={name: conditioning},
         reference_tokens={name: family.conditioning.context_tokens(model_config, grid, arguments)},
         batch=len(samples),
-        items=slice(None),
+        own_samples=slice(None),
         rescale=rescale,
         times=None if family.latent.nested else times,
         given=None if rescale else given,

@@ -205,7 +205,7 @@ class Runner:
         return family.io.arguments(self.model.config, self.request.grid, latent, time, prompt)
 
     def _prompt(self, context: StepContext) -> RequestArguments:
-        key = (context.prompt, context.items.lo, context.items.hi)
+        key = (context.prompt, context.sample_span.lo, context.sample_span.hi)
         if key not in self.prompts:
             self.prompts[key] = RequestArguments(self.request.arguments(context.prompt, context.samples))
         return self.prompts[key]

@@ -31,8 +31,8 @@ class Request:
     conditioning: name -> model arguments. percent_sigmas: fraction of sampling -> the model's noise level, at
     solver_names.PERCENTS; empty where the client sent none. reference_tokens: name -> tokens after the
     latent's in the image stream. rescale: as in models.family.Nested. patch0_tokens: of joint text and of
-    references, for the balance of the patches. batch, items: size of the whole batch, and the samples of it
-    that this replica (data parallel) denoises; tensors hold those alone.
+    references, for the balance of the patches. batch, own_samples: size of the whole batch, and the samples
+    of it that this replica (data parallel) denoises; tensors hold those alone.
 
     times: (B,), the noise as the client gives it to the model, and given: (B, C, [T,] H, W), the latent as it
     is given to the model (ModelCall; noise and latent then have a shape and no values); None where they
@@ -48,7 +48,7 @@ class Request:
     conditioning: dict[str, dict[str, Tensor]]
     reference_tokens: dict[str, int]
     batch: int
-    items: slice
+    own_samples: slice
     solver: str = ""
     cfg: float = 1.0
     seed: int = 0
@@ -78,9 +78,9 @@ class Request:
         whole = Sequence(self.patch0_tokens, self.grid.tokens, "first")
         return [patch.image for patch in patches(whole, self.config.patches, sp_size=self.config.sp_degree)]
 
-    def arguments(self, prompt: str, items: slice) -> dict[str, Tensor]:
+    def arguments(self, prompt: str, samples: slice) -> dict[str, Tensor]:
         """Return the model arguments of a prompt for some samples of this replica's batch."""
-        return _samples(self.conditioning[prompt], items, self.noise.shape[0])
+        return _samples(self.conditioning[prompt], samples, self.noise.shape[0])
 
     def step_end(self, sigma: Tensor) -> Tensor | None:
         """Return where the step that begins at ``sigma`` (0-d, CPU) ends (1,), where the model is told; None
@@ -98,11 +98,11 @@ class Request:
             ends[-1] = LAST_SIGMA
         return ends
 
-    def model_input(self, x: Tensor, sigma: Tensor, items: slice) -> Tensor:
+    def model_input(self, x: Tensor, sigma: Tensor, samples: slice) -> Tensor:
         """Return the model's input (b, C, [T,] H, W) for some samples of x (B, N, F) at ``sigma``."""
         if self.given is not None:
-            return self.given[items]
-        x = self.prediction.model_input(x[items], sigma)
+            return self.given[samples]
+        x = self.prediction.model_input(x[samples], sigma)
         return self.grid.to_latent(x if self.rescale is None else x * self._rescaling(0, sigma, x))
 
     def denoised(self, x: Tensor, sigma: Tensor, output: Tensor, span: Span) -> Tensor:
@@ -144,17 +144,17 @@ def build(
     """Build the request of a checked message for one data-parallel ``replica``; ``dtype`` is the model's."""
     shape = sample.tensors["noise"].shape
     own = Span(0, shape[0]).shard(replica, config.data_parallel_degree, config.shares_of("dp"))
-    items = own.indices
+    samples = own.indices
     grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
 
     def tokens(name):
-        return grid.to_tokens(sample.tensors[name].to(device, torch.float32).expand(shape)[items])
+        return grid.to_tokens(sample.tensors[name].to(device, torch.float32).expand(shape)[samples])
 
     conditioning = {}
     reference_tokens = {}
     patch0_tokens = 0
     for name in names(sample):
-        found = _conditioning(sample, name, items, family, dtype, device)
+        found = _conditioning(sample, name, samples, family, dtype, device)
         text = family.conditioning.text_tokens(found) if family.blocks.text_position else 0
         conditioning[name] = found
         reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, found)
@@ -170,7 +170,7 @@ def build(
         conditioning=conditioning,
         reference_tokens=reference_tokens,
         batch=shape[0],
-        items=items,
+        own_samples=samples,
         solver=sample.sampler,
         cfg=float(sample.cfg),
         seed=sample.seed,
@@ -198,20 +198,20 @@ def _prompt(sample, name, tokens) -> Prompt:
     return Prompt(branch_of(name), strength, highest, lowest)
 
 
-def _conditioning(sample, name, items, family, dtype, device) -> dict[str, Tensor]:
+def _conditioning(sample, name, samples, family, dtype, device) -> dict[str, Tensor]:
     """Return the model arguments of a prompt for some samples; what is of one sample is for all."""
     batch = sample.tensors["noise"].shape[0]
     found = {}
     for key, value in arguments_of(name, sample.tensors).items():
         cast = family.conditioning.cast(key, value, device, dtype)
         found[key] = cast.expand(batch, *cast.shape[1:]) if cast.ndim and cast.shape[0] == 1 else cast
-    return _samples(found, items, batch)
+    return _samples(found, samples, batch)
 
 
-def _samples(arguments: dict[str, Tensor], items: slice, batch: int) -> dict[str, Tensor]:
+def _samples(arguments: dict[str, Tensor], samples: slice, batch: int) -> dict[str, Tensor]:
     """Model arguments of some samples of a batch; those of no batch are for all."""
     return {
-        name: value[items] if value.ndim and value.shape[0] == batch else value
+        name: value[samples] if value.ndim and value.shape[0] == batch else value
         for name, value in arguments.items()
     }
 
@@ -226,7 +226,7 @@ class Inpaint:
             # ComfyUI's ddim masks with noise of its own
             generator = torch.Generator("cpu").manual_seed((request.seed + 1) % (1 << 64))
             noise = torch.randn(request.batch, *request.grid.shape, generator=generator)
-            self.noise = request.grid.to_tokens(noise)[request.items].to(request.noise)
+            self.noise = request.grid.to_tokens(noise)[request.own_samples].to(request.noise)
 
     def model_input(self, x: Tensor, sigma: Tensor, span: Span) -> Tensor:
         """Return x (B, n, F), the tokens of ``span``, with the masked latent at noise level ``sigma``."""
@@ -255,7 +255,7 @@ def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
     return Problem(
         request.sigmas,
         request.prediction,
-        lambda index: noise.draw(index)[request.items, tokens],
-        lambda a, b: noise.brownian(a, b)[request.items, tokens],
+        lambda index: noise.draw(index)[request.own_samples, tokens],
+        lambda a, b: noise.brownian(a, b)[request.own_samples, tokens],
         request.percent_sigmas.__getitem__,
     )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.comm import WAITING, Pipe, all_gather, broadcast, cat
+from ..parallel.comm import WAIT_CLOCK, Pipe, all_gather, broadcast, cat
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
@@ -183,11 +183,11 @@ class Denoiser:
         """The prompts, and in a synchronous step of the pipeline each sample of the batch by itself."""
         batch = self.x.shape[0]
         whole = patch is self.whole
-        items = [Span(0, batch)]
+        spans = [Span(0, batch)]
         if whole and self.outputs:
-            items = [Span(i, i + 1) for i in range(batch)]
+            spans = [Span(i, i + 1) for i in range(batch)]
         image = None if whole else patch.span
-        return [StepContext(name, index, item, image, patch.with_text) for name in prompts for item in items]
+        return [StepContext(name, index, span, image, patch.with_text) for name in prompts for span in spans]
 
     def _hand_over(self, patch: Patch, context: StepContext, output: Tensor | None):
         """Bring outputs to the first stage, or leave them there where it is the last one too."""
@@ -197,7 +197,7 @@ class Denoiser:
         elif output is not None:
             self.outputs.send(output.float(), self.mesh.pp.ranks[0])
         elif self.first_stage:
-            shape = (len(context.items), self._token_counts(patch)[self.mesh.sp.rank], self.x.shape[2])
+            shape = (len(context.sample_span), self._token_counts(patch)[self.mesh.sp.rank], self.x.shape[2])
             self.pending[-1].expected += 1
             self.outputs.post(shape, torch.float32, self.x.device, self.mesh.pp.ranks[-1])
 
@@ -280,7 +280,7 @@ class Denoiser:
             assert work is not None, "every rank is in the control group"
             self.votes = [(w, b) for w, b in self.votes if not w.is_completed()] + [(work, ballot)]
             if self.mesh.rank:
-                with WAITING:
+                with WAIT_CLOCK:
                     work.wait()
             stop = bool(ballot.item())
         if stop:

@@ -323,9 +323,9 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
             f"channels, [frames,] height, width), sides of at most {MOST_SIDE}."
         )
     prompts = message.prompts in (1, 2) and message.prompts >= config.cfg_degree
-    if not prompts or not 0 <= message.text_rows <= MOST_SIDE:
+    if not prompts or not 0 <= message.text_tokens <= MOST_SIDE:
         raise UnsupportedError(
-            f"{message.prompts} prompts of {message.text_rows} rows are to be described for cfg_degree "
+            f"{message.prompts} prompts of {message.text_tokens} rows are to be described for cfg_degree "
             f"{config.cfg_degree}; give one or two of at most {MOST_SIDE} rows, and as many as ranks share "
             f"them."
         )

@@ -17,7 +17,7 @@ SIZES = struct.Struct("!QQQQ")
 FIRST = 4096
 
 
-class Dispatcher:
+class ControlChannel:
     """Broadcast messages from rank 0, and gather small values from every rank. Bodies go through shared
     memory where all ranks are on one machine. Every rank makes one at the same time."""
 

@@ -25,7 +25,7 @@ class StepClock:
         ended."""
         if self._ring is None or step == self._step:
             return
-        now = (time.monotonic(), comm.WAITING.seconds, sum(comm.SENT.values()))
+        now = (time.monotonic(), comm.WAIT_CLOCK.seconds, sum(comm.SENT.values()))
         if self._step is not None:
             began, waited, sent = self._before
             spent = (began, now[0] - began, now[1] - waited, max(0, now[2] - sent))

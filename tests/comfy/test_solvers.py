@@ -104,7 +104,7 @@ def _error(solver: str, kind: str, steps: int, to_zero: bool, masked: bool = Fal
         grid=GRID,
         prediction=prediction,
         batch=BATCH,
-        items=slice(None),
+        own_samples=slice(None),
         clean_inpaint=False,
     )
     start = prediction.add_noise(sigmas[0], request.noise, request.latent, True)

@@ -24,7 +24,7 @@ from backend.rank_plan.need import Need
 from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import of_first_rank
 from backend.serving import shared_memory
-from backend.serving.broadcast import Dispatcher
+from backend.serving.broadcast import ControlChannel
 
 #: Bodies longer than this do not fit the shared memory.
 FITS = 1 << 20
@@ -37,12 +37,12 @@ def body(index: int) -> torch.Tensor:
     return torch.arange(ELEMENTS[index], dtype=torch.float32) + index
 
 
-def heard(dispatcher: Dispatcher, index: int) -> bool:
+def heard(control: ControlChannel, index: int) -> bool:
     """Rank 0 tells a message, the others compare it with what it should be."""
     if dist.get_rank() == 0:
-        dispatcher.broadcast(Result({"index": index}, {"half": body(index).half(), "whole": body(index)}))
+        control.broadcast(Result({"index": index}, {"half": body(index).half(), "whole": body(index)}))
         return True
-    message = dispatcher.receive()
+    message = control.receive()
     return (
         message.stats == {"index": index}
         and message.tensors["whole"].equal(body(index))
@@ -50,25 +50,25 @@ def heard(dispatcher: Dispatcher, index: int) -> bool:
     )
 
 
-def tell_all(dispatcher: Dispatcher) -> dict:
+def tell_all(control: ControlChannel) -> dict:
     """Rank -> what it heard rightly; and how many bodies rank 0 put into shared memory."""
-    found = [heard(dispatcher, index) for index in range(len(ELEMENTS))]
+    found = [heard(control, index) for index in range(len(ELEMENTS))]
     if dist.get_rank() == 0:
-        dispatcher.broadcast(Ping())
+        control.broadcast(Ping())
     else:
-        found.append(dispatcher.receive() == Ping())
+        found.append(control.receive() == Ping())
     return {
-        "right": dispatcher.all_gather_object(all(found)),
-        "shared": dispatcher.buffer.sent if dispatcher.buffer else None,
+        "right": control.all_gather_object(all(found)),
+        "shared": control.buffer.sent if control.buffer else None,
     }
 
 
-def rounds(dispatcher: Dispatcher) -> dict:
+def rounds(control: ControlChannel) -> dict:
     """Rounds of admission over gloo with made-up memory: refused on every rank, then admitted. Counts the
     collectives of one."""
-    ranks = dispatcher.ranks
+    ranks = control.ranks
     memory = FakeMemory(10 * GB, name=f"GPU-{dist.get_rank()}")
-    admission = Admission(ParallelConfig(ulysses_degree=ranks), dispatcher, memory)
+    admission = Admission(ParallelConfig(ulysses_degree=ranks), control, memory)
     found = []
     for least in (11 * GB, 9 * GB):
         needs = [Need(GB, GB)] * (ranks - 1) + [Need(least, least)]
@@ -79,7 +79,7 @@ def rounds(dispatcher: Dispatcher) -> dict:
             except OutOfRoom as error:
                 found.append(error.lacking)
         collectives = gathers.call_count
-    return {"decided": dispatcher.all_gather_object(found), "collectives": collectives}
+    return {"decided": control.all_gather_object(found), "collectives": collectives}
 
 
 class Parked:
@@ -101,10 +101,10 @@ class Parked:
         return 0
 
 
-def parks(dispatcher: Dispatcher) -> list[list]:
+def parks(control: ControlChannel) -> list[list]:
     """Park a model on the last rank alone, and run a request of it with memory for the weights of one rank
     there, then on all; what each rank returned."""
-    last = dispatcher.ranks - 1
+    last = control.ranks - 1
     model, returned = Parked(), []
 
     def park(model, ranks):
@@ -116,15 +116,15 @@ def parks(dispatcher: Dispatcher) -> list[list]:
 
     memory = FakeMemory(GB * (dist.get_rank() == last), name=f"GPU-{dist.get_rank()}")
     rank = Worker.__new__(Worker)
-    rank.mesh = SimpleNamespace(rank=dist.get_rank(), world_size=dispatcher.ranks, device=torch.device("cpu"))
-    rank.machines, rank.tried = [0] * dispatcher.ranks, {}
-    config = ParallelConfig(ulysses_degree=dispatcher.ranks)
+    rank.mesh = SimpleNamespace(rank=dist.get_rank(), world_size=control.ranks, device=torch.device("cpu"))
+    rank.machines, rank.tried = [0] * control.ranks, {}
+    config = ParallelConfig(ulysses_degree=control.ranks)
     rank.engine = SimpleNamespace(models={"m": model}, stacks={}, park=park, config=config)
-    rank.dispatcher = dispatcher
-    rank.admission = Admission(config, dispatcher, memory)
-    needs = planned([Need(0, 0)] * dispatcher.ranks, weight_bytes=GB)
-    sample = Sample("m", "euler", 1.0, 7, asking=list(range(dispatcher.ranks)))
-    with mock.patch.object(parking, "host_free", return_value=2 * GB * dispatcher.ranks):
+    rank.control = control
+    rank.admission = Admission(config, control, memory)
+    needs = planned([Need(0, 0)] * control.ranks, weight_bytes=GB)
+    sample = Sample("m", "euler", 1.0, 7, asking=list(range(control.ranks)))
+    with mock.patch.object(parking, "host_free", return_value=2 * GB * control.ranks):
         for ranks in ([last], []):
             returned += [rank.unload(Unload("m", True, ranks)), sorted(model.parked_on)]
             try:
@@ -133,7 +133,7 @@ def parks(dispatcher: Dispatcher) -> list[list]:
             except OutOfRoom as error:
                 returned.append(sorted(error.lacking))
             returned.append(sorted(model.parked_on))
-    return dispatcher.all_gather_object(returned)
+    return control.all_gather_object(returned)
 
 
 def planned(needs: list[Need], weight_bytes: int = 0) -> Planned:
@@ -183,7 +183,7 @@ def timeouts() -> set[float]:
 
 def main(out: str):
     shared_memory.MAX_BYTES = FITS
-    shared, alone = Dispatcher(dist.group.WORLD), Dispatcher(dist.group.WORLD)
+    shared, alone = ControlChannel(dist.group.WORLD), ControlChannel(dist.group.WORLD)
     alone.buffer = None
     results = {"shared": tell_all(shared), "by broadcast": tell_all(alone), "timeouts": [*timeouts()]}
     results["admission"] = rounds(shared)

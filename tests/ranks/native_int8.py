@@ -21,7 +21,7 @@ from backend.parallel import comm, mesh
 from backend.parallel.tensor_parallel import ShardedLinear
 from backend.quantization import trial
 from backend.quantization.packed_weight import PackedWeight
-from backend.serving.broadcast import Dispatcher
+from backend.serving.broadcast import ControlChannel
 
 #: Formats, whose files are FORMAT.safetensors; the nvfp4 file has no scales of inputs.
 INT8, NVFP4 = "int8_tensorwise", "nvfp4"
@@ -87,15 +87,15 @@ def refused(path: str, rank: int, weight_only: list[torch.Tensor]) -> dict:
     is ``weight_only``: those that go on natively would wait for it."""
     config = ROW
     groups = mesh.build(config, "cpu")
-    dispatcher = Dispatcher(groups.control)
+    control = ControlChannel(groups.control)
     engine = Engine(config, groups)
     products = engine.products(engine.check_load(path, "default"), "auto", torch.float32)
     fails = mock.patch("comfy_kitchen.mm_int8", side_effect=RuntimeError("not supported"))
     with fails if rank == 1 else nullcontext():
-        found, failures = trial.agree(products, groups.device, dispatcher.all_gather_object)
+        found, failures = trial.agree(products, groups.device, control.all_gather_object)
     assert not any(failures)
     results = outputs(path, config, groups, "auto", found)
-    said = dispatcher.all_gather_object([[*product, why] for product, why in found.items()])
+    said = control.all_gather_object([[*product, why] for product, why in found.items()])
     mesh.close(groups)
     return {"said": said, "distances": rms(results, weight_only) if rank == 0 else []}
 

@@ -213,7 +213,7 @@ def test_a_description_is_of_the_settings_that_were_asked_for(backend, checkpoin
         told = backend.describe(protocol.Describe(model, [16, 64, 48], 100, 1, patches, stale))
         config = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=patches, stale_kv=stale)
         plans = describe(config, open_checkpoint(checkpoint), 768, 100, branches=1, dtype=torch.float32)
-        assert told.image_rows == 768 and told.ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
+        assert told.image_tokens == 768 and told.ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
         assert len(told.ranks[0]["patches"]) == patches
     asked = protocol.Describe(model, [16, 64, 48], 100, 1)
     for changes in (

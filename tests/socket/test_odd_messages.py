@@ -191,7 +191,7 @@ def test_a_loop_of_links_is_refused(says, checkpoint, tmp_path):  # noqa: F811
     [
         ({"latent": [16, 10**20, 8]}, "sides of at most"),
         ({"latent": [16.0, 8, 8]}, "is to describe|to describe has shape"),
-        ({"text_rows": 10**20}, "at most 65536 rows"),
+        ({"text_tokens": 10**20}, "at most 65536 rows"),
         ({"prompts": 10**20}, "give one or two"),
         ({"num_pipeline_patch": 10**9}, "more than the 16 tokens"),
         ({"num_pipeline_patch": 10**9, "latent": [16, 65536, 65536]}, "use at most 4096"),

@@ -40,7 +40,7 @@ class FakeRanks:
         #: Rounds made.
         self.rounds = 0
 
-    def dispatcher(self, rank: int):
+    def control(self, rank: int):
         return _Dispatcher(self, rank)
 
     def gather(self, rank: int, value) -> list:
@@ -53,7 +53,7 @@ class FakeRanks:
 
 
 class _Dispatcher:
-    """One rank's end, as serving.broadcast.Dispatcher."""
+    """One rank's end, as serving.broadcast.ControlChannel."""
 
     def __init__(self, ranks: FakeRanks, rank: int):
         self._ranks = ranks
@@ -66,14 +66,14 @@ class _Dispatcher:
 
 
 def on_ranks(memories: list[FakeMemory], act) -> tuple[list, FakeRanks]:
-    """Run act(rank, dispatcher, memory) on a thread for each memory; what each returned or raised, and the
+    """Run act(rank, control, memory) on a thread for each memory; what each returned or raised, and the
     ranks."""
     ranks = FakeRanks(len(memories))
     found: list = [None] * len(memories)
 
     def run(rank: int):
         try:
-            found[rank] = act(rank, ranks.dispatcher(rank), memories[rank])
+            found[rank] = act(rank, ranks.control(rank), memories[rank])
         except Exception as error:
             found[rank] = error
 

@@ -54,11 +54,11 @@ class Rank0(Leader):
     """Rank 0 of one rank with the transformer at ``path`` loaded as ``model``, where every message that
     passes the checks raises Told."""
 
-    rank = 0  # as a dispatcher's
+    rank = 0  # as a control channel's
 
     def __init__(self, path: str):
         self.device, self.mesh = "cpu", mesh.single()
-        self.engine, self.dispatcher = engine.Engine(ParallelConfig(), self.mesh), self
+        self.engine, self.control = engine.Engine(ParallelConfig(), self.mesh), self
         self.opened = lru_cache(engine.open_checkpoint)
         self.model = model_key(Load(path))
         self.engine.load(self.model, path, "default")
@@ -80,11 +80,11 @@ class Rank0(Leader):
         )
 
     def broadcast(self, message):
-        """In the dispatcher's place."""
+        """In the control channel's place."""
         raise Told
 
     def all_gather_object(self, value) -> list:
-        """In the dispatcher's place."""
+        """In the control channel's place."""
         return [value]
 
     def take(self, data: bytes) -> str:

@@ -29,7 +29,7 @@ class Ranks(Leader):
         self.mesh = SimpleNamespace(world_size=1)
         held = {model: SimpleNamespace(parked_on=frozenset()) for model in models}
         self.engine = SimpleNamespace(models=held)
-        self.dispatcher = SimpleNamespace(broadcast=lambda message: None)
+        self.control = SimpleNamespace(broadcast=lambda message: None)
         self.ran = []
 
     def unload(self, message: Unload):

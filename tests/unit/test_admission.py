@@ -73,8 +73,8 @@ def test_a_rank_that_is_not_ready_stops_all():
 def check(config, checkpoint, memories, size=FLUX_SIZE, asking=(), load=False, dtype=BF16):
     """What each rank's round raises, None where it admits; and the rounds of all."""
 
-    def act(rank, dispatcher, memory):
-        admission = Admission(config, dispatcher, memory)
+    def act(rank, control, memory):
+        admission = Admission(config, control, memory)
         planned = None
         if rank == 0 and load:
             planned = admission.plan_load(checkpoint, dtype)
@@ -266,8 +266,8 @@ def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(f
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return "prepared"
 
-    def act(rank, dispatcher, memory):
-        admission = Admission(ParallelConfig(ulysses_degree=2), dispatcher, memory)
+    def act(rank, control, memory):
+        admission = Admission(ParallelConfig(ulysses_degree=2), control, memory)
         planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16) if rank == 0 else None
         return admission.prepare(sample, partial(prepare, rank), False, planned)
 
@@ -286,8 +286,8 @@ def test_loras_for_which_there_is_no_room_are_told_and_asked_for(flux):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 0.02 GiB")
         return "prepared"
 
-    def act(loras, rank, dispatcher, memory):
-        admission = Admission(ParallelConfig(ulysses_degree=2), dispatcher, memory)
+    def act(loras, rank, control, memory):
+        admission = Admission(ParallelConfig(ulysses_degree=2), control, memory)
         planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16) if rank == 0 else None
         return admission.prepare(sample, partial(prepare, rank), False, planned, lambda: loras)
 
@@ -304,8 +304,8 @@ def test_a_call_like_the_one_before_needs_no_round(flux):
     call = ModelCall("m", tensors={"x": torch.zeros(1, 16, 8, 8), "time": torch.zeros(1)})
     larger = replace(call, tensors={**call.tensors, "x": torch.zeros(1, 16, 16, 8)})
 
-    def act(messages, rank, dispatcher, memory):
-        admission = Admission(ParallelConfig(ulysses_degree=2), dispatcher, memory)
+    def act(messages, rank, control, memory):
+        admission = Admission(ParallelConfig(ulysses_degree=2), control, memory)
         planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16) if rank == 0 else None
         return [admission.prepare(message, lambda: READY, False, planned) for message in messages]
 
@@ -336,8 +336,8 @@ def test_parked_weights_count(flux):
     sample, _ = golden_request("euler_simple")
 
     def act(free, parked, loras=0):
-        def prepare(rank, dispatcher, memory):
-            admission = Admission(ParallelConfig(ulysses_degree=len(free)), dispatcher, memory)
+        def prepare(rank, control, memory):
+            admission = Admission(ParallelConfig(ulysses_degree=len(free)), control, memory)
             planned = admission.plan_request(admission.config, flux, FLUX_SIZE, BF16)
             return admission.prepare(sample, lambda: READY, parked, planned, lambda: loras) and "prepared"
 

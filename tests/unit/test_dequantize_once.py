@@ -194,8 +194,8 @@ def spare(rooms: list[RankRoom], memories: list[FakeMemory], weights: int = 0) -
     report = SimpleNamespace(weight_bytes=weights)
     prepared = Prepared(cast(Any, SimpleNamespace(report=report)), cast(Any, None))
 
-    def act(rank, dispatcher, memory):
-        return Admission(ParallelConfig(), dispatcher, memory)._spare(rooms, prepared)
+    def act(rank, control, memory):
+        return Admission(ParallelConfig(), control, memory)._spare(rooms, prepared)
 
     return on_ranks(memories, act)[0]
 
@@ -235,8 +235,8 @@ def test_on_the_cpu_neither_swap_nor_the_models_pages_are_spare(monkeypatch):
 def test_what_is_admitted_knows_what_is_spare():
     ready = Prepared(cast(Any, None), cast(Any, None))
 
-    def act(rank, dispatcher, memory):
-        admission = Admission(ParallelConfig(), dispatcher, memory)
+    def act(rank, control, memory):
+        admission = Admission(ParallelConfig(), control, memory)
         return admission.prepare(batch_request(1), lambda: ready, frozenset(), None)
 
     found, _ = on_ranks([FakeMemory(12 * GB, name=name) for name in ("a", "b")], act)
@@ -250,8 +250,8 @@ def worker_of(memory: FakeMemory, lent: int, sample) -> Worker:
     worker.engine = cast(Any, SimpleNamespace(memory=memory, sample=sample, prepare_sample=print))
     worker.mesh, worker._admitted = mesh.single(), lambda *_: prepared
     worker.clock = cast(Any, SimpleNamespace(new_request=lambda: None, begin=lambda step: None))
-    dispatcher = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
-    worker.admission = Admission(ParallelConfig(), cast(Any, dispatcher), cast(Any, memory))
+    control = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
+    worker.admission = Admission(ParallelConfig(), cast(Any, control), cast(Any, memory))
     return worker
 
 
@@ -281,8 +281,8 @@ def test_ranks_after_those_that_ran_out_lend_nothing(monkeypatch):
         and sanitized_environment(dict(os.environ), ParallelConfig(), "cpu")[CACHE_VARIABLE] == "0"
     )
     assert CACHE_VARIABLE not in os.environ  # with which ComfyUI starts itself again
-    dispatcher = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
-    admission = Admission(ParallelConfig(), cast(Any, dispatcher), cast(Any, FakeMemory(0)))
+    control = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
+    admission = Admission(ParallelConfig(), cast(Any, control), cast(Any, FakeMemory(0)))
     ready = Prepared(cast(Any, None), cast(Any, None))
     assert admission._spare([room(0, "a", 12, 2)], ready) == 0
 

@@ -58,7 +58,7 @@ class Rank(Worker):
         self.tried = {}
         self.gathers = self.requests = 0
         self.others = others
-        self.dispatcher = SimpleNamespace(all_gather_object=self.gather)
+        self.control = SimpleNamespace(all_gather_object=self.gather)
         self.clock = SimpleNamespace(new_request=print, begin=print)
         model = SimpleNamespace(dtype=torch.bfloat16, head_size=64, parked_on=frozenset())
         config = ParallelConfig(ring_degree=ring)

@@ -21,7 +21,7 @@ from backend.rank import Worker
 
 
 class TwoRanks:
-    """In the dispatcher's place: the other rank says the same."""
+    """In the control channel's place: the other rank says the same."""
 
     rank = 0
 
@@ -34,10 +34,10 @@ class TwoRanks:
 
 def worker() -> Worker:
     made = Worker.__new__(Worker)
-    made.mesh, made.dispatcher, made.reports = mesh.single(), TwoRanks(), {}
+    made.mesh, made.control, made.reports = mesh.single(), TwoRanks(), {}
     made.machines = [0]
     made.engine = Engine(ParallelConfig(), made.mesh)
-    made.admission = Admission(ParallelConfig(), cast(Any, made.dispatcher), made.engine.memory)
+    made.admission = Admission(ParallelConfig(), cast(Any, made.control), made.engine.memory)
     return made
 
 
@@ -132,9 +132,7 @@ def test_all_ranks_use_the_key_of_rank_0(tmp_path):
     """On another machine the same file has another inode."""
     path = write_checkpoint(tmp_path / "model.safetensors")
     rank = worker()
-    rank.dispatcher.all_gather_object = lambda value: (
-        ["key of rank 0" if isinstance(value, str) else value] * 2
-    )
+    rank.control.all_gather_object = lambda value: ["key of rank 0" if isinstance(value, str) else value] * 2
     assert rank.load(Load(str(path))) == [] and list(rank.engine.models) == ["key of rank 0"]
 
 
@@ -157,7 +155,7 @@ def test_all_ranks_name_loras_as_rank_0(tmp_path):
     def gathered(value):
         return [value if isinstance(value, str) else told, value]
 
-    rank.dispatcher.all_gather_object = gathered
+    rank.control.all_gather_object = gathered
     assert digest != own and rank.load(asked[1]) == []
     assert list(rank.engine.models) == [key, f"{key}+{digest}"]
     told[1] = ["another"]

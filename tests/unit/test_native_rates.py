@@ -85,7 +85,7 @@ def test_a_machine_keeps_its_rates():
 
 
 class Alone:
-    """In the dispatcher's place: this rank, and ``others`` that answer so."""
+    """In the control channel's place: this rank, and ``others`` that answer so."""
 
     def __init__(self, *others: dict):
         self.others = others
@@ -98,7 +98,7 @@ def rank(*others: dict) -> Probe:
     """One of the probe's, which measures small products."""
     found = Probe.__new__(Probe)
     found.kind, found.device, found.dtype = "cpu", CPU, torch.float32
-    found.tokens, found.width, found.dispatcher = 32, trial.SIZE, Alone(*others)
+    found.tokens, found.width, found.control = 32, trial.SIZE, Alone(*others)
     return found
 
 

@@ -31,7 +31,7 @@ def flux():
 
 
 class Alone:
-    """In the dispatcher's place: there is no other rank."""
+    """In the control channel's place: there is no other rank."""
 
     rank = 0
 
@@ -103,7 +103,7 @@ def test_a_call_is_looked_at_again_after_a_load(flux):
         for _ in range(loads):
             own.check(load)
         own.prepare(call, lambda: Prepared(None, None), [], request)
-        rounds.append(own.dispatcher.rounds - 1)  # without the names
+        rounds.append(own.control.rounds - 1)  # without the names
     assert rounds == [1, 1, 3]
 
 

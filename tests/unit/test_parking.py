@@ -72,7 +72,7 @@ def unloaded(monkeypatch, free: int, *messages: Unload, lora: int = 0) -> list[t
     """Have three ranks unload, whose machines have ``free`` bytes, weights and a ``lora``; what each returns
     last, and does."""
 
-    def act(number, dispatcher, memory):
+    def act(number, control, memory):
         calls = []
 
         def park(model, ranks):
@@ -86,7 +86,7 @@ def unloaded(monkeypatch, free: int, *messages: Unload, lora: int = 0) -> list[t
         rank.mesh = SimpleNamespace(rank=number, world_size=len(MACHINES))
         rank.machines = MACHINES
         rank.engine = SimpleNamespace(models=models, park=park, unload=lambda name: calls.append("unload"))
-        rank.dispatcher, rank.reports = dispatcher, {}
+        rank.control, rank.reports = control, {}
         rank.admission = SimpleNamespace(forget=lambda: None)
         return [rank.unload(message) for message in messages][-1], calls
 
@@ -179,9 +179,9 @@ def test_what_would_fit_is_planned_when_nothing_else_can_leave(others, monkeypat
     says = "It would fit with nothing."
     monkeypatch.setattr(Planned, "shortage", lambda *_: says)
 
-    def act(rank, dispatcher, memory):
+    def act(rank, control, memory):
         plans = Planned(ParallelConfig(), None, None, None, [], [Need(2 * GB, 2 * GB)], True, others=others)
-        Admission(ParallelConfig(), dispatcher, memory).check(plans)
+        Admission(ParallelConfig(), control, memory).check(plans)
 
     [refused], _ = on_ranks([FakeMemory(GB)], act)
     assert isinstance(refused, OutOfRoom) and refused.lacking == {0: 2 * GB}

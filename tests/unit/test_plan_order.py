@@ -14,7 +14,7 @@ from backend.planner.machine import Machine, Request
 from backend.planner.memory import held
 from backend.planner.model_shape import Activations
 from backend.planner.option import TIGHT, Option
-from backend.planner.waiting import Waiting
+from backend.planner.weight_swaps import WeightSwaps
 
 GB = 1_000_000_000
 
@@ -45,8 +45,8 @@ def test_a_faster_plan_says_why_it_is_not_taken():
 def experts(gigabytes: float, host: int = 0, steps: int = 20) -> Question:
     """One of two experts on two cards."""
     machine = replace(L40, memory=(gigabytes * GB,) * 2)
-    request, waiting = Request(32760, 512, steps, 2), Waiting(host)
-    return Question(WAN, request, machine, 2, others=(WAN,), waiting=waiting)
+    request, swaps = Request(32760, 512, steps, 2), WeightSwaps(host)
+    return Question(WAN, request, machine, 2, others=(WAN,), swaps=swaps)
 
 
 def test_experts_take_turns_where_that_is_faster():
@@ -67,7 +67,7 @@ def test_one_expert_is_parked_while_the_other_one_still_is(spare, reads):
     plan = choose(question).plan
     size = held(WAN, plan, question.request).weights
     asked = (WAN, plan, question.request, (WAN,), L40.host_link)
-    assert Waiting(plan.world_size * size * 3 // 2 + spare).swap(*asked)[1] == reads
+    assert WeightSwaps(plan.world_size * size * 3 // 2 + spare).swap(*asked)[1] == reads
 
 
 def test_experts_stay_where_the_change_takes_longer():

@@ -178,11 +178,11 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
     assert left == [[], [0], [0]]
     monkeypatch.setattr(pool, "launched", lambda: None)
     assert any(f"{ASIDE}1: " in line for line in plan_for(auto)[1])
-    assert planning.question_of(auto, MODEL, request)[0].waiting.beside == ((1, 0),)
-    assert planning.question_of(auto, MODEL, large)[0].waiting.beside == ((1, 0),)
+    assert planning.question_of(auto, MODEL, request)[0].swaps.left_by_comfyui == ((1, 0),)
+    assert planning.question_of(auto, MODEL, large)[0].swaps.left_by_comfyui == ((1, 0),)
     smaller = planning.question_of(auto, MODEL, lambda shape: Request(32759, 512, 20, 2))[0]
     elsewhere = planning.question_of(AutoConfig(gpus="2,3"), MODEL, request)[0]
-    assert not smaller.waiting.beside and not elsewhere.waiting.beside
+    assert not smaller.swaps.left_by_comfyui and not elsewhere.swaps.left_by_comfyui
 
 
 def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monkeypatch):
@@ -205,7 +205,7 @@ def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monk
 def test_what_ranks_have_parked_is_not_missing(machine, monkeypatch):
     """Else the plan after the first parked weights would count on reading them from their file."""
     monkeypatch.setattr(planning, "host_free", lambda swap: 64 * GB)
-    before = planning.question_of(ALL, MODEL, request)[0].waiting.host
+    before = planning.question_of(ALL, MODEL, request)[0].swaps.host
     monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace())
     monkeypatch.setattr(planning, "host_free", lambda swap: 20 * GB)
-    assert planning.question_of(ALL, MODEL, request)[0].waiting.host == before == 32 * GB
+    assert planning.question_of(ALL, MODEL, request)[0].swaps.host == before == 32 * GB

@@ -307,7 +307,7 @@ def test_a_byte_that_arrives_as_another_one_is_an_error(monkeypatch, is_wrong):
     alone = probe.Probe.__new__(probe.Probe)
     alone.ranks, alone.sent, alone.device = 1, 1 << 12, torch.device("cpu")
     alone.mesh = SimpleNamespace(ulysses=SimpleNamespace(rank=0))
-    alone.dispatcher = SimpleNamespace(all_gather_object=lambda value: [value])
+    alone.control = SimpleNamespace(all_gather_object=lambda value: [value])
     if is_wrong:
         with pytest.raises(probe.LinkError, match="rank 0 received other bytes than rank 0 sent"):
             alone.check_links()

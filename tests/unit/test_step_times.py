@@ -48,7 +48,7 @@ def test_a_step_is_what_lies_between_two_begins(ring, monkeypatch):
 
     def at(seconds, step, waited=0.0, sent=0):
         now[0] = 100.0 + seconds
-        monkeypatch.setattr(comm.WAITING, "seconds", waited)
+        monkeypatch.setattr(comm.WAIT_CLOCK, "seconds", waited)
         monkeypatch.setattr(comm, "SENT", {"ulysses": sent})
         clock.begin(step)
 
@@ -66,7 +66,7 @@ def test_without_a_reader_nothing_is_written():
 
 
 def test_a_wait_is_summed():
-    waiting = comm.Waiting()
+    waiting = comm.WaitClock()
     for _ in range(2):
         with waiting:
             pass

@@ -8,7 +8,7 @@ from published import A100, FLUX, L40, WAN
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.choose import ASIDE, TURNS, Question, choose
 from backend.planner.machine import Machine, Request
-from backend.planner.waiting import Waiting
+from backend.planner.weight_swaps import WeightSwaps
 
 GB = 1_000_000_000
 
@@ -77,10 +77,10 @@ def test_turns_go_at_the_measured_pace_of_the_host_link():
     "file, says", [(0.0, "at 1.5 GB/s, which is assumed"), (6e9, "at the 6.0 GB/s of its last load")]
 )
 def test_what_the_host_has_no_room_for_is_read_at_the_pace_of_the_last_load(file, says):
-    choice = choose(replace(two_experts(28), waiting=Waiting(GB, file)))
+    choice = choose(replace(two_experts(28), swaps=WeightSwaps(GB, file)))
     own = choose(two_experts(28)).option
     assert choice.option.swap > own.swap and says in choice.lines[1] and "from its file" in choice.lines[1]
-    assumed = choose(replace(two_experts(28), waiting=Waiting(GB))).option.swap
+    assumed = choose(replace(two_experts(28), swaps=WeightSwaps(GB))).option.swap
     assert choice.option.swap == pytest.approx(assumed * 1.5e9 / (file or 1.5e9))
 
 
@@ -88,7 +88,9 @@ def beside(left: float, **changes) -> Question:
     """One model of 24 GB on two ranks, on whose first GPU ComfyUI has left so many GB of weights."""
     machine = replace(L40, memory=(48 * GB,) * 2)
     request = Request(4096, 512, 20, 1)
-    question = Question(FLUX, request, machine, 2, waiting=Waiting(beside=((0, round(left * GB)),)))
+    question = Question(
+        FLUX, request, machine, 2, swaps=WeightSwaps(left_by_comfyui=((0, round(left * GB)),))
+    )
     return replace(question, **changes)
 
 
@@ -125,7 +127,7 @@ def test_sharded_weights_that_leave_are_read_again():
 
 
 def test_only_ranks_on_comfyuis_gpu_wait():
-    question = beside(1, waiting=Waiting(beside=((1, GB),)))
+    question = beside(1, swaps=WeightSwaps(left_by_comfyui=((1, GB),)))
     assert not question.option(ParallelConfig()).aside
     stages = question.option(ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1))
     assert 0 < stages.aside < 2 * 0.6 * FLUX.weights / L40.host_link
@@ -133,5 +135,5 @@ def test_only_ranks_on_comfyuis_gpu_wait():
 
 def test_models_that_take_turns_leave_once():
     """The one that has left for ComfyUI's does not leave for the next one."""
-    question = replace(two_experts(28), waiting=Waiting(beside=((0, GB),)))
+    question = replace(two_experts(28), swaps=WeightSwaps(left_by_comfyui=((0, GB),)))
     assert choose(question).option == choose(two_experts(28)).option

@@ -12,17 +12,18 @@ FILE_RATE = 1.5e9
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WeightSwaps:
     """Where the weights of models wait while they are not on the GPUs.
 
     host: bytes of host memory for them; 0 for enough. file: bytes/s of the model's last load from its file,
-    of all ranks together; 0 where none is known. beside: (rank, bytes) of each GPU on which ComfyUI took
-    room between requests: the fewest bytes of weights that it left there after requests no larger than this.
+    of all ranks together; 0 where none is known. left_by_comfyui: (rank, bytes) of each GPU on which ComfyUI
+    took room between requests: the fewest bytes of weights that it left there after requests no larger than
+    this.
     """
 
     host: int = 0
     file: float = 0.0
-    beside: tuple[tuple[int, int], ...] = ()
+    left_by_comfyui: tuple[tuple[int, int], ...] = ()
 
     def must_reread(self, plan: ParallelConfig, leaving: int) -> bool:
         """Return whether ``leaving`` bytes of weights, on all ranks, have to be read from their file again.
@@ -59,12 +60,12 @@ class Waiting:
         """Return the seconds of each request in which weights of ``shape`` make room for ComfyUI's own models
         and come back, and whether they are read from their file. Arguments as in ``swap``; between
         these moments ``others`` are on the ranks, too, and smaller models leave first."""
-        if not self.beside:
+        if not self.left_by_comfyui:
             return 0.0, False
         theirs = replace(request, loras=request.other_loras)
         models = [held_by_rank(shape, plan, request), *(held_by_rank(each, plan, theirs) for each in others)]
         seconds, reads = 0.0, False
-        for rank, left in self.beside:
+        for rank, left in self.left_by_comfyui:
             if rank >= plan.world_size:
                 continue
             sizes = [ranks[rank].weights for ranks in models]
