@@ -13,11 +13,11 @@ from .autodetect import fallback
 from .checkpoint import Checkpoint
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
-from .known_models import check_format, check_known, check_unread
 from .parameter_sources import from_diffusers, numbered
 from .quantized import ScaledFiles
 from .regular_files import is_pipeline, read_json
 from .safetensors_files import TensorFiles, Weights, weight_paths
+from .unsupported_models import check_format, check_supported, check_unread
 
 
 def open_checkpoint(path: str, allowed: Folders = ANYWHERE, trial: Mapping | None = None) -> Checkpoint:
@@ -97,7 +97,7 @@ def _open_single_file(path: Path) -> Checkpoint:
 
 def recognise(name: str, files: Weights) -> Checkpoint:
     """Recognise a single file's transformer by its tensors' names and shapes. Raises UnsupportedError."""
-    check_known(name, files.shapes)
+    check_supported(name, files.shapes)
     for family in FAMILIES.values():
         keys = family.layout.keys(files.shapes)
         if keys is not None:

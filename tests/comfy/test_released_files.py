@@ -12,7 +12,7 @@ from header_forms import forms, open_released
 from variants import VARIANTS
 from versions import skip_without_class
 
-from backend.loading.known_models import KNOWN
+from backend.loading.unsupported_models import UNSUPPORTED
 from backend.protocol import Loaded
 
 with comfy_modules():
@@ -151,12 +151,12 @@ def test_every_class_of_comfyui_is_taken_or_refused_by_name():
     classes = {each.__name__ for each in comfy.supported_models.models}
     taken = {row[0] for row in COMFY.values()} | {each.comfy_class for each in VARIANTS.values()}
     refusals = [row for row in TABLE.values() if isinstance(row, str)]
-    refusals += [known.name for known in KNOWN]
+    refusals += [known.name for known in UNSUPPORTED]
     unnamed = {name for name, what in NAMED.items() if not any(what in each for each in refusals)}
     assert not unnamed
     for name, (family, config) in BY_CHANNELS.items():
         assert FAMILIES[family].class_name(config) == name
-    assert KNOWN_CLASSES.keys() <= {known.name for known in KNOWN}
+    assert KNOWN_CLASSES.keys() <= {known.name for known in UNSUPPORTED}
     known = {name for names in KNOWN_CLASSES.values() for name in names}
     assert not known & taken
     assert classes <= known | taken | NAMED.keys() | BY_CHANNELS.keys()

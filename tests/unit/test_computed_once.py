@@ -16,7 +16,7 @@ from tolerance import assert_same_bits
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.models.common.fewer_passes import angles_of
-from backend.models.common.known_signatures import KNOWN, known_signatures
+from backend.models.common.known_signatures import CACHED_INSPECT, known_signatures
 from backend.parallel import mesh, modulation_cache
 from backend.sampling import model_runner
 from backend.sampling.step_loop import Callbacks
@@ -134,10 +134,10 @@ def test_diffusers_reads_its_own_signatures_after_a_request():
     """And whatever else it asks the module for."""
     readers = (attention_processor, transformer_flux, transformer_flux2)
     with pytest.raises(ZeroDivisionError), known_signatures():
-        assert all(module.inspect is KNOWN for module in readers)
-        assert KNOWN.isclass(int) and KNOWN.signature(counts) == inspect.signature(counts)
+        assert all(module.inspect is CACHED_INSPECT for module in readers)
+        assert CACHED_INSPECT.isclass(int) and CACHED_INSPECT.signature(counts) == inspect.signature(counts)
         methods = [Counter(each).most_common for each in ("a", "b")]
-        assert {KNOWN.signature(method) for method in methods} == {inspect.signature(methods[0])}
+        assert {CACHED_INSPECT.signature(method) for method in methods} == {inspect.signature(methods[0])}
         raise ZeroDivisionError
     assert all(module.inspect is inspect for module in readers)
 

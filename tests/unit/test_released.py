@@ -12,9 +12,9 @@ from headers import HeaderFiles, released
 from safetensors.torch import save_file
 
 from backend.errors import UnsupportedError
-from backend.loading.known_models import FORMATS, KNOWN, check_known
 from backend.loading.recognition import recognise
 from backend.loading.safetensors_files import weight_paths
+from backend.loading.unsupported_models import UNSUPPORTED, UNSUPPORTED_FORMATS, check_supported
 from backend.models.key_layout import PREFIXES
 
 #: File -> [family, parameters filled, tensors that nothing reads], or its refusal.
@@ -49,21 +49,21 @@ def test_the_page_lists_the_table(monkeypatch):
     assert script["PART"].read() == script["listed"]()
 
 
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.name} {known.keys[-1]}")
+@pytest.mark.parametrize("known", UNSUPPORTED, ids=lambda known: f"{known.name} {known.keys[-1]}")
 def test_a_known_model_is_refused_by_its_name(known):
     for prefix in PREFIXES:
         shapes = {f"{prefix}{key}": (1,) for key in known.keys}
         for key, (axis, size) in known.sizes.items():
             shapes[prefix + key] = (*(1,) * axis, size)
         with pytest.raises(UnsupportedError, match="which is not supported") as error:
-            check_known("model", shapes)
+            check_supported("model", shapes)
         assert str(error.value).startswith("model is ")
 
 
-@pytest.mark.parametrize("end", FORMATS)
+@pytest.mark.parametrize("end", UNSUPPORTED_FORMATS)
 def test_a_known_format_is_refused(end):
-    with pytest.raises(UnsupportedError, match=re.escape(FORMATS[end][0])):
-        check_known("model", {"blocks.0.attn.img_in.weight": (4, 4), f"blocks.0.attn.{end}": (4,)})
+    with pytest.raises(UnsupportedError, match=re.escape(UNSUPPORTED_FORMATS[end][0])):
+        check_supported("model", {"blocks.0.attn.img_in.weight": (4, 4), f"blocks.0.attn.{end}": (4,)})
 
 
 PLAIN, INDEX = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"

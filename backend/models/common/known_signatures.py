@@ -18,7 +18,7 @@ READERS = (
 )
 
 
-class Known:
+class CachedInspect:
     """Takes the place of the module ``inspect``."""
 
     def __init__(self):
@@ -37,10 +37,10 @@ class Known:
         return self._signatures[function]
 
 
-KNOWN = Known()
+CACHED_INSPECT = CachedInspect()
 
 
 def known_signatures() -> AbstractContextManager[None]:
     """Have diffusers' attention layers read signatures that are known."""
     readers = [module for name in READERS if (module := sys.modules.get(name)) and hasattr(module, "inspect")]
-    return replaced_names([(module, "inspect", KNOWN) for module in readers])
+    return replaced_names([(module, "inspect", CACHED_INSPECT) for module in readers])

@@ -17,7 +17,7 @@ FOLDER = "choose the folder of its diffusers pipeline, with config.json"
 
 
 @dataclass(frozen=True)
-class Known:
+class UnsupportedModel:
     """A model that is not supported: ``keys`` that its files have, under one prefix, and ``absent`` ones.
 
     sizes: key -> (axis, size) that tells it from its relatives. remedy: what to do instead.
@@ -47,149 +47,163 @@ DIFFUSERS_FLUX = (
     "single_transformer_blocks.0.proj_mlp.weight",
 )
 #: The first that matches counts.
-KNOWN = (
-    Known("a ControlNet", ("controlnet_blocks.0.weight",), remedy=STOCK),
-    Known("a ControlNet", ("controlnet_x_embedder.weight",), remedy=STOCK),
-    Known("a ControlNet", ("control_model.input_hint_block.0.weight",), remedy=STOCK),
-    Known("a ControlNet", ("input_hint_block.0.weight",), remedy=STOCK),
-    Known("a ControlNet", ("controlnet_cond_embedding.conv_in.weight",), remedy=STOCK),
+UNSUPPORTED = (
+    UnsupportedModel("a ControlNet", ("controlnet_blocks.0.weight",), remedy=STOCK),
+    UnsupportedModel("a ControlNet", ("controlnet_x_embedder.weight",), remedy=STOCK),
+    UnsupportedModel("a ControlNet", ("control_model.input_hint_block.0.weight",), remedy=STOCK),
+    UnsupportedModel("a ControlNet", ("input_hint_block.0.weight",), remedy=STOCK),
+    UnsupportedModel("a ControlNet", ("controlnet_cond_embedding.conv_in.weight",), remedy=STOCK),
     # UNets, told apart by the widths of what they read
-    Known(
+    UnsupportedModel(
         "Stable Video Diffusion or SV3D, a UNet",
         (UNET, "input_blocks.1.1.time_stack.0.attn1.to_q.weight"),
     ),
-    Known("Stable Diffusion XL, a UNet", (UNET,), sizes={"label_emb.0.0.weight": (1, 2816)}),
-    Known("the refiner of Stable Diffusion XL, a UNet", (UNET,), sizes={"label_emb.0.0.weight": (1, 2560)}),
-    Known("the upscaler of Stable Diffusion 2, a UNet", (UNET,), sizes={UNET: (1, 7)}),
-    Known(
+    UnsupportedModel("Stable Diffusion XL, a UNet", (UNET,), sizes={"label_emb.0.0.weight": (1, 2816)}),
+    UnsupportedModel(
+        "the refiner of Stable Diffusion XL, a UNet", (UNET,), sizes={"label_emb.0.0.weight": (1, 2560)}
+    ),
+    UnsupportedModel("the upscaler of Stable Diffusion 2, a UNet", (UNET,), sizes={UNET: (1, 7)}),
+    UnsupportedModel(
         "Stable Diffusion 2, a UNet",
         (UNET,),
         sizes={"input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": (1, 1024)},
     ),
-    Known("Stable Diffusion, a UNet", (UNET,)),
-    Known(
+    UnsupportedModel("Stable Diffusion, a UNet", (UNET,)),
+    UnsupportedModel(
         "a UNet with diffusers' names",
         ("down_blocks.0.resnets.0.conv1.weight", "time_embedding.linear_1.weight"),
     ),
-    Known("Stable Cascade (stage C)", ("clf.1.weight", "clip_txt_mapper.weight")),
-    Known("Stable Cascade (stage B)", ("clf.1.weight", "clip_mapper.weight")),
+    UnsupportedModel("Stable Cascade (stage C)", ("clf.1.weight", "clip_txt_mapper.weight")),
+    UnsupportedModel("Stable Cascade (stage B)", ("clf.1.weight", "clip_mapper.weight")),
     # relatives of Flux
-    Known("Ovis-Image", ("double_blocks.0.img_mlp.gate_proj.weight", "txt_norm.weight")),
-    Known(
+    UnsupportedModel("Ovis-Image", ("double_blocks.0.img_mlp.gate_proj.weight", "txt_norm.weight")),
+    UnsupportedModel(
         "LongCat-Image",
         FLUX_BLOCKS,
         absent=("vector_in.in_layer.weight",),
         sizes={"txt_in.weight": (1, 3584)},
     ),
-    Known("LongCat-Image", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 3584)}),
-    Known("Bria", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 4096)}),
-    Known("Ovis-Image", ("context_embedder_norm.weight", "timestep_embedder.linear_1.weight"), remedy=FOLDER),
-    Known("Chroma Radiance, a Chroma that works on pixels", ("img_in_patch.weight",)),
-    Known("JoyImage", ("double_blocks.0.attn.img_attn_qkv.weight",)),
-    Known("Hunyuan3D 2", ("latent_in.weight", "cond_in.weight"), remedy=STOCK),
+    UnsupportedModel(
+        "LongCat-Image", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 3584)}
+    ),
+    UnsupportedModel("Bria", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 4096)}),
+    UnsupportedModel(
+        "Ovis-Image", ("context_embedder_norm.weight", "timestep_embedder.linear_1.weight"), remedy=FOLDER
+    ),
+    UnsupportedModel("Chroma Radiance, a Chroma that works on pixels", ("img_in_patch.weight",)),
+    UnsupportedModel("JoyImage", ("double_blocks.0.attn.img_attn_qkv.weight",)),
+    UnsupportedModel("Hunyuan3D 2", ("latent_in.weight", "cond_in.weight"), remedy=STOCK),
     # relatives of Qwen-Image
-    Known("Lens", ("transformer_blocks.0.img_mlp.w1.weight", "img_in.weight")),
-    Known("Mage-Flow", ("img_in.weight",), sizes={"txt_norm.weight": (0, 2560), "proj_out.weight": (0, 128)}),
-    Known("Qwen-Image 2.1 Fun Control", ("control_img_in.weight", "modulation.1.weight")),
+    UnsupportedModel("Lens", ("transformer_blocks.0.img_mlp.w1.weight", "img_in.weight")),
+    UnsupportedModel(
+        "Mage-Flow", ("img_in.weight",), sizes={"txt_norm.weight": (0, 2560), "proj_out.weight": (0, 128)}
+    ),
+    UnsupportedModel("Qwen-Image 2.1 Fun Control", ("control_img_in.weight", "modulation.1.weight")),
     # relatives of Lumina 2
-    Known("Z-Image Omni", ("siglip_embedder.0.weight",)),
-    Known("Z-Image in pixels", ("dec_net.cond_embed.weight",)),
-    Known("NewBie", ("clip_text_pooled_proj.0.weight",)),
-    Known("Boogu-Image", ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),
-    Known("OmniGen2", ("ref_image_patch_embedder.weight", "image_index_embedding")),
+    UnsupportedModel("Z-Image Omni", ("siglip_embedder.0.weight",)),
+    UnsupportedModel("Z-Image in pixels", ("dec_net.cond_embed.weight",)),
+    UnsupportedModel("NewBie", ("clip_text_pooled_proj.0.weight",)),
+    UnsupportedModel("Boogu-Image", ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),
+    UnsupportedModel("OmniGen2", ("ref_image_patch_embedder.weight", "image_index_embedding")),
     # relatives of HunyuanVideo
-    Known("FramePack", ("clean_x_embedder.proj.weight",), remedy=OTHER_NODES),
-    Known(
+    UnsupportedModel("FramePack", ("clean_x_embedder.proj.weight",), remedy=OTHER_NODES),
+    UnsupportedModel(
         "HunyuanVideo 1.5 super resolution",
         ("time_r_in.in_layer.weight", "vision_in.proj.0.weight"),
         sizes={"img_in.proj.weight": (1, 98)},
     ),
-    Known(
+    UnsupportedModel(
         "HunyuanVideo 1.5 super resolution",
         ("time_r_in.mlp.0.weight", "vision_in.proj.0.weight"),
         sizes={"img_in.proj.weight": (1, 98)},
     ),
-    Known(
+    UnsupportedModel(
         "the refiner of HunyuanImage 2.1, which is given an image",
         ("txt_in.individual_token_refiner.blocks.0.norm1.weight",),
         absent=("vector_in.in_layer.weight", "vision_in.proj.0.weight"),
         sizes={"img_in.proj.weight": (4, 1)},
     ),
     # relatives of Wan
-    Known(
+    UnsupportedModel(
         "SkyReels-V2 diffusion forcing",
         ("fps_embedding.weight", "fps_projection.0.weight"),
         remedy=OTHER_NODES,
     ),
-    Known(
+    UnsupportedModel(
         "SkyReels-V2 diffusion forcing",
         ("model_type.SkyReels-V2-DF-14B-720P", "patch_embedding.weight"),
         remedy=OTHER_NODES,
     ),
-    Known("ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), remedy=OTHER_NODES),
-    Known("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",)),
-    Known("SCAIL", ("patch_embedding_pose.weight",)),
-    Known("HuMo", ("audio_proj.audio_proj_glob_1.layer.weight",)),
-    Known("Wan 2.2 S2V", ("casual_audio_encoder.encoder.final_linear.weight",)),
-    Known("WanDancer", ("patch_embedding_global.weight",)),
-    Known(
+    UnsupportedModel(
+        "ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), remedy=OTHER_NODES
+    ),
+    UnsupportedModel("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",)),
+    UnsupportedModel("SCAIL", ("patch_embedding_pose.weight",)),
+    UnsupportedModel("HuMo", ("audio_proj.audio_proj_glob_1.layer.weight",)),
+    UnsupportedModel("Wan 2.2 S2V", ("casual_audio_encoder.encoder.final_linear.weight",)),
+    UnsupportedModel("WanDancer", ("patch_embedding_global.weight",)),
+    UnsupportedModel(
         "Wan Animate",
         ("pose_patch_embedding.weight",),
         absent=("face_adapter.fuser_blocks.0.k_norm.weight", "face_adapter.0.norm_k.weight"),  # the whole
     ),
     # relatives of CogVideoX
-    Known(
+    UnsupportedModel(
         "ConsisID, which is given a face",
         ("local_facial_extractor.proj_out", "perceiver_cross_attention.0.to_q.weight"),
         remedy=OTHER_NODES,
     ),
     # relatives of PixArt
-    Known(
+    UnsupportedModel(
         "PixArt-Sigma with KV compression", ("t_block.1.weight", "blocks.14.attn.sr.weight"), remedy=FOLDER
     ),
-    Known(
+    UnsupportedModel(
         "SANA with NVIDIA's own names",
         ("attention_y_norm.weight", "blocks.0.mlp.depth_conv.conv.weight"),
         remedy="use diffusers' file or folder of it",
     ),
     # others that ComfyUI runs
-    Known("AuraFlow", ("double_layers.0.attn.w1q.weight",)),
-    Known("Mochi", ("t5_yproj.weight",)),
-    Known("Mochi", ("pos_frequencies", "transformer_blocks.0.norm1.linear.weight"), remedy=FOLDER),
-    Known("Stable Audio", ("transformer.rotary_pos_emb.inv_freq",), remedy=STOCK),
-    Known("Cosmos", ("blocks.block0.blocks.0.block.attn.to_q.0.weight",)),
-    Known("Anima", ("llm_adapter.blocks.0.cross_attn.q_proj.weight",)),
-    Known("Cosmos Predict 2", ("blocks.0.mlp.layer1.weight",)),
-    Known("PiD, a decoder", ("lq_proj.latent_proj.0.weight",), remedy=STOCK),
-    Known("PixelDiT", ("core.pixel_embedder.proj.weight",)),
-    Known("SeedVR2", ("vid_in.proj.weight",), remedy=STOCK),
-    Known("SeedVR2", ("blocks.31.mlp.all.proj_in_gate.weight",), remedy=STOCK),
-    Known("SeedVR2", ("blocks.35.mlp.vid.proj_out.weight",), remedy=STOCK),
-    Known(
+    UnsupportedModel("AuraFlow", ("double_layers.0.attn.w1q.weight",)),
+    UnsupportedModel("Mochi", ("t5_yproj.weight",)),
+    UnsupportedModel("Mochi", ("pos_frequencies", "transformer_blocks.0.norm1.linear.weight"), remedy=FOLDER),
+    UnsupportedModel("Stable Audio", ("transformer.rotary_pos_emb.inv_freq",), remedy=STOCK),
+    UnsupportedModel("Cosmos", ("blocks.block0.blocks.0.block.attn.to_q.0.weight",)),
+    UnsupportedModel("Anima", ("llm_adapter.blocks.0.cross_attn.q_proj.weight",)),
+    UnsupportedModel("Cosmos Predict 2", ("blocks.0.mlp.layer1.weight",)),
+    UnsupportedModel("PiD, a decoder", ("lq_proj.latent_proj.0.weight",), remedy=STOCK),
+    UnsupportedModel("PixelDiT", ("core.pixel_embedder.proj.weight",)),
+    UnsupportedModel("SeedVR2", ("vid_in.proj.weight",), remedy=STOCK),
+    UnsupportedModel("SeedVR2", ("blocks.31.mlp.all.proj_in_gate.weight",), remedy=STOCK),
+    UnsupportedModel("SeedVR2", ("blocks.35.mlp.vid.proj_out.weight",), remedy=STOCK),
+    UnsupportedModel(
         "Hunyuan3D 2.1",
         ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight"),
         remedy=STOCK,
         absent=("mlp_t5.0.weight",),  # HunyuanDiT
     ),
-    Known("TripoSplat", ("cam_out_layer.weight", "repo_layers.0.final_map.weight"), remedy=STOCK),
-    Known("Trellis 2", ("img2shape.t_embedder.mlp.0.weight",), remedy=STOCK),
-    Known("Trellis 2", ("shape2txt.t_embedder.mlp.0.weight",), remedy=STOCK),
-    Known("HiDream O1", ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight")),
-    Known("ACE-Step", ("genre_embedder.weight",), remedy=STOCK),
-    Known("ACE-Step 1.5", ("encoder.lyric_encoder.layers.0.input_layernorm.weight",), remedy=STOCK),
-    Known("MiniMax Music 3", ("cond_layer_logits", "latent_conditioners.0.weight"), remedy=STOCK),
-    Known("ERNIE-Image", ("layers.0.mlp.linear_fc2.weight",)),
-    Known("RT-DETR 4, a detector", ("encoder.pan_blocks.1.cv4.conv.weight",), remedy=STOCK),
-    Known(
+    UnsupportedModel("TripoSplat", ("cam_out_layer.weight", "repo_layers.0.final_map.weight"), remedy=STOCK),
+    UnsupportedModel("Trellis 2", ("img2shape.t_embedder.mlp.0.weight",), remedy=STOCK),
+    UnsupportedModel("Trellis 2", ("shape2txt.t_embedder.mlp.0.weight",), remedy=STOCK),
+    UnsupportedModel("HiDream O1", ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight")),
+    UnsupportedModel("ACE-Step", ("genre_embedder.weight",), remedy=STOCK),
+    UnsupportedModel(
+        "ACE-Step 1.5", ("encoder.lyric_encoder.layers.0.input_layernorm.weight",), remedy=STOCK
+    ),
+    UnsupportedModel("MiniMax Music 3", ("cond_layer_logits", "latent_conditioners.0.weight"), remedy=STOCK),
+    UnsupportedModel("ERNIE-Image", ("layers.0.mlp.linear_fc2.weight",)),
+    UnsupportedModel("RT-DETR 4, a detector", ("encoder.pan_blocks.1.cv4.conv.weight",), remedy=STOCK),
+    UnsupportedModel(
         "SAM 3, a model of masks",
         ("detector.backbone.vision_backbone.trunk.blocks.0.attn.qkv.weight",),
         remedy=STOCK,
     ),
-    Known("Depth Anything 3", ("backbone.embeddings.patch_embeddings.projection.weight",), remedy=STOCK),
+    UnsupportedModel(
+        "Depth Anything 3", ("backbone.embeddings.patch_embeddings.projection.weight",), remedy=STOCK
+    ),
 )
 OTHER_QUANTIZATION = "use a bf16, fp16, fp8, int8, mxfp8, nvfp4 or GGUF file of this model"
 #: End of a name that only a format has -> (what the file is, what to do instead).
-FORMATS = {
+UNSUPPORTED_FORMATS = {
     "bitsandbytes__nf4": ("quantized as nf4 (bitsandbytes), which is not supported", OTHER_QUANTIZATION),
     "bitsandbytes__fp4": ("quantized as fp4 (bitsandbytes), which is not supported", OTHER_QUANTIZATION),
     "SCB": ("quantized as int8 by bitsandbytes, which is not supported", OTHER_QUANTIZATION),
@@ -199,10 +213,10 @@ FORMATS = {
 }
 
 
-def check_known(name: str, shapes: Shapes):
+def check_supported(name: str, shapes: Shapes):
     """Refuse a file of a known model or format that is not supported. Raises UnsupportedError."""
     check_format(name, shapes)
-    for known in KNOWN:
+    for known in UNSUPPORTED:
         if any(known.matches(prefix, shapes) for prefix in PREFIXES):
             raise UnsupportedError(f"{name} is {known.name}, which is not supported; {known.remedy}.")
 
@@ -214,7 +228,7 @@ def check_format(name: str, shapes: Shapes):
             f"{name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
             f"add it with Parallel LoRA, to the model that it was made for."
         )
-    for end, (what, remedy) in FORMATS.items():
+    for end, (what, remedy) in UNSUPPORTED_FORMATS.items():
         if any(key.endswith(f".{end}") for key in shapes):
             raise UnsupportedError(f"{name} is {what}; {remedy}.")
 
