@@ -108,7 +108,7 @@ class Probe:
         if self.kind == "cuda":
             self.warm_up()
         gemm, attention, bandwidth, launch = self._compute()
-        latency, exchanges = self._exchanges()
+        latency, exchanges = self._all_to_alls()
         rings = self._rings()
         own = {"gemm": gemm, "attention": attention, "bandwidth": bandwidth, "launch": launch}
         own |= {"latency": latency, "p2p": self._neighbours(), "host_link": self._host_link()}
@@ -284,14 +284,14 @@ class Probe:
         """Ranks of the groups that are measured."""
         return [size for size in range(2, self.ranks + 1) if self.ranks % size == 0]
 
-    def _exchanges(self) -> tuple[float, dict[int, float]]:
+    def _all_to_alls(self) -> tuple[float, dict[int, float]]:
         """Seconds of a tiny all-to-all; ranks of a group -> bytes/s of each in a large one."""
         found = {}
         latency = MICROSECOND
         for size in self._sizes():
             numbers = self.sent // self.dtype.itemsize // size
-            latency = self._grouped(size, partial(_exchange, [self._random(8)] * size))
-            large = self._grouped(size, partial(_exchange, [self._random(numbers)] * size))
+            latency = self._grouped(size, partial(_all_to_all, [self._random(8)] * size))
+            large = self._grouped(size, partial(_all_to_all, [self._random(numbers)] * size))
             found[size] = self.sent * (size - 1) / size / max(MICROSECOND, large - latency)
         return latency, found
 
@@ -309,7 +309,7 @@ def _pass_on(x: torch.Tensor, axis: mesh.Axis):
     comm.pass_on(x, tuple(x.shape), axis, "probe")()
 
 
-def _exchange(chunks: list[torch.Tensor], axis: mesh.Axis):
+def _all_to_all(chunks: list[torch.Tensor], axis: mesh.Axis):
     """Send ``chunks[i]`` to rank i of a group; all are of one shape."""
     comm.all_to_all(chunks, [tuple(chunk.shape) for chunk in chunks], axis, "probe")
 

@@ -28,8 +28,7 @@ from .quantization.kernels import NATIVE
 from .quantization.matmul import Product
 from .sampling.model_runner import LoadedModel
 from .sampling.runs import Prepared
-from .sampling.step_loop import Callbacks
-from .sampling.step_loop import Cancelled as Stopped
+from .sampling.step_loop import Callbacks, RequestCancelled
 from .serving.broadcast import ControlChannel
 from .serving.step_times import StepClock
 
@@ -57,7 +56,7 @@ class Worker:
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
         while not isinstance(message := self.control.receive(), Shutdown):
-            with suppress(Stopped, AllRefuse):  # rank 0 answers the client
+            with suppress(RequestCancelled, AllRefuse):  # rank 0 answers the client
                 self.obey(message)
             del message  # its tensors make room for those of the next one
 
@@ -80,7 +79,7 @@ class Worker:
         self, message: Sample, callbacks: Callbacks, planned: Planned | None = None
     ) -> tuple[Tensor, dict]:
         """Denoise where every rank has room; rank 0 gives what it has ``planned``. Raises OutOfRoom and
-        Cancelled."""
+        RequestCancelled."""
         prepare = partial(self.engine.prepare_sample, message)
         prepared = self._admitted(message, prepare, planned)
         self.clock.new_request()
@@ -89,7 +88,7 @@ class Worker:
         found: Any = None
         try:
             found = self._guarded(partial(self.engine.sample, message, timed, prepared))
-        except (Stopped, AllRefuse) as error:  # whose frames hold keys and values
+        except (RequestCancelled, AllRefuse) as error:  # whose frames hold keys and values
             ended = error.with_traceback(None)
             if isinstance(error, OutOfRoom) and prepared.model.dequantized_bytes:
                 self.admission.caches_dequantized = False

@@ -46,8 +46,7 @@ from .protocol import (
 from .rank import Worker
 from .rank_plan.request_size import planned_config, size_of
 from .sampling.model_runner import LoadedModel
-from .sampling.step_loop import Callbacks
-from .sampling.step_loop import Cancelled as Stopped
+from .sampling.step_loop import Callbacks, RequestCancelled
 from .sampling.validation import refusing
 from .serving.named_models import NamedModels
 from .serving.progress import Previews, load_progress, progress
@@ -292,7 +291,7 @@ class Leader(Worker):
         )
         try:
             samples, stats = self.run_sample(message, callbacks, planned)
-        except Stopped as stopped:
+        except RequestCancelled as stopped:
             job.reply(Cancelled(stopped.step))
             return
         self.reply(job, message.model, Result(stats | previews.stats, {"samples": samples, **tensors}))

@@ -67,7 +67,7 @@ class RecordedLoop(Denoiser):
     def _collect_until(self, patch):
         pass
 
-    def _vote(self, evaluation):
+    def _broadcast_stop(self, evaluation):
         pass
 
     def _start_solvers(self):

@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from ..parallel.comm import cat
+from ..parallel.comm import cat_or_same
 from ..parallel.sequence import Span
 from .safetensors_files import TensorFiles
 from .staging import upload
@@ -255,7 +255,7 @@ def _copied(stored: Tensor, device: torch.device) -> Tensor:
 
 def _joined(blocks: list[list[Tensor]]) -> Tensor:
     """Join rows of blocks to a matrix; a single block is that matrix, not a copy."""
-    return cat([cat(row, dim=1) for row in blocks])
+    return cat_or_same([cat_or_same(row, dim=1) for row in blocks])
 
 
 def _slices(spans: Spans | None) -> list[slice]:

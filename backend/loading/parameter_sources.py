@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, quoted
 from ..models.key_layout import Layout, Shapes
-from ..parallel.comm import cat
+from ..parallel.comm import cat_or_same
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
 from ..quantization.packed import Packed, join
@@ -99,7 +99,9 @@ def read_shard(
     if len(files.shapes[key]) > 1:
         columns = [span.indices for span in shard.inputs]
     # one piece alone stays where it is mapped
-    return cat([cat([files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0)
+    return cat_or_same(
+        [cat_or_same([files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0
+    )
 
 
 def read_packed(

@@ -155,7 +155,7 @@ class Attention:
         call.made[place] = made
         if len(call.made) == count:
             streams = [call.made.pop(i) for i in range(count)]
-            self._send_values(call, comm.cat(streams, 1))
+            self._send_values(call, comm.cat_or_same(streams, 1))
 
     def _send_values(self, call: BlockCall, made: Tensor):
         kind = call.next_kind

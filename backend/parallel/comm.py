@@ -43,7 +43,7 @@ def count(mechanism: str, sent: Tensor | int):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AllToAll:
     """An all-to-all under way."""
 
     work: dist.Work
@@ -63,17 +63,17 @@ def all_to_all(
     """Send ``chunks[i]``, of any shape, to rank i; return what came, of ``shapes[i]`` from rank i."""
     flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = exchange(flat, [chunk.numel() for chunk in chunks], sizes, axis, mechanism).wait()
+    received = begin_all_to_all(flat, [chunk.numel() for chunk in chunks], sizes, axis, mechanism).wait()
     return [chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes)]
 
 
-def exchange(flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechanism: str) -> Exchange:
+def begin_all_to_all(flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechanism: str) -> AllToAll:
     """Begin to send ``sent[i]`` of the numbers in ``flat`` to rank i, in this order, and to receive
     ``sizes[i]`` numbers from rank i, in one tensor."""
     received = flat.new_empty(sum(sizes))
     work = dist.all_to_all_single(received, flat, sizes, sent, group=axis.group, async_op=True)
     count(mechanism, (flat.numel() - sent[axis.rank]) * flat.element_size())
-    return Exchange(require_work(work), flat, received)
+    return AllToAll(require_work(work), flat, received)
 
 
 def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
@@ -85,8 +85,8 @@ def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     return x
 
 
-def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate as torch.cat, which copies a single tensor too."""
+def cat_or_same(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors; return a single one itself, where torch.cat would copy it."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
@@ -183,7 +183,7 @@ def _begin_chunks(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]
     flat = x.contiguous().view(-1)
     sizes = [len(chunk) for chunk in flat.tensor_split(axis.size)]
     own = sizes[axis.rank]
-    chunks = exchange(flat, sizes, [own] * axis.size, axis, mechanism)
+    chunks = begin_all_to_all(flat, sizes, [own] * axis.size, axis, mechanism)
 
     def end() -> Tensor:
         pieces = list(flat.split(sizes))
@@ -212,7 +212,7 @@ def pass_on(x: Tensor, shape: tuple[int, ...], axis: Axis, mechanism: str) -> Ca
     sent, sizes = [0] * axis.size, [0] * axis.size
     sent[(axis.rank + 1) % axis.size] = x.numel()
     sizes[axis.rank - 1] = torch.Size(shape).numel()
-    under_way = exchange(x.reshape(-1), sent, sizes, axis, mechanism)
+    under_way = begin_all_to_all(x.reshape(-1), sent, sizes, axis, mechanism)
     return lambda: under_way.wait().view(shape)
 
 

@@ -83,7 +83,7 @@ class Mesh:
     An axis of size 1 has no group. edges carry what goes from stage to stage; pp is for the collectives of
     all stages. weights, for FSDP, has a group of its own over the axes whose ranks hold the same weights.
     tp_inputs x tp_outputs is tp as a grid, for 2d tensor parallelism. control is gloo over all ranks:
-    requests, cancel votes, failures.
+    requests, cancel flags, failures.
     replica_shares: of dp x cfg, as Axis.shares. gpus_differ: ranks have GPUs of several models.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..shares import shard_sizes
 from .attention_kernels import attend_lse
-from .comm import Exchange, exchange, pass_on
+from .comm import AllToAll, begin_all_to_all, pass_on
 from .mesh import Axis
 from .ring_library import ring_library
 from .sequence import Span
@@ -62,7 +62,7 @@ def scatter_heads(
             cut = tensor[:, first:last].unflatten(1, (-1, shard))[:, :, chosen.indices]
             buffer[:, :, kind] = cut.permute(1, 3, 0, 2, 4)
     own = counts[axis.rank]
-    under_way = exchange(flat, sent, [length * own * row for length in lengths], axis, "ulysses")
+    under_way = begin_all_to_all(flat, sent, [length * own * row for length in lengths], axis, "ulysses")
 
     def wait() -> Tensor:
         received = under_way.wait().view(sum(lengths), kinds, batch, own, size)
@@ -88,7 +88,7 @@ class GatheredHeads:
     lengths: list[int]
     axis: Axis
     parts: int = 1
-    under_way: list[Exchange] = field(default_factory=list)
+    under_way: list[AllToAll] = field(default_factory=list)
 
     def send(self, out: Tensor):
         """Begin to exchange the next part."""
@@ -97,7 +97,7 @@ class GatheredHeads:
         sizes = [self.lengths[self.axis.rank] * batch * count * size for count in self._counts()]
         flat = out.permute(2, 0, 1, 3).reshape(-1)
         self.shape = (self.lengths[self.axis.rank], batch, -1, size)
-        self.under_way.append(exchange(flat, sent, sizes, self.axis, "ulysses"))
+        self.under_way.append(begin_all_to_all(flat, sent, sizes, self.axis, "ulysses"))
 
     def wait(self) -> Tensor:
         """Return the tensor of all parts, whose heads lie next to each other in memory, as the projection

@@ -148,7 +148,7 @@ class Cost:
         attention = 2 * share * self._uneven_heads * sum(block.attention(*lengths) for block in blocks)
         device = products + reading * self._dequantize(blocks) / speed
         device += self._ring(attention / (self.machine.attention * efficiency), blocks, patches)
-        device += self._exchange(blocks, patches) + self._reduce(blocks, patches)
+        device += self._all_to_all(blocks, patches) + self._all_reduce(blocks, patches)
         gathered = self._gather_weights(blocks, patches)
         device = device + gathered if self.machine.on_host else max(device, gathered)
         if divided > 1:
@@ -247,7 +247,7 @@ class Cost:
         passes = MERGE_PASSES * outputs / self.machine.bandwidth
         return (passes + self.machine.launch * len(blocks) * MERGE_KERNELS / LAUNCHES) / self._speed(patches)
 
-    def _exchange(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
+    def _all_to_all(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of Ulysses' all-to-all before and after attention."""
         plan = self.plan
         u, tp = plan.ulysses_degree, plan.tensor_parallel_degree
@@ -257,10 +257,10 @@ class Cost:
         own = self._activation(patches, features) / plan.ring_degree / tp
         sent = self._on_wire * own * (u - 1) / u**2
         # ranks of tensor parallelism lie between those of Ulysses, whose links those of as many more are
-        rate = min(self.machine.exchange(u), self.machine.exchange(u * tp))
+        rate = min(self.machine.all_to_all_rate(u), self.machine.all_to_all_rate(u * tp))
         return sent / rate + 2 * self.machine.latency * len(blocks)
 
-    def _reduce(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
+    def _all_reduce(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Seconds of tensor parallelism's sums."""
         plan = self.plan
         tp = plan.tensor_parallel_degree
@@ -286,7 +286,7 @@ class Cost:
         gathered = size * (ranks - 1) / ranks / rate + self.machine.latency * len(blocks)
         if self.machine.on_host:  # where nothing is hidden, and tokens are counted already
             return gathered
-        return gathered + self._travelling(blocks, patches) + self._exchange(blocks, patches)
+        return gathered + self._travelling(blocks, patches) + self._all_to_all(blocks, patches)
 
     def _hop(self, patches: int) -> float:
         """Seconds in which a patch goes to the next stage."""

@@ -109,7 +109,7 @@ class Machine:
         """Return how many times the measured rates a rank has while ``ranks`` work."""
         return min(self.alone, max(1.0, self.ranks / ranks))
 
-    def exchange(self, ranks: int) -> float:
+    def all_to_all_rate(self, ranks: int) -> float:
         """Return the bytes/s of an all-to-all among ``ranks``: of the measured group that is nearest."""
         nearest = min(self.all_to_all, key=lambda size: abs(math.log(size / ranks)), default=0)
         return self.all_to_all.get(nearest, self.p2p)

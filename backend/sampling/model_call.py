@@ -200,5 +200,5 @@ class OneCall(Denoiser):
         [output] = self._take(pending).values()
         self.x = self.request.denoised(self.x, pending.evaluation.sigma, output, pending.patch.span)
 
-    def _vote(self, evaluation: Evaluation):
+    def _broadcast_stop(self, evaluation: Evaluation):
         """Never stop: rank 0 asked before it broadcast the call, and a call that has begun is short."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.comm import WAIT_CLOCK, Pipe, all_gather, broadcast, cat
+from ..parallel.comm import WAIT_CLOCK, Pipe, all_gather, broadcast, cat_or_same
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
@@ -25,7 +25,7 @@ from .solver_registry import SOLVER_FUNCTIONS, Evaluation, answer, evaluations
 from .solvers.problem import Steps
 
 
-class Cancelled(Exception):
+class RequestCancelled(Exception):
     """The request was cancelled; every rank stopped before the same model call, with nothing under way."""
 
     def __init__(self, step: int):
@@ -96,7 +96,7 @@ class Denoiser:
         edge = mesh.edges.outputs
         self.outputs = Pipe(edge, edge, "outputs") if mesh.pp.size > 1 else None
         self.pending: deque[Pending] = deque()
-        self.votes: list[tuple[dist.Work, Tensor]] = []
+        self.stop_broadcasts: list[tuple[dist.Work, Tensor]] = []
         self._plan_patches()
         self._begin()
 
@@ -115,7 +115,8 @@ class Denoiser:
         self.patches = [Patch(state.span, [state], index == 0) for index, state in enumerate(states)]
 
     def run(self) -> Tensor:
-        """Denoise; return the latent as tokens (B, N, F), valid on the first stage. Raises Cancelled."""
+        """Denoise; return the latent as tokens (B, N, F), valid on the first stage. Raises
+        RequestCancelled."""
         plan = self._plan()
         self.runner.plan([evaluation.sigma for evaluation in plan])
         self._modulate_ahead(plan)
@@ -123,7 +124,7 @@ class Denoiser:
             self._start_solvers()
         for index, evaluation in enumerate(plan):
             self.callbacks.on_begin(evaluation.step)
-            self._vote(evaluation)
+            self._broadcast_stop(evaluation)
             self.runner.begin_evaluation(index, _ratio(plan, index))
             self._evaluate(plan, index)
         self._collect_until(None)
@@ -234,10 +235,10 @@ class Denoiser:
             received = [self.outputs.take() for _ in range(pending.expected)]
         if not received:  # no prompt counts now
             return {}
-        local = cat(received).float().unflatten(0, (len(pending.prompts), -1))
+        local = cat_or_same(received).float().unflatten(0, (len(pending.prompts), -1))
         shapes = [(*local.shape[:2], count, local.shape[3]) for count in self._token_counts(pending.patch)]
         gathered = all_gather(local, shapes, self.mesh.sp, "outputs")
-        return dict(zip(pending.prompts, cat(gathered, dim=2)))
+        return dict(zip(pending.prompts, cat_or_same(gathered, dim=2)))
 
     def _token_counts(self, patch: Patch) -> list[int]:
         """The image tokens of a patch on every SP rank."""
@@ -269,29 +270,31 @@ class Denoiser:
             self.x[:, tokens] = end.value
 
     # ------------------------------------------------------------------ cancelling
-    def _vote(self, evaluation: Evaluation):
+    def _broadcast_stop(self, evaluation: Evaluation):
         """Learn whether to stop. Rank 0 does not wait for the others, so the pipeline keeps its overlap."""
         if self.mesh.control is None:
             stop = self.callbacks.should_stop()
         else:
             own = int(self.mesh.rank == 0 and self.callbacks.should_stop())
-            ballot = torch.tensor([own], dtype=torch.uint8)
-            work = dist.broadcast(ballot, 0, group=self.mesh.control, async_op=True)
+            flag = torch.tensor([own], dtype=torch.uint8)
+            work = dist.broadcast(flag, 0, group=self.mesh.control, async_op=True)
             assert work is not None, "every rank is in the control group"
-            self.votes = [(w, b) for w, b in self.votes if not w.is_completed()] + [(work, ballot)]
+            self.stop_broadcasts = [(w, b) for w, b in self.stop_broadcasts if not w.is_completed()] + [
+                (work, flag)
+            ]
             if self.mesh.rank:
                 with WAIT_CLOCK:
                     work.wait()
-            stop = bool(ballot.item())
+            stop = bool(flag.item())
         if stop:
             self._drain()
-            raise Cancelled(evaluation.step)
+            raise RequestCancelled(evaluation.step)
 
     def _drain(self):
         self.runner.drain()
         if self.outputs:
             self.outputs.drain()
-        for work, _ in self.votes:
+        for work, _ in self.stop_broadcasts:
             work.wait()
 
 

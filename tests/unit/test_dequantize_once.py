@@ -29,7 +29,7 @@ from backend.quantization.packed_weight import PackedWeight
 from backend.rank import Worker
 from backend.rank_plan.need import Need
 from backend.sampling.runs import Prepared
-from backend.sampling.step_loop import Callbacks, Cancelled
+from backend.sampling.step_loop import Callbacks, RequestCancelled
 
 KINDS = ("float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4", "Q4_K")
 #: A request of so many steps, all but the first in patches that read stale keys and values.
@@ -148,9 +148,9 @@ def test_what_takes_longest_stays(folder, state, monkeypatch):
 
 def test_nothing_stays_after_cancel(engine):
     def stop():
-        raise Cancelled(1)
+        raise RequestCancelled(1)
 
-    with pytest.raises(Cancelled):
+    with pytest.raises(RequestCancelled):
         run(engine, ALL, callbacks=Callbacks(on_begin=lambda step: step and stop()))
     assert all(weight.place is None for weight in weights(engine))
 
@@ -294,12 +294,12 @@ def test_what_stayed_goes_back_to_other_programs(lent, released, stops):
 
     def sample(*_):
         if stops:
-            raise Cancelled(1)
+            raise RequestCancelled(1)
 
     worker = worker_of(FakeMemory(0, cached=8 * GB), lent, sample)
     message = replace(batch_request(1), shared=[])
     if stops:
-        with pytest.raises(Cancelled):
+        with pytest.raises(RequestCancelled):
             worker.run_sample(message, Callbacks())
     else:
         worker.run_sample(message, Callbacks())

@@ -22,8 +22,7 @@ from backend.parallel import mesh
 from backend.protocol import Sample, Unload
 from backend.rank import Worker
 from backend.rank_plan.need import Need
-from backend.sampling.step_loop import Callbacks
-from backend.sampling.step_loop import Cancelled as Stopped
+from backend.sampling.step_loop import Callbacks, RequestCancelled
 from backend.serving.step_times import StepClock
 from backend.worker import Leader
 
@@ -303,11 +302,11 @@ def test_what_a_cancelled_request_held_goes_back_too():
     def cancelled(*_):
         keys = torch.zeros(1)
         alive.append(weakref.ref(keys))
-        raise Stopped(2)
+        raise RequestCancelled(2)
 
     rank.engine.sample = cancelled
     rank.engine.memory.release = lambda: alive.append(alive[0]())
-    with pytest.raises(Stopped):
+    with pytest.raises(RequestCancelled):
         rank.run_sample(Sample("m", "euler", 1.0, 7, shared=[0]), Callbacks())
     assert alive[1:] == [None]
 

@@ -224,7 +224,7 @@ def test_ulysses_beside_tensor_parallelism_takes_the_slower_links():
     plain = replace(machine, all_to_all={2: 3e9, 4: 3e9})
 
     def seconds(machine, **degrees) -> float:
-        return Cost(FLUX, ParallelConfig(**degrees), machine, request)._exchange(FLUX.blocks, 1)
+        return Cost(FLUX, ParallelConfig(**degrees), machine, request)._all_to_all(FLUX.blocks, 1)
 
     assert seconds(bridged, ulysses_degree=2) < seconds(plain, ulysses_degree=2)
     both = dict(ulysses_degree=2, tensor_parallel_degree=2)
@@ -237,7 +237,7 @@ def test_attention_that_sends_nothing_costs_no_links():
     request = Request(4096, 512, 20, 1)
     plan = ParallelConfig(ulysses_degree=2)
     machine = replace(RTX4090, latency=0.0)
-    assert Cost(silent, plan, machine, request)._exchange(silent.blocks, 1) == 0
-    assert Cost(FLUX, plan, machine, request)._exchange(FLUX.blocks, 1) > 0
+    assert Cost(silent, plan, machine, request)._all_to_all(silent.blocks, 1) == 0
+    assert Cost(FLUX, plan, machine, request)._all_to_all(FLUX.blocks, 1) > 0
     stale = ParallelConfig(pipefusion_degree=2)
     assert held(silent, stale, request).keys == 0 < held(FLUX, stale, request).keys

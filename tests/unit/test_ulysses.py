@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from backend.parallel import ulysses_ring
-from backend.parallel.comm import Exchange
+from backend.parallel.comm import AllToAll
 from backend.parallel.mesh import Axis
 from backend.parallel.sequence import Span
 from backend.shares import shard_sizes
@@ -27,16 +27,16 @@ class Wires:
     def __init__(self, monkeypatch, shares: tuple[float, ...]):
         self.shares = shares
         self.sent: dict[int, tuple[torch.Tensor, ...]] = {}
-        monkeypatch.setattr(ulysses_ring, "exchange", self.exchange)
+        monkeypatch.setattr(ulysses_ring, "begin_all_to_all", self.begin_all_to_all)
 
-    def exchange(self, flat, sent, sizes, axis, mechanism):
+    def begin_all_to_all(self, flat, sent, sizes, axis, mechanism):
         assert flat.is_contiguous() and flat.ndim == 1 and len(flat) == sum(sent)
         self.sent[axis.rank] = flat.split(sent)
         if len(self.sent) < axis.size:
-            return Exchange(Done(), flat, flat.new_zeros(sum(sizes)))
+            return AllToAll(Done(), flat, flat.new_zeros(sum(sizes)))
         received = [self.sent[rank][axis.rank] for rank in range(axis.size)]
         assert [len(piece) for piece in received] == sizes
-        return Exchange(Done(), flat, torch.cat(received))
+        return AllToAll(Done(), flat, torch.cat(received))
 
     def run(self, of_rank, ranks: int):
         """Return what every rank gets."""
