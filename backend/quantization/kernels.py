@@ -38,9 +38,9 @@ CALLED = (
 CUDA = 13
 #: Values of an integer product's inputs or outputs that are scaled at once, and of activations whose blocks
 #: are quantized at once, to bound memory; and the bytes that each of them takes.
-CHUNK, CHUNK_BYTES = 1 << 23, 10
+CHUNK, BYTES_PER_CHUNKED_VALUE = 1 << 23, 10
 FLOAT8_BYTES = 5
-BLOCKED, BLOCKED_BYTES = 1 << 24, 25
+BLOCKED, BYTES_PER_BLOCKED_VALUE = 1 << 24, 25
 #: Rows of a tile of cuBLAS' block scales.
 BLOCK_ROWS = 128
 #: Largest values of the formats.
@@ -94,9 +94,9 @@ def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Larges
     size = rotation(packed.settings)
     if largest is None and _fuses("int8_linear"):
         values, scale = packed.tensors["values"], packed.tensors["scale"].float()
-        rotated = {"convrot": size is not None, "convrot_groupsize": size or 256}
-        return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotated)
-    return _int8_in_turns(x, weight, bias, size, largest)
+        rotation_options = {"convrot": size is not None, "convrot_groupsize": size or 256}
+        return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotation_options)
+    return _int8_in_chunks(x, weight, bias, size, largest)
 
 
 @cache
@@ -130,18 +130,18 @@ def small_kernels(name: str) -> str:
     return ""
 
 
-def turn_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> int:
+def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> int:
     """Count what a product with a weight of so many rows and columns holds for a moment beside its output."""
     if kernel not in FUSED or _fuses(FUSED[kernel]) or _may_fuse():
         return 0
     if kernel is int8:
-        return CHUNK_BYTES * min(CHUNK, tokens * max(rows, columns))
+        return BYTES_PER_CHUNKED_VALUE * min(CHUNK, tokens * max(rows, columns))
     if kernel is float8:
         return tokens * columns + FLOAT8_BYTES * min(CHUNK, tokens * columns)
-    return BLOCKED_BYTES * min(BLOCKED, tokens * columns)
+    return BYTES_PER_BLOCKED_VALUE * min(BLOCKED, tokens * columns)
 
 
-def _int8_in_turns(
+def _int8_in_chunks(
     x: Tensor, weight: "PackedWeight", bias: Tensor | None, size: int | None, largest: Largest | None
 ) -> Tensor:
     """Multiply as comfy-kitchen does, some rows at a time; of columns that are cut, under the scales of whole
@@ -150,23 +150,23 @@ def _int8_in_turns(
     scale = weight.packed.tensors["scale"].float().view(1, -1)
     step = max(1, CHUNK // max(values.shape))
     rows = x.reshape(-1, x.shape[-1])
-    turns = [slice(start, start + step) for start in range(0, len(rows), step)]
+    chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
     most = None
     if largest is not None:
-        most = largest(torch.cat([_most_of_rows(rotated(rows[some], size)) for some in turns]))
+        most = largest(torch.cat([_most_of_rows(rotated(rows[chunk], size)) for chunk in chunks]))
 
-    def product(some: slice) -> Tensor:
-        turned = rotated(rows[some], size)
-        row_scales = (_most_of_rows(turned) if most is None else most[some]).float() / MOST_INT8
+    def product(chunk: slice) -> Tensor:
+        rotated_rows = rotated(rows[chunk], size)
+        row_scales = (_most_of_rows(rotated_rows) if most is None else most[chunk]).float() / MOST_INT8
         row_scales = row_scales.clamp(min=1e-30)
         divisors = row_scales.to(x.dtype)  # float16 has smaller ones than its tiny, subnormal as they are
         divisors.masked_fill_(divisors == 0, torch.finfo(x.dtype).tiny)
-        quantized = (turned / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
-        del turned
+        quantized = (rotated_rows / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
+        del rotated_rows
         sums = _kitchen().mm_int8(quantized, values.t()).float()  # its integers are freed here
         return sums.mul_(row_scales * scale).to(x.dtype)
 
-    return _in_turns(x, len(values), bias, turns, product)
+    return _in_chunks(x, len(values), bias, chunks, product)
 
 
 def _most_of_rows(rows: Tensor) -> Tensor:
@@ -221,17 +221,17 @@ def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
     tensors, rows = weight.packed.tensors, _rows(x)
     inside, after = _bias_where(x, bias)
 
-    def product(turn: slice) -> Tensor:
-        some = rows[turn]
-        quantized, scales = _kitchen().quantize_mxfp8(some, pad_32x=len(some) % 32 != 0)
+    def product(chunk: slice) -> Tensor:
+        inputs = rows[chunk]
+        quantized, scales = _kitchen().quantize_mxfp8(inputs, pad_32x=len(inputs) % 32 != 0)
         if x.device.type == "cpu":
             seen = _kitchen().dequantize_mxfp8(quantized, scales, x.dtype)
-            return F.linear(seen[: len(some)], weight.dequantized(but="smoothing"), bias)
+            return F.linear(seen[: len(inputs)], weight.dequantized(but="smoothing"), bias)
         block_scales = _tiled(tensors["block_scales"], torch.float8_e8m0fnu)
         arguments = (quantized, tensors["values"], scales, block_scales)
-        return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(some)]
+        return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
-    return _in_turns(x, weight.shape[0], after, _block_turns(rows, "quantize_mxfp8"), product)
+    return _in_chunks(x, weight.shape[0], after, _block_chunks(rows, "quantize_mxfp8"), product)
 
 
 def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
@@ -244,32 +244,32 @@ def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
         scale = (most if largest is None else largest(most)) / (MOST_E4M3 * MOST_E2M1)
     scale = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # blocks are divided by it
 
-    def product(turn: slice) -> Tensor:
-        some = rows[turn]
-        quantized, scales = _kitchen().quantize_nvfp4(some, scale, pad_16x=len(some) % 16 != 0)
+    def product(chunk: slice) -> Tensor:
+        inputs = rows[chunk]
+        quantized, scales = _kitchen().quantize_nvfp4(inputs, scale, pad_16x=len(inputs) % 16 != 0)
         if x.device.type == "cpu":
             seen = _kitchen().dequantize_nvfp4(quantized, scale, scales, x.dtype)
-            return F.linear(seen[: len(some)], weight.dequantized(but="smoothing"), bias)
+            return F.linear(seen[: len(inputs)], weight.dequantized(but="smoothing"), bias)
         block_scales = _tiled(tensors["block_scales"], torch.float8_e4m3fn)
         arguments = (
             *(quantized, tensors["values"], scale),
             *(tensors["tensor_scale"].float(), scales, block_scales),
         )
-        return _kitchen().scaled_mm_nvfp4(*arguments, bias=inside, out_dtype=x.dtype)[: len(some)]
+        return _kitchen().scaled_mm_nvfp4(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
-    return _in_turns(x, weight.shape[0], after, _block_turns(rows, "quantize_nvfp4"), product)
+    return _in_chunks(x, weight.shape[0], after, _block_chunks(rows, "quantize_nvfp4"), product)
 
 
-def _in_turns(
-    x: Tensor, columns: int, bias: Tensor | None, turns: list[slice], product: Callable[[slice], Tensor]
+def _in_chunks(
+    x: Tensor, columns: int, bias: Tensor | None, chunks: list[slice], product: Callable[[slice], Tensor]
 ) -> Tensor:
-    """Return ``product`` of the rows of x in ``turns``, each of so many ``columns``, with ``bias`` added."""
-    if len(turns) == 1:
-        out = product(turns[0])
+    """Return ``product`` of the rows of x in ``chunks``, each of so many ``columns``, with ``bias`` added."""
+    if len(chunks) == 1:
+        out = product(chunks[0])
     else:
         out = x.new_empty(x.shape[:-1].numel(), columns)
-        for some in turns:
-            out[some] = product(some)
+        for chunk in chunks:
+            out[chunk] = product(chunk)
     if bias is not None:
         out += bias  # in place: it is this function's own, and may be the largest tensor of a block
     return out.view(*x.shape[:-1], columns)
@@ -284,10 +284,10 @@ FUSED: dict[Kernel | None, str] = {
 }
 
 
-def _block_turns(rows: Tensor, name: str) -> list[slice]:
+def _block_chunks(rows: Tensor, name: str) -> list[slice]:
     """Rows whose blocks are quantized at once: all where comfy-kitchen's own kernel does that."""
-    some = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
-    step = len(rows) if _fuses(name) else some
+    rows_of_chunk = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
+    step = len(rows) if _fuses(name) else rows_of_chunk
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 

@@ -324,7 +324,7 @@ def linear(
 
 def takes_any_rows(weight: Tensor | PackedWeight) -> bool:
     """Whether some inputs are multiplied as they are beside others: ranks compare no largest values, so they
-    may take them in turns. The same on all ranks."""
+    may multiply them chunk by chunk. The same on all ranks."""
     return not isinstance(weight, PackedWeight) or weight.choice.kernel in (None, float8, mxfp8)
 
 

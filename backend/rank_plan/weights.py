@@ -16,7 +16,7 @@ from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
 from ..quantization.formats import Format, Settings, effort_of
-from ..quantization.kernels import Choice, Kernel, turn_bytes
+from ..quantization.kernels import Choice, Kernel, chunk_bytes
 from ..quantization.packed import rows_at_once
 
 #: How a quantized weight multiplies where nothing else is known.
@@ -156,7 +156,7 @@ def planned_scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
     largest: Counter[torch.dtype] = Counter()
     for parameter in held:
         largest[parameter.dtype] = max(largest[parameter.dtype], parameter.unpacked)
-    products = [turn_bytes(each.kernel, tokens, *each.matrix) for each in held if each.kernel]
+    products = [chunk_bytes(each.kernel, tokens, *each.matrix) for each in held if each.kernel]
     return sum(largest.values()) + max([*products, *(each.made for each in held)], default=0)
 
 

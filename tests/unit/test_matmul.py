@@ -247,10 +247,10 @@ def test_int8_products_hold_what_is_counted(kitchen, monkeypatch, kind, dtype):
         memory = LiveMemory()
         with memory:
             out = weight.linear(x, None)
-        counted = kernels.turn_bytes(kernels.int8, 300, rows, columns)
-        assert memory.peak - out.nbytes <= counted == kernels.CHUNK_BYTES * kernels.CHUNK
+        counted = kernels.chunk_bytes(kernels.int8, 300, rows, columns)
+        assert memory.peak - out.nbytes <= counted == kernels.BYTES_PER_CHUNKED_VALUE * kernels.CHUNK
     monkeypatch.setattr(kernels, "_fuses", lambda name: True)
-    assert kernels.turn_bytes(kernels.int8, 300, rows, columns) == 0
+    assert kernels.chunk_bytes(kernels.int8, 300, rows, columns) == 0
 
 
 @torch.inference_mode()
@@ -268,10 +268,10 @@ def test_float8_products_hold_what_is_counted(kitchen, monkeypatch, dtype, is_sc
         out = weight.linear(x, None)
     assert out.equal(whole)
     held = 300 * 1024 + kernels.FLOAT8_BYTES * kernels.CHUNK
-    assert memory.peak - out.nbytes <= kernels.turn_bytes(kernels.float8, 300, 256, 1024) == held
+    assert memory.peak - out.nbytes <= kernels.chunk_bytes(kernels.float8, 300, 256, 1024) == held
     monkeypatch.setattr(kernels, "_fuses", lambda name: True)
     assert weight.linear(x, None).equal(whole) or not is_scaled
-    assert kernels.turn_bytes(kernels.float8, 300, 256, 1024) == 0
+    assert kernels.chunk_bytes(kernels.float8, 300, 256, 1024) == 0
 
 
 @torch.inference_mode()
@@ -306,8 +306,8 @@ def test_cublas_is_given_no_bias_in_float32(dtype, inside):
 
 def test_a_process_without_gpus_plans_for_ranks_with_kernels(kitchen, monkeypatch):
     """comfy-kitchen has no CUDA kernels where no GPU is to be seen, as where headers are read."""
-    assert kernels.turn_bytes(kernels.int8, 300, ROWS, COLUMNS) > 0
+    assert kernels.chunk_bytes(kernels.int8, 300, ROWS, COLUMNS) > 0
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert kernels.turn_bytes(kernels.int8, 300, ROWS, COLUMNS) == 0
+    assert kernels.chunk_bytes(kernels.int8, 300, ROWS, COLUMNS) == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kernels.turn_bytes(kernels.int8, 300, ROWS, COLUMNS) > 0
+    assert kernels.chunk_bytes(kernels.int8, 300, ROWS, COLUMNS) > 0
