@@ -25,11 +25,11 @@ class EarlyValues:
     dtype: torch.dtype
     whole: Tensor | None = None
 
-    def of_heads(self, part: int, parts: int) -> Tensor:
-        """Return those of ``part`` of ``parts`` of this rank's heads."""
+    def of_heads(self, chunk: int, chunks: int) -> Tensor:
+        """Return those of ``chunk`` of ``chunks`` of this rank's heads."""
         if self.whole is None:
             self.whole = unpack(self.wait(), self.dtype)[0]
-        heads = Span(0, self.whole.shape[1]).shard(part, parts)
+        heads = Span(0, self.whole.shape[1]).shard(chunk, chunks)
         return self.whole[:, heads.indices]
 
 
@@ -96,7 +96,7 @@ def _communicates(layer: nn.Module) -> bool:
     """Return whether a layer sends to other ranks. Such a layer is called only where the block calls it."""
     shard, weight = getattr(layer, "shard", None), getattr(layer, "weight", None)
     is_gathered = shard is not None and (shard.gather or shard.reduce) is not None
-    return is_gathered or getattr(weight, "over_tokens", None) is not None
+    return is_gathered or getattr(weight, "max_over_token_ranks", None) is not None
 
 
 def watch_values(

@@ -66,8 +66,8 @@ class ShardedLinear(nn.Module):
         elif packed_weight.takes_any_rows(self.weight) and x.shape[:-1].numel() >= ROWS_OF_TWO_HALVES:
             out = self._in_halves(x, shard.reduce)
         else:
-            largest = partial(comm.all_reduce_max, axis=shard.reduce, mechanism="tensor")
-            out = packed_weight.linear(x, self.weight, None, largest)
+            max_over_ranks = partial(comm.all_reduce_max, axis=shard.reduce, mechanism="tensor")
+            out = packed_weight.linear(x, self.weight, None, max_over_ranks)
             out = comm.all_reduce(out, shard.reduce, "tensor")
             out = out if self.bias is None else out + self.bias  # once, after the sum
         if shard.gather is None:

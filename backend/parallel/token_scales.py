@@ -23,7 +23,7 @@ def regroup(modules: Iterable[nn.Module], sp: Axis):
         if isinstance(weight, PackedWeight):
             agrees = sp.size > 1 and weight.has_one_scale and weight.divided
             of_text = weight.divided == "text"
-            weight.over_tokens = partial(_largest, axis=sp, of_text=of_text) if agrees else None
+            weight.max_over_token_ranks = partial(_largest, axis=sp, of_text=of_text) if agrees else None
 
 
 def _largest(most: Tensor, axis: Axis, of_text: bool) -> Tensor:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from .packed_weight import PackedWeight
 
 #: Largest absolute values on this rank -> those over all ranks among which a layer's inputs are cut.
-Largest = Callable[[Tensor], Tensor]
-#: Smoothed x (..., columns), weight, bias, ``largest`` where inputs are cut -> x W^T + bias (..., rows), in
-#: the dtype of x.
-Kernel = Callable[[Tensor, "PackedWeight", Tensor | None, Largest | None], Tensor]
+MaxOverRanks = Callable[[Tensor], Tensor]
+#: Smoothed x (..., columns), weight, bias, ``max_over_ranks`` where inputs are cut -> x W^T + bias (...,
+#: rows), in the dtype of x.
+Kernel = Callable[[Tensor, "PackedWeight", Tensor | None, MaxOverRanks | None], Tensor]
 #: How layers can multiply, the choices of LoadParallelDiT's ``matmul``.
 AUTO, WEIGHT_ONLY, NATIVE = MODES = ("auto", "weight only", "native")
 #: What is called of comfy-kitchen.
@@ -88,15 +88,17 @@ def remedy() -> str:
     return f"run {install_command(['comfy-kitchen'], upgrade=True)}"
 
 
-def int8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
+def int8(
+    x: Tensor, weight: "PackedWeight", bias: Tensor | None, max_over_ranks: MaxOverRanks | None
+) -> Tensor:
     """Multiply under one scale of activations a row, rotated (ConvRot) as the weight is."""
     packed = weight.packed
     size = rotation(packed.settings)
-    if largest is None and _fuses("int8_linear"):
+    if max_over_ranks is None and _fuses("int8_linear"):
         values, scale = packed.tensors["values"], packed.tensors["scale"].float()
         rotation_options = {"convrot": size is not None, "convrot_groupsize": size or 256}
         return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotation_options)
-    return _int8_in_chunks(x, weight, bias, size, largest)
+    return _int8_in_chunks(x, weight, bias, size, max_over_ranks)
 
 
 @cache
@@ -142,7 +144,11 @@ def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> 
 
 
 def _int8_in_chunks(
-    x: Tensor, weight: "PackedWeight", bias: Tensor | None, size: int | None, largest: Largest | None
+    x: Tensor,
+    weight: "PackedWeight",
+    bias: Tensor | None,
+    size: int | None,
+    max_over_ranks: MaxOverRanks | None,
 ) -> Tensor:
     """Multiply as comfy-kitchen does, some rows at a time; of columns that are cut, under the scales of whole
     rows, which are compared once."""
@@ -152,8 +158,8 @@ def _int8_in_chunks(
     rows = x.reshape(-1, x.shape[-1])
     chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
     most = None
-    if largest is not None:
-        most = largest(torch.cat([_most_of_rows(rotated(rows[chunk], size)) for chunk in chunks]))
+    if max_over_ranks is not None:
+        most = max_over_ranks(torch.cat([_most_of_rows(rotated(rows[chunk], size)) for chunk in chunks]))
 
     def product(chunk: slice) -> Tensor:
         rotated_rows = rotated(rows[chunk], size)
@@ -173,7 +179,9 @@ def _most_of_rows(rows: Tensor) -> Tensor:
     return rows.abs().amax(dim=-1, keepdim=True)
 
 
-def float8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
+def float8(
+    x: Tensor, weight: "PackedWeight", bias: Tensor | None, max_over_ranks: MaxOverRanks | None
+) -> Tensor:
     """Multiply E4M3 by activations under the file's scale of them, or 1, beyond which they are clamped."""
     from comfy_kitchen.scaled_mm_v2 import scaled_mm_v2  # pyright: ignore[reportMissingImports]  # optional
 
@@ -216,7 +224,9 @@ def _bias_where(x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor |
     return (bias, None) if x.dtype != torch.float32 or x.device.type == "cpu" else (None, bias)
 
 
-def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
+def mxfp8(
+    x: Tensor, weight: "PackedWeight", bias: Tensor | None, max_over_ranks: MaxOverRanks | None
+) -> Tensor:
     """Multiply blocks of 32 values, of activations as of weights; on a CPU, what these blocks stand for."""
     tensors, rows = weight.packed.tensors, _rows(x)
     inside, after = _bias_where(x, bias)
@@ -234,14 +244,16 @@ def mxfp8(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Large
     return _in_chunks(x, weight.shape[0], after, _block_chunks(rows, "quantize_mxfp8"), product)
 
 
-def nvfp4(x: Tensor, weight: "PackedWeight", bias: Tensor | None, largest: Largest | None) -> Tensor:
+def nvfp4(
+    x: Tensor, weight: "PackedWeight", bias: Tensor | None, max_over_ranks: MaxOverRanks | None
+) -> Tensor:
     """Multiply blocks of 16 values under a scale of all; on a CPU, what these blocks stand for."""
     tensors, rows = weight.packed.tensors, _rows(x)
     inside, after = _bias_where(x, bias)
     scale = tensors.get("input_scale")
     if scale is None:
         most = torch.linalg.vector_norm(x, float("inf"))  # the largest, without a copy
-        scale = (most if largest is None else largest(most)) / (MOST_E4M3 * MOST_E2M1)
+        scale = (most if max_over_ranks is None else max_over_ranks(most)) / (MOST_E4M3 * MOST_E2M1)
     scale = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # blocks are divided by it
 
     def product(chunk: slice) -> Tensor:

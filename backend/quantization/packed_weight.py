@@ -13,7 +13,7 @@ from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import opaque
 from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
-from .kernels import Choice, Kernel, Largest, float8, mxfp8, nvfp4
+from .kernels import Choice, Kernel, MaxOverRanks, float8, mxfp8, nvfp4
 from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
@@ -75,7 +75,7 @@ class PackedWeight(nn.Module):
     the products, by key. whole: the weight in ``dtype`` where adapters of another kind are in it; the stored
     one stays beside it. place: memory of its own in which the weight stays once it is dequantized
     (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
-    over_tokens: compares largest values over these ranks (parallel/token_scales.py).
+    max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
     """
 
     def __init__(self, packed: Packed, dtype: torch.dtype, choice: Choice | None = None, divided: str = ""):
@@ -85,7 +85,7 @@ class PackedWeight(nn.Module):
         self.divided = divided
         # whether all inputs are quantized under the largest of their values: the same on all ranks
         self.has_one_scale = self.choice.kernel is nvfp4 and "input_scale" not in packed.tensors
-        self.over_tokens: Largest | None = None
+        self.max_over_token_ranks: MaxOverRanks | None = None
         self.shape = torch.Size(packed.shape)
         self._scale = _one_scale(packed) if dtype in SCALED_AFTER else None
         self.adapters: dict[Hashable, LowRank] = {}
@@ -166,15 +166,15 @@ class PackedWeight(nn.Module):
         self.whole = None if self.whole is None else fn(self.whole)
         return super()._apply(fn, recurse)
 
-    def linear(self, x: Tensor, bias: Tensor | None, largest: Largest | None = None) -> Tensor:
-        """Return x W^T + bias, (..., rows). ``largest``: where columns are cut over ranks."""
+    def linear(self, x: Tensor, bias: Tensor | None, max_over_ranks: MaxOverRanks | None = None) -> Tensor:
+        """Return x W^T + bias, (..., rows). ``max_over_ranks``: where columns are cut over ranks."""
         if self.whole is not None:
             out = F.linear(x, self.whole, bias)
         elif self.choice.kernel is not None and x.numel():
-            out = self._native(self.choice.kernel, x, bias, largest)
+            out = self._native(self.choice.kernel, x, bias, max_over_ranks)
         else:
-            if self.over_tokens is not None:  # the other ranks wait for this one
-                self.over_tokens(x.new_zeros(()))
+            if self.max_over_token_ranks is not None:  # the other ranks wait for this one
+                self.max_over_token_ranks(x.new_zeros(()))
             out = self._by_dequantized(x, bias)
         if self._joined is not None:
             self._joined.add_to(out, x)
@@ -217,21 +217,23 @@ class PackedWeight(nn.Module):
             return self.dequantized(), 1.0
         return self.dequantized(but="scale"), factor
 
-    def _over_ranks(self, over_columns: Largest | None) -> Largest | None:
+    def _over_ranks(self, over_columns: MaxOverRanks | None) -> MaxOverRanks | None:
         """Compare over the ranks that hold other columns, then over those that have other tokens."""
-        over_tokens = self.over_tokens
+        over_tokens = self.max_over_token_ranks
         if over_tokens is None or over_columns is None:
             return over_tokens or over_columns
         return lambda most: over_tokens(over_columns(most))
 
-    def _native(self, kernel: Kernel, x: Tensor, bias: Tensor | None, largest: Largest | None) -> Tensor:
+    def _native(
+        self, kernel: Kernel, x: Tensor, bias: Tensor | None, max_over_ranks: MaxOverRanks | None
+    ) -> Tensor:
         """Return the native product. Where it fails for a shape that no trial has seen (trial.py), and no
         other rank waits in it, the layer is weight only from now on."""
-        largest = self._over_ranks(largest)
+        max_over_ranks = self._over_ranks(max_over_ranks)
         try:
-            return kernel(self._smoothed(x), self, bias, largest)
+            return kernel(self._smoothed(x), self, bias, max_over_ranks)
         except Exception as error:  # comfy-kitchen's CUDA functions assert, too
-            if largest is not None or is_out_of_memory(error):
+            if max_over_ranks is not None or is_out_of_memory(error):
                 raise
             why = f"its product failed ({reason(error, 160)})"
         warnings.warn(f"a layer in {self.format_name} multiplies weight only: {why}", stacklevel=2)
@@ -314,11 +316,11 @@ def carry_hooks(old: nn.Module, new: nn.Module):
 
 
 def linear(
-    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, largest: Largest | None = None
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, max_over_ranks: MaxOverRanks | None = None
 ) -> Tensor:
-    """Return x W^T + bias of a plain or a quantized weight; ``largest`` as in PackedWeight."""
+    """Return x W^T + bias of a plain or a quantized weight; ``max_over_ranks`` as in PackedWeight."""
     if isinstance(weight, PackedWeight):
-        return weight.linear(x, bias, largest)
+        return weight.linear(x, bias, max_over_ranks)
     return F.linear(x, weight, bias)
 
 

@@ -28,7 +28,7 @@ TOKENS = (1, 48)
 #: a CPU. So much more is a kernel that fails without saying so.
 MOST_ERROR = 0.3
 #: Whether this rank's inputs are whole, or cut over ranks whose largest values it is told.
-LARGEST = (None, lambda most: most)
+MAX_OVER_RANKS_CASES = (None, lambda most: most)
 
 
 def agree(
@@ -97,8 +97,8 @@ def _error(weight: PackedWeight) -> float:
         x = _numbers(tokens, SIZE).to(weight.device, weight.dtype)
         for bias in (None, _numbers(SIZE).to(weight.device, weight.dtype)):
             wanted = F.linear(x, plain, bias).float()
-            for largest in LARGEST:
-                off = kernel(x, weight, bias, largest).float() - wanted
+            for max_over_ranks in MAX_OVER_RANKS_CASES:
+                off = kernel(x, weight, bias, max_over_ranks).float() - wanted
                 found.append((off.norm() / wanted.norm()).item())
     return max(found) if all(error == error for error in found) else float("inf")
 

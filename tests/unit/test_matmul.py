@@ -188,10 +188,10 @@ def test_cut_inputs_are_quantized_as_whole_ones(kitchen, kind, dtype):
             piece = replace(whole.packed, columns=128, kept=(range(128),), tensors=cut(whole.packed, columns))
             weight = PackedWeight(piece, dtype, whole.choice)
 
-            def largest(own):
+            def max_over_ranks(own):
                 return torch.maximum(own, largest_of_rows(x, own, whole.packed)) if is_agreed else own
 
-            total += weight.linear(x[:, columns], None, largest).float()
+            total += weight.linear(x[:, columns], None, max_over_ranks).float()
         return total
 
     tolerance = {"rtol": 1e-5, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2.0}

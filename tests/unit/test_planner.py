@@ -266,7 +266,7 @@ def test_a_released_file_has_its_published_shape():
 
 def test_weights_that_multiply_as_stored_are_not_dequantized():
     checkpoint = opened("var__flux1-kontext_fp8_scaled_legacy")
-    native = Choice(lambda x, weight, bias, largest: x, "as chosen")
+    native = Choice(lambda x, weight, bias, max_over_ranks: x, "as chosen")
     choices = dict.fromkeys(checkpoint.parameters, native)
     stored, native = (shape_of(checkpoint, torch.bfloat16, each) for each in ({}, choices))
     assert all(block.unpacked > 1.9 * block.weights for block in stored.blocks)

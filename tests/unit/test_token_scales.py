@@ -83,7 +83,10 @@ def test_only_what_needs_it_compares_and_only_over_several_ranks(compared):
     ]
     for sp in (PAIR, ALONE, PAIR):
         token_scales.regroup([nn.ModuleList([needs]), nn.ModuleList(others)], sp)
-        assert [each.over_tokens is not None for each in (needs, *others)] == [sp is PAIR, *[False] * 4]
+        assert [each.max_over_token_ranks is not None for each in (needs, *others)] == [
+            sp is PAIR,
+            *[False] * 4,
+        ]
 
 
 @torch.inference_mode()
@@ -115,7 +118,9 @@ def test_a_dummy_token_counts_for_nothing(compared, monkeypatch, divided, text, 
     monkeypatch.setattr(RUNNING, "text", text_count_tensor(text))
     one = weight(divided=divided)
     token_scales.regroup([one], PAIR)
-    assert one.over_tokens is not None and one.over_tokens(torch.tensor(5.0)).item() == 100.0
+    assert (
+        one.max_over_token_ranks is not None and one.max_over_token_ranks(torch.tensor(5.0)).item() == 100.0
+    )
     assert compared == [given]
 
 
