@@ -85,7 +85,7 @@ class Attention:
     #: Do blocks run compiled? What a rank sends may not depend on whether its own compiler works.
     compiled: bool = False
     call: BlockCall | None = None
-    #: (prompt, layer, call, first sample), with Ulysses the part of the heads before the sample -> keys and
+    #: (prompt, layer, call, first sample), with Ulysses the chunk of the heads before the sample -> keys and
     #: values of static text, (2, b, H, tokens, D).
     static_text: dict[tuple, Tensor] = field(default_factory=dict)
     positions: Positions = field(default_factory=Positions)
@@ -202,27 +202,27 @@ class Attention:
             k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         own_lengths = [lengths[i] for i in own]
         own_keys = [key_lengths[i] for i in own]
-        parts = 1
+        chunks = 1
         if self.buffers is None:  # of a patch there is less to hide
-            parts = ulysses_ring.halves(heads, q.shape[0], call.tokens.sequence.length_of(queries), u)
+            chunks = ulysses_ring.head_chunks(heads, q.shape[0], call.tokens.sequence.length_of(queries), u)
         early = call.values
         call.values = None
         sent = [pack(tensor, self.wire) for tensor in ((q, k) if early else (q, k, v))]
         coming = []
-        for part in range(parts):
+        for chunk in range(chunks):
             if queries == keys:
-                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, u, part, parts)])
+                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, u, chunk, chunks)])
             else:
-                own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, u, part, parts)
-                coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, u, part, parts)])
-        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, parts)
-        for part, exchanges in enumerate(coming):
+                own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, u, chunk, chunks)
+                coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, u, chunk, chunks)])
+        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks)
+        for chunk, exchanges in enumerate(coming):
             own_q, *kv = (tensor for wait in exchanges for tensor in unpack(wait(), q.dtype))
             if early:
-                kv.append(early.of_heads(part, parts))
+                kv.append(early.of_heads(chunk, chunks))
                 assert kv[0].shape == kv[1].shape, "values are those of their keys' tokens"
             # unnamed: it is freed as it has gone
-            going.send(pack(self._of_own_heads(own_q, kv, *in_common, (*where, part)), self.wire))
+            going.send(pack(self._of_own_heads(own_q, kv, *in_common, (*where, chunk)), self.wire))
         return unpack(going.wait(), q.dtype)
 
     def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, keys: str, own, where):

@@ -23,38 +23,38 @@ from .wire_bytes import FULL
 #: Query tokens of a tile of attention's kernels, and how many tiles (of heads and samples too) half of a
 #: rank's heads must have to be computed apart: fewer do not fill a large GPU.
 TILE = 128
-TILES_OF_A_HALF = 128
+TILES_OF_A_CHUNK = 128
 
 
-def halves(heads: int, batch: int, tokens: int, axis: Axis) -> int:
-    """Return in how many parts heads go and come, 1 or 2: attention of one part hides what the other sends.
+def head_chunks(heads: int, batch: int, tokens: int, axis: Axis) -> int:
+    """Return in how many chunks heads go and come, 1 or 2: attention of one chunk hides what the other sends.
 
     All ranks must find the same, so no property of a GPU counts.
     """
     least = min(shard_sizes(heads, axis.size, axis.shares)) // 2
-    return 2 if least * batch * -(-tokens // TILE) >= TILES_OF_A_HALF and least else 1
+    return 2 if least * batch * -(-tokens // TILE) >= TILES_OF_A_CHUNK and least else 1
 
 
 def scatter_heads(
-    tensors: Sequence[Tensor], lengths: list[int], axis: Axis, part: int = 0, parts: int = 1
+    tensors: Sequence[Tensor], lengths: list[int], axis: Axis, chunk: int = 0, chunks: int = 1
 ) -> Callable[[], Tensor]:
     """Begin to turn token shards into head shards by one packed all-to-all: several (B, H, own tokens, D) ->
     (kinds, B, own heads, all tokens, D), which the returned function waits for. ``lengths``: tokens of each
-    Ulysses rank. ``part`` of ``parts``: of each rank's heads.
+    Ulysses rank. ``chunk`` of ``chunks``: of each rank's heads.
 
     Tokens are the slowest on the wire, so what comes from all ranks is in order, and is not copied again.
     """
     batch, heads, tokens, size = tensors[0].shape
     kinds = len(tensors)
     shards = shard_sizes(heads, axis.size, axis.shares)
-    counts = [len(Span(0, shard).shard(part, parts)) for shard in shards]
+    counts = [len(Span(0, shard).shard(chunk, chunks)) for shard in shards]
     row = kinds * batch * size  # numbers of a token and head
     sent = [tokens * count * row for count in counts]
     flat = tensors[0].new_empty(sum(sent))
     first = last = filled = 0
     for shard, ranks in _runs(shards):
         first, last = last, last + shard * ranks
-        chosen = Span(0, shard).shard(part, parts)
+        chosen = Span(0, shard).shard(chunk, chunks)
         end = filled + tokens * len(chosen) * ranks * row
         buffer = flat[filled:end].view(ranks, tokens, kinds, batch, len(chosen), size)
         filled = end
@@ -79,7 +79,7 @@ def _runs(shards: list[int]) -> list[tuple[int, int]]:
 
 @dataclass
 class GatheredHeads:
-    """Undoes scatter_heads: (B, own heads, all tokens, D) of every part -> (B, H, own tokens, D).
+    """Undoes scatter_heads: (B, own heads, all tokens, D) of every chunk -> (B, H, own tokens, D).
 
     heads: of all ranks. lengths: tokens of each Ulysses rank.
     """
@@ -87,11 +87,11 @@ class GatheredHeads:
     heads: int
     lengths: list[int]
     axis: Axis
-    parts: int = 1
+    chunks: int = 1
     under_way: list[AllToAll] = field(default_factory=list)
 
     def send(self, out: Tensor):
-        """Begin to exchange the next part."""
+        """Begin to exchange the next chunk."""
         batch, own, _, size = out.shape
         sent = [length * batch * own * size for length in self.lengths]
         sizes = [self.lengths[self.axis.rank] * batch * count * size for count in self._counts()]
@@ -100,24 +100,24 @@ class GatheredHeads:
         self.under_way.append(begin_all_to_all(flat, sent, sizes, self.axis, "ulysses"))
 
     def wait(self) -> Tensor:
-        """Return the tensor of all parts, whose heads lie next to each other in memory, as the projection
+        """Return the tensor of all chunks, whose heads lie next to each other in memory, as the projection
         after it takes them."""
         tokens, batch, _, size = self.shape
         received = []
-        for part, each in enumerate(self.under_way):
-            sizes = [tokens * batch * count * size for count in self._counts(part)]
+        for chunk, each in enumerate(self.under_way):
+            sizes = [tokens * batch * count * size for count in self._counts(chunk)]
             received.append(each.wait().split(sizes))
-        by_rank = [chunk for chunks in zip(*received) for chunk in chunks if chunk.numel()]
+        by_rank = [heads for of_rank in zip(*received) for heads in of_rank if heads.numel()]
         if not by_rank:
             return received[0][0].new_empty(batch, self.heads, tokens, size)
-        whole = torch.cat([chunk.view(self.shape) for chunk in by_rank], dim=2)
+        whole = torch.cat([heads.view(self.shape) for heads in by_rank], dim=2)
         return whole.permute(1, 2, 0, 3)
 
-    def _counts(self, part: int | None = None) -> list[int]:
-        """Heads of each rank in a part, by default in that which is sent next."""
-        part = len(self.under_way) if part is None else part
+    def _counts(self, chunk: int | None = None) -> list[int]:
+        """Heads of each rank in a chunk, by default in that which is sent next."""
+        chunk = len(self.under_way) if chunk is None else chunk
         shards = shard_sizes(self.heads, self.axis.size, self.axis.shares)
-        return [len(Span(0, heads).shard(part, self.parts)) for heads in shards]
+        return [len(Span(0, heads).shard(chunk, self.chunks)) for heads in shards]
 
 
 def ring_attend(

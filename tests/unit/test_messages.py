@@ -166,7 +166,7 @@ def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
     """Values come while queries and keys are rotated. Of two halves of heads, the second comes while the
     first attends, which goes while the second attends. Of two halves of tokens, the first is summed while the
     second multiplies."""
-    monkeypatch.setattr(ulysses_ring, "TILES_OF_A_HALF", 1)
+    monkeypatch.setattr(ulysses_ring, "TILES_OF_A_CHUNK", 1)
     monkeypatch.setattr(tensor_parallel, "ROWS_OF_TWO_HALVES", 1)
     group, work, part = HIDDEN_BEHIND[method]
     [log] = run("flux-dev", replace(configuration((method,)), wire=wire), ranks=SECOND)

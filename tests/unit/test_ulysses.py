@@ -62,8 +62,8 @@ CASES = [
 @pytest.mark.parametrize("heads, lengths, shares", CASES)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
-@pytest.mark.parametrize("part, parts", [(0, 1), (0, 2), (1, 2)])
-def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, part, parts, monkeypatch):
+@pytest.mark.parametrize("chunk, chunks", [(0, 1), (0, 2), (1, 2)])
+def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, chunk, chunks, monkeypatch):
     """Even and uneven heads, heads by share, ranks without heads or tokens; all heads or half of them."""
     wires = Wires(monkeypatch, shares)
     ranks = len(lengths)
@@ -72,7 +72,7 @@ def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, part, parts, m
 
     def scatter(axis):
         return ulysses_ring.scatter_heads(
-            [shard[axis.rank] for shard in shards], lengths, axis, part, parts
+            [shard[axis.rank] for shard in shards], lengths, axis, chunk, chunks
         )()
 
     received = wires.run(scatter, ranks)
@@ -80,30 +80,30 @@ def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, part, parts, m
     assert not shares or of_heads == [heads * share // 100 for share in shares]
     for tensor, kind in zip(whole, range(kinds)):
         for rank, own in enumerate(tensor.split(of_heads, dim=1)):
-            chosen = Span(0, own.shape[1]).shard(part, parts)
+            chosen = Span(0, own.shape[1]).shard(chunk, chunks)
             assert received[rank][kind].equal(own[:, chosen.indices])
             assert received[rank].stride(-1) == 1  # as the kernels want it
 
 
 @pytest.mark.parametrize("heads, lengths, shares", CASES)
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_heads_go_back_to_tokens(heads, lengths, shares, batch, parts, monkeypatch):
-    """The same, back; parts that are sent one after the other end in one tensor."""
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_heads_go_back_to_tokens(heads, lengths, shares, batch, chunks, monkeypatch):
+    """The same, back; chunks that are sent one after the other end in one tensor."""
     ranks = len(lengths)
     whole = torch.randn(batch, heads, sum(lengths), SIZE)
     axes = [Axis(None, rank, ranks, tuple(range(ranks)), shares) for rank in range(ranks)]
     of_heads = whole.split(shard_sizes(heads, ranks, shares), dim=1)
-    all_going = [ulysses_ring.GatheredHeads(heads, lengths, axis, parts) for axis in axes]
-    for part in range(parts):
+    all_going = [ulysses_ring.GatheredHeads(heads, lengths, axis, chunks) for axis in axes]
+    for chunk in range(chunks):
         sent = {}
         wires = Wires(monkeypatch, shares)
         for going, own in zip(all_going, of_heads):
-            chosen = Span(0, own.shape[1]).shard(part, parts)
+            chosen = Span(0, own.shape[1]).shard(chunk, chunks)
             sent[going.axis.rank] = own[:, chosen.indices]
 
-        def send(axis, going=all_going, sent=sent, part=part):
-            del going[axis.rank].under_way[part:]  # of the first pass
+        def send(axis, going=all_going, sent=sent, chunk=chunk):
+            del going[axis.rank].under_way[chunk:]  # of the first pass
             going[axis.rank].send(sent[axis.rank])
 
         wires.run(send, ranks)
@@ -119,7 +119,9 @@ def test_heads_go_back_to_tokens(heads, lengths, shares, batch, parts, monkeypat
 )
 def test_halves_are_large_enough(heads, batch, tokens, ranks, expected):
     """Flux and Wan 14B; never half of one head."""
-    assert ulysses_ring.halves(heads, batch, tokens, Axis(None, 0, ranks, tuple(range(ranks)))) == expected
+    assert (
+        ulysses_ring.head_chunks(heads, batch, tokens, Axis(None, 0, ranks, tuple(range(ranks)))) == expected
+    )
 
 
 @pytest.mark.parametrize("rank", range(3))
