@@ -28,7 +28,7 @@ from .sampling.runs import Prepared
 from .serving.broadcast import ControlChannel
 
 #: Plans of requests that are remembered: of two experts with and without a negative prompt.
-KEPT_PLANS = 4
+CACHED_PLANS = 4
 #: Request that a model should bear once it is loaded, where a load asks what would fit.
 TYPICAL = RequestSize(IMAGE_TOKENS, TEXT_TOKENS, batch=1, prompts=2, calls=CALLS)
 NOTHING = Need(0, 0)
@@ -155,7 +155,7 @@ class Admission:
         #: Name of every rank's memory.
         self.names: list[str] = control.all_gather_object(memory.name)
         #: The requests that were planned last: a warm run plans nothing, nor does one of two experts.
-        self._plans: deque[tuple[Checkpoint, tuple, list[RankPlan]]] = deque(maxlen=KEPT_PLANS)
+        self._plans: deque[tuple[Checkpoint, tuple, list[RankPlan]]] = deque(maxlen=CACHED_PLANS)
         #: Whether weights may take what is left: not once a request beside them needed more than was likely.
         self.caches_dequantized = may_cache_dequantized()
         #: What the last round was about, if that was a call of the model.
@@ -288,7 +288,7 @@ def _about(message: Sample | ModelCall) -> tuple | None:
     if isinstance(message, Sample):
         return None
     shapes = [(name, tuple(value.shape)) for name, value in sorted(message.tensors.items())]
-    return message.model, str(message.latent_shapes), tuple(shapes), *sorted(message.kept)
+    return message.model, str(message.latent_shapes), tuple(shapes), *sorted(message.cached)
 
 
 def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Prepared | None:

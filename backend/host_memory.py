@@ -20,19 +20,19 @@ class PageLocked:
     (ik_llama.cpp, pull request 1517)."""
 
     used: int = 0
-    kept: int = 0
+    reusable: int = 0
 
     def lock(self, size: int) -> Tensor:
         """Return so many page-locked bytes, of those that are kept if they will do."""
         piece = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.used += size
-        self.kept -= min(size, self.kept)
+        self.reusable -= min(size, self.reusable)
         weakref.finalize(piece.untyped_storage(), self._leave, size)
         return piece
 
     def _leave(self, size: int):
         self.used -= size
-        self.kept += size
+        self.reusable += size
 
     def give_back(self):
         """Give the system what is kept."""
@@ -42,7 +42,7 @@ class PageLocked:
             torch.accelerator.empty_host_cache()
         else:  # before torch 2.12
             torch._C._host_emptyCache()
-        self.kept = 0
+        self.reusable = 0
 
 
 PAGE_LOCKED = PageLocked()

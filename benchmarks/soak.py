@@ -88,9 +88,9 @@ class Requests:
         call = protocol.ModelCall(self.plain.model, client="soak", tensors=given)
         if self.calls % 2 == 0:
             old = [f"{name} {self.calls // 2 - 1}" for name in prompt]
-            call = replace(call, keep=keys, forget=old, tensors={**given, **prompt})
+            call = replace(call, cache=keys, forget=old, tensors={**given, **prompt})
         else:
-            call = replace(call, kept=keys)
+            call = replace(call, cached=keys)
         self.backend.sample(call)
 
     def _cancelled(self):

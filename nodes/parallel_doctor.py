@@ -94,10 +94,12 @@ class ParallelDoctor(io.ComfyNode):
                 raise BackendError(f"the doctor ended without a report: {' '.join(lines[-3:])[-400:]}")
             found = json.loads(file.read_text())
             report = json.dumps(found, indent=1)
-        kept = [line for line in lines if not line.startswith("wrote ")]
+        shown_lines = [line for line in lines if not line.startswith("wrote ")]
         if found["ended"] != "complete":
-            kept.append(f"problem  the doctor ended too soon ({found['ended']}): this is what it had found")
-        return io.NodeOutput("\n".join(kept), report, ui=shown(kept))
+            shown_lines.append(
+                f"problem  the doctor ended too soon ({found['ended']}): this is what it had found"
+            )
+        return io.NodeOutput("\n".join(shown_lines), report, ui=shown(shown_lines))
 
 
 def run(command: list[str]) -> list[str]:

@@ -197,7 +197,7 @@ class Facts:
     @cached_property
     def way(self) -> str:
         """What NCCL is told since peer access failed when the machine was measured; else nothing."""
-        return nccl_settings.words(nccl_settings.kept(os.environ, list(range(len(self.gpus)))))
+        return nccl_settings.words(nccl_settings.saved_way(os.environ, list(range(len(self.gpus)))))
 
     @cached_property
     def shared_memory(self) -> int | None:

@@ -174,10 +174,10 @@ class Lab:
             except UnmeasuredError as error:
                 self.links_failed = error.of_links
                 raise
-            way = nccl_settings.kept(os.environ, ranks)
+            way = nccl_settings.saved_way(os.environ, ranks)
         self.rates = found
         if self.device == "cuda":
-            nccl_settings.keep(os.environ, ranks, way)
+            nccl_settings.save_way(os.environ, ranks, way)
         return found
 
     # ------------------------------------------------------------------ models

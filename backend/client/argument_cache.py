@@ -41,7 +41,7 @@ class ArgumentCache:
 
     def shortened(self, call: ModelCall) -> ModelCall:
         """Return ``call`` without the arguments that the ranks have cached; ``reset`` if it is not sent."""
-        keep = {}
+        cache = {}
         cached = {}
         forget = []
         self.taken = []
@@ -55,14 +55,14 @@ class ArgumentCache:
                 cached[name] = found
                 self.taken.append((known[found][0], value))
                 continue
-            keep[name] = f"{name} {self.count}"
+            cache[name] = f"{name} {self.count}"
             self.count += 1
-            known[keep[name]] = (value.clone(), probes)
+            known[cache[name]] = (value.clone(), probes)
             while len(known) > 1 and (len(known) > MOST_VALUES or _size(known) > MOST_BYTES):
                 forget.append(next(iter(known)))
                 del known[forget[-1]]
         tensors = {name: value for name, value in call.tensors.items() if name not in cached}
-        return replace(call, client=self.client, keep=keep, kept=cached, forget=forget, tensors=tensors)
+        return replace(call, client=self.client, cache=cache, cached=cached, forget=forget, tensors=tensors)
 
 
 def _size(known: dict[str, tuple[torch.Tensor, numpy.ndarray]]) -> int:

@@ -65,14 +65,14 @@ def to_try(environment: Mapping[str, str]) -> list[dict[str, str]]:
     return [{}] if has_own else list(WAYS)
 
 
-def kept(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]:
+def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]:
     """Return the way that probes found for groups of GPUs of which at least two are among ``gpus``; empty
     where NCCL's own choice works, or none has run."""
     found = cache_files.read("nccl", link_key(environment), _parsed) or {}
     return WAYS[max((way for group, way in found.items() if len(group & set(gpus)) > 1), default=0)]
 
 
-def keep(environment: Mapping[str, str], gpus: list[int], way: dict[str, str]):
+def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str]):
     """Have all ranks that start on two or more of ``gpus`` use ``way``."""
     found = cache_files.read("nccl", link_key(environment), _parsed) or {}
     group, index = frozenset(gpus), WAYS.index(way)

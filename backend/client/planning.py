@@ -19,7 +19,7 @@ from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, Choice, Question, choose
 from ..planner.machine import Machine, Request, gigabytes
 from ..planner.model_shape import ModelShape
-from ..planner.moves import Placement, Ranks
+from ..planner.placement import Placement, Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
 from ..protocol import BackendError
 from . import measurements, pool, status
@@ -36,7 +36,7 @@ _spared: dict[tuple, int] = {}
 _left: dict[tuple[int, int], int] = {}
 #: Tokens of the request that was planned last.
 _tokens = 0
-#: Of the last plan: what it was chosen for, itself, and Ranks.behind after it.
+#: Of the last plan: what it was chosen for, itself, and Ranks.regret after it.
 _last: tuple[AutoConfig, ParallelConfig, dict[Placement, float]] | None = None
 #: Part of a rank's memory that the next plan leaves free beyond what the one that ran out did.
 SPARED = 0.02
@@ -130,10 +130,10 @@ def _remember(auto: AutoConfig, request: Request, choice: Choice, ranks: Ranks |
     """Keep what the choice for the next request needs. One for a whole graph counts when it runs."""
     global _last, _tokens
     _tokens = request.image_tokens * request.batch
-    behind = choice.behind
+    regret = choice.regret
     if request.then is not None:
-        behind = dict(ranks.behind) if ranks and ranks.plan.same_weights(choice.plan) else {}
-    _last = (auto, choice.plan, behind)
+        regret = dict(ranks.regret) if ranks and ranks.plan.same_weights(choice.plan) else {}
+    _last = (auto, choice.plan, regret)
 
 
 def or_leanest(auto: AutoConfig, estimate: RequestOf, run: Callable[[AutoConfig, RequestOf], Ran]) -> Ran:

@@ -91,7 +91,7 @@ def measured_rates(
             show("GPUs do not reach each other's memory; trying another way between them")
             continue
         if device == "cuda":
-            nccl_settings.keep(os.environ, config.gpu_indices, way)
+            nccl_settings.save_way(os.environ, config.gpu_indices, way)
         return found | {"links": _links(way, failed[0]) if failed else ""}
     raise AssertionError("there is always a way")
 

@@ -154,7 +154,7 @@ def sanitized_environment(
         # as many hardware queues as there are: messages that share one with others wait for those, which may
         # wait for them. 1, as Megatron-LM sets it, would also put all of them behind compute
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-        env |= nccl_settings.kept(parent, config.gpu_indices) if nccl is None else nccl
+        env |= nccl_settings.saved_way(parent, config.gpu_indices) if nccl is None else nccl
     if torch.version.hip:
         env.pop("HIP_VISIBLE_DEVICES", None)  # it would count instead of ours
     env |= closed_doors(parent, interface)

@@ -31,7 +31,7 @@ def may_page_lock(modules: Iterable[nn.Module]) -> bool:
     """Return whether this machine has room to page-lock the modules' weights, of which each of its ranks has
     as many. What is page locked can neither be swapped out nor be taken by ComfyUI."""
     size = sum(each.nbytes for module in modules for each in module.parameters() if not _is_page_locked(each))
-    if has_room(size * _ranks_here(), PAGE_LOCKED.kept * _ranks_here()):
+    if has_room(size * _ranks_here(), PAGE_LOCKED.reusable * _ranks_here()):
         return True
     each = f"{size / 1e9:.1f} GB of each of {_ranks_here()} ranks"
     print(f"Modulation weights ({each}) are not page locked, for want of host memory: they come back slower.")
@@ -74,7 +74,7 @@ COPIES = StoredCopies()
 
 def page_locked_bytes() -> int:
     """Return what this rank keeps of page-locked memory for the next weights that leave."""
-    return PAGE_LOCKED.kept + COPIES.bytes
+    return PAGE_LOCKED.reusable + COPIES.bytes
 
 
 @torch.inference_mode(False)  # parameters outlive the request that brings them back
@@ -105,7 +105,7 @@ def _make_room(modules: Iterable[nn.Module], copies: Collection[int]):
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     leaving = sum(each.nbytes for each in tensors if _leaves(each) and id(each) not in copies)
     # the other ranks of this machine need about as many
-    if not has_room(max(0, leaving - PAGE_LOCKED.kept) * _ranks_here()):
+    if not has_room(max(0, leaving - PAGE_LOCKED.reusable) * _ranks_here()):
         COPIES.forget()
 
 

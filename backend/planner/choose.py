@@ -14,8 +14,8 @@ from .drift import penalty as drift_penalty
 from .machine import DIFFERENT, Machine, Request, gigabytes
 from .memory import held, held_by_rank, spare_bytes
 from .model_shape import ModelShape
-from .moves import STAYS, Placement, Ranks, choose_placement
 from .option import Option
+from .placement import STAYS, Placement, Ranks, choose_placement
 from .weight_swaps import WeightSwaps
 
 #: What the user chooses between; "manual" takes the degrees as they are.
@@ -39,7 +39,7 @@ ASIDE = "ComfyUI's own models (text encoder, VAE) share a GPU with rank "
 class Choice:
     """The option to take, the next ones of other methods, and one GPU's estimate, even where it does not fit.
     notes: how the GPUs differ, whether models take turns, and whether weights leave for ComfyUI's.
-    why: why a faster plan is not taken. behind: Ranks.behind after the request."""
+    why: why a faster plan is not taken. regret: Ranks.regret after the request."""
 
     option: Option
     runners_up: tuple[Option, ...]
@@ -47,7 +47,7 @@ class Choice:
     method: str
     notes: tuple[str, ...] = ()
     why: str = ""
-    behind: dict[Placement, float] = field(default_factory=dict)
+    regret: dict[Placement, float] = field(default_factory=dict)
 
     @property
     def plan(self) -> ParallelConfig:
@@ -186,7 +186,7 @@ class Question:
         for each in replace(self, others=(), swaps=replace(self.swaps, left_by_comfyui=())).options(exact):
             models = (self.shape, each.plan, self.request, self.others)
             swap, reads = self.swaps.swap(*models, self.machine.host_link)
-            found.append(replace(each, seconds=each.seconds + swap, swap=swap, reads=reads))
+            found.append(replace(each, seconds=each.seconds + swap, swap_seconds=swap, rereads=reads))
         return found
 
 
@@ -198,11 +198,11 @@ def choose(question: Question, method: str = AUTO, running: Ranks | None = None)
     ordered = ranked(options, method)
     if not ordered:
         raise ConfigError(_what_lacks(question, options))
-    best, behind = (ordered[0], {}) if method == MEMORY else _settled(question, method, options, running)
+    best, regret = (ordered[0], {}) if method == MEMORY else _settled(question, method, options, running)
     machine = question.machine
     notes = tuple(filter(None, (machine.line, machine.links, *_waits(question, best, fit_together))))
     why = _why_not(question, best, ordered[0], running) if method != MEMORY else ""
-    return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes, why, behind)
+    return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes, why, regret)
 
 
 def _considered(question: Question, method: str) -> tuple[list[Option], bool]:
@@ -218,18 +218,18 @@ def _considered(question: Question, method: str) -> tuple[list[Option], bool]:
 
 def _waits(question: Question, best: Option, fit_together: bool) -> tuple[str, str]:
     """Say which weights wait for others, and what that costs; empty where none do."""
-    where = f", read {question.swaps.source}" if best.reads else ""
+    where = f", read {question.swaps.source}" if best.rereads else ""
     turns = aside = ""
-    if best.swap:
+    if best.swap_seconds:
         turns = f"{FASTER_TURNS if fit_together else TURNS}, so one "
-        turns += "leaves the ranks" if best.reads else "waits in host memory"
-        turns += f" for the other (about {best.swap:.0f} s each time{where}, projected)"
+        turns += "leaves the ranks" if best.rereads else "waits in host memory"
+        turns += f" for the other (about {best.swap_seconds:.0f} s each time{where}, projected)"
     ranks = [str(rank) for rank, _ in question.swaps.left_by_comfyui if rank < best.plan.world_size]
-    if ranks and not best.swap:
+    if ranks and not best.swap_seconds:
         aside = f"{ASIDE}{' and '.join(ranks)}: this plan's weights leave room for them"
-    if best.aside:
+    if best.yield_seconds:
         aside = f"{ASIDE}{' and '.join(ranks)}: weights leave for them and come back"
-        aside += f" (about {best.aside:.1f} s each run{where}, projected)"
+        aside += f" (about {best.yield_seconds:.1f} s each run{where}, projected)"
     return turns, aside
 
 
@@ -257,15 +257,15 @@ def _by_memory(option: Option) -> tuple[float, float]:
 def _settled(
     question: Question, method: str, options: list[Option], running: Ranks | None
 ) -> tuple[Option, dict[Placement, float]]:
-    """Return the option to take, and Ranks.behind after it."""
+    """Return the option to take, and Ranks.regret after it."""
     later = [_considered(replace(question, request=each), method)[0] for each in question.request.then or ()]
     further = [{each.plan: each.score for each in found if each.fits} for found in later]
     found = {each.plan: each for each in ranked(options, method)}
     if running:  # to stay may be slower than one GPU, where to leave takes longer
         found |= {each.plan: each for each in options if each.fits and running.plan.same_weights(each.plan)}
     scores = {plan: each.score for plan, each in found.items()}
-    plan, behind = choose_placement(scores, further, running, question.request)
-    return found[plan], behind
+    plan, regret = choose_placement(scores, further, running, question.request)
+    return found[plan], regret
 
 
 def _why_not(question: Question, best: Option, fastest: Option, running: Ranks | None) -> str:

@@ -21,9 +21,9 @@ COMPILED, COMPILE_SECONDS = 0.15, 60.0
 class Option:
     """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
     likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages. swap:
-    those of the seconds in which this model and another one take turns; reads: this one is read for that.
-    aside: those in which weights leave for ComfyUI's own models. drift: how many times as fast as an exact
-    plan it has to be."""
+    those of the seconds in which this model and another one take turns; rereads: this one is read for that.
+    yield_seconds: those in which weights leave for ComfyUI's own models. drift: how many times as fast as an
+    exact plan it has to be."""
 
     plan: ParallelConfig
     seconds: float
@@ -31,9 +31,9 @@ class Option:
     room: int
     likely: int
     unit: str = "GPU"
-    swap: float = 0.0
-    reads: bool = False
-    aside: float = 0.0
+    swap_seconds: float = 0.0
+    rereads: bool = False
+    yield_seconds: float = 0.0
     drift: float = 1.0
 
     @property

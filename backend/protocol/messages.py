@@ -204,8 +204,8 @@ class ModelCall:
     tensors: ``x`` (B, C, [T,] H, W), scaled for the model, with a family's further input channels (c_concat)
     after its own, or (B, 1, L) with ``latent_shapes`` as in Sample; ``time`` (B,), the noise level of flow
     models, the timestep of others; arguments as ``cond.KEY`` with ComfyUI's names, one for each sample or one
-    for all. The backend caches the tensors that ``keep`` names (name -> key) for this ``client`` until a
-    call's ``forget`` has the key; ``kept`` (name -> key) stands for cached ones. Where some are no longer
+    for all. The backend caches the tensors that ``cache`` names (name -> key) for this ``client`` until a
+    call's ``forget`` has the key; ``cached`` (name -> key) stands for cached ones. Where some are no longer
     there, the Result has no output but their names as ``stats["missing"]``: send them again. ``asking``: as
     in Load.
     """
@@ -216,8 +216,8 @@ class ModelCall:
     wire: str = "full"
     client: str = ""
     latent_shapes: list = field(default_factory=list)
-    keep: dict = field(default_factory=dict)
-    kept: dict = field(default_factory=dict)
+    cache: dict = field(default_factory=dict)
+    cached: dict = field(default_factory=dict)
     forget: list = field(default_factory=list)
     asking: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)

@@ -13,7 +13,7 @@ COUNT = struct.Struct("=Q")
 #: A record: request, step, begin (time.monotonic), seconds, seconds of waiting, bytes sent.
 RECORD = struct.Struct("=2Q3dQ")
 #: Records of a rank that are kept.
-KEPT = 64
+RECORDS = 64
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepTime:
 class StepRing:
     """The last steps of one rank in ``memory``, SIZE bytes of zeros at first; written by that rank alone."""
 
-    SIZE = COUNT.size + KEPT * RECORD.size
+    SIZE = COUNT.size + RECORDS * RECORD.size
 
     def __init__(self, memory: memoryview):
         self._memory = memory
@@ -48,9 +48,9 @@ class StepRing:
     def read(self) -> Iterator[StepTime]:
         """Yield the records, oldest first, without the one that may be written over now."""
         (count,) = COUNT.unpack_from(self._memory)
-        for index in range(max(0, count - KEPT + 1), count):
+        for index in range(max(0, count - RECORDS + 1), count):
             yield StepTime(*RECORD.unpack_from(self._memory, self._place(index)))
 
     @staticmethod
     def _place(index: int) -> int:
-        return COUNT.size + index % KEPT * RECORD.size
+        return COUNT.size + index % RECORDS * RECORD.size

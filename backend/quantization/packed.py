@@ -22,7 +22,7 @@ WITH_COLUMNS = ("values", "block_scales", "smoothing")
 class Packed:
     """Rows and whole blocks of columns of a quantized matrix.
 
-    tensors: role -> what is stored (formats.py), each of all these rows and columns. kept: the runs of
+    tensors: role -> what is stored (formats.py), each of all these rows and columns. column_runs: the runs of
     ``columns`` that belong to the piece: a block can only be read as a whole.
     """
 
@@ -30,12 +30,12 @@ class Packed:
     settings: Settings
     tensors: Mapping[str, Tensor]
     columns: int
-    kept: tuple[range, ...]
+    column_runs: tuple[range, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, columns) of the weight."""
-        return len(self.tensors["values"]), sum(map(len, self.kept))
+        return len(self.tensors["values"]), sum(map(len, self.column_runs))
 
     @property
     def device(self) -> torch.device:
@@ -46,7 +46,7 @@ class Packed:
         rows at a time."""
         rows, _ = self.shape
         step = rows_at_once(self.format, self.columns)
-        if self.kept != (range(self.columns),):  # they are made as a whole before some are taken
+        if self.column_runs != (range(self.columns),):  # they are made as a whole before some are taken
             step = min(step, max(1, CHUNK // 4 // max(1, self.columns)))
         out = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
         for start in range(0, rows, step):
@@ -55,13 +55,13 @@ class Packed:
 
     def _dequantize_rows(self, rows: slice, out: Tensor):
         stored = {role: value[rows] if value.ndim > 1 else value for role, value in self.tensors.items()}
-        is_whole = self.kept == (range(self.columns),)
+        is_whole = self.column_runs == (range(self.columns),)
         weight = self.format.weight(stored, self.settings, out.dtype, out if is_whole else None)
         if weight is not out:  # the copy rounds to its type
-            out.copy_(weight if is_whole else columns_of(weight, self.kept))
+            out.copy_(weight if is_whole else columns_of(weight, self.column_runs))
         smoothing = stored.get("smoothing")
         if smoothing is not None:
-            out.mul_((smoothing if is_whole else columns_of(smoothing, self.kept)).to(out.dtype))
+            out.mul_((smoothing if is_whole else columns_of(smoothing, self.column_runs)).to(out.dtype))
 
 
 def rows_at_once(form: Format, columns: int) -> int:
@@ -102,9 +102,11 @@ def join(pieces: Sequence[Packed], dim: int) -> Packed:
     kept = tuple(
         range(start + run.start, start + run.stop)
         for start, piece in zip(starts, pieces)
-        for run in piece.kept
+        for run in piece.column_runs
     )
-    return replace(first, tensors=tensors, columns=sum(piece.columns for piece in pieces), kept=_merged(kept))
+    return replace(
+        first, tensors=tensors, columns=sum(piece.columns for piece in pieces), column_runs=_merged(kept)
+    )
 
 
 def _merged(runs: Sequence[range]) -> tuple[range, ...]:

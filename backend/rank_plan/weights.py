@@ -104,16 +104,16 @@ def _held(
     block, layer = checkpoint.parameters[name]
     shape, source, cut = checkpoint.shapes[name], checkpoint.sources[name], cuts.get(module)
     own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-    kept = _shape(shape, cut)
-    plain = kept.numel() * own_dtype.itemsize
+    local_shape = _shape(shape, cut)
+    plain = local_shape.numel() * own_dtype.itemsize
     packed = None
     if leaf == "weight" and keeps_packed(layer, cut is not None):
         packed = packed_sizes(checkpoint.files, checkpoint.key(source), source, cut, shape[0])
     if packed is None and bits and leaf == "weight" and block is not None and issubclass(layer, nn.Linear):
-        packed = [StoredSize(kept[0], plain * bits // (8 * own_dtype.itemsize))]
+        packed = [StoredSize(local_shape[0], plain * bits // (8 * own_dtype.itemsize))]
     if packed is None:
-        return HeldParameter(module, block, [StoredSize(kept[0], plain)], own_dtype)
-    native = {"kernel": choice.kernel, "matrix": (kept[0], kept[1])}
+        return HeldParameter(module, block, [StoredSize(local_shape[0], plain)], own_dtype)
+    native = {"kernel": choice.kernel, "matrix": (local_shape[0], local_shape[1])}
     if not choice.needs_scratch:
         return HeldParameter(module, block, packed, own_dtype, **native)
     quantization = checkpoint.files.quantization(checkpoint.key(source))
@@ -121,7 +121,13 @@ def _held(
         moved = plain + sum(size.bytes for size in packed)
         return HeldParameter(module, block, packed, own_dtype, plain, moved, **native)
     return HeldParameter(
-        module, block, packed, own_dtype, plain, **_dequantizing(kept, *quantization, own_dtype), **native
+        module,
+        block,
+        packed,
+        own_dtype,
+        plain,
+        **_dequantizing(local_shape, *quantization, own_dtype),
+        **native,
     )
 
 

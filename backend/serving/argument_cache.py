@@ -26,8 +26,8 @@ class ArgumentCache:
     @staticmethod
     def check(call: ModelCall):
         """Refuse references that no rank could follow. Raises UnsupportedError."""
-        keys = [*call.keep.values(), *call.kept.values(), *call.forget]
-        strange = [name for name in call.keep if name not in call.tensors]
+        keys = [*call.cache.values(), *call.cached.values(), *call.forget]
+        strange = [name for name in call.cache if name not in call.tensors]
         strange += [key for key in keys if not isinstance(key, str)]
         if strange:
             what = f"the call refers to {strange[0]!r:.200}, which is neither one of its tensors"
@@ -35,19 +35,19 @@ class ArgumentCache:
 
     def missing(self, call: ModelCall) -> list[str]:
         """Return the names of arguments that ``call`` refers to and that are not here."""
-        return [name for name, key in call.kept.items() if key not in self.clients.get(call.client, {})]
+        return [name for name, key in call.cached.items() if key not in self.clients.get(call.client, {})]
 
     def filled(self, call: ModelCall) -> ModelCall:
         """Return ``call`` with the tensors that it refers to."""
         cached = self.clients.get(call.client, {})
-        return replace(call, tensors=call.tensors | {name: cached[key] for name, key in call.kept.items()})
+        return replace(call, tensors=call.tensors | {name: cached[key] for name, key in call.cached.items()})
 
     def update(self, call: ModelCall):
         """Forget and cache what ``call`` says."""
         cached = self.clients.pop(call.client, {})
         for key in call.forget:
             cached.pop(key, None)
-        for name, key in call.keep.items():
+        for name, key in call.cache.items():
             # a copy: what came over the socket is a view of the whole message
             cached[key] = call.tensors[name].to(self.device, copy=True)
         if cached:

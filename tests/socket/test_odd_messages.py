@@ -51,7 +51,7 @@ MESSAGES = {
     "a name that is no field": (Arrange({"\ud800": 1}), "not one of this version"),
     "a list of stages without end": (Arrange({"attn_layer_num_for_pp": "1," * 99_999}), "not a list"),
     "a model that is not there": (Describe("\ud800", [16, 8, 8], 4, 1), "not loaded"),
-    "a reference that is no key": (ModelCall("m", kept={"x": {}}), "refers to"),
+    "a reference that is no key": (ModelCall("m", cached={"x": {}}), "refers to"),
     "forgetting what is no key": (ModelCall("m", forget=[[]]), "refers to"),
     "an answer": (Welcome(2, "cpu", {}, []), "a client does not send Welcome"),
 }

@@ -146,8 +146,8 @@ def seeds(model: str, path: str, sample: Sample) -> list[bytes]:
             | {"prompts": {"positive2": {"strength": 0.5, "from": 1.0}}, "tensors": sample.tensors | mixed}
         ),
         Sample(**vars(sample) | {"tensors": sample.tensors | {"denoise_mask": torch.ones_like(x)}}),
-        ModelCall(model, client="c", keep={"cond.y": "k"}, tensors=call),
-        ModelCall(model, client="c", kept={"cond.y": "k"}, forget=["k"], tensors=call),
+        ModelCall(model, client="c", cache={"cond.y": "k"}, tensors=call),
+        ModelCall(model, client="c", cached={"cond.y": "k"}, forget=["k"], tensors=call),
         Describe(model, list(x.shape[1:]), 4, 1),
         Arrange({"ulysses_degree": 1, "attention": "auto", "gpus": ""}),
         Load(path),

@@ -53,11 +53,11 @@ def test_any_byte_that_changes_is_noticed(dtype):
         if place is not None:
             value.view(-1)[place] = 0
         for sent in (value, value.t()):
-            if "cond.a" in client.shortened(call(**{"cond.a": sent})).kept:
+            if "cond.a" in client.shortened(call(**{"cond.a": sent})).cached:
                 assert not client.holds()
                 client.reset()
                 assert "cond.a" in client.shortened(call(**{"cond.a": sent})).tensors
-            assert "cond.a" in client.shortened(call(**{"cond.a": sent.clone()})).kept and client.holds()
+            assert "cond.a" in client.shortened(call(**{"cond.a": sent.clone()})).cached and client.holds()
 
 
 def test_several_prompts_take_turns_and_the_oldest_are_forgotten():

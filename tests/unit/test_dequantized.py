@@ -186,7 +186,7 @@ def test_columns_that_follow_each_other_are_one_run():
         for half, at in zip(halves, (0, COLUMNS // 2))
     )
     whole = join([first, second], 1)
-    assert whole.kept == (range(COLUMNS),)
+    assert whole.column_runs == (range(COLUMNS),)
     assert whole.dequantize(torch.float32).equal(packed("float8_e4m3fn").dequantize(torch.float32))
 
 
@@ -232,7 +232,7 @@ def test_gguf_types_have_the_bits_of_diffusers(kind, dtype):
     want = dequantize(values.view(-1, size), block, size, torch.float32).view(piece.shape).to(dtype)
     assert piece.dequantize(dtype).equal(want)
     some = (range(3, block), range(block + 1, 2 * block))
-    assert replace(piece, kept=some).dequantize(dtype).equal(columns_of(want, some))
+    assert replace(piece, column_runs=some).dequantize(dtype).equal(columns_of(want, some))
 
 
 def test_the_planner_counts_them():

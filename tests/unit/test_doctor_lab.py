@@ -108,7 +108,7 @@ def test_benchmarks_run_in_the_environment_of_ranks(monkeypatch, tmp_path, gpus)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     way = {"NCCL_P2P_DISABLE": "1"}
-    nccl_settings.keep(os.environ, [0, 1], way)
+    nccl_settings.save_way(os.environ, [0, 1], way)
     monkeypatch.setattr(doctor_lab.doctor_processes, "run", lambda command, seconds, folder, env: env)
     environment = gpus._benchmark("waits.py", 1.0)
     assert environment.items() >= way.items() and "CUDA_LAUNCH_BLOCKING" not in environment
@@ -162,14 +162,14 @@ def test_ranks_that_start_later_take_the_way_that_was_found(monkeypatch, tmp_pat
     for name in nccl_settings.LINK_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    nccl_settings.keep(os.environ, [0, 1], {"NCCL_P2P_DISABLE": "1"})
+    nccl_settings.save_way(os.environ, [0, 1], {"NCCL_P2P_DISABLE": "1"})
     rates = Machine(
         "GPU", 1e14, 1e14, 1e12, 1e10, {2: 1e10}, links="They send through the host." if way else ""
     )
 
     def measure(device, indices, *_, **__):
-        assert nccl_settings.kept(os.environ, indices) == {}  # measured anew
-        nccl_settings.keep(os.environ, indices, way)
+        assert nccl_settings.saved_way(os.environ, indices) == {}  # measured anew
+        nccl_settings.save_way(os.environ, indices, way)
         return rates
 
     monkeypatch.setattr(measurements, "machine_rates", measure)
@@ -182,9 +182,9 @@ def test_ranks_that_start_later_take_the_way_that_was_found(monkeypatch, tmp_pat
 
 def test_a_doctor_of_the_cpu_leaves_the_way_between_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    nccl_settings.keep(os.environ, [0, 1], {"NCCL_P2P_DISABLE": "1"})
+    nccl_settings.save_way(os.environ, [0, 1], {"NCCL_P2P_DISABLE": "1"})
     monkeypatch.setattr(measurements, "machine_rates", lambda *_, **__: None)
     lab = doctor_lab.Lab("cpu", 2, 1.0)
     lab.machine()
     lab.close()
-    assert nccl_settings.kept(os.environ, [0, 1]) == {"NCCL_P2P_DISABLE": "1"}
+    assert nccl_settings.saved_way(os.environ, [0, 1]) == {"NCCL_P2P_DISABLE": "1"}

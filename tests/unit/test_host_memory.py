@@ -76,11 +76,11 @@ def test_page_locked_memory_is_kept_for_the_next_time(page_locked, monkeypatch, 
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append(1))
     weights = torch.nn.Linear(8, 8, device="meta").to_empty(device="cpu")
     weights._apply(host_memory.HostMemory(pinned=True).moved)
-    assert (page_locked.used, page_locked.kept) == (1 << 12, 0)
+    assert (page_locked.used, page_locked.reusable) == (1 << 12, 0)
     parking.to_device([weights], torch.device("meta"))
-    assert (page_locked.used, page_locked.kept, len(given_back)) == (0, kept, not kept)
+    assert (page_locked.used, page_locked.reusable, len(given_back)) == (0, kept, not kept)
     again = page_locked.lock(1 << 12)
-    assert (page_locked.used, page_locked.kept) == (again.nbytes, 0)
+    assert (page_locked.used, page_locked.reusable) == (again.nbytes, 0)
 
 
 @pytest.mark.parametrize("has_public", [True, False], ids=["torch 2.12", "older"])
@@ -91,9 +91,9 @@ def test_page_locked_memory_goes_back(page_locked, monkeypatch, has_public):
         monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: called.append("public"))
     else:
         monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
-    page_locked.kept = GB
+    page_locked.reusable = GB
     Engine(ParallelConfig(), mesh.single()).unload("of no name")
-    assert called == ["public" if has_public else "private"] and page_locked.kept == 0
+    assert called == ["public" if has_public else "private"] and page_locked.reusable == 0
 
 
 def test_what_is_page_locked_counts_as_free(monkeypatch):
@@ -161,7 +161,7 @@ def test_modulation_is_page_locked_where_the_host_has_room_for_all_ranks(monkeyp
     """Each rank has a copy of its own, and locked memory cannot be swapped out."""
     monkeypatch.setattr(parking, "host_free", lambda swap: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(parking.PAGE_LOCKED, "kept", 0)
+    monkeypatch.setattr(parking.PAGE_LOCKED, "reusable", 0)
     layers = [torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)]
     assert parking.may_page_lock(layers) == locks
     assert ("of each of 4 ranks" in capsys.readouterr().out) != locks

@@ -185,7 +185,9 @@ def test_cut_inputs_are_quantized_as_whole_ones(kitchen, kind, dtype):
     def add_up(is_agreed: bool):
         total = torch.zeros(21, ROWS)
         for columns in (slice(0, 128), slice(128, 256)):
-            piece = replace(whole.packed, columns=128, kept=(range(128),), tensors=cut(whole.packed, columns))
+            piece = replace(
+                whole.packed, columns=128, column_runs=(range(128),), tensors=cut(whole.packed, columns)
+            )
             weight = PackedWeight(piece, dtype, whole.choice)
 
             def max_over_ranks(own):

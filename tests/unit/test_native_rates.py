@@ -153,7 +153,7 @@ def test_links_stay_measured_where_a_native_product_ends_a_rank(monkeypatch, cap
     monkeypatch.setattr(probe_process, "run", run)
     monkeypatch.setattr(probe_process, "sanitized_environment", lambda *_, **__: {})
     monkeypatch.setattr(probe_process.nccl_settings, "to_try", lambda _: [{}, {"NCCL_P2P_DISABLE": "1"}])
-    monkeypatch.setattr(probe_process.nccl_settings, "keep", lambda *_: None)
+    monkeypatch.setattr(probe_process.nccl_settings, "save_way", lambda *_: None)
     given = (ParallelConfig(ulysses_degree=2), "cuda", lambda: None, print)
     assert probe_process.measured_rates(*given) == {**rates, "links": ""} and len(tries) == 1
     assert "not all of this machine was measured: rank 1 was killed" in caplog.text

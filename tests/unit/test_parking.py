@@ -118,7 +118,7 @@ def test_those_park_for_which_their_machines_have_room(monkeypatch, ranks, free)
 
 def test_what_leaving_ranks_have_page_locked_is_room(monkeypatch):
     """From the time before, up to the bytes of their weights; what another rank keeps is none for them."""
-    monkeypatch.setattr(parking, "PAGE_LOCKED", host_memory.PageLocked(kept=2 * GB))
+    monkeypatch.setattr(parking, "PAGE_LOCKED", host_memory.PageLocked(reusable=2 * GB))
     assert [acts for _, acts in unloaded(monkeypatch, 2 * GB, Unload("m", True))] == [["park"]] * 3
     assert unloaded(monkeypatch, 2 * GB - 1, Unload("m", True)) == [([0, 1, 2], ["unload"])] * 3
 
@@ -287,7 +287,7 @@ def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, relea
 @pytest.mark.parametrize("ranks, given_back", [("1", 0), ("4", 1)])
 def test_page_locked_memory_of_all_ranks_of_a_machine_counts(ranks, given_back, monkeypatch):
     found = []
-    locked = SimpleNamespace(kept=3 * GB, give_back=lambda: found.append("given back"))
+    locked = SimpleNamespace(reusable=3 * GB, give_back=lambda: found.append("given back"))
     monkeypatch.setattr(parking, "PAGE_LOCKED", locked)
     monkeypatch.setattr(parking, "host_free", lambda swap: 4 * GB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

@@ -54,7 +54,7 @@ def test_experts_take_turns_where_that_is_faster():
     question = experts(42)
     assert any(each.fits for each in question.options())
     choice = choose(question)
-    assert choice.plan.cfg_degree == 2 and choice.option.swap > 0
+    assert choice.plan.cfg_degree == 2 and choice.option.swap_seconds > 0
     assert any(FASTER_TURNS in line and "s each time" in line for line in choice.lines)
     together = min(each.seconds for each in question.options() if each.fits)
     assert choice.option.seconds < together
@@ -77,9 +77,9 @@ def test_experts_stay_where_the_change_takes_longer():
         (experts(42, host=GB, steps=6), AUTO),
         (experts(42), MEMORY),
     ):
-        assert not choose(question, method).option.swap, question
-    assert choose(experts(42, steps=6)).option.swap
-    assert not choose(experts(200)).option.swap  # where all fits, nothing waits
+        assert not choose(question, method).option.swap_seconds, question
+    assert choose(experts(42, steps=6)).option.swap_seconds
+    assert not choose(experts(200)).option.swap_seconds  # where all fits, nothing waits
 
 
 def test_drift_is_that_of_the_page():

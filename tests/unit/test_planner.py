@@ -20,7 +20,7 @@ from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
 from backend.planner.memory import held
 from backend.planner.model_shape import ModelShape
-from backend.planner.moves import Ranks
+from backend.planner.placement import Ranks
 from backend.quantization.kernels import Choice
 from backend.rank_plan import describe
 from backend.rank_plan.shape_of import shape_of

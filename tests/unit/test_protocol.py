@@ -35,7 +35,7 @@ EXAMPLES = {
         tensors={"noise": torch.randn(1, 2, 3), "half": torch.ones(2, dtype=torch.bfloat16)},
     ),
     "ModelCall": protocol.ModelCall(
-        "m", keep={"x": "x 0"}, tensors={"x": torch.randn(2, 3), "time": torch.ones(2)}
+        "m", cache={"x": "x 0"}, tensors={"x": torch.randn(2, 3), "time": torch.ones(2)}
     ),
     "Progress": protocol.Progress(1, 2, {"x0": torch.zeros(1)}),
     "Result": protocol.Result({"seconds": 1.5}, {"samples": torch.ones(2)}),

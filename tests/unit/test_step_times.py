@@ -6,7 +6,7 @@ import pytest
 
 from backend.parallel import comm
 from backend.protocol.heartbeats import Heartbeats
-from backend.protocol.step_times import KEPT, StepRing, StepTime
+from backend.protocol.step_times import RECORDS, StepRing, StepTime
 from backend.serving.step_times import StepClock, step_rows
 
 
@@ -17,11 +17,11 @@ def ring():
 
 def test_the_latest_records_are_kept(ring):
     assert list(ring.read()) == []
-    for step in range(KEPT + 10):
+    for step in range(RECORDS + 10):
         ring.append(StepTime(1, step, 0.5 * step, 0.5, 0.1, 7 * step))
     found = list(ring.read())
-    assert [each.step for each in found] == list(range(11, KEPT + 10))
-    assert found[-1] == StepTime(1, KEPT + 9, 0.5 * (KEPT + 9), 0.5, 0.1, 7 * (KEPT + 9))
+    assert [each.step for each in found] == list(range(11, RECORDS + 10))
+    assert found[-1] == StepTime(1, RECORDS + 9, 0.5 * (RECORDS + 9), 0.5, 0.1, 7 * (RECORDS + 9))
 
 
 def test_each_rank_has_its_own(tmp_path):

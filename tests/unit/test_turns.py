@@ -21,7 +21,7 @@ def two_experts(gigabytes: float, machine: Machine = A100) -> Question:
 
 def test_both_stay_where_they_fit_together():
     choice = choose(two_experts(80))
-    assert not choice.option.swap and choice.option.bytes > 2 * WAN.weights / choice.plan.world_size
+    assert not choice.option.swap_seconds and choice.option.bytes > 2 * WAN.weights / choice.plan.world_size
 
 
 def test_they_take_turns_where_one_fits():
@@ -30,7 +30,7 @@ def test_they_take_turns_where_one_fits():
     assert choice.lines[1].startswith(TURNS)
     alone = replace(question, others=()).option(choice.plan)
     assert choice.option.bytes == alone.bytes
-    assert choice.option.seconds == pytest.approx(alone.seconds + choice.option.swap)
+    assert choice.option.seconds == pytest.approx(alone.seconds + choice.option.swap_seconds)
 
 
 def test_sharded_weights_take_no_turns_through_host_memory():
@@ -38,7 +38,7 @@ def test_sharded_weights_take_no_turns_through_host_memory():
     question = two_experts(28)
     assert choose(replace(question, others=())).plan.shard_weights
     sharded = [each for each in question.in_turns() if each.plan.shard_weights]
-    assert all(each.reads and each.swap > WAN.weights / 1.6e9 for each in sharded)
+    assert all(each.rereads and each.swap_seconds > WAN.weights / 1.6e9 for each in sharded)
     assert not choose(question).plan.shard_weights
 
 
@@ -57,20 +57,20 @@ def test_quantized_weights_are_copied_one_way():
     """Their copy in host memory stays while they are on the GPU; also where they make room for ComfyUI's."""
     question, plan = two_experts(28), ParallelConfig(ulysses_degree=2)
     quantized = replace(WAN, is_quantized=True)
-    whole = question.option(plan).swap
+    whole = question.option(plan).swap_seconds
     for shapes, part in (((quantized, quantized), 0.5), ((WAN, quantized), 0.5), ((quantized, WAN), 1.0)):
-        changed = replace(question, shape=shapes[0], others=shapes[1:]).option(plan).swap
+        changed = replace(question, shape=shapes[0], others=shapes[1:]).option(plan).swap_seconds
         assert changed == pytest.approx(part * whole)
     room, again = beside(1), replace(beside(1), shape=replace(FLUX, is_quantized=True))
-    aside = room.option(plan).aside
-    assert aside > 0 and again.option(plan).aside == pytest.approx(aside / 2)
+    aside = room.option(plan).yield_seconds
+    assert aside > 0 and again.option(plan).yield_seconds == pytest.approx(aside / 2)
 
 
 def test_turns_go_at_the_measured_pace_of_the_host_link():
     question = two_experts(28)
-    swap = choose(question).option.swap
+    swap = choose(question).option.swap_seconds
     fast = replace(question, machine=replace(question.machine, host_link=5 * question.machine.host_link))
-    assert choose(fast).option.swap == pytest.approx(swap / 5)
+    assert choose(fast).option.swap_seconds == pytest.approx(swap / 5)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,13 @@ def test_turns_go_at_the_measured_pace_of_the_host_link():
 def test_what_the_host_has_no_room_for_is_read_at_the_pace_of_the_last_load(file, says):
     choice = choose(replace(two_experts(28), swaps=WeightSwaps(GB, file)))
     own = choose(two_experts(28)).option
-    assert choice.option.swap > own.swap and says in choice.lines[1] and "from its file" in choice.lines[1]
-    assumed = choose(replace(two_experts(28), swaps=WeightSwaps(GB))).option.swap
-    assert choice.option.swap == pytest.approx(assumed * 1.5e9 / (file or 1.5e9))
+    assert (
+        choice.option.swap_seconds > own.swap_seconds
+        and says in choice.lines[1]
+        and "from its file" in choice.lines[1]
+    )
+    assumed = choose(replace(two_experts(28), swaps=WeightSwaps(GB))).option.swap_seconds
+    assert choice.option.swap_seconds == pytest.approx(assumed * 1.5e9 / (file or 1.5e9))
 
 
 def beside(left: float, **changes) -> Question:
@@ -98,13 +102,15 @@ def test_a_plan_that_leaves_comfyui_room_is_taken_where_it_costs_less():
     """Exact ones: those with all weights on the first GPU are the fastest, if these can stay."""
     exact = "fastest exact"
     free, short = choose(beside(30), exact), choose(beside(13), exact)
-    assert free.plan.sp_degree == 2 and not free.option.aside
+    assert free.plan.sp_degree == 2 and not free.option.yield_seconds
     assert short.plan.sp_degree == 1 or short.plan.shard_weights
-    assert not short.option.aside and f"{ASIDE}0: this plan's weights leave room for them" in short.lines
+    assert (
+        not short.option.yield_seconds and f"{ASIDE}0: this plan's weights leave room for them" in short.lines
+    )
     again = beside(13).option(free.plan)
     weights = FLUX.weights
-    assert again.aside == pytest.approx(2 * weights / L40.host_link, rel=0.02)
-    assert again.seconds == pytest.approx(free.option.seconds + again.aside)
+    assert again.yield_seconds == pytest.approx(2 * weights / L40.host_link, rel=0.02)
+    assert again.seconds == pytest.approx(free.option.seconds + again.yield_seconds)
 
 
 def test_weights_leave_where_a_plan_that_leaves_room_is_slower():
@@ -112,9 +118,9 @@ def test_weights_leave_where_a_plan_that_leaves_room_is_slower():
     many = beside(13, request=Request(4096, 512, 500, 1))
     choice = choose(many, "fastest exact")
     assert choice.plan == choose(beside(30, request=many.request), "fastest exact").plan
-    assert choice.option.aside > 0
+    assert choice.option.yield_seconds > 0
     assert (
-        f"{ASIDE}0: weights leave for them and come back (about {choice.option.aside:.1f} s"
+        f"{ASIDE}0: weights leave for them and come back (about {choice.option.yield_seconds:.1f} s"
         in choice.lines[1]
     )
 
@@ -123,14 +129,14 @@ def test_sharded_weights_that_leave_are_read_again():
     """They cannot wait in host memory (rank.py)."""
     plan = ParallelConfig(ulysses_degree=2, shard_weights=True)
     option = beside(1).option(plan)
-    assert option.reads and option.aside == pytest.approx(FLUX.weights / 1.5e9, rel=0.05)
+    assert option.rereads and option.yield_seconds == pytest.approx(FLUX.weights / 1.5e9, rel=0.05)
 
 
 def test_only_ranks_on_comfyuis_gpu_wait():
     question = beside(1, swaps=WeightSwaps(left_by_comfyui=((1, GB),)))
-    assert not question.option(ParallelConfig()).aside
+    assert not question.option(ParallelConfig()).yield_seconds
     stages = question.option(ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1))
-    assert 0 < stages.aside < 2 * 0.6 * FLUX.weights / L40.host_link
+    assert 0 < stages.yield_seconds < 2 * 0.6 * FLUX.weights / L40.host_link
 
 
 def test_models_that_take_turns_leave_once():

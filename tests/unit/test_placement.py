@@ -14,7 +14,7 @@ from backend.config import ParallelConfig
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import EXACT, Choice, Question, choose
 from backend.planner.machine import Request
-from backend.planner.moves import STAYS, Ranks, choose_placement
+from backend.planner.placement import STAYS, Ranks, choose_placement
 
 GB = 1_000_000_000
 TWO_L40 = replace(L40, memory=(48 * GB,) * 2)
@@ -34,7 +34,7 @@ def run(requests: list[Request], plan: ParallelConfig | None = None) -> tuple[fl
     for request in requests:
         choice = choose(question(request), running=ranks)
         seconds += choice.option.seconds + (ranks.change(choice.plan, request) if ranks else 0.0)
-        ranks = Ranks(choice.plan, (FLUX,), choice.behind)
+        ranks = Ranks(choice.plan, (FLUX,), choice.regret)
         choices.append(choice)
     return seconds, choices
 
@@ -68,7 +68,7 @@ def test_the_way_back_takes_all_of_its_seconds_again():
     assert 9 < ranks.change(PIPE, PICTURE) < 11
     for scores in [ring, pipe] * 100:
         plan, behind = choose_placement(scores, [], ranks, PICTURE)
-        ranks = replace(ranks, plan=plan, behind=behind)
+        ranks = replace(ranks, plan=plan, regret=behind)
         places.append(plan.placement)
     assert sum(one != other for one, other in pairwise(places)) <= 2
 

@@ -31,14 +31,14 @@ Scores = dict[ParallelConfig, float]
 class Ranks:
     """Ranks that run.
 
-    plan: theirs. held: models of a graph whose weights they hold. behind: placement -> how many seconds
+    plan: theirs. held: models of a graph whose weights they hold. regret: placement -> how many seconds
     slower past requests would have been, had they ended there; for a placement without an entry, the seconds
     of moving there. rate: bytes/s from files of all ranks together.
     """
 
     plan: ParallelConfig
     held: tuple[ModelShape, ...] = ()
-    behind: Mapping[Placement, float] = field(default_factory=dict)
+    regret: Mapping[Placement, float] = field(default_factory=dict)
     rate: float = FILE_RATE
 
     def change(self, plan: ParallelConfig, request: Request) -> float:
@@ -53,7 +53,7 @@ class Ranks:
 def choose_placement(
     scores: Scores, further: list[Scores], running: Ranks | None, request: Request
 ) -> tuple[ParallelConfig, dict[Placement, float]]:
-    """Return the plan of ``scores`` for a request, and Ranks.behind after it. ``further``: of the requests
+    """Return the plan of ``scores`` for a request, and Ranks.regret after it. ``further``: of the requests
     that follow in the same graph, which count where one placement serves them all. ``running``: None for
     ranks that have yet to start."""
     plans, totals = _by_placement(scores, further)
@@ -63,13 +63,13 @@ def choose_placement(
     ends = {}
     for place, total in totals.items():
         noticed = totals[here] if total < totals[here] <= STAYS * total else total
-        start = min(running.behind.get(place, math.inf), running.change(plans[place], request))
+        start = min(running.regret.get(place, math.inf), running.change(plans[place], request))
         ends[place] = start + noticed
     best = min(ends, key=lambda place: (ends[place], place != here))
     # once they have moved, the way back takes all of its seconds again
-    behind = {place: end - ends[best] for place, end in ends.items()} if best == here else {}
+    regret = {place: end - ends[best] for place, end in ends.items()} if best == here else {}
     same = best == here and scores.get(running.plan, math.inf) <= STAYS * scores[plans[best]]
-    return running.plan if same else plans[best], behind
+    return running.plan if same else plans[best], regret
 
 
 def _by_placement(
