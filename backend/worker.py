@@ -188,11 +188,13 @@ class Leader(Worker):
             dtype = self.engine.weight_dtype(checkpoint, message.weight_dtype)
             planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others(job))
             products = self.engine.products(checkpoint, message.matmul, dtype)
-        told = replace(message, trial=dict(checkpoint.trial or {}), products=list(map(list, products)))
+        load_message = replace(
+            message, trial=dict(checkpoint.trial or {}), products=list(map(list, products))
+        )
 
         def act():
-            self.control.broadcast(told)
-            reasons = self.load(told, key, load_progress(job), planned)
+            self.control.broadcast(load_message)
+            reasons = self.load(load_message, key, load_progress(job), planned)
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
@@ -256,8 +258,8 @@ class Leader(Worker):
         client may sample."""
 
         def act():
-            self.control.broadcast(told := self.named.unloading(message, job.client))
-            left = self.unload(told)
+            self.control.broadcast(sent := self.named.unloading(message, job.client))
+            left = self.unload(sent)
             freed = message.model not in self.engine.models or not message.park
             job.reply(Result({"left": left, "freed": freed}))
 

@@ -138,8 +138,8 @@ class LoadParallelDiT(io.ComfyNode):
         pool.allow(*model_folders())
         dit = _load(config, wanted, prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        told = request_line(dit, max(prompts, dit.config.cfg_degree))
-        lines = [*_unused(config, prompt, key), *dit.lines, *loaded_lines(dit), told]
+        line = request_line(dit, max(prompts, dit.config.cfg_degree))
+        lines = [*_unused(config, prompt, key), *dit.lines, *loaded_lines(dit), line]
         node_text()("\n".join(lines))
         return io.NodeOutput(dit, ui=shown(lines))
 

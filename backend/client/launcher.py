@@ -165,7 +165,7 @@ class BackendProcess:
         self._client = client
         self._watch.ready()
         if self._link is not None:
-            self._link.tell(ready=True)
+            self._link.broadcast(ready=True)
         return client
 
     def _try_to_connect(self, check) -> BackendClient | None:

@@ -106,7 +106,7 @@ class Link:
         self._limit = silent_seconds()
         self._stopped = threading.Event()
         self._changed = threading.Condition()
-        self._told = False
+        self._reported = False
         self._thread = threading.Thread(target=self._watch, name="machine link", daemon=True)
 
     def watch(self, on_end: Callable[[str], None], on_ready: Check):
@@ -117,7 +117,7 @@ class Link:
             peer.socket.settimeout(1.0)
         self._thread.start()
 
-    def tell(self, **message: Any):
+    def broadcast(self, **message: Any):
         """Send a message to every peer."""
         for peer in self.peers:
             peer.send(message)
@@ -125,9 +125,9 @@ class Link:
     def conclude(self, silence: str, failures: list[RankFailure]) -> tuple[str, list[RankFailure]]:
         """Tell the others what is known here of the end of the ranks, and return all that is known anywhere.
         Machine 0 waits for the others' reports, and the others for its summary."""
-        if not self._told:
-            self._told = True
-            self.tell(report={"silence": silence, "failures": [asdict(each) for each in failures]})
+        if not self._reported:
+            self._reported = True
+            self.broadcast(report={"silence": silence, "failures": [asdict(each) for each in failures]})
         leads = self.machines.index == 0
         wanted = "report" if leads else "summary"
         with self._changed:
@@ -142,13 +142,13 @@ class Link:
         known |= {fields["rank"]: RankFailure(**fields) for each in found for fields in each["failures"]}
         summary = {"silence": silence, "failures": [asdict(each) for each in known.values()]}
         if leads:
-            self.tell(summary=summary)
+            self.broadcast(summary=summary)
         return silence, list(known.values())
 
     def close(self, why: str = ""):
         """Say goodbye, or ``why`` this machine ends its ranks, and hang up. More than once is fine."""
         if not self._stopped.is_set():
-            self.tell(**({"left": why} if why else {"bye": True}))
+            self.broadcast(**({"left": why} if why else {"bye": True}))
         self._stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -160,19 +160,19 @@ class Link:
     def _watch(self):
         while not self._stopped.is_set():
             began = time.monotonic()
-            self.tell(beat=True)
-            heard: set[int] = set()
+            self.broadcast(beat=True)
+            received_from: set[int] = set()
             while (left := began + LOOK_SECONDS - time.monotonic()) > 0:
-                heard |= self._hear(left)
+                received_from |= self._receive(left)
             for peer in self.peers:
-                peer.looks = 0 if peer.index in heard else peer.looks + 1
+                peer.looks = 0 if peer.index in received_from else peer.looks + 1
                 if peer.looks * LOOK_SECONDS >= self._limit and not peer.gone:
                     what = f"{peer.name} has been silent for {peer.looks * LOOK_SECONDS:.0f} s"
                     self._lost(peer, f"{what} (its link is cut, or it has stopped)")
             with self._changed:
                 self._changed.notify_all()  # who waits for a report looks at silence, too
 
-    def _hear(self, seconds: float) -> set[int]:
+    def _receive(self, seconds: float) -> set[int]:
         """Take what comes within ``seconds``; return the machines of which something came."""
         live = {peer.socket: peer for peer in self.peers if not peer.gone}
         ready, _, _ = select.select(list(live), [], [], min(seconds, LOOK_SECONDS / 4))

@@ -145,7 +145,7 @@ def join(machines: Machines, token: str, hello: dict, seconds: float, check: Che
         if not handshake.is_proof(proof, token, f"{ROLE} 0", nonce, theirs):
             raise BackendError(f"{peer.name} does not know this token, so nothing was sent to it.")
         peer.send({"proof": handshake.proof(token, f"{ROLE} {machines.index}", nonce, theirs)})
-        begin = _told_to_begin(peer, deadline, check)
+        begin = _wait_for_begin(peer, deadline, check)
     except OSError as error:
         connection.close()
         raise BackendError(
@@ -157,7 +157,7 @@ def join(machines: Machines, token: str, hello: dict, seconds: float, check: Che
     return Link(machines, [peer]), begin
 
 
-def _told_to_begin(peer: Peer, deadline: float, check: Check) -> dict:
+def _wait_for_begin(peer: Peer, deadline: float, check: Check) -> dict:
     while not peer.said.keys() & {"begin", "refused"}:
         check()
         try:

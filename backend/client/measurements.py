@@ -137,10 +137,10 @@ def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     Raises ConfigError where the environment lists other GPUs by now."""
     if device == "cpu":
         return (host_free(swap=False),)
-    told = _told_by_driver()
+    free_by_gpu = _free_bytes_by_driver()
     found = []
     for index, usual in zip(indices, usual_memory(device, indices)):
-        free = told.get(_uuid(index), told.get(driver_name(os.environ, index)))
+        free = free_by_gpu.get(_uuid(index), free_by_gpu.get(driver_name(os.environ, index)))
         found.append(usual if free is None else free + sum(held(index) for held in HELD))
     return tuple(found)
 
@@ -164,7 +164,7 @@ def _bare(uuid: str) -> str:
     return uuid.lower().removeprefix("gpu-")
 
 
-def _told_by_driver() -> dict[str, int]:
+def _free_bytes_by_driver() -> dict[str, int]:
     """Return index, UUID and bare UUID of each GPU -> free bytes, empty where there is no nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:

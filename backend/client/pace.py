@@ -24,7 +24,7 @@ class Pace:
         self._patience = FIRST_SECONDS if compile == "off" else COMPILED_SECONDS
         self._done = 0
         self._last = time.monotonic()
-        self._is_told = False
+        self._is_reported = False
 
     def step(self):
         """A step has ended."""
@@ -37,9 +37,9 @@ class Pace:
 
     def look(self):
         """Report, once, where the ranks are if no step has ended for too long."""
-        if self._is_told or self._spent() < self._patience:
+        if self._is_reported or self._spent() < self._patience:
             return
-        self._is_told = True
+        self._is_reported = True
         places = self._places(self._done)
         if places:
             logging.warning(

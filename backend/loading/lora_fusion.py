@@ -29,7 +29,7 @@ OPENED = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Patch:
+class LoraChange:
     """The ``order``-th change of a stack: an adapter of one of its LoRAs, on one tensor."""
 
     order: int
@@ -44,7 +44,7 @@ class Patch:
 
 
 #: Parameter -> its changes in order, on all ranks.
-Patches = Mapping[str, list[Patch]]
+LoraChanges = Mapping[str, list[LoraChange]]
 
 
 class FusedWeights:
@@ -73,7 +73,7 @@ class FusedWeights:
         self.targets = Targets(checkpoint.family.layout, shapes)
         self.stack: Stack = ()
         self._held: dict[str, Stack] = {}
-        #: (parameter, key of a patch) -> rank of what is held of its adapter, once it was.
+        #: (parameter, key of a change) -> rank of what is held of its adapter, once it was.
         self._ranks: dict[tuple, int] = {}
         #: (path, state of its file) -> the LoRA, the last one used last.
         self._opened: dict[tuple, Lora] = {}
@@ -127,9 +127,9 @@ class FusedWeights:
         """
         if stack == self.stack:
             return
-        patches = self._patches(stack)
-        held = [name for name in patches if name in self.places or name in self.packed]
-        wanted = {name: tuple(patch.use for patch in self._concerning(name, patches)) for name in held}
+        changes = self._changes(stack)
+        held = [name for name in changes if name in self.places or name in self.packed]
+        wanted = {name: tuple(change.use for change in self._concerning(name, changes)) for name in held}
         changed = [name for name in {**self._held, **wanted} if self._held.get(name) != wanted.get(name)]
 
         def together(name):
@@ -139,7 +139,7 @@ class FusedWeights:
             fsdp.reshard(self.checkpoint.transformer)
         try:
             for _, names in groupby(sorted(changed, key=together), key=together):
-                self._put(list(names), patches)
+                self._put(list(names), changes)
         except BaseException:  # out of memory, a file that is gone: nothing is known of those that change
             self._forget(changed)
             raise
@@ -160,15 +160,15 @@ class FusedWeights:
         cuts = {} if quantized else self.cuts
         beside = quantized or self.packed
         # of UNKNOWN, no file's, the adapters beside quantized weights have gone
-        found = self._patches(stack) if beside and stack != UNKNOWN else {}
+        found = self._changes(stack) if beside and stack != UNKNOWN else {}
         numbers = 0
-        for name, patches in found.items():
+        for name, changes in found.items():
             if name not in beside:
                 continue
             rows, columns = (sum(map(len, spans)) for spans in self._spans(name, cuts))
-            if all(is_low_rank(patch.adapter) for patch in patches):
-                known = {patch.key: self._ranks.get((name, patch.key)) for patch in patches}
-                ranks = {each.key: known[each.key] or each.adapter.rank or 0 for each in patches}
+            if all(is_low_rank(change.adapter) for change in changes):
+                known = {change.key: self._ranks.get((name, change.key)) for change in changes}
+                ranks = {each.key: known[each.key] or each.adapter.rank or 0 for each in changes}
                 numbers += sum(ranks.values()) * (rows + columns)
             else:
                 numbers += rows * columns
@@ -182,82 +182,82 @@ class FusedWeights:
         ]
         return sum(each.nbytes for each in [*held, *(weight.whole for weight in weights)] if each is not None)
 
-    def _patches(self, stack: Stack) -> Patches:
+    def _changes(self, stack: Stack) -> LoraChanges:
         found = defaultdict(list)
         order = count()
         for use, lora in zip(stack, self.open(stack)):
             for target, adapter in lora.adapters if use.strength else ():
-                patch = Patch(next(order), use, target, adapter)
+                change = LoraChange(next(order), use, target, adapter)
                 for name in target.pieces:
-                    found[name].append(patch)
+                    found[name].append(change)
         return dict(found)
 
-    def _concerning(self, name: str, patches: Patches) -> list[Patch]:
-        """Return all patches on which a parameter's value depends, in order."""
-        mine = patches.get(name, [])
-        if not any(patch.adapter.needs_the_whole for patch in mine):
+    def _concerning(self, name: str, changes: LoraChanges) -> list[LoraChange]:
+        """Return all changes on which a parameter's value depends, in order."""
+        mine = changes.get(name, [])
+        if not any(change.adapter.needs_the_whole for change in mine):
             return mine
         pieces = self.targets.together[name].pieces
-        concerning = {patch for piece in pieces for patch in patches.get(piece, ())}
-        return sorted(concerning, key=lambda patch: patch.order)
+        concerning = {change for piece in pieces for change in changes.get(piece, ())}
+        return sorted(concerning, key=lambda change: change.order)
 
-    def _put(self, names: list[str], patches: Patches):
-        """Give parameters that the single file keeps in one tensor their values under ``patches``."""
+    def _put(self, names: list[str], changes: LoraChanges):
+        """Give parameters that the single file keeps in one tensor their values under ``changes``."""
         special = [
-            name for name in names if any(patch.adapter.needs_the_whole for patch in patches.get(name, ()))
+            name for name in names if any(change.adapter.needs_the_whole for change in changes.get(name, ()))
         ]
-        wholes = self._wholes(special[0], patches) if special else {}
+        wholes = self._wholes(special[0], changes) if special else {}
         for name in names:
             if name in self.packed:
-                self._put_beside(self.packed[name], name, patches.get(name, []), wholes)
+                self._put_beside(self.packed[name], name, changes.get(name, []), wholes)
                 continue
             parameter = getattr(*self.places[name])
             here = fsdp.rows(parameter)
-            dtype = torch.float32 if name in patches else parameter.dtype
-            value = self._value(name, patches.get(name, []), wholes, dtype, here)
+            dtype = torch.float32 if name in changes else parameter.dtype
+            value = self._value(name, changes.get(name, []), wholes, dtype, here)
             fsdp.assign(parameter, value.to(parameter.dtype))
 
     def _value(
         self,
         name: str,
-        patches: list[Patch],
+        changes: list[LoraChange],
         wholes: Mapping[str, Tensor],
         dtype: torch.dtype,
         here: Span | None = None,
     ) -> Tensor:
-        """This rank's piece of a parameter, or the rows ``here`` of it, under its ``patches``; ``wholes``:
+        """This rank's piece of a parameter, or the rows ``here`` of it, under its ``changes``; ``wholes``:
         parameters that are known as whole matrices."""
         shard = self.cuts.get(name.rpartition(".")[0])
         rows, columns = self._spans(name, self.cuts, here)
-        if name in wholes and any(patch.adapter.needs_the_whole for patch in patches):
+        if name in wholes and any(change.adapter.needs_the_whole for change in changes):
             shape = self.checkpoint.shapes[name]
             height, width = sum(map(len, rows)), sum(map(len, columns))
             own = (height, width) if len(shape) == 2 else (height, *shape[1:])
             return cut(wholes[name], rows, columns).reshape(own)
         value = self.checkpoint.read(name, dtype, self.device, shard)
         value = value if here is None else value[here.indices]
-        return self._sum(name, value, patches, rows, columns) if patches and value.numel() else value
+        return self._sum(name, value, changes, rows, columns) if changes and value.numel() else value
 
-    def _put_beside(self, weight: PackedWeight, name: str, patches: list[Patch], wholes):
+    def _put_beside(self, weight: PackedWeight, name: str, changes: list[LoraChange], wholes):
         """Put LoRAs beside a quantized weight, or adapters of other kinds into a copy that is held whole."""
         known, adapters = dict(weight.adapters), {}
-        if not all(is_low_rank(patch.adapter) for patch in patches):
+        if not all(is_low_rank(change.adapter) for change in changes):
             weight.put_beside({})
-            value = self._value(name, patches, wholes, torch.float32)
+            value = self._value(name, changes, wholes, torch.float32)
             weight.put_beside({}, value.to(weight.device, weight.dtype))
             return
         rows, columns = self._spans(name, self.cuts)
-        for patch in patches:
-            if patch.key not in known:
-                where = patch.target.pieces[name].rows(rows, self.checkpoint.shapes[name][0])
-                assert is_low_rank(patch.adapter), "checked above"
-                up, down = _used(*patch.adapter.factors(where, columns, weight.device))
-                up = up * patch.adapter.scale
-                self._ranks[name, patch.key] = up.shape[1]
-                known[patch.key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
-            before = adapters.get(patch.key)
-            strength = patch.use.strength + (before.strength if before else 0.0)
-            adapters[patch.key] = replace(known[patch.key], strength=strength)
+        for change in changes:
+            if change.key not in known:
+                where = change.target.pieces[name].rows(rows, self.checkpoint.shapes[name][0])
+                assert is_low_rank(change.adapter), "checked above"
+                up, down = _used(*change.adapter.factors(where, columns, weight.device))
+                up = up * change.adapter.scale
+                self._ranks[name, change.key] = up.shape[1]
+                known[change.key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
+            before = adapters.get(change.key)
+            strength = change.use.strength + (before.strength if before else 0.0)
+            adapters[change.key] = replace(known[change.key], strength=strength)
         weight.put_beside(adapters)
 
     def _spans(
@@ -271,29 +271,29 @@ class FusedWeights:
             return (here or Span(0, height),), (Span(0, width),)
         return shard.outputs, shard.inputs if len(self.checkpoint.shapes[name]) > 1 else (Span(0, width),)
 
-    def _sum(self, name: str, value: Tensor, patches: list[Patch], rows, columns) -> Tensor:
+    def _sum(self, name: str, value: Tensor, changes: list[LoraChange], rows, columns) -> Tensor:
         total = value.reshape(matrix(value.shape))
         height = self.checkpoint.shapes[name][0]
-        for patch in patches:
-            where = patch.target.pieces[name].rows(rows, height)
-            total = patch.adapter.add_to(total, patch.use.strength, where, columns)
+        for change in changes:
+            where = change.target.pieces[name].rows(rows, height)
+            total = change.adapter.add_to(total, change.use.strength, where, columns)
         return total.reshape(value.shape)
 
-    def _wholes(self, name: str, patches: Patches) -> dict[str, Tensor]:
+    def _wholes(self, name: str, changes: LoraChanges) -> dict[str, Tensor]:
         """Compute a parameter and those of the same tensor in the single file as whole matrices."""
         values = {}
         for piece in self.targets.together[name].pieces:
             value = self.checkpoint.read(piece, torch.float32, self.device)
             values[piece] = value.reshape(matrix(self.checkpoint.shapes[piece]))
-        for patch in self._concerning(name, patches):
-            whole = torch.empty(patch.target.shape, device=self.device)
+        for change in self._concerning(name, changes):
+            whole = torch.empty(change.target.shape, device=self.device)
             rows = {
                 piece: _indices(source.rows((Span(0, len(values[piece])),), len(values[piece])))
-                for piece, source in patch.target.pieces.items()
+                for piece, source in change.target.pieces.items()
             }
             for piece, where in rows.items():
                 whole[where] = values[piece]
-            whole = patch.adapter.applied_to(whole, patch.use.strength)
+            whole = change.adapter.applied_to(whole, change.use.strength)
             values |= {piece: whole[where] for piece, where in rows.items()}
         return values
 

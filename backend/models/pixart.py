@@ -92,13 +92,13 @@ def forward_args(config, grid, latent, timestep, cond):
     """Return the arguments of the forward. alpha is also told the image's size and aspect ratio."""
     batch, (height, width) = latent.shape[0], latent.shape[2:]
 
-    def told(name, *numbers):
+    def size_argument(name, *numbers):
         if name in cond:
             return cond[name]
         return once(cond, name, lambda: latent.new_tensor([numbers], dtype=torch.float32))
 
-    size = told("c_size", height * 8.0, width * 8.0)
-    ratio = told("c_ar", height / width)
+    size = size_argument("c_size", height * 8.0, width * 8.0)
+    ratio = size_argument("c_ar", height / width)
     size = size.expand(batch, 2) if is_alpha(config) else None
     ratio = ratio.expand(batch, 1) if is_alpha(config) else None
     return dict(

@@ -73,8 +73,8 @@ class LayerTokens:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of attention in a block. queries, keys: kinds of tokens (Sequence.length_of), PROMPT or STATE.
-    width: features of the queries of all heads. is_control: made once for each control input."""
+    """A call of attention in a block. queries, keys: kinds of tokens (SequenceLengths.length_of), PROMPT or
+    STATE. width: features of the queries of all heads. is_control: made once for each control input."""
 
     queries: str
     keys: str

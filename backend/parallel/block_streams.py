@@ -16,7 +16,7 @@ from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.family import Family
 from .mesh import Axis
 from .request_caches import Positions, cuts_of, select
-from .sequence import Sequence, Span, TokenShards
+from .sequence import SequenceLengths, Span, TokenShards
 from .step_context import StepContext
 
 Streams = dict[str, Any]
@@ -85,7 +85,7 @@ def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
     return blocks
 
 
-def token_shards(context: StepContext, sequence: Sequence, with_text: bool, sp: Axis) -> TokenShards:
+def token_shards(context: StepContext, sequence: SequenceLengths, with_text: bool, sp: Axis) -> TokenShards:
     """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
     return _token_shards(context.image, sequence, with_text, sp.rank, sp.size, sp.shares)
 
@@ -93,7 +93,7 @@ def token_shards(context: StepContext, sequence: Sequence, with_text: bool, sp: 
 @lru_cache(maxsize=1024)  # one object for each patch, with the lengths that it has counted
 def _token_shards(
     image: Span | None,
-    sequence: Sequence,
+    sequence: SequenceLengths,
     with_text: bool,
     rank: int,
     size: int,
@@ -108,9 +108,9 @@ def _token_shards(
 class Forward:
     """One forward of the transformer under way on this rank.
 
-    latent, reference, per_block_text, latents: see Sequence. skips: block -> image tokens (b, tokens, D) for
-    long skips. positions, cuts: of the request: an argument -> its cuts, since the same object comes to every
-    block, and often at every step.
+    latent, reference, per_block_text, latents: see SequenceLengths. skips: block -> image tokens (b, tokens,
+    D) for long skips. positions, cuts: of the request: an argument -> its cuts, since the same object comes
+    to every block, and often at every step.
     """
 
     structure: BlockStructure
@@ -147,7 +147,7 @@ class Forward:
             found = {"image": blocks.adapter.image(blocks, call), "text": text}
         return found if enters else self._own(found)
 
-    def sequence(self, index: int, streams: Streams) -> Sequence:
+    def sequence(self, index: int, streams: Streams) -> SequenceLengths:
         """Measure the sequence of streams that enter at block ``index``; references come with the text, or
         with the image where the model has put them after it before."""
         text = streams["text"]
@@ -155,7 +155,7 @@ class Forward:
         reference = self.reference
         if index < self.structure.entry:
             reference = max(0, min(reference, image.shape[1] - self.latent))
-        return Sequence(
+        return SequenceLengths(
             0 if text is None else text.shape[1],
             image.shape[1] - reference,
             self.structure.family.blocks.text_position,

@@ -22,7 +22,7 @@ from .comm import Pipe
 from .early_values import watch_values
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
-from .sequence import Sequence, Span, TokenShards
+from .sequence import SequenceLengths, Span, TokenShards
 from .static_addresses import ENABLED, StaticInputs
 from .step_context import StepContext
 from .wire_bytes import FULL
@@ -50,7 +50,7 @@ class Stage:
         self.transformer = transformer
         self.join(mesh)
         self.current: Forward | None = None
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences: dict[str, SequenceLengths] = {}
         self.known: set[tuple[str, int]] = set()  # prompt and sample whose text has run (Cache.static_text)
         self.launched: set[tuple] = set()  # kinds of forwards that have run in this request
         # prompt -> an activation that came: prompts may differ in width (control videos of Wan VACE)

@@ -34,7 +34,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceLengths:
     """How many tokens a forward has: of text, of the latent, and of references.
 
     text_position: where text sits in the joint sequence: "first", "last" or None (no joint text).
@@ -96,7 +96,7 @@ class TokenShard:
 class TokenShards:
     """The tokens of one forward, and how the SP ranks shard them: by ``shares``, () for equally."""
 
-    sequence: Sequence
+    sequence: SequenceLengths
     text: Span
     image: Span
     sp_rank: int = 0
@@ -186,7 +186,7 @@ class TokenShards:
 
 
 def whole_sequence(
-    sequence: Sequence, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
+    sequence: SequenceLengths, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
 ) -> TokenShards:
     """Return the tokens of a synchronous forward: all of them."""
     text = Span(0, sequence.text)
@@ -195,7 +195,7 @@ def whole_sequence(
 
 
 def patches(
-    sequence: Sequence, count: int, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
+    sequence: SequenceLengths, count: int, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
 ) -> list[TokenShards]:
     """Return the patches of one PipeFusion step (arXiv 2405.14430), balanced over the joint sequence: patch 0
     has all text and reference tokens and fewer latent tokens.

@@ -20,10 +20,10 @@ COMPILED, COMPILE_SECONDS = 0.15, 60.0
 @dataclass(frozen=True)
 class Option:
     """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
-    likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages. swap:
-    those of the seconds in which this model and another one take turns; rereads: this one is read for that.
-    yield_seconds: those in which weights leave for ComfyUI's own models. drift: how many times as fast as an
-    exact plan it has to be."""
+    likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages.
+    swap_seconds: those of the seconds in which this model and another one take turns; rereads: this one is
+    read for that. yield_seconds: those in which weights leave for ComfyUI's own models. drift: how many times
+    as fast as an exact plan it has to be."""
 
     plan: ParallelConfig
     seconds: float

@@ -14,7 +14,7 @@ from ..parallel.block_cost import AttentionCall, LayerTokens, latents_of
 from ..parallel.matrix_cuts import Shard, head_groups
 from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
-from ..parallel.sequence import Sequence, TokenShards, patches, whole_sequence
+from ..parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import Choice
 from ..shares import edges, grid, shard_sizes
@@ -77,12 +77,12 @@ class Workload:
         return patches(sequence, self.config.patches, *ranks)
 
     @property
-    def sequence(self) -> Sequence:
+    def sequence(self) -> SequenceLengths:
         """The tokens of a forward; of nested latents all are the first's where nothing else is known."""
         position = self.family.blocks.text_position
         latents = self.latents or tuple(latents_of(self.family, self.image_tokens).items())
         text = self.text_tokens if position else 0
-        return Sequence(text, self.image_tokens, position, latents=latents)
+        return SequenceLengths(text, self.image_tokens, position, latents=latents)
 
     @property
     def is_linear(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..config import PER_REQUEST, ParallelConfig
 from ..models.family import STEP_END, Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
-from ..parallel.sequence import Sequence, Span, patches
+from ..parallel.sequence import SequenceLengths, Span, patches
 from ..protocol import Sample
 from ..protocol.solver_names import PERCENTS
 from .guidance import CFG_BRANCHES, Prompt, branch_of, names
@@ -36,7 +36,7 @@ class Request:
 
     times: (B,), the noise as the client gives it to the model, and given: (B, C, [T,] H, W), the latent as it
     is given to the model (ModelCall; noise and latent then have a shape and no values); None where they
-    follow from the noise level and x. tells_step_end: the model is told where a step ends."""
+    follow from the noise level and x. has_step_end: the model is told where a step ends."""
 
     config: ParallelConfig
     prediction: Prediction
@@ -60,7 +60,7 @@ class Request:
     rescale: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
     times: Tensor | None = None
     given: Tensor | None = None
-    tells_step_end: bool = False
+    has_step_end: bool = False
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class Request:
     @property
     def patch_spans(self) -> list[Span]:
         """The image tokens of every patch, balanced over the joint sequence."""
-        whole = Sequence(self.patch0_tokens, self.grid.tokens, "first")
+        whole = SequenceLengths(self.patch0_tokens, self.grid.tokens, "first")
         return [patch.image for patch in patches(whole, self.config.patches, sp_size=self.config.sp_degree)]
 
     def arguments(self, prompt: str, samples: slice) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class Request:
     def step_end(self, sigma: Tensor) -> Tensor | None:
         """Return where the step that begins at ``sigma`` (0-d, CPU) ends (1,), where the model is told; None
         at levels within a step, as in ComfyUI."""
-        if not self.tells_step_end:
+        if not self.has_step_end:
             return None
         begins = (self.sigmas[:-1] == sigma).nonzero()
         return self._step_ends()[begins[0]] if len(begins) else None
@@ -180,7 +180,7 @@ def build(
         percent_sigmas=dict(zip(PERCENTS, sample.tensors.get("percent_sigmas", torch.zeros(0)).tolist())),
         patch0_tokens=patch0_tokens,
         rescale=family.latent.nested and family.latent.nested.rescale,
-        tells_step_end=STEP_END in family.conditioning.accepted,
+        has_step_end=STEP_END in family.conditioning.accepted,
     )
 
 

@@ -146,7 +146,7 @@ class Client:
         elif isinstance(message, protocol.Cancel):
             self._cancel()
         elif isinstance(message, protocol.Shutdown) and message.reason:
-            self.server.tell_all(protocol.Failure(message.reason, fatal=True))
+            self.server.send_to_all(protocol.Failure(message.reason, fatal=True))
         elif _can_wait(message) and self.server.running_for not in (None, self):
             # else who asks, in the midst of a graph, waits for a request of somebody else's
             self.outbox.put(protocol.Result({"left": [], "freed": False}))
@@ -272,7 +272,7 @@ class Server:
                 self.running_for = job.client
                 return job
 
-    def tell_all(self, message):
+    def send_to_all(self, message):
         """Send a message to every client, from any thread."""
         for client in list(self.members):
             client.outbox.put(message)

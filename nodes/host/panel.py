@@ -42,25 +42,25 @@ def _backend(backend: pool.Backend) -> dict:
         "ranks": [],
     }
     try:
-        told = report(backend)
+        status = report(backend)
     except BackendError as error:
         return {**found, "problem": str(error)}
     gpus = backend.config.gpu_indices if backend.process and backend.welcome.device == "cuda" else []
     memory = _gpu_memory(tuple(gpus))
     ranks = []
-    for index, rank in enumerate(told.ranks):
-        state = rank_state(backend, rank["pid"], bool(told.running))
+    for index, rank in enumerate(status.ranks):
+        state = rank_state(backend, rank["pid"], bool(status.running))
         device = {"gpu": gpus[index], **memory[index]} if gpus else {}
         ranks.append({**rank, **device, "state": state})
     return {
         **found,
         "ranks": ranks,
-        "models": [os.path.basename(path) for path in told.models.values()],
-        "running": told.running,
-        "running_seconds": told.running_seconds,
-        "waiting": told.waiting,
-        "up_seconds": told.seconds,
-        "answered": told.answered,
+        "models": [os.path.basename(path) for path in status.models.values()],
+        "running": status.running,
+        "running_seconds": status.running_seconds,
+        "waiting": status.waiting,
+        "up_seconds": status.seconds,
+        "answered": status.answered,
     }
 
 

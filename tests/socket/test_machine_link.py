@@ -86,7 +86,7 @@ def watched(links) -> list[Ends]:
 def test_all_machines_say_the_same_cause(joined):
     """A rank of machine 1 was killed; machine 0's fails by it, and that is no cause."""
     ends = watched(joined)
-    joined[0].tell(ready=True)
+    joined[0].broadcast(ready=True)
     assert ends[1].ready.wait(PATIENCE)
     killed = RankFailure(1, -9, machine="machine 1 (b)")
     follows = RankFailure(0, 1, "RuntimeError: Connection closed by peer", 5.0, machine="machine 0 (a)")

@@ -7,13 +7,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from backend.engine import LoadedModel
-from backend.parallel.sequence import Sequence, Span
+from backend.parallel.sequence import SequenceLengths, Span
 from backend.parallel.step_context import StepContext
 from backend.sampling import model_runner
 from backend.sampling.request import Request
 
 
-def counted(model: LoadedModel, built: Request) -> tuple[list[float], Sequence]:
+def counted(model: LoadedModel, built: Request) -> tuple[list[float], SequenceLengths]:
     """Multiplications of every block in a step with one prompt, and the rows that it had; what the prompt
     alone decides, or all steps share, is not a step's."""
     context, counter, at = StepContext("positive", 0, Span(0, 1)), FlopCounterMode(display=False), []

@@ -75,7 +75,7 @@ class Rank0(Leader):
             models=lambda: {self.model: path},
             last_error="",
             status=lambda: Report(0.0, {self.model: path}, [], "", 0.0, 0, {}, ""),
-            tell_all=lambda message: None,
+            send_to_all=lambda message: None,
             token="",
         )
 

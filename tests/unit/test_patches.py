@@ -16,7 +16,7 @@ from backend.opaque_ops import RUNNING, Running
 from backend.parallel import attention_kernels, mesh, modulation_plan
 from backend.parallel import modulation_cache as cached
 from backend.parallel.attention_hook import Attention
-from backend.parallel.sequence import Sequence, Span, patches
+from backend.parallel.sequence import SequenceLengths, Span, patches
 from backend.parallel.step_context import StepContext
 from backend.sampling import model_runner, request
 from backend.sampling.step_loop import Callbacks
@@ -55,7 +55,7 @@ def same_latent(engine, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
                 calls.run(x, sigma, StepContext("positive", 1, items, rows.image, with_text=index == 0)),
                 whole[:, rows.image.indices],
             )
-            for index, rows in enumerate(patches(Sequence(12, 64, "first"), count))
+            for index, rows in enumerate(patches(SequenceLengths(12, 64, "first"), count))
         ]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from backend.models.latent_tokens import NestedGrid, TokenGrid
 from backend.parallel.request_caches import Masks, Positions, select
-from backend.parallel.sequence import Sequence, TokenShards, patches, whole_sequence
+from backend.parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 
 
 @pytest.mark.parametrize(
@@ -14,26 +14,26 @@ from backend.parallel.sequence import Sequence, TokenShards, patches, whole_sequ
 )
 @pytest.mark.parametrize("position", ["first", "last", None])
 def test_patches_cover_the_sequence(text, image, count, sp, position):
-    sequence = Sequence(text if position else 0, image, position)
+    sequence = SequenceLengths(text if position else 0, image, position)
     rows = torch.cat([p.positions("joint") for p in patches(sequence, count, 0, sp)])
     assert rows.sort().values.equal(torch.arange(sequence.joint))
 
 
 @pytest.mark.parametrize("text, image, count", [(512, 4096, 8), (12, 64, 4), (512, 600, 2)])
 def test_patches_are_balanced_over_the_joint_sequence(text, image, count):
-    sizes = [len(p.text) + len(p.image) for p in patches(Sequence(text, image, "first"), count)]
+    sizes = [len(p.text) + len(p.image) for p in patches(SequenceLengths(text, image, "first"), count)]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_text_longer_than_a_patch_leaves_the_rest_balanced():
-    sizes = [(len(p.text), len(p.image)) for p in patches(Sequence(100, 61, "first"), 4)]
+    sizes = [(len(p.text), len(p.image)) for p in patches(SequenceLengths(100, 61, "first"), 4)]
     assert sizes == [(100, 1), (0, 20), (0, 20), (0, 20)]
 
 
 @pytest.mark.parametrize("count, sp", [(1, 1), (4, 1), (3, 2), (5, 3)])
 @pytest.mark.parametrize("position", ["first", "last", None])
 def test_context_rows_ride_with_patch_0(count, sp, position):
-    sequence = Sequence(12 if position else 0, 64, position, reference=30)
+    sequence = SequenceLengths(12 if position else 0, 64, position, reference=30)
     found = patches(sequence, count, 0, sp)
     assert [len(p.reference) for p in found] == [30] + [0] * (count - 1)
     assert torch.cat([p.positions("joint") for p in found]).sort().values.equal(torch.arange(sequence.joint))
@@ -47,7 +47,7 @@ def own_positions(tokens: TokenShards, kind: str) -> torch.Tensor:
 
 def test_positions_put_context_behind_the_latent():
     first, last = (
-        whole_sequence(Sequence(2, 3, position, reference=4), 1, 2) for position in ("first", "last")
+        whole_sequence(SequenceLengths(2, 3, position, reference=4), 1, 2) for position in ("first", "last")
     )
     assert own_positions(first, "joint").tolist() == [1, 3, 4, 7, 8] and own_positions(
         first, "image"
@@ -56,8 +56,8 @@ def test_positions_put_context_behind_the_latent():
 
 
 def test_positions_put_text_where_the_family_has_it():
-    first = whole_sequence(Sequence(2, 3, "first"), 1, 2)
-    last = whole_sequence(Sequence(2, 3, "last"), 1, 2)
+    first = whole_sequence(SequenceLengths(2, 3, "first"), 1, 2)
+    last = whole_sequence(SequenceLengths(2, 3, "last"), 1, 2)
     assert own_positions(first, "joint").tolist() == [1, 3, 4]
     assert own_positions(last, "joint").tolist() == [1, 2, 4]
     assert own_positions(first, "image").tolist() == [1, 2]
@@ -65,13 +65,15 @@ def test_positions_put_text_where_the_family_has_it():
 
 def test_every_rank_has_rows_of_every_patch():
     """However long the text: blocks that see the latent alone have nothing else."""
-    for rows in patches(Sequence(500, 64, "first"), 4, 0, 3):
+    for rows in patches(SequenceLengths(500, 64, "first"), 4, 0, 3):
         assert min(len(shard.image) for shard in rows.shards) >= 1
 
 
 @pytest.mark.parametrize("sp", [1, 2, 3, 4])
 def test_fresh_text_stays_behind(sp):
-    shards = [whole_sequence(Sequence(11, 8, "last", per_block_text=4), rank, sp) for rank in range(sp)]
+    shards = [
+        whole_sequence(SequenceLengths(11, 8, "last", per_block_text=4), rank, sp) for rank in range(sp)
+    ]
     assert sum(rows.carried_text for rows in shards) == 7
     assert all(
         rows.carried_text == len([row for row in own_positions(rows, "text") if row < 7]) for rows in shards
@@ -94,7 +96,7 @@ def test_nested_latents_are_rows_of_one_sequence_and_back():
 
 
 def test_leading_rows_of_a_rank():
-    shards = [whole_sequence(Sequence(10, 20, "last"), rank, 2) for rank in (0, 1)]
+    shards = [whole_sequence(SequenceLengths(10, 20, "last"), rank, 2) for rank in (0, 1)]
     assert [shard.leading(13, ("image",)) for shard in shards] == [(10,), (3,)]
     assert [shard.leading(13, ("text", "image")) for shard in shards] == [(5, 3), (5, 0)]
     assert [shard.leading(4, ("text", "image")) for shard in shards] == [(4, 0), (0, 0)]
@@ -107,7 +109,7 @@ LATENTS = (("audio", 9), ("video", 55))
 @pytest.mark.parametrize("position", ["first", "last", None])
 @pytest.mark.parametrize("count, sp", [(1, 1), (1, 3), (4, 1), (3, 4)])
 def test_lengths_by_arithmetic_are_those_of_the_positions(kind, position, count, sp):
-    sequence = Sequence(12 if position else 0, 64, position, latents=LATENTS, reference=10)
+    sequence = SequenceLengths(12 if position else 0, 64, position, latents=LATENTS, reference=10)
     for tokens in patches(sequence, count, 0, sp):
         counted = [len(tokens.positions(kind, range(rank, rank + 1))) for rank in range(sp)]
         assert tokens.lengths(kind) == counted
@@ -118,7 +120,7 @@ def test_lengths_by_arithmetic_are_those_of_the_positions(kind, position, count,
 def test_tokens_are_taken_at_their_positions(position, sp):
     """Adjacent ones as a slice, which copies nothing; a dummy token takes the first."""
     positions = Positions()
-    sequence = Sequence(12, 64, position, reference=10)
+    sequence = SequenceLengths(12, 64, position, reference=10)
     table = torch.arange(sequence.joint)
     for tokens in patches(sequence, 3, 0, sp):
         for kind in ("joint", "image"):
@@ -141,7 +143,7 @@ def test_a_masks_verdict_is_asked_for_once_a_request(monkeypatch):
     seen = torch.ones(1, 1, 1, 20, dtype=torch.bool)
     some = seen.clone()
     some[..., :3] = False
-    tokens = whole_sequence(Sequence(4, 16, "first"), 0, 2)
+    tokens = whole_sequence(SequenceLengths(4, 16, "first"), 0, 2)
     for _ in range(3):
         assert masks.needed(seen.clone(), ("positive", 0, 0)) is None
         needed = masks.needed(some.clone(), ("negative", 0, 0))
@@ -156,7 +158,7 @@ def test_a_mask_of_text_hides_keys_of_the_joint_sequence():
     masks = Masks(Positions())
     text = torch.tensor([[1, 1, 0]])
     for position, want in (("first", [1, 1, 0, 1, 1]), ("last", [1, 1, 1, 1, 0])):
-        tokens = whole_sequence(Sequence(3, 2, position))
+        tokens = whole_sequence(SequenceLengths(3, 2, position))
         found = masks.of_text(text.clone(), tokens, (position, 0, 0))
         assert found.shape == (1, 1, 1, 5) and found.flatten().tolist() == [bool(each) for each in want]
     assert masks.of_text(torch.ones(1, 3), tokens, ("positive", 1, 0)) is None

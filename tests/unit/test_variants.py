@@ -39,7 +39,7 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
         torch.float32,
         torch.device("cpu"),
     )
-    assert built.tells_step_end and checkpoint.config["use_meanflow"]
+    assert built.has_step_end and checkpoint.config["use_meanflow"]
     for begin, end in pairwise(built.sigmas):
         cond = built.arguments("positive", slice(None)) | {"step_end": built.step_end(begin)}
         latent = built.grid.to_latent(built.noise)

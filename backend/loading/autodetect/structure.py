@@ -182,7 +182,7 @@ def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: d
     from ...parallel import mesh  # here, since they know families
     from ...parallel.kv_buffers import KVBuffers
     from ...parallel.pipeline_stage import Stage, model_output
-    from ...parallel.sequence import Sequence, Span
+    from ...parallel.sequence import SequenceLengths, Span
     from ...parallel.sequence import patches as cut_patches
     from ...parallel.step_context import StepContext
 
@@ -195,7 +195,10 @@ def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: d
         stage.begin_request("auto", buffers)
         stage.attention.install()
         try:
-            spans = [None, *(tokens.image for tokens in cut_patches(Sequence(0, grid.tokens, None), patches))]
+            spans = [
+                None,
+                *(tokens.image for tokens in cut_patches(SequenceLengths(0, grid.tokens, None), patches)),
+            ]
             for span in spans:
                 buffers.begin_evaluation(0.0)
                 tokens = slice(None) if span is None else span.indices
