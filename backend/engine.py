@@ -71,17 +71,18 @@ class Engine:
     # ------------------------------------------------------------------ loading
     @refusing("the model")
     def check_load(
-        self, path: str, weight_dtype: str, matmul: str = AUTO, trial: Mapping | None = None
+        self, path: str, weight_dtype: str, matmul: str = AUTO, autodetected: Mapping | None = None
     ) -> Checkpoint:
-        """Open a checkpoint and refuse what cannot run, reading headers only. ``trial`` as in
+        """Open a checkpoint and refuse what cannot run, reading headers only. ``autodetected`` as in
         open_checkpoint. Raises UnsupportedError."""
-        checkpoint = open_checkpoint(path, self.folders, trial)
+        checkpoint = open_checkpoint(path, self.folders, autodetected)
         check_degrees(checkpoint, self.config)
         self._choices(checkpoint, self._cuts(checkpoint), matmul, self.weight_dtype(checkpoint, weight_dtype))
         return checkpoint
 
     def products(self, checkpoint: Checkpoint, matmul: str, dtype: torch.dtype) -> list[Product]:
-        """Return what ranks try before they load a checkpoint that computes in ``dtype`` (trial.agree)."""
+        """Return what ranks try before they load a checkpoint that computes in ``dtype``
+        (native_trial.agree)."""
         found = matrices(checkpoint, self._cuts(checkpoint), dtype)
         return wanted(found.values(), matmul, self.mesh.device, min(self.capabilities, default=None))
 
@@ -99,16 +100,16 @@ class Engine:
         path: str,
         weight_dtype: str,
         matmul: str = AUTO,
-        trial: Mapping | None = None,
+        autodetected: Mapping | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
         cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
-        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``trial`` as in open_checkpoint,
-        ``on_progress`` as in Checkpoint.load."""
+        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``autodetected`` as in
+        open_checkpoint, ``on_progress`` as in Checkpoint.load."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
-        checkpoint = self.check_load(path, weight_dtype, matmul, trial)
+        checkpoint = self.check_load(path, weight_dtype, matmul, autodetected)
         transformer = checkpoint.transformer
         dtype = self.weight_dtype(checkpoint, weight_dtype)
         stages = checkpoint.stages(self.config)

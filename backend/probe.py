@@ -25,7 +25,7 @@ from .loading.staging import page_locked
 from .parallel import comm, mesh
 from .parent_pipe import be_killed_with_parent, end_with_parent
 from .planner.machine import OVERHEAD, Machine
-from .quantization import trial
+from .quantization import native_trial
 from .quantization.matmul import capability_of, native_formats
 from .serving.broadcast import ControlChannel
 from .start import linked_file, ready_file, run_and_exit
@@ -152,9 +152,9 @@ class Probe:
     def _native_rate(self, kind: str, name: str) -> float:
         """Of this rank, of the slowest of a format's kinds; 0 where there is none, or it fails."""
         try:
-            if trial.refusals([(kind, name)], self.device):
+            if native_trial.refusals([(kind, name)], self.device):
                 return 0.0
-            weights = trial.examples(kind, self.dtype, self.device, self.width)
+            weights = native_trial.examples(kind, self.dtype, self.device, self.width)
             usual = self.sustained(lambda: F.linear(self.x, self.weight))
             return usual / max(self.sustained(partial(weight.linear, self.x, None)) for weight in weights)
         except Exception:  # the other ranks wait for this one, and its products may run all the same

@@ -23,7 +23,7 @@ from .loading.model_key import check_same, check_unchanged, content_key, model_k
 from .parallel import kernel_table, kernel_trial
 from .parallel import mesh as meshes
 from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
-from .quantization import trial
+from .quantization import native_trial
 from .quantization.kernels import NATIVE
 from .quantization.matmul import Product
 from .sampling.model_runner import LoadedModel
@@ -225,7 +225,7 @@ class Worker:
             contents = self.control.all_gather_object(content_key(message.path))
         reason, lacks = "", False
         try:
-            how = (message.weight_dtype, message.matmul, message.trial)
+            how = (message.weight_dtype, message.matmul, message.autodetected)
             check_same(message.path, contents[self.mesh.rank], contents[0])
             self.engine.load(key, message.path, *how, on_progress)
             check_unchanged(message, own)
@@ -254,7 +254,7 @@ class Worker:
         if not products:
             return []
         gather = self.control.all_gather_object
-        refused, failures = trial.agree(products, self.mesh.device, gather)
+        refused, failures = native_trial.agree(products, self.mesh.device, gather)
         self.engine.refused |= refused
         return by_rank(failures)
 

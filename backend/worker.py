@@ -189,7 +189,7 @@ class Leader(Worker):
             planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others(job))
             products = self.engine.products(checkpoint, message.matmul, dtype)
         load_message = replace(
-            message, trial=dict(checkpoint.trial or {}), products=list(map(list, products))
+            message, autodetected=dict(checkpoint.autodetected or {}), products=list(map(list, products))
         )
 
         def act():

@@ -10,6 +10,7 @@ from server import PromptServer
 from ..backend.client.status import log_of_last_backend
 from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
+from .benchmark_prompts import trials
 from .host import panel, queued
 from .host.handle import free_weights
 from .host.refusals import MISTAKES, says_more
@@ -25,7 +26,6 @@ from .parallel_model import ParallelModel
 from .parallel_sampler import ParallelSampler
 from .parallel_sampler_advanced import ParallelSamplerAdvanced
 from .parallel_sampler_custom import ParallelSamplerCustom
-from .trials import trials
 
 DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 

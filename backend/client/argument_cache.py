@@ -11,7 +11,7 @@ from ..protocol import ModelCall
 #: Smaller tensors are sent each time: that costs less than comparing.
 LEAST_BYTES = 1 << 16
 #: Places of eight bytes that make up a value's sparse fingerprint.
-PROBES = 1 << 8
+FINGERPRINT_WORDS = 1 << 8
 #: Values of one argument that are cached: a step may call the model several times, with other prompts.
 MOST_VALUES = 8
 #: Bytes of those but for the newest, here and on each rank: of a video's control images one may have 200 MB.
@@ -49,15 +49,15 @@ class ArgumentCache:
             if not name.startswith("cond.") or value.nbytes < LEAST_BYTES:
                 continue
             known = self.known.setdefault(name, {})
-            probes = _probes(value)
-            found = next((key for key, each in known.items() if _is_alike(each, value, probes)), None)
+            fingerprint = _fingerprint(value)
+            found = next((key for key, each in known.items() if _is_alike(each, value, fingerprint)), None)
             if found:
                 cached[name] = found
                 self.taken.append((known[found][0], value))
                 continue
             cache[name] = f"{name} {self.count}"
             self.count += 1
-            known[cache[name]] = (value.clone(), probes)
+            known[cache[name]] = (value.clone(), fingerprint)
             while len(known) > 1 and (len(known) > MOST_VALUES or _size(known) > MOST_BYTES):
                 forget.append(next(iter(known)))
                 del known[forget[-1]]
@@ -69,21 +69,23 @@ def _size(known: dict[str, tuple[torch.Tensor, numpy.ndarray]]) -> int:
     return sum(copy.nbytes for copy, _ in known.values())
 
 
-def _is_alike(known: tuple[torch.Tensor, numpy.ndarray], value: torch.Tensor, probes: numpy.ndarray) -> bool:
-    """Return whether a known value, with its probes, may be this one."""
+def _is_alike(
+    known: tuple[torch.Tensor, numpy.ndarray], value: torch.Tensor, fingerprint: numpy.ndarray
+) -> bool:
+    """Return whether a known value, with its fingerprint, may be this one."""
     copy, own = known
     is_of_form = copy.shape == value.shape and copy.dtype == value.dtype
-    return is_of_form and numpy.array_equal(own, probes)
+    return is_of_form and numpy.array_equal(own, fingerprint)
 
 
-def _probes(value: torch.Tensor) -> numpy.ndarray:
-    """Return eight bytes each at about PROBES places of a tensor of at least LEAST_BYTES."""
+def _fingerprint(value: torch.Tensor) -> numpy.ndarray:
+    """Return eight bytes each at about FINGERPRINT_WORDS places of a tensor of at least LEAST_BYTES."""
     # steps are odd: not the same column of every row
     if value.device.type == "cpu":
         words = value.nbytes // 8
-        step = max(1, words // PROBES) | 1
+        step = max(1, words // FINGERPRINT_WORDS) | 1
         return _bytes(value)[: 8 * words].view(numpy.int64)[::step].copy()
-    step = max(1, value.numel() // PROBES) | 1
+    step = max(1, value.numel() // FINGERPRINT_WORDS) | 1
     return _bytes(value.reshape(-1)[::step].cpu())
 
 

@@ -53,8 +53,8 @@ STORED_TABLES = ("pos_embed", "pos_embedding")
 class Checkpoint:
     """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
     keys: the layout's keys -> the file's, where they differ; pipeline: configurations next to a diffusers
-    folder's transformer, "scheduler" and "vae". trial: of a transformer that no family file describes
-    (autodetect/fallback.py)."""
+    folder's transformer, "scheduler" and "vae". autodetected: facts on a transformer that no family file
+    describes (autodetect/fallback.py)."""
 
     name: str
     family: Family
@@ -64,7 +64,7 @@ class Checkpoint:
     single_file: bool = False
     latent_format: str | None = None
     pipeline: dict = field(default_factory=dict)
-    trial: Mapping | None = None
+    autodetected: Mapping | None = None
 
     @property
     def transformer_class(self) -> type[ModelMixin]:

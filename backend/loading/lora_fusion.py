@@ -152,18 +152,18 @@ class FusedWeights:
         self.stack = UNKNOWN
         self._held |= dict.fromkeys(names, UNKNOWN)
         for weight in (self.packed[name] for name in names if name in self.packed):
-            weight.put_beside({})
+            weight.set_adapters({})
 
     def adapter_bytes(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> int:
         """Count the bytes that the LoRAs of ``stack`` take beside quantized weights, in ``dtype``: on this
         rank, or on one that holds the whole model, of which these parameters are ``quantized``."""
         cuts = {} if quantized else self.cuts
-        beside = quantized or self.packed
+        quantized_names = quantized or self.packed
         # of UNKNOWN, no file's, the adapters beside quantized weights have gone
-        found = self._changes(stack) if beside and stack != UNKNOWN else {}
+        found = self._changes(stack) if quantized_names and stack != UNKNOWN else {}
         numbers = 0
         for name, changes in found.items():
-            if name not in beside:
+            if name not in quantized_names:
                 continue
             rows, columns = (sum(map(len, spans)) for spans in self._spans(name, cuts))
             if all(is_low_rank(change.adapter) for change in changes):
@@ -209,7 +209,7 @@ class FusedWeights:
         wholes = self._wholes(special[0], changes) if special else {}
         for name in names:
             if name in self.packed:
-                self._put_beside(self.packed[name], name, changes.get(name, []), wholes)
+                self._set_adapters(self.packed[name], name, changes.get(name, []), wholes)
                 continue
             parameter = getattr(*self.places[name])
             here = fsdp.rows(parameter)
@@ -238,13 +238,13 @@ class FusedWeights:
         value = value if here is None else value[here.indices]
         return self._sum(name, value, changes, rows, columns) if changes and value.numel() else value
 
-    def _put_beside(self, weight: PackedWeight, name: str, changes: list[LoraChange], wholes):
+    def _set_adapters(self, weight: PackedWeight, name: str, changes: list[LoraChange], wholes):
         """Put LoRAs beside a quantized weight, or adapters of other kinds into a copy that is held whole."""
         known, adapters = dict(weight.adapters), {}
         if not all(is_low_rank(change.adapter) for change in changes):
-            weight.put_beside({})
+            weight.set_adapters({})
             value = self._value(name, changes, wholes, torch.float32)
-            weight.put_beside({}, value.to(weight.device, weight.dtype))
+            weight.set_adapters({}, value.to(weight.device, weight.dtype))
             return
         rows, columns = self._spans(name, self.cuts)
         for change in changes:
@@ -258,7 +258,7 @@ class FusedWeights:
             before = adapters.get(change.key)
             strength = change.use.strength + (before.strength if before else 0.0)
             adapters[change.key] = replace(known[change.key], strength=strength)
-        weight.put_beside(adapters)
+        weight.set_adapters(adapters)
 
     def _spans(
         self, name: str, cuts: Mapping[str, Shard], here: Span | None = None

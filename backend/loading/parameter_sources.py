@@ -114,8 +114,8 @@ def read_packed(
     kept = shard or _whole(files, key, height)
     below = []
     for span in source.rows(kept.outputs, height):
-        beside = [files.packed(key, span.indices, columns.indices, device) for columns in kept.inputs]
-        pieces = [piece for piece in beside if piece is not None]
+        row_pieces = [files.packed(key, span.indices, columns.indices, device) for columns in kept.inputs]
+        pieces = [piece for piece in row_pieces if piece is not None]
         if not pieces:
             return None
         below.append(join(pieces, 1))

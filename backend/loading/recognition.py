@@ -20,13 +20,16 @@ from .safetensors_files import TensorFiles, Weights, weight_paths
 from .unsupported_models import check_format, check_supported, check_unread
 
 
-def open_checkpoint(path: str, allowed: Folders = ANYWHERE, trial: Mapping | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str, allowed: Folders = ANYWHERE, autodetected: Mapping | None = None
+) -> Checkpoint:
     """Recognise the file or folder at ``path``, reading headers only; a folder's index may name links to what
-    is ``allowed``. ``trial``: Checkpoint.trial of it, as another rank has it. Raises UnsupportedError."""
+    is ``allowed``. ``autodetected``: Checkpoint.autodetected of it, as another rank has it. Raises
+    UnsupportedError."""
     where = Path(path)
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
-    checkpoint = _open_folder(where, allowed, trial) if where.is_dir() else _open_single_file(where)
+    checkpoint = _open_folder(where, allowed, autodetected) if where.is_dir() else _open_single_file(where)
     check_complete(checkpoint)
     return checkpoint
 
@@ -59,7 +62,7 @@ def _unread(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
-def _open_folder(folder: Path, allowed: Folders, trial: Mapping | None) -> Checkpoint:
+def _open_folder(folder: Path, allowed: Folders, autodetected: Mapping | None) -> Checkpoint:
     inner = folder / "transformer" if is_pipeline(folder) else folder
     if not (inner / "config.json").is_file():
         raise UnsupportedError(
@@ -82,12 +85,12 @@ def _open_folder(folder: Path, allowed: Folders, trial: Mapping | None) -> Check
     if family is None:
         # before blocks of the configuration's sizes are run: those of the files, or it is refused
         _ = Checkpoint(folder.name, fallback.unknown(cls), config, files).sources
-        family, trial = fallback.family(cls, config, pipeline.get("scheduler"), trial)
+        family, autodetected = fallback.family(cls, config, pipeline.get("scheduler"), autodetected)
     names = {**(companion.names if companion else {}), **family.layout.moved(config)}
     keys = renamed(names, {key: key for key in files.shapes})
     config |= family.build.pipeline(pipeline)
     family = family.of(config)
-    return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline, trial)
+    return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline, autodetected)
 
 
 def _open_single_file(path: Path) -> Checkpoint:

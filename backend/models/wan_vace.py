@@ -46,11 +46,11 @@ def patch_module(transformer, config):
     del transformer.vace_blocks
     call = call_state(transformer, {"vace_context": None, "vace_strength": None})
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    beside = dict(zip(config["vace_layers"], control))
+    control_of_block = dict(zip(config["vace_layers"], control))
     for index, block in enumerate(transformer.blocks):
         block.__class__ = Block
         block.call = call
-        block.control = beside.get(index)
+        block.control = control_of_block.get(index)
         block.attn1.set_processor(wan_blocks.SelfAttention())
     for block in control:
         block.__class__ = wan_blocks.ControlBlock

@@ -86,13 +86,13 @@ class Tightest(NamedTuple):
     """The memory of the rank with least to spare, in bytes.
 
     held: what it holds. room: what it may hold. likely: ``room`` plus the most by which any rank likely
-    exceeds its own. beside_weights: the most that any rank likely needs next to its weights.
+    exceeds its own. besides_weights: the most that any rank likely needs next to its weights.
     """
 
     held: int
     room: int
     likely: int
-    beside_weights: int
+    besides_weights: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Question:
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
         rank = self._tightest(plan)
-        spare = spare_bytes(rank.room - rank.likely, rank.beside_weights) if self.caches_dequantized else 0
+        spare = spare_bytes(rank.room - rank.likely, rank.besides_weights) if self.caches_dequantized else 0
         seconds = Cost(self.shape, plan, self.machine, self.request, spare).total
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0

@@ -84,16 +84,16 @@ class Arrange:
 class Load:
     """Load the transformer at ``path``, a file or a diffusers folder, unless it is loaded. ``loras``,
     [[path, strength], ...] in order, are checked now and fused when the model is sampled. ``matmul``: how
-    quantized layers multiply (auto, weight only, native). ``trial``, ``products``: what rank 0 tells the
-    others (Checkpoint.trial; Engine.products); they are not read from clients. ``asking``: ranks on devices
-    where the client can make room; where one likely has too little, the answer is a Failure that says what is
-    lacking."""
+    quantized layers multiply (auto, weight only, native). ``autodetected``, ``products``: what rank 0 tells
+    the others (Checkpoint.autodetected; Engine.products); they are not read from clients. ``asking``: ranks
+    on devices where the client can make room; where one likely has too little, the answer is a Failure that
+    says what is lacking."""
 
     path: str
     weight_dtype: str = "default"
     loras: list = field(default_factory=list)
     matmul: str = "auto"
-    trial: dict = field(default_factory=dict)
+    autodetected: dict = field(default_factory=dict)
     asking: list = field(default_factory=list)
     products: list = field(default_factory=list)
 

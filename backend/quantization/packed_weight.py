@@ -117,7 +117,7 @@ class PackedWeight(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def put_beside(self, adapters: dict[Hashable, LowRank], whole: Tensor | None = None):
+    def set_adapters(self, adapters: dict[Hashable, LowRank], whole: Tensor | None = None):
         """Have these adapters added to the products, or multiply by ``whole`` instead."""
         parts = list(adapters.values())
         if self._joined is not None and len(parts) > 1 and [*adapters] == [*self.adapters]:

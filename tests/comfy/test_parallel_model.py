@@ -264,7 +264,7 @@ def test_prompts_are_sent_once(flux, monkeypatch):
 def test_a_prompt_that_changes_a_little_between_two_steps_is_sent_again(flux, monkeypatch):
     """One number of it, at a place where values are not told apart."""
     monkeypatch.setattr(argument_cache, "LEAST_BYTES", 1)
-    monkeypatch.setattr(argument_cache, "PROBES", 1)
+    monkeypatch.setattr(argument_cache, "FINGERPRINT_WORDS", 1)
 
     def changing(model):
         model, calls = model.clone(), []

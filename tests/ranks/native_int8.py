@@ -19,7 +19,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import comm, mesh
 from backend.parallel.tensor_parallel import ShardedLinear
-from backend.quantization import trial
+from backend.quantization import native_trial
 from backend.quantization.packed_weight import PackedWeight
 from backend.serving.broadcast import ControlChannel
 
@@ -92,7 +92,7 @@ def refused(path: str, rank: int, weight_only: list[torch.Tensor]) -> dict:
     products = engine.products(engine.check_load(path, "default"), "auto", torch.float32)
     fails = mock.patch("comfy_kitchen.mm_int8", side_effect=RuntimeError("not supported"))
     with fails if rank == 1 else nullcontext():
-        found, failures = trial.agree(products, groups.device, control.all_gather_object)
+        found, failures = native_trial.agree(products, groups.device, control.all_gather_object)
     assert not any(failures)
     results = outputs(path, config, groups, "auto", found)
     said = control.all_gather_object([[*product, why] for product, why in found.items()])

@@ -83,11 +83,11 @@ def test_what_one_rank_found_is_enough_for_the_others(name, monkeypatch):
 
 def test_a_folder_is_tried_once_for_all_ranks(tmp_path, monkeypatch):
     write(tmp_path / "aura", CUT[0])
-    trial = open_checkpoint(str(tmp_path / "aura")).trial
+    trial = open_checkpoint(str(tmp_path / "aura")).autodetected
     monkeypatch.setattr(fallback, "_tried", None)
     engine = Engine(ParallelConfig(), mesh.single())
-    engine.load("told", str(tmp_path / "aura"), "fp32", trial=json.loads(json.dumps(trial)))
-    assert engine.models["told"].weights.checkpoint.trial == json.loads(json.dumps(trial))
+    engine.load("told", str(tmp_path / "aura"), "fp32", autodetected=json.loads(json.dumps(trial)))
+    assert engine.models["told"].weights.checkpoint.autodetected == json.loads(json.dumps(trial))
 
 
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"])

@@ -86,15 +86,15 @@ def test_loras_are_added_by_one_product():
     def product(of: LowRank) -> torch.Tensor:
         return of.strength * x @ of.down.T @ of.up.T
 
-    weight.put_beside({"one": one, "two": two}, whole)
+    weight.set_adapters({"one": one, "two": two}, whole)
     together = weight._joined
     assert together is not None and together.up.shape == (32, 12)
     assert one.up.data_ptr() == together.up.data_ptr()
     one = replace(one, strength=2.0)
-    weight.put_beside({"one": one, "two": two}, whole)
+    weight.set_adapters({"one": one, "two": two}, whole)
     assert weight._joined is not None and weight._joined.up is together.up
     assert torch.allclose(weight.linear(x, None), product(one) + product(two), atol=1e-4)
-    weight.put_beside({"two": two}, whole)
+    weight.set_adapters({"two": two}, whole)
     assert two.up.untyped_storage().nbytes() == two.up.nbytes
     assert torch.allclose(weight.linear(x, None), product(two), atol=1e-4)
 
@@ -112,11 +112,11 @@ def test_loras_are_added_in_place(shape, dtype):
     values = {"values": numbers(512, 64).to(torch.float8_e4m3fn)}
     weight = PackedWeight(Packed(PLAIN_FLOAT8, {}, values, 64, (range(64),)), dtype)
     whole = weight.effective()  # no memory to dequantize in
-    weight.put_beside({}, whole)
+    weight.set_adapters({}, whole)
     x, bias = numbers(*shape[::-1]).permute(*reversed(range(len(shape)))), numbers(512)
     bare = weight.linear(x, bias)
     loras = {i: LowRank(numbers(512, 4), numbers(4, 64), s) for i, s in enumerate((0.5, -0.3))}
-    weight.put_beside(loras, whole)
+    weight.set_adapters(loras, whole)
     with LiveMemory() as memory:
         found = weight.linear(x, bias)
     assert found.shape == bare.shape == (*shape[:-1], 512) and found.dtype == dtype

@@ -141,7 +141,7 @@ def test_halves_of_the_tokens_are_multiplied_in_turn(kitchen, kind, native):
     weight = ours(kind, theirs(kind, numbers(ROWS, COLUMNS, seed=3)), x.dtype)
     if not native:
         weight.choice = Choice(None, "")
-    weight.put_beside({"a lora": LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)})
+    weight.set_adapters({"a lora": LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)})
     assert takes_any_rows(weight) == (not native or kind in ("fp8", "mxfp8"))
     if takes_any_rows(weight):
         out = torch.empty(22, ROWS)
@@ -165,7 +165,7 @@ def test_a_lora_is_added_beside_the_native_product(kitchen):
     quantized = theirs("ConvRot", numbers(ROWS, COLUMNS, seed=3))
     weight = ours("ConvRot", quantized, x.dtype)
     up, down = numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5)
-    weight.put_beside({"a lora": LowRank(up, down, 0.5)})
+    weight.set_adapters({"a lora": LowRank(up, down, 0.5)})
     want = product("ConvRot", x, quantized, None) + 0.5 * x @ down.T @ up.T
     assert torch.allclose(weight.linear(x, None), want, rtol=1e-5, atol=1e-4)
 

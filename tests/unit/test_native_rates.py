@@ -18,7 +18,7 @@ from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Machine, Request
 from backend.probe import Probe
-from backend.quantization import matmul, trial
+from backend.quantization import matmul, native_trial
 from backend.quantization.kernels import AUTO
 from backend.rank_plan.shape_of import shape_of
 
@@ -98,7 +98,7 @@ def rank(*others: dict) -> Probe:
     """One of the probe's, which measures small products."""
     found = Probe.__new__(Probe)
     found.kind, found.device, found.dtype = "cpu", CPU, torch.float32
-    found.tokens, found.width, found.control = 32, trial.SIZE, Alone(*others)
+    found.tokens, found.width, found.control = 32, native_trial.SIZE, Alone(*others)
     return found
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_run_or_fails_has_no_rate(monkeypatch, why, capfd):
     alone = rank()
     alone.sustained = fails
     refused = {(INT8, "float32"): why} if why else {}
-    monkeypatch.setattr(trial, "refusals", lambda products, device: refused)
+    monkeypatch.setattr(native_trial, "refusals", lambda products, device: refused)
     assert alone.native() == {}
     assert ("device-side assert" in capfd.readouterr().err) == (not why)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from backend.errors import UnsupportedError
-from backend.quantization import kernels, trial
+from backend.quantization import kernels, native_trial
 from backend.quantization.formats import FORMATS
 from backend.quantization.matmul import RULES, Matrix, choose, choose_all, wanted
 from backend.quantization.packed_weight import scratch_bytes
@@ -24,9 +24,9 @@ def kitchen():
 
 @pytest.fixture(autouse=True)
 def nothing_is_known():
-    trial._refusal.cache_clear()
+    native_trial._refusal.cache_clear()
     yield
-    trial._refusal.cache_clear()
+    native_trial._refusal.cache_clear()
 
 
 def failing(error: Exception):
@@ -40,7 +40,7 @@ def failing(error: Exception):
 def test_kernels_that_work_refuse_nothing(kitchen, dtype):
     """Of all formats. No memory to dequantize in is left behind, which would count as a model's."""
     held = scratch_bytes(CPU)
-    assert trial.refusals([(kind, dtype) for kind in RULES], CPU) == {}
+    assert native_trial.refusals([(kind, dtype) for kind in RULES], CPU) == {}
     assert scratch_bytes(CPU) <= held
 
 
@@ -60,26 +60,29 @@ def test_kernels_that_work_refuse_nothing(kitchen, dtype):
 def test_kernels_that_do_not_are_refused(kitchen, monkeypatch, product, says):
     """Once for a process: the next load asks no device again."""
     monkeypatch.setattr(kitchen, "mm_int8", product)
-    found = trial.refusals([INT8, ("float8_e4m3fn", "float32")], CPU)
+    found = native_trial.refusals([INT8, ("float8_e4m3fn", "float32")], CPU)
     assert found.keys() == {INT8}
     assert re.search(says, found[INT8]) and "\n" not in found[INT8]
     monkeypatch.undo()
-    assert trial.refusals([INT8], CPU) == found
+    assert native_trial.refusals([INT8], CPU) == found
 
 
 def test_without_comfy_kitchen_nothing_is_tried(monkeypatch):
     monkeypatch.setattr(kernels, "kitchen", lambda: (None, "comfy-kitchen is not installed"))
-    assert trial.refusals([INT8], CPU) == {INT8: "comfy-kitchen is not installed"}
+    assert native_trial.refusals([INT8], CPU) == {INT8: "comfy-kitchen is not installed"}
 
 
 def test_memory_that_runs_out_is_no_refusal(kitchen, monkeypatch):
     """It ends the load on all ranks, and is not remembered."""
     monkeypatch.setattr(kitchen, "mm_int8", failing(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
-        trial.refusals([INT8], CPU)
-    assert trial.agree([INT8], CPU, lambda own: [[[], "", "CPU"], own]) == ({}, ["", "CUDA out of memory"])
+        native_trial.refusals([INT8], CPU)
+    assert native_trial.agree([INT8], CPU, lambda own: [[[], "", "CPU"], own]) == (
+        {},
+        ["", "CUDA out of memory"],
+    )
     monkeypatch.undo()
-    assert trial.refusals([INT8], CPU) == {}
+    assert native_trial.refusals([INT8], CPU) == {}
 
 
 def test_a_rank_that_loses_its_gpu_in_a_trial_ends_once_all_have_gathered(kitchen, monkeypatch):
@@ -93,15 +96,15 @@ def test_a_rank_that_loses_its_gpu_in_a_trial_ends_once_all_have_gathered(kitche
         gpu.setattr(kitchen, "mm_int8", lost)
         gpu.setattr(torch, "ones", lambda *size, **named: lost() if named else torch.full(size, 1.0))
         with pytest.raises(RuntimeError, match="native int8_tensorwise products lost the GPU.*weight only"):
-            trial.agree([INT8], CPU, lambda own: gathered.append(own) or [own])
-    assert len(gathered) == 1 and trial.refusals([INT8], CPU) == {}
+            native_trial.agree([INT8], CPU, lambda own: gathered.append(own) or [own])
+    assert len(gathered) == 1 and native_trial.refusals([INT8], CPU) == {}
 
 
 def test_all_ranks_leave_what_one_refuses(monkeypatch):
     """The first rank and its GPU are named; one rank alone is not."""
     monkeypatch.setattr(kernels, "kitchen", lambda: (None, "comfy-kitchen is not installed"))
     other = [[[*INT8, "its product failed"], ["nvfp4", "float32", "it is old"]], "", "NVIDIA L4"]
-    found = trial.agree([INT8], CPU, lambda own: [[[], "", "CPU"], other, own])
+    found = native_trial.agree([INT8], CPU, lambda own: [[[], "", "CPU"], other, own])
     assert found == (
         {
             INT8: "on rank 1 (NVIDIA L4) its product failed",
@@ -109,7 +112,10 @@ def test_all_ranks_leave_what_one_refuses(monkeypatch):
         },
         [""] * 3,
     )
-    assert trial.agree([INT8], CPU, lambda own: [own]) == ({INT8: "comfy-kitchen is not installed"}, [""])
+    assert native_trial.agree([INT8], CPU, lambda own: [own]) == (
+        {INT8: "comfy-kitchen is not installed"},
+        [""],
+    )
 
 
 def test_a_refused_format_is_weight_only(kitchen):
@@ -141,7 +147,7 @@ def test_what_is_tried_depends_on_nothing_that_is_installed(monkeypatch):
 @torch.inference_mode()
 def test_a_shape_that_no_trial_saw(kitchen, monkeypatch, kind):
     """Its layer is weight only from then on, but where other ranks wait in it, and where memory ran out."""
-    weight, *_ = trial.examples(*INT8[:1], torch.float32, CPU)
+    weight, *_ = native_trial.examples(*INT8[:1], torch.float32, CPU)
     x, bias, calls = torch.randn(3, 256), torch.randn(256), []
     native = weight.linear(x, bias)
     error = kind("CUBLAS_STATUS_NOT_SUPPORTED")
@@ -154,7 +160,7 @@ def test_a_shape_that_no_trial_saw(kitchen, monkeypatch, kind):
     assert found.equal(F.linear(x, weight.dequantized(), bias)) and not found.equal(native)
     assert weight.choice.kernel is None and "NOT_SUPPORTED" in weight.choice.why
     assert weight.linear(x, bias).equal(found) and len(calls) == 2
-    short, *_ = trial.examples(*INT8[:1], torch.float32, CPU)
+    short, *_ = native_trial.examples(*INT8[:1], torch.float32, CPU)
     monkeypatch.setattr(kitchen, "mm_int8", failing(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         short.linear(x, bias)

@@ -67,8 +67,8 @@ def test_the_way_back_takes_all_of_its_seconds_again():
     ranks, places = Ranks(RING, (FLUX,), rate=2.4 * GB), [RING.placement]
     assert 9 < ranks.change(PIPE, PICTURE) < 11
     for scores in [ring, pipe] * 100:
-        plan, behind = choose_placement(scores, [], ranks, PICTURE)
-        ranks = replace(ranks, plan=plan, regret=behind)
+        plan, regret = choose_placement(scores, [], ranks, PICTURE)
+        ranks = replace(ranks, plan=plan, regret=regret)
         places.append(plan.placement)
     assert sum(one != other for one, other in pairwise(places)) <= 2
 

@@ -1,10 +1,10 @@
 """Transformers that no family file describes: diffusers classes that take a latent, a timestep and a prompt.
 
 The family is made from the class's signature and from what a shallow copy with random weights does
-(probe.py). CFG and data parallelism always work; methods that cut the sequence (Ulysses, ring, PipeFusion)
-where a self-check passes: every patch run alone against full K/V buffers equals the full forward. The meaning
-of the output comes from the pipeline's scheduler; without one it is velocity. One rank tries; the others are
-told what it found.
+(block_trace.py). CFG and data parallelism always work; methods that cut the sequence (Ulysses, ring,
+PipeFusion) where a self-check passes: every patch run alone against full K/V buffers equals the full forward.
+The meaning of the output comes from the pipeline's scheduler; without one it is velocity. One rank tries; the
+others are told what it found.
 """
 
 import inspect
@@ -21,14 +21,14 @@ from ...models.discrete_schedule import of_scheduler, prediction
 from ...models.family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO, Noise
 from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
+from .block_trace import Trace, shallow, trace
 from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
-from .probe import Trace, shallow, trace
 from .structure import CannotCut, check_cut, structure
 
 #: The layout of files whose keys are diffusers' own.
 NO_LAYOUT = Layout(signature=(), config=lambda shapes: {})
-#: (height, width) in tokens, and tokens of the prompt, in the two probes; a size shows what it counts.
-PROBES = (((6, 5), 7), ((6, 7), 11))
+#: (height, width) in tokens, and tokens of the prompt, in the two traced runs; a size shows what it counts.
+TRACE_SIZES = (((6, 5), 7), ((6, 7), 11))
 
 
 def unknown(cls: type) -> Family:
@@ -89,15 +89,20 @@ def _tried(cls: type, config_json: str) -> dict:
     """Run a shallow copy; return its Trial as JSON holds it."""
     config: dict = json.loads(config_json)
     shape = Shape(cls, config, inputs_of(cls, config))
-    probe = _Probe(shape)
-    first = probe.run(*PROBES[0])
+    shallow_model = _ShallowModel(shape)
+    first = shallow_model.run(*TRACE_SIZES[0])
     _check_inputs(cls, first)
     assert first.timestep is not None  # _check_inputs has refused a class without one
     trial = Trial(first.timestep, first.heads, first.head_size, {})
     try:
-        sizes = [(probe.request(counts, text)[0].tokens, text) for counts, text in PROBES]
-        facts = structure(first, probe.run(*PROBES[1]), sizes, lambda: probe.run(*PROBES[0], seed=1))
-        return asdict(_checked(shape, replace(trial, blocks=facts), probe))
+        sizes = [(shallow_model.request(counts, text)[0].tokens, text) for counts, text in TRACE_SIZES]
+        facts = structure(
+            first,
+            shallow_model.run(*TRACE_SIZES[1]),
+            sizes,
+            lambda: shallow_model.run(*TRACE_SIZES[0], seed=1),
+        )
+        return asdict(_checked(shape, replace(trial, blocks=facts), shallow_model))
     except CannotCut as reason:
         return asdict(replace(trial, whole_only=str(reason)))
 
@@ -148,16 +153,16 @@ def _no_share(config) -> int:
     return 0
 
 
-def _checked(shape: "Shape", trial: Trial, probe: "_Probe") -> Trial:
+def _checked(shape: "Shape", trial: Trial, shallow_model: "_ShallowModel") -> Trial:
     """Check patches of the trial's blocks; give blocks that fail on an empty text stream a dummy token."""
-    request = probe.request(*PROBES[0])
+    request = shallow_model.request(*TRACE_SIZES[0])
     try:
-        check_cut(probe.transformer, _described(shape, None, trial), *request)
+        check_cut(shallow_model.transformer, _described(shape, None, trial), *request)
     except CannotCut:
         if trial.blocks["text"] is None:
             raise
         trial = replace(trial, blocks={**trial.blocks, "needs_text_token": True})
-        check_cut(probe.transformer, _described(shape, None, trial), *request)
+        check_cut(shallow_model.transformer, _described(shape, None, trial), *request)
     return trial
 
 
@@ -197,7 +202,7 @@ class Shape:
         return known[0]
 
 
-class _Probe:
+class _ShallowModel:
     """The shallow copy and its requests."""
 
     def __init__(self, shape: Shape):

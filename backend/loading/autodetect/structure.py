@@ -1,4 +1,5 @@
-"""How a transformer's blocks are taken apart, from their arguments and results (probe.py), and a self-check.
+"""How a transformer's blocks are taken apart, from their arguments and results (block_trace.py), and a
+self-check.
 
 Streams are found by identity, as in diffusers' TransformerBlockRegistry: what one block returns is the tensor
 that the next one takes. Which tokens they have is found by running two sizes of latent and prompt.
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ...models.blocks import APART, JOINED
 from ...models.family import Family
 from ...models.latent_tokens import TokenGrid
-from .probe import RecordedBlock, Trace
+from .block_trace import RecordedBlock, Trace
 
 
 class CannotCut(Exception):
@@ -66,7 +67,7 @@ def _streams(call: RecordedBlock, again: RecordedBlock, sizes) -> dict[str, str]
 
 
 def _kind(tokens: tuple[int, int], sizes) -> str | None:
-    """Return what a pair of sizes counts in the two probes; the model may add tokens to a prompt."""
+    """Return what a pair of sizes counts in the two traced runs; the model may add tokens to a prompt."""
     (image, text), (image2, text2) = sizes
     if tokens == (image, image2):
         return "image"
