@@ -62,7 +62,7 @@ class RankRoom:
         return self.need.likely - self.cached
 
 
-class AllRefuse(UnsupportedError):
+class RefusedByAllRanks(UnsupportedError):
     """All ranks refuse, and none goes on. ``lacking``: rank -> bytes that should be free on its device."""
 
     def __init__(self, message: str, lacking: dict[int, int] | None = None):
@@ -70,11 +70,11 @@ class AllRefuse(UnsupportedError):
         self.lacking = lacking or {}
 
 
-class OutOfRoom(AllRefuse):
+class InsufficientMemory(RefusedByAllRanks):
     """Some rank lacks memory."""
 
 
-class OutOfMemory(RuntimeError):
+class FatalOutOfMemory(RuntimeError):
     """An allocation failed while other ranks wait: this rank ends, and torchrun ends the others."""
 
     __module__ = SHORT
@@ -94,12 +94,12 @@ def crowded(rooms: list[RankRoom], bound: Callable[[Need], int]) -> list[RankRoo
     return sorted(found, key=lambda room: -bound(room.need))
 
 
-def short_ranks(rooms: list[RankRoom], asking: Collection[int] = ()) -> list[RankRoom]:
+def short_ranks(rooms: list[RankRoom], can_make_room: Collection[int] = ()) -> list[RankRoom]:
     """Return the ranks that cannot run: without room for the least that they need, or, of the ranks
-    ``asking`` for which the client can still make room, for what is likely."""
+    ``can_make_room`` for which the client can still make room, for what is likely."""
     failed = [room for room in rooms if not room.ready]
     short = failed or crowded(rooms, lambda need: need.least)
-    return short or [room for room in crowded(rooms, lambda need: need.likely) if room.rank in asking]
+    return short or [room for room in crowded(rooms, lambda need: need.likely) if room.rank in can_make_room]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Admission:
         self.names: list[str] = control.all_gather_object(memory.name)
         #: The requests that were planned last: a warm run plans nothing, nor does one of two experts.
         self._plans: deque[tuple[Checkpoint, tuple, list[RankPlan]]] = deque(maxlen=CACHED_PLANS)
-        #: Whether weights may take what is left: not once a request beside them needed more than was likely.
+        #: Whether weights may take what is left: not once a request next to them needed more than was likely.
         self.caches_dequantized = may_cache_dequantized()
         #: What the last round was about, if that was a call of the model.
         self._admitted: tuple | None = None
@@ -195,29 +195,29 @@ class Admission:
         self._plans.clear()
 
     def check(
-        self, planned: Planned | None, ready: bool = True, asking: Collection[int] = (), lacks: int = 0
+        self, planned: Planned | None, ready: bool = True, can_make_room: Collection[int] = (), lacks: int = 0
     ) -> list[RankRoom]:
-        """Gather the rooms of all ranks in one collective, and return them. Raises OutOfRoom on all ranks if
-        one of them is short.
+        """Gather the rooms of all ranks in one collective, and return them. Raises InsufficientMemory on all
+        ranks if one of them is short.
 
         planned: given on rank 0 alone. ready: False where this rank ran out of memory for the request's own
-        tensors or its LoRAs. asking: ranks for which the client can still make room. lacks: bytes that this
-        rank lacks for LoRAs.
+        tensors or its LoRAs. can_make_room: ranks for which the client can still make room. lacks: bytes that
+        this rank lacks for LoRAs.
         """
         self._admitted = None
         rooms = self._gather(planned.needs if planned else [], ready, lacks)
-        short = short_ranks(rooms, asking)
+        short = short_ranks(rooms, can_make_room)
         if not short:
             return rooms
         lacking = {room.rank: room.wanted for room in short}
         # a client makes room and comes again: what would fit, which takes seconds to plan, waits for the last
-        if planned is None or planned.others or any(rank in asking for rank in lacking):
+        if planned is None or planned.others or any(rank in can_make_room for rank in lacking):
             loads = planned is not None and not planned.is_loaded
             what = ("to load this model", "nothing is loaded") if loads else ("for this", "nothing was run")
             text = _shortage(short[0], *what)
             others = " Other models are on the ranks; unload them." if planned and planned.others else ""
-            raise OutOfRoom(text + others, lacking)
-        raise OutOfRoom(planned.shortage(rooms, short[0]), lacking)
+            raise InsufficientMemory(text + others, lacking)
+        raise InsufficientMemory(planned.shortage(rooms, short[0]), lacking)
 
     def prepare(
         self,
@@ -229,22 +229,24 @@ class Admission:
     ) -> Prepared:
         """Return what ``prepare`` makes of a request where every rank has room for it. A call like the one
         before needs no round. ``parked``: ranks to which the model's weights have to come back first, the
-        same on every rank; ``lacks``: bytes of LoRAs beside quantized weights that come back too, or that
-        ``prepare`` has no room for. Raises OutOfRoom."""
+        same on every rank; ``lacks``: bytes of LoRAs next to quantized weights that come back too, or that
+        ``prepare`` has no room for. Raises InsufficientMemory."""
         if parked:
-            self.check(planned and planned.with_weights(parked), asking=message.asking, lacks=lacks())
+            self.check(
+                planned and planned.with_weights(parked), can_make_room=message.can_make_room, lacks=lacks()
+            )
         about = _about(message)
-        if about is not None and about == self._admitted and not message.asking:
+        if about is not None and about == self._admitted and not message.can_make_room:
             return prepare()
         prepared = _ready_or_none(prepare, self.memory)
         lacking = 0 if prepared is not None else lacks()
-        rooms = self.check(planned, prepared is not None, message.asking, lacking)
+        rooms = self.check(planned, prepared is not None, message.can_make_room, lacking)
         self._admitted = about
         assert prepared is not None  # check() has refused what is not
         return replace(prepared, spare=self._spare(rooms, prepared))
 
     def _spare(self, rooms: list[RankRoom], prepared: Prepared) -> int:
-        """Count what this rank may take of what is left on its device beside what all ranks there need. On
+        """Count what this rank may take of what is left on its device besides what all ranks there need. On
         the CPU neither swap nor what holds the pages of the model's file."""
         own = rooms[self.control.rank]
         here = [room for room in rooms if room.memory == own.memory]
@@ -272,14 +274,14 @@ class Admission:
 
 
 def out_of_memory_error(rank: int, ranks: int, memory: DeviceMemory, error: BaseException) -> Exception:
-    """Return what to raise where an allocation has failed in the middle of a request: OutOfRoom where there
-    is no other rank, which may wait in a collective; else what ends this one."""
+    """Return what to raise where an allocation has failed in the middle of a request: InsufficientMemory
+    where there is no other rank, which may wait in a collective; else what ends this one."""
     free = _gb(memory.free() + memory.cached())
     text = f"rank {rank} {RAN_OUT} in the middle of a request, with {free} free on its device"
     if ranks == 1:
         text += f"; the model stays loaded. Use a smaller latent or batch, or more ranks ({reason(error)})."
-        return OutOfRoom(text, {})
-    return OutOfMemory(f"{text} ({reason(error, 160)}); use a smaller latent or batch, or more ranks")
+        return InsufficientMemory(text, {})
+    return FatalOutOfMemory(f"{text} ({reason(error, 160)}); use a smaller latent or batch, or more ranks")
 
 
 def _about(message: Sample | ModelCall) -> tuple | None:
@@ -307,7 +309,7 @@ def _shortage(
     room: RankRoom, what: str, result: str, plan: RankPlan | None = None, returning: int = 0
 ) -> str:
     """Say which rank lacks how much; ``returning``: bytes of weights that come back."""
-    parts = {"weights": returning, "LoRAs beside quantized weights": room.loras}
+    parts = {"weights": returning, "LoRAs next to quantized weights": room.loras}
     if plan is not None:
         parts |= {
             "keys and values": plan.kv_bytes,

@@ -9,7 +9,7 @@ import torch
 
 from .cgroup_limits import memory_limits
 
-#: What libraries say when an allocation fails, beside torch.OutOfMemoryError: the CPU's allocator, cuBLAS
+#: What libraries say when an allocation fails, besides torch.OutOfMemoryError: the CPU's allocator, cuBLAS
 #: and NCCL ("Failed to CUDA calloc 8388608 bytes").
 _OUT_OF_MEMORY = (
     *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED"),

@@ -175,7 +175,7 @@ class Probe:
         return tuple(max(found) / each for each in found)
 
     def warm_up(self):
-        """Compute for a while: a GPU that idled is slower at first, and links would seem fast beside it."""
+        """Compute for a while: a GPU that idled is slower at first, and links would seem fast next to it."""
         end = time.perf_counter() + WARM
         while time.perf_counter() < end:
             F.linear(self.x, self.weight)

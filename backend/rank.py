@@ -10,7 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from . import start
-from .admission import Admission, AllRefuse, OutOfMemory, OutOfRoom, Planned, out_of_memory_error
+from .admission import (
+    Admission,
+    FatalOutOfMemory,
+    InsufficientMemory,
+    Planned,
+    RefusedByAllRanks,
+    out_of_memory_error,
+)
 from .config import ParallelConfig
 from .device_memory import check_device, is_out_of_memory
 from .engine import Engine
@@ -56,7 +63,7 @@ class Worker:
     def follow(self):
         """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
         while not isinstance(message := self.control.receive(), Shutdown):
-            with suppress(RequestCancelled, AllRefuse):  # rank 0 answers the client
+            with suppress(RequestCancelled, RefusedByAllRanks):  # rank 0 answers the client
                 self.obey(message)
             del message  # its tensors make room for those of the next one
 
@@ -78,8 +85,8 @@ class Worker:
     def run_sample(
         self, message: Sample, callbacks: Callbacks, planned: Planned | None = None
     ) -> tuple[Tensor, dict]:
-        """Denoise where every rank has room; rank 0 gives what it has ``planned``. Raises OutOfRoom and
-        RequestCancelled."""
+        """Denoise where every rank has room; rank 0 gives what it has ``planned``. Raises InsufficientMemory
+        and RequestCancelled."""
         prepare = partial(self.engine.prepare_sample, message)
         prepared = self._admitted(message, prepare, planned)
         self.clock.new_request()
@@ -88,15 +95,17 @@ class Worker:
         found: Any = None
         try:
             found = self._guarded(partial(self.engine.sample, message, timed, prepared))
-        except (RequestCancelled, AllRefuse) as error:  # whose frames hold keys and values
+        except (RequestCancelled, RefusedByAllRanks) as error:  # whose frames hold keys and values
             ended = error.with_traceback(None)
-            if isinstance(error, OutOfRoom) and prepared.model.dequantized_bytes:
+            if isinstance(error, InsufficientMemory) and prepared.model.dequantized_bytes:
                 self.admission.caches_dequantized = False
         finally:
             self.clock.begin(None)
         # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
         self.release(
-            [*message.shared, self.mesh.rank] if prepared.model.dequantized_bytes else message.shared
+            [*message.shared_ranks, self.mesh.rank]
+            if prepared.model.dequantized_bytes
+            else message.shared_ranks
         )
         if ended is not None:
             raise ended
@@ -114,7 +123,7 @@ class Worker:
             self.clock.begin(None)
 
     def _admitted(self, message: Sample | ModelCall, prepare, planned: Planned | None) -> Prepared:
-        """Return what ``prepare`` makes where every rank has room. Raises AllRefuse."""
+        """Return what ``prepare`` makes where every rank has room. Raises RefusedByAllRanks."""
         model = self.engine.models[message.model]
         self._try_kernel(message.attention, model)
         stack = self.engine.stacks.get(message.model, ())
@@ -127,14 +136,14 @@ class Worker:
 
         try:
             return self.admission.prepare(message, prepare, parked, planned, lacks)
-        except OutOfRoom:
+        except InsufficientMemory:
             if parked:  # again, as all ranks count: some have weights back, others had no room for theirs
                 self.engine.park(model, parked)
             raise
 
     def _try_kernel(self, name: str, model: LoadedModel):
         """Try an attention kernel on every rank before its first request. No collective for torch's own,
-        which only GPUs have several of. Raises AllRefuse where it fails on any."""
+        which only GPUs have several of. Raises RefusedByAllRanks where it fails on any."""
         kernel = kernel_table.kernel_of(name)
         lse = kernel.lse and self.engine.config.ring_degree > 1
         case = (name, model.dtype, model.head_size, lse)
@@ -146,10 +155,11 @@ class Worker:
             failures = self.control.all_gather_object(kernel_trial.failure(*case, self.mesh.device))
             self.tried[case] = kernel_trial.refusal(name, by_rank(failures))
         if self.tried.get(case):
-            raise AllRefuse(self.tried[case])
+            raise RefusedByAllRanks(self.tried[case])
 
     def _guarded(self, run):
-        """Run; where memory runs out, say so with numbers. One rank alone goes on. Raises OutOfRoom."""
+        """Run; where memory runs out, say so with numbers. One rank alone goes on. Raises
+        InsufficientMemory."""
         try:
             return run()
         except Exception as error:
@@ -210,12 +220,12 @@ class Worker:
         no rank keeps it), else what it cost each is in ``reports``. ``own``: the key under which rank 0 has
         checked the model, which is that of all ranks. Loads nothing and gives no reasons where all ranks have
         learnt that one cannot multiply natively as it should: rank 0 checks the model again, and says so.
-        Raises OutOfRoom before anything is read, or where a rank's memory ran out while it read."""
+        Raises InsufficientMemory before anything is read, or where a rank's memory ran out while it read."""
         own = own or model_key(message)
         key = self.control.all_gather_object(own)[0]
         if key in self.engine.models:
             return self._name_loras(key, message)
-        self.admission.check(planned, asking=message.asking)
+        self.admission.check(planned, can_make_room=message.can_make_room)
         products = [(kind, dtype) for kind, dtype in message.products]
         reasons = self._try_products(products)
         if reasons or (message.matmul == NATIVE and not self.engine.refused.keys().isdisjoint(products)):
@@ -241,9 +251,9 @@ class Worker:
         if reasons:
             self.engine.unload(key)
             short = [rank for rank, (*_, lacks) in enumerate(answers) if lacks]
-            if short:  # beside what was counted: other models may leave for it
+            if short:  # besides what was counted: other models may leave for it
                 likely = {rank: planned.needs[rank].likely if planned else 0 for rank in short}
-                raise OutOfRoom(f"the model could not be loaded ({'; '.join(reasons)}).", likely)
+                raise InsufficientMemory(f"the model could not be loaded ({'; '.join(reasons)}).", likely)
         else:
             self.reports[key] = [report for _, report, _ in answers]
         return reasons
@@ -282,7 +292,7 @@ class Worker:
             if not is_out_of_memory(error):
                 raise
             what = f"rank {old.rank} {RAN_OUT} while the ranks were arranged for other degrees"
-            raise OutOfMemory(
+            raise FatalOutOfMemory(
                 f"{what} ({reason_of(error, 160)}); use fewer ranks or a leaner plan"
             ) from error
         meshes.close(old)

@@ -18,7 +18,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import start
-from .admission import AllRefuse, OutOfRoom, Planned
+from .admission import InsufficientMemory, Planned, RefusedByAllRanks
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError
 from .loading.checkpoint import Checkpoint
@@ -132,16 +132,16 @@ class Leader(Worker):
             return
         try:
             act()
-        except AllRefuse as error:  # no rank goes on with it
+        except RefusedByAllRanks as error:  # no rank goes on with it
             # one that ran out in its midst does so again from its beginning
-            if isinstance(error, OutOfRoom) and self._free_abandoned(job.message, every=not error.lacking):
+            if isinstance(error, InsufficientMemory) and self._free_abandoned(job.message, not error.lacking):
                 self.run(job)
                 return
             job.reply(Failure(str(error), lacking=[list(each) for each in error.lacking.items()]))
 
     def _free_abandoned(self, message, every: bool) -> bool:
         """Unload the oldest model that no connected client has loaded, or ``every`` such one; return whether
-        there was one beside that of ``message``."""
+        there was one next to that of ``message``."""
         named = self.named.of_connected()
         own = getattr(message, "model", "").partition(LORAS)[0]
         others = [key for key in self.files if key not in named and key != own]
@@ -188,9 +188,8 @@ class Leader(Worker):
             dtype = self.engine.weight_dtype(checkpoint, message.weight_dtype)
             planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others(job))
             products = self.engine.products(checkpoint, message.matmul, dtype)
-        load_message = replace(
-            message, autodetected=dict(checkpoint.autodetected or {}), products=list(map(list, products))
-        )
+        autodetected = dict(checkpoint.autodetected or {})
+        load_message = replace(message, autodetected=autodetected, products=list(map(list, products)))
 
         def act():
             self.control.broadcast(load_message)

@@ -32,11 +32,11 @@ from .host.handle import (
     ParallelDiT,
     ensure_loaded,
     entries_to_keep,
-    in_room,
     keep_rank_weights,
     rank_weights_stay,
+    run_evicting_models,
 )
-from .host.progress import NodeStatus, with_room_or_without
+from .host.progress import NodeStatus, tolerate_preview_oom
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node
 from .host.remote_patcher import RemotePatcher
@@ -190,7 +190,7 @@ class RemoteTransformer(ElsewhereModule):
         guider = executor.class_obj
         size = (kwargs.get("latent_shapes") or [noise.shape])[0]
         before = self.held, self.asked, self.used
-        args = denoise_mask, callback and with_room_or_without(callback, NodeStatus()), *args
+        args = denoise_mask, callback and tolerate_preview_oom(callback, NodeStatus()), *args
         with errors_on_node(), one_plan(guider.model_patcher.dit, guider, size, len(sigmas) - 1) as dit:
             self.held = (*ensure_loaded(dit), dit)
             self.asked = set()
@@ -284,7 +284,7 @@ class RemoteTransformer(ElsewhereModule):
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
             room=self._room(backend, dit) if asks else None,
         )
-        result = in_room(backend, dit.wanted, lambda everywhere: sample(everywhere=everywhere), asks)
+        result = run_evicting_models(backend, dit.wanted, lambda all_ranks: sample(all_ranks=all_ranks), asks)
         # ranks that miss cached arguments have not looked at their memory
         if self.asked is not None and result is not None and "missing" not in result.stats:
             self.asked.add(str(size))

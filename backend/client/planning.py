@@ -208,7 +208,7 @@ def _left_by_comfyui(devices: list[int], request: Request) -> tuple[tuple[int, i
 
 
 def _why_spared(auto: AutoConfig, model: Wanted, unit: str) -> str:
-    """Return a sentence behind that of a choice where memory is spared, else nothing. ``unit``: as of its
+    """Return a sentence after that of a choice where memory is spared, else nothing. ``unit``: as of its
     Option."""
     size = _spared.get(_spared_key(auto, model), 0)
     if not size:

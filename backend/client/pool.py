@@ -57,11 +57,11 @@ class Backend:
         on_progress=lambda progress: None,
         matmul: str = "auto",
         room: Room | None = None,
-        everywhere: bool = False,
+        all_ranks: bool = False,
     ) -> protocol.Loaded:
         """Load a transformer, or find it loaded. ``keep``: what somebody still needs; all others make room
         first. ``loras``: (path, strength), in order. ``room``: on devices that ranks share with us;
-        ``everywhere``: as of with_room."""
+        ``all_ranks``: as of with_room."""
         key = (path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         leaving = Watch(check)
@@ -75,7 +75,7 @@ class Backend:
             with self._busy:
                 return interrupts.ask(self._request, message)
 
-        loaded = with_room(room, self.client, message, load, everywhere)
+        loaded = with_room(room, self.client, message, load, all_ranks)
         with self._busy:
             replaced = self.models.pop(key, None)
             self.models[key] = loaded.base  # now the last of them
@@ -120,10 +120,10 @@ class Backend:
                 self._request(protocol.Release(ranks))
 
     def sample(
-        self, message: protocol.Sample | protocol.ModelCall, *callbacks, room=None, everywhere=False, **named
+        self, message: protocol.Sample | protocol.ModelCall, *callbacks, room=None, all_ranks=False, **named
     ):
         """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
-        this process ends it, as it does where a cancelled request does not end. ``room``, ``everywhere`` as
+        this process ends it, as it does where a cancelled request does not end. ``room``, ``all_ranks`` as
         in load."""
 
         def sample(message):
@@ -133,7 +133,7 @@ class Backend:
                 except ClosedError:
                     return None
 
-        result = with_room(room, self.client, message, sample, everywhere)
+        result = with_room(room, self.client, message, sample, all_ranks)
         if result is None and self.closed:
             silence = self.process.silence if self.process is not None else ""
             why = silence or "the call of the model in progress did not end in time"

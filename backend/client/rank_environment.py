@@ -161,7 +161,8 @@ def sanitized_environment(
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     # the client ends ranks that hang, by their heartbeats, and waits for those that load or compile
     env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", NCCL_SECONDS)
-    # else what travels beside attention begins when the thousands of blocks of its kernel have had their turn
+    # else what travels next to attention begins when the thousands of blocks of its kernel have had their
+    # turn
     env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     if not has_torch(2, 8) or ranks_python() != sys.executable:  # whose torch is not known here
         # else buffers of a collective are free only when the GPU has passed it, 20 blocks behind the host;

@@ -80,21 +80,21 @@ class Room:
         management.soft_empty_cache()
 
 
-def with_room(room: Room | None, client: Any, message, run: Callable, everywhere: bool = False):
+def with_room(room: Room | None, client: Any, message, run: Callable, all_ranks: bool = False):
     """Run a message; where it lacks memory on devices of this process, make ``room`` and run it again. Not
-    while the backend is busy: other models of the ranks may have to go for it. ``everywhere``: they can, so
+    while the backend is busy: other models of the ranks may have to go for it. ``all_ranks``: they can, so
     what is likely needed counts on the other ranks, too."""
     shared = room.shared_ranks(client.welcome) if room else []
-    others = [rank for rank in range(client.welcome.world_size) if rank not in shared] if everywhere else []
+    others = [rank for rank in range(client.welcome.world_size) if rank not in shared] if all_ranks else []
     if room is None or not shared:
-        return run(replace(message, asking=others) if others else message)
-    fields = {"shared": shared} if isinstance(message, Sample) else {}
+        return run(replace(message, can_make_room=others) if others else message)
+    fields = {"shared_ranks": shared} if isinstance(message, Sample) else {}
     try:
-        return run(replace(message, asking=[*shared, *others], **fields))
+        return run(replace(message, can_make_room=[*shared, *others], **fields))
     except RefusedError as error:
         lacking = error.lacking
         if not lacking.keys() & set(shared) or (others and not lacking.keys() <= set(shared)):
             raise
     if lacking.keys() <= set(shared):  # else it is refused all the same, and says what would fit
         room.make(client.welcome, lacking)
-    return run(replace(message, asking=others, **fields))
+    return run(replace(message, can_make_room=others, **fields))

@@ -276,7 +276,7 @@ class Checkpoint:
 
     @cached_property
     def read_keys(self) -> set[str]:
-        """The file's names of the transformer's tensors: an all-in-one file has others beside them."""
+        """The file's names of the transformer's tensors: an all-in-one file has others next to them."""
         return {self.key(source) for source in self.sources.values()}
 
     @property

@@ -100,7 +100,7 @@ class FusedWeights:
         return loras
 
     def cost(self, lora: Lora) -> str:
-        """Say what a LoRA costs beside quantized weights, empty where it is little: adapters other than
+        """Say what a LoRA costs next to quantized weights, empty where it is little: adapters other than
         low-rank ones are added to a copy of the layer in the compute dtype."""
         names = {
             name
@@ -147,7 +147,7 @@ class FusedWeights:
         self.stack = stack
 
     def _forget(self, names: list[str]):
-        """Have parameters made again by the next ``fuse``, whatever its stack, and free what is beside
+        """Have parameters made again by the next ``fuse``, whatever its stack, and free what is next to
         quantized ones."""
         self.stack = UNKNOWN
         self._held |= dict.fromkeys(names, UNKNOWN)
@@ -155,11 +155,11 @@ class FusedWeights:
             weight.set_adapters({})
 
     def adapter_bytes(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> int:
-        """Count the bytes that the LoRAs of ``stack`` take beside quantized weights, in ``dtype``: on this
+        """Count the bytes that the LoRAs of ``stack`` take next to quantized weights, in ``dtype``: on this
         rank, or on one that holds the whole model, of which these parameters are ``quantized``."""
         cuts = {} if quantized else self.cuts
         quantized_names = quantized or self.packed
-        # of UNKNOWN, no file's, the adapters beside quantized weights have gone
+        # of UNKNOWN, no file's, the adapters next to quantized weights have gone
         found = self._changes(stack) if quantized_names and stack != UNKNOWN else {}
         numbers = 0
         for name, changes in found.items():
@@ -239,7 +239,7 @@ class FusedWeights:
         return self._sum(name, value, changes, rows, columns) if changes and value.numel() else value
 
     def _set_adapters(self, weight: PackedWeight, name: str, changes: list[LoraChange], wholes):
-        """Put LoRAs beside a quantized weight, or adapters of other kinds into a copy that is held whole."""
+        """Put LoRAs next to a quantized weight, or adapters of other kinds into a copy that is held whole."""
         known, adapters = dict(weight.adapters), {}
         if not all(is_low_rank(change.adapter) for change in changes):
             weight.set_adapters({})

@@ -8,7 +8,7 @@ from .lora_validation import largest
 from .quantized import ScaledFiles
 from .quantized_layers import Layer
 
-#: The exponent of E8M0 that stands for NaN, and the bits of E4M3 beside its sign that do.
+#: The exponent of E8M0 that stands for NaN, and the bits of E4M3 besides its sign that do.
 NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F
 
 
@@ -20,7 +20,7 @@ def check_scales(checkpoint: Checkpoint):
     if not isinstance(files, ScaledFiles):
         return
     for name, layer in files.layers.items():
-        if name not in checkpoint.read_keys:  # of a text encoder beside it
+        if name not in checkpoint.read_keys:  # of a text encoder next to it
             continue
         for leaf in (*layer.format.leaves, layer.input_scale):
             key = f"{layer.name}.{leaf}"

@@ -117,7 +117,7 @@ LAYOUT = Layout(
 
 
 class Rotary(theirs.Flux2PosEmbed):
-    """diffusers' tables, with the marks of references behind the cosines where positions have them: a table
+    """diffusers' tables, with the marks of references after the cosines where positions have them: a table
     is what a rank has of its own tokens."""
 
     def forward(self, ids):

@@ -20,7 +20,7 @@ PREFIXES = (
     "model.",
     "",
 )
-#: Tensors beside a transformer that it does not read (patterns) -> why they may be there.
+#: Tensors next to a transformer that it does not read (patterns) -> why they may be there.
 ALWAYS_UNREAD = {
     "first_stage_model.*": "the VAE of an all-in-one file",
     "vae.*": "the VAE of an all-in-one file",

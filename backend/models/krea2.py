@@ -144,7 +144,7 @@ class Rotary(theirs.Krea2RotaryPosEmbed):
 
 class Block(theirs.Krea2TransformerBlock):
     """diffusers' block, whose tokens of references may have a modulation of their own: ``temb`` of (2B, 1,
-    6 x width) has theirs behind the others'. comfy/ldm/krea2/model.py (SingleStreamBlock) cuts at an index,
+    6 x width) has theirs after the others'. comfy/ldm/krea2/model.py (SingleStreamBlock) cuts at an index,
     which a rank's own tokens do not have."""
 
     def forward(self, hidden_states, temb, image_rotary_emb, attention_mask=None):

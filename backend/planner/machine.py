@@ -7,7 +7,7 @@ from typing import Any
 
 #: (T, H, W) of a latent or of a patch.
 Sides = tuple[int, int, int]
-#: Bytes that CUDA, NCCL and the allocator need on each GPU beside what is counted.
+#: Bytes that CUDA, NCCL and the allocator need on each GPU besides what is counted.
 RESERVE = 1_200_000_000
 #: Bytes/s between a GPU and host memory of a machine that was not measured: PCIe 3.0 of 16 lanes.
 HOST_LINK = 10e9
@@ -158,7 +158,7 @@ class Machine:
 class Request:
     """What is to be sampled: tokens of one latent, text tokens of one prompt, steps, prompts (2 with a
     negative one), latents of the batch. ``drained``: each step is a call of its own, as under Parallel
-    Model, so that PipeFusion's stages wait for each other. ``loras``: bytes of LoRAs beside the quantized
+    Model, so that PipeFusion's stages wait for each other. ``loras``: bytes of LoRAs next to the quantized
     weights of the whole model; ``other_loras``: of those of models that stay on its ranks. ``then``: further
     requests of a graph that is about to run; None for one that runs itself."""
 

@@ -39,7 +39,7 @@ class Held:
 
 
 def spare_bytes(left: int, likely: int) -> int:
-    """Return in how much of the memory that is ``left`` beside what a request ``likely`` needs weights may
+    """Return in how much of the memory that is ``left`` besides what a request ``likely`` needs weights may
     stay dequantized."""
     return max(0, min(int(SPARE * left) - LEFT_FREE, left - int(DOUBT * likely)))
 
@@ -95,7 +95,7 @@ def _own_blocks(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> ra
 
 
 def _loras(shape: ModelShape, plan: ParallelConfig, loras: int, share: RankShare) -> int:
-    """Bytes of ``loras`` beside quantized weights on a rank: of its stage's blocks; of two factors, one is
+    """Bytes of ``loras`` next to quantized weights on a rank: of its stage's blocks; of two factors, one is
     cut with a matrix. FSDP2 does not cut them."""
     if not loras:
         return 0

@@ -85,16 +85,16 @@ class Load:
     """Load the transformer at ``path``, a file or a diffusers folder, unless it is loaded. ``loras``,
     [[path, strength], ...] in order, are checked now and fused when the model is sampled. ``matmul``: how
     quantized layers multiply (auto, weight only, native). ``autodetected``, ``products``: what rank 0 tells
-    the others (Checkpoint.autodetected; Engine.products); they are not read from clients. ``asking``: ranks
-    on devices where the client can make room; where one likely has too little, the answer is a Failure that
-    says what is lacking."""
+    the others (Checkpoint.autodetected; Engine.products); they are not read from clients. ``can_make_room``:
+    ranks on devices where the client can make room; where one likely has too little, the answer is a Failure
+    that says what is lacking."""
 
     path: str
     weight_dtype: str = "default"
     loras: list = field(default_factory=list)
     matmul: str = "auto"
     autodetected: dict = field(default_factory=dict)
-    asking: list = field(default_factory=list)
+    can_make_room: list = field(default_factory=list)
     products: list = field(default_factory=list)
 
 
@@ -102,7 +102,7 @@ class Load:
 class Loaded:
     """``model`` names the transformer with its LoRAs in later requests; ``info`` is what the client needs to
     know of it. ``info["warnings"]``: a sentence for each LoRA, empty where all of it is used;
-    ``info["lora_bytes"]``: what all of them take beside the quantized weights of the whole model.
+    ``info["lora_bytes"]``: what all of them take next to the quantized weights of the whole model.
     ``info["ranks"]``: what the load cost each rank (LoadReport). ``info["quantized"]``: rank 0's quantized
     layers and how they multiply."""
 
@@ -174,8 +174,9 @@ class Sample:
     ``prompts`` says how they are mixed: name -> {"strength": 1.0, "from": the highest noise level at which
     it counts, "until": the lowest}, each optional. A tensor ``weight.NAME`` (broadcast to the latent's shape)
     is a strength that differs from place to place. ``preview_seconds``: least time between two x0 previews,
-    0 sends none. ``denoised`` asks for the last step's prediction in the Result. ``asking``: as in Load.
-    ``shared``: ranks on devices that others use too, which give their cached memory back at the end.
+    0 sends none. ``denoised`` asks for the last step's prediction in the Result. ``can_make_room``: as in
+    Load. ``shared_ranks``: ranks on devices that others use too, which give their cached memory back at the
+    end.
     """
 
     model: str
@@ -192,8 +193,8 @@ class Sample:
     denoised: bool = False
     prompts: dict = field(default_factory=dict)
     latent_shapes: list = field(default_factory=list)
-    asking: list = field(default_factory=list)
-    shared: list = field(default_factory=list)
+    can_make_room: list = field(default_factory=list)
+    shared_ranks: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)
 
 
@@ -206,8 +207,8 @@ class ModelCall:
     models, the timestep of others; arguments as ``cond.KEY`` with ComfyUI's names, one for each sample or one
     for all. The backend caches the tensors that ``cache`` names (name -> key) for this ``client`` until a
     call's ``forget`` has the key; ``cached`` (name -> key) stands for cached ones. Where some are no longer
-    there, the Result has no output but their names as ``stats["missing"]``: send them again. ``asking``: as
-    in Load.
+    there, the Result has no output but their names as ``stats["missing"]``: send them again.
+    ``can_make_room``: as in Load.
     """
 
     model: str
@@ -219,7 +220,7 @@ class ModelCall:
     cache: dict = field(default_factory=dict)
     cached: dict = field(default_factory=dict)
     forget: list = field(default_factory=list)
-    asking: list = field(default_factory=list)
+    can_make_room: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)
 
 

@@ -20,7 +20,7 @@ from ..errors import UnsupportedError, quoted
 
 #: Role -> tensor, of some rows.
 Stored = Mapping[str, Tensor]
-#: What the file says of a layer beside its format.
+#: What the file says of a layer besides its format.
 Settings = Mapping
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 #: Values of the four bits of E2M1.
@@ -158,7 +158,7 @@ def _e2m1(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _setting(settings: Settings, name: str, default: int | None = None):
-    """Return what the file says of a layer, beside its format or under "params"."""
+    """Return what the file says of a layer, besides its format or under "params"."""
     nested = settings.get("params")
     return settings.get(name, nested.get(name, default) if isinstance(nested, dict) else default)
 

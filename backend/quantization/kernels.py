@@ -133,7 +133,8 @@ def small_kernels(name: str) -> str:
 
 
 def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> int:
-    """Count what a product with a weight of so many rows and columns holds for a moment beside its output."""
+    """Count what a product with a weight of so many rows and columns holds for a moment besides its
+    output."""
     if kernel not in FUSED or _fuses(FUSED[kernel]) or _may_fuse():
         return 0
     if kernel is int8:
@@ -304,13 +305,13 @@ def _block_chunks(rows: Tensor, name: str) -> list[slice]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Inputs as the kernels read them: (tokens, columns), one behind the other."""
+    """Inputs as the kernels read them: (tokens, columns), one after the other."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _tiled(block_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales (rows, blocks) in cuBLAS' tiles. They are stored row by row, which any cut of rows keeps, and a
-    padded copy beside them would double what is held."""
+    padded copy next to them would double what is held."""
     return _kitchen().to_blocked(block_scales.view(torch.uint8), flatten=False).view(dtype)
 
 

@@ -73,13 +73,13 @@ def rows_at_once(form: Format, columns: int) -> int:
 
 
 def columns_of(tensor: Tensor, runs: Sequence[range]) -> Tensor:
-    """Return these runs of the last dimension, behind each other."""
+    """Return these runs of the last dimension, one after the other."""
     return _cat([tensor[..., run.start : run.stop] for run in runs], dim=-1)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Put tensors of one type behind each other; those of 8-bit floats as bytes, for which early versions of
-    torch have no kernel on GPUs (kohya-ss/sd-scripts issue 1711)."""
+    """Put tensors of one type one after the other; those of 8-bit floats as bytes, for which early versions
+    of torch have no kernel on GPUs (kohya-ss/sd-scripts issue 1711)."""
     dtype = tensors[0].dtype
     if not dtype.is_floating_point or dtype.itemsize > 1:
         return torch.cat([*tensors], dim=dim)
@@ -87,7 +87,7 @@ def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def join(pieces: Sequence[Packed], dim: int) -> Packed:
-    """Put pieces of one matrix below each other (``dim`` 0) or beside each other (1)."""
+    """Put pieces of one matrix below each other (``dim`` 0) or next to each other (1)."""
     first = pieces[0]
     if len(pieces) == 1:
         return first

@@ -24,7 +24,7 @@ FLOAT8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass
 class LowRank:
-    """A LoRA beside a weight: ``strength`` x ``up`` (rows, rank) x ``down`` (rank, columns). strengths: of
+    """A LoRA next to a weight: ``strength`` x ``up`` (rows, rank) x ``down`` (rank, columns). strengths: of
     each rank, where it stands for several (joined)."""
 
     up: Tensor
@@ -37,7 +37,7 @@ class LowRank:
         inner = F.linear(x, self.down)
         if self.strengths is not None:
             inner *= self.strengths
-        rows = out.view(-1, out.shape[-1])  # a product's own memory: one row behind the other
+        rows = out.view(-1, out.shape[-1])  # a product's own memory: one row after the other
         rows.addmm_(inner.reshape(-1, inner.shape[-1]), self.up.t(), alpha=self.strength)
 
 
@@ -73,7 +73,7 @@ class PackedWeight(nn.Module):
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
     the products, by key. whole: the weight in ``dtype`` where adapters of another kind are in it; the stored
-    one stays beside it. place: memory of its own in which the weight stays once it is dequantized
+    one stays next to it. place: memory of its own in which the weight stays once it is dequantized
     (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
     max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
     """
@@ -157,7 +157,7 @@ class PackedWeight(nn.Module):
         return weight
 
     def _apply(self, fn, recurse=True):
-        """Move what is beside the stored weight with it."""
+        """Move what is next to the stored weight with it."""
         if (together := self._joined) is not None:
             together.up, together.down = fn(together.up), fn(together.down)
             if together.strengths is not None:
@@ -325,7 +325,7 @@ def linear(
 
 
 def takes_any_rows(weight: Tensor | PackedWeight) -> bool:
-    """Whether some inputs are multiplied as they are beside others: ranks compare no largest values, so they
+    """Whether some inputs are multiplied as they are next to others: ranks compare no largest values, so they
     may multiply them chunk by chunk. The same on all ranks."""
     return not isinstance(weight, PackedWeight) or weight.choice.kernel in (None, float8, mxfp8)
 

@@ -158,7 +158,7 @@ def _chunk(length: int, rank: int, ranks: int) -> int:
 
 def planned_scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
     """Count the memory in which quantized weights are dequantized, the largest of each dtype, and what that
-    or native products of ``tokens`` hold beside."""
+    or native products of ``tokens`` hold besides."""
     largest: Counter[torch.dtype] = Counter()
     for parameter in held:
         largest[parameter.dtype] = max(largest[parameter.dtype], parameter.unpacked)
@@ -168,8 +168,8 @@ def planned_scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
 
 def gathered_bytes(held: list[HeldParameter]) -> int:
     """Count the most that FSDP2 gathers at once: what is outside of blocks stays whole through a forward,
-    beside the block that runs and those gathered ahead of their turn. The one that runs is there twice: FSDP2
-    keeps the buffer that its weights came in until the next block needs its own."""
+    besides the block that runs and those gathered ahead of their turn. The one that runs is there twice:
+    FSDP2 keeps the buffer that its weights came in until the next block needs its own."""
     whole: Counter[int | None] = Counter()
     for parameter in held:
         whole[parameter.block] += parameter.bytes

@@ -102,7 +102,7 @@ class LoadedModel:
         return self.weights.held_adapter_bytes()
 
     def lora_bytes(self, stack: Stack, whole: bool = False) -> int:
-        """Count the bytes of LoRAs beside the quantized weights of this rank, or of the ``whole`` model."""
+        """Count the bytes of LoRAs next to the quantized weights of this rank, or of the ``whole`` model."""
         return self.weights.adapter_bytes(stack, self.dtype, self.choices if whole else ())
 
     @property

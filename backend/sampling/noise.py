@@ -17,7 +17,7 @@ CACHED = 4
 
 class FreshNoise:
     """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for.
-    ``agreed`` makes one of what ranks with other GPUs draw from the same seed."""
+    ``same_on_all_ranks`` makes one of what ranks with other GPUs draw from the same seed."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class FreshNoise:
         grid: TokenGrid | NestedGrid,
         device: torch.device,
         sigmas: Tensor,
-        agreed: Callable[[Tensor], Tensor] = lambda drawn: drawn,
+        same_on_all_ranks: Callable[[Tensor], Tensor] = lambda drawn: drawn,
     ):
         # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last
         # one comes the first)
@@ -37,7 +37,7 @@ class FreshNoise:
         self.grid = grid
         self.device = device
         self.seed, self.sigmas = seed, sigmas
-        self.agreed = agreed
+        self.same_on_all_ranks = same_on_all_ranks
         self.tree = None
         self.count = 0
         self.drawn: dict[object, Tensor] = {}
@@ -46,7 +46,7 @@ class FreshNoise:
         """Return the ``index``-th draw of the seeded generator, (B, N, F)."""
         while self.count <= index:
             drawn = torch.randn(self.shape, generator=self.generator, device=self.device)
-            self._cache(self.count, self.agreed(drawn))
+            self._cache(self.count, self.same_on_all_ranks(drawn))
             self.count += 1
         return self.drawn[index]
 

@@ -76,7 +76,7 @@ class Callbacks:
     on_begin: Callable[[int], None] = lambda step: None
 
 
-def of_first_rank(mesh: Mesh, drawn: Tensor) -> Tensor:
+def broadcast_from_first_rank(mesh: Mesh, drawn: Tensor) -> Tensor:
     """Return what the first rank of a first stage has ``drawn``, where GPUs differ: CUDA's random numbers
     depend on how many multiprocessors a GPU has. All ranks of a first stage draw in the same order."""
     return broadcast(drawn, (mesh.tp, mesh.sp, mesh.cfg, mesh.dp)) if mesh.gpus_differ else drawn
@@ -106,7 +106,7 @@ class Denoiser:
         self.x0 = torch.zeros_like(request.noise)
         self.inpaint = Inpaint(request)
         drawn = (request.seed, request.batch, request.grid, self.x.device, request.sigmas)
-        self.noise = FreshNoise(*drawn, partial(of_first_rank, self.mesh))
+        self.noise = FreshNoise(*drawn, partial(broadcast_from_first_rank, self.mesh))
 
     def _plan_patches(self):
         request = self.request

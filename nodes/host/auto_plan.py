@@ -174,8 +174,8 @@ def as_running(dit: ParallelDiT) -> ParallelDiT:
 
 def _goes_together(guider) -> bool:
     """Whether ComfyUI hands a positive and a negative prompt to the model in one call (calc_cond_batch),
-    which ranks can divide: one of each, with as many tokens, and with the same beside them. Others are called
-    one after the other."""
+    which ranks can divide: one of each, with as many tokens, and with the same next to them. Others are
+    called one after the other."""
     sides = [guider.conds.get(name) or [] for name in ("positive", "negative")]
     if getattr(guider, "cfg", 1.0) == 1.0 or any(len(side) != 1 for side in sides):
         return False
@@ -207,7 +207,7 @@ def _size_of_calls(shape: torch.Size, guider) -> torch.Size:
 
 
 def _guide_frames(cond: dict) -> int:
-    """Count the latent frames of a prompt's guides, which are behind those of the video."""
+    """Count the latent frames of a prompt's guides, which are after those of the video."""
     return sum(guide["latent_shape"][0] for guide in cond.get("guide_attention_entries") or ())
 
 
@@ -227,7 +227,7 @@ def _request_of(
     drained: bool = False,
 ) -> RequestOf:
     """Return what makes the request for latents of a ``size`` (B, C, [T,] H, W), the first of several, and
-    reference latents beside them."""
+    reference latents next to them."""
     batch, sides = _sides(size, dit)
 
     def request(shape: ModelShape) -> Request:

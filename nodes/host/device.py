@@ -8,7 +8,7 @@ from ...backend.planner.auto_config import AutoConfig
 
 
 def check_device(config: ParallelConfig | AutoConfig):
-    """Raise ConfigError where ranks do not run on this machine, or would run on the CPU beside a GPU of
+    """Raise ConfigError where ranks do not run on this machine, or would run on the CPU next to a GPU of
     another kind that ComfyUI uses."""
     base = config.base if isinstance(config, AutoConfig) else config
     if base.address:

@@ -41,7 +41,7 @@ from ..comfy_models.registry import weightless_patcher
 from .graph import loaded_models, unnamed
 from .progress import NodeStatus, bytes_of
 from .queued import running
-from .rank_weights import RankWeights, entries, hold, host_room
+from .rank_weights import RankWeights, entries, host_room, may_hold_memory
 
 Ran = TypeVar("Ran")
 
@@ -87,10 +87,10 @@ def load(
     """
     _, loaded = _load(config, (path, weight_dtype, matmul))
     patcher = weightless_patcher(loaded)
-    return _known(ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul, **planned))
+    return _track(ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul, **planned))
 
 
-def _known(handle: ParallelDiT) -> ParallelDiT:
+def _track(handle: ParallelDiT) -> ParallelDiT:
     """Return a handle, from now on one that weights are kept for."""
     _handles.add(handle)
     weakref.finalize(handle, _free_orphans).atexit = False
@@ -108,8 +108,8 @@ def _free_orphans():
 
 
 def lora_bytes(handle: ParallelDiT) -> tuple[int, int]:
-    """Return the bytes that LoRAs take beside quantized weights: those of ``handle``, and those of the models
-    that stay on its ranks."""
+    """Return the bytes that LoRAs take next to quantized weights: those of ``handle``, and those of the
+    models that stay on its ranks."""
 
     def of(found: ParallelDiT) -> int:
         return found.loaded.info["lora_bytes"]
@@ -135,7 +135,7 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     _, loaded = _load(config, handle.wanted, loras)
     if warning := loaded.info["warnings"][-1]:
         logging.warning("parallel-dit: %s", warning)
-    return _known(replace(handle, config=config, loaded=loaded, loras=loras))
+    return _track(replace(handle, config=config, loaded=loaded, loras=loras))
 
 
 def _at_hand(handle: ParallelDiT) -> ParallelConfig:
@@ -157,7 +157,7 @@ def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...
     if config == handle.config:
         return replace(handle, lines=lines)
     _, loaded = _load(config, handle.wanted, handle.loras)
-    return _known(replace(handle, config=config, loaded=loaded, lines=lines))
+    return _track(replace(handle, config=config, loaded=loaded, lines=lines))
 
 
 def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend, Loaded]:
@@ -174,12 +174,12 @@ def _load(
 ) -> tuple[Backend, Loaded]:
     try:
         with NodeStatus() as status:
-            return _load_or_fail(config, wanted, loras, make_room, status)
+            return _load_with_status(config, wanted, loras, make_room, status)
     except ClosedError:  # this process ends: the graph does not go on, and there is nothing to report
         raise comfy.model_management.InterruptProcessingException() from None
 
 
-def _load_or_fail(
+def _load_with_status(
     config: ParallelConfig, wanted: Wanted, loras: tuple, make_room: bool, status: NodeStatus
 ) -> tuple[Backend, Loaded]:
     check = partial(status.check, "cancelling: the ranks end")
@@ -210,10 +210,10 @@ def _load_or_fail(
 
     path, weight_dtype, matmul = wanted
     room = room and room.keeping(entries_to_keep(backend, wanted))
-    loaded = in_room(
+    loaded = run_evicting_models(
         backend,
         wanted,
-        lambda asks: backend.load(path, weight_dtype, keep, check, loras, show, matmul, room, asks),
+        lambda likely: backend.load(path, weight_dtype, keep, check, loras, show, matmul, room, likely),
         make_room,
     )
     _register(config, wanted, backend, loaded)
@@ -225,7 +225,7 @@ def _load_or_fail(
     return backend, loaded
 
 
-def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks: bool = True) -> Ran:
+def run_evicting_models(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks=True) -> Ran:
     """Run a load or a request of ``wanted``. Where ranks lack memory for it, models leave, the least recently
     used one first, and it runs again: those that the running graph does not load, since ComfyUI's cache keeps
     their handles alive; then its others, such as the first of two experts, which are parked. ``run`` gets
@@ -234,23 +234,23 @@ def in_room(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks:
     left: set[Wanted] = set()
     while True:
         others = [each for each in backend.models if each not in (wanted, *left)]
-        idle = [each for each in others if hold(_entries(backend, {each}))]
-        spare = unnamed(idle, running()) if looks else None
-        asks = spare is not None or (looks and bool(idle) and have_ranks_run_out())
+        idle = [each for each in others if may_hold_memory(_entries(backend, {each}))]
+        unneeded = unnamed(idle, running()) if looks else None
+        wants_likely = unneeded is not None or (looks and bool(idle) and have_ranks_run_out())
         try:
-            return run(asks)
+            return run(wants_likely)
         except RefusedError as error:
-            spare = spare or unnamed(idle, running())
+            unneeded = unneeded or unnamed(idle, running())
             if not error.lacking or not idle:
                 raise
-            leaves = spare or idle[0]
-            parks = spare is None
+            leaves = unneeded or idle[0]
+            parks = unneeded is None
             check = comfy.model_management.throw_exception_if_processing_interrupted
-            if not _unload(backend, leaves, park=parks, waits=parks, check=check) and not asks:
+            if not _unload(backend, leaves, park=parks, waits=parks, check=check) and not wants_likely:
                 raise
         left.add(leaves)
         names = [os.path.basename(path) for path, *_ in (leaves, wanted)]
-        why = "the graph does not load it" if spare else "both do not fit and take turns"
+        why = "the graph does not load it" if unneeded else "both do not fit and take turns"
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
 
 
@@ -318,8 +318,8 @@ def entries_to_keep(
 ) -> list[comfy.model_management.LoadedModel]:
     """Return the entries of ComfyUI's list that stay where a load or a request of ``wanted`` likely has too
     little memory: weights on these ranks of all models of the running graph, such as the other one of two
-    experts, which leave only where it has too little to run at all (in_room); and the models ``used`` by a
-    sampling of ComfyUI's, whose patches must stay."""
+    experts, which leave only where it has too little to run at all (run_evicting_models); and the models
+    ``used`` by a sampling of ComfyUI's, whose patches must stay."""
     own = _entries(backend, {wanted, *loaded_models(running())})
     return [
         entry

@@ -17,7 +17,7 @@ from .report import pace
 CANCELLING = "cancelling: the ranks end the call of the model in progress"
 #: Shown as long as the sampling runs.
 NO_PREVIEW = (
-    "There is no room for previews beside the ranks on ComfyUI's GPU; sampling goes on. The preview method "
+    "There is no room for previews next to the ranks on ComfyUI's GPU; sampling goes on. The preview method "
     "latent2rgb needs none."
 )
 #: Least seconds between two lines of text on the node.
@@ -85,7 +85,7 @@ class Reporter:
         self.holds_last = holds_last
         self.bar = tqdm(total=total, disable=disable_pbar)
         self.status = NodeStatus()
-        self.callback = callback and with_room_or_without(callback, self.status)
+        self.callback = callback and tolerate_preview_oom(callback, self.status)
         self.began = time.monotonic()
         self.said = float("-inf")
 
@@ -123,7 +123,7 @@ class Reporter:
             raise
 
 
-def with_room_or_without(callback: Callable, status: NodeStatus) -> Callable:
+def tolerate_preview_oom(callback: Callable, status: NodeStatus) -> Callable:
     """Return ComfyUI's ``callback`` of a step, whose preview may be out of memory: the ranks have what they
     need, and the sampling goes on."""
 

@@ -75,7 +75,7 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
         self.all_go = False
 
     @property
-    def pinned_down(self) -> bool:
+    def is_held_down(self) -> bool:
         """Whether nothing is taken now."""
         return self.holders > 0 and not Room.is_making
 
@@ -91,17 +91,17 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
 
     def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
         """Free all of it: a model without one of its layers is of no use to the ranks. Returns bytes."""
-        if self.pinned_down:
+        if self.is_held_down:
             return memory_to_free  # the entry stays
         size = self.loaded_size()
-        if not self.take():
+        if not self.free_weights():
             return 0
         self._note_left(int(max(0, size - memory_to_free)))
         return size
 
     def detach(self, unpatch_all=True):
         """Free all of it, where the manager needs as much or more, or wants all."""
-        if unpatch_all and not self.pinned_down and self.take():
+        if unpatch_all and not self.is_held_down and self.free_weights():
             self._note_left(0)
         return self.model
 
@@ -116,7 +116,7 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
         held = sum(each.loaded_size() for each in others if each.load_device == self.load_device)
         planning.note_left(self.load_device.index or 0, size + held)
 
-    def take(self) -> bool:
+    def free_weights(self) -> bool:
         """Free the weights on the ranks of this device, on every rank where all models go; return whether
         they had them."""
         if not self.held or not self.free(() if self.all_go else self.ranks):
@@ -158,6 +158,6 @@ def entries(loaded: Loaded, welcome: Welcome, free: Free) -> list[RankWeights]:
     ]
 
 
-def hold(found: list[RankWeights]) -> bool:
+def may_hold_memory(entries: list[RankWeights]) -> bool:
     """May a model with these entries hold memory of devices? Not where ComfyUI knows that all are parked."""
-    return not found or any(entry.held for entry in found)
+    return not entries or any(entry.held for entry in entries)

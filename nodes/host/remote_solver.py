@@ -22,7 +22,7 @@ from . import one_rank
 from .auto_plan import sample_planned
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
-from .handle import ParallelDiT, ensure_loaded, entries_to_keep, in_room, keep_rank_weights
+from .handle import ParallelDiT, ensure_loaded, entries_to_keep, keep_rank_weights, run_evicting_models
 from .progress import Reporter
 from .rank_weights import host_room
 from .report import run_lines, shown
@@ -67,10 +67,12 @@ class RemoteSolver:
         with Reporter(callback, noise, steps, disable_pbar, self.wants_denoised) as reporter:
             interrupted = reporter.status.interrupted
             room = host_room().keeping(entries_to_keep(self.backend, self.dit.wanted))
-            result = in_room(
+            result = run_evicting_models(
                 self.backend,
                 self.dit.wanted,
-                lambda asks: self.backend.sample(request, reporter, interrupted, room=room, everywhere=asks),
+                lambda all_ranks: self.backend.sample(
+                    request, reporter, interrupted, room=room, all_ranks=all_ranks
+                ),
             )
             if result is None:
                 management.throw_exception_if_processing_interrupted()

@@ -62,7 +62,7 @@ class Rank:
         self.users = Users()
         self.models = {}  # of others, which would leave the ranks where memory lacks
 
-    def sample(self, message, on_progress, should_cancel, room=None, everywhere=False):
+    def sample(self, message, on_progress, should_cancel, room=None, all_ranks=False):
         """As a backend's own; nothing else wants the memory, so neither ``room`` nor ``everywhere`` is
         asked."""
         header = json.loads(

@@ -61,7 +61,9 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
     backend.client.room = 12
     run("/c")
     request = Sample("/c", "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
-    result = handle.in_room(backend, handles[2].wanted, lambda asks: backend.sample(request, everywhere=asks))
+    result = handle.run_evicting_models(
+        backend, handles[2].wanted, lambda all_ranks: backend.sample(request, all_ranks=all_ranks)
+    )
     assert result == Result() and backend.client.held == ["/a", "/c"]
 
 

@@ -43,7 +43,7 @@ class OnGpus(Ranks):
         return super().sample(message, *callbacks, **named)
 
     def refuse_a_margin(self, message):
-        lacking = {rank: 20 for rank in self.lacks if rank in getattr(message, "asking", [])}
+        lacking = {rank: 20 for rank in self.lacks if rank in getattr(message, "can_make_room", [])}
         if lacking:
             error = RefusedError("a rank likely lacks memory.")
             error.lacking = lacking
@@ -90,7 +90,9 @@ def sample(backend, wanted) -> Result:
     """As a sampler's node does, where there is less memory than is likely needed."""
     request = Sample(wanted[0], "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
     room = handle.host_room().keeping(handle.entries_to_keep(backend, wanted))
-    return handle.in_room(backend, wanted, lambda asks: backend.sample(request, room=room, everywhere=asks))
+    return handle.run_evicting_models(
+        backend, wanted, lambda all_ranks: backend.sample(request, room=room, all_ranks=all_ranks)
+    )
 
 
 def test_a_margin_leaves_the_other_expert_of_the_graph(gpus):

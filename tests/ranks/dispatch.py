@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fake_memory import GB, FakeMemory
 
 from backend import probe
-from backend.admission import Admission, OutOfRoom, Planned
+from backend.admission import Admission, InsufficientMemory, Planned
 from backend.config import ParallelConfig
 from backend.loading import parking
 from backend.parallel import comm, mesh
@@ -22,7 +22,7 @@ from backend.protocol import Ping, Result, Sample, Unload
 from backend.rank import Worker
 from backend.rank_plan.need import Need
 from backend.sampling.runs import Prepared
-from backend.sampling.step_loop import of_first_rank
+from backend.sampling.step_loop import broadcast_from_first_rank
 from backend.serving import shared_memory
 from backend.serving.broadcast import ControlChannel
 
@@ -74,9 +74,9 @@ def rounds(control: ControlChannel) -> dict:
         needs = [Need(GB, GB)] * (ranks - 1) + [Need(least, least)]
         with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers:
             try:
-                admission.check(planned(needs) if dist.get_rank() == 0 else None, asking=[ranks - 1])
+                admission.check(planned(needs) if dist.get_rank() == 0 else None, can_make_room=[ranks - 1])
                 found.append("admitted")
-            except OutOfRoom as error:
+            except InsufficientMemory as error:
                 found.append(error.lacking)
         collectives = gathers.call_count
     return {"decided": control.all_gather_object(found), "collectives": collectives}
@@ -123,14 +123,14 @@ def parks(control: ControlChannel) -> list[list]:
     rank.control = control
     rank.admission = Admission(config, control, memory)
     needs = planned([Need(0, 0)] * control.ranks, weight_bytes=GB)
-    sample = Sample("m", "euler", 1.0, 7, asking=list(range(control.ranks)))
+    sample = Sample("m", "euler", 1.0, 7, can_make_room=list(range(control.ranks)))
     with mock.patch.object(parking, "host_free", return_value=2 * GB * control.ranks):
         for ranks in ([last], []):
             returned += [rank.unload(Unload("m", True, ranks)), sorted(model.parked_on)]
             try:
                 plan = needs if dist.get_rank() == 0 else None
                 returned.append("prepared" if rank._admitted(sample, prepare, plan) else "")
-            except OutOfRoom as error:
+            except InsufficientMemory as error:
                 returned.append(sorted(error.lacking))
             returned.append(sorted(model.parked_on))
     return control.all_gather_object(returned)
@@ -149,7 +149,7 @@ def noise() -> list[bool]:
     mine = torch.full((1, 3, 2), float(dist.get_rank()))
     found = []
     for differ, wanted in ((True, 0.0), (False, float(dist.get_rank()))):
-        drawn = of_first_rank(replace(made, gpus_differ=differ), mine.clone())
+        drawn = broadcast_from_first_rank(replace(made, gpus_differ=differ), mine.clone())
         found.append(drawn.eq(wanted).all().item())
     names = [mesh._differ(name, made.control) for name in ("one", f"GPU {dist.get_rank()}")]
     return [*found, names == [False, True]]

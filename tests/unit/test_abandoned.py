@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from backend import worker
-from backend.admission import OutOfRoom
+from backend.admission import InsufficientMemory
 from backend.protocol import LORAS, Failure, Load, Release, Result, Sample, Unload
 from backend.serving.named_models import NamedModels
 from backend.serving.server import Client, Job
@@ -37,7 +37,7 @@ class Ranks(Leader):
 
     def sample(self, job: Job):
         if len(self.files) > self.room:
-            raise OutOfRoom("rank 0 needs more.", {0: 1})
+            raise InsufficientMemory("rank 0 needs more.", {0: 1})
         self.ran.append(job.message)
         job.reply(Result())
 
@@ -71,7 +71,7 @@ def test_parked_models_stay_and_a_request_is_not_run_again_for_each():
 
     def sample(job):
         runs.append(list(ranks.files))
-        raise OutOfRoom("rank 0 ran out of memory in the middle of a request")
+        raise InsufficientMemory("rank 0 ran out of memory in the middle of a request")
 
     ranks.sample = sample
     here = client()

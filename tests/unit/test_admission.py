@@ -15,7 +15,7 @@ from ranks.flux_requests import FEW, shortened
 from tiny import golden_request, write_checkpoint
 from variants import request, write
 
-from backend.admission import Admission, OutOfRoom, RankRoom, short_ranks
+from backend.admission import Admission, InsufficientMemory, RankRoom, short_ranks
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
@@ -46,8 +46,8 @@ def room(rank=0, least=1, likely=2, free=10, cached=0, memory="", ready=True) ->
 def test_what_is_certain_refuses_and_what_is_likely_only_asks():
     tight = room(least=5, likely=12)
     assert not short_ranks([tight])
-    assert not short_ranks([tight], asking=[1])
-    assert short_ranks([tight], asking=[0]) == [tight]
+    assert not short_ranks([tight], can_make_room=[1])
+    assert short_ranks([tight], can_make_room=[0]) == [tight]
     assert short_ranks([room(least=11, likely=12)])
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_is_not_ready_stops_all():
     assert short_ranks([room(0), failed]) == [failed]
 
 
-def check(config, checkpoint, memories, size=FLUX_SIZE, asking=(), load=False, dtype=BF16):
+def check(config, checkpoint, memories, size=FLUX_SIZE, can_make_room=(), load=False, dtype=BF16):
     """What each rank's round raises, None where it admits; and the rounds of all."""
 
     def act(rank, control, memory):
@@ -80,7 +80,7 @@ def check(config, checkpoint, memories, size=FLUX_SIZE, asking=(), load=False, d
             planned = admission.plan_load(checkpoint, dtype)
         elif rank == 0:
             planned = admission.plan_request(config, checkpoint, size, dtype)
-        admission.check(planned, asking=asking)
+        admission.check(planned, can_make_room=can_make_room)
 
     return on_ranks(memories, act)
 
@@ -102,7 +102,7 @@ def flux():
 def test_the_largest_known_keys_and_values_are_refused_on_all_ranks_with_numbers(wan):
     config = ParallelConfig(pipefusion_degree=8, stale_kv="extrapolate")
     found, ranks = check(config, wan, gpus(80, 80, 80, 12, 80, 80, 80, 80), WAN_SIZE)
-    assert all(isinstance(each, OutOfRoom) for each in found)
+    assert all(isinstance(each, InsufficientMemory) for each in found)
     assert all(list(each.lacking) == [3] for each in found)
     text = str(found[0])
     assert text.startswith("rank 3 needs about ") and "12.00 GB are free" in text
@@ -273,13 +273,13 @@ def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(f
 
     memories = gpus(80, 80)
     found, _ = on_ranks(memories, act)
-    assert all(isinstance(each, OutOfRoom) and "rank 1" in str(each) for each in found)
+    assert all(isinstance(each, InsufficientMemory) and "rank 1" in str(each) for each in found)
     assert memories[1].released == 1
 
 
 def test_loras_for_which_there_is_no_room_are_told_and_asked_for(flux):
     """Rank 1 runs out of memory while it adds 3 GB of them: a client makes room for that too."""
-    sample = replace(golden_request("euler_simple")[0], asking=[1])
+    sample = replace(golden_request("euler_simple")[0], can_make_room=[1])
 
     def prepare(rank):
         if rank == 1:
@@ -295,7 +295,7 @@ def test_loras_for_which_there_is_no_room_are_told_and_asked_for(flux):
     for loras in (0, 3 * GB):
         found, _ = on_ranks(gpus(80, 80), partial(act, loras))
         wanted.append(found[0].lacking[1])
-        assert all(("LoRAs beside quantized weights 3.00 GB" in str(each)) == bool(loras) for each in found)
+        assert all(("LoRAs next to quantized weights 3.00 GB" in str(each)) == bool(loras) for each in found)
     assert wanted[1] - wanted[0] == 3 * GB
 
 
@@ -315,7 +315,7 @@ def test_a_call_like_the_one_before_needs_no_round(flux):
         return ranks.rounds - 1  # the names
 
     assert rounds(call) == rounds(call, call, call) == 1
-    assert rounds(call, larger, larger) == rounds(call, call, replace(call, asking=[0])) == 2
+    assert rounds(call, larger, larger) == rounds(call, call, replace(call, can_make_room=[0])) == 2
     sample, _ = golden_request("euler_simple")
     assert rounds(sample, sample) == 2
 
@@ -324,9 +324,9 @@ def test_who_can_make_no_room_is_told_what_would_fit(wan):
     """Rank 3 lacks memory, and the client shares rank 0's device only."""
     config = ParallelConfig(pipefusion_degree=8, stale_kv="extrapolate")
     memories = gpus(80, 80, 80, 30, 80, 80, 80, 80)
-    (first, *_), _ = check(config, wan, memories, WAN_SIZE, asking=[0])
+    (first, *_), _ = check(config, wan, memories, WAN_SIZE, can_make_room=[0])
     assert "It would fit with stale_kv reuse" in str(first)
-    (first, *_), _ = check(config, wan, memories, WAN_SIZE, asking=[0, 3])
+    (first, *_), _ = check(config, wan, memories, WAN_SIZE, can_make_room=[0, 3])
     assert "It would fit" not in str(first) and list(first.lacking) == [3]
 
 
@@ -347,4 +347,4 @@ def test_parked_weights_count(flux):
 
     assert act([10], {}) == act([40], {0}) == act([10, 40], {1}) == "prepared"
     for refused in (act([10], {0}), act([40], {0}, 30 * GB), act([40, 10], {1}), act([10, 40], {0, 1})):
-        assert isinstance(refused, OutOfRoom) and "weights 2" in str(refused)
+        assert isinstance(refused, InsufficientMemory) and "weights 2" in str(refused)

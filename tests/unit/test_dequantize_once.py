@@ -15,7 +15,7 @@ from tiny import batch_request, shallow_flux, weights_module
 
 from backend import admission as admission_module
 from backend import dequantized_cache as cache_module
-from backend.admission import Admission, OutOfRoom, RankRoom
+from backend.admission import Admission, InsufficientMemory, RankRoom
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.dequantized_cache import CACHE_VARIABLE, may_cache_dequantized, stop_caching_dequantized
@@ -265,8 +265,8 @@ def test_after_memory_ran_out_beside_them_nothing_is_spare(lent):
     worker = worker_of(FakeMemory(0), lent, fails)
     ready, rooms = Prepared(cast(Any, None), cast(Any, None)), [room(0, "a", 12, 2)]
     assert worker.admission._spare(rooms, ready) > 0
-    with pytest.raises(OutOfRoom):
-        worker.run_sample(replace(batch_request(1), shared=[]), Callbacks())
+    with pytest.raises(InsufficientMemory):
+        worker.run_sample(replace(batch_request(1), shared_ranks=[]), Callbacks())
     assert (worker.admission._spare(rooms, ready) > 0) == (not lent)
 
 
@@ -297,7 +297,7 @@ def test_what_stayed_goes_back_to_other_programs(lent, released, stops):
             raise RequestCancelled(1)
 
     worker = worker_of(FakeMemory(0, cached=8 * GB), lent, sample)
-    message = replace(batch_request(1), shared=[])
+    message = replace(batch_request(1), shared_ranks=[])
     if stops:
         with pytest.raises(RequestCancelled):
             worker.run_sample(message, Callbacks())

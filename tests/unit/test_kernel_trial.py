@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from backend.admission import AllRefuse
+from backend.admission import RefusedByAllRanks
 from backend.config import ParallelConfig
 from backend.parallel import kernel_trial
 from backend.parallel.attention_kernels import SDPA
@@ -83,7 +83,7 @@ def test_a_kernel_that_raises_is_refused_each_time_and_tried_once(kernel):
     kernel(missing)
     rank = Rank(["", "RuntimeError: another"])
     for _ in range(2):
-        with pytest.raises(AllRefuse) as refused:
+        with pytest.raises(RefusedByAllRanks) as refused:
             rank.ask()
     text = str(refused.value)
     assert text.startswith(
@@ -98,7 +98,7 @@ def test_a_kernel_that_raises_is_refused_each_time_and_tried_once(kernel):
 
 def test_a_kernel_that_fails_on_another_rank_alone_is_refused(kernel):
     kernel(right)
-    with pytest.raises(AllRefuse, match=r"fails \(rank 1: it has none\)"):
+    with pytest.raises(RefusedByAllRanks, match=r"fails \(rank 1: it has none\)"):
         Rank(["it has none"]).ask()
 
 
@@ -115,7 +115,7 @@ def test_the_log_sum_exp_is_tried_where_a_ring_wants_it(kernel, ring, fails):
     kernel(without_lse)
     rank = Rank([""], ring)
     if fails:
-        with pytest.raises(AllRefuse, match="No execution plans"):
+        with pytest.raises(RefusedByAllRanks, match="No execution plans"):
             rank.ask()
     else:
         rank.ask()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import write_checkpoint
 
-from backend.admission import Admission, OutOfMemory, OutOfRoom
+from backend.admission import Admission, FatalOutOfMemory, InsufficientMemory
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import RAN_OUT, UnsupportedError
@@ -73,13 +73,13 @@ def test_a_load_that_has_no_room_reads_nothing(tmp_path, monkeypatch):
 
     def check(*given, **named):
         rounds.append((given, named))
-        raise OutOfRoom("rank 1 lacks memory", {1: 7})
+        raise InsufficientMemory("rank 1 lacks memory", {1: 7})
 
     monkeypatch.setattr(rank.admission, "check", check)
     monkeypatch.setattr(rank.engine, "load", lambda *_: pytest.fail("it is read"))
-    with pytest.raises(OutOfRoom, match="rank 1 lacks memory"):
-        rank.load(Load(path, asking=[1]), planned=planned)
-    assert rounds == [((planned,), {"asking": [1]})] and not rank.engine.models
+    with pytest.raises(InsufficientMemory, match="rank 1 lacks memory"):
+        rank.load(Load(path, can_make_room=[1]), planned=planned)
+    assert rounds == [((planned,), {"can_make_room": [1]})] and not rank.engine.models
 
 
 def test_memory_that_runs_out_in_a_load_is_what_ranks_lack(tmp_path, monkeypatch):
@@ -93,7 +93,9 @@ def test_memory_that_runs_out_in_a_load_is_what_ranks_lack(tmp_path, monkeypatch
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(rank.engine, "load", fails)
-    with pytest.raises(OutOfRoom, match="could not be loaded .ranks 0, 1: CUDA out of memory") as refused:
+    with pytest.raises(
+        InsufficientMemory, match="could not be loaded .ranks 0, 1: CUDA out of memory"
+    ) as refused:
         rank.load(Load(str(path)), planned=replace(planned, needs=planned.needs * 2))
     assert refused.value.lacking == dict.fromkeys((0, 1), planned.needs[0].likely) and not rank.engine.models
     monkeypatch.setattr(rank.engine, "load", lambda *_: 1 / 0)
@@ -124,7 +126,7 @@ def test_memory_that_runs_out_between_two_arrangements_is_said_as_such(monkeypat
         raise RuntimeError("NCCL error: Failed to CUDA calloc 8388608 bytes")
 
     monkeypatch.setattr(mesh, "build", build)
-    with pytest.raises(OutOfMemory, match=f"rank 0 {RAN_OUT} while .* calloc 8388608"):
+    with pytest.raises(FatalOutOfMemory, match=f"rank 0 {RAN_OUT} while .* calloc 8388608"):
         rank.arrange(ParallelConfig(ulysses_degree=2))
 
 

@@ -9,7 +9,7 @@ import torch
 from fake_memory import GB, FakeMemory
 from headers import opened
 
-from backend.admission import Admission, OutOfRoom
+from backend.admission import Admission, InsufficientMemory
 from backend.config import ParallelConfig
 from backend.planner.machine import TOKENS_AT_ONCE
 from backend.protocol import ModelCall, Sample
@@ -131,7 +131,7 @@ def test_a_load_onto_the_cpu_needs_memory_for_what_is_cast(name, kind, dtype, fi
     if fits:
         assert own.check(planned)[0].need.least == 0
     else:
-        with pytest.raises(OutOfRoom, match="to load this model"):
+        with pytest.raises(InsufficientMemory, match="to load this model"):
             own.check(planned)
 
 

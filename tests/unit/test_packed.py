@@ -131,7 +131,7 @@ def lora_on(state: dict, path: Path) -> Path:
 
 
 def counted_is_held(engine: Engine, loras: list):
-    """What is counted of LoRAs beside quantized weights is what they take, on one rank all of it."""
+    """What is counted of LoRAs next to quantized weights is what they take, on one rank all of it."""
     model, stack = engine.models["tiny"], lora_stack(loras)
     held = [x for w in packed_weights(engine).values() for a in w.adapters.values() for x in (a.up, a.down)]
     held += [w.whole for w in packed_weights(engine).values() if w.whole is not None]

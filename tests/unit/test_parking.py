@@ -14,7 +14,7 @@ from tiny import BLOCKS, save_whole, shallow_flux, weights_module
 
 from backend import host_memory
 from backend import rank as rank_module
-from backend.admission import Admission, OutOfRoom, Planned, out_of_memory_error
+from backend.admission import Admission, InsufficientMemory, Planned, out_of_memory_error
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import parking
@@ -183,7 +183,7 @@ def test_what_would_fit_is_planned_when_nothing_else_can_leave(others, monkeypat
         Admission(ParallelConfig(), control, memory).check(plans)
 
     [refused], _ = on_ranks([FakeMemory(GB)], act)
-    assert isinstance(refused, OutOfRoom) and refused.lacking == {0: 2 * GB}
+    assert isinstance(refused, InsufficientMemory) and refused.lacking == {0: 2 * GB}
     assert ("Other models are on the ranks" in str(refused)) == others == (str(refused) != says)
 
 
@@ -204,12 +204,12 @@ def test_memory_that_runs_out_in_between_is_said_with_numbers():
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     alone = out_of_memory_error(0, 1, FakeMemory(GB, GB), error)
     among = out_of_memory_error(1, 2, FakeMemory(GB), error)
-    assert isinstance(alone, OutOfRoom) and not isinstance(among, OutOfRoom)
+    assert isinstance(alone, InsufficientMemory) and not isinstance(among, InsufficientMemory)
     assert "rank 0 ran out of memory" in str(alone) and "2.00 GB free" in str(alone)
     assert "rank 1 ran out of memory" in str(among) and "Tried to allocate 2.00 GiB" in str(among)
 
 
-@pytest.mark.parametrize("ranks, error", [(1, "OutOfRoom"), (2, "OutOfMemory")])
+@pytest.mark.parametrize("ranks, error", [(1, "InsufficientMemory"), (2, "FatalOutOfMemory")])
 def test_memory_that_runs_out_ends_a_rank_only_where_another_waits(ranks, error):
     rank = worker(ranks)
     with pytest.raises(Exception, match="rank 0 ran out of memory .* 2.00 GB free") as raised:
@@ -218,7 +218,7 @@ def test_memory_that_runs_out_ends_a_rank_only_where_another_waits(ranks, error)
     assert type(raised.value).__name__ == error and rank.engine.memory.released == (ranks == 1)
 
 
-@pytest.mark.parametrize("ranks, error", [(1, "OutOfRoom"), (2, "OutOfMemory")])
+@pytest.mark.parametrize("ranks, error", [(1, "InsufficientMemory"), (2, "FatalOutOfMemory")])
 def test_so_does_memory_that_is_gone_before_a_call_like_the_one_before(ranks, error):
     """No round has asked for room again."""
 
@@ -240,14 +240,14 @@ def test_a_refused_request_leaves_ranks_parked_as_they_were(parked_on):
     def refuse(message, prepare, was_parked, planned, lacks):
         assert was_parked == parked_on and lacks() == (GB if 0 in parked_on else 0)
         model.parked_on = set()
-        raise OutOfRoom("rank 1 lacks memory", {1: GB})
+        raise InsufficientMemory("rank 1 lacks memory", {1: GB})
 
     parked = 0 in parked_on
     stack = SimpleNamespace(stack=())
     model = SimpleNamespace(parked=parked, parked_on=parked_on, weights=stack, held_lora_bytes=GB)
     rank.engine.models["m"], rank.engine.park = model, lambda *given: parks.append(given)
     rank.admission.prepare = refuse
-    with pytest.raises(OutOfRoom):
+    with pytest.raises(InsufficientMemory):
         rank.run_sample(Sample("m", "euler", 1.0, 7), Callbacks())
     assert parks == ([(model, parked_on)] if parked_on else [])
 
@@ -280,7 +280,7 @@ def test_weights_that_came_back_in_part_are_parked_whole(files, monkeypatch):
 def test_cached_memory_goes_back_after_a_request_on_shared_devices(shared, released):
     rank = worker(1)
     rank.engine.sample = lambda *_: ("samples", {})
-    assert rank.run_sample(Sample("m", "euler", 1.0, 7, shared=shared), Callbacks()) == ("samples", {})
+    assert rank.run_sample(Sample("m", "euler", 1.0, 7, shared_ranks=shared), Callbacks()) == ("samples", {})
     assert rank.engine.memory.released == released
 
 
@@ -307,7 +307,7 @@ def test_what_a_cancelled_request_held_goes_back_too():
     rank.engine.sample = cancelled
     rank.engine.memory.release = lambda: alive.append(alive[0]())
     with pytest.raises(RequestCancelled):
-        rank.run_sample(Sample("m", "euler", 1.0, 7, shared=[0]), Callbacks())
+        rank.run_sample(Sample("m", "euler", 1.0, 7, shared_ranks=[0]), Callbacks())
     assert alive[1:] == [None]
 
 

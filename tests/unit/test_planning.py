@@ -138,7 +138,7 @@ def test_one_gpu_has_nothing_to_choose(machine):
 @pytest.mark.parametrize(
     "error, memory",
     [
-        (BackendError("rank 1 failed with OutOfMemory: rank 1 ran out of memory in the middle"), True),
+        (BackendError("rank 1 failed with FatalOutOfMemory: rank 1 ran out of memory in the middle"), True),
         (BackendError("rank 1 was killed by SIGKILL"), False),
         (RefusedError("steps is 0"), False),
     ],

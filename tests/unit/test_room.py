@@ -29,7 +29,7 @@ class Ranks:
 
     def sample(self, message, *_, **__):
         self.received.append(message)
-        need = self.likely if 0 in getattr(message, "asking", []) else self.least
+        need = self.likely if 0 in getattr(message, "can_make_room", []) else self.least
         if need > self.memory.free:
             error = RefusedError("rank 0 needs more")
             error.lacking = {0: self.likely}
@@ -68,7 +68,7 @@ def test_a_text_encoder_loaded_afterwards_goes_when_rank_0_samples(management, k
     assert ranks.sample(REQUESTS[kind], room=Room(management, GPUS)) == Result()
     assert not management.current_loaded_models
     assert management.asked == [(12 * GB + management.reserved, FIRST)]
-    assert [message.asking for message in ranks.client.received] == [[], [0], []]
+    assert [message.can_make_room for message in ranks.client.received] == [[], [0], []]
 
 
 def test_no_room_is_made_where_another_rank_lacks_memory_too(management):
@@ -105,7 +105,7 @@ def test_with_room_nothing_is_asked_and_a_run_is_one_message(management):
     ranks.sample(REQUESTS["sample"], room=Room(management, GPUS))
     assert len(ranks.client.received) == 1 and not management.asked
     assert management.current_loaded_models == [encoder]
-    assert ranks.client.received[0].shared == [0]
+    assert ranks.client.received[0].shared_ranks == [0]
 
 
 def test_between_least_and_likely_it_runs_though_nothing_can_go(management):

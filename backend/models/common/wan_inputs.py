@@ -83,7 +83,7 @@ def padded(grid: TokenGrid, cond) -> dict[str, Tensor]:
 
 
 class CameraResidual(nn.Module):
-    """Two convolutions beside an identity; names are those of the files."""
+    """Two convolutions next to an identity; names are those of the files."""
 
     def __init__(self, width: int):
         super().__init__()
