@@ -124,9 +124,9 @@ def edges_of(config: ParallelConfig, pp: Axis) -> Edges:
     if pp.size == 1:
         return Edges()
     names = [f"edge:{a},{b}" for a, b in zip(pp.ranks, (*pp.ranks[1:], pp.ranks[0]))]
-    before = None if pp.first else names[pp.rank - 1]
-    after = None if pp.last else names[pp.rank]
-    return Edges(*cast(Any, (before, after, names[-1] if pp.first or pp.last else None)))
+    before = None if pp.is_first else names[pp.rank - 1]
+    after = None if pp.is_last else names[pp.rank]
+    return Edges(*cast(Any, (before, after, names[-1] if pp.is_first or pp.is_last else None)))
 
 
 def load(

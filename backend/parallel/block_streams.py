@@ -145,7 +145,7 @@ class Forward:
         else:
             text = call[blocks.text] if blocks.text and index >= structure.entry else None
             found = {"image": blocks.adapter.image(blocks, call), "text": text}
-        return found if enters else self._own(found)
+        return found if enters else self._cut_whole_streams(found)
 
     def sequence(self, index: int, streams: Streams) -> SequenceLengths:
         """Measure the sequence of streams that enter at block ``index``; references come with the text, or
@@ -169,16 +169,16 @@ class Forward:
         text = streams["text"]
         if text is not None:
             text = text[:, self.tokens.local.text.indices]
-        return {"image": self._mine(streams["image"]), "text": text}
+        return {"image": self._local_image(streams["image"]), "text": text}
 
-    def _own(self, streams: Streams) -> Streams:
+    def _cut_whole_streams(self, streams: Streams) -> Streams:
         """Cut what the model hands over whole: the image stream between block lists, and per-block text."""
         shard = self.tokens.local
         sequence = self.tokens.sequence
         text = streams["text"]
         image = streams["image"]
         if image.shape[1] != shard.stream:
-            image = self._mine(image)
+            image = self._local_image(image)
         if sequence.per_block_text:
             carried = self.tokens.carried_text
             start = sequence.text - sequence.per_block_text
@@ -187,7 +187,7 @@ class Forward:
             text = torch.cat([text[:, :carried], text[:, lo:hi]], dim=1)
         return {"text": text, "image": image}
 
-    def _mine(self, image: Tensor) -> Tensor:
+    def _local_image(self, image: Tensor) -> Tensor:
         """This rank's tokens of the whole image stream."""
         shard = self.tokens.local
         latent = image[:, shard.image.indices]
@@ -196,7 +196,7 @@ class Forward:
         references = image[:, self.tokens.sequence.image :]
         return torch.cat([latent, references[:, shard.reference.indices]], dim=1)
 
-    def give(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):
+    def put_streams(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):
         """Put the streams into a block's arguments, and cut the others; ``dummy``: text is a dummy token."""
         structure = self.structure
         blocks = structure.family.blocks

@@ -34,7 +34,7 @@ def cache_layers(
         widths[stage] += layer_features(transformer.get_submodule(name))
     cache = LayerCache(offload_device, dtype, mesh)
     found: dict[str, CachedLayer] = {}
-    for name, kind in _wanted(transformer, blocks, family, mesh.pp.first):
+    for name, kind in _wanted(transformer, blocks, family, mesh.pp.is_first):
         parent = transformer.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         shared = not family.cache.modulation_per_sample

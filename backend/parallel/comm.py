@@ -131,7 +131,7 @@ def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
     own."""
     if axis.size == 1:
         return x
-    if not axis.first:
+    if not axis.is_first:
         count(mechanism, x)
         send = dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)
         _finish([send])

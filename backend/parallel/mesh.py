@@ -42,11 +42,11 @@ class Axis:
     shares: tuple[float, ...] = ()
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.rank == self.size - 1
 
     def neighbour(self, offset: int) -> int:

@@ -51,10 +51,10 @@ class Stage:
         self.join(mesh)
         self.current: Forward | None = None
         self.sequences: dict[str, SequenceLengths] = {}
-        self.known: set[tuple[str, int]] = set()  # prompt and sample whose text has run (Cache.static_text)
-        self.launched: set[tuple] = set()  # kinds of forwards that have run in this request
+        self.text_seen: set[tuple[str, int]] = set()  # prompt, sample whose text has run (Cache.static_text)
+        self.launched_kinds: set[tuple] = set()  # kinds of forwards that have run in this request
         # prompt -> an activation that came: prompts may differ in width (control videos of Wan VACE)
-        self.like: dict[str, Tensor] = {}
+        self.received_like: dict[str, Tensor] = {}
         self.cuts = WeakTensorKeyDictionary()
         self.static = StaticInputs() if ENABLED else None
         self.structure = BlockStructure.of(transformer, family)
@@ -64,7 +64,7 @@ class Stage:
             for i, block in enumerate(modules):
                 modules[i] = StagedBlock(self, index, block)
                 index += 1
-        self.passing = {
+        self.passed_blocks = {
             index
             for index in range(self.structure.total)
             if index not in blocks and self.structure.can_skip(index)
@@ -121,14 +121,14 @@ class Stage:
         self.end_request()
         self.attention.begin_request(kernel, buffers, wire, compiled)
         self.sequences.clear()
-        self.known.clear()
-        self.launched.clear()
+        self.text_seen.clear()
+        self.launched_kinds.clear()
         self.static = StaticInputs() if ENABLED else None
 
     def end_request(self):
         """Free what would outlive the request: keys, values, and what came from the stage before."""
         self.attention.begin_request(self.attention.kernel, None)
-        self.like.clear()
+        self.received_like.clear()
         self.cuts.clear()
         if self.pipe:
             self.pipe.forget_buffers()
@@ -142,10 +142,10 @@ class Stage:
         """Post the receive of a forward; return False, also for all after it, if that is too early. Its size
         has to be known. A forward of its kind has to have run: a kernel's first launch may wait for the whole
         device, receives included, while their sender waits likewise for this stage."""
-        known = context.prompt in self.like and context.prompt in self.sequences
-        if not known or self._kind(context) not in self.launched:
+        known = context.prompt in self.received_like and context.prompt in self.sequences
+        if not known or self._kind(context) not in self.launched_kinds:
             return False
-        self._post(context, self.like[context.prompt])
+        self._post(context, self.received_like[context.prompt])
         return True
 
     def _kind(self, context: StepContext) -> tuple:
@@ -155,7 +155,7 @@ class Stage:
 
     def _post(self, context: StepContext, like: Tensor):
         """Post the receive of a forward; ``like`` is an activation (b, tokens, D) of this request."""
-        if self.pipe and not self.mesh.pp.first:
+        if self.pipe and not self.mesh.pp.is_first:
             tokens = self._tokens(context)
             width = like.shape[2] * (1 + len(self.structure.crossing(self.blocks.start)))
             shape = (len(context.sample_span), sum(self._received(tokens)), width)
@@ -181,14 +181,14 @@ class Stage:
             return None
         finally:
             self.current = None
-            self.known |= set(context.keys) if self.family.cache.static_text else set()
+            self.text_seen |= set(context.keys) if self.family.cache.static_text else set()
 
     def local_image(self, context: StepContext) -> Span:
         """Return the latent tokens that a forward of ``context`` computed on this rank."""
         return self._tokens(context).local.image
 
     def _tokens(self, context: StepContext) -> TokenShards:
-        with_text = context.with_text and not self.known.issuperset(context.keys)
+        with_text = context.with_text and not self.text_seen.issuperset(context.keys)
         return token_shards(context, self.sequences[context.prompt], with_text, self.mesh.sp)
 
     # ------ what the wrapped blocks do, in this order
@@ -196,12 +196,12 @@ class Stage:
         """Run block ``index`` in its place; return what it returns. ``names``: its positional parameters."""
         forward, structure = self._forward, self.structure
         call = dict(zip(names, args)) | kwargs
-        if index in self.passing and not forward.per_block_text:
+        if index in self.passed_blocks and not forward.per_block_text:
             return self._pass(index, call)
         streams = forward.streams(index, call)
         if index in (0, structure.entry):
             streams = self._enter(forward, index, call, streams)
-        if index == self.blocks.start and self.pipe and not self.mesh.pp.first:
+        if index == self.blocks.start and self.pipe and not self.mesh.pp.is_first:
             streams = self._receive(forward, self.pipe, streams)
         if block is not None:
             streams = self._run(forward, index, block, call, streams)
@@ -209,7 +209,7 @@ class Stage:
                 forward.skips[index] = streams["image"]
         if forward.per_block_text:
             streams["text"] = streams["text"][:, : forward.tokens.carried_text]
-        if index == self.blocks.stop - 1 and self.pipe and not self.mesh.pp.last:
+        if index == self.blocks.stop - 1 and self.pipe and not self.mesh.pp.is_last:
             self._send(forward, self.pipe, streams)
             raise StageDone
         if index == structure.total - 1:
@@ -249,7 +249,7 @@ class Stage:
         if dummy:
             text = streams["text"]
             streams = {**streams, "text": text.new_zeros(text.shape[0], 1, text.shape[2])}
-        forward.give(index, call, streams, dummy)
+        forward.put_streams(index, call, streams, dummy)
         mask = call.get(family.blocks.text_mask)
         if mask is not None:
             call[family.blocks.text_mask] = None  # attention applies it instead
@@ -294,8 +294,8 @@ class Stage:
         crossing = self.structure.crossing(self.blocks.start)
         both, *skips = pipe.take().chunk(1 + len(crossing), dim=2)
         forward.skips = dict(zip(crossing, skips))
-        self.like[forward.context.prompt] = both
-        self.launched.add(self._kind(forward.context))
+        self.received_like[forward.context.prompt] = both
+        self.launched_kinds.add(self._kind(forward.context))
         if text is None:
             return {"image": both, "text": None}
         text_tokens, image_tokens = self._received(forward.tokens)

@@ -202,11 +202,11 @@ def patches(
 
     Every patch has a latent token for each SP rank, so these must be ``count`` x ``sp_size`` at least.
     """
-    given = sequence.joint - sequence.image
+    not_denoised = sequence.joint - sequence.image
     first = sequence.image
     if count > 1:
         most = sequence.image - (count - 1) * sp_size
-        first = max(sp_size, min(round(sequence.joint / count) - given, most))
+        first = max(sp_size, min(round(sequence.joint / count) - not_denoised, most))
     whole = whole_sequence(sequence, sp_rank, sp_size, shares)
     rest = replace(whole, text=Span(0, 0), reference=Span(0, 0), image=Span(first, sequence.image))
     later = [replace(rest, image=rest.image.shard(i, count - 1)) for i in range(count - 1)]

@@ -66,7 +66,7 @@ def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
     counts = [len(each) for each in samples_of_replicas(batch, mesh)]
     of_dp = [counts[i : i + mesh.cfg.size] for i in range(0, len(counts), mesh.cfg.size)]
     output = comm.gather(output, of_dp[mesh.dp.rank], mesh.cfg, "outputs")
-    if mesh.cfg.first:
+    if mesh.cfg.is_first:
         output = comm.gather(output, list(map(sum, of_dp)), mesh.dp, "outputs")
     return output[:batch].cpu(), runner.statistics(started)
 

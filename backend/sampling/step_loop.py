@@ -92,7 +92,7 @@ class Denoiser:
         self.callbacks = callbacks
         self.branches = request.branches if mesh.cfg.size == 1 else (request.branches[mesh.cfg.rank],)
         self.prompts = self._own(tuple(request.prompts))
-        self.first_stage = mesh.pp.first
+        self.first_stage = mesh.pp.is_first
         edge = mesh.edges.outputs
         self.outputs = Pipe(edge, edge, "outputs") if mesh.pp.size > 1 else None
         self.pending: deque[Pending] = deque()

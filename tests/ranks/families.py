@@ -176,7 +176,7 @@ def disturb_routers(engine: Engine):
 
     def forward(self, tokens):
         noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(0))
-        return exact(self, tokens if engine.mesh.tp.first else tokens + UNLIKE * noise)
+        return exact(self, tokens if engine.mesh.tp.is_first else tokens + UNLIKE * noise)
 
     MoEGate.forward = forward
 
