@@ -18,7 +18,7 @@ from .loading.checkpoint import Checkpoint
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.memory import spare_bytes
 from .protocol import ModelCall, Sample
-from .quantization.kernels import Choice
+from .quantization.kernels import MatmulChoice
 from .quantization.packed_weight import scratch_bytes
 from .rank_plan.describe import CALLS, RankPlan, describe
 from .rank_plan.need import Need, load_need, request_need
@@ -175,7 +175,7 @@ class Admission:
         checkpoint: Checkpoint,
         size: RequestSize,
         dtype: torch.dtype,
-        choices: Mapping[str, Choice] | None = None,
+        choices: Mapping[str, MatmulChoice] | None = None,
     ) -> Planned:
         """Plan a request for a loaded model on every rank. ``config``: the backend's with the request's
         settings; ``checkpoint``: of the model, itself not loaded; ``choices``: how its quantized parameters

@@ -33,7 +33,7 @@ from .parallel.modulation_cache import LayerCache
 from .parallel.pipeline_stage import Stage
 from .parallel.stage_split import Stages
 from .protocol import LORAS, Describe, ModelCall, Sample
-from .quantization.kernels import AUTO, Choice
+from .quantization.kernels import AUTO, MatmulChoice
 from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import describe as describe
@@ -88,7 +88,7 @@ class Engine:
 
     def _choices(
         self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str, dtype: torch.dtype
-    ) -> dict[str, Choice]:
+    ) -> dict[str, MatmulChoice]:
         """Quantized parameter -> how it multiplies. Raises UnsupportedError."""
         found = matrices(checkpoint, cuts, dtype)
         where = (self.mesh.device, min(self.capabilities, default=None))

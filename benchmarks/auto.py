@@ -25,7 +25,7 @@ from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.planner.choose import Question, ranked
-from backend.planner.machine import Machine, Request
+from backend.planner.machine import Machine, RequestEstimate
 from backend.planner.option import Option
 from backend.probe import Probe
 from backend.protocol import Sample
@@ -65,9 +65,9 @@ class Case:
         cfg = "cfg 4" if self.guided else "cfg 1"
         return f"{self.side**2 // 4} tokens, {self.steps} steps, {cfg}, batch {self.batch}"
 
-    def request(self, text: int) -> Request:
+    def request(self, text: int) -> RequestEstimate:
         """As the planner gets it."""
-        return Request(self.side**2 // 4, text, self.steps, 2 if self.guided else 1, self.batch)
+        return RequestEstimate(self.side**2 // 4, text, self.steps, 2 if self.guided else 1, self.batch)
 
     def sample(self, model: str, text: int) -> Sample:
         """As the ranks get it."""

@@ -32,7 +32,7 @@ from tiny import facts, golden_request
 from backend.config import ParallelConfig
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.load_report import LoadReport
-from backend.loading.quantized import ScaledFiles
+from backend.loading.quantized import QuantizedFiles
 from backend.loading.recognition import recognise
 from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import tensor_parallel
@@ -93,7 +93,7 @@ def with_shapes(family: str, shapes: Mapping[str, Any]) -> Checkpoint:
     found = {key: value[0] if isinstance(value[0], list) else value for key, value in shapes.items() if value}
     tensors = {key: ("BF16", list(shape)) for key, shape in found.items()}
     header = {"tensors": fold(tensors), "metadata": {}, "data": {}}
-    return recognise(family, ScaledFiles(cast(TensorFiles, HeaderFiles(family, header))))
+    return recognise(family, QuantizedFiles(cast(TensorFiles, HeaderFiles(family, header))))
 
 
 def mesh_of(config: ParallelConfig, rank: int) -> Mesh:

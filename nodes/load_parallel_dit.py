@@ -158,7 +158,7 @@ def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict
     others = {other for inputs in other_loaders(prompt, key) if (other := wanted_of(inputs))}
     further = tuple(sorted(others - {wanted}))
 
-    def planned(auto: AutoConfig, request: planning.RequestOf) -> ParallelDiT:
+    def planned(auto: AutoConfig, request: planning.EstimateOf) -> ParallelDiT:
         note = () if auto is config else (LEANEST,)
 
         def run(plan: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:

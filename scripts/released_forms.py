@@ -22,7 +22,7 @@ from headers import HeaderFiles, fold, opened, released, unfold
 
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.gguf_files import GGUFFile, Stored
-from backend.loading.quantized import ScaledFiles
+from backend.loading.quantized import QuantizedFiles
 from backend.loading.recognition import check_complete, recognise
 from backend.loading.safetensors_files import TensorFiles
 from backend.models.key_layout import Shapes
@@ -128,7 +128,7 @@ def checkpoint_of(file: File) -> Checkpoint:
         settings: dict[str, str] = {}
         made = FORMS[file.form](tensors, settings) if file.form else tensors
         header = {"tensors": fold(made), "metadata": {}, "data": settings}
-        files = ScaledFiles(cast(TensorFiles, HeaderFiles(file.model, header)))
+        files = QuantizedFiles(cast(TensorFiles, HeaderFiles(file.model, header)))
     else:
         files = HeaderGGUF(file.model, gguf_tensors(tensors, file.form))
     checkpoint = recognise(file.model, files)

@@ -26,7 +26,7 @@ from backend.loading.checkpoint import Checkpoint
 from backend.planner.candidates import candidates
 from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import OVERHEAD, Machine, Request
+from backend.planner.machine import OVERHEAD, Machine, RequestEstimate
 from backend.planner.model_shape import ModelShape
 from backend.planner.option import Option
 from backend.rank_plan import RankPlan
@@ -138,10 +138,10 @@ class Model:
         return size_of(sample, ParallelConfig(), checkpoint.family, checkpoint.config)
 
     @property
-    def request(self) -> Request:
+    def request(self) -> RequestEstimate:
         """For the planner."""
         prompts = 1 if self.family in DISTILLED else 2
-        return Request(self.size.image_tokens, self.size.text_tokens, STEPS, prompts)
+        return RequestEstimate(self.size.image_tokens, self.size.text_tokens, STEPS, prompts)
 
     def macs(self, plan: RankPlan, method: str, ranks: int) -> float:
         """Count the multiplications of a rank's blocks in a step of one prompt."""

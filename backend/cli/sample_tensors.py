@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import ConfigError
 from ..errors import quoted, reason
 from ..models import discrete_schedule
-from ..planner.machine import Request, sides_of, tokens_of
+from ..planner.machine import RequestEstimate, sides_of, tokens_of
 from ..planner.model_shape import ModelShape
 from ..protocol import Loaded, Sample
 from .sample_request import CONDITIONING, SampleRequest, check_several, read_json, read_prompt, read_tensors
@@ -40,14 +40,14 @@ def sample_message(request: SampleRequest, loaded: Loaded, settings: dict) -> Sa
     return Sample(*about, latent_shapes=shapes, tensors=tensors, **settings)
 
 
-def planned_request(request: SampleRequest, shape: ModelShape) -> Request:
+def planned_request(request: SampleRequest, shape: ModelShape) -> RequestEstimate:
     """Return what the planner has to know of a request for a model of this ``shape``. Raises ConfigError."""
     size, batch = _first_size(request)
     prompt = {CONDITIONING.get(name, name): each for name, each in read_tensors(request.positive).items()}
     text = prompt["c_crossattn"].shape[1] if "c_crossattn" in prompt else 0
     steps = len(request.sigmas) - 1 if request.sigmas else request.steps
     prompts = 1 if request.cfg == 1.0 else 2
-    return Request(tokens_of(sides_of(size), shape.patch), text, max(1, steps), prompts, batch)
+    return RequestEstimate(tokens_of(sides_of(size), shape.patch), text, max(1, steps), prompts, batch)
 
 
 def _first_size(request: SampleRequest) -> tuple[list[int], int]:

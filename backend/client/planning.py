@@ -16,8 +16,8 @@ from ..device_memory import host_free
 from ..errors import RAN_OUT
 from ..gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
-from ..planner.choose import MEMORY, Choice, Question, choose
-from ..planner.machine import Machine, Request, gigabytes
+from ..planner.choose import MEMORY, PlanChoice, Question, choose
+from ..planner.machine import Machine, RequestEstimate, gigabytes
 from ..planner.model_shape import ModelShape
 from ..planner.placement import Placement, Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
@@ -44,7 +44,7 @@ SPARED = 0.02
 PARKED = 2
 #: nvidia-smi takes up to a second: while ranks run it is asked this often at most.
 LOOK_SECONDS = 60.0
-RequestOf = Callable[[ModelShape], Request]
+EstimateOf = Callable[[ModelShape], RequestEstimate]
 Ran = TypeVar("Ran")
 #: Tokens of a small latent: of 256 x 256 pixels in most families.
 SMALL = 256
@@ -53,7 +53,7 @@ SMALL = 256
 def plan_for(
     auto: AutoConfig,
     model: Wanted,
-    request: RequestOf,
+    request: EstimateOf,
     others: tuple[Wanted, ...] = (),
     check=lambda: None,
     show=lambda line: None,
@@ -126,7 +126,7 @@ def _as_planned(config: ParallelConfig) -> bool:
     return _last is not None and replace(config, gpus="", device=_last[1].device).same_weights(_last[1])
 
 
-def _remember(auto: AutoConfig, request: Request, choice: Choice, ranks: Ranks | None):
+def _remember(auto: AutoConfig, request: RequestEstimate, choice: PlanChoice, ranks: Ranks | None):
     """Keep what the choice for the next request needs. One for a whole graph counts when it runs."""
     global _last, _tokens
     _tokens = request.image_tokens * request.batch
@@ -136,7 +136,7 @@ def _remember(auto: AutoConfig, request: Request, choice: Choice, ranks: Ranks |
     _last = (auto, choice.plan, regret)
 
 
-def or_leanest(auto: AutoConfig, estimate: RequestOf, run: Callable[[AutoConfig, RequestOf], Ran]) -> Ran:
+def or_leanest(auto: AutoConfig, estimate: EstimateOf, run: Callable[[AutoConfig, EstimateOf], Ran]) -> Ran:
     """Return ``run`` with a plan for an estimated request; where nothing fits that, with the plan that needs
     least for a small latent: samplers plan again for the latent that they are given. Raises the ConfigError
     of the estimate where the model does not fit so either."""
@@ -145,7 +145,7 @@ def or_leanest(auto: AutoConfig, estimate: RequestOf, run: Callable[[AutoConfig,
     except ConfigError as error:
         too_large = error
 
-    def small(shape: ModelShape) -> Request:
+    def small(shape: ModelShape) -> RequestEstimate:
         return replace(estimate(shape), image_tokens=SMALL, batch=1)
 
     try:
@@ -160,7 +160,7 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def spare_more(
-    auto: AutoConfig, model: Wanted, request: RequestOf, others: tuple[Wanted, ...], plan: ParallelConfig
+    auto: AutoConfig, model: Wanted, request: EstimateOf, others: tuple[Wanted, ...], plan: ParallelConfig
 ) -> bool:
     """Have the next plans of a model leave more memory free than ``plan`` does, whose ranks ran out of it.
     Return False where there is one rank, and nothing to choose from. Errors as in ``plan_for``."""
@@ -196,7 +196,7 @@ def note_left(gpu: int, size: int):
     _left[gpu, _tokens] = min(_left.get((gpu, _tokens), size), size)
 
 
-def _left_by_comfyui(devices: list[int], request: Request) -> tuple[tuple[int, int], ...]:
+def _left_by_comfyui(devices: list[int], request: RequestEstimate) -> tuple[tuple[int, int], ...]:
     """Return (rank, bytes of weights) for each GPU on which ComfyUI has left so many after requests that were
     no larger."""
     found = {}
@@ -227,7 +227,7 @@ def _without_spared(machine: Machine, auto: AutoConfig, model: Wanted) -> Machin
 def question_of(
     auto: AutoConfig,
     model: Wanted,
-    request: RequestOf,
+    request: EstimateOf,
     others: tuple[Wanted, ...] = (),
     check=lambda: None,
     show=lambda line: None,
@@ -252,7 +252,7 @@ def question_of(
     return Question(*known, auto.rank_shares, swaps, may_cache_dequantized()), devices
 
 
-def projected(config: ParallelConfig, model: Wanted, request: RequestOf) -> float | None:
+def projected(config: ParallelConfig, model: Wanted, request: EstimateOf) -> float | None:
     """Estimate how many times as fast as one rank a request runs with ``config``, by what was measured of
     this machine and the model before; None where one of them never was, or the ranks are elsewhere."""
     if config.address:

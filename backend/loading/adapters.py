@@ -20,12 +20,12 @@ from .safetensors_files import TensorFiles
 from .staging import upload
 
 Spans = Iterable[Span]
-Matrix = tuple[int, int]
+MatrixShape = tuple[int, int]
 #: Roles that say how much of an adapter is added.
 SCALES = {"alpha", "dora_scale"}
 
 
-def matrix(shape: tuple[int, ...]) -> Matrix:
+def matrix(shape: tuple[int, ...]) -> MatrixShape:
     """View a shape as rows and everything else: (n,) as (n, 1), a convolution as (out, in h w)."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
@@ -36,7 +36,7 @@ class Adapter(ABC):
 
     files: TensorFiles
     keys: Mapping[str, str]
-    shape: Matrix
+    shape: MatrixShape
 
     #: Sets of roles, one of which a file must have in full.
     ROLES = ()
@@ -45,7 +45,7 @@ class Adapter(ABC):
 
     @property
     @abstractmethod
-    def size(self) -> Matrix:
+    def size(self) -> MatrixShape:
         """Rows and columns of the difference, from the headers alone."""
 
     @property
@@ -63,7 +63,7 @@ class Adapter(ABC):
         return [pair for pair in self.PRODUCTS if self.keys.keys() >= set(pair)]
 
     @property
-    def outer(self) -> set[Matrix]:
+    def outer(self) -> set[MatrixShape]:
         """Sizes of the matrices that are multiplied entry by entry, which must be one."""
         return {self.size}
 
@@ -72,7 +72,7 @@ class Adapter(ABC):
         """Roles of the tensors that make the difference."""
         return [role for role in self.keys if role not in SCALES]
 
-    def shape_of(self, role: str) -> Matrix:
+    def shape_of(self, role: str) -> MatrixShape:
         """Return the shape of the file's tensor of that role, seen as a matrix."""
         return matrix(self.files.shapes[self.keys[role]])
 
@@ -113,7 +113,7 @@ class Adapter(ABC):
         key = self.keys[role]
         if len(self.files.shapes[key]) == 2:
             blocks = [[self.files.read(key, r, c) for c in _slices(columns)] for r in _slices(rows)]
-            return _copied(_joined(blocks), device)
+            return _copied(_concatenated(blocks), device)
         whole = self.files.read(key).reshape(matrix(self.files.shapes[key]))
         return _copied(cut(whole, rows, columns), device)
 
@@ -244,7 +244,7 @@ def is_low_rank(adapter: Adapter) -> TypeGuard[LoRA]:
 
 def cut(whole: Tensor, rows: Spans | None, columns: Spans | None) -> Tensor:
     """Return rows and columns (None: all) of a matrix."""
-    return _joined([[whole[r, c] for c in _slices(columns)] for r in _slices(rows)])
+    return _concatenated([[whole[r, c] for c in _slices(columns)] for r in _slices(rows)])
 
 
 def _copied(stored: Tensor, device: torch.device) -> Tensor:
@@ -253,7 +253,7 @@ def _copied(stored: Tensor, device: torch.device) -> Tensor:
     return upload(stored, device).to(torch.float32, copy=True)
 
 
-def _joined(blocks: list[list[Tensor]]) -> Tensor:
+def _concatenated(blocks: list[list[Tensor]]) -> Tensor:
     """Join rows of blocks to a matrix; a single block is that matrix, not a copy."""
     return cat_or_same([cat_or_same(row, dim=1) for row in blocks])
 

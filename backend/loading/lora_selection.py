@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
-from .adapters import Adapter, Matrix
+from .adapters import Adapter, MatrixShape
 from .parameter_sources import Source
 
 
@@ -23,7 +23,7 @@ class Target:
     it; ``name`` is for messages."""
 
     name: str
-    shape: Matrix
+    shape: MatrixShape
     pieces: Mapping[str, Source]
 
 

@@ -19,18 +19,18 @@ from .quantized_layers import (
     INPUT_SCALES,
     TILE_BLOCKS,
     TILE_ROWS,
-    Layer,
+    QuantizedLayer,
     find_layers,
 )
 from .safetensors_files import ALL, CPU, StoredSize, TensorFiles
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerSlice:
     """Rows and columns (whole blocks) of a layer's weight, read to ``device``."""
 
     files: TensorFiles
-    layer: Layer
+    layer: QuantizedLayer
     rows: range
     columns: range
     device: torch.device
@@ -42,14 +42,14 @@ class Piece:
             if f"{self.layer.name}.{leaf}" in self.files.shapes:
                 role, read = READERS[leaf]
                 if leaf == "weight_scale" and self.layer.format.tiles:
-                    role, read = "block_scales", Piece._block_scales
+                    role, read = "block_scales", LayerSlice._block_scales
                 found[role] = read(self, leaf)
         if self.layer.input_scale:
             found["input_scale"] = self._scale(self.layer.input_scale)
         return found
 
     def _values(self) -> Tensor:
-        packed = self.layer.format.packed
+        packed = self.layer.format.values_per_element
         whole = self.columns == range(self.layer.columns)
         columns = ALL if whole else slice(self.columns.start // packed, self.columns.stop // packed)
         rows = ALL if self.rows == range(self.layer.shape[0]) else slice(self.rows.start, self.rows.stop)
@@ -94,17 +94,17 @@ class Piece:
 
 #: Leaf -> the role of its tensor, and how it is read.
 READERS = {
-    "weight_scale": ("scale", Piece._scale),
-    "scale_weight": ("scale", Piece._scale),
-    "weight_scale_2": ("tensor_scale", Piece._scale),
-    "pre_quant_scale": ("smoothing", Piece._of_columns),
-    "weight_s_rel": ("block_scales", Piece._of_groups),
-    "weight_s_channel": ("scale", Piece._scale),
-    "weight_codebook": ("codebook", Piece._whole),
+    "weight_scale": ("scale", LayerSlice._scale),
+    "scale_weight": ("scale", LayerSlice._scale),
+    "weight_scale_2": ("tensor_scale", LayerSlice._scale),
+    "pre_quant_scale": ("smoothing", LayerSlice._of_columns),
+    "weight_s_rel": ("block_scales", LayerSlice._of_groups),
+    "weight_s_channel": ("scale", LayerSlice._scale),
+    "weight_codebook": ("codebook", LayerSlice._whole),
 }
 
 
-class ScaledFiles:
+class QuantizedFiles:
     """``files`` with every quantized layer as the weight that it stands for (see safetensors_files.Weights).
     Raises UnsupportedError for a format that is not in FORMATS."""
 
@@ -157,7 +157,7 @@ class ScaledFiles:
         if layer is None:
             return None
         width = sum(len(layer.covering(run)) for run in columns)
-        found = [StoredSize(rows, rows * width // layer.format.packed * self._itemsize(key))]
+        found = [StoredSize(rows, rows * width // layer.format.values_per_element * self._itemsize(key))]
         for leaf in layer.format.leaves:
             scale = f"{layer.name}.{leaf}"
             shape = self.files.shapes.get(scale)
@@ -171,18 +171,20 @@ class ScaledFiles:
     def _itemsize(self, key: str) -> int:
         return DTYPES[self.files.stored(key)].itemsize
 
-    def _matrix(self, key: str) -> Layer | None:
+    def _matrix(self, key: str) -> QuantizedLayer | None:
         """The layer of a quantized matrix; float8 without scales is one too."""
         layer = self.layers.get(key)
         if layer is None and self.files.stored(key) in FLOAT8:
             settings = {"format": FLOAT8[self.files.stored(key)]}
-            layer = Layer(key.removesuffix(".weight"), PLAIN_FLOAT8, settings, self.files.shapes[key])
+            layer = QuantizedLayer(
+                key.removesuffix(".weight"), PLAIN_FLOAT8, settings, self.files.shapes[key]
+            )
         is_matrix = layer is not None and len(layer.shape) == 2 and key.endswith(".weight")
         return layer if is_matrix else None
 
-    def _packed(self, layer: Layer, rows: slice, columns: slice, device: torch.device) -> Packed:
+    def _packed(self, layer: QuantizedLayer, rows: slice, columns: slice, device: torch.device) -> Packed:
         wanted = range(*columns.indices(layer.columns))
         covering = layer.covering(wanted)
-        piece = Piece(self.files, layer, range(*rows.indices(layer.shape[0])), covering, device)
+        piece = LayerSlice(self.files, layer, range(*rows.indices(layer.shape[0])), covering, device)
         kept = range(wanted.start - covering.start, wanted.stop - covering.start)
         return Packed(layer.format, layer.settings, piece.stored(), len(covering), (kept,))

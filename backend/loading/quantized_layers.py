@@ -32,7 +32,7 @@ MOST_SETTINGS = 4_096
 
 
 @dataclass(frozen=True)
-class Layer:
+class QuantizedLayer:
     """A quantized layer.
 
     name: X of the file's X.weight. settings: what the file says of it, and "scales", how many the matrix has.
@@ -82,7 +82,7 @@ ONE_SHAPE = {
 }
 
 
-def find_layers(files: TensorFiles) -> list[Layer]:
+def find_layers(files: TensorFiles) -> list[QuantizedLayer]:
     """Return the quantized layers of ``files``, checked. Raises UnsupportedError."""
     in_header = dict(_described_in_header(files))
     found = dict(in_header)
@@ -143,7 +143,7 @@ def _described_in_header(files: TensorFiles):
         yield prefix + name, settings if isinstance(settings, dict) else {}
 
 
-def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
+def _checked(files: TensorFiles, name: str, settings: Mapping) -> QuantizedLayer:
     kind = settings.get("format")
     stored = files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
     layer = f"{files.name}: the layer {quoted(name)}"
@@ -164,27 +164,27 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> Layer:
         what = f"{layer} is quantized as {kind} but lacks {', '.join(missing)}"
         raise UnsupportedError(f"{what}; the file is incomplete: download it again.")
     shape = files.shapes[f"{name}.weight"]
-    shape = (*shape[:-1], shape[-1] * form.packed) if len(shape) > 1 else shape
+    shape = (*shape[:-1], shape[-1] * form.values_per_element) if len(shape) > 1 else shape
     settings = {**settings, "scales": math.prod(files.shapes[f"{name}.{scale}"])}
     of_inputs = next((leaf for leaf in INPUT_SCALES if f"{name}.{leaf}" in files.shapes), "")
-    found = Layer(name, form, settings, shape, of_inputs if kind in WITH_INPUT_SCALE else "")
+    found = QuantizedLayer(name, form, settings, shape, of_inputs if kind in WITH_INPUT_SCALE else "")
     _check_shape(files, found, kind)
     for each in leaves | {found.input_scale} - {""}:
         _check_scale(files, found, kind, each)
     return found
 
 
-def _check_shape(files: TensorFiles, layer: Layer, kind: str):
+def _check_shape(files: TensorFiles, layer: QuantizedLayer, kind: str):
     """Refuse a weight that its format cannot store. Raises UnsupportedError."""
     what = f"{files.name}: the {kind} weight of {quoted(layer.name)} has shape {layer.shape}"
-    in_blocks = layer.block > 1 or layer.format.packed > 1
+    in_blocks = layer.block > 1 or layer.format.values_per_element > 1
     if not layer.shape or (in_blocks and len(layer.shape) != 2):
         raise UnsupportedError(f"{what}, and a matrix is needed; {BADLY}.")
     if layer.shape[-1] % layer.block:
         raise UnsupportedError(f"{what}, whose rows are no whole groups of {layer.block} values; {BADLY}.")
 
 
-def _check_scale(files: TensorFiles, layer: Layer, kind: str, leaf: str):
+def _check_scale(files: TensorFiles, layer: QuantizedLayer, kind: str, leaf: str):
     """Refuse a scale of another shape or type than its format has. Raises UnsupportedError."""
     key = f"{layer.name}.{leaf}"
     have = files.shapes[key]

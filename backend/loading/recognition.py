@@ -14,7 +14,7 @@ from .checkpoint import Checkpoint
 from .folder_config import pipeline_configs, transformer_class, with_defaults
 from .gguf_files import GGUFFile
 from .parameter_sources import from_diffusers, numbered
-from .quantized import ScaledFiles
+from .quantized import QuantizedFiles
 from .regular_files import is_pipeline, read_json
 from .safetensors_files import TensorFiles, Weights, weight_paths
 from .unsupported_models import check_format, check_supported, check_unread
@@ -80,7 +80,7 @@ def _open_folder(folder: Path, allowed: Folders, autodetected: Mapping | None) -
     if companion and (folder / companion.folder / "config.json").is_file():
         parts.append(folder / companion.folder)
         config |= companion.config(read_json(parts[1] / "config.json"))
-    files = ScaledFiles(TensorFiles([path for part in parts for path in weight_paths(part, allowed)]))
+    files = QuantizedFiles(TensorFiles([path for part in parts for path in weight_paths(part, allowed)]))
     check_format(folder.name, files.shapes)
     if family is None:
         # before blocks of the configuration's sizes are run: those of the files, or it is refused
@@ -94,7 +94,7 @@ def _open_folder(folder: Path, allowed: Folders, autodetected: Mapping | None) -
 
 
 def _open_single_file(path: Path) -> Checkpoint:
-    files = GGUFFile(path) if path.suffix == ".gguf" else ScaledFiles(TensorFiles([path]))
+    files = GGUFFile(path) if path.suffix == ".gguf" else QuantizedFiles(TensorFiles([path]))
     return recognise(path.name, files)
 
 

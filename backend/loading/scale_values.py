@@ -5,8 +5,8 @@ import torch
 from ..errors import UnsupportedError, quoted
 from .checkpoint import Checkpoint
 from .lora_validation import largest
-from .quantized import ScaledFiles
-from .quantized_layers import Layer
+from .quantized import QuantizedFiles
+from .quantized_layers import QuantizedLayer
 
 #: The exponent of E8M0 that stands for NaN, and the bits of E4M3 besides its sign that do.
 NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F
@@ -17,7 +17,7 @@ def check_scales(checkpoint: Checkpoint):
     blocks, and are looked at as these are read (gguf_files.py), not the whole file twice. Raises
     UnsupportedError."""
     files = checkpoint.files
-    if not isinstance(files, ScaledFiles):
+    if not isinstance(files, QuantizedFiles):
         return
     for name, layer in files.layers.items():
         if name not in checkpoint.read_keys:  # of a text encoder next to it
@@ -31,7 +31,7 @@ def check_scales(checkpoint: Checkpoint):
                 )
 
 
-def _is_finite(files: ScaledFiles, layer: Layer, leaf: str) -> bool:
+def _is_finite(files: QuantizedFiles, layer: QuantizedLayer, leaf: str) -> bool:
     """Is every value of the scale a number? Those of one byte, millions of blocks, are looked at as bits."""
     values = files.files.read(f"{layer.name}.{leaf}")
     if values.element_size() > 1 or not values.numel():

@@ -11,7 +11,7 @@ from torch import nn
 from ..parallel.block_cost import OUTSIDE
 from ..parallel.matrix_cuts import Shard
 from ..parallel.tensor_parallel import ShardedLinear
-from ..quantization.kernels import Choice
+from ..quantization.kernels import MatmulChoice
 from ..quantization.matmul import Matrix, column_unit
 from ..quantization.packed_weight import PackedWeight, QuantLinear
 
@@ -29,7 +29,7 @@ def load(
     device: torch.device,
     shards: Mapping[str, Shard] = {},
     held: Mapping[str, bool] = {},
-    choices: Mapping[str, Choice] = {},
+    choices: Mapping[str, MatmulChoice] = {},
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_block: Callable[[str], None] = lambda name: None,
 ) -> int:
@@ -118,7 +118,7 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
     shard: Shard | None,
-    choice: Choice | None,
+    choice: MatmulChoice | None,
 ):
     """Read a parameter or a stored table into its module."""
     where, _, leaf = name.rpartition(".")

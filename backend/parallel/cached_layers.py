@@ -38,7 +38,7 @@ def cache_layers(
         parent = transformer.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         shared = not family.cache.modulation_per_sample
-        found[name] = CachedLayer(getattr(parent, leaf), kind, cache.index, shared)
+        found[name] = CachedLayer(getattr(parent, leaf), kind, cache.current, shared)
         setattr(parent, leaf, found[name])
     cache.layers = list(found.values())
     cache.width = max(

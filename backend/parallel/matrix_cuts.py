@@ -28,7 +28,7 @@ QUERIES = ("to_q", "to_query")
 KEYS = ("to_k", "to_key")
 HEAD_COUNTS = ("heads", "num_heads", "kv_heads", "num_kv_heads")
 #: Scheme -> the mesh axes that cut inputs and outputs of every layer.
-AXES = {"row": ("tp", ""), "column": ("", "tp"), "2d": ("tp_inputs", "tp_outputs")}
+CUT_AXES = {"row": ("tp", ""), "column": ("", "tp"), "2d": ("tp_inputs", "tp_outputs")}
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _check_heads(layers: Mapping[str, nn.Module], ranks: int, uneven: bool) -> i
 
 
 def _whole(linear: nn.Linear, scheme: str, unit: int) -> Cut:
-    inputs, outputs = AXES[scheme]
+    inputs, outputs = CUT_AXES[scheme]
     columns = Runs((linear.in_features,), inputs, (unit,))
     return Cut(Runs((linear.out_features,), outputs), columns, exchanges=True)
 

@@ -37,7 +37,7 @@ def embeddings_ahead(width: int, dtype: torch.dtype) -> int:
 
 
 @dataclass
-class TableIndex:
+class CurrentCall:
     """Which rows of the cached tables belong to the call under way; shared by all cached layers of a model.
 
     context: the call under way; None between requests. rows: (prompt, evaluation computed ahead) -> the rows
@@ -77,11 +77,11 @@ class CachedLayer(nn.Module):
 
     keeps_answers = True
 
-    def __init__(self, layer: nn.Module, kind: str, index: TableIndex, shared: bool = False):
+    def __init__(self, layer: nn.Module, kind: str, current: CurrentCall, shared: bool = False):
         super().__init__()
         self.layer = layer
         self.kind = kind
-        self.index = index
+        self.current = current
         self.shared = shared
         self.known: dict[tuple, Any] = {}
         self.table: Tensor | None = None
@@ -94,11 +94,11 @@ class CachedLayer(nn.Module):
 
     @opaque
     def forward(self, *args, **kwargs) -> Any:
-        context = self.index.context
+        context = self.current.context
         if context is None:
             return self.layer(*args, **kwargs)
         if self.table is not None:
-            return self.index.take(self.table, context, context.prompt, self.shared)
+            return self.current.take(self.table, context, context.prompt, self.shared)
         self.calls = self.calls + 1 if self.last is context else 0
         self.last = context
         key = (context.prompt, context.sample_span, self.calls)
@@ -110,10 +110,10 @@ class CachedLayer(nn.Module):
     @partial(opaque, suffix=SECOND)
     def second(self, x: Tensor) -> Tensor:
         """Return the layer's answer to ``x``, a call's second embedding (LayerCache.modulate_ahead)."""
-        context = self.index.context
+        context = self.current.context
         if self.table is None or context is None:
             return self.layer(x)
-        return self.index.take(self.table, context, _second(context.prompt), False)
+        return self.current.take(self.table, context, _second(context.prompt), False)
 
     @property
     def bytes(self) -> int:
@@ -126,13 +126,13 @@ class CachedLayer(nn.Module):
         return sum(tensor.nbytes for tensor in tensors)
 
     def store(self, table: Tensor | None):
-        """Cache the answers (rows, features) to the rows of TableIndex.rows, or (None) forget them."""
+        """Cache the answers (rows, features) to the rows of CurrentCall.rows, or (None) forget them."""
         COMPUTED[self.kind] += table is not None
         self.table = table
 
 
 def _second(prompt: str) -> str:
-    """Name a prompt's second embeddings in TableIndex.rows."""
+    """Name a prompt's second embeddings in CurrentCall.rows."""
     return f"{prompt}+"
 
 
@@ -159,7 +159,7 @@ class LayerCache:
     offload_device: torch.device
     dtype: torch.dtype
     mesh: Mesh
-    index: TableIndex = field(default_factory=TableIndex)
+    current: CurrentCall = field(default_factory=CurrentCall)
     layers: list[CachedLayer] = field(default_factory=list)
     hosted: list[list[nn.Module]] = field(default_factory=list)
     hosted_elsewhere: list[list[CachedLayer]] = field(default_factory=list)
@@ -204,7 +204,7 @@ class LayerCache:
         """Answer nothing from the cache until the next request."""
         self._forget_modulation()
         self._forget_step()
-        self.plan, self.index.context = None, None
+        self.plan, self.current.context = None, None
         self.forget_answers()
         for layer in self.layers:
             layer.last = None
@@ -226,11 +226,11 @@ class LayerCache:
     def before_steps(self, context: StepContext) -> Iterator[None]:
         """Answer from the cache in a call before the steps, of an evaluation's embedding alone."""
         self._forget_step()
-        self.index.context = context
+        self.current.context = context
         try:
             yield
         finally:
-            self.index.context = None
+            self.current.context = None
             self._forget_step()
 
     def modulate_ahead(self, embeddings: dict[str, list[Tensor]]):
@@ -277,7 +277,7 @@ class LayerCache:
             for key, rows in plan.rows.items()
             if first <= key[1] < plan.computed
         }
-        self.index.set(rows, plan.embeddings.device)
+        self.current.set(rows, plan.embeddings.device)
         inputs = F.silu(plan.embeddings[chosen]).to(self.dtype)
         for cached in self.held:
             cached.store(self._computed(cached.layer, inputs))
@@ -286,7 +286,7 @@ class LayerCache:
 
     def _forget_modulation(self):
         self.most_bytes = max(self.most_bytes, sum(cached.bytes for cached in self.modulations))
-        self.index.rows, self.index.indices = {}, {}
+        self.current.rows, self.current.indices = {}, {}
         for cached in self.modulations:
             cached.known.clear()
             cached.store(None)

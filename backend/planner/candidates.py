@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..config import AXES, ParallelConfig
 from ..torch_version import unshardable
 from .drift import drifts_too_far
-from .machine import Request
+from .machine import RequestEstimate
 from .model_shape import ModelShape
 
 #: Patches reuse keys and values of the step before: with fewer steps they differ too much.
@@ -31,7 +31,7 @@ def factorings(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def candidates(
-    shape: ModelShape, request: Request, ranks: int, base: ParallelConfig, exact: bool = False
+    shape: ModelShape, request: RequestEstimate, ranks: int, base: ParallelConfig, exact: bool = False
 ) -> Iterator[ParallelConfig]:
     """Yield the plans of exactly ``ranks`` ranks that fit the model, the request and the attention kernel;
     what ``base`` says of anything but degrees, patches and sharding stays. ``exact``: no stale keys and
@@ -54,7 +54,7 @@ def _is_computed(plan: ParallelConfig) -> bool:
     return plan.attention not in NOT_OF_RINGS or plan.ring_degree == 1 or plan.has_stale_kv
 
 
-def _divides(plan: ParallelConfig, shape: ModelShape, request: Request) -> bool:
+def _divides(plan: ParallelConfig, shape: ModelShape, request: RequestEstimate) -> bool:
     """Whether every rank has work: prompts, samples, blocks, heads and tokens go round."""
     tp = plan.tensor_parallel_degree
     whole = plan.pipefusion_degree * plan.sp_degree * tp == 1
@@ -71,7 +71,7 @@ def _divides(plan: ParallelConfig, shape: ModelShape, request: Request) -> bool:
 
 
 def _patched(
-    plan: ParallelConfig, shape: ModelShape, request: Request, exact: bool
+    plan: ParallelConfig, shape: ModelShape, request: RequestEstimate, exact: bool
 ) -> Iterator[ParallelConfig]:
     """Yield a plan with every number of patches that is worth it."""
     stages = plan.pipefusion_degree

@@ -11,7 +11,7 @@ from ..torch_version import unshardable
 from .candidates import candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
-from .machine import DIFFERENT, Machine, Request, gigabytes
+from .machine import DIFFERENT, Machine, RequestEstimate, gigabytes
 from .memory import held, held_by_rank, spare_bytes
 from .model_shape import ModelShape
 from .option import Option
@@ -36,7 +36,7 @@ ASIDE = "ComfyUI's own models (text encoder, VAE) share a GPU with rank "
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """The option to take, the next ones of other methods, and one GPU's estimate, even where it does not fit.
     notes: how the GPUs differ, whether models take turns, and whether weights leave for ComfyUI's.
     why: why a faster plan is not taken. regret: Ranks.regret after the request."""
@@ -103,7 +103,7 @@ class Question:
     caches_dequantized: quantized weights may stay dequantized in what is spare."""
 
     shape: ModelShape
-    request: Request
+    request: RequestEstimate
     machine: Machine
     gpus: int
     base: ParallelConfig = field(default_factory=ParallelConfig)
@@ -190,7 +190,7 @@ class Question:
         return found
 
 
-def choose(question: Question, method: str = AUTO, running: Ranks | None = None) -> Choice:
+def choose(question: Question, method: str = AUTO, running: Ranks | None = None) -> PlanChoice:
     """Choose a plan. ``running``: the ranks that there are, whose weights stay where another plan gains less
     than reading them takes. Models of GPUs take turns where they do not fit together, or where that is
     faster. ConfigError, with the numbers, where nothing fits."""
@@ -202,7 +202,7 @@ def choose(question: Question, method: str = AUTO, running: Ranks | None = None)
     machine = question.machine
     notes = tuple(filter(None, (machine.line, machine.links, *_waits(question, best, fit_together))))
     why = _why_not(question, best, ordered[0], running) if method != MEMORY else ""
-    return Choice(best, _runners_up(ordered, best), _one_of(options), method, notes, why, regret)
+    return PlanChoice(best, _runners_up(ordered, best), _one_of(options), method, notes, why, regret)
 
 
 def _considered(question: Question, method: str) -> tuple[list[Option], bool]:

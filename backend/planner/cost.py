@@ -12,7 +12,7 @@ from functools import cached_property
 from ..config import ParallelConfig
 from ..parallel.wire_bytes import FULL, row_bytes
 from ..shares import portions, shard_sizes
-from .machine import Machine, Request, samples_at_once
+from .machine import Machine, RequestEstimate, samples_at_once
 from .model_shape import BlockShape, ModelShape, stages_of
 from .rank_shares import rank_shares
 
@@ -31,7 +31,7 @@ class Cost:
     shape: ModelShape
     plan: ParallelConfig
     machine: Machine
-    request: Request
+    request: RequestEstimate
     spare: int = 0
 
     @property

@@ -155,7 +155,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Request:
+class RequestEstimate:
     """What is to be sampled: tokens of one latent, text tokens of one prompt, steps, prompts (2 with a
     negative one), latents of the batch. ``drained``: each step is a call of its own, as under Parallel
     Model, so that PipeFusion's stages wait for each other. ``loras``: bytes of LoRAs next to the quantized
@@ -170,7 +170,7 @@ class Request:
     drained: bool = False
     loras: int = 0
     other_loras: int = 0
-    then: "tuple[Request, ...] | None" = None
+    then: "tuple[RequestEstimate, ...] | None" = None
 
     def prompts_per_rank(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""

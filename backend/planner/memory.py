@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ..config import ParallelConfig
-from .machine import Request, samples_at_once
+from .machine import RequestEstimate, samples_at_once
 from .model_shape import ModelShape, modulation_of, stages_of
 from .rank_shares import RankShare, rank_shares
 
@@ -44,21 +44,25 @@ def spare_bytes(left: int, likely: int) -> int:
     return max(0, min(int(SPARE * left) - LEFT_FREE, left - int(DOUBT * likely)))
 
 
-def held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> Held:
+def held(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple = ()) -> Held:
     """Count what the fullest rank holds: the most of each kind. ``others``: shapes whose weights stay on the
     same ranks."""
     ranks = held_by_rank(shape, plan, request, others)
     return Held(*(max(getattr(each, kind.name) for each in ranks) for kind in fields(Held)))
 
 
-def held_by_rank(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple = ()) -> list[Held]:
+def held_by_rank(
+    shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple = ()
+) -> list[Held]:
     """Count what each rank holds; ``others`` as in held."""
     ranks = rank_shares(plan, request.batch)
     known = {share: _held(shape, plan, request, others, share) for share in set(ranks)}
     return [known[share] for share in ranks]
 
 
-def _held(shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, share: RankShare) -> Held:
+def _held(
+    shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, share: RankShare
+) -> Held:
     """Count what the rank of ``share`` holds."""
     weights = sum(_weights(each, plan, share) for each in (shape, *others))
     weights += _loras(shape, plan, request.loras + (request.other_loras if others else 0), share)
@@ -105,7 +109,7 @@ def _loras(shape: ModelShape, plan: ParallelConfig, loras: int, share: RankShare
     return math.ceil(loras * cut * sum(weights[own.start : own.stop]) / max(1, sum(weights)))
 
 
-def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
+def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
     """Bytes of PipeFusion's buffers of stale keys and values, or of those of static text."""
     if not plan.has_stale_kv:
         return _static_text(shape, plan, request, share)
@@ -121,7 +125,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: Request, share: Rank
     return buffers * prompts * share.samples * token * tokens
 
 
-def _static_text(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
+def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
     """Bytes of a prompt's keys and values that are kept through a request, in families that compute them
     once."""
     if not shape.static_text:
@@ -141,7 +145,7 @@ def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
     return shape.rest + 2 * sum(sizes[:1]) + sum(sizes[1:2])
 
 
-def _activations(shape: ModelShape, plan: ParallelConfig, request: Request, share: RankShare) -> int:
+def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
     """Bytes of activations of a rank."""
     own = _own_blocks(shape, plan, share)
     skips = max(shape.blocks[index - 1].skips for index in own if index) if own.stop > 1 else 0

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..config import ParallelConfig
-from .machine import Request
+from .machine import RequestEstimate
 from .memory import held_by_rank
 from .model_shape import ModelShape
 from .weight_swaps import FILE_RATE
@@ -41,7 +41,7 @@ class Ranks:
     regret: Mapping[Placement, float] = field(default_factory=dict)
     rate: float = FILE_RATE
 
-    def change(self, plan: ParallelConfig, request: Request) -> float:
+    def change(self, plan: ParallelConfig, request: RequestEstimate) -> float:
         """Return the seconds until models lie as ``plan`` needs them: 0 where they do, or none is held."""
         if not self.held or self.plan.same_weights(plan):
             return 0.0
@@ -51,7 +51,7 @@ class Ranks:
 
 
 def choose_placement(
-    scores: Scores, further: list[Scores], running: Ranks | None, request: Request
+    scores: Scores, further: list[Scores], running: Ranks | None, request: RequestEstimate
 ) -> tuple[ParallelConfig, dict[Placement, float]]:
     """Return the plan of ``scores`` for a request, and Ranks.regret after it. ``further``: of the requests
     that follow in the same graph, which count where one placement serves them all. ``running``: None for

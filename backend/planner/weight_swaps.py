@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..config import ParallelConfig
-from .machine import Request
+from .machine import RequestEstimate
 from .memory import held, held_by_rank
 from .model_shape import ModelShape
 
@@ -38,7 +38,7 @@ class WeightSwaps:
         return f"from its file, at {FILE_RATE / 1e9:.1f} GB/s, which is assumed"
 
     def swap(
-        self, shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, link: float
+        self, shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, link: float
     ) -> tuple[float, bool]:
         """Return the seconds in which the ranks exchange the weights of one of ``others`` for those of
         ``shape``, and whether these are read from their file. ``link``: bytes/s between a GPU and host
@@ -55,7 +55,7 @@ class WeightSwaps:
         return (own + copied) / link, False
 
     def yield_time(
-        self, shape: ModelShape, plan: ParallelConfig, request: Request, others: tuple, link: float
+        self, shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, link: float
     ) -> tuple[float, bool]:
         """Return the seconds of each request in which weights of ``shape`` make room for ComfyUI's own models
         and come back, and whether they are read from their file. Arguments as in ``swap``; between

@@ -66,7 +66,7 @@ class Format:
     #: Settings -> how many neighbours in a row can only be read together.
     block: Callable[[Settings], int] = lambda settings: 1
     #: Values in an element.
-    packed: int = 1
+    values_per_element: int = 1
     #: Its name in reports.
     short: str = ""
     #: Types of a weight_scale that is stored in cuBLAS' tiles, a scale for each block.
@@ -235,7 +235,7 @@ FORMATS = {
         ("U8",),
         ("weight_scale", "weight_scale_2"),
         block=lambda settings: 16,
-        packed=2,
+        values_per_element=2,
         short="nvfp4",
         tiles=("F8_E4M3", "U8"),
         effort=Effort(11.1, 6, 4.0),
@@ -245,7 +245,7 @@ FORMATS = {
         ("I8",),
         leaves=("weight_scale",),
         block=rotation_size,
-        packed=2,
+        values_per_element=2,
         short="w4a4",
         effort=Effort(36.1, 10, 9.0),
     ),
@@ -255,7 +255,7 @@ FORMATS = {
         ("weight_s_rel", "weight_s_channel"),
         ("weight_s_rel", "weight_s_channel", "weight_codebook"),
         lambda settings: math.lcm(rotation_size(settings), scale_group(settings), 16),
-        packed=2,
+        values_per_element=2,
         short="w4a8",
         effort=Effort(64.7, 15, 19.0),
     ),

@@ -48,7 +48,7 @@ MOST_INT8, MOST_E4M3, MOST_E2M1 = 127, 448, 6
 
 
 @dataclass(frozen=True)
-class Choice:
+class MatmulChoice:
     """How a layer multiplies. kernel: None for the dequantized weight; why: in reports; dequantizes: whether
     the weight is dequantized all the same, where a device has no product of the format."""
 

@@ -12,7 +12,7 @@ from ..errors import UnsupportedError, some
 from ..torch_version import has_torch, torch_version
 from . import kernels
 from .formats import PLAIN_FLOAT8, Format, Settings, dtype_name
-from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Choice, Kernel
+from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Kernel, MatmulChoice
 from .packed_weight import PackedWeight
 
 #: Compute capability of an NVIDIA GPU; None on other devices. Of several ranks it is the least, since those
@@ -97,21 +97,21 @@ def choose(
     device: torch.device,
     capability: Capability = None,
     refused: Mapping[Product, str] = {},
-) -> Choice:
+) -> MatmulChoice:
     """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES, ``refused``: what any rank does
     not multiply natively, and why (trial.py)."""
     if mode == WEIGHT_ONLY:
-        return Choice(None, "as chosen")
+        return MatmulChoice(None, "as chosen")
     rule = RULES.get(matrix.product[0])
     why = _file_objection(matrix, mode)
     if rule is None or why:
-        return Choice(None, why)
+        return MatmulChoice(None, why)
     why = refused.get(matrix.product) or why_not_native(rule, device)
     why = why or _device_objection(rule, mode, device, capability) or _shape_objection(matrix, rule)
     if why:
-        return Choice(None, why)
+        return MatmulChoice(None, why)
     dequantizes = device.type == "cpu" and not rule.on_cpu
-    return Choice(
+    return MatmulChoice(
         rule.kernel, f"{matrix.format.short} on this {_kind(device)}{_slower(rule, device)}", dequantizes
     )
 
@@ -202,7 +202,7 @@ def choose_all(
     device: torch.device,
     capability: Capability,
     refused: Mapping[Product, str] = {},
-) -> dict[str, Choice]:
+) -> dict[str, MatmulChoice]:
     """Choose for every quantized layer of the checkpoint ``name``. Raises UnsupportedError where ``mode`` is
     native and a layer cannot multiply so, or is none of MODES."""
     if mode not in MODES:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..device_memory import check_device, is_out_of_memory
 from ..errors import reason
 from .formats import FORMATS
-from .kernels import Choice
+from .kernels import MatmulChoice
 from .matmul import RULES, Product, why_not_native
 from .packed import Packed
 from .packed_weight import PackedWeight, free_scratch
@@ -111,7 +111,7 @@ def examples(kind: str, dtype: torch.dtype, device: torch.device, size: int = SI
         settings.append({**settings[0], "convrot": True, "convrot_groupsize": SIZE})
     tensors = {role: tensor.to(device) for role, tensor in _stored(kind, size).items()}
     columns = (size, (range(size),))
-    choice = Choice(RULES[kind].kernel, "")
+    choice = MatmulChoice(RULES[kind].kernel, "")
     return [PackedWeight(Packed(FORMATS[kind], each, tensors, *columns), dtype, choice) for each in settings]
 
 

@@ -13,7 +13,7 @@ from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import opaque
 from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
-from .kernels import Choice, Kernel, MaxOverRanks, float8, mxfp8, nvfp4
+from .kernels import Kernel, MatmulChoice, MaxOverRanks, float8, mxfp8, nvfp4
 from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
@@ -78,10 +78,12 @@ class PackedWeight(nn.Module):
     max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
     """
 
-    def __init__(self, packed: Packed, dtype: torch.dtype, choice: Choice | None = None, divided: str = ""):
+    def __init__(
+        self, packed: Packed, dtype: torch.dtype, choice: MatmulChoice | None = None, divided: str = ""
+    ):
         super().__init__()
         self.dtype = dtype
-        self.choice = choice or Choice(None, "as chosen")
+        self.choice = choice or MatmulChoice(None, "as chosen")
         self.divided = divided
         # whether all inputs are quantized under the largest of their values: the same on all ranks
         self.has_one_scale = self.choice.kernel is nvfp4 and "input_scale" not in packed.tensors
@@ -237,7 +239,7 @@ class PackedWeight(nn.Module):
                 raise
             why = f"its product failed ({reason(error, 160)})"
         warnings.warn(f"a layer in {self.format_name} multiplies weight only: {why}", stacklevel=2)
-        self.choice = Choice(None, why)
+        self.choice = MatmulChoice(None, why)
         return self._by_dequantized(x, bias)
 
     def _smoothed(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..loading.load_report import blocks_text
 from ..loading.weight_loading import matrices
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.stage_split import Stages
-from ..quantization.kernels import AUTO, Choice
+from ..quantization.kernels import AUTO, MatmulChoice
 from ..quantization.matmul import Capability, choose_all
 from ..shares import shard_sizes
 from .activations import activation_bytes
@@ -93,7 +93,7 @@ def describe(
     branches: int = 2,
     dtype: torch.dtype | None = None,
     calls: int = CALLS,
-    choices: Mapping[str, Choice] | None = None,
+    choices: Mapping[str, MatmulChoice] | None = None,
     bits: int = 0,
     latents: tuple[tuple[str, int], ...] = (),
     controls: int = 1,
@@ -136,7 +136,7 @@ def places(config: ParallelConfig) -> list[Place]:
 
 def automatic_choices(
     config: ParallelConfig, checkpoint: Checkpoint, capability: Capability
-) -> dict[str, Choice]:
+) -> dict[str, MatmulChoice]:
     """Choose how quantized parameters multiply by default on NVIDIA GPUs of that compute capability (None: of
     none that is known), with what is installed here."""
     if capability is None:

@@ -12,7 +12,7 @@ from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..planner.machine import samples_at_once
 from ..protocol import ModelCall, Sample
-from ..quantization.kernels import Choice
+from ..quantization.kernels import MatmulChoice
 from ..sampling.guidance import branch_of, names
 from ..sampling.request import arguments_of, request_config
 from .describe import RankPlan, describe
@@ -39,7 +39,7 @@ class RequestSize:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         bits: int = 0,
-        choices: Mapping[str, Choice] | None = None,
+        choices: Mapping[str, MatmulChoice] | None = None,
     ) -> list[RankPlan]:
         """Plan every rank; ``bits`` and ``choices`` as in describe. Raises ConfigError and
         UnsupportedError."""

@@ -17,7 +17,7 @@ from ..parallel.block_cost import block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
 from ..parallel.matrix_cuts import Shard
 from ..planner.model_shape import NONE, BlockShape, ModelShape
-from ..quantization.kernels import Choice
+from ..quantization.kernels import MatmulChoice
 from ..quantization.matmul import NATIVE_FORMATS, RULES
 from .activations import FIRST, IMAGE, TEXT, activations_of
 from .weights import HeldParameter, held_parameters, planned_scratch_bytes
@@ -28,7 +28,7 @@ TWO = 2
 
 
 def shape_of(
-    checkpoint: Checkpoint, dtype: torch.dtype, choices: Mapping[str, Choice] | None = None
+    checkpoint: Checkpoint, dtype: torch.dtype, choices: Mapping[str, MatmulChoice] | None = None
 ) -> ModelShape:
     """Measure a transformer that computes in ``dtype``. ``choices``: how quantized parameters multiply, by
     default by the dequantized weight. Raises UnsupportedError as loading does."""
@@ -39,7 +39,7 @@ def shape_of(
 class _Measured:
     checkpoint: Checkpoint
     dtype: torch.dtype
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, MatmulChoice]
 
     def shape(self) -> ModelShape:
         """Return the whole transformer's."""

@@ -16,11 +16,11 @@ from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
 from ..quantization.formats import Format, Settings, effort_of
-from ..quantization.kernels import Choice, Kernel, chunk_bytes
+from ..quantization.kernels import Kernel, MatmulChoice, chunk_bytes
 from ..quantization.packed import rows_at_once
 
 #: How a quantized weight multiplies where nothing else is known.
-DEQUANTIZED = Choice(None, "")
+DEQUANTIZED = MatmulChoice(None, "")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def held_parameters(
     checkpoint: Checkpoint,
     cuts: Sequence[Mapping[str, Shard]],
     dtype: torch.dtype,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, MatmulChoice],
     bits: int = 0,
 ) -> list[list[HeldParameter]]:
     """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
@@ -95,7 +95,7 @@ def _held(
     name: str,
     cuts: Mapping[str, Shard],
     dtype: torch.dtype,
-    choice: Choice,
+    choice: MatmulChoice,
     bits: int,
 ) -> HeldParameter:
     """A parameter, or what is left of it where it is cut. ``choice``: how it multiplies, if it is

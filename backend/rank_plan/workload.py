@@ -16,7 +16,7 @@ from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
-from ..quantization.kernels import Choice
+from ..quantization.kernels import MatmulChoice
 from ..shares import edges, grid, shard_sizes
 from .weights import (
     HeldParameter,
@@ -58,7 +58,7 @@ class Workload:
     prompts_per_rank: int
     dtype: torch.dtype
     calls: int
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, MatmulChoice]
     bits: int = 0
     latents: tuple[tuple[str, int], ...] = ()
     controls: int = 1

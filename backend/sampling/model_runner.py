@@ -30,7 +30,7 @@ from ..parallel.pipeline_stage import Stage, model_output
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
 from ..quantization.formats import dtype_name
-from ..quantization.kernels import Choice
+from ..quantization.kernels import MatmulChoice
 from ..quantization.packed_weight import PackedWeight, quantized
 from .request import Request
 
@@ -48,7 +48,7 @@ class LoadedModel:
     sharded: bool
     cache: LayerCache
     weights: FusedWeights
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, MatmulChoice]
     parked_on: frozenset[int] = frozenset()
     dequantized_bytes: int = 0
 
@@ -218,7 +218,7 @@ class Runner:
         grid = self.request.grid
         latent = self.request.model_input(x, sigma, context.samples).to(model.dtype)
         arguments = self._arguments(latent, sigma, context)
-        model.cache.index.context = context
+        model.cache.current.context = context
         if model.stage is None:
             return model.family.io.output(model_output(model.transformer, model.family, arguments), grid)
         reference = self.request.reference_tokens[context.prompt]

@@ -23,7 +23,7 @@ def _function(name: str):
 
 
 #: A dry run from |x| < 1 that exceeds this has divided by ~0.
-MOST = 1e6
+MAX_DRY_RUN = 1e6
 
 SOLVER_FUNCTIONS = {name: _function(name) for name in SOLVERS}
 
@@ -36,7 +36,7 @@ class Evaluation:
     step: int
 
 
-def answer(solver: str, denoised: Tensor, negative: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+def solver_input(solver: str, denoised: Tensor, negative: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     """Return what ``solver`` is sent for a model call: the prediction, or a pair with the uncond prediction
     (before guidance and mask)."""
     return (denoised, negative) if solver in NEEDS_NEGATIVE else denoised
@@ -58,11 +58,11 @@ def is_finite(solver: str, problem: Problem) -> bool:
     number shows it."""
     run = _dry(solver, problem, (0.3, 0.7, 0.4))
     try:
-        while next(run)[0].abs() < MOST:
+        while next(run)[0].abs() < MAX_DRY_RUN:
             pass
         return False
     except StopIteration as end:
-        return bool(problem.prediction.finish(end.value, problem.sigmas[-1]).abs() < MOST)
+        return bool(problem.prediction.finish(end.value, problem.sigmas[-1]).abs() < MAX_DRY_RUN)
     # LinAlgError is documented, though torch.linalg does not list it among its exports
     except (ZeroDivisionError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return False
@@ -86,7 +86,7 @@ def _dry(
         for denoised in cycle(values):
             yield request
             denoised = denoised + 0 * request[0]
-            request = steps.send(answer(solver, denoised, denoised))
+            request = steps.send(solver_input(solver, denoised, denoised))
     except StopIteration as end:
         return end.value
     raise AssertionError("cycle() does not end")

@@ -21,7 +21,7 @@ from ..parallel.step_context import StepContext
 from .guidance import mix
 from .model_runner import Runner
 from .request import FreshNoise, Inpaint, Request, problem
-from .solver_registry import SOLVER_FUNCTIONS, Evaluation, answer, evaluations
+from .solver_registry import SOLVER_FUNCTIONS, Evaluation, evaluations, solver_input
 from .solvers.problem import Steps
 
 
@@ -224,7 +224,7 @@ class Denoiser:
         for state in pending.patch.states:
             tokens = slice(state.span.lo - span.lo, state.span.hi - span.lo)
             uncond = predictions[-1][:, tokens]
-            self._step(state, answer(self.request.solver, denoised[:, tokens], uncond))
+            self._step(state, solver_input(self.request.solver, denoised[:, tokens], uncond))
         if pending.closes_step:
             self.callbacks.on_step(pending.evaluation.step + 1, self.x0)
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from ..protocol import Unload
-from .server import Client
+from .server import Connection
 
 
-class NamedModels(WeakKeyDictionary[Client, set[str]]):
+class NamedModels(WeakKeyDictionary[Connection, set[str]]):
     """Client -> the models that it has loaded. What clients had that have gone counts for nobody."""
 
     def of_connected(self) -> set[str]:
         """Return the models of all clients that are still connected."""
         return set().union(*(keys for client, keys in self.items() if not client.gone))
 
-    def unloading(self, message: Unload, by: Client) -> Unload:
+    def unloading(self, message: Unload, by: Connection) -> Unload:
         """Have a client no longer use the model that it unloads; return what ranks are told: to park it at
         most, where another client that is connected has loaded it."""
         if not message.park:

@@ -39,7 +39,7 @@ class Job:
     """A client's request, waiting or running. ``reply`` may be called from any thread."""
 
     message: object
-    client: "Client"
+    client: "Connection"
     cancelled: threading.Event = field(default_factory=threading.Event)
     #: Do the ranks have it? A job without a message is done.
     running: bool = False
@@ -60,7 +60,7 @@ class Job:
         return self.client.outbox.empty()
 
 
-class Client:
+class Connection:
     """One connection: a reading thread that feeds the queue and a writing thread that empties the outbox."""
 
     def __init__(self, connection: socket.socket, server: "Server"):
@@ -207,7 +207,7 @@ class Server:
         #: Kind of the request under way, "" for none, and when it began.
         self._running = ("", 0.0)
         #: The client whose job that is.
-        self.running_for: Client | None = None
+        self.running_for: Connection | None = None
         self.of_rank = of_rank
         self.token = token
         self.welcome = welcome
@@ -217,9 +217,9 @@ class Server:
         self.taking = threading.Lock()
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
         #: Clients that have not proved anything yet, in the order in which they came.
-        self.strangers: dict[Client, None] = {}
+        self.strangers: dict[Connection, None] = {}
         #: Clients that were let in.
-        self.members: dict[Client, None] = {}
+        self.members: dict[Connection, None] = {}
         self._next_log = 0.0
         self.listener = listen(address)
         threading.Thread(target=self._accept, daemon=True).start()
@@ -235,7 +235,7 @@ class Server:
             if not self._has_place():
                 _turn_away(connection)
                 continue
-            client = Client(connection, self)
+            client = Connection(connection, self)
             self.strangers[client] = None
             try:
                 threading.Thread(target=client.serve, daemon=True).start()

@@ -23,7 +23,7 @@ from .own_models import LATENT_FORMATS, Flux3, QwenImage21, Sana
 
 
 @dataclass(frozen=True)
-class Family:
+class ComfyFamily:
     """How ComfyUI builds a family from the diffusers config of its transformer.
 
     ``comfy_class``: name of the class in comfy.supported_models, or in OURS, or config -> name. ``needs``:
@@ -76,65 +76,67 @@ REFERENCES = ("reference_latents",)
 
 
 FAMILIES = {
-    "flux": Family(
+    "flux": ComfyFamily(
         comfy_class=flux_class,
         needs=("pooled_output",),
         zeros={"y": "pooled_projection_dim"},
         accepts=REFERENCES,
         reads=lambda config: {"patch_size": 2},
     ),
-    "chroma": Family("Chroma", linear_shift=True),
-    "sd3": Family("SD3", needs=("pooled_output",)),
-    "pixart": Family(pixart_class),
-    "hunyuan-dit": Family(
+    "chroma": ComfyFamily("Chroma", linear_shift=True),
+    "sd3": ComfyFamily("SD3", needs=("pooled_output",)),
+    "pixart": ComfyFamily(pixart_class),
+    "hunyuan-dit": ComfyFamily(
         lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT",
         needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl"),
     ),
-    "hunyuan-video": Family(hunyuan_video_class, needs=("pooled_output",)),
-    "hunyuan-video-1.5": Family("HunyuanVideo15", needs=("pooled_output",), shapes=("img_in.proj.weight",)),
-    "hunyuan-image-2.1": Family("HunyuanImage21"),
-    "wan": Family(wan_class, accepts=REFERENCES, shapes=("patch_embedding.weight",)),
-    "wan-vace": Family("WAN21_Vace", translate=arguments.wan_vace, shapes=("patch_embedding.weight",)),
-    "wan-animate": Family("WAN22_Animate", shapes=("patch_embedding.weight",)),
-    "cogvideox": Family(
+    "hunyuan-video": ComfyFamily(hunyuan_video_class, needs=("pooled_output",)),
+    "hunyuan-video-1.5": ComfyFamily(
+        "HunyuanVideo15", needs=("pooled_output",), shapes=("img_in.proj.weight",)
+    ),
+    "hunyuan-image-2.1": ComfyFamily("HunyuanImage21"),
+    "wan": ComfyFamily(wan_class, accepts=REFERENCES, shapes=("patch_embedding.weight",)),
+    "wan-vace": ComfyFamily("WAN21_Vace", translate=arguments.wan_vace, shapes=("patch_embedding.weight",)),
+    "wan-animate": ComfyFamily("WAN22_Animate", shapes=("patch_embedding.weight",)),
+    "cogvideox": ComfyFamily(
         cogvideox_class,
         reads=lambda config: {
             "in_channels": config["in_channels"],
             "ofs_proj_dim": config.get("ofs_embed_dim"),
         },
     ),
-    "ltxv": Family("LTXV", translate=arguments.ltxv),
-    "qwen-image": Family("QwenImage", accepts=REFERENCES, linear_shift=True, images=True),
-    "qwen-image-2.1": Family(
+    "ltxv": ComfyFamily("LTXV", translate=arguments.ltxv),
+    "qwen-image": ComfyFamily("QwenImage", accepts=REFERENCES, linear_shift=True, images=True),
+    "qwen-image-2.1": ComfyFamily(
         "QwenImage21",
         accepts=REFERENCES,
         translate=arguments.qwen_image21,
         reads=lambda config: {"reset_prefix_cache": lambda enabled: None},  # the ranks have their own cache
     ),
-    "z-image": Family("ZImage", reads=_in_channels),
-    "krea2": Family("Krea2", accepts=REFERENCES, images=True),
-    "sana": Family("Sana"),
-    "hidream": Family(
+    "z-image": ComfyFamily("ZImage", reads=_in_channels),
+    "krea2": ComfyFamily("Krea2", accepts=REFERENCES, images=True),
+    "sana": ComfyFamily("Sana"),
+    "hidream": ComfyFamily(
         "HiDream",
         needs=("pooled_output", "conditioning_llama3"),
         refuses=("concat_latent_image",),  # tokens of E1, which edits
     ),
-    "kandinsky5": Family(
+    "kandinsky5": ComfyFamily(
         lambda config: "Kandinsky5" if config["visual_cond"] else "Kandinsky5Image",
         needs=("pooled_output",),
     ),
-    "flux2": Family("Flux2", accepts=REFERENCES),
-    "flux3": Family("Flux3", accepts=REFERENCES),
-    "lumina2": Family("Lumina2", reads=_in_channels),
-    "ideogram4": Family("Ideogram4"),
-    "ltx2": Family(
+    "flux2": ComfyFamily("Flux2", accepts=REFERENCES),
+    "flux3": ComfyFamily("Flux3", accepts=REFERENCES),
+    "lumina2": ComfyFamily("Lumina2", reads=_in_channels),
+    "ideogram4": ComfyFamily("Ideogram4"),
+    "ltx2": ComfyFamily(
         "LTXAV",
         refuses=("concat_mask",),  # taken for a mask of both latents
         latents=(128, 8),
         translate=arguments.ltx2,
         reads=arguments.read_of_ltx2,
     ),
-    "minimax-h3": Family(
+    "minimax-h3": ComfyFamily(
         "MiniMaxH3",
         latents=(24, 32),
         translate=arguments.minimax_h3,
@@ -175,10 +177,10 @@ def _supported_model(name: str) -> Callable[[dict], Any]:
     return found
 
 
-def family_named(loaded: Loaded) -> Family:
+def family_named(loaded: Loaded) -> ComfyFamily:
     """Return a loaded transformer's entry, or a generic one; RefusedError for another version's family."""
     if loaded.info.get("generic"):
-        return Family(comfy_class=lambda config: "")
+        return ComfyFamily(comfy_class=lambda config: "")
     if loaded.family not in FAMILIES:
         raise RefusedError(
             f"the transformer's family is {loaded.family}, which these nodes do not know; they know "

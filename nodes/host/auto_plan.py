@@ -10,12 +10,12 @@ from typing import TypeVar
 import torch
 
 from ...backend.client import measurements, planning, pool
-from ...backend.client.planning import RequestOf
+from ...backend.client.planning import EstimateOf
 from ...backend.client.pool import Wanted
 from ...backend.config import ConfigError, ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.planner.choose import Question
-from ...backend.planner.machine import Request, Sides, sides_of
+from ...backend.planner.machine import RequestEstimate, Sides, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import BackendError, RefusedError
 from .graph import TEXT
@@ -34,7 +34,7 @@ Ran = TypeVar("Ran")
 
 
 def plan_for(
-    auto: AutoConfig, model: Wanted, request: RequestOf, others: tuple[Wanted, ...] = ()
+    auto: AutoConfig, model: Wanted, request: EstimateOf, others: tuple[Wanted, ...] = ()
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
     """Choose the ranks of a model as planning.plan_for does, with what it waits for under the node, and
     Cancel."""
@@ -49,7 +49,7 @@ def plan_for(
 def run_planned(
     auto: AutoConfig,
     model: Wanted,
-    request: RequestOf,
+    request: EstimateOf,
     others: tuple[Wanted, ...],
     run: Callable[[ParallelConfig, tuple[str, ...]], Ran],
 ) -> Ran:
@@ -80,7 +80,7 @@ def run_planned(
 
 
 def question_of(
-    auto: AutoConfig, model: Wanted, request: RequestOf, check: Callable[[], None]
+    auto: AutoConfig, model: Wanted, request: EstimateOf, check: Callable[[], None]
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, as planning.question_of does. For the page: no node runs,
     and Cancel belongs to a graph; what ``check`` raises ends it."""
@@ -225,16 +225,16 @@ def _request_of(
     steps: int,
     prompts: int,
     drained: bool = False,
-) -> RequestOf:
+) -> EstimateOf:
     """Return what makes the request for latents of a ``size`` (B, C, [T,] H, W), the first of several, and
     reference latents next to them."""
     batch, sides = _sides(size, dit)
 
-    def request(shape: ModelShape) -> Request:
+    def request(shape: ModelShape) -> RequestEstimate:
         tokens = image_tokens(sides, references, shape.patch)
         # what keeps the keys and values of text has references in it
         among_text = tokens - image_tokens(sides, (), shape.patch) if shape.static_text else 0
-        return Request(
+        return RequestEstimate(
             tokens - among_text, text + among_text, max(1, steps), prompts, batch, drained, *lora_bytes(dit)
         )
 

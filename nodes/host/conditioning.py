@@ -6,7 +6,7 @@ import comfy.samplers
 import torch
 
 from ...backend.protocol import REFERENCE_METHODS, RefusedError
-from ..comfy_models.registry import Family
+from ..comfy_models.registry import ComfyFamily
 
 #: Keys of a CONDITIONING that change the answer in ways that the backend does not have, and the nodes that
 #: set them.
@@ -33,7 +33,7 @@ REFUSED_BY_SOME = {
 _AROUND = {"area", "set_area_to_bounds", "default"}
 
 
-def check_conditioning(name: str, conditioning: list, family_name: str, family: Family):
+def check_conditioning(name: str, conditioning: list, family_name: str, family: ComfyFamily):
     """Raise RefusedError for the first thing in ``conditioning`` that the backend would have to drop.
 
     ``name``: the input's.
@@ -71,7 +71,7 @@ def latent_shapes(cond: dict) -> list[list[int]]:
 
 
 def model_arguments(
-    name: str, cond: dict, batch: int, accepted: list[str], family: Family, other: dict | None = None
+    name: str, cond: dict, batch: int, accepted: list[str], family: ComfyFamily, other: dict | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...).
 
@@ -147,7 +147,7 @@ def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
     return limits, comfy.samplers.get_area_and_mult(always, noise, None).mult[:, :1]
 
 
-def fill_zeros(arguments: dict, batch: int, family: Family, config: dict) -> dict:
+def fill_zeros(arguments: dict, batch: int, family: ComfyFamily, config: dict) -> dict:
     """Return ``arguments`` with the zeros that ComfyUI's model takes for what a CONDITIONING leaves out."""
     zeros = {key: torch.zeros(batch, config[width]) for key, width in family.zeros.items()}
     return {**zeros, **arguments}

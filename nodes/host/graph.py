@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...backend.client.pool import Wanted
-from ...backend.planner.machine import Request, tokens_of
+from ...backend.planner.machine import RequestEstimate, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
 from .model_files import lora_size, wanted_of
@@ -51,7 +51,7 @@ def unnamed(models: list[Wanted], prompt: dict) -> Wanted | None:
     return next((model for model in models if model not in needed), None)
 
 
-def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
+def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> RequestEstimate:
     """Return the request of the first sampler that the loader ``key`` feeds, and those of its others as
     ``then``, as far as constants tell them."""
     fed = [other for other, node in prompt.items() if _samples(node) and loader_of(prompt, other) == key]
@@ -61,7 +61,7 @@ def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> Request:
     return replace(first, then=tuple(others))
 
 
-def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> Request:
+def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> RequestEstimate:
     drained = _is_model(prompt, sampler)
     sampler = _sampler_of(prompt, sampler) if drained else sampler
     inputs = constants(prompt, sampler)
@@ -72,7 +72,7 @@ def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> R
     sides = (1 + (length - 1) // time, height // space[0], width // space[1])
     guidance = guidance_of(inputs)
     loras, others = _lora_bytes(prompt, loader) if shape.is_quantized else (0, 0)
-    return Request(
+    return RequestEstimate(
         image_tokens=tokens_of(sides, shape.patch),
         text_tokens=TEXT,
         steps=_steps(prompt, sampler, inputs),

@@ -13,7 +13,7 @@ from pathlib import Path
 import folder_paths
 
 from ...backend.client import planning
-from ...backend.planner.machine import Request, sides_of
+from ...backend.planner.machine import RequestEstimate, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample
 from .handle import ParallelDiT
@@ -62,7 +62,7 @@ def projected(digest: str, dit: ParallelDiT, sample: Sample) -> float | None:
 
 def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
 
-    def request(shape: ModelShape) -> Request:
+    def request(shape: ModelShape) -> RequestEstimate:
         noise = sample.tensors["noise"]
         size = sample.latent_shapes[0] if sample.latent_shapes else noise.shape[1:]
         references = [each for name, each in sample.tensors.items() if name.startswith(REFERENCES)]
@@ -71,7 +71,7 @@ def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
         text = 0 if prompt is None else prompt.shape[1]
         prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1
         steps = len(sample.tensors["sigmas"]) - 1
-        return Request(tokens, text, steps, prompts, noise.shape[0])
+        return RequestEstimate(tokens, text, steps, prompts, noise.shape[0])
 
     return planning.projected(dit.config, dit.wanted, request)
 

@@ -7,10 +7,10 @@ import comfy.model_patcher
 import comfy.model_sampling
 
 from ...backend.protocol import RefusedError
-from ..comfy_models.registry import Family
+from ..comfy_models.registry import ComfyFamily
 
 
-def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_name: str, family: Family):
+def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_name: str, family: ComfyFamily):
     """Set the shift of ``model``'s noise levels through ComfyUI's own classes. ``model`` is a clone; a shift
     of 0 keeps the model's own.
 

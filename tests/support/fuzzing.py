@@ -21,7 +21,7 @@ from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome,
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
 from backend.serving.named_models import NamedModels
-from backend.serving.server import Client
+from backend.serving.server import Connection
 from backend.worker import Leader
 
 #: What one frame may cost: seconds of this process, and bytes.
@@ -112,7 +112,7 @@ class Rank0(Leader):
             message = framing.receive(Stream(data))
         except ConnectionError:
             return "no frame"
-        client = Client(None, self.server)
+        client = Connection(None, self.server)
         client._handle(message)
         found = "answered"
         while not self.server.jobs.empty():

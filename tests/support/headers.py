@@ -19,7 +19,7 @@ from typing import cast
 import torch
 
 from backend.loading.checkpoint import Checkpoint
-from backend.loading.quantized import ScaledFiles
+from backend.loading.quantized import QuantizedFiles
 from backend.loading.recognition import check_complete, recognise
 from backend.loading.safetensors_files import FLOATING, TensorFiles
 
@@ -64,7 +64,9 @@ def opened(name: str) -> Checkpoint:
     """Return the checkpoint of a released file, by its header: that of earlier calls, so nobody changes it.
     Raises UnsupportedError."""
     header = released()[name]
-    checkpoint = recognise(f"{name}.safetensors", ScaledFiles(cast(TensorFiles, HeaderFiles(name, header))))
+    checkpoint = recognise(
+        f"{name}.safetensors", QuantizedFiles(cast(TensorFiles, HeaderFiles(name, header)))
+    )
     check_complete(checkpoint)
     return checkpoint
 

@@ -10,7 +10,7 @@ sockets). Rows whose plan is not named, and those of several machines, are left 
 from dataclasses import dataclass, replace
 
 from backend.config import ParallelConfig
-from backend.planner.machine import Machine, Request
+from backend.planner.machine import Machine, RequestEstimate
 from backend.planner.model_shape import Activations, BlockShape, ModelShape
 
 BF16 = 2
@@ -116,7 +116,7 @@ class Case:
     source: str
     model: ModelShape
     machine: Machine
-    request: Request
+    request: RequestEstimate
     seconds: dict[str, float]
 
     @property
@@ -137,7 +137,7 @@ def plan(name: str) -> ParallelConfig:
 def table(source, model, machine, tokens: tuple[int, int], steps: int, prompts: int, **seconds) -> Case:
     """One table; "one" is one GPU, and _ stands for the space in the name of a plan."""
     named = {"1" if name == "one" else name.replace("_", " "): value for name, value in seconds.items()}
-    return Case(source, model, machine, Request(*tokens, steps, prompts), named)
+    return Case(source, model, machine, RequestEstimate(*tokens, steps, prompts), named)
 
 
 CASES = (

@@ -10,7 +10,7 @@ from backend.models.latent_tokens import TokenGrid
 from backend.parallel.sequence import Span
 from backend.sampling.noise import FreshNoise
 from backend.sampling.prediction import Prediction
-from backend.sampling.solver_registry import SOLVER_FUNCTIONS, Problem, answer
+from backend.sampling.solver_registry import SOLVER_FUNCTIONS, Problem, solver_input
 
 GRID = TokenGrid((4, 8, 6), (1, 2, 2))
 BATCH = 2
@@ -65,7 +65,7 @@ def solve(
         denoised, negative = toy.denoised(inpaint.model_input(x, sigma, span) if inpaint else x, sigma)
         try:
             request = steps.send(
-                answer(solver, inpaint.denoised(denoised, span) if inpaint else denoised, negative)
+                solver_input(solver, inpaint.denoised(denoised, span) if inpaint else denoised, negative)
             )
         except StopIteration as end:
             return end.value

@@ -9,15 +9,15 @@ from backend import worker
 from backend.admission import InsufficientMemory
 from backend.protocol import LORAS, Failure, Load, Release, Result, Sample, Unload
 from backend.serving.named_models import NamedModels
-from backend.serving.server import Client, Job
+from backend.serving.server import Connection, Job
 from backend.worker import Leader
 
 ALONE = [Unload("m"), Release([0])]
 OTHERS = [Load("/m"), Sample("m", "euler", 1.0, 7)]
 
 
-def client() -> Client:
-    return Client(cast(Any, None), cast(Any, SimpleNamespace(last_error="")))
+def client() -> Connection:
+    return Connection(cast(Any, None), cast(Any, SimpleNamespace(last_error="")))
 
 
 class Ranks(Leader):

@@ -45,12 +45,12 @@ def test_positions_of_the_steps_serve_before_the_first_one(family, tmp_path):
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
     sample, calls = golden(f"{family}__euler_simple")[0], []
     positions = engine.models["tiny"].transformer.pos_embed
-    positions.layer.register_forward_hook(lambda *_: calls.append(positions.index.context))
+    positions.layer.register_forward_hook(lambda *_: calls.append(positions.current.context))
     for _ in range(2):
         engine.sample(sample, Callbacks())
     prompts = {each.prompt for each in calls}
     assert len(calls) == 2 * len(prompts) and None not in calls
-    assert positions.index.context is None
+    assert positions.current.context is None
 
 
 def test_answers_for_a_whole_batch_do_not_outlive_its_modulation(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from released_forms import checkpoint_of
 
 from backend.config import ParallelConfig
 from backend.planner.cost import LAUNCHES, Cost
-from backend.planner.machine import Request
+from backend.planner.machine import RequestEstimate
 from backend.quantization import formats, gguf_blocks
 from backend.quantization.formats import (
     E2M1,
@@ -241,7 +241,7 @@ def test_the_planner_counts_them():
     assert all(block.dequantizing == pytest.approx(1.5 * block.unpacked, rel=0.01) for block in shape.blocks)
     halves = shape_of(opened("var__flux1-kontext_fp8_scaled_legacy"), torch.float16)
     assert all(block.dequantizing == pytest.approx(3.5 * block.unpacked, rel=0.01) for block in halves.blocks)
-    cost = Cost(shape, ParallelConfig(), L40, Request(1024, 128, 4, 1))
+    cost = Cost(shape, ParallelConfig(), L40, RequestEstimate(1024, 128, 4, 1))
     moved = sum(block.dequantizing for block in shape.blocks)
     assert cost._dequantize(shape.blocks) == pytest.approx(moved / L40.bandwidth)
 
@@ -255,7 +255,7 @@ def test_the_planner_counts_the_kernels_that_the_host_starts():
     assert kernels > 3 * LAUNCHES * sum(block.streams for block in shape.blocks)
 
     def step(**degrees) -> float:
-        return Cost(shape, ParallelConfig(**degrees), L40, Request(256, 64, 4, 1)).step(1)
+        return Cost(shape, ParallelConfig(**degrees), L40, RequestEstimate(256, 64, 4, 1)).step(1)
 
     host = L40.launch * kernels / LAUNCHES
     assert host < step(ulysses_degree=4) < 1.5 * host

@@ -11,11 +11,15 @@ from backend.config import ParallelConfig
 from backend.planner import choose as choose_module
 from backend.planner.choose import Question
 from backend.planner.cost import Cost
-from backend.planner.machine import Request
+from backend.planner.machine import RequestEstimate
 from backend.planner.memory import held
 from backend.rank_plan.shape_of import shape_of
 
-FP8, PLAN, REQUEST = "var__flux1-kontext_fp8_scaled_legacy", ParallelConfig(), Request(1024, 128, 4, 1)
+FP8, PLAN, REQUEST = (
+    "var__flux1-kontext_fp8_scaled_legacy",
+    ParallelConfig(),
+    RequestEstimate(1024, 128, 4, 1),
+)
 GB = 10**9
 
 
@@ -29,7 +33,7 @@ def test_the_planner_counts_the_first_pass_alone(flux):
     made = sum(block.unpacked for block in flux.blocks)
     moved = sum(block.dequantizing for block in flux.blocks) / L40.bandwidth
 
-    def seconds(spare: int, request: Request = REQUEST) -> float:
+    def seconds(spare: int, request: RequestEstimate = REQUEST) -> float:
         return Cost(flux, PLAN, L40, request, spare)._dequantize(flux.blocks)
 
     assert seconds(0) == pytest.approx(moved)

@@ -15,7 +15,7 @@ from doctor_facts import Facts
 from backend.client import measurements, nccl_settings, probe_process
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
-from backend.loading.quantized import ScaledFiles
+from backend.loading.quantized import QuantizedFiles
 from backend.loading.safetensors_files import TensorFiles
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, Loaded, Sample
@@ -133,7 +133,7 @@ def test_room_is_asked_for_before_the_first_file(monkeypatch, gpus):
 def test_fp8_of_the_doctor_has_a_native_product(monkeypatch):
     """Layers with scales of rows have none, and one of them refuses the whole file."""
     lab = doctor_lab.Lab("cpu", 2, 10.0)
-    files = ScaledFiles(TensorFiles([lab.quantized("float8_e4m3fn")]))
+    files = QuantizedFiles(TensorFiles([lab.quantized("float8_e4m3fn")]))
     scales = [shape for key, shape in files.files.shapes.items() if key.endswith("weight_scale")]
     assert scales and set(scales) <= {(), (1,)}
     lab.close()

@@ -9,7 +9,7 @@ from tiny import golden_request, write_shallow_flux
 from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.protocol import Failure, Load, Loaded, ModelCall
-from backend.serving.server import Client, Job
+from backend.serving.server import Connection, Job
 
 OTHER = "another model"
 
@@ -31,7 +31,7 @@ class Alone(Rank0):
     def all_gather_numbers(self, numbers):
         return [numbers]
 
-    def answers(self, message, client: Client) -> list:
+    def answers(self, message, client: Connection) -> list:
         self.run(Job(message, client))
         return [client.outbox.get() for _ in range(client.outbox.qsize())]
 
@@ -56,9 +56,9 @@ def rank0(folder):
 @pytest.fixture
 def client(rank0):
     """A client that has loaded nothing yet, beside one that uses both models."""
-    user = Client(None, rank0.server)
+    user = Connection(None, rank0.server)
     rank0.named[user] = {rank0.model, OTHER}
-    yield Client(None, rank0.server)
+    yield Connection(None, rank0.server)
     del user  # who has gone names nothing
 
 

@@ -18,7 +18,7 @@ from backend.engine import Engine
 from backend.loading.adapters import LoRA
 from backend.parallel import mesh
 from backend.planner.choose import Question, choose
-from backend.planner.machine import RESERVE, Request
+from backend.planner.machine import RESERVE, RequestEstimate
 from backend.planner.memory import held
 from backend.quantization.formats import PLAIN_FLOAT8
 from backend.quantization.packed import Packed
@@ -60,7 +60,7 @@ def test_a_change_that_fails_leaves_nothing_behind(folder, tmp_path, monkeypatch
 
 def test_loras_beside_quantized_weights_take_room():
     """All of them on each rank but for stages, and for the factors that are cut with a matrix."""
-    plain = Request(4096, 512, 20, 1)
+    plain = RequestEstimate(4096, 512, 20, 1)
     beside = replace(plain, loras=GB)
 
     def more(**plan) -> float:

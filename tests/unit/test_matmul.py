@@ -11,7 +11,7 @@ from live_memory import LiveMemory
 
 from backend.quantization import kernels, matmul
 from backend.quantization.formats import FORMATS, hadamard
-from backend.quantization.kernels import Choice
+from backend.quantization.kernels import MatmulChoice
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import LowRank, PackedWeight, multiplier, takes_any_rows
 
@@ -69,7 +69,7 @@ def ours(kind: str, quantized, dtype: torch.dtype, **more) -> PackedWeight:
         )
     settings = {"format": name, **{key: value for key, value in options.items() if "convrot" in key}}
     packed = Packed(FORMATS[name], settings, tensors, COLUMNS, (range(COLUMNS),))
-    return PackedWeight(packed, dtype, Choice(matmul.RULES[name].kernel, ""))
+    return PackedWeight(packed, dtype, MatmulChoice(matmul.RULES[name].kernel, ""))
 
 
 def product(kind: str, x: torch.Tensor, quantized, bias, scale=None) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_halves_of_the_tokens_are_multiplied_in_turn(kitchen, kind, native):
     x = numbers(22, COLUMNS, seed=1)
     weight = ours(kind, theirs(kind, numbers(ROWS, COLUMNS, seed=3)), x.dtype)
     if not native:
-        weight.choice = Choice(None, "")
+        weight.choice = MatmulChoice(None, "")
     weight.set_adapters({"a lora": LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)})
     assert takes_any_rows(weight) == (not native or kind in ("fp8", "mxfp8"))
     if takes_any_rows(weight):

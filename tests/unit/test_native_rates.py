@@ -16,14 +16,14 @@ from backend.config import ParallelConfig
 from backend.loading.weight_loading import matrices
 from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import Machine, Request
+from backend.planner.machine import Machine, RequestEstimate
 from backend.probe import Probe
 from backend.quantization import matmul, native_trial
 from backend.quantization.kernels import AUTO
 from backend.rank_plan.shape_of import shape_of
 
 INT8, PLAN, CPU = "int8_tensorwise", ParallelConfig(), torch.device("cpu")
-REQUEST = Request(4096, 512, 4, 1)
+REQUEST = RequestEstimate(4096, 512, 4, 1)
 GB = 10**9
 
 

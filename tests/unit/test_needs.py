@@ -14,7 +14,7 @@ from backend.config import ParallelConfig
 from backend.planner.machine import TOKENS_AT_ONCE
 from backend.protocol import ModelCall, Sample
 from backend.quantization import kernels
-from backend.quantization.kernels import Choice
+from backend.quantization.kernels import MatmulChoice
 from backend.rank_plan.need import Need, load_need
 from backend.rank_plan.remedies import remedies
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
@@ -78,7 +78,7 @@ def test_a_request_is_planned_with_the_products_that_were_chosen(monkeypatch):
     quantized = opened(QUANTIZED)
     own = admission(FakeMemory(80 * GB))
     names = [name for name in quantized.parameters if name.endswith("weight")]
-    native = dict.fromkeys(names, Choice(kernels.float8, "asked for"))
+    native = dict.fromkeys(names, MatmulChoice(kernels.float8, "asked for"))
 
     def scratch(choices) -> int:
         own.forget()

@@ -12,22 +12,24 @@ from published import FLUX, L40
 from backend.client import measurements, planning, pool
 from backend.config import ParallelConfig
 from backend.planner.auto_config import AutoConfig
-from backend.planner.choose import EXACT, Choice, Question, choose
-from backend.planner.machine import Request
+from backend.planner.choose import EXACT, PlanChoice, Question, choose
+from backend.planner.machine import RequestEstimate
 from backend.planner.placement import STAYS, Ranks, choose_placement
 
 GB = 1_000_000_000
 TWO_L40 = replace(L40, memory=(48 * GB,) * 2)
 #: A picture, for which PipeFusion is the fastest, and its refinement, of too few steps for it.
-PICTURE, REFINED = Request(4096, 512, 20, 1), Request(16384, 512, 6, 1)
+PICTURE, REFINED = RequestEstimate(4096, 512, 20, 1), RequestEstimate(16384, 512, 6, 1)
 RING, PIPE = ParallelConfig(ring_degree=2), ParallelConfig(pipefusion_degree=2)
 
 
-def question(request: Request) -> Question:
+def question(request: RequestEstimate) -> Question:
     return Question(FLUX, request, TWO_L40, 2)
 
 
-def run(requests: list[Request], plan: ParallelConfig | None = None) -> tuple[float, list[Choice]]:
+def run(
+    requests: list[RequestEstimate], plan: ParallelConfig | None = None
+) -> tuple[float, list[PlanChoice]]:
     """Return the seconds of requests one after the other, with those of reading weights, and the choices."""
     ranks = None if plan is None else Ranks(plan, (FLUX,))
     seconds, choices = 0.0, []
@@ -39,7 +41,7 @@ def run(requests: list[Request], plan: ParallelConfig | None = None) -> tuple[fl
     return seconds, choices
 
 
-def fixed(requests: list[Request]) -> float:
+def fixed(requests: list[RequestEstimate]) -> float:
     """Return the seconds with the best placement of weights that serves all."""
     found: list[dict] = []
     for request in requests:
@@ -115,7 +117,7 @@ def test_samplers_of_one_graph_get_one_placement():
 
 def test_samplers_that_no_placement_serves_get_their_own():
     """One whose latent fits no placement of the first."""
-    large = Request(3_000_000, 512, 20, 1)
+    large = RequestEstimate(3_000_000, 512, 20, 1)
     assert not any(each.fits for each in question(large).options())
     assert choose(question(replace(PICTURE, then=(large,)))).plan.pipefusion_degree == 2
 
@@ -141,7 +143,7 @@ def ranks(monkeypatch):
     return found
 
 
-def plan_for(request: Request, auto: AutoConfig = ALL, model=MODEL, others=()) -> ParallelConfig:
+def plan_for(request: RequestEstimate, auto: AutoConfig = ALL, model=MODEL, others=()) -> ParallelConfig:
     return planning.plan_for(auto, model, lambda shape: request, others)[0]
 
 

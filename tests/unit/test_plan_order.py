@@ -10,7 +10,7 @@ from backend.config import ParallelConfig
 from backend.planner import drift
 from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import Machine, Request
+from backend.planner.machine import Machine, RequestEstimate
 from backend.planner.memory import held
 from backend.planner.model_shape import Activations
 from backend.planner.option import TIGHT, Option
@@ -24,7 +24,9 @@ def test_a_plan_that_may_run_out_of_memory_has_to_be_faster():
     shape = replace(WAN, activations=Activations(replicated=2e5, cut=2e5))
     others = set()
     for gigabytes in range(30, 80, 2):
-        question = Question(shape, Request(32760, 512, 20, 1), replace(L40, memory=(gigabytes * GB,) * 2), 2)
+        question = Question(
+            shape, RequestEstimate(32760, 512, 20, 1), replace(L40, memory=(gigabytes * GB,) * 2), 2
+        )
         fitting = [each for each in question.options() if each.fits]
         best = choose(question).option
         nominal = min(fitting, key=lambda each: each.score / (1 if each.likely <= each.room else TIGHT))
@@ -38,14 +40,16 @@ def test_a_faster_plan_says_why_it_is_not_taken():
     assert "drifts further" in replace(chosen, seconds=9.0, drift=1.1).why_not(chosen)
     assert "error of the estimate" in replace(chosen, seconds=9.95).why_not(chosen)
     assert replace(chosen, seconds=10.5).why_not(chosen) == ""
-    few_steps = choose(Question(WAN, Request(4096, 512, 8, 1), replace(L40, memory=(40 * GB,) * 2), 2))
+    few_steps = choose(
+        Question(WAN, RequestEstimate(4096, 512, 8, 1), replace(L40, memory=(40 * GB,) * 2), 2)
+    )
     assert any("; faster" in line for line in few_steps.lines), few_steps.lines
 
 
 def experts(gigabytes: float, host: int = 0, steps: int = 20) -> Question:
     """One of two experts on two cards."""
     machine = replace(L40, memory=(gigabytes * GB,) * 2)
-    request, swaps = Request(32760, 512, steps, 2), WeightSwaps(host)
+    request, swaps = RequestEstimate(32760, 512, steps, 2), WeightSwaps(host)
     return Question(WAN, request, machine, 2, others=(WAN,), swaps=swaps)
 
 
@@ -98,7 +102,7 @@ def test_drift_is_that_of_the_page():
 @pytest.mark.parametrize("steps, most", [(8, 4), (15, 4), (16, 8), (28, 8)])
 def test_few_steps_have_few_patches(steps, most):
     machine = replace(L40, memory=(48 * GB,) * 4)
-    options = Question(FLUX, Request(4096, 512, steps, 1), machine, 4).options()
+    options = Question(FLUX, RequestEstimate(4096, 512, steps, 1), machine, 4).options()
     assert max(each.plan.patches for each in options if each.plan.has_stale_kv) == most
 
 
@@ -124,7 +128,7 @@ def test_plans_of_bridged_pairs_go_at_the_pace_of_the_slow_links(fields):
     """Four GPUs with two bridges: pairs are fast, what spans both is not. On machines of bytes alone."""
     far = Machine("links", 1e30, 1e30, 1e30, 50e9, {4: 50e9}, latency=0.0, launch=0.0)
     bridged = replace(far, rings={2: 50e9, 4: 5e9})
-    plan, request = ParallelConfig(**fields), Request(4096, 512, 8, 1, batch=2)
+    plan, request = ParallelConfig(**fields), RequestEstimate(4096, 512, 8, 1, batch=2)
     seconds = [Cost(FLUX, plan, each, request).total for each in (bridged, far)]
     assert seconds[0] > 2 * seconds[1]
     for pair in ({"ring_degree": 2}, {"tensor_parallel_degree": 2}, {"pipefusion_degree": 2}):
@@ -147,7 +151,7 @@ def test_what_computes_in_float32_takes_as_much_longer():
     """As on Volta and Turing, of models that are not in float16; tokens take twice as long on the way."""
     turing, wide = replace(L40, float32=6.0, launch=0.0), replace(FLUX, itemsize=4)
     alone, ulysses = ParallelConfig(), ParallelConfig(ulysses_degree=2)
-    request = Request(4096, 512, 8, 1)
+    request = RequestEstimate(4096, 512, 8, 1)
 
     def seconds(shape, plan) -> float:
         return Cost(shape, plan, turing, request).total

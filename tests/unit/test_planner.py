@@ -17,11 +17,11 @@ from backend.parallel import mesh
 from backend.planner.auto_config import AutoConfig, config_of, sets_degrees
 from backend.planner.choose import AUTO, EXACT, MEMORY, Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import Machine, Request
+from backend.planner.machine import Machine, RequestEstimate
 from backend.planner.memory import held
 from backend.planner.model_shape import ModelShape
 from backend.planner.placement import Ranks
-from backend.quantization.kernels import Choice
+from backend.quantization.kernels import MatmulChoice
 from backend.rank_plan import describe
 from backend.rank_plan.shape_of import shape_of
 
@@ -82,7 +82,7 @@ def test_choice_keeps_its_promises(model, machine, gigabytes, steps, prompts):
     """Whatever is chosen fits, is not slower than one GPU, is no PipeFusion of few steps, and is exact where
     that is asked for; the least memory is the least."""
     question = Question(
-        MODELS[model], Request(4096, 512, steps, prompts), on(MACHINES[machine], gigabytes), 4
+        MODELS[model], RequestEstimate(4096, 512, steps, prompts), on(MACHINES[machine], gigabytes), 4
     )
     for method in (AUTO, EXACT, MEMORY):
         try:
@@ -105,7 +105,7 @@ def test_choice_keeps_its_promises(model, machine, gigabytes, steps, prompts):
 def test_one_prompt_and_two_have_plans_of_their_own():
     for machine in (L40, A100):
         one, two = (
-            choose(Question(QWEN, Request(4096, 512, 20, prompts), on(machine, 80), 2)).option.plan
+            choose(Question(QWEN, RequestEstimate(4096, 512, 20, prompts), on(machine, 80), 2)).option.plan
             for prompts in (1, 2)
         )
         assert one.cfg_degree == 1 and two.cfg_degree == 2
@@ -114,7 +114,7 @@ def test_one_prompt_and_two_have_plans_of_their_own():
 
 def test_slow_links_want_pipefusion_and_fast_ones_ulysses():
     """As published: 8 L40 over two sockets, 8 A100 with NVLink."""
-    request = Request(4096, 512, 28, 1)
+    request = RequestEstimate(4096, 512, 28, 1)
     assert choose(Question(FLUX, request, on(L40, 48), 8)).option.plan.pipefusion_degree > 1
     fast = replace(A100, launch=2.5e-4, overhead=1.5e-4)
     assert choose(Question(FLUX, request, on(fast, 80), 4)).option.plan.ulysses_degree == 4
@@ -127,7 +127,7 @@ def test_a_patch_more_than_stages_where_it_fills_the_pipeline():
     prompts there is other work meanwhile."""
     plans = {}
     for prompts in (1, 2):
-        request = Request(32760, 512, 28, prompts)
+        request = RequestEstimate(32760, 512, 28, prompts)
         options = Question(WAN, request, on(L40, 48), 4).options()
         whole = [o for o in options if o.plan.pipefusion_degree == 4 and o.plan.patches > 1]
         plans[prompts] = min(whole, key=lambda option: option.seconds).plan
@@ -136,14 +136,14 @@ def test_a_patch_more_than_stages_where_it_fills_the_pipeline():
 
 def test_what_does_not_fit_on_one_gpu_is_divided():
     """Flux in bf16 on two cards of 24 GB."""
-    choice = choose(Question(FLUX, Request(4096, 512, 20, 1), on(L40, 24), 2))
+    choice = choose(Question(FLUX, RequestEstimate(4096, 512, 20, 1), on(L40, 24), 2))
     assert not choice.one.fits and choice.option.plan.world_size == 2
     assert "which it does not fit" in choice.lines[0]
 
 
 def test_nothing_fits_is_a_sentence_with_numbers():
     with pytest.raises(ConfigError) as raised:
-        choose(Question(FLUX, Request(4096, 512, 4, 1), on(L40, 8), 2))
+        choose(Question(FLUX, RequestEstimate(4096, 512, 4, 1), on(L40, 8), 2))
     message = str(raised.value)
     assert "flux with 4096 tokens does not fit" in message and "6.8 GB free" in message
     assert "more than 2 GPUs" in message and "PipeFusion" not in message  # whose patches hold more
@@ -151,7 +151,7 @@ def test_nothing_fits_is_a_sentence_with_numbers():
 
 def test_other_models_on_the_ranks_take_room():
     """Two experts of which each fits alone: together they are divided."""
-    question = Question(WAN, Request(75600, 512, 20, 1), on(A100, 50), 2)
+    question = Question(WAN, RequestEstimate(75600, 512, 20, 1), on(A100, 50), 2)
     alone = choose(question).option
     both = choose(replace(question, others=(WAN,))).option
     assert alone.bytes < 50 * GB and both.bytes < 50 * GB
@@ -159,7 +159,7 @@ def test_other_models_on_the_ranks_take_room():
 
 
 def test_a_running_plan_stays_while_it_is_nearly_the_best():
-    question = Question(FLUX, Request(4096, 512, 20, 1), on(A100, 80), 2)
+    question = Question(FLUX, RequestEstimate(4096, 512, 20, 1), on(A100, 80), 2)
     options = sorted(question.options(), key=lambda option: option.score)
     near = next(each for each in options[1:] if each.score < 1.1 * options[0].score)
     slow = next(each for each in options if each.score > 1.2 * options[0].score)
@@ -170,7 +170,7 @@ def test_a_running_plan_stays_while_it_is_nearly_the_best():
 @pytest.mark.parametrize("steps,compiled", [(2, "off"), (40, "blocks")])
 def test_blocks_are_compiled_where_a_request_is_long_enough(steps, compiled):
     """At many steps, on GPUs, and where nobody has decided."""
-    request = Request(75600, 512, steps, 2)
+    request = RequestEstimate(75600, 512, steps, 2)
     question = Question(WAN, request, on(A100, 80), 2)
     assert choose(question).plan.compile == compiled
     assert ("compiled blocks" in choose(question).lines[0]) == (compiled == "blocks")
@@ -181,7 +181,7 @@ def test_blocks_are_compiled_where_a_request_is_long_enough(steps, compiled):
 
 def test_settings_that_are_no_degrees_stay():
     base = ParallelConfig(stale_kv="extrapolate", warmup_steps=3, attention="sdpa", device="cpu")
-    plan = choose(Question(FLUX, Request(4096, 512, 28, 1), on(L40, 48), 8, base)).option.plan
+    plan = choose(Question(FLUX, RequestEstimate(4096, 512, 28, 1), on(L40, 48), 8, base)).option.plan
     assert plan.pipefusion_degree > 1
     assert (plan.stale_kv, plan.warmup_steps, plan.attention) == ("extrapolate", 3, "sdpa")
 
@@ -209,7 +209,7 @@ def test_stages_that_wait_leave_their_cores():
     keep both at work, on half of a core each."""
     cpu = Machine("CPU", 5e10, 4e10, 1e10, 1e12, {2: 1e12}, 0.0, alone=2.0, ranks=4, on_host=True)
     even = replace(cpu, alone=1.0)
-    request = Request(image_tokens=1024, steps=8, prompts=1)
+    request = RequestEstimate(image_tokens=1024, steps=8, prompts=1)
     for patches, gain in ((1, 2.0), (2, 1.0)):
         plan = ParallelConfig(pipefusion_degree=2, ring_degree=2, num_pipeline_patch=patches, warmup_steps=0)
         seconds = [Cost(FLUX, plan, each, request).total for each in (even, cpu)]
@@ -266,13 +266,13 @@ def test_a_released_file_has_its_published_shape():
 
 def test_weights_that_multiply_as_stored_are_not_dequantized():
     checkpoint = opened("var__flux1-kontext_fp8_scaled_legacy")
-    native = Choice(lambda x, weight, bias, max_over_ranks: x, "as chosen")
+    native = MatmulChoice(lambda x, weight, bias, max_over_ranks: x, "as chosen")
     choices = dict.fromkeys(checkpoint.parameters, native)
     stored, native = (shape_of(checkpoint, torch.bfloat16, each) for each in ({}, choices))
     assert all(block.unpacked > 1.9 * block.weights for block in stored.blocks)
     assert not any(block.unpacked for block in native.blocks) and native.weights == stored.weights
     assert native.is_quantized and stored.is_quantized and not FLUX.is_quantized  # LoRAs are beside both
-    plan, request = ParallelConfig(), Request(1024, 128, 4, 1)
+    plan, request = ParallelConfig(), RequestEstimate(1024, 128, 4, 1)
     assert Cost(native, plan, L40, request).total < Cost(stored, plan, L40, request).total
 
 
@@ -292,7 +292,7 @@ def test_a_shape_survives_json(checkpoint):
 
 def test_memory_of_a_small_model_is_in_mb(checkpoint):
     shape = shape_of(checkpoint, checkpoint.dtype)
-    question = Question(shape, Request(256, 12, 20, 2), on(L40, 24, 2), 2)
+    question = Question(shape, RequestEstimate(256, 12, 20, 2), on(L40, 24, 2), 2)
     choice = choose(question, AUTO)
     size = held(shape, choice.plan, question.request).bytes
     assert 1e6 < size < 1e8 and f"about {size / 1e6:.0f} MB of " in choice.lines[0]
@@ -320,7 +320,7 @@ def test_bytes_on_the_wire_are_those_of_describe(checkpoint, degrees, wire):
     """On a machine of one byte a second whose ranks compute for nothing: seconds are bytes, to 1 %."""
     plan = ParallelConfig(**degrees, wire=wire)
     link = Machine("link", 1e30, 1e30, 1e30, p2p=1.0, all_to_all={}, latency=0.0, launch=0.0)
-    seconds = Cost(shape_of(checkpoint, checkpoint.dtype), plan, link, Request(2048, 128, 1, 2)).total
+    seconds = Cost(shape_of(checkpoint, checkpoint.dtype), plan, link, RequestEstimate(2048, 128, 1, 2)).total
     ranks = describe(plan, checkpoint, 2048, 128, branches=2)
     sent = [sum(rank.bytes_per_step.get(name, 0) for name in ("ulysses", "ring")) for rank in ranks]
     assert seconds == pytest.approx(sum(sent) / len(sent), rel=0.01)
@@ -342,7 +342,7 @@ def test_bytes_are_those_of_describe(checkpoint, fields):
     """Of the fullest rank: weights to 5 %, keys and values to 1 %, and in all from 5 % less to 25 % more."""
     shape, plan = shape_of(checkpoint, checkpoint.dtype), ParallelConfig(**fields)
     ranks = describe(plan, checkpoint, 2048, 128, calls=1)
-    found = held(shape, plan, Request(2048, 128, 20, 2))
+    found = held(shape, plan, RequestEstimate(2048, 128, 20, 2))
     assert found.weights == pytest.approx(max(rank.weight_bytes for rank in ranks), rel=0.05)
     assert found.keys == pytest.approx(max(rank.kv_bytes for rank in ranks), rel=0.01)
     fullest = max(rank.device_bytes for rank in ranks)

@@ -15,7 +15,7 @@ from backend.planner.auto_config import AutoConfig
 from backend.planner.candidates import candidates
 from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import Request, samples_at_once
+from backend.planner.machine import RequestEstimate, samples_at_once
 from backend.planner.memory import held
 from backend.planner.model_shape import NONE
 from backend.planner.option import TIGHT, Option
@@ -36,7 +36,7 @@ def packed(shape, bits: int = 4):
 
 def test_one_card_reads_weights_at_its_own_rate():
     """A fast card beside a slow one is not as slow as that by itself."""
-    shape, request = packed(FLUX), Request(4096, 512, 20, 1)
+    shape, request = packed(FLUX), RequestEstimate(4096, 512, 20, 1)
     machine = replace(
         RTX4090, names=("fast", "slow"), speeds=(3.0, 1.0), bandwidth=0.3e12, bandwidths=(1.2e12, 0.3e12)
     )
@@ -52,7 +52,7 @@ def test_one_card_reads_weights_at_its_own_rate():
 def test_tensor_parallelism_divides_groups_of_heads():
     """Krea 2 has 48 heads and 12 of keys: no plan may have 8 ranks cut them."""
     shape = replace(FLUX, heads=48, head_groups=12)
-    plans = list(candidates(shape, Request(4096, 512, 20, 1), 8, ParallelConfig()))
+    plans = list(candidates(shape, RequestEstimate(4096, 512, 20, 1), 8, ParallelConfig()))
     assert {plan.tensor_parallel_degree for plan in plans} == {1, 2, 4}
 
 
@@ -60,7 +60,7 @@ def test_tensor_parallelism_divides_groups_of_heads():
 def test_gathered_weights_and_tokens_take_the_same_links(drained):
     """As they are stored; modulation at each call of a model that is called, and once for many steps else."""
     shape = packed(QWEN)
-    cost = Cost(shape, SHARDED, RTX4090, Request(4096, 512, 20, 1, drained=drained))
+    cost = Cost(shape, SHARDED, RTX4090, RequestEstimate(4096, 512, 20, 1, drained=drained))
     stored = sum(b.weights + (b.modulation if drained else 0) for b in shape.blocks)
     tokens = cost._travelling(shape.blocks, 1)
     latency = RTX4090.latency * len(shape.blocks)
@@ -80,7 +80,7 @@ def test_gathered_weights_and_tokens_take_the_same_links(drained):
 )
 def test_prompts_of_a_call_go_through_the_model_together(plan, tokens, prompts, times):
     """Under Parallel Model; a request of Parallel Sampler takes one after the other."""
-    call = Request(tokens, 512, 20, prompts, drained=True)
+    call = RequestEstimate(tokens, 512, 20, prompts, drained=True)
     sample = replace(call, drained=False)
     assert held(FLUX, plan, call).activations == times * held(FLUX, plan, sample).activations
 
@@ -89,14 +89,14 @@ def test_prompts_of_a_call_go_through_the_model_together(plan, tokens, prompts, 
 def test_rings_are_planned_with_kernels_that_can_merge(attention):
     """Others are refused by the ranks, for a degree that auto has chosen."""
     base = ParallelConfig(attention=attention)
-    plans = list(candidates(FLUX, Request(4096, 512, 20, 1), 4, base))
+    plans = list(candidates(FLUX, RequestEstimate(4096, 512, 20, 1), 4, base))
     refused = [plan for plan in plans if merges(plan) and not kernel_of(attention).lse]
     assert not refused and any(plan.ring_degree > 1 for plan in plans)  # PipeFusion's rings do not merge
     assert any(merges(plan) for plan in plans) == kernel_of(attention).lse
 
 
 def seconds(plan: ParallelConfig, **request) -> float:
-    return Cost(FLUX, plan, RTX4090, Request(4096, 512, 20, **request)).total
+    return Cost(FLUX, plan, RTX4090, RequestEstimate(4096, 512, 20, **request)).total
 
 
 def test_samples_of_a_batch_follow_each_other_through_a_pipeline_of_one_patch():
@@ -106,7 +106,7 @@ def test_samples_of_a_batch_follow_each_other_through_a_pipeline_of_one_patch():
     assert two == pytest.approx(1.5 * one, rel=1e-6)
     prompts = seconds(plan, prompts=2, batch=1)
     assert prompts == pytest.approx(two, rel=1e-6)
-    one, two = (held(FLUX, plan, Request(4096, 512, 20, 1, batch)).activations for batch in (1, 2))
+    one, two = (held(FLUX, plan, RequestEstimate(4096, 512, 20, 1, batch)).activations for batch in (1, 2))
     assert one <= two < 1.3 * one
 
 
@@ -124,7 +124,7 @@ def test_the_last_samples_of_a_call_are_as_few_as_they_are():
     assert samples_at_once(tokens) == 3
 
     def products(prompts, batch):
-        request = Request(tokens, 512, 1, prompts, batch, drained=True)
+        request = RequestEstimate(tokens, 512, 1, prompts, batch, drained=True)
         machine = replace(RTX4090, launch=0.0, half_rate=0.0, bandwidth=1e18)
         return Cost(FLUX, ONE, machine, request).total
 
@@ -144,7 +144,7 @@ def test_modulation_in_host_memory_comes_at_every_call():
 
 def test_what_offloading_would_make_fit_is_told():
     machine = replace(RTX4090, memory=(round(12.6 * GB),) * 2)
-    question = Question(FLUX, Request(4096, 512, 20, 1), machine, 2)
+    question = Question(FLUX, RequestEstimate(4096, 512, 20, 1), machine, 2)
     with pytest.raises(ConfigError, match="use offload_modulation of Parallel Config, with which it fits, "):
         choose(question)
     tiny = replace(machine, memory=(4 * GB,) * 2)
@@ -163,7 +163,7 @@ def test_a_little_doubt_costs_a_little():
 
 def test_loras_of_models_that_take_turns_are_their_own():
     shape = packed(QWEN)
-    request = Request(4096, 512, 20, 1, loras=GB, other_loras=2 * GB)
+    request = RequestEstimate(4096, 512, 20, 1, loras=GB, other_loras=2 * GB)
     own, without = (held(shape, ONE, each).weights for each in (request, replace(request, loras=0)))
     assert own - without == pytest.approx(GB, rel=1e-6)
     both = held(shape, ONE, request, (shape,)).weights - held(shape, ONE, request, ()).weights
@@ -175,12 +175,12 @@ def test_static_text_is_kept(ring):
     shape = replace(QWEN, static_text=True)
     plan = ParallelConfig(ring_degree=ring)
     token = 2 * shape.heads * shape.head_size * shape.itemsize * len(shape.blocks)
-    assert held(shape, plan, Request(4096, 1000, 20, 2)).keys == 2 * token * 1000 // ring
-    assert held(QWEN, plan, Request(4096, 1000, 20, 2)).keys == 0
+    assert held(shape, plan, RequestEstimate(4096, 1000, 20, 2)).keys == 2 * token * 1000 // ring
+    assert held(QWEN, plan, RequestEstimate(4096, 1000, 20, 2)).keys == 0
 
 
 def test_a_pipeline_of_one_patch_is_exact_at_any_steps():
-    plans = list(candidates(FLUX, Request(4096, 512, 4, 2), 2, ParallelConfig()))
+    plans = list(candidates(FLUX, RequestEstimate(4096, 512, 4, 2), 2, ParallelConfig()))
     staged = [plan for plan in plans if plan.pipefusion_degree == 2]
     assert staged and all(plan.patches == 1 for plan in staged)
 
@@ -190,7 +190,7 @@ def test_a_refusal_names_the_torch_that_can_share_a_quantized_file(monkeypatch):
     from backend.planner.choose import _what_lacks
 
     machine = replace(RTX4090, memory=(2 * GB,) * 2)
-    question = Question(packed(FLUX), Request(4096, 512, 4, 1), machine, 2)
+    question = Question(packed(FLUX), RequestEstimate(4096, 512, 4, 1), machine, 2)
     assert "use torch 2.12, which can shard the quantized weights" in _what_lacks(
         question, question.options()
     )
@@ -213,13 +213,13 @@ def test_cards_without_kernels_are_used_where_they_are_named(monkeypatch, gpus, 
 def test_one_visible_card_is_said_to_be_one_of_several(monkeypatch, visible, says):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    _, lines = planning.plan_for(AutoConfig(), ("m", "default", "auto"), lambda shape: Request())
+    _, lines = planning.plan_for(AutoConfig(), ("m", "default", "auto"), lambda shape: RequestEstimate())
     assert lines == () if not says else says in lines[0]
 
 
 def test_ulysses_beside_tensor_parallelism_takes_the_slower_links():
     """Tensor parallelism's ranks are neighbours, so Ulysses' are not: of bridged pairs it crosses over."""
-    request, machine = Request(4096, 512, 20, 1), replace(RTX4090, ranks=4, memory=(24 * GB,) * 4)
+    request, machine = RequestEstimate(4096, 512, 20, 1), replace(RTX4090, ranks=4, memory=(24 * GB,) * 4)
     bridged = replace(machine, all_to_all={2: 40e9, 4: 3e9})
     plain = replace(machine, all_to_all={2: 3e9, 4: 3e9})
 
@@ -234,7 +234,7 @@ def test_ulysses_beside_tensor_parallelism_takes_the_slower_links():
 def test_attention_that_sends_nothing_costs_no_links():
     """Linear attention, as SANA's: its state is small, and no buffer of keys and values waits for it."""
     silent = replace(FLUX, blocks=tuple(replace(b, queries=NONE, keys=NONE) for b in FLUX.blocks))
-    request = Request(4096, 512, 20, 1)
+    request = RequestEstimate(4096, 512, 20, 1)
     plan = ParallelConfig(ulysses_degree=2)
     machine = replace(RTX4090, latency=0.0)
     assert Cost(silent, plan, machine, request)._all_to_all(silent.blocks, 1) == 0

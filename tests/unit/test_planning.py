@@ -12,7 +12,7 @@ from backend.client import measurements, planning, pool
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig, unused_method
 from backend.planner.choose import ASIDE
-from backend.planner.machine import Request
+from backend.planner.machine import RequestEstimate
 from backend.protocol import BackendError, RefusedError
 
 GB = 1_000_000_000
@@ -42,8 +42,8 @@ def machine(monkeypatch):
     return found
 
 
-def request(shape) -> Request:
-    return Request(32760, 512, 20, 2)
+def request(shape) -> RequestEstimate:
+    return RequestEstimate(32760, 512, 20, 2)
 
 
 def plan_for(auto: AutoConfig = ALL, others: tuple = ()) -> tuple[ParallelConfig, tuple[str, ...]]:
@@ -102,8 +102,8 @@ def test_models_that_take_turns_spare_for_the_one_that_runs(machine):
     assert plan_for(others=(MODEL, MODEL))[0] != first
 
 
-def large(shape) -> Request:
-    return Request(2_000_000, 512, 20, 2, batch=4)
+def large(shape) -> RequestEstimate:
+    return RequestEstimate(2_000_000, 512, 20, 2, batch=4)
 
 
 def test_an_estimate_that_does_not_fit_takes_the_leanest_plan(machine):
@@ -118,7 +118,7 @@ def test_an_estimate_that_does_not_fit_takes_the_leanest_plan(machine):
     with pytest.raises(ConfigError, match="2000000 tokens does not fit"):
         run(ALL, large)
     plan = planning.or_leanest(ALL, large, run)
-    small = Request(256, 512, 20, 2)
+    small = RequestEstimate(256, 512, 20, 2)
     assert asked[1:] == [("auto", large(WAN)), ("least memory", small)]
     question = planning.question_of(ALL, MODEL, lambda shape: small)[0]
     assert question.option(plan).bytes <= 1.02 * min(each.bytes for each in question.options())
@@ -180,7 +180,7 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
     assert any(f"{ASIDE}1: " in line for line in plan_for(auto)[1])
     assert planning.question_of(auto, MODEL, request)[0].swaps.left_by_comfyui == ((1, 0),)
     assert planning.question_of(auto, MODEL, large)[0].swaps.left_by_comfyui == ((1, 0),)
-    smaller = planning.question_of(auto, MODEL, lambda shape: Request(32759, 512, 20, 2))[0]
+    smaller = planning.question_of(auto, MODEL, lambda shape: RequestEstimate(32759, 512, 20, 2))[0]
     elsewhere = planning.question_of(AutoConfig(gpus="2,3"), MODEL, request)[0]
     assert not smaller.swaps.left_by_comfyui and not elsewhere.swaps.left_by_comfyui
 

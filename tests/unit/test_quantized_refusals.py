@@ -15,7 +15,7 @@ from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.loading.scale_values import check_scales
 from backend.planner import candidates
-from backend.planner.machine import Request
+from backend.planner.machine import RequestEstimate
 from backend.rank_plan.shape_of import shape_of
 from backend.sampling import validation
 
@@ -202,7 +202,7 @@ def test_sharding_where_torch_shards_no_weights_of_several_types(folder, monkeyp
 def check_sharding(path, refused: str):
     checkpoint = open_checkpoint(str(path))
     shape = shape_of(checkpoint, torch.bfloat16)
-    plans = candidates.candidates(shape, Request(), 2, ParallelConfig())
+    plans = candidates.candidates(shape, RequestEstimate(), 2, ParallelConfig())
     assert any(plan.shard_weights for plan in plans) == (not refused)
     config = ParallelConfig(ulysses_degree=2, shard_weights=True)
     validation.check_degrees(checkpoint, ParallelConfig(ulysses_degree=2))

@@ -23,7 +23,7 @@ from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.parallel.mesh import Axis
-from backend.planner.machine import Request
+from backend.planner.machine import RequestEstimate
 from backend.planner.memory import held
 from backend.quantization import kernels
 from backend.quantization.formats import effort_of
@@ -262,7 +262,7 @@ def test_a_batch_through_a_one_patch_pipeline_is_planned_as_ranks_count_it(tmp_p
     plan = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1)
     planned, counted = [], []
     for batch in (1, 4):
-        planned.append(held(shape, plan, Request(4096, 512, 20, 1, batch)).activations)
+        planned.append(held(shape, plan, RequestEstimate(4096, 512, 20, 1, batch)).activations)
         ranks = describe(plan, checkpoint, 4096, 512, batch, 1)
         counted.append(max(rank.activation_bytes for rank in ranks))
     assert planned == pytest.approx(counted, rel=0.25)

@@ -16,12 +16,12 @@ from backend.parallel.stage_split import plan, stage_blocks
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import MEMORY, Question, choose
 from backend.planner.cost import Cost
-from backend.planner.machine import RESERVE, Machine, Request
+from backend.planner.machine import RESERVE, Machine, RequestEstimate
 from backend.rank_plan.workload import tensor_mesh
 from backend.sampling.model_call import samples_of_replicas
 
 GB = 1_000_000_000
-REQUEST = Request(4096, 512, 20, 1)
+REQUEST = RequestEstimate(4096, 512, 20, 1)
 TP = ParallelConfig(tensor_parallel_degree=2)
 
 

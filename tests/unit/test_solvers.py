@@ -17,7 +17,7 @@ from backend.protocol import Sample
 from backend.protocol.solver_names import HALF_LOG_SNR, NEEDS_NEGATIVE, PERCENTS, SOLVERS
 from backend.sampling.noise import CACHED, FreshNoise
 from backend.sampling.prediction import EPS, FLOW, V
-from backend.sampling.solver_registry import SOLVER_FUNCTIONS, answer, evaluations
+from backend.sampling.solver_registry import SOLVER_FUNCTIONS, evaluations, solver_input
 from backend.sampling.validation import check_sample
 
 PREDICTIONS = {"flow": FLOW, "eps": EPS, "v": V}
@@ -119,7 +119,7 @@ def test_patches_give_the_same_bits(solver, kind, to_zero):
     while None in ends:
         for i, solver_state in enumerate(solver_states):
             try:
-                requests[i] = solver_state.send(answer(solver, *toy.denoised(*requests[i][:2])))
+                requests[i] = solver_state.send(solver_input(solver, *toy.denoised(*requests[i][:2])))
             except StopIteration as end:
                 ends[i] = end.value
     assert torch.equal(torch.cat(ends, dim=1), whole)

@@ -12,17 +12,17 @@ from backend.parallel import comm, mesh, token_scales
 from backend.parallel.block_cost import layer_tokens
 from backend.quantization import kernels
 from backend.quantization.formats import FORMATS
-from backend.quantization.kernels import Choice
+from backend.quantization.kernels import MatmulChoice
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight
 
 ALONE = mesh.single().sp
 PAIR = replace(ALONE, size=2, ranks=(0, 1))
-NVFP4 = Choice(kernels.nvfp4, "")
+NVFP4 = MatmulChoice(kernels.nvfp4, "")
 COLUMNS = 64
 
 
-def weight(choice: Choice = NVFP4, divided: str = "image", **more: torch.Tensor) -> PackedWeight:
+def weight(choice: MatmulChoice = NVFP4, divided: str = "image", **more: torch.Tensor) -> PackedWeight:
     """A matrix of 32 x 64 ones."""
     tensors = {
         "values": torch.full((32, COLUMNS // 2), 0x22, dtype=torch.uint8),
@@ -78,8 +78,8 @@ def test_only_what_needs_it_compares_and_only_over_several_ranks(compared):
     others = [
         weight(divided=""),
         weight(input_scale=torch.ones(1)),
-        weight(Choice(None, "as chosen")),
-        weight(Choice(kernels.int8, "")),
+        weight(MatmulChoice(None, "as chosen")),
+        weight(MatmulChoice(kernels.int8, "")),
     ]
     for sp in (PAIR, ALONE, PAIR):
         token_scales.regroup([nn.ModuleList([needs]), nn.ModuleList(others)], sp)
@@ -107,7 +107,7 @@ def test_a_rank_that_has_nothing_to_multiply_takes_part(compared):
     one = weight()
     token_scales.regroup([one], PAIR)
     assert one.linear(torch.ones(2, 0, COLUMNS), None).shape == (2, 0, 32)
-    one.choice = Choice(None, "its product failed")
+    one.choice = MatmulChoice(None, "its product failed")
     token_scales.regroup([one], PAIR)
     assert one.linear(torch.ones(1, COLUMNS), None).equal(torch.full((1, 32), float(COLUMNS)))
     assert compared == [0.0, 0.0]

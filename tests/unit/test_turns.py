@@ -7,7 +7,7 @@ from published import A100, FLUX, L40, WAN
 
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.choose import ASIDE, TURNS, Question, choose
-from backend.planner.machine import Machine, Request
+from backend.planner.machine import Machine, RequestEstimate
 from backend.planner.weight_swaps import WeightSwaps
 
 GB = 1_000_000_000
@@ -16,7 +16,7 @@ GB = 1_000_000_000
 def two_experts(gigabytes: float, machine: Machine = A100) -> Question:
     """Two models of 28 GB on two ranks with so much memory each."""
     memory = (round(gigabytes * GB),) * 2
-    return Question(WAN, Request(32760, 512, 4, 1), replace(machine, memory=memory), 2, others=(WAN,))
+    return Question(WAN, RequestEstimate(32760, 512, 4, 1), replace(machine, memory=memory), 2, others=(WAN,))
 
 
 def test_both_stay_where_they_fit_together():
@@ -91,7 +91,7 @@ def test_what_the_host_has_no_room_for_is_read_at_the_pace_of_the_last_load(file
 def beside(left: float, **changes) -> Question:
     """One model of 24 GB on two ranks, on whose first GPU ComfyUI has left so many GB of weights."""
     machine = replace(L40, memory=(48 * GB,) * 2)
-    request = Request(4096, 512, 20, 1)
+    request = RequestEstimate(4096, 512, 20, 1)
     question = Question(
         FLUX, request, machine, 2, swaps=WeightSwaps(left_by_comfyui=((0, round(left * GB)),))
     )
@@ -115,7 +115,7 @@ def test_a_plan_that_leaves_comfyui_room_is_taken_where_it_costs_less():
 
 def test_weights_leave_where_a_plan_that_leaves_room_is_slower():
     """Of many steps, what moves once a run is little."""
-    many = beside(13, request=Request(4096, 512, 500, 1))
+    many = beside(13, request=RequestEstimate(4096, 512, 500, 1))
     choice = choose(many, "fastest exact")
     assert choice.plan == choose(beside(30, request=many.request), "fastest exact").plan
     assert choice.option.yield_seconds > 0
