@@ -167,7 +167,7 @@ class ParallelConfig:
 
     def shares_of(self, *axes: str) -> tuple[float, ...]:
         """The share of each index on mesh ``axes``: the sum over its ranks; () where they are equal."""
-        return shares.along(self.rank_shares, tuple(self.degrees.items()), axes)
+        return shares.axis_shares(self.rank_shares, tuple(self.degrees.items()), axes)
 
     def topology(self) -> tuple:
         """What a running backend cannot change: everything but the settings that travel with each request."""

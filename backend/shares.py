@@ -16,7 +16,7 @@ def written(shares: Sequence[float]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def along(
+def axis_shares(
     shares: tuple[float, ...], sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]
 ) -> tuple[float, ...]:
     """Add up the ``shares`` of all ranks with the same index on ``axes``, in their order; () if those are
@@ -32,15 +32,15 @@ def along(
     return sums if max(sums) > EQUAL * min(sums) else ()
 
 
-def grid(shares: tuple[float, ...], rows: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def grid_shares(shares: tuple[float, ...], rows: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Add up the shares of ranks that stand in so many ``rows``: of every row, and of every column."""
     if not shares:
         return (), ()
     sizes = (("row", rows), ("column", len(shares) // rows))
-    return along(shares, sizes, ("row",)), along(shares, sizes, ("column",))
+    return axis_shares(shares, sizes, ("row",)), axis_shares(shares, sizes, ("column",))
 
 
-def edges(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:
+def shard_edges(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:
     """Return where each of ``count`` shards of ``total`` things begins, and the end: equal shards whose sizes
     differ by at most one, or shards by ``shares``, none empty where there are enough things."""
     if not shares:
@@ -56,10 +56,10 @@ def edges(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:
 
 def shard_sizes(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:
     """Return how many things each shard of ``edges`` has."""
-    return [end - start for start, end in itertools.pairwise(edges(total, count, shares))]
+    return [end - start for start, end in itertools.pairwise(shard_edges(total, count, shares))]
 
 
-def portions(count: int, shares: Sequence[float] = ()) -> list[float]:
+def relative_shares(count: int, shares: Sequence[float] = ()) -> list[float]:
     """Return each of ``count`` shares as a multiple of an equal one."""
     whole = sum(shares)
     return [share * count / whole for share in shares] if shares else [1.0] * count

@@ -51,7 +51,7 @@ from .sampling.validation import refusing
 from .serving.named_models import NamedModels
 from .serving.progress import Previews, load_progress, progress
 from .serving.server import CANCELLABLE, Job, Server
-from .serving.step_times import step_rows
+from .serving.step_times import step_records
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
 PING_SECONDS = 60.0
@@ -92,7 +92,7 @@ class Leader(Worker):
             for key, ranks in list(self.reports.items())
             if key in models and rank not in models[key].parked_on
         ]
-        return {"weight_bytes": sum(held), "steps": step_rows(self.beats, rank)}
+        return {"weight_bytes": sum(held), "steps": step_records(self.beats, rank)}
 
     def lead(self):
         """Serve until a client says Shutdown."""

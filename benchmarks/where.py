@@ -151,7 +151,7 @@ def actions(options, model: str, sample):
 
 def sample_by(engine, sample, least: int):
     """Sample; ``least``: tiles and tokens of a half that is exchanged or summed apart."""
-    ulysses_ring.TILES_OF_A_CHUNK = tensor_parallel.ROWS_OF_TWO_HALVES = least
+    ulysses_ring.TILES_OF_A_CHUNK = tensor_parallel.MIN_TOKENS_TO_HALVE = least
     engine.sample(sample, Callbacks())
 
 

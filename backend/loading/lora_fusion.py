@@ -212,7 +212,7 @@ class FusedWeights:
                 self._set_adapters(self.packed[name], name, changes.get(name, []), wholes)
                 continue
             parameter = getattr(*self.places[name])
-            here = fsdp.rows(parameter)
+            here = fsdp.own_rows(parameter)
             dtype = torch.float32 if name in changes else parameter.dtype
             value = self._value(name, changes.get(name, []), wholes, dtype, here)
             fsdp.assign(parameter, value.to(parameter.dtype))

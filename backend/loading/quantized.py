@@ -14,7 +14,7 @@ from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Format, scale_group
 from ..quantization.packed import Packed
 from .mapped_file import DTYPES
 from .quantized_layers import (
-    BADLY,
+    BAD_CONVERSION,
     DESCRIPTIONS,
     INPUT_SCALES,
     TILE_BLOCKS,
@@ -123,7 +123,7 @@ class QuantizedFiles:
         orphan = next((key for key in ours if key.rpartition(".")[2] in READERS), None)
         if orphan:
             what = f"{files.name} is quantized with scales ({quoted(orphan)})"
-            raise UnsupportedError(f"{what}, but the weight that they belong to is not; {BADLY}.")
+            raise UnsupportedError(f"{what}, but the weight that they belong to is not; {BAD_CONVERSION}.")
         self.shapes: Shapes = shapes | {key: layer.shape for key, layer in self.layers.items()}
 
     @property

@@ -26,7 +26,7 @@ TILE_ROWS, TILE_BLOCKS = 128, 4
 PLAIN = ("F32", "BF16", "F16")
 GROUP_SCALES = (*PLAIN, "F8_E4M3", "U8")
 #: End of refusals.
-BADLY = "the file was converted badly: use another one of this model"
+BAD_CONVERSION = "the file was converted badly: use another one of this model"
 #: Bytes of a layer's description (a few dozen as published).
 MOST_SETTINGS = 4_096
 
@@ -114,14 +114,18 @@ def _check_once(files: TensorFiles, name: str, first: Mapping, second: Mapping):
     """Refuse a layer that header and tensor describe in two ways."""
     if first.get("format") != second.get("format"):
         both = " and ".join(quoted(each.get("format")) for each in (first, second))
-        raise UnsupportedError(f"{files.name} describes the layer {quoted(name)} twice, as {both}; {BADLY}.")
+        raise UnsupportedError(
+            f"{files.name} describes the layer {quoted(name)} twice, as {both}; {BAD_CONVERSION}."
+        )
 
 
 def _bytes(files: TensorFiles, key: str) -> bytes:
     shape = files.shapes[key]
     if math.prod(shape) > MOST_SETTINGS or files.stored(key) != "U8":
         what = f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}"
-        raise UnsupportedError(f"{what}, and describes a layer in {MOST_SETTINGS:,} bytes at most; {BADLY}.")
+        raise UnsupportedError(
+            f"{what}, and describes a layer in {MOST_SETTINGS:,} bytes at most; {BAD_CONVERSION}."
+        )
     return bytes(files.read(key).flatten().tolist())
 
 
@@ -130,7 +134,7 @@ def _settings(files: TensorFiles, where: str, text: str | bytes) -> dict:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         why = f"{quoted(where)} is no JSON ({reason(error)})"
-        raise UnsupportedError(f"{files.name}: {why}; {BADLY}.") from None
+        raise UnsupportedError(f"{files.name}: {why}; {BAD_CONVERSION}.") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -154,10 +158,10 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> QuantizedLayer
         )
     form = FORMATS[kind]
     if stored not in form.stored:
-        raise UnsupportedError(f"{layer} is said to be {kind} but is stored as {stored}; {BADLY}.")
+        raise UnsupportedError(f"{layer} is said to be {kind} but is stored as {stored}; {BAD_CONVERSION}.")
     leaves = {leaf for leaf in form.leaves if f"{name}.{leaf}" in files.shapes}
     if {"weight_scale", "scale_weight"} <= leaves:
-        raise UnsupportedError(f"{layer} has both weight_scale and scale_weight; {BADLY}.")
+        raise UnsupportedError(f"{layer} has both weight_scale and scale_weight; {BAD_CONVERSION}.")
     scale = "scale_weight" if "scale_weight" in leaves else form.needs[0]
     missing = [leaf for leaf in (scale, *form.needs[1:]) if leaf not in leaves]
     if missing:
@@ -179,9 +183,11 @@ def _check_shape(files: TensorFiles, layer: QuantizedLayer, kind: str):
     what = f"{files.name}: the {kind} weight of {quoted(layer.name)} has shape {layer.shape}"
     in_blocks = layer.block > 1 or layer.format.values_per_element > 1
     if not layer.shape or (in_blocks and len(layer.shape) != 2):
-        raise UnsupportedError(f"{what}, and a matrix is needed; {BADLY}.")
+        raise UnsupportedError(f"{what}, and a matrix is needed; {BAD_CONVERSION}.")
     if layer.shape[-1] % layer.block:
-        raise UnsupportedError(f"{what}, whose rows are no whole groups of {layer.block} values; {BADLY}.")
+        raise UnsupportedError(
+            f"{what}, whose rows are no whole groups of {layer.block} values; {BAD_CONVERSION}."
+        )
 
 
 def _check_scale(files: TensorFiles, layer: QuantizedLayer, kind: str, leaf: str):

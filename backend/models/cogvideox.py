@@ -6,7 +6,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.once import once
+from .common.request_arguments import once
 from .discrete_schedule import DiscreteSchedule
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under

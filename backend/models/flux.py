@@ -12,7 +12,7 @@ from diffusers.models.embeddings import (
 from .blocks import APART, Blocks
 from .common import references
 from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM, config_of
-from .common.once import once
+from .common.request_arguments import once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO

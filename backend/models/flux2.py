@@ -13,8 +13,8 @@ from .common import adaptive_norms, references
 from .common.double_stream import DOUBLE_STREAM, config_of
 from .common.fewer_passes import gated, modulated
 from .common.joint_blocks import within_range
-from .common.once import once
 from .common.replaced_classes import replace_classes
+from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO

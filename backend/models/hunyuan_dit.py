@@ -10,7 +10,7 @@ from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 from diffusers.models.transformers.hunyuan_transformer_2d import HunyuanDiT2DModel
 
 from .blocks import APART, BlockAdapter, Blocks
-from .common.once import once
+from .common.request_arguments import once
 from .discrete_schedule import DiscreteSchedule
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under

@@ -12,7 +12,7 @@ from .blocks import APART, BlockAdapter
 from .common import references
 from .common.call_state import call_state
 from .common.double_stream import DOUBLE_APART
-from .common.once import once
+from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .common.timestep_precision import round_input
 from .family import FP16_OR_BF16, STEP_END, Build, Conditioning, ModelIO

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_ideogram4 import (
 
 from .blocks import JOINED, Blocks
 from .common.call_state import call_state
-from .common.once import once
+from .common.request_arguments import once
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of

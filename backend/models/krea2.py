@@ -7,8 +7,8 @@ from diffusers.models.transformers import transformer_krea2 as theirs
 
 from .blocks import JOINED, Blocks
 from .common import references
-from .common.once import once
 from .common.replaced_classes import replace_classes
+from .common.request_arguments import once
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 

@@ -26,7 +26,7 @@ from .common.ltx2_blocks import (
     share_levels,
 )
 from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
-from .common.once import once
+from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of

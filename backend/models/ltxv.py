@@ -7,7 +7,7 @@ from .blocks import APART, Blocks
 from .common import guide_weights
 from .common.header_config import transformer_config
 from .common.ltx2_blocks import Attention
-from .common.once import once
+from .common.request_arguments import once
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 

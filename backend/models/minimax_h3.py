@@ -4,7 +4,7 @@ each on a noise schedule of its own."""
 import torch
 
 from .blocks import JOINED, Blocks
-from .common.once import once
+from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
 from .key_layout import Layout, blocks_of, under

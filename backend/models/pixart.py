@@ -10,7 +10,7 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
 from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
-from .common.once import once
+from .common.request_arguments import once
 from .discrete_schedule import DiscreteSchedule, of_scheduler, prediction
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under

@@ -9,7 +9,7 @@ import torch
 
 from .blocks import APART, Blocks
 from .common import references
-from .common.once import once
+from .common.request_arguments import once
 from .common.timestep_precision import keep_timestep
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes

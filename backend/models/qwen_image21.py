@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .blocks import JOINED, Blocks
 from .common import references, token_mixing
-from .common.once import once
+from .common.request_arguments import once
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
 from .qwen_image import Places, Rotary

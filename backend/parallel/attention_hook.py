@@ -22,7 +22,7 @@ from .mesh import Mesh
 from .request_caches import Masks, Positions
 from .sequence import Span, TokenShards
 from .step_context import StepContext
-from .token_mixing import Mixing
+from .token_mixing import TokenMixing
 from .wire import pack, unpack
 from .wire_bytes import FULL
 
@@ -91,7 +91,7 @@ class Attention:
     positions: Positions = field(default_factory=Positions)
 
     def __post_init__(self):
-        self.mixing = Mixing(self)
+        self.mixing = TokenMixing(self)
         self.masks = Masks(self.positions)
 
     def install(self):

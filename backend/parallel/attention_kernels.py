@@ -32,11 +32,11 @@ def attend(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
     """Compute softmax(q kᵀ · scale + mask) v, (B, H, S, D); what ``kernel`` cannot compute goes to SDPA."""
-    row = kernel_of(kernel)
-    if row.call is not None and fits(kernel, q, mask is not None, lse=False):
-        return row.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, False)[0]
+    kernel_entry = kernel_of(kernel)
+    if kernel_entry.call is not None and fits(kernel, q, mask is not None, lse=False):
+        return kernel_entry.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, False)[0]
     grouped = q.shape[1] != k.shape[1]
-    if row.torch_impl and mask is None:
+    if kernel_entry.torch_impl and mask is None:
         with sdpa_kernel(NOT_FLASH):
             return SDPA(q, k, v, scale=scale, enable_gqa=grouped)
     return SDPA(q, k, v, mask, scale=scale, enable_gqa=grouped)

@@ -80,7 +80,7 @@ def bytes_on(module: nn.Module, device: torch.device) -> int:
     return sum(held_bytes(each) for each in module.parameters() if each.device.type == device.type)
 
 
-def rows(parameter: nn.Parameter) -> Span | None:
+def own_rows(parameter: nn.Parameter) -> Span | None:
     """Return this rank's rows of a sharded parameter; None where it is whole."""
     if not isinstance(parameter, DTensor):
         return None

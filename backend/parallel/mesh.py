@@ -301,7 +301,7 @@ def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
     if tp == 1 or config.split_scheme != "2d":
         return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))
     rows = tp_rows(tp)
-    of_rows, of_columns = shares.grid(config.shares_of("tp"), rows)
+    of_rows, of_columns = shares.grid_shares(config.shares_of("tp"), rows)
     grid = layout(config).reshape(-1, rows, tp // rows)
     inputs = _enumerated(grid.movedim(1, -1), of_rows)
     return {"tp_inputs": inputs, "tp_outputs": _enumerated(grid, of_columns)}

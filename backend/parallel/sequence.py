@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from ..shares import edges
+from ..shares import shard_edges
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Span:
         return slice(self.lo, self.hi)
 
     def shard(self, index: int, count: int, shares: tuple[float, ...] = ()) -> "Span":
-        """Return the ``index``-th of ``count`` shards, cut by ``shares``, or equally (shares.edges)."""
-        lo, hi = edges(len(self), count, shares)[index : index + 2]
+        """Return the ``index``-th of ``count`` shards, cut by ``shares``, or equally (shares.shard_edges)."""
+        lo, hi = shard_edges(len(self), count, shares)[index : index + 2]
         return Span(self.lo + lo, self.lo + hi)
 
 

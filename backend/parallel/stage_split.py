@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ..shares import portions
+from ..shares import relative_shares
 
 #: Most weights of a stage, as a multiple of the mean over the stages, if there is a split of so few.
 MOST_WEIGHTS = 1.15
@@ -43,7 +43,7 @@ def plan(
     modulation layers ``modulation[i]`` (name -> parameters). ``counts`` fixes the blocks of every stage;
     otherwise work and weights follow ``shares``."""
     mean = (sum(weights) + sum(sum(layers.values()) for layers in modulation)) / stages
-    means = [portion * mean for portion in portions(stages, shares)]
+    means = [portion * mean for portion in relative_shares(stages, shares)]
     blocks = explicit_blocks(counts)
     if not counts:
         blocks = stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean, shares)
@@ -85,7 +85,7 @@ def stage_blocks(
     """
     if not costs:
         return [range(0)] * stages
-    speeds = portions(stages, shares)
+    speeds = relative_shares(stages, shares)
     found = _cheapest(costs, speeds, weights, most) if weights else None
     found = found or _cheapest(costs, speeds, [0] * len(costs), 0.0)
     assert found is not None, "without a limit on weights there is always a split"

@@ -32,7 +32,7 @@ from .sequence import Span
 ALL_HEADS = "inner_dim"
 
 #: From so many tokens on, products that are summed over ranks are made in two halves: fewer multiply slower.
-ROWS_OF_TWO_HALVES = 2048
+MIN_TOKENS_TO_HALVE = 2048
 
 
 class ShardedLinear(nn.Module):
@@ -63,7 +63,9 @@ class ShardedLinear(nn.Module):
             x = x[..., shard.inputs[0].indices]
         if shard.reduce is None:
             out = packed_weight.linear(x, self.weight, self.bias)
-        elif packed_weight.takes_any_rows(self.weight) and x.shape[:-1].numel() >= ROWS_OF_TWO_HALVES:
+        elif (
+            packed_weight.can_multiply_in_chunks(self.weight) and x.shape[:-1].numel() >= MIN_TOKENS_TO_HALVE
+        ):
             out = self._in_halves(x, shard.reduce)
         else:
             max_over_ranks = partial(comm.all_reduce_max, axis=shard.reduce, mechanism="tensor")

@@ -17,7 +17,7 @@ from . import comm
 from .sequence import Span
 
 
-class Mixing:
+class TokenMixing:
     """The functions of models/common/token_mixing.py within the blocks of ``attention``'s stage."""
 
     def __init__(self, attention):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import ParallelConfig
-from ..parallel.wire_bytes import FULL, row_bytes
-from ..shares import portions, shard_sizes
+from ..parallel.wire_bytes import FULL, head_bytes
+from ..shares import relative_shares, shard_sizes
 from .machine import Machine, RequestEstimate, samples_at_once
 from .model_shape import BlockShape, ModelShape, stages_of
 from .rank_shares import rank_shares
@@ -164,7 +164,7 @@ class Cost:
         heads = self.shape.heads // self.plan.tensor_parallel_degree
         u = self.plan.ulysses_degree
         shares = self.plan.shares_of("ulysses")
-        each = zip(shard_sizes(heads, u, shares), portions(u, shares))
+        each = zip(shard_sizes(heads, u, shares), relative_shares(u, shares))
         return max(count * u / heads / portion for count, portion in each)
 
     def _read(self, blocks: tuple[BlockShape, ...]) -> float:
@@ -208,7 +208,7 @@ class Cost:
         if self.plan.wire == FULL:
             return 1.0
         full = self.shape.head_size * self.shape.itemsize
-        return row_bytes(self.shape.head_size, self.shape.itemsize, self.plan.wire) / full
+        return head_bytes(self.shape.head_size, self.shape.itemsize, self.plan.wire) / full
 
     def _keys(self, blocks: tuple[BlockShape, ...]) -> int:
         return sum(block.sent(self.shape.width)[1] for block in blocks)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import ParallelConfig
-from ..shares import portions, shard_sizes
+from ..shares import relative_shares, shard_sizes
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ def rank_shares(plan: ParallelConfig, batch: int) -> tuple[RankShare, ...]:
     """Return the share of every rank of a plan with ``batch`` samples."""
     replicas = plan.data_parallel_degree
     samples = [max(1, size) for size in shard_sizes(batch, replicas, plan.shares_of("dp"))]
-    tokens = portions(plan.sp_degree, plan.shares_of("ring", "ulysses"))
-    heads = portions(plan.ulysses_degree, plan.shares_of("ulysses"))
-    matrices = portions(plan.tensor_parallel_degree, plan.shares_of("tp"))
+    tokens = relative_shares(plan.sp_degree, plan.shares_of("ring", "ulysses"))
+    heads = relative_shares(plan.ulysses_degree, plan.shares_of("ulysses"))
+    matrices = relative_shares(plan.tensor_parallel_degree, plan.shares_of("tp"))
     places = itertools.product(*(range(size) for size in plan.degrees.values()))
     return tuple(
         RankShare(pp, tokens[ring * plan.ulysses_degree + ulysses], heads[ulysses], matrices[tp], samples[dp])

@@ -41,7 +41,7 @@ class LowRank:
         rows.addmm_(inner.reshape(-1, inner.shape[-1]), self.up.t(), alpha=self.strength)
 
 
-def joined(adapters: Sequence[LowRank]) -> LowRank | None:
+def concatenated(adapters: Sequence[LowRank]) -> LowRank | None:
     """Return one that adds all of several adapters, which become parts of it: the outputs of a layer are read
     and written once, however many LoRAs there are. None without any."""
     if len(adapters) < 2:
@@ -125,7 +125,7 @@ class PackedWeight(nn.Module):
         if self._joined is not None and len(parts) > 1 and [*adapters] == [*self.adapters]:
             self._joined = replace(self._joined, strengths=_strengths(parts))
         else:
-            self._joined = joined(parts)
+            self._joined = concatenated(parts)
         self.adapters, self.whole = adapters, whole
 
     @property
@@ -326,7 +326,7 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def takes_any_rows(weight: Tensor | PackedWeight) -> bool:
+def can_multiply_in_chunks(weight: Tensor | PackedWeight) -> bool:
     """Whether some inputs are multiplied as they are next to others: ranks compare no largest values, so they
     may multiply them chunk by chunk. The same on all ranks."""
     return not isinstance(weight, PackedWeight) or weight.choice.kernel in (None, float8, mxfp8)

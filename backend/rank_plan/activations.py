@@ -23,7 +23,7 @@ from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import whole_sequence
 from ..parallel.stage_split import Stages
 from ..planner.model_shape import Activations
-from ..shares import portions
+from ..shares import relative_shares
 from .workload import Place, Workload
 
 #: Family -> the fields of Activations but latents, in tokens of its width.
@@ -53,8 +53,10 @@ def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
     found = _fitted(work)
     if found is None:
         return _by_layers(work, place, stages)
-    tokens = portions(work.config.sp_degree, work.config.shares_of("ring", "ulysses"))[work.sp_rank(place)]
-    matrices = portions(work.config.tensor_parallel_degree, work.config.shares_of("tp"))[place["tp"]]
+    tokens = relative_shares(work.config.sp_degree, work.config.shares_of("ring", "ulysses"))[
+        work.sp_rank(place)
+    ]
+    matrices = relative_shares(work.config.tensor_parallel_degree, work.config.shares_of("tp"))[place["tp"]]
     skipped = long_skips(work.checkpoint, stages.blocks[place["pp"]]) * _stream(work)
     token = found.on_rank(work.config, skipped, tokens, matrices)
     held = found.of_samples(work.config, work.batch, token)

@@ -8,7 +8,7 @@ from ..parallel.block_cost import AttentionCall
 from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import Span, TokenShards
 from ..parallel.stage_split import Stages
-from ..parallel.wire_bytes import row_bytes
+from ..parallel.wire_bytes import head_bytes
 from .workload import Place, Workload
 
 
@@ -54,7 +54,7 @@ def _attention(
     """Count the all-to-all of Ulysses, and all keys and values of the patch that travel around the ring."""
     found: Counter[str] = Counter()
     for call, count in work.exchanged(blocks).items():
-        row = row_bytes(work.call_head_size(call), work.dtype.itemsize, work.config.wire)
+        row = head_bytes(work.call_head_size(call), work.dtype.itemsize, work.config.wire)
         head = count * work.batch * work.prompts_per_rank * row
         ulysses, ring = _call(work, place, call, now, patch)
         found += Counter(ulysses=head * ulysses, ring=head * ring)

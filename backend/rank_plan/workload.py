@@ -17,7 +17,7 @@ from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import MatmulChoice
-from ..shares import edges, grid, shard_sizes
+from ..shares import grid_shares, shard_edges, shard_sizes
 from .weights import (
     HeldParameter,
     HeldWeights,
@@ -36,7 +36,7 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
     rows = tp_rows(tp)
     row, column = divmod(rank, tp // rows)
     uneven = config.shares_of("tp")
-    of_rows, of_columns = grid(uneven, rows)
+    of_rows, of_columns = grid_shares(uneven, rows)
     return replace(
         single(),
         tp=Axis(None, rank, tp, (), uneven),
@@ -95,7 +95,7 @@ class Workload:
         tp = self.config.tensor_parallel_degree
         if tp == 1 or self.config.split_scheme != "megatron":
             return heads
-        first, end = edges(self.head_groups, tp, self.config.shares_of("tp"))[place["tp"] :][:2]
+        first, end = shard_edges(self.head_groups, tp, self.config.shares_of("tp"))[place["tp"] :][:2]
         return heads * (end - first) // self.head_groups
 
     @cached_property

@@ -21,7 +21,7 @@ from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
 from ..planner.machine import samples_at_once
 from ..protocol import ModelCall
-from ..shares import edges
+from ..shares import shard_edges
 from .guidance import CFG_BRANCHES, Prompt
 from .model_runner import Runner
 from .prediction import OUTPUT
@@ -96,7 +96,7 @@ def samples_of_replicas(batch: int, mesh: Mesh) -> list[list[int]]:
     many too under sharded weights: replicas gather these together, once a micro-batch."""
     replicas = mesh.dp.size * mesh.cfg.size
     if mesh.replica_shares and mesh.weights is None and batch >= replicas:
-        ends = edges(batch, replicas, mesh.replica_shares)
+        ends = shard_edges(batch, replicas, mesh.replica_shares)
         return [list(range(start, end)) for start, end in pairwise(ends)]
     count = -(-batch // replicas)
     samples = [min(sample, batch - 1) for sample in range(replicas * count)]

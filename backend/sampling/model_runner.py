@@ -16,7 +16,7 @@ from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights, Stack
 from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
-from ..models.common.once import RequestArguments
+from ..models.common.request_arguments import RequestArguments
 from ..models.family import STEP_END, Family
 from ..parallel import comm, fsdp, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
@@ -63,7 +63,7 @@ class LoadedModel:
         return [self.transformer, *chain(*self.cache.hosted)]
 
     @property
-    def repeated(self) -> list[PackedWeight]:
+    def dequantized_every_step(self) -> list[PackedWeight]:
         """The quantized weights that this rank dequantizes in every step: not those of layers whose answers
         are cached for a request."""
         cached = [layer for layer in self.cache.layers if layer.kind != "step"]

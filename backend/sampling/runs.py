@@ -35,7 +35,7 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     started = time.perf_counter()
     # of a single step, weights are not dequantized again
     spare = prepared.spare if len(request.sigmas) > 2 else 0
-    repeated = model.repeated if spare else []
+    repeated = model.dequantized_every_step if spare else []
     with dequantized_once(repeated, spare) as model.dequantized_bytes, running(model, request) as runner:
         denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
         tokens = _all_replicas(mesh, denoiser.run(), request)

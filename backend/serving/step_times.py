@@ -34,7 +34,7 @@ class StepClock:
         self._before = now
 
 
-def step_rows(beats: Heartbeats | None, rank: int) -> list[list]:
+def step_records(beats: Heartbeats | None, rank: int) -> list[list]:
     """Return the last steps of a rank: [request, step, begin (seconds from now, negative), seconds, waited,
     bytes sent] of each; empty where nobody keeps them."""
     times = beats.step_times(rank) if beats else ()

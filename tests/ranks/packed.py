@@ -121,7 +121,7 @@ def sampled(engine: Engine, folder: Path) -> tuple[list[torch.Tensor], list[int]
             plain, model=name, num_pipeline_patch=patches, tensors={**plain.tensors, "sigmas": sigmas}
         )
         engine.check_sample(sample)
-        with dequantized_once(engine.models[name].repeated, spare) as size:
+        with dequantized_once(engine.models[name].dequantized_every_step, spare) as size:
             found.append(engine.sample(sample, Callbacks())[0].contiguous())
         assert bool(size) == bool(spare)
         if name != "tiny":
@@ -179,12 +179,12 @@ def main(folder: str, selected: list[str], out: str):
     where = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     chosen = [run for run in runs() if run.ranks == world and run.id in set(selected)]
-    usual = tensor_parallel.ROWS_OF_TWO_HALVES
+    usual = tensor_parallel.MIN_TOKENS_TO_HALVE
     single = Engine(ParallelConfig(), mesh.single())
     found, meshes = [], {}
     for run in chosen:
         # of so few tokens too, in half of the runs
-        tensor_parallel.ROWS_OF_TWO_HALVES = 1 if run.format in HALVED else usual
+        tensor_parallel.MIN_TOKENS_TO_HALVE = 1 if run.format in HALVED else usual
         if run.method not in meshes:  # of which each has threads
             meshes[run.method] = mesh.build(run.config, "cpu")
         engine = Engine(run.config, meshes[run.method])

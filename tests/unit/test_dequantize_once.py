@@ -78,7 +78,7 @@ def run(engine: Engine, spare: int, name: str = "tiny", steps: int = STEPS, call
 
 
 def weights(engine: Engine) -> list[PackedWeight]:
-    return engine.models["tiny"].repeated
+    return engine.models["tiny"].dequantized_every_step
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from backend.quantization import kernels, matmul
 from backend.quantization.formats import FORMATS, hadamard
 from backend.quantization.kernels import MatmulChoice
 from backend.quantization.packed import Packed
-from backend.quantization.packed_weight import LowRank, PackedWeight, multiplier, takes_any_rows
+from backend.quantization.packed_weight import LowRank, PackedWeight, can_multiply_in_chunks, multiplier
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -142,8 +142,8 @@ def test_halves_of_the_tokens_are_multiplied_in_turn(kitchen, kind, native):
     if not native:
         weight.choice = MatmulChoice(None, "")
     weight.set_adapters({"a lora": LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)})
-    assert takes_any_rows(weight) == (not native or kind in ("fp8", "mxfp8"))
-    if takes_any_rows(weight):
+    assert can_multiply_in_chunks(weight) == (not native or kind in ("fp8", "mxfp8"))
+    if can_multiply_in_chunks(weight):
         out = torch.empty(22, ROWS)
         multiply = multiplier(weight)
         for half in (slice(0, 11), slice(11, 22)):

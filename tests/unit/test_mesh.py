@@ -152,7 +152,7 @@ def test_rows_of_weights_that_are_sharded_again(rank_1):
         found = rank_1(config)
         layer = torch.nn.Linear(4, 6).requires_grad_(False)
         fully_shard(layer, mesh=found.weights)
-        assert fsdp.rows(layer.weight) == Span(3, 6)
+        assert fsdp.own_rows(layer.weight) == Span(3, 6)
         mesh.close(found)
 
 

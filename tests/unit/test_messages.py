@@ -167,7 +167,7 @@ def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
     first attends, which goes while the second attends. Of two halves of tokens, the first is summed while the
     second multiplies."""
     monkeypatch.setattr(ulysses_ring, "TILES_OF_A_CHUNK", 1)
-    monkeypatch.setattr(tensor_parallel, "ROWS_OF_TWO_HALVES", 1)
+    monkeypatch.setattr(tensor_parallel, "MIN_TOKENS_TO_HALVE", 1)
     group, work, part = HIDDEN_BEHIND[method]
     [log] = run("flux-dev", replace(configuration((method,)), wire=wire), ranks=SECOND)
     own = [op for op in log.operations if op.group.startswith(group) and op.received]

@@ -34,7 +34,7 @@ def mixed(speeds=(1.0, 1.6), gigabytes=(80, 80), names=("A", "B")) -> Machine:
 @pytest.mark.parametrize("given", [(), (70, 30), (40, 30, 20, 10), (1000, 1, 1), (1, 1, 1000)])
 def test_shards_follow_shares_and_none_is_empty(total, given):
     count = len(given) or 3
-    ends = shares.edges(total, count, given)
+    ends = shares.shard_edges(total, count, given)
     sizes = [end - start for start, end in pairwise(ends)]
     assert ends[0] == 0 and ends[-1] == total and min(sizes) >= (total >= count)
     wanted = [total * share / sum(given) for share in given] or [total / count] * count
@@ -213,4 +213,4 @@ def test_a_kept_machine_has_its_speeds():
 
 
 def test_a_grid_of_ranks_has_rows_and_columns():
-    assert shares.written((3, 1)) == "75,25" and shares.grid((4, 3, 2, 1), 2) == ((7, 3), (6, 4))
+    assert shares.written((3, 1)) == "75,25" and shares.grid_shares((4, 3, 2, 1), 2) == ((7, 3), (6, 4))

@@ -7,7 +7,7 @@ import pytest
 from backend.parallel import comm
 from backend.protocol.heartbeats import Heartbeats
 from backend.protocol.step_times import RECORDS, StepRing, StepTime
-from backend.serving.step_times import StepClock, step_rows
+from backend.serving.step_times import StepClock, step_records
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_each_rank_has_its_own(tmp_path):
     while len(beats.read()) < 2:
         pass
     assert [beats.step_times(rank)[0].sent for rank in (2, 3)] == [20, 30]
-    assert beats.step_times(0) == [] and step_rows(None, 0) == []
+    assert beats.step_times(0) == [] and step_records(None, 0) == []
     assert {beat.rank for beat in beats.read()} == {2, 3}
     beats.close()
 

@@ -9,7 +9,7 @@ from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.models import FAMILIES
 from backend.parallel.wire import pack, unpack
-from backend.parallel.wire_bytes import FP8, FULL, SCALE_BYTES, row_bytes
+from backend.parallel.wire_bytes import FP8, FULL, SCALE_BYTES, head_bytes
 from backend.planner.auto_config import AutoConfig, config_of
 from backend.sampling.validation import check_wire
 
@@ -23,7 +23,7 @@ def test_each_number_keeps_its_first_digits(dtype, size):
     """To half a step of float8, and of what is smallest in its row to half of the least float8."""
     x = torch.randn(2, 5, 3, size, dtype=dtype).transpose(1, 2) * 30
     sent = pack(x, FP8)
-    assert sent.dtype == torch.uint8 and sent.shape == (2, 3, 5, row_bytes(size, x.element_size(), FP8))
+    assert sent.dtype == torch.uint8 and sent.shape == (2, 3, 5, head_bytes(size, x.element_size(), FP8))
     found = unpack(sent, dtype)
     assert found.dtype == dtype and found.shape == x.shape
     least = x.double().abs().amax(-1, keepdim=True) / 448 * 2**-10
@@ -59,7 +59,7 @@ def test_what_is_no_number_is_not_hidden(value):
 def test_full_is_the_tensor_itself():
     x = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16)
     assert unpack(pack(x, FULL), x.dtype) is x
-    assert row_bytes(128, 2, FULL) == 256 and row_bytes(128, 2, FP8) == 128 + SCALE_BYTES
+    assert head_bytes(128, 2, FULL) == 256 and head_bytes(128, 2, FP8) == 128 + SCALE_BYTES
 
 
 @pytest.mark.parametrize("tokens, heads", [(0, 3), (3, 0), (0, 0)])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...protocol import REFERENCE_METHODS
 from ..latent_tokens import TokenGrid
-from .once import once
+from .request_arguments import once
 
 #: Ways to place references that Flux knows; it takes every other one for "offset".
 PLACES = ("offset", "index", "uxo")

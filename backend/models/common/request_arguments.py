@@ -11,17 +11,17 @@ Made = TypeVar("Made")
 class RequestArguments(dict[str, Tensor]):
     """The model arguments of one prompt and some samples, the same object at every step of a request.
 
-    made: what ``once`` has made for them.
+    cached: what ``once`` has made for them.
     """
 
     def __init__(self, arguments: Mapping[str, Tensor]):
         super().__init__(arguments)
-        self.made: dict[str, Any] = {}
+        self.cached: dict[str, Any] = {}
 
     def at_step(self, arguments: Mapping[str, Tensor]) -> "RequestArguments":
         """Return these arguments and those of one step, with what was made of these."""
         found = RequestArguments({**self, **arguments})
-        found.made = self.made
+        found.cached = self.cached
         return found
 
 
@@ -34,6 +34,6 @@ def once(cond: Mapping[str, Tensor], name: str, make: Callable[[], Made]) -> Mad
     """
     if not isinstance(cond, RequestArguments):
         return make()
-    if name not in cond.made:
-        cond.made[name] = make()
-    return cond.made[name]
+    if name not in cond.cached:
+        cond.cached[name] = make()
+    return cond.cached[name]
