@@ -120,7 +120,7 @@ class Planned:
     is_loaded: bool
     parked: Collection[int] = ()
     others: bool = False
-    choices: Mapping[str, Choice] | None = None
+    choices: Mapping[str, MatmulChoice] | None = None
 
     def with_weights(self, parked: Collection[int]) -> "Planned":
         """Return the same where the weights of the ranks ``parked`` have yet to come to the device."""

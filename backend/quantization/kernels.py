@@ -39,7 +39,7 @@ CUDA = 13
 #: Values of an integer product's inputs or outputs that are scaled at once, and of activations whose blocks
 #: are quantized at once, to bound memory; and the bytes that each of them takes.
 CHUNK, BYTES_PER_CHUNKED_VALUE = 1 << 23, 10
-FLOAT8_BYTES = 5
+BYTES_PER_FLOAT8_VALUE = 5
 BLOCKED, BYTES_PER_BLOCKED_VALUE = 1 << 24, 25
 #: Rows of a tile of cuBLAS' block scales.
 BLOCK_ROWS = 128
@@ -140,7 +140,7 @@ def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> 
     if kernel is int8:
         return BYTES_PER_CHUNKED_VALUE * min(CHUNK, tokens * max(rows, columns))
     if kernel is float8:
-        return tokens * columns + FLOAT8_BYTES * min(CHUNK, tokens * columns)
+        return tokens * columns + BYTES_PER_FLOAT8_VALUE * min(CHUNK, tokens * columns)
     return BYTES_PER_BLOCKED_VALUE * min(BLOCKED, tokens * columns)
 
 

@@ -8,7 +8,7 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
-from ..quantization.kernels import Choice
+from ..quantization.kernels import MatmulChoice
 from ..sampling.validation import check_degrees
 from .need import request_need
 from .request_size import RequestSize
@@ -61,7 +61,7 @@ def fitting(
     size: RequestSize,
     dtype: torch.dtype,
     capacity: list[int],
-    choices: Mapping[str, Choice] | None = None,
+    choices: Mapping[str, MatmulChoice] | None = None,
 ) -> list[str]:
     """Return at most MOST remedies with which weights and request fit into the ``capacity`` of every rank, in
     bytes; each likely need counts, so that what is named does run. ``choices``: as in describe."""

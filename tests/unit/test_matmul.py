@@ -269,7 +269,7 @@ def test_float8_products_hold_what_is_counted(kitchen, monkeypatch, dtype, is_sc
     with LiveMemory() as memory:
         out = weight.linear(x, None)
     assert out.equal(whole)
-    held = 300 * 1024 + kernels.FLOAT8_BYTES * kernels.CHUNK
+    held = 300 * 1024 + kernels.BYTES_PER_FLOAT8_VALUE * kernels.CHUNK
     assert memory.peak - out.nbytes <= kernels.chunk_bytes(kernels.float8, 300, 256, 1024) == held
     monkeypatch.setattr(kernels, "_fuses", lambda name: True)
     assert weight.linear(x, None).equal(whole) or not is_scaled

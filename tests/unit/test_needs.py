@@ -90,7 +90,7 @@ def test_a_request_is_planned_with_the_products_that_were_chosen(monkeypatch):
     monkeypatch.setattr(kernels, "_fuses", lambda name: False)
     monkeypatch.setattr(kernels, "_may_fuse", lambda: False)
     tokens, widest = SIZE.image_tokens + SIZE.text_tokens, 15360
-    assert scratch(native) == tokens * widest + kernels.FLOAT8_BYTES * kernels.CHUNK
+    assert scratch(native) == tokens * widest + kernels.BYTES_PER_FLOAT8_VALUE * kernels.CHUNK
 
 
 def test_a_call_is_looked_at_again_after_a_load(flux):
