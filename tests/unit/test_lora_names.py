@@ -40,9 +40,7 @@ def assert_close(found, wanted):
 
 
 def modules(shapes: dict) -> dict[str, tuple[int, ...]]:
-    """Module -> shape of its weight, where that is a matrix or a convolution, of the first and the last few
-    blocks and everything around them.
-    """
+    """Module -> shape of its weight, where that is a matrix or a convolution."""
     return {
         name.removesuffix(".weight"): tuple(shape)
         for name, shape in shapes.items()
