@@ -186,16 +186,11 @@ def test_a_template_is_laid_out(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 def test_the_page_can_offer_every_file(path):
-    """Each file that a loader names is offered, but those that are published for no ComfyUI before 0.37, and
-    folders of diffusers."""
+    """Each file that a loader names is offered, but folders of diffusers."""
     for node in json.loads(path.read_text())["nodes"]:
         files = {value for value in node["widgets_values"] if str(value).endswith(".safetensors")}
         offered = node["properties"].get("models", [])
-        assert {entry["name"] for entry in offered} == {
-            name
-            for name in files
-            if "2.1_int8" not in name and "qwen_image_2.1" not in name and "8b_int8" not in name
-        }
+        assert {entry["name"] for entry in offered} == files
         for entry in offered:
             assert entry["url"].startswith("https://huggingface.co/") and entry["url"].endswith(entry["name"])
             assert entry["directory"] in (
