@@ -27,7 +27,7 @@ from .rank_plan.request_size import RequestSize
 from .sampling.runs import Prepared
 from .serving.broadcast import ControlChannel
 
-#: Plans of requests that are remembered: of two experts with and without a negative prompt.
+#: Plans of requests that are cached: of two experts with and without a negative prompt.
 CACHED_PLANS = 4
 #: Request that a model should bear once it is loaded, where a load asks what would fit.
 TYPICAL = RequestSize(IMAGE_TOKENS, TEXT_TOKENS, batch=1, prompts=2, calls=CALLS)

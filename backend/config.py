@@ -204,7 +204,7 @@ class ParallelConfig:
         return tuple((rank // (sp * tp) % stages, rank % tp, *kind) for rank in range(self.world_size))
 
     def check_guidance(self, cfg: float, negative: bool):
-        """ConfigError where no ``negative`` prompt is computed, so that half of the ranks has no work."""
+        """Refuse a cfg_degree of 2 where no ``negative`` prompt is computed. Raises ConfigError."""
         if self.cfg_degree == 2 and not negative:
             raise ConfigError(
                 f"cfg is {cfg:g}, which skips the negative prompt, so cfg_degree 2 would leave half of the "
@@ -212,7 +212,7 @@ class ParallelConfig:
             )
 
     def check_batch(self, batch: int):
-        """ConfigError where ``batch`` latents leave a data-parallel replica without work."""
+        """Refuse a batch that leaves a data-parallel replica without work. Raises ConfigError."""
         if batch < self.data_parallel_degree:
             raise ConfigError(
                 f"data_parallel_degree is {self.data_parallel_degree} but the latent's batch is {batch}; "
@@ -220,8 +220,8 @@ class ParallelConfig:
             )
 
     def resolve_device(self, gpus_here: int) -> str:
-        """ "cuda" or "cpu" for a machine with ``gpus_here`` CUDA devices; ConfigError where the ranks do not
-        fit on it."""
+        """Return "cuda" or "cpu" for a machine with ``gpus_here`` GPUs. Raises ConfigError where the ranks do
+        not fit."""
         if sys.platform == "win32":
             raise ConfigError(
                 "ranks do not run under Windows, where torch has no NCCL to join GPUs; run ComfyUI under "

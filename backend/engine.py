@@ -36,7 +36,7 @@ from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, MatmulChoice
 from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
-from .rank_plan import describe as describe
+from .rank_plan import describe
 from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_runner import LoadedModel
 from .sampling.request import build
@@ -89,7 +89,7 @@ class Engine:
     def _choices(
         self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str, dtype: torch.dtype
     ) -> dict[str, MatmulChoice]:
-        """Quantized parameter -> how it multiplies. Raises UnsupportedError."""
+        """Return quantized parameter -> how it multiplies. Raises UnsupportedError."""
         found = matrices(checkpoint, cuts, dtype)
         where = (self.mesh.device, min(self.capabilities, default=None))
         return choose_all(checkpoint.name, found, matmul, *where, self.refused)
@@ -150,7 +150,7 @@ class Engine:
             fsdp.shard_block(checkpoint.transformer, block, modulation, self.mesh, upload_parameters)
 
     def _cuts(self, checkpoint: Checkpoint) -> dict[str, Shard]:
-        """Module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
+        """Return module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
         return checkpoint.cut_plan(self.config).shards(self.mesh)
 
     def _cache_layers(self, checkpoint: Checkpoint, stages: Stages, dtype: torch.dtype) -> LayerCache:
@@ -314,7 +314,7 @@ class Engine:
 
     @torch.inference_mode()
     def prepare_call(self, call: ModelCall) -> Prepared:
-        """As prepare_sample, of one call."""
+        """Fuse the model's LoRAs and place one call's tensors on this rank. No collective."""
         model = self.ready(call.model)
         mesh = self.mesh
         batch = call.tensors["x"].shape[0]

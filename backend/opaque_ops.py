@@ -23,9 +23,9 @@ SECOND = "+"
 @dataclass(eq=False)  # whose hash the compiler asks for
 class Running:
     """What compiled blocks call now. attention: as F.scaled_dot_product_attention. linear_state: as
-    models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it.
-    text: (2 + local text tokens, 0): a number in a shape, which graphs are not made anew for unless it is
-    0 or 1."""
+    models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it. text: an
+    empty tensor of shape (2 + local text tokens, 0). A count in a shape causes no recompilation, unless it is
+    0 or 1: hence the 2."""
 
     attention: Callable[..., Tensor] | None = None
     linear_state: Callable[[Tensor, Tensor], Tensor] | None = None

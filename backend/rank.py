@@ -188,8 +188,8 @@ class Worker:
         return list(ranks)
 
     def _park(self, name: str, ranks: frozenset[int]) -> frozenset[int] | None:
-        """Park a model on ``ranks`` where all of them can; return those on which it is then, None where it
-        cannot be. Apart from ``unload``: whoever refers to a model keeps it."""
+        """Park a model on ``ranks`` if every machine has room; return all ranks on which it is parked, or
+        None. A method of its own, so that ``unload`` holds no reference to a model that it frees."""
         model = self.engine.models.get(name)
         if model is None or not model.can_park:
             return None
@@ -216,11 +216,12 @@ class Worker:
         on_progress=lambda done, total: None,
         planned: Planned | None = None,
     ) -> list[str]:
-        """Load on this rank, or name LoRAs where it is loaded; the reasons of all ranks that could not (then
-        no rank keeps it), else what it cost each is in ``reports``. ``own``: the key under which rank 0 has
-        checked the model, which is that of all ranks. Loads nothing and gives no reasons where all ranks have
-        learnt that one cannot multiply natively as it should: rank 0 checks the model again, and says so.
-        Raises InsufficientMemory before anything is read, or where a rank's memory ran out while it read."""
+        """Load on this rank; return the reasons of all ranks that could not (then none keeps it). Where the
+        model is loaded already, name LoRAs. What the load cost each rank is in ``reports``. ``own``: the key
+        under which rank 0 has checked the model, which all ranks use. Nothing is loaded, and no reason
+        returned, where some rank cannot multiply natively as it should: rank 0 checks the model again, and
+        refuses it. Raises InsufficientMemory before anything is read, or where a rank's memory ran out while
+        it read."""
         own = own or model_key(message)
         key = self.control.all_gather_object(own)[0]
         if key in self.engine.models:
@@ -259,8 +260,8 @@ class Worker:
         return reasons
 
     def _try_products(self, products: list[Product]) -> list[str]:
-        """Have all ranks know which native products any of them refuses; the reasons of the ranks that could
-        try none. No collective where there are no products."""
+        """Have all ranks know which native products any of them refuses; return the reasons of the ranks that
+        could try none. No collective where there are no products."""
         if not products:
             return []
         gather = self.control.all_gather_object
@@ -270,7 +271,7 @@ class Worker:
 
     def _name_loras(self, key: str, message: Load) -> list[str]:
         """Name a loaded model with LoRAs as rank 0 does, on whose machine their files may have other times;
-        the reasons of the ranks whose machine has other files."""
+        return the reasons of the ranks whose machine has other files."""
         stack = lora_stack(message.loras)
         contents = [content_key(use.path) for use in stack] if max(self.machines) else []
         answers = self.control.all_gather_object([stack_digest(stack), contents])

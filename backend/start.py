@@ -116,8 +116,8 @@ def linked_file(store: str) -> Path:
 
 
 def own_token(path: str | None) -> str:
-    """The token of a backend that is started by hand, from the file ``path`` or the environment; ConfigError
-    where others can read the file or the token could be guessed."""
+    """Return the token of a backend that is started by hand, from the file ``path`` or the environment.
+    Raises ConfigError where others can read the file or the token could be guessed."""
     if path:
         with open(path) as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
@@ -134,8 +134,9 @@ def own_token(path: str | None) -> str:
 
 
 def _from_parent(store) -> tuple[str, str]:
-    """The configuration as JSON, and the token on rank 0: the ranks of a machine share one pipe, so the first
-    of them alone reads its line and passes the configuration on. Only rank 0's launcher sends a token."""
+    """Return the configuration as JSON, and the token on rank 0. The ranks of a machine share one pipe, so
+    the first of them alone reads its line and passes the configuration on. Only rank 0's launcher sends a
+    token."""
     if os.environ["LOCAL_RANK"] != "0":
         return store.get(_CONFIG_KEY).decode(), ""
     line = b""
@@ -175,14 +176,14 @@ class LossyLog:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As of a stream."""
+        """Write ``text``; drop it where the disk is full. Return the number of characters."""
         try:
             return self._stream.write(text)
         except OSError:
             return len(text)
 
     def flush(self):
-        """As of a stream."""
+        """Flush the stream; ignore a full disk."""
         with suppress(OSError):
             self._stream.flush()
 
@@ -203,8 +204,8 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
 
 
 def _device(config: ParallelConfig) -> str:
-    """ "cuda" or "cpu"; ConfigError where torchrun started another number of ranks, or more of them on this
-    machine than it has GPUs."""
+    """Return "cuda" or "cpu". Raises ConfigError where torchrun started another number of ranks, or more of
+    them on this machine than it has GPUs."""
     ranks = int(os.environ["WORLD_SIZE"])
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     if config.world_size != ranks:

@@ -206,8 +206,9 @@ class RemoteTransformer(ElsewhereModule):
                 backend.release(host_room())
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
-        """x (B, C, [T,] H, W), or a list of several latents, timestep (B,) and what else ComfyUI's model of
-        the family gives its transformer -> the output of x's form in float32."""
+        """Compute the output on the ranks: x (B, C, [T,] H, W), or a list of several latents, timestep (B,)
+        and what else ComfyUI's model of the family gives its transformer -> the output of x's form in
+        float32."""
         options = transformer_options or {}
         with errors_on_node():
             self._check_options(control, options)

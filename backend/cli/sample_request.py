@@ -23,12 +23,12 @@ IN_WORDS: dict[Any, str] = {str: "a text", int: "a whole number", float: "a numb
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """model: a file or a diffusers folder. positive, negative: safetensors files of model arguments, by
-    ComfyUI's names. latent: the size of an empty one, [C, [T,] H, W], or a list of sizes where the model
-    denoises several at once (video and audio), or a file to start from. out: the file to write. loras:
-    [path, strength] of each. sigmas: noise levels, steps + 1, instead of those of ``steps``, ``shift`` and
-    ``scheduler``. vae: the config.json whose scaling takes latents to the VAE's units and back. Paths are
-    absolute."""
+    """One request of the command ``sample``. model: a file or a diffusers folder. positive, negative:
+    safetensors files of model arguments, by ComfyUI's names. latent: the size of an empty one, [C, [T,] H,
+    W], or a list of sizes where the model denoises several at once (video and audio), or a file to start
+    from. out: the file to write. loras: [path, strength] of each. sigmas: noise levels, steps + 1, instead of
+    those of ``steps``, ``shift`` and ``scheduler``. vae: the config.json whose scaling takes latents to the
+    VAE's units and back. Paths are absolute."""
 
     model: str
     positive: str

@@ -21,7 +21,7 @@ def let_go(descriptor: int):
 
 
 def _in_child():
-    """Put nothing in their place: an object has the number of each, and would close another's in the end."""
+    """Replace each held descriptor by /dev/null in a forked child: objects there still close the number."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in _held:
         os.dup2(nothing, descriptor, inheritable=False)

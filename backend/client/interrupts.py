@@ -30,8 +30,8 @@ class Watch:
         self._since = 0.0
 
     def ask(self, request: Callable, message):
-        """Return what ``request`` does with the message. One that is refused is not tried again, and nothing
-        leaves for it, where an interrupt has waited."""
+        """Send ``message`` by ``request`` and return its reply. A refusal is re-raised as the waiting
+        interrupt, if there is one."""
         try:
             return request(message, self.check, self.on_progress)
         except RefusedError:

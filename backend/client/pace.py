@@ -27,7 +27,7 @@ class Pace:
         self._is_reported = False
 
     def step(self):
-        """A step has ended."""
+        """Note that a step has ended."""
         spent = self._spent()
         self.longest = max(self.longest, spent)
         first = self._done == 0  # which is no measure of others

@@ -24,7 +24,8 @@ def local_gpus() -> dict[str, torch.device]:
 
 
 class Room:
-    """``management``: comfy.model_management, or what has its functions. ``gpus``: as local_gpus. ``keep``:
+    """Makes room on GPUs that ranks share with this process, through ComfyUI's memory manager.
+    ``management``: comfy.model_management, or what has its functions. ``gpus``: as local_gpus. ``keep``:
     entries of current_loaded_models that stay."""
 
     #: While true models leave for ranks, not for one of this process.

@@ -59,7 +59,7 @@ class SilenceWatch:
         self._thread.start()
 
     def ready(self):
-        """The ranks have started: from now on a shorter silence counts."""
+        """Apply the shorter limit: the ranks have started."""
         self.limit = self._limit_of_ready
 
     def stop(self):

@@ -9,7 +9,8 @@ from ..errors import UnsupportedError, quoted, reason, some
 
 @dataclass(frozen=True)
 class Folders:
-    """``roots``: absolute paths of folders; None: no limit, for a backend that was started by hand."""
+    """The folders below which clients may load files. ``roots``: absolute paths of folders; None: no limit,
+    for a backend that was started by hand."""
 
     roots: tuple[str, ...] | None = None
 

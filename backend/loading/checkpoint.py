@@ -124,6 +124,7 @@ class Checkpoint:
 
     @property
     def block_count(self) -> int:
+        """Count the blocks."""
         return len(self.block_names)
 
     @property  # not cached: a load fills the modules
@@ -234,17 +235,17 @@ class Checkpoint:
 
     @cached_property
     def held_whole(self) -> dict[tuple, dict[str, Any]]:
-        """What rank_plan/weights.py remembers of parameters that no rank cuts."""
+        """What rank_plan/weights.py caches of parameters that no rank cuts."""
         return {}
 
     @cached_property
     def known_cuts(self) -> dict[tuple, list[dict[str, Shard]]]:
-        """What rank_plan/workload.py remembers of cuts: split -> those of each rank."""
+        """What rank_plan/workload.py caches of cuts: split -> those of each rank."""
         return {}
 
     @cached_property
     def known_parameters(self) -> dict[tuple, list]:
-        """What rank_plan/workload.py remembers of all parameters under a split: those of each rank."""
+        """What rank_plan/workload.py caches of all parameters under a split: those of each rank."""
         return {}
 
     @cached_property
@@ -272,6 +273,7 @@ class Checkpoint:
         return {name: source for name, source in found.items() if self.key(source) in self.files.shapes}
 
     def key(self, source: Source) -> str:
+        """Return the file's name of a source's tensor."""
         return self.keys.get(source.key, source.key)
 
     @cached_property

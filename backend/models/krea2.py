@@ -105,7 +105,7 @@ LAYOUT = Layout(
     ),
     config=config_from_shapes,
     reshaped=("transformer_blocks.{}.scale_shift_table",),
-    unread={f"last.{name}.weight": "a picture that some repacks carry" for name in ("down", "up")},
+    unread={f"last.{name}.weight": "an image that some repacks carry" for name in ("down", "up")},
     names={
         **under("blocks.{}", "transformer_blocks.{}", BLOCK),
         **under("txtfusion.layerwise_blocks.{}", "text_fusion.layerwise_blocks.{}", BLOCK),

@@ -31,7 +31,8 @@ def _words(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """shape: (C, [T,] H, W) of one latent; patch: (pt, ph, pw), pt is 1 where there is no T."""
+    """How one latent is cut into tokens. shape: (C, [T,] H, W) of one latent; patch: (pt, ph, pw), pt is 1
+    where there is no T."""
 
     shape: tuple[int, ...]
     patch: tuple[int, int, int]

@@ -279,7 +279,7 @@ LAYOUT = Layout(
         **CONNECTOR_NAMES,
     },
 )
-#: Block arguments that have a row for every token of video or of audio.
+#: Block arguments that have an entry for every token of video or of audio.
 PER_TOKEN = {
     "video_rotary_emb": ("video", -2),
     "audio_rotary_emb": ("audio", -2),

@@ -61,11 +61,11 @@ class Block(wan_blocks.Block):
 
 
 def encoded_faces(transformer, pixels: Tensor, frames: int) -> Tensor:
-    """Encode (B, 3, pictures, H, W) as (B, frames of the latent, parts, D). The first frame, that of the
-    reference picture, has zeros, and so have those after the last face."""
-    pictures = pixels.transpose(1, 2)
-    pieces = [transformer.motion_encoder(each) for each in pictures.flatten(0, 1).split(FACES_AT_ONCE)]
-    faces = transformer.face_encoder(torch.cat(pieces).unflatten(0, pictures.shape[:2]))
+    """Encode (B, 3, frames, H, W) as (B, frames of the latent, parts, D). The first frame, that of the
+    reference image, has zeros, and so have those after the last face."""
+    images = pixels.transpose(1, 2)
+    pieces = [transformer.motion_encoder(each) for each in images.flatten(0, 1).split(FACES_AT_ONCE)]
+    faces = transformer.face_encoder(torch.cat(pieces).unflatten(0, images.shape[:2]))
     return F.pad(faces, (0, 0, 0, 0, 1, frames - 1 - faces.shape[1]))
 
 
@@ -105,7 +105,7 @@ def patch_module(transformer, config):
 
 def forward_args(config, grid, latent, sigma, cond):
     """Return the arguments of the forward. pose_latents: (B, C, frames, H, W) of the pose video;
-    face_pixel_values: (B, 3, pictures, H, W)."""
+    face_pixel_values: (B, 3, frames, H, W)."""
     found = wan.forward_args(config, grid, latent, sigma, cond)
     return found | {name: cond.get(name) for name in ("pose_latents", "face_pixel_values")}
 

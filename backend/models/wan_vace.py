@@ -1,4 +1,4 @@
-"""Wan VACE of Alibaba (2.1, 2.2 Fun), video to video with masks and pictures: Wan whose every second to fifth
+"""Wan VACE of Alibaba (2.1, 2.2 Fun), video to video with masks and images: Wan whose every second to fifth
 block has a control block at its side; both states of a token travel together."""
 
 from dataclasses import replace

@@ -21,8 +21,8 @@ MAX_RATIO = 1.0
 @dataclass
 class KVBuffers:
     """Buffers of one request, (2, B, H, tokens, D) for each (prompt, layer, call), and with Ulysses for each
-    chunk of its heads; (1, ...) for linear-attention states and halos (token_mixing.py). ``spans``: the image
-    tokens of every patch."""
+    chunk of its heads; (1, ...) for linear-attention states and halos (token_mixing.py). ``batch``: samples
+    of this replica. ``extrapolate``: see the module. ``spans``: the image tokens of every patch."""
 
     batch: int
     extrapolate: bool = False

@@ -2,8 +2,8 @@
 
 Two kinds of layers inside the blocks: modulation (adaLN, arXiv 2212.09748), whose input depends on timestep,
 guidance and pooled prompt alone, and the prompt's keys and values in cross-attention. Before the blocks,
-modules for the prompt and for positions. The modulation of many
-evaluations is one GEMM a layer, over the embeddings that differ: samples, and often prompts, share theirs.
+modules for the prompt and for positions. The modulation of many evaluations is one GEMM a layer, over the
+embeddings that differ: samples, and often prompts, share theirs.
 """
 
 from collections import Counter

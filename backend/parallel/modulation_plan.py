@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-#: Rows up to which each is compared with each other one: a GPU sorts wide rows in a millisecond.
+#: Up to this many embeddings are compared pairwise; more are sorted, which takes a GPU about 1 ms.
 FEW = 64
 
 

@@ -54,7 +54,8 @@ class Positions:
             if dummy:
                 padding = positions.new_zeros(1)
                 positions = torch.cat([padding, positions] if dummy == "first" else [positions, padding])
-            self._found[key] = tokens, _adjacent(positions, device)  # the tokens too: their id stays theirs
+            # keep the tokens alive: their id is the key
+            self._found[key] = tokens, _adjacent(positions, device)
         return self._found[key][1]
 
 
@@ -67,8 +68,8 @@ def _adjacent(positions: Tensor, device: torch.device) -> slice | Tensor:
 
 @dataclass
 class Masks:
-    """Attention masks. What an attention call is given first in a request stands for what it is given at
-    every step: masks are of prompts, and no family has one that changes with the noise level.
+    """Attention masks. The first mask that an attention call gets in a request is reused for all steps: masks
+    follow from prompts, and no family changes one with the noise level.
 
     _first: (prompt, layer, call, samples, ...) -> the first mask there. _needed: that mask -> what is applied
     of it, None where it hides nothing. _cuts: that -> (tokens, kind, ranks) -> its rows and columns.

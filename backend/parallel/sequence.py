@@ -157,7 +157,8 @@ class TokenShards:
         return torch.cat([self._shard_positions(kind, shard) for shard in shards])
 
     def leading(self, count: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
-        """Count this rank's tokens among the first ``count`` of ``kinds`` ("text" | "image") in a row."""
+        """Count this rank's tokens among the first ``count`` of ``kinds`` ("text" | "image") of consecutive
+        streams."""
         found: list[int] = []
         before = 0
         for kind in kinds:

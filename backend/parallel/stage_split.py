@@ -19,8 +19,8 @@ OWN_WEIGHTS = 1.05
 
 @dataclass(frozen=True)
 class Stages:
-    """blocks: those of every stage. owners: modulation layer -> the stage of its block; holders: -> the stage
-    that has its weights and computes it."""
+    """Which blocks and modulation layers each stage holds. blocks: those of every stage. owners: modulation
+    layer -> the stage of its block; holders: -> the stage that has its weights and computes it."""
 
     blocks: list[range]
     owners: Mapping[str, int]

@@ -52,8 +52,6 @@ class StaticInputs:
             where = (context.prompt, context.sample_span, context.image, *argument, value.shape, value.dtype)
             if where not in self.buffers:
                 self.buffers[where] = torch.empty_like(value)
-            self.copied[id(value)] = (
-                value,
-                self.buffers[where].copy_(value),
-            )  # the value too: its id stays its
+            # keep the value alive: its id is the key
+            self.copied[id(value)] = value, self.buffers[where].copy_(value)
         return self.copied[id(value)][1]

@@ -27,7 +27,8 @@ TILES_OF_A_CHUNK = 128
 
 
 def head_chunks(heads: int, batch: int, tokens: int, axis: Axis) -> int:
-    """Return in how many chunks heads go and come, 1 or 2: attention of one chunk hides what the other sends.
+    """Return in how many chunks (1 or 2) heads are exchanged: attention over one hides the all-to-all of the
+    other.
 
     All ranks must find the same, so no property of a GPU counts.
     """

@@ -35,8 +35,9 @@ def unused_method(method: str, config: ParallelConfig) -> str:
 
 @dataclass(frozen=True)
 class AutoConfig:
-    """gpus: how many ("2"), their numbers ("0,2"), or empty for all. base: everything that is no degree.
-    shares: of the work of each of the GPUs, in their order; empty: measured where they differ."""
+    """A configuration whose degrees the planner chooses. gpus: how many ("2"), their numbers ("0,2"), or
+    empty for all. base: everything that is no degree. shares: of the work of each of the GPUs, in their
+    order; empty: measured where they differ."""
 
     method: str = AUTO
     gpus: str = ""

@@ -20,7 +20,7 @@ from .weight_swaps import WeightSwaps
 
 #: What the user chooses between; "manual" takes the degrees as they are.
 AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory", "manual")
-#: Runners-up that are told.
+#: Runners-up that are reported.
 RUNNERS_UP = 2
 #: Shares that are tried until unlike GPUs are as full as each other.
 FILLINGS = 8

@@ -11,10 +11,12 @@ from .rank_shares import RankShare, rank_shares
 #: Activations that a rank likely has at most, as a multiple of their estimate; admission (rank_plan/need.py)
 #: asks ComfyUI for so much room.
 LIKELY_ACTIVATIONS = 4 / 3
-#: What of the memory that nothing likely needs weights may stay dequantized in; what is left to other
-#: programs in any case, as ComfyUI's previews; and to a request that needs more than is likely, as a part of
-#: that.
-SPARE, LEFT_FREE, DOUBT = 0.75, 500_000_000, 0.25
+#: Share of spare memory in which weights may stay dequantized.
+SPARE = 0.75
+#: Bytes left to other programs in any case, such as ComfyUI's previews.
+LEFT_FREE = 500_000_000
+#: Share of the likely need that is left as a reserve, for a request that needs more.
+DOUBT = 0.25
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,8 @@ class ModelShape:
 
     @cached_property
     def _hash(self) -> int:
-        """Made once of all blocks: what is remembered of a shape is looked up many times for every plan."""
+        """Return the hash of all blocks, made once: what is cached of a shape is looked up many times for
+        every plan."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def sequence(self, image: int, text: int) -> int:

@@ -43,7 +43,8 @@ class Option:
 
     @property
     def _doubt(self) -> float:
-        """How much of the estimate's upper part has no room, 0 to 1: a step would flip choices."""
+        """Return how far the upper estimate exceeds the room, from 0 to 1; continuous, so that small changes
+        flip no choice."""
         return min(1.0, max(0, self.likely - self.room) / max(1, self.likely - self.bytes))
 
     @property

@@ -268,7 +268,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ping:
-    """Ask whether the backend is alive, which a Pong answers. Idle ranks hear it from rank 0."""
+    """Ask whether the backend is alive, which a Pong answers. Rank 0 broadcasts it to idle ranks."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """End every rank; with a ``reason`` every client is told it at once, while the ranks may hang."""
+    """End every rank; a ``reason`` is sent to every client at once, while the ranks may hang."""
 
     reason: str = ""
 

@@ -42,8 +42,8 @@ class LowRank:
 
 
 def concatenated(adapters: Sequence[LowRank]) -> LowRank | None:
-    """Return one that adds all of several adapters, which become parts of it: the outputs of a layer are read
-    and written once, however many LoRAs there are. None without any."""
+    """Concatenate several LoRAs into one product; the given ones become views of it. None for none. So the
+    outputs of a layer are read and written once, however many LoRAs there are."""
     if len(adapters) < 2:
         for each in adapters:  # alone, it does not keep what it was a part of
             if each.up.untyped_storage().nbytes() > each.up.nbytes:
@@ -183,7 +183,8 @@ class PackedWeight(nn.Module):
         return out
 
     def multiplier(self) -> Callable[[Tensor, Tensor], None]:
-        """See the function of this name."""
+        """Return a function that writes x W^T into given memory, dequantizing once (see ``multiplier``
+        below)."""
         plain, factor = self.whole, 1.0
         if plain is None and self.choice.kernel is None:
             plain, factor = self._unscaled()

@@ -23,8 +23,8 @@ NO_WEIGHT = 1e-37
 
 @dataclass(frozen=True)
 class Prompt:
-    """``weight``: a number, or (B, N, F) tokens; the prompt counts at noise levels from ``highest`` down to
-    ``lowest``."""
+    """One prompt of a request: its CFG branch, weight (a number or (B, N, F)), and the noise levels from
+    ``highest`` down to ``lowest`` at which it counts."""
 
     branch: str
     weight: float | Tensor = 1.0

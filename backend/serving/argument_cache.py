@@ -17,7 +17,7 @@ MOST_CLIENTS = 4
 
 
 class ArgumentCache:
-    """client -> key -> tensor on ``device``."""
+    """Tensors that clients have sent before: client -> key -> tensor on ``device``."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -45,6 +45,7 @@ class Job:
     running: bool = False
 
     def reply(self, message):
+        """Queue a reply to the client."""
         if isinstance(message, protocol.Failure):
             self.client.server.last_error = message.message
         self.client.outbox.put(message)
@@ -287,7 +288,7 @@ class Server:
             client.writer.join(max(0.0, deadline - time.monotonic()))
 
     def finish(self, job: Job):
-        """The job is done: a Cancel that comes now means a later one."""
+        """Mark a job as done, so that a Cancel from now on does not stop it."""
         if job.running:
             self._answered[self._running[0]] += 1
             self._running, self.running_for = ("", 0.0), None

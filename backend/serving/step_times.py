@@ -8,7 +8,8 @@ from ..protocol.step_times import StepRing, StepTime
 
 
 class StepClock:
-    """``ring``: where the times go; None where nobody reads them. A call of Parallel Model is one step."""
+    """Records when each step of this rank began and ended. ``ring``: where the times go; None where nobody
+    reads them. A call of Parallel Model is one step."""
 
     def __init__(self, ring: StepRing | None):
         self._ring = ring

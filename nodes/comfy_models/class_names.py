@@ -9,6 +9,7 @@ def flux_class(config: dict) -> str:
 
 
 def wan_class(config: dict) -> str:
+    """Return the name of ComfyUI's class for a Wan model."""
     if config.get("camera_channels"):
         return "WAN21_Camera" if config.get("image_dim") else "WAN22_Camera"
     if config["out_channels"] == 48:
@@ -19,10 +20,12 @@ def wan_class(config: dict) -> str:
 
 
 def hunyuan_video_class(config: dict) -> str:
+    """Return the name of ComfyUI's class for a HunyuanVideo model."""
     return {33: "HunyuanVideoI2V", 32: "HunyuanVideoSkyreelsI2V"}.get(config["in_channels"], "HunyuanVideo")
 
 
 def cogvideox_class(config: dict) -> str:
+    """Return the name of ComfyUI's class for a CogVideoX model."""
     if config["in_channels"] == config["out_channels"]:
         return "CogVideoX_T2V"
     return "CogVideoX_Inpaint" if config["in_channels"] == 48 else "CogVideoX_I2V"

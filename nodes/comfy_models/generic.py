@@ -64,7 +64,7 @@ def discrete_settings(start: float, end: float, kind: str, zero_terminal_snr: bo
 
 
 def model_config(info: dict):
-    """ComfyUI's description of a model, from Loaded.info of a fallback family."""
+    """Return ComfyUI's description of a model, from Loaded.info of a fallback family."""
     scheduler = info["pipeline"].get("scheduler", {})
     vae = info["pipeline"].get("vae", {})
     settings = {"shift": scheduler.get("shift", 1.0)}

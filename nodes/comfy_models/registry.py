@@ -202,8 +202,8 @@ def weightless_patcher(
     transformer: Callable[[torch.dtype, dict], torch.nn.Module] = ElsewhereModule,
     patcher=comfy.model_patcher.ModelPatcher,
 ) -> comfy.model_patcher.ModelPatcher:
-    """ComfyUI's ModelPatcher around its model object for a loaded transformer; RefusedError for an unknown
-    family.
+    """Return ComfyUI's ModelPatcher around its model object for a loaded transformer. Raises RefusedError for
+    an unknown family.
 
     ``transformer``: (dtype, attributes) -> the module in the transformer's place; ``patcher``: ModelPatcher's
     class.

@@ -61,7 +61,8 @@ class TextPipeline:
 
 
 def pipeline_class(folder: Path) -> str:
-    """Name of the folder's pipeline; RefusedError for one that is none, or that is not known here."""
+    """Return the name of the folder's pipeline; RefusedError for one that is none, or that is not known
+    here."""
     index = _index(folder)
     if index is None:
         raise RefusedError(

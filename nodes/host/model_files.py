@@ -24,9 +24,9 @@ HOLD = {*INDEXES, "config.json"}
 
 
 def model_paths() -> dict[str, str]:
-    """Name -> path of what can be loaded: files of diffusion_models, GGUF included, and of checkpoints,
-    folders of diffusers that hold a transformer, and further transformers of a pipeline (Wan 2.2's low-noise
-    expert). Of one name in two places it is the first."""
+    """Return name -> path of what can be loaded: files of diffusion_models, GGUF included, and of
+    checkpoints, folders of diffusers that hold a transformer, and further transformers of a pipeline (Wan
+    2.2's low-noise expert). Of one name in two places it is the first."""
     paths = {
         name: folder_paths.get_full_path("diffusion_models", name)
         for name in folder_paths.get_filename_list("diffusion_models")
@@ -101,14 +101,14 @@ def _wide_bytes(path: str) -> int:
 
 
 def model_folders() -> list[str]:
-    """Below these a backend may load files: where ComfyUI keeps what the nodes of this pack name, and where
-    LoRAs of its own loaders are put."""
+    """Return the folders below which a backend may load files: where ComfyUI keeps what the nodes of this
+    pack name, and where LoRAs of its own loaders are put."""
     kinds = folder_paths.folder_names_and_paths.keys() & {*GGUF_FOLDERS, CHECKPOINTS, "diffusers", "loras"}
     return [*(root for kind in kinds for root in folder_paths.get_folder_paths(kind)), stock_loras.folder()]
 
 
 def diffusers_folders() -> dict[str, str]:
-    """Name -> path of the folders of diffusers: pipelines, and transformers alone."""
+    """Return name -> path of the folders of diffusers: pipelines, and transformers alone."""
     paths = {}
     for root in folder_paths.get_folder_paths("diffusers"):
         for folder, below, files in os.walk(root, followlinks=True):

@@ -28,7 +28,7 @@ ALL_MODELS = 1e30
 
 
 class TransformerOnRanks(torch.nn.Module):
-    """ComfyUI writes the name of this class to its log."""
+    """An empty module whose class name ComfyUI logs."""
 
 
 class Entry(comfy.model_management.LoadedModel):
@@ -86,7 +86,7 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
         return self.load_device if self.held else self.offload_device
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:
-        """The ranks load by themselves."""
+        """Load nothing here (0 bytes): the ranks load by themselves."""
         return 0
 
     def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:

@@ -55,8 +55,8 @@ class RemoteSolver:
     def __call__(
         self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
     ):
-        """noise, latent_image (B, C, [T,] H, W), or several packed (B, 1, L), in the model's latent space ->
-        samples likewise. ``executor``: ComfyUI's own loop."""
+        """Run the solver's loop on the ranks: noise, latent_image (B, C, [T,] H, W), or several packed (B, 1,
+        L), in the model's latent space -> samples likewise. ``executor``: ComfyUI's own loop."""
         if len(sigmas) < 2:  # no step: it scales the latent and asks nothing of the model
             return executor(
                 guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar

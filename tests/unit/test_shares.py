@@ -10,13 +10,14 @@ from tiny import write_checkpoint
 
 from backend import shares
 from backend.config import ConfigError, ParallelConfig
-from backend.engine import Engine, describe
+from backend.engine import Engine
 from backend.parallel import mesh
 from backend.parallel.stage_split import plan, stage_blocks
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import MEMORY, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import RESERVE, Machine, RequestEstimate
+from backend.rank_plan import describe
 from backend.rank_plan.workload import tensor_mesh
 from backend.sampling.model_call import samples_of_replicas
 

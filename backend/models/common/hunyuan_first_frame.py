@@ -120,7 +120,7 @@ class Condition(hunyuan.HunyuanVideoConditionEmbedding):
 
 
 class LastNorm(AdaLayerNormContinuous):
-    """``tokens``: of a frame."""
+    """The last norm, with a second modulation for the first frame's ``tokens``."""
 
     tokens = 0
 

@@ -1,6 +1,6 @@
-"""What Wan's variants are given besides latent, image and prompt. Reference tokens follow the latent's: a
-picture (Fun Control), frames after the video's (Phantom), pictures and videos in context (Bernini). A
-camera's path (Fun Camera) is added to the latent's tokens."""
+"""What Wan's variants are given besides latent, image and prompt. Reference tokens follow the latent's: an
+image (Fun Control), frames after the video's (Phantom), images and videos in context (Bernini). A camera's
+path (Fun Camera) is added to the latent's tokens."""
 
 import torch
 from torch import Tensor, nn
@@ -143,9 +143,9 @@ def patch_module(transformer, config):
 def rotary(plain, patch, latent: Tensor, further) -> tuple[Tensor, Tensor]:
     """Return (cos, sin), each (1, tokens, 1, head size), of the latent's tokens and of the reference tokens.
 
-    ``plain``: video (B, C, T, H, W) -> the same of its tokens. The picture of Fun Control is at time 0 and
-    the video follows; Phantom's frames follow the video; what is in context begins anew, turned by its
-    number on all axes.
+    ``plain``: video (B, C, T, H, W) -> the same of its tokens. The image of Fun Control is at time 0 and the
+    video follows; Phantom's frames follow the video; what is in context begins anew, turned by its number on
+    all axes.
     """
     if not further:
         return plain(latent)
