@@ -55,7 +55,7 @@ from .serving.step_times import step_records
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
 PING_SECONDS = 60.0
-Act = Callable[[], None]  # what all ranks do once a message was looked at
+Act = Callable[[], None]  # what all ranks do after rank 0's checks
 
 
 class Leader(Worker):
@@ -63,29 +63,29 @@ class Leader(Worker):
 
     def __init__(self, begun: start.Start):
         super().__init__(begun)
-        config, device = begun.config, begun.device
         #: Loaded model -> its path, and its checkpoint (opened, not loaded) from which requests are planned.
         self.files: dict[str, tuple[str, Checkpoint]] = {}
         #: Client -> the models that it has loaded.
         self.named = NamedModels()
         names = self.admission.names
-        welcome = Welcome(config.world_size, device, config.degrees, self.pids, names, config.of_ranks)
+        config = begun.config
+        degrees = config.degrees
+        welcome = Welcome(config.world_size, begun.device, degrees, self.pids, names, config.of_ranks)
         self.beats = begun.beats
         self.server = Server(begun.address, begun.token, welcome, self._models, self._of_rank, self.machines)
 
     def forget_unloaded(self):
-        """As every rank, and the files of those models."""
+        """Forget unloaded models as every rank does, and their files and users."""
         super().forget_unloaded()
         self.files = {key: it for key, it in self.files.items() if key in self.engine.models}
         self.named.forget_all_but(set(self.engine.models))
 
     def _models(self) -> dict[str, str]:
         loaded = self.engine.models.keys() - self.engine.stacks.keys()
-        files = self.files
-        return {key: files[key][0] if key in files else "" for key in loaded}
+        return {key: self.files[key][0] if key in self.files else "" for key in loaded}
 
     def _of_rank(self, rank: int) -> dict:
-        """What Report.ranks says of a rank's models and last steps; asked from any thread."""
+        """Return what Report.ranks says of a rank's models and last steps, from any thread."""
         models = self.engine.models
         held = [
             ranks[rank]["weight_bytes"]
@@ -109,10 +109,10 @@ class Leader(Worker):
             self.server.finish(job)
 
     def run(self, job: Job):
-        """One request, answered in any case.
+        """Refuse or run one request, and answer it in any case.
 
         Its handler looks at it while no other rank knows of it, so whatever it raises is a refusal. It
-        returns what all ranks then do: an error of that ends this rank, since its peers wait in a collective.
+        returns what all ranks then do: an error of that ends this rank: its peers wait in a collective.
         """
         if job.is_abandoned:
             return
@@ -158,18 +158,16 @@ class Leader(Worker):
             config = ParallelConfig(**message.config).validate()
         except TypeError as error:
             raise ConfigError(f"the configuration is not one of this version: {error!s:.300}.") from None
-        if config.world_size != self.mesh.world_size:
-            raise ConfigError(
-                f"{config.product}, but this backend has {self.mesh.world_size}; start another."
-            )
+        ranks = self.mesh.world_size
+        if config.world_size != ranks:
+            raise ConfigError(f"{config.product}, but this backend has {ranks}; start another.")
 
         def act():
             self.control.broadcast(message)
             self.arrange(config)
-            self.server.welcome = replace(
-                self.server.welcome, degrees=config.degrees, settings=config.of_ranks
-            )
-            job.reply(self.server.welcome)
+            welcome = replace(self.server.welcome, degrees=config.degrees, settings=config.of_ranks)
+            self.server.welcome = welcome
+            job.reply(welcome)
 
         return act
 
@@ -224,11 +222,11 @@ class Leader(Worker):
         return act
 
     def on_describe(self, job: Job, message: Describe) -> Act:
-        """Nothing runs. Raises UnsupportedError or ConfigError."""
+        """Describe each rank; nothing runs. Raises UnsupportedError or ConfigError."""
         return partial(job.reply, Described(*self.engine.describe(message, self._checkpoint(message.model))))
 
     def _checkpoint(self, model: str) -> Checkpoint:
-        """The checkpoint of a model. Raises UnsupportedError where it is not loaded."""
+        """Return the checkpoint of a loaded model. Raises UnsupportedError."""
         base = model.partition(LORAS)[0]
         self.engine.loaded(base)
         return self.files[base][1]
@@ -265,7 +263,7 @@ class Leader(Worker):
         return act
 
     def on_release(self, job: Job, message: Release) -> Act:
-        """Nothing is refused."""
+        """Have ranks give cached memory back; nothing is refused."""
 
         def act():
             self.control.broadcast(message)
@@ -285,11 +283,12 @@ class Leader(Worker):
         previews = Previews(message.preview_seconds, time.monotonic)
         total = len(message.tensors["sigmas"]) - 1
         tensors = {}
-        callbacks = Callbacks(
-            lambda step, start: progress(job, step, total, previews, start),
-            job.cancelled.is_set,
-            lambda x0: tensors.update(denoised=x0),
-        )
+
+        def on_step(step, start):
+            progress(job, step, total, previews, start)
+
+        on_denoised = partial(tensors.__setitem__, "denoised")
+        callbacks = Callbacks(on_step, job.cancelled.is_set, on_denoised)
         try:
             samples, stats = self.run_sample(message, callbacks, planned)
         except RequestCancelled as stopped:

@@ -222,10 +222,7 @@ def allow(*folders: str | os.PathLike):
 
 
 def backend_for(
-    config: ParallelConfig,
-    check=lambda: None,
-    warn=lambda sentence: None,
-    show=lambda line: None,
+    config: ParallelConfig, check=lambda: None, warn=lambda sentence: None, show=lambda line: None
 ) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
     new launch, during which ``check`` is called ten times a second and may raise to give up.

@@ -275,9 +275,7 @@ def _unload(
 
 def _entries(backend: Backend, models: Collection[Wanted]) -> list[RankWeights]:
     """What ComfyUI's memory manager knows of these models on a backend."""
-    here = [
-        found for (_, wanted), (holder, found) in _weights.items() if holder is backend and wanted in models
-    ]
+    here = [found for (_, key), (holder, found) in _weights.items() if holder is backend and key in models]
     return list(chain(*here))
 
 
@@ -288,8 +286,10 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
     names = {(handle.config.topology(), handle.wanted) for handle in _handles}
     name = (config.topology(), wanted)
     for other, (holder, _) in list(_weights.items()):
-        # these ranks may hold a model without a handle
-        stays = other[1] in backend.models and other[1] != wanted if holder is backend else other in names
+        if holder is backend:  # these ranks may hold a model without a handle
+            stays = other[1] in backend.models and other[1] != wanted
+        else:
+            stays = other in names
         if other != name and not stays:
             del _weights[other]
 
@@ -330,7 +330,7 @@ def entries_to_keep(
 
 @contextmanager
 def rank_weights_stay():
-    """Have no transformer leave the ranks for what ComfyUI wants room for meanwhile."""
+    """Keep every transformer on the ranks while ComfyUI makes room."""
     held = [entry for _, found in _weights.values() for entry in found if entry.held]
     for entry in held:
         entry.holders += 1
@@ -344,7 +344,6 @@ def rank_weights_stay():
 
 
 def keep_rank_weights(executor, *arguments, **options):
-    """Around ComfyUI's making a model without weights ready to sample: what it wants room for runs
-    elsewhere."""
+    """Wrap ComfyUI's PREPARE_SAMPLING so that no transformer leaves the ranks for a weightless model."""
     with rank_weights_stay():
         return executor(*arguments, **options)
