@@ -100,7 +100,8 @@ class ParallelConfig:
 
     @property
     def has_stale_kv(self) -> bool:
-        """Does attention read keys and values of the step before, since stages compute a patch at a time?"""
+        """Return whether attention reads keys and values of the step before, since stages compute a patch at
+        a time."""
         return self.pipefusion_degree > 1 and self.patches > 1
 
     @property
@@ -184,12 +185,12 @@ class ParallelConfig:
         return {name: getattr(self, name) for name in OF_RANKS}
 
     def same_ranks(self, other: "ParallelConfig") -> bool:
-        """Whether these ranks can run the other configuration: as many, on the same devices."""
+        """Return whether these ranks can run the other configuration: as many, on the same devices."""
         same_devices = self.device == other.device and self.gpu_indices == other.gpu_indices
         return same_devices and self.address == other.address
 
     def same_weights(self, other: "ParallelConfig") -> bool:
-        """Whether every rank holds of any model what it would hold in ``other``."""
+        """Return whether every rank holds of any model what it would hold in ``other``."""
         return self.placement == other.placement
 
     @property

@@ -11,12 +11,12 @@ _shortages: list[bool] = []
 
 
 def have_ranks_run_out() -> bool:
-    """Have ranks that this process started run out of memory in the midst of a request?"""
+    """Return whether ranks that this process started have run out of memory in the midst of a request."""
     return bool(_shortages)
 
 
 def may_cache_dequantized() -> bool:
-    """May weights take what nothing likely needs?"""
+    """Return whether weights may take what nothing likely needs."""
     return os.environ.get(CACHE_VARIABLE) != "0" and not have_ranks_run_out()
 
 

@@ -8,5 +8,5 @@ SHARED_GPU = "PARALLEL_DIT_SHARED_GPU"
 
 
 def shares_gpu() -> bool:
-    """Do all ranks run on the first GPU?"""
+    """Return whether all ranks run on the first GPU."""
     return os.environ.get(SHARED_GPU) == "1"

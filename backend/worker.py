@@ -242,12 +242,12 @@ class Leader(Worker):
         return replace(plan, others=self._holds_others(job, model))
 
     def _holds_others(self, job: Job, model: LoadedModel | None = None) -> bool:
-        """Has any device weights of another model than this one that the client may unload?"""
+        """Return whether any device has weights of another model than this one that the client may unload."""
         others = filter(None, (self.engine.models.get(key) for key in self.named.get(job.client, ())))
         return any(other is not model and self._is_on_devices(other) for other in others)
 
     def _is_on_devices(self, model: LoadedModel) -> bool:
-        """Is any rank's share on its device?"""
+        """Return whether any rank's share is on its device."""
         return not set(range(self.mesh.world_size)) <= model.parked_on
 
     def on_unload(self, job: Job, message: Unload) -> Act:

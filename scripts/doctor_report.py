@@ -32,7 +32,7 @@ class Log(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record):
-        """As of a handler."""
+        """Keep the message of a record, the last LOG_LINES alone."""
         self.lines = [*self.lines, record.getMessage()][-LOG_LINES:]
 
 

@@ -2,7 +2,7 @@
 
     python -m backend.cli bench request.json --address ... --token-file ... [--rounds 5]
 
-Each request of the file (as of the command ``sample``; docs/headless.md) is sampled once to fill caches and
+Each request of the file (as in the command ``sample``; docs/headless.md) is sampled once to fill caches and
 then ``rounds`` times; the latents are thrown away. Prints one object of JSON a line: the socket's round trip,
 and for each request the load, the steps, and median, least and most seconds. Other clients that use the
 backend meanwhile are measured too.

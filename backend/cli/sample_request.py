@@ -177,7 +177,7 @@ def check_several(request: SampleRequest, name: str, count: int):
 
 
 def _is_size(size) -> bool:
-    """Is this [C, [T,] H, W]?"""
+    """Return whether ``size`` is [C, [T,] H, W]."""
     return isinstance(size, list) and len(size) in (3, 4) and all(type(n) is int and n > 0 for n in size)
 
 

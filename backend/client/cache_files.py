@@ -87,7 +87,7 @@ def _usual() -> Path | None:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Whether this user may write there, and no other one: code is loaded from it."""
+    """Return whether this user may write there, and no other one: code is loaded from it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = folder.stat()

@@ -74,7 +74,7 @@ class BackendClient:
     """A connection whose two ends have proved to each other that they know the token. One caller at a time.
 
     ``welcome`` says what runs behind it, ``check`` is as in ``request``; ``is_hung``: does the caller know
-    that the ranks will not answer? ``places``: as of Pace. Raises OSError where nobody listens at
+    that the ranks will not answer? ``places``: as in Pace. Raises OSError where nobody listens at
     ``address``, BackendError where the peer hangs up or does not let us in.
     """
 

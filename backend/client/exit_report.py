@@ -62,7 +62,7 @@ class RankFailure:
 
     @property
     def is_by_signal(self) -> bool:
-        """Did something outside end it? abort() is the rank's own."""
+        """Return whether something outside ended it. abort() is the rank's own."""
         return self.code < 0 and self.code != -signal.SIGABRT
 
     def __str__(self):
@@ -189,7 +189,7 @@ def _cut(line: str) -> str:
 
 
 def lacks_shared_memory() -> bool:
-    """Whether /dev/shm is as small as Docker makes it."""
+    """Return whether /dev/shm is as small as Docker makes it."""
     return SHARED_MEMORY.exists() and shutil.disk_usage(SHARED_MEMORY).total < LEAST_SHARED_MEMORY
 
 

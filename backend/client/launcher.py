@@ -209,7 +209,7 @@ class BackendProcess:
 
     @property
     def ended_as_asked(self) -> bool:
-        """Has a client told it to end?"""
+        """Return whether a client has told it to end."""
         return not self.silence and self._agent.poll() == 0
 
     def failure(self) -> BackendError:
@@ -258,7 +258,7 @@ class BackendProcess:
         return self._heartbeats.read()
 
     def connect_again(self, check=lambda: None) -> BackendClient:
-        """Return one more client of rank 0. Errors as of BackendClient."""
+        """Return one more client of rank 0. Errors as in BackendClient."""
         return BackendClient(self.address, self._token, check, self._is_hung, self._watch.places)
 
     def close(self):
@@ -300,7 +300,7 @@ class BackendProcess:
             self.close()
 
     def _is_hung(self) -> bool:
-        """Has a rank been silent for so long that nobody waits for it who wants to stop?"""
+        """Return whether a rank has been silent for so long that nobody waits for it who wants to stop."""
         self.silence = self.silence or self._watch.silent(CANCEL_SECONDS)
         return bool(self.silence)
 

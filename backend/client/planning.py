@@ -176,7 +176,7 @@ def spare_more(
 
 
 def spare_no_more(auto: AutoConfig, model: Wanted) -> bool:
-    """Plan as if ranks had never run out of memory, where no plan is left that spares as much. Return whether
+    """Plan as if ranks had never run out of memory, where no plan is left that spares as much; return whether
     they had."""
     return _spared.pop(_spared_key(auto, model), 0) > 0
 
@@ -208,7 +208,7 @@ def _left_by_comfyui(devices: list[int], request: RequestEstimate) -> tuple[tupl
 
 
 def _why_spared(auto: AutoConfig, model: Wanted, unit: str) -> str:
-    """Return a sentence after that of a choice where memory is spared, else nothing. ``unit``: as of its
+    """Return a sentence after that of a choice where memory is spared, else nothing. ``unit``: as in its
     Option."""
     size = _spared.get(_spared_key(auto, model), 0)
     if not size:

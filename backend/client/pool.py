@@ -61,7 +61,7 @@ class Backend:
     ) -> protocol.Loaded:
         """Load a transformer, or find it loaded. ``keep``: what somebody still needs; all others make room
         first. ``loras``: (path, strength), in order. ``room``: on devices that ranks share with us;
-        ``all_ranks``: as of with_room."""
+        ``all_ranks``: as in with_room."""
         key = (path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         leaving = Watch(check)
@@ -146,8 +146,8 @@ class Backend:
 
     @property
     def may_load(self) -> bool:
-        """Whether it may load from all folders that are allowed by now. Of one that runs at an address, who
-        started it has said from which."""
+        """Return whether it may load from all folders that are allowed by now. Of one that runs at an
+        address, who started it has said from which."""
         return self.process is None or _folders <= self.process.models
 
     def become(self, config: ParallelConfig, check=lambda: None) -> Watch:
@@ -175,7 +175,7 @@ class Backend:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request or a sampling of ours is under way."""
+        """Return whether a request or a sampling of ours is under way."""
         return self._busy.locked() or self.users.count > 0
 
     def is_idle(self, seconds: float) -> bool:

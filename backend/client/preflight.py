@@ -80,7 +80,7 @@ def read_shape(
     path: str, weight_dtype: str, matmul: str, device: str, indices: list[int], check=lambda: None
 ) -> dict:
     """Return the shape of a transformer (ModelShape.as_dict) on the GPUs ``indices``, or on the CPU.
-    ``check`` and errors as of check_headers."""
+    ``check`` and errors as in check_headers."""
     config = ParallelConfig(device=device)
     question = {"path": path, "weight_dtype": weight_dtype, "matmul": matmul, "device": device}
     capability = least_capability(device, indices)

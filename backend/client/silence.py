@@ -124,7 +124,7 @@ def process_state(pid: int) -> str:
 
 
 def belongs_to_backend(pid: int, folder: Path) -> bool:
-    """Is the process one of the backend in ``folder``? Its number may be another's by now."""
+    """Return whether the process is one of the backend in ``folder``. Its number may be another's by now."""
     try:
         return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

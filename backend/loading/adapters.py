@@ -85,7 +85,7 @@ class Adapter(ABC):
 
     @property
     def needs_the_whole(self) -> bool:
-        """Whether one entry of the result depends on entries of the weight other than its own."""
+        """Return whether one entry of the result depends on entries of the weight other than its own."""
         return "dora_scale" in self.keys
 
     def add_to(self, weight: Tensor, strength: float, rows: Spans, columns: Spans) -> Tensor:
@@ -238,7 +238,7 @@ KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
 
 
 def is_low_rank(adapter: Adapter) -> TypeGuard[LoRA]:
-    """Whether nothing but a product of two small matrices is added."""
+    """Return whether nothing but a product of two small matrices is added."""
     return isinstance(adapter, LoRA) and not adapter.needs_the_whole
 
 

@@ -292,7 +292,7 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether some weights stay as the file stores them, in few bits."""
+        """Return whether some weights stay as the file stores them, in few bits."""
         return any(self.files.quantization(key) is not None for key in self.read_keys)
 
     load = weight_loading.load

@@ -40,7 +40,7 @@ class Stored:
 
     @property
     def is_matrix(self) -> bool:
-        """Is it a quantized matrix whose rows are whole blocks?"""
+        """Return whether it is a quantized matrix whose rows are whole blocks."""
         return self.kind not in PLAIN and len(self.shape) == 2 and self.shape[1] % self.block == 0
 
     @property

@@ -1,4 +1,4 @@
-"""Checks the scales of a quantized file before any rank reads it; rank 0 alone does, as of LoRAs."""
+"""Checks the scales of a quantized file before any rank reads it; rank 0 alone does, as with LoRAs."""
 
 import torch
 
@@ -32,7 +32,8 @@ def check_scales(checkpoint: Checkpoint):
 
 
 def _is_finite(files: QuantizedFiles, layer: QuantizedLayer, leaf: str) -> bool:
-    """Is every value of the scale a number? Those of one byte, millions of blocks, are looked at as bits."""
+    """Return whether every value of the scale is a number. Those of one byte, millions of blocks, are looked
+    at as bits."""
     values = files.files.read(f"{layer.name}.{leaf}")
     if values.element_size() > 1 or not values.numel():
         return largest(values) < float("inf")

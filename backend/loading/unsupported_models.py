@@ -30,7 +30,7 @@ class UnsupportedModel:
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def matches(self, prefix: str, shapes: Shapes) -> bool:
-        """Is this the model whose tensors have ``shapes``, under ``prefix``?"""
+        """Return whether this is the model whose tensors have ``shapes``, under ``prefix``."""
         if any(prefix + key not in shapes for key in (*self.keys, *self.sizes)):
             return False
         if any(prefix + key in shapes for key in self.absent):

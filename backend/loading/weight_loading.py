@@ -74,8 +74,8 @@ def block_of(name: str, blocks: Container[str]) -> str | None:
 
 
 def keeps_packed(layer: type[nn.Module], is_cut: bool = False) -> bool:
-    """Do layers of a class keep their weight as stored where that is quantized? ``is_cut``: by tensor
-    parallelism."""
+    """Return whether layers of a class keep their weight as stored where that is quantized. ``is_cut``: by
+    tensor parallelism."""
     return layer in LINEAR or (is_cut and issubclass(layer, nn.Linear))
 
 

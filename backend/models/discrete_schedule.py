@@ -56,7 +56,7 @@ class DiscreteSchedule:
         return (sigma.log().cpu() - self.sigmas.log()).abs().argmin().to(sigma.device)
 
     def is_highest(self, sigma: float) -> bool:
-        """Does sampling that starts at ``sigma`` start from pure noise?"""
+        """Return whether sampling that starts at ``sigma`` starts from pure noise."""
         highest = self.sigmas[-1].item()
         return sigma > highest or abs(sigma - highest) <= 1e-5 * max(sigma, highest)
 

@@ -226,7 +226,7 @@ class Build:
     pipeline: Callable[[Mapping[str, Config]], dict[str, Any]] = _no_entries
 
     def is_float32(self, name: str) -> bool:
-        """Does the parameter ``name`` stay in float32?"""
+        """Return whether the parameter ``name`` stays in float32."""
         return matches(name, self.float32)
 
 

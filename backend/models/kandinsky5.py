@@ -95,7 +95,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def _fits(known, grid):
-    """Do the known frames have the latent's channels and sides, and are no more than its frames?"""
+    """Return whether the known frames have the latent's channels and sides, and are no more than its
+    frames."""
     _, channels, frames, *sides = known.shape
     return channels == grid.shape[0] and frames <= grid.extent[0] and tuple(sides) == grid.extent[1:]
 

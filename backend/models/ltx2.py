@@ -73,7 +73,8 @@ def widths(config):
 
 
 def is_finished(config, cond):
-    """Has the prompt been through the connectors? LTX-2's width tells; 2.3's does not change in them."""
+    """Return whether the prompt has been through the connectors: LTX-2's width shows it; 2.3's does not
+    change in them."""
     finished_width = sum(widths(config)[1])
     is_unprocessed = torch.as_tensor(cond.get("unprocessed_ltxav_embeds", False)).any()
     return not is_unprocessed and cond["c_crossattn"].shape[2] == finished_width

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
-    """Is ``name`` of one of the ``patterns``, with * and ? as in names of files?"""
+    """Return whether ``name`` matches one of the ``patterns`` (fnmatch: * and ?)."""
     return bool(patterns) and _matches(name, tuple(patterns))
 
 

@@ -83,7 +83,8 @@ def schedule(config):
 
 
 def is_alpha(config):
-    """Is the model told the image's size? Older folders do not say, and mean the large model."""
+    """Return whether the model is given the image's size. Older folders do not say, and mean the large
+    model."""
     uses_size = config["use_additional_conditions"]
     return config["sample_size"] == 128 if uses_size is None else uses_size
 

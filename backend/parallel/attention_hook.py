@@ -64,7 +64,7 @@ class BlockCall:
 
     @property
     def dummy_first(self) -> bool:
-        """Is the dummy token, which is where the text is, the first one, or the last?"""
+        """Return whether the dummy token, which stands for the text, comes before the image."""
         return self.tokens.sequence.text_position == "first"
 
     def without_dummy(self, x: Tensor, dim: int) -> Tensor:
@@ -82,7 +82,7 @@ class Attention:
     #: How tensors travel between SP ranks (wire.py).
     wire: str = FULL
     buffers: KVBuffers | None = None
-    #: Do blocks run compiled? What a rank sends may not depend on whether its own compiler works.
+    #: Whether blocks run compiled. What a rank sends may not depend on whether its own compiler works.
     compiled: bool = False
     call: BlockCall | None = None
     #: (prompt, layer, call, first sample), with Ulysses the chunk of the heads before the sample -> keys and
@@ -137,7 +137,7 @@ class Attention:
 
     @property
     def sends_values(self) -> bool:
-        """Whether values travel before queries and keys in the block that runs now."""
+        """Return whether values travel before queries and keys in the block that runs now."""
         alone = self.mesh.ulysses.size == 1 or self.buffers is not None or self.compiled
         return self.call is not None and not alone
 

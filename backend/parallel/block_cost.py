@@ -83,7 +83,7 @@ class AttentionCall:
 
     @property
     def is_local(self) -> bool:
-        """Has every rank all of its keys and values?"""
+        """Return whether every rank has all of its keys and values."""
         return self.keys in (PROMPT, STATE)
 
     def pairs(self, image: int, text: int, latents: Latents, head_size: int) -> int:
@@ -163,7 +163,7 @@ def _attention(block, blocks, family, config, image, text, latents) -> int:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Does a module make queries?"""
+    """Return whether a module makes queries."""
     return not is_leaf(module) and any(hasattr(module, name) for name in QUERY_LAYERS)
 
 

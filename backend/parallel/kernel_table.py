@@ -59,11 +59,11 @@ class Kernel:
     torch_impl: str = ""
 
     def has_head(self, size: int) -> bool:
-        """Is there a kernel for heads of ``size`` features?"""
+        """Return whether there is a kernel for heads of ``size`` features."""
         return size in (self.head_sizes or range(self.multiple, self.head_size + 1, self.multiple))
 
     def has_gpu(self, gpu: Capability) -> bool:
-        """Is there a kernel for GPUs of that compute capability?"""
+        """Return whether there is a kernel for GPUs of that compute capability."""
         return any(first <= gpu <= last for first, last in self.gpus)
 
     @property

@@ -186,7 +186,8 @@ def _style(styles: Mapping, name: str):
 
 
 def _is_modulation(name: str, family) -> bool:
-    """Is it a modulation layer of a block, whose weights are many and whose input is one embedding?"""
+    """Return whether it is a modulation layer of a block, whose weights are many and whose input is one
+    embedding."""
     inner = name.removeprefix(f"{_block(name, family)}.")
     return matches(inner, family.cache.modulation)
 

@@ -181,7 +181,7 @@ def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def _differ(name: str, group: dist.ProcessGroup) -> bool:
-    """Whether ranks of ``group`` have different names."""
+    """Return whether ranks of ``group`` have different names."""
     own = torch.frombuffer(bytearray(hashlib.sha256(name.encode()).digest()), dtype=torch.uint8)
     names = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(names, own, group=group)

@@ -70,7 +70,7 @@ class Stage:
             if index not in blocks and self.structure.can_skip(index)
         }
         self.receives_whole = True
-        #: Do references enter before the text does?
+        #: Whether references enter before the text does.
         self.references_first = False
         early = (self._note_values, lambda: self.attention.sends_values)
         self.hooks = [

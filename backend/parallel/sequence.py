@@ -126,7 +126,7 @@ class TokenShards:
 
     @cached_property
     def is_whole(self) -> bool:
-        """True where no token is missing and none is on another rank: nothing needs cutting."""
+        """Return whether no token is missing and none is on another rank: nothing needs cutting."""
         whole = self.sequence
         here = (len(self.text), len(self.image), len(self.reference))
         return self.sp_size == 1 and here == (whole.text, whole.image, whole.reference)

@@ -50,12 +50,12 @@ def candidates(
 
 
 def _is_computed(plan: ParallelConfig) -> bool:
-    """Whether the attention kernel that the user has chosen gives what rings merge by."""
+    """Return whether the attention kernel that the user has chosen gives what rings merge by."""
     return plan.attention not in NOT_OF_RINGS or plan.ring_degree == 1 or plan.has_stale_kv
 
 
 def _divides(plan: ParallelConfig, shape: ModelShape, request: RequestEstimate) -> bool:
-    """Whether every rank has work: prompts, samples, blocks, heads and tokens go round."""
+    """Return whether every rank has work: prompts, samples, blocks, heads and tokens go round."""
     tp = plan.tensor_parallel_degree
     whole = plan.pipefusion_degree * plan.sp_degree * tp == 1
     heads = shape.heads // tp

@@ -67,7 +67,7 @@ class Machine:
 
     @property
     def differs(self) -> bool:
-        """Whether its GPUs do, by name or by more than DIFFERENT in speed."""
+        """Return whether its GPUs differ, by name or by more than DIFFERENT in speed."""
         if len(self.speeds) < 2:
             return False
         return len(set(self.names)) > 1 or max(self.speeds) > DIFFERENT * min(self.speeds)

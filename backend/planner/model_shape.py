@@ -168,7 +168,7 @@ class ModelShape:
 
     @property
     def is_video(self) -> bool:
-        """Whether it makes videos: several frames to a latent's."""
+        """Return whether it makes videos: several frames to a latent's."""
         return self.pixels[0] > 1
 
 

@@ -38,7 +38,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room."""
+        """Return whether every rank has room."""
         return self.bytes <= self.room
 
     @property

@@ -26,7 +26,7 @@ EXPONENT = 0x7C00
 
 
 def has_finite_scales(kind: str, blocks: Tensor) -> bool:
-    """Are all scales in ``blocks`` (blocks, bytes) of the GGUF type ``kind`` finite?"""
+    """Return whether all scales in ``blocks`` (blocks, bytes) of the GGUF type ``kind`` are finite."""
     found = (blocks[:, at : at + 2].contiguous().view(torch.int16) for at in GGUF_SCALES.get(kind, ()))
     return not any(bool((scales & EXPONENT == EXPONENT).any()) for scales in found)
 

@@ -58,7 +58,7 @@ class MatmulChoice:
 
     @property
     def needs_scratch(self) -> bool:
-        """Is the weight dequantized to be multiplied?"""
+        """Return whether the weight is dequantized to be multiplied."""
         return self.kernel is None or self.dequantizes
 
     def __str__(self) -> str:
@@ -103,14 +103,14 @@ def int8(
 
 @cache
 def _fuses(name: str) -> bool:
-    """Whether comfy-kitchen has a kernel of that name for these GPUs: without it kitchen holds all that is in
-    between at once, several times input and output, and copies an int8 weight at each product."""
+    """Return whether comfy-kitchen has a kernel of that name for these GPUs: without it kitchen holds all
+    that is in between at once, several times input and output, and copies an int8 weight at each product."""
     return not small_kernels(name)
 
 
 def _may_fuse() -> bool:
-    """Whether ranks may have kernels that this process, which is given no GPU, cannot find: it plans for
-    them."""
+    """Return whether ranks may have kernels that this process, which is given no GPU, cannot find: it plans
+    for them."""
     return _cuda_version() >= CUDA and not torch.cuda.is_available()
 
 
@@ -228,7 +228,7 @@ def _bias_where(x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor |
 def mxfp8(
     x: Tensor, weight: "PackedWeight", bias: Tensor | None, max_over_ranks: MaxOverRanks | None
 ) -> Tensor:
-    """Multiply blocks of 32 values, of activations as of weights; on a CPU, what these blocks stand for."""
+    """Multiply blocks of 32 values, of activations and weights; on a CPU, what these blocks stand for."""
     tensors, rows = weight.packed.tensors, _rows(x)
     inside, after = _bias_where(x, bias)
 

@@ -72,7 +72,8 @@ class Matrix:
 
     @property
     def is_precise(self) -> bool:
-        """Does the file ask that inputs are not quantized, or store the weight in full precision?"""
+        """Return whether the file asks that inputs are not quantized, or stores the weight in full
+        precision."""
         asked = self.settings.get("full_precision_matrix_mult")
         return bool(asked) or self.settings.get("format") == "scaled plain"
 

@@ -21,7 +21,7 @@ from .matmul import RULES, Product, why_not_native
 from .packed import Packed
 from .packed_weight import PackedWeight, free_scratch
 
-#: Rows and columns of the weight that is tried, and tokens: one, as of a timestep, and several blocks of 16.
+#: Rows and columns of the weight that is tried, and tokens: one, as a timestep has, and several blocks of 16.
 SIZE = 256
 TOKENS = (1, 48)
 #: Native products are off by 0.008 (int8), 0.026 (fp8, mxfp8) and 0.095 (nvfp4) of these values, measured on

@@ -328,8 +328,8 @@ def linear(
 
 
 def can_multiply_in_chunks(weight: Tensor | PackedWeight) -> bool:
-    """Whether some inputs are multiplied as they are next to others: ranks compare no largest values, so they
-    may multiply them chunk by chunk. The same on all ranks."""
+    """Return whether some inputs are multiplied as they are next to others: ranks compare no largest values,
+    so they may multiply them chunk by chunk. The same on all ranks."""
     return not isinstance(weight, PackedWeight) or weight.choice.kernel in (None, float8, mxfp8)
 
 

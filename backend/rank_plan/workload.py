@@ -86,7 +86,7 @@ class Workload:
 
     @property
     def is_linear(self) -> bool:
-        """Do blocks mix tokens by linear attention?"""
+        """Return whether blocks mix tokens by linear attention."""
         return "linear" in self.family.blocks.attention
 
     def all_heads(self, place: Place) -> int:

@@ -54,7 +54,7 @@ class LoadedModel:
 
     @property
     def parked(self) -> bool:
-        """Whether this rank's weights wait in host memory."""
+        """Return whether this rank's weights wait in host memory."""
         return self.cache.mesh.rank in self.parked_on
 
     @property
@@ -74,8 +74,8 @@ class LoadedModel:
 
     @property
     def can_park(self) -> bool:
-        """Whether parking frees anything: on the CPU the weights are in host memory already, and sharded ones
-        are tied to buffers of their own."""
+        """Return whether parking frees anything: on the CPU the weights are in host memory already, and
+        sharded ones are tied to buffers of their own."""
         return self.weights.device.type == "cuda" and not self.sharded
 
     def park(self, ranks: Set[int]) -> bool:

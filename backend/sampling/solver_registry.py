@@ -43,7 +43,7 @@ def solver_input(solver: str, denoised: Tensor, negative: Tensor) -> Tensor | tu
 
 
 def needs_percent_sigmas(solver: str, flow: bool, first_sigma: float) -> bool:
-    """Say whether the solver asks for noise levels outside the schedule (Problem.percent_to_sigma)."""
+    """Return whether the solver asks for noise levels outside the schedule (Problem.percent_to_sigma)."""
     return solver == "sa_solver" or (solver in HALF_LOG_SNR and flow and first_sigma >= 1)
 
 
@@ -53,7 +53,7 @@ def evaluations(solver: str, problem: Problem) -> list[Evaluation]:
 
 
 def is_finite(solver: str, problem: Problem) -> bool:
-    """Say whether ``solver`` gets through the schedule, and a flow model's latent back to the scale of
+    """Return whether ``solver`` gets through the schedule, and a flow model's latent back to the scale of
     images, without dividing by zero. Its factors follow from the noise levels alone, so a dry run over one
     number shows it."""
     run = _dry(solver, problem, (0.3, 0.7, 0.4))

@@ -151,7 +151,8 @@ class Denoiser:
             self._step(state, None)
 
     def _is_stale(self, plan: list[Evaluation], index: int) -> bool:
-        """Does the evaluation read stale keys and values? A prompt that begins to count has none yet."""
+        """Return whether the evaluation reads stale keys and values. A prompt that begins to count has none
+        yet."""
         if len(self.patches) == 1 or plan[index].step < self.request.config.warmup_steps:
             return False
         before = self.request.prompts_at(plan[index - 1].sigma) if index else ()

@@ -41,7 +41,7 @@ class Job:
     message: object
     client: "Connection"
     cancelled: threading.Event = field(default_factory=threading.Event)
-    #: Do the ranks have it? A job without a message is done.
+    #: Whether the ranks have it. A job without a message is done.
     running: bool = False
 
     def reply(self, message):
@@ -325,7 +325,7 @@ def _resident(pid: int) -> int:
 
 
 def _can_wait(message) -> bool:
-    """Whether a message only gives memory back to others, of a model that its client keeps."""
+    """Return whether a message only gives memory back to others, of a model that its client keeps."""
     if isinstance(message, protocol.Unload):
         return message.park and not message.waits
     return isinstance(message, protocol.Release)

@@ -173,9 +173,9 @@ def as_running(dit: ParallelDiT) -> ParallelDiT:
 
 
 def _goes_together(guider) -> bool:
-    """Whether ComfyUI hands a positive and a negative prompt to the model in one call (calc_cond_batch),
-    which ranks can divide: one of each, with as many tokens, and with the same next to them. Others are
-    called one after the other."""
+    """Return whether ComfyUI hands a positive and a negative prompt to the model in one call
+    (calc_cond_batch), which ranks can divide: one of each, with as many tokens, and with the same next to
+    them. Others are called one after the other."""
     sides = [guider.conds.get(name) or [] for name in ("positive", "negative")]
     if getattr(guider, "cfg", 1.0) == 1.0 or any(len(side) != 1 for side in sides):
         return False

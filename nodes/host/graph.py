@@ -116,7 +116,7 @@ def _is_model(prompt: dict, key: str) -> bool:
 
 
 def _is_for_a_schedule(prompt: dict, key: str) -> bool:
-    """Whether a Parallel Model is there for the schedule of a sampler on the ranks alone."""
+    """Return whether a Parallel Model is there for the schedule of a sampler on the ranks alone."""
     sampler = prompt.get(_sampler_of(prompt, key), {}) if _is_model(prompt, key) else {}
     return sampler.get("class_type", "").startswith(SAMPLERS)
 

@@ -76,7 +76,7 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
 
     @property
     def is_held_down(self) -> bool:
-        """Whether nothing is taken now."""
+        """Return whether nothing is taken now."""
         return self.holders > 0 and not Room.is_making
 
     def loaded_size(self) -> int:
@@ -159,5 +159,6 @@ def entries(loaded: Loaded, welcome: Welcome, free: Free) -> list[RankWeights]:
 
 
 def may_hold_memory(entries: list[RankWeights]) -> bool:
-    """May a model with these entries hold memory of devices? Not where ComfyUI knows that all are parked."""
+    """Return whether a model with these entries may hold memory of devices: not where ComfyUI knows that all
+    are parked."""
     return not entries or any(entry.held for entry in entries)

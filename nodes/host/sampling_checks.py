@@ -85,7 +85,7 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
 
 
 def _adds_latents(latent_format) -> bool:
-    """Whether ComfyUI gives an empty latent of this format the others, as it does for MiniMax-H3."""
+    """Return whether ComfyUI gives an empty latent of this format the others, as it does for MiniMax-H3."""
     ours, usual = (
         getattr(each, "fix_empty_latent", None)
         for each in (type(latent_format), comfy.latent_formats.LatentFormat)

@@ -54,7 +54,7 @@ def flag_lines(arguments: Mapping[str, Any], chosen: Mapping[str, str], info: di
 
 
 def _changes(name: str, value: str, info: dict) -> bool:
-    """Whether the ranks can take this value, and would then compute otherwise."""
+    """Return whether the ranks can take this value, and would then compute otherwise."""
     if name == "attention":
         return info["attention"][value].startswith(f"attention {value}:")
     if name == "weight_dtype":

@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def flow(self) -> bool:
-        """x = (1 - sigma) · data + sigma · noise, rather than data + sigma · noise."""
+        """Return whether x = (1 - sigma) · data + sigma · noise, rather than data + sigma · noise."""
         return self.prediction is FLOW
 
     def draws(self) -> Callable[[], Tensor]:
