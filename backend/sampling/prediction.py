@@ -23,37 +23,56 @@ class Prediction:
     finish: Callable[[Tensor, Tensor], Tensor] = _unchanged  # (x, last sigma): undo the noise level's scaling
 
 
-def _add_noise_eps(sigma, noise, latent, from_pure_noise):
+def _minus_output(x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
+    """Return x - sigma · output."""
+    return x - output * sigma
+
+
+def _denoised_v(x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
+    """Return x / (sigma² + 1) - sigma · output / sqrt(sigma² + 1)."""
+    return x / (sigma**2 + 1.0) - output * sigma / (sigma**2 + 1.0) ** 0.5
+
+
+def _denoised_v_ddpm(x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
+    """Return (x - sigma · output) / sqrt(sigma² + 1)."""
+    return x / (sigma**2 + 1.0) ** 0.5 - output * sigma / (sigma**2 + 1.0) ** 0.5
+
+
+def _output(x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
+    """Return the output as it is."""
+    return output
+
+
+def _add_noise_flow(sigma: Tensor, noise: Tensor, latent: Tensor, from_pure_noise: bool) -> Tensor:
+    """Return sigma · noise + (1 - sigma) · latent."""
+    return sigma * noise + (1.0 - sigma) * latent
+
+
+def _add_noise_eps(sigma: Tensor, noise: Tensor, latent: Tensor, from_pure_noise: bool) -> Tensor:
+    """Return sigma · noise + latent; from pure noise sqrt(1 + sigma²) · noise + latent."""
     return noise * (torch.sqrt(1.0 + sigma**2.0) if from_pure_noise else sigma) + latent
 
 
-FLOW = Prediction(
-    "flow",
-    denoised=lambda x, sigma, output: x - output * sigma,
-    add_noise=lambda sigma, noise, latent, pure: sigma * noise + (1.0 - sigma) * latent,
-    finish=lambda x, sigma: x / (1.0 - sigma),
-)
-EPS = Prediction(
-    "eps",
-    denoised=lambda x, sigma, output: x - output * sigma,
-    add_noise=_add_noise_eps,
-    model_input=lambda x, sigma: x / (sigma**2 + 1.0) ** 0.5,
-)
-V = Prediction(
-    "v",
-    denoised=lambda x, sigma, output: x / (sigma**2 + 1.0) - output * sigma / (sigma**2 + 1.0) ** 0.5,
-    add_noise=_add_noise_eps,
-    model_input=EPS.model_input,
-)
-V_DDPM = Prediction(
-    "v-ddpm",  # the model takes x at its training scale, unscaled
-    denoised=lambda x, sigma, output: x / (sigma**2 + 1.0) ** 0.5 - output * sigma / (sigma**2 + 1.0) ** 0.5,
-    add_noise=_add_noise_eps,
-)
+def _noise_alone(sigma: Tensor, noise: Tensor, latent: Tensor, from_pure_noise: bool) -> Tensor:
+    """Return the noise as it is."""
+    return noise
+
+
+def _finish_flow(x: Tensor, sigma: Tensor) -> Tensor:
+    """Return x / (1 - sigma)."""
+    return x / (1.0 - sigma)
+
+
+def _unit_variance(x: Tensor, sigma: Tensor) -> Tensor:
+    """Return x / sqrt(sigma² + 1)."""
+    return x / (sigma**2 + 1.0) ** 0.5
+
+
+FLOW = Prediction("flow", denoised=_minus_output, add_noise=_add_noise_flow, finish=_finish_flow)
+EPS = Prediction("eps", denoised=_minus_output, add_noise=_add_noise_eps, model_input=_unit_variance)
+V = Prediction("v", denoised=_denoised_v, add_noise=_add_noise_eps, model_input=_unit_variance)
+#: The model takes x at its training scale, unscaled.
+V_DDPM = Prediction("v-ddpm", denoised=_denoised_v_ddpm, add_noise=_add_noise_eps)
 #: A call of the model by itself: its input comes scaled, its output goes out as it is.
-OUTPUT = Prediction(
-    "output",
-    denoised=lambda x, sigma, output: output,
-    add_noise=lambda sigma, noise, latent, pure: noise,
-)
+OUTPUT = Prediction("output", denoised=_output, add_noise=_noise_alone)
 PREDICTIONS = {prediction.name: prediction for prediction in (FLOW, EPS, V, V_DDPM)}
