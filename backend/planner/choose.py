@@ -121,8 +121,17 @@ class Question:
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
         models = (self.shape, plan, self.request, self.others)
         aside, reads = self.swaps.yield_time(*models, self.machine.host_link)
-        memory = (rank.held, rank.room, rank.likely)
-        return Option(plan, seconds + aside, *memory, unit, 0.0, reads, aside, drift)
+        return Option(
+            plan,
+            seconds=seconds + aside,
+            bytes=rank.held,
+            room=rank.room,
+            likely=rank.likely,
+            unit=unit,
+            rereads=reads,
+            yield_seconds=aside,
+            drift=drift,
+        )
 
     def _tightest(self, plan: ParallelConfig) -> Tightest:
         """Find the rank with least to spare."""

@@ -102,7 +102,9 @@ def _held(
     quantized."""
     module, _, leaf = name.rpartition(".")
     block, layer = checkpoint.parameters[name]
-    shape, source, cut = checkpoint.shapes[name], checkpoint.sources[name], cuts.get(module)
+    shape = checkpoint.shapes[name]
+    source = checkpoint.sources[name]
+    cut = cuts.get(module)
     own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
     local_shape = _shape(shape, cut)
     plain = local_shape.numel() * own_dtype.itemsize
@@ -119,21 +121,15 @@ def _held(
     quantization = checkpoint.files.quantization(checkpoint.key(source))
     if quantization is None:  # of a file that is plain: what is stored, and what it stands for
         moved = plain + sum(size.bytes for size in packed)
-        return HeldParameter(module, block, packed, own_dtype, plain, moved, **native)
-    return HeldParameter(
-        module,
-        block,
-        packed,
-        own_dtype,
-        plain,
-        **_dequantizing(local_shape, *quantization, own_dtype),
-        **native,
-    )
+        return HeldParameter(module, block, packed, own_dtype, unpacked=plain, moved=moved, **native)
+    effort = _dequantizing(local_shape, *quantization, own_dtype)
+    return HeldParameter(module, block, packed, own_dtype, unpacked=plain, **effort, **native)
 
 
 def _dequantizing(shape: torch.Size, form: Format, settings: Settings, dtype: torch.dtype) -> dict[str, int]:
     """What it takes to dequantize a weight once (HeldParameter)."""
-    (rows, columns), effort = shape, effort_of(form, settings, dtype)
+    rows, columns = shape
+    effort = effort_of(form, settings, dtype)
     step = rows_at_once(form, columns)
     return {
         "moved": round(rows * columns * effort.moved),
