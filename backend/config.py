@@ -198,7 +198,9 @@ class ParallelConfig:
         """What decides the weights of each rank: stage and shard of matrices; process groups if sharded."""
         if self.shard_weights:
             return self.topology()
-        stages, sp, tp = self.pipefusion_degree, self.sp_degree, self.tensor_parallel_degree
+        stages = self.pipefusion_degree
+        sp = self.sp_degree
+        tp = self.tensor_parallel_degree
         uneven = (self.shares_of("pp"), self.shares_of("tp"))
         scheme = self.split_scheme if tp > 1 else ""
         kind = (stages, tuple(self.stage_counts), tp, scheme, self.offload_modulation, uneven)
@@ -228,7 +230,9 @@ class ParallelConfig:
                 "ranks do not run under Windows, where torch has no NCCL to join GPUs; run ComfyUI under "
                 "Linux or WSL2."
             )
-        device = self.device if self.device != "auto" else ("cuda" if gpus_here else "cpu")
+        device = self.device
+        if device == "auto":
+            device = "cuda" if gpus_here else "cpu"
         if device == "cuda" and not gpus_here:
             raise ConfigError("device is cuda but this machine has no CUDA GPU; set device to cpu or auto.")
         if device == "cuda" and max(self.gpu_indices) >= gpus_here:

@@ -69,10 +69,9 @@ class BackendProcess:
         token: str = "",
         link: Link | None = None,
     ):
-        """Start ranks on ``device``, "cuda" or "cpu", that may load files below the folders ``models``.
-        ``address`` and ``token`` are those of other clients; without them there are none. ``link``: to the
-        launchers of the other machines, which start the other ranks. Raises BackendError where the pack or
-        the disk does not allow it, and ConfigError."""
+        """Start ranks on ``device`` ("cuda" or "cpu") that may load files below the folders ``models``.
+        ``address``, ``token``: of other clients, if there are any. ``link``: to the other machines'
+        launchers, which start theirs. Raises ConfigError, or BackendError where pack or disk forbid it."""
         require_same_pack()
         self.models = frozenset(models)
         self._link = link
@@ -86,7 +85,8 @@ class BackendProcess:
         LOGS.append(self.log)
         #: Which rank was found to hang, and ended with all others; empty while none was.
         self.silence = ""
-        self._ended_elsewhere, self._gave_up = False, ""
+        self._ended_elsewhere = False
+        self._gave_up = ""
         #: Ranks that we have killed ourselves.
         self._killed: set[int] = set()
         self._heartbeats = Heartbeats.make(self._ranks, self.folder)
@@ -190,8 +190,7 @@ class BackendProcess:
         return sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
 
     def _links_hint(self) -> str:
-        """What ranks on GPUs that have all started wait for, and what to do; empty where it is something
-        else."""
+        """Say what started ranks on GPUs wait for, and what to do; empty where it is something else."""
         if self._started < self._ranks:
             return ""
         if self._link is not None:

@@ -124,7 +124,8 @@ class Lora:
     @property
     def warning(self) -> str:
         """A sentence on the unmatched keys and one on what is left out, empty where there are none."""
-        of, found = f"of the LoRA {Path(self.path).name} were not loaded", []
+        of = f"of the LoRA {Path(self.path).name} were not loaded"
+        found = []
         if self.unmatched:
             what = f"{len(self.unmatched)} keys {of}, because this model has nothing of their names"
             found.append(f"{what}: {some(self.unmatched, 20)}.")
@@ -245,7 +246,8 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             unmatched.append(key)
         else:
             modules[found["stem"]][found.lastgroup] = key
-    adapters, misfits = [], []
+    adapters = []
+    misfits = []
     for stem, keys in modules.items():
         bias = {"difference": keys.pop("bias")} if "bias" in keys else {}
         for leaf, roles in (("", keys), (".bias", bias)):

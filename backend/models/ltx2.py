@@ -49,7 +49,8 @@ def patch_module(transformer, config):
     transformer.rope.__class__ = guide_weights.AudioVideoPositions
     transformer.rope.heads = config["num_attention_heads"]
     for block in transformer.transformer_blocks:
-        block.__class__, block.levels = Block, levels
+        block.__class__ = Block
+        block.levels = levels
         block.watch()
         block.perturbed_attn = False
         for name in ATTENTIONS:

@@ -180,7 +180,8 @@ def patch_module(transformer, config):
 
 
 def config_from_shapes(shapes):
-    head, first = shapes["blocks.0.attn.q_norm.weight"][0], shapes["time_embedder.proj_in.weight"]
+    head = shapes["blocks.0.attn.q_norm.weight"][0]
+    first = shapes["time_embedder.proj_in.weight"]
     return dict(
         patch_size=(1, 2, 2),
         hidden_size=shapes["video_patch_proj.weight"][0],

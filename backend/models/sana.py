@@ -79,7 +79,8 @@ class Block(SanaTransformerBlock):
 def patch_module(transformer, config):
     """Give the modules the methods above; weights stay the same."""
     for block in transformer.transformer_blocks:
-        block.__class__, block.ff.__class__ = Block, MixedMLP
+        block.__class__ = Block
+        block.ff.__class__ = MixedMLP
         block.attn1.set_processor(LinearAttention())
 
 

@@ -103,13 +103,17 @@ class Attention:
     def uninstall(self):
         """Give torch's function its place back."""
         F.scaled_dot_product_attention = attention_kernels.SDPA
-        opaque_ops.RUNNING.attention = opaque_ops.RUNNING.text = None
+        opaque_ops.RUNNING.attention = None
+        opaque_ops.RUNNING.text = None
         self.call = None  # where a block has failed: the next request begins outside of blocks
         self.mixing.uninstall()
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL, compiled: bool = False):
         """Forget every key and value of the request before; ``buffers`` where stale ones will be read."""
-        self.kernel, self.buffers, self.wire, self.compiled = kernel, buffers, wire, compiled
+        self.kernel = kernel
+        self.buffers = buffers
+        self.wire = wire
+        self.compiled = compiled
         self.positions.clear()
         self.masks.clear()
         self.static_text.clear()

@@ -209,7 +209,8 @@ def pass_on(x: Tensor, shape: tuple[int, ...], axis: Axis, mechanism: str) -> Ca
     message stays in use until the GPU has passed it, blocks behind the host; that of a collective until
     it is waited for (torch's ProcessGroupNCCL, TORCH_NCCL_AVOID_RECORD_STREAMS).
     """
-    sent, sizes = [0] * axis.size, [0] * axis.size
+    sent = [0] * axis.size
+    sizes = [0] * axis.size
     sent[(axis.rank + 1) % axis.size] = x.numel()
     sizes[axis.rank - 1] = torch.Size(shape).numel()
     under_way = begin_all_to_all(x.reshape(-1), sent, sizes, axis, mechanism)
@@ -233,7 +234,9 @@ class Pipe:
         mechanism: str,
         keeps_buffers: bool = False,
     ):
-        self.incoming, self.outgoing, self.mechanism = incoming, outgoing, mechanism
+        self.incoming = incoming
+        self.outgoing = outgoing
+        self.mechanism = mechanism
         self.keeps_buffers = keeps_buffers
         self.free: list[Tensor] = []
         self.shapes: set[tuple[int, ...]] = set()

@@ -67,12 +67,14 @@ class ValueLayer:
         """Compute the values before the queries, and keep them."""
         if torch.compiler.is_compiling():
             return
-        self.x = self.made = None  # of a block that has failed
+        self.x = None  # of a block that has failed
+        self.made = None
         if not self.is_early():
             return
         layer = self.block.get_submodule(self.name)  # another module since weights are loaded
         if not _communicates(layer):
-            self.made, self.x = layer(args[0]), args[0]
+            self.made = layer(args[0])
+            self.x = args[0]
 
     def before(self, layer: nn.Module, args: tuple) -> tuple | None:
         """Cut the input of the block's own call to no tokens: the values are there."""
@@ -88,13 +90,16 @@ class ValueLayer:
         if self.x is None:
             self.note(output)
             return None
-        made, self.made, self.x = self.made, None, None
+        made = self.made
+        self.made = None
+        self.x = None
         return made
 
 
 def _communicates(layer: nn.Module) -> bool:
     """Return whether a layer sends to other ranks. Such a layer is called only where the block calls it."""
-    shard, weight = getattr(layer, "shard", None), getattr(layer, "weight", None)
+    shard = getattr(layer, "shard", None)
+    weight = getattr(layer, "weight", None)
     is_gathered = shard is not None and (shard.gather or shard.reduce) is not None
     return is_gathered or getattr(weight, "max_over_token_ranks", None) is not None
 

@@ -204,7 +204,8 @@ class LayerCache:
         """Answer nothing from the cache until the next request."""
         self._forget_modulation()
         self._forget_step()
-        self.plan, self.current.context = None, None
+        self.plan = None
+        self.current.context = None
         self.forget_answers()
         for layer in self.layers:
             layer.last = None
@@ -286,7 +287,8 @@ class LayerCache:
 
     def _forget_modulation(self):
         self.most_bytes = max(self.most_bytes, sum(cached.bytes for cached in self.modulations))
-        self.current.rows, self.current.indices = {}, {}
+        self.current.rows = {}
+        self.current.indices = {}
         for cached in self.modulations:
             cached.known.clear()
             cached.store(None)

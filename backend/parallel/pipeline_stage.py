@@ -116,8 +116,7 @@ class Stage:
         return self.current.whole_output(output)
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL, compiled: bool = False):
-        """Forget the request before; ``buffers`` where stale keys and values will be read, ``compiled``
-        where blocks are."""
+        """Forget the request before. ``buffers``: of stale keys and values. ``compiled``: blocks run so."""
         self.end_request()
         self.attention.begin_request(kernel, buffers, wire, compiled)
         self.sequences.clear()
@@ -194,7 +193,8 @@ class Stage:
     # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
         """Run block ``index`` in its place; return what it returns. ``names``: its positional parameters."""
-        forward, structure = self._forward, self.structure
+        forward = self._forward
+        structure = self.structure
         call = dict(zip(names, args)) | kwargs
         if index in self.passed_blocks and not forward.per_block_text:
             return self._pass(index, call)

@@ -52,9 +52,11 @@ def scatter_heads(
     row = kinds * batch * size  # numbers of a token and head
     sent = [tokens * count * row for count in counts]
     flat = tensors[0].new_empty(sum(sent))
-    first = last = filled = 0
+    last = 0
+    filled = 0
     for shard, ranks in _runs(shards):
-        first, last = last, last + shard * ranks
+        first = last
+        last = first + shard * ranks
         chosen = Span(0, shard).shard(chunk, chunks)
         end = filled + tokens * len(chosen) * ranks * row
         buffer = flat[filled:end].view(ranks, tokens, kinds, batch, len(chosen), size)
@@ -138,8 +140,10 @@ def ring_attend(
     """
     assert axis.group is not None, "a ring has several ranks"
     merge = ring_library().update_out_and_lse
-    out = lse = None
-    kv, dtype = kv.contiguous(), kv.dtype
+    out = None
+    lse = None
+    kv = kv.contiguous()
+    dtype = kv.dtype
     travelling = pack(kv, wire)
     for hop in range(axis.size):
         source = (axis.rank - hop) % axis.size

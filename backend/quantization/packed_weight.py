@@ -47,7 +47,8 @@ def concatenated(adapters: Sequence[LowRank]) -> LowRank | None:
     if len(adapters) < 2:
         for each in adapters:  # alone, it does not keep what it was a part of
             if each.up.untyped_storage().nbytes() > each.up.nbytes:
-                each.up, each.down = each.up.clone(), each.down.clone()
+                each.up = each.up.clone()
+                each.down = each.down.clone()
         return adapters[0] if adapters else None
     up = torch.cat([each.up for each in adapters], dim=1)
     down = torch.cat([each.down for each in adapters])
@@ -126,7 +127,8 @@ class PackedWeight(nn.Module):
             self._joined = replace(self._joined, strengths=_strengths(parts))
         else:
             self._joined = concatenated(parts)
-        self.adapters, self.whole = adapters, whole
+        self.adapters = adapters
+        self.whole = whole
 
     @property
     def format_name(self) -> str:
@@ -183,8 +185,7 @@ class PackedWeight(nn.Module):
         return out
 
     def multiplier(self) -> Callable[[Tensor, Tensor], None]:
-        """Return a function that writes x W^T into given memory, dequantizing once (see ``multiplier``
-        below)."""
+        """Return a function that writes x W^T into given memory, dequantizing once (see ``multiplier``)."""
         plain, factor = self.whole, 1.0
         if plain is None and self.choice.kernel is None:
             plain, factor = self._unscaled()

@@ -36,7 +36,8 @@ class FreshNoise:
         self.shape = (batch, *grid.shape)
         self.grid = grid
         self.device = device
-        self.seed, self.sigmas = seed, sigmas
+        self.seed = seed
+        self.sigmas = sigmas
         self.same_on_all_ranks = same_on_all_ranks
         self.tree = None
         self.count = 0

@@ -65,7 +65,8 @@ class Connection:
     """One connection: a reading thread that feeds the queue and a writing thread that empties the outbox."""
 
     def __init__(self, connection: socket.socket, server: "Server"):
-        self.connection, self.server = connection, server
+        self.connection = connection
+        self.server = server
         self.outbox: queue.Queue = queue.Queue()
         self.jobs: list[Job] = []
         self.gone = False

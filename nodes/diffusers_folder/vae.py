@@ -71,7 +71,8 @@ class DiffusersVAE(comfy.sd.VAE):
         # a small one, for whatever else this version's object holds
         super().__init__(sd=comfy.taesd.taesd.TAESD().state_dict())
         self.first_stage_model = AUTOENCODERS.get(type(vae).__name__, Autoencoder)(vae)
-        self.vae_dtype, self.size = vae.dtype, None
+        self.vae_dtype = vae.dtype
+        self.size = None
         self.disable_offload = True  # diffusers' modules run where all of their weights are
         self.patcher = comfy.model_patcher.ModelPatcher(
             self.first_stage_model,

@@ -136,9 +136,12 @@ def patch_module(transformer, config):
     """Make every module that has two ways one of those above; their weights stay."""
     embed = transformer.time_text_embed
     embed.image_condition_type = None
-    embed.__class__, transformer.norm_out.__class__ = Condition, LastNorm
+    embed.__class__ = Condition
+    transformer.norm_out.__class__ = LastNorm
     for block in transformer.transformer_blocks:
-        block.__class__, block.norm1.__class__, block.norm1.emb = Block, Norm, None
+        block.__class__ = Block
+        block.norm1.__class__ = Norm
+        block.norm1.emb = None
     for block in transformer.single_transformer_blocks:
         block.__class__ = SingleBlock
 

@@ -62,8 +62,10 @@ class _SeedsNoise:
     """SEEDS' noise along one step: each stage has that of the stages before it, decayed, and adds its own."""
 
     def __init__(self, h: Tensor, fresh):
-        self.h, self.fresh = h, fresh
-        self.sum, self.at = 0.0, 0.0
+        self.h = h
+        self.fresh = fresh
+        self.sum = 0.0
+        self.at = 0.0
 
     def up_to(self, fraction: float) -> Tensor:
         """Return the noise up to a ``fraction`` of the step, to be scaled by the sigma there."""
