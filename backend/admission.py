@@ -263,14 +263,13 @@ class Admission:
         given = [number for need in needs or [NOTHING] * ranks for number in (need.least, need.likely)]
         own = [self.memory.free(), self.memory.cached(), int(ready), lacks, *given]
         rows = self.control.all_gather_numbers(own)
-        found = rows[0][4:]
-        return [
-            RankRoom(
-                rank, self.names[rank], Need(least + loras, likely + loras), free, cached, bool(ok), loras
-            )
-            for rank, (free, cached, ok, loras, *_) in enumerate(rows)
-            for least, likely in [found[2 * rank : 2 * rank + 2]]
-        ]
+        of_ranks = rows[0][4:]  # of all ranks, as rank 0 gave them: least and likely need of each
+        rooms = []
+        for rank, (free, cached, is_ready, loras, *_) in enumerate(rows):
+            least, likely = of_ranks[2 * rank : 2 * rank + 2]
+            need = Need(least + loras, likely + loras)
+            rooms.append(RankRoom(rank, self.names[rank], need, free, cached, bool(is_ready), loras))
+        return rooms
 
 
 def out_of_memory_error(rank: int, ranks: int, memory: DeviceMemory, error: BaseException) -> Exception:

@@ -63,7 +63,8 @@ class Engine:
         #: as one object.
         self.stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
-        self.capabilities: set[tuple[int, int]] = set(filter(None, [capability_of(mesh.device)]))
+        capability = capability_of(mesh.device)
+        self.capabilities: set[tuple[int, int]] = {capability} if capability is not None else set()
         self.memory = DeviceMemory(mesh.device)
         #: What any rank does not multiply natively, and why: the same on all ranks.
         self.refused: dict[Product, str] = {}

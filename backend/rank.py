@@ -21,8 +21,7 @@ from .admission import (
 from .config import ParallelConfig
 from .device_memory import check_device, is_out_of_memory
 from .engine import Engine
-from .errors import RAN_OUT
-from .errors import reason as reason_of
+from .errors import RAN_OUT, reason
 from .loading import parking
 from .loading.load_report import by_rank
 from .loading.lora_keys import lora_stack, stack_digest
@@ -146,13 +145,16 @@ class Worker:
         which only GPUs have several of. Raises RefusedByAllRanks where it fails on any."""
         kernel = kernel_table.kernel_of(name)
         lse = kernel.lse and self.engine.config.ring_degree > 1
-        case = (name, model.dtype, model.head_size, lse)
-        is_tried = case in self.tried or not model.head_size
+        dtype = model.dtype
+        head_size = model.head_size
+        case = (name, dtype, head_size, lse)
+        is_tried = case in self.tried or not head_size
         if kernel.call is None and self.mesh.device.type == "cuda" and not is_tried:
             self.tried[case] = ""
-            kernel_trial.settle(*case[1:], self.mesh.device)
+            kernel_trial.settle(dtype, head_size, lse, self.mesh.device)
         elif kernel.call is not None and not is_tried:
-            failures = self.control.all_gather_object(kernel_trial.failure(*case, self.mesh.device))
+            failure = kernel_trial.failure(name, dtype, head_size, lse, self.mesh.device)
+            failures = self.control.all_gather_object(failure)
             self.tried[case] = kernel_trial.refusal(name, by_rank(failures))
         if self.tried.get(case):
             raise RefusedByAllRanks(self.tried[case])
@@ -198,7 +200,8 @@ class Worker:
         own = model.report.weight_bytes + model.held_lora_bytes
         sizes = self.control.all_gather_numbers([own, min(own, parking.page_locked_bytes())])
         of_machine = [sizes[rank] for rank in leaving if self.machines[rank] == here]
-        size, kept = (sum(each) for each in zip(*of_machine)) if of_machine else (0, 0)
+        size = sum(weights for weights, _ in of_machine)
+        kept = sum(page_locked for _, page_locked in of_machine)
         if not all(self.control.all_gather_object(parking.has_room(size, kept))):
             return None
         self.engine.park(model, ranks)
@@ -234,7 +237,8 @@ class Worker:
         contents = [""] * self.mesh.world_size
         if max(self.machines):  # each machine reads its own file
             contents = self.control.all_gather_object(content_key(message.path))
-        reason, lacks = "", False
+        own_reason = ""
+        ran_out = False
         try:
             how = (message.weight_dtype, message.matmul, message.autodetected)
             check_same(message.path, contents[self.mesh.rank], contents[0])
@@ -243,15 +247,16 @@ class Worker:
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it
             traceback.print_exc()
-            reason, lacks = str(error) or type(error).__name__, is_out_of_memory(error)
-        report = None if reason else self.engine.models[key].report.as_dict()
-        answers = self.control.all_gather_object([reason, report, lacks])
-        reasons = by_rank([why for why, *_ in answers])
-        if reason and not lacks:  # a rank whose GPU is lost ends now, and not in somebody's next request
-            check_device(self.mesh.device, f"the GPU was lost while the model was loaded: {reason}")
+            own_reason = str(error) or type(error).__name__
+            ran_out = is_out_of_memory(error)
+        report = None if own_reason else self.engine.models[key].report.as_dict()
+        answers = self.control.all_gather_object([own_reason, report, ran_out])
+        reasons = by_rank([reason for reason, _, _ in answers])
+        if own_reason and not ran_out:  # a rank whose GPU is lost ends now, and not in somebody's next request
+            check_device(self.mesh.device, f"the GPU was lost while the model was loaded: {own_reason}")
         if reasons:
             self.engine.unload(key)
-            short = [rank for rank, (*_, lacks) in enumerate(answers) if lacks]
+            short = [rank for rank, (_, _, lacks) in enumerate(answers) if lacks]
             if short:  # besides what was counted: other models may leave for it
                 likely = {rank: planned.needs[rank].likely if planned else 0 for rank in short}
                 raise InsufficientMemory(f"the model could not be loaded ({'; '.join(reasons)}).", likely)
@@ -294,7 +299,7 @@ class Worker:
                 raise
             what = f"rank {old.rank} {RAN_OUT} while the ranks were arranged for other degrees"
             raise FatalOutOfMemory(
-                f"{what} ({reason_of(error, 160)}); use fewer ranks or a leaner plan"
+                f"{what} ({reason(error, 160)}); use fewer ranks or a leaner plan"
             ) from error
         meshes.close(old)
         self.control = ControlChannel(self.mesh.control)

@@ -77,5 +77,5 @@ class ParallelSamplerCustom(CheckedSampler):
                 output = SamplerCustomAdvanced.execute(noise, guider, solver, sigmas, latent_image)
             return io.NodeOutput(*output.args, ui=shown([*dit.lines[:1], *remote.lines]))
 
-        asked = (len(sigmas) - 1, cfg, sampler_name, positive, latent_image)
-        return sample_planned(dit, *asked, sample)
+        steps = len(sigmas) - 1
+        return sample_planned(dit, steps, cfg, sampler_name, positive, latent_image, sample)

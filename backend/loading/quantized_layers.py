@@ -209,7 +209,12 @@ def _check_scale(files: TensorFiles, layer: QuantizedLayer, kind: str, leaf: str
             f"{files.name}: the scale {quoted(key)} has shape {have}, which does not fit its {kind} weight "
             f"of shape {layer.shape}; use another file of this model."
         )
-    types = layer.format.tiles if is_tiled else GROUP_SCALES if leaf == "weight_s_rel" else PLAIN
+    if is_tiled:
+        types = layer.format.tiles
+    elif leaf == "weight_s_rel":
+        types = GROUP_SCALES
+    else:
+        types = PLAIN
     if files.stored(key) not in types:
         what = f"{files.name}: the scale {quoted(key)} is stored as {files.stored(key)}"
         raise UnsupportedError(f"{what}, and {kind} has {', '.join(types)}; use another file of this model.")

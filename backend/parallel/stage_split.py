@@ -100,21 +100,26 @@ def _cheapest(costs: list[float], speeds: list[float], weights: list[int], most:
     ends = range(1, len(costs) + 1)
     best = {i: _extend(none, upto[i] / speeds[0], i) for i in ends if heavy[i] <= most * speeds[0]}
     for stage, speed in enumerate(speeds[1:], 2):
-        best = {
-            i: min(plans)
-            for i in range(stage, len(costs) + 1)
-            if (
-                plans := [
-                    _extend(best[j], (upto[i] - upto[j]) / speed, i)
-                    for j in range(stage - 1, i)
-                    if j in best and heavy[i] - heavy[j] <= most * speed
-                ]
-            )
-        }
+        best = _with_stage(best, stage, speed, upto, heavy, most * speed)
     if len(costs) not in best:
         return None
     cuts = best[len(costs)][2]
     return [range(lo, hi) for lo, hi in pairwise(cuts)]
+
+
+def _with_stage(
+    best: dict[int, tuple], stage: int, speed: float, upto: list[float], heavy: list[int], most: float
+) -> dict[int, tuple]:
+    """Return the best plans of ``stage`` stages from those of one less. ``speed``, ``most``: of the last."""
+    found = {}
+    for end in range(stage, len(upto)):
+        plans = []
+        for start in range(stage - 1, end):
+            if start in best and heavy[end] - heavy[start] <= most:
+                plans.append(_extend(best[start], (upto[end] - upto[start]) / speed, end))
+        if plans:
+            found[end] = min(plans)
+    return found
 
 
 def _extend(plan, cost, end):

@@ -91,12 +91,17 @@ def join(pieces: Sequence[Packed], dim: int) -> Packed:
     first = pieces[0]
     if len(pieces) == 1:
         return first
+    below = dim == 0
     tensors = {}
     for role, tensor in first.tensors.items():
-        is_cut = tensor.ndim > 1 if dim == 0 else role in WITH_COLUMNS
         every = [piece.tensors[role] for piece in pieces]
-        tensors[role] = _cat(every, dim=0 if dim == 0 else -1) if is_cut else tensor
-    if dim == 0:
+        if below and tensor.ndim > 1:
+            tensors[role] = _cat(every, dim=0)
+        elif not below and role in WITH_COLUMNS:
+            tensors[role] = _cat(every, dim=-1)
+        else:
+            tensors[role] = tensor
+    if below:
         return replace(first, tensors=tensors)
     starts = accumulate((piece.columns for piece in pieces), initial=0)
     kept = tuple(

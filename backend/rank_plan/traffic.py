@@ -19,11 +19,10 @@ def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards
     for patch in patches:
         # in the steady state static text is cached
         now = replace(patch, text=Span(0, 0)) if work.family.cache.static_text else patch
-        found += (
-            _mixing(work, place, len(blocks), now)
-            if work.is_linear
-            else _attention(work, place, blocks, now, patch)
-        )
+        if work.is_linear:
+            found += _mixing(work, place, len(blocks), now)
+        else:
+            found += _attention(work, place, blocks, now, patch)
         if place["pp"] < work.config.pipefusion_degree - 1:
             found["pipeline"] += _samples(work) * work.width * _carried(work, blocks.stop, now)
         found += _outputs(work, place, len(now.local.image), len(now.image))
@@ -128,8 +127,11 @@ def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list
     own = place["pp"]
     total = 0
     for module, cut in work.cuts(place).items():
-        here = work.checkpoint.layer_blocks[module] in stages.blocks[own]
-        if not (stages.holders[module] == own if module in stages.holders else here):
+        if module in stages.holders:
+            is_here = stages.holders[module] == own
+        else:
+            is_here = work.checkpoint.layer_blocks[module] in stages.blocks[own]
+        if not is_here:
             continue
         # modulation has one embedding
         one = module in work.modulation

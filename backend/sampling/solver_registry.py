@@ -73,7 +73,8 @@ def _dry(
 ) -> Generator[tuple[Tensor, Tensor, int], None, Tensor]:
     """Yield what ``solver`` asks for over the first of ``numbers``, all of which the model predicts in turn
     (NaN from NaN); return its final x."""
-    x, *_ = values = [torch.tensor(number) for number in numbers]
+    values = [torch.tensor(number) for number in numbers]
+    x = values[0]
 
     def brownian(a, b):
         return x * (a - b) / (a - b)  # as FreshNoise's, none from a noise level to itself

@@ -29,13 +29,15 @@ class ControlChannel:
 
     def _shared(self, rank: int) -> SharedBuffer | None:
         """Return memory that every rank has, or None."""
-        buffer = address = None
+        buffer = None
+        address = None
         with suppress(OSError, AttributeError):
             if rank == 0:
                 buffer, address = SharedBuffer.make(self.ranks)
         address = self.all_gather_object(address)[0]
-        with suppress(OSError, ValueError):
-            buffer = buffer or address and SharedBuffer.join(address, self.ranks, rank)
+        if buffer is None and address:
+            with suppress(OSError, ValueError):
+                buffer = SharedBuffer.join(address, self.ranks, rank)
         return buffer if all(self.all_gather_object(buffer is not None)) else None
 
     def broadcast(self, message):

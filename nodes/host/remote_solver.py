@@ -165,15 +165,17 @@ def sample_on_ranks(node: str, dit: ParallelDiT, shift: float, inputs: dict) -> 
     ``inputs``: those of ComfyUI's node, without its ``model``. Errors as in ``handle.load``.
     """
     sampler = getattr(importlib.import_module("nodes"), node)()  # whole only once every pack is imported
-    checked = ("cfg", "sampler_name", "positive", "negative", "latent_image")
-    inputs["negative"] = check_inputs(dit, *(inputs[name] for name in checked))
+    cfg = inputs["cfg"]
+    sampler_name = inputs["sampler_name"]
+    positive = inputs["positive"]
+    latent = inputs["latent_image"]
+    inputs["negative"] = check_inputs(dit, cfg, sampler_name, positive, inputs["negative"], latent)
     steps = min(inputs.get("end_at_step", inputs["steps"]), inputs["steps"]) - inputs.get("start_at_step", 0)
-    sampled = ("cfg", "sampler_name", "positive", "latent_image")
 
     def sample(dit: ParallelDiT) -> io.NodeOutput:
-        model, remote = model_on_ranks(dit, inputs["sampler_name"], shift)
+        model, remote = model_on_ranks(dit, sampler_name, shift)
         with remote.backend.users.one():
             samples = sampler.sample(model=model, **inputs)
         return io.NodeOutput(*samples, ui=shown([*dit.lines[:1], *remote.lines]))
 
-    return sample_planned(dit, steps, *(inputs[name] for name in sampled), sample=sample)
+    return sample_planned(dit, steps, cfg, sampler_name, positive, latent, sample)

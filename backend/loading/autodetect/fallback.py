@@ -178,6 +178,18 @@ def _check_inputs(cls: type, first: Trace):
                 raise cannot_run(cls, why)
 
 
+def _patch_of(config: Mapping) -> tuple[int, int, int]:
+    """Return the patch (pt, ph, pw) that a configuration states; 1 on an axis for which it states none."""
+    size = config.get("patch_size") or 1
+    if isinstance(size, int):
+        return config.get("patch_size_t") or 1, size, size
+    time = config.get("patch_size_t")
+    if not time:
+        time = size[0] if len(size) == 3 else 1
+    height, width = size[-2:]
+    return time, height, width
+
+
 class Shape:
     """What a class's configuration tells of its latent and its inputs."""
 
@@ -185,10 +197,7 @@ class Shape:
         self.cls = cls
         self.config = config
         self.inputs = inputs
-        side = config.get("patch_size") or 1
-        sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
-        time = config.get("patch_size_t") or (side[0] if not isinstance(side, int) and len(side) == 3 else 1)
-        self.patch: tuple[int, int, int] = (1, 2, 2) if inputs.packed else (time, sides[0], sides[1])
+        self.patch: tuple[int, int, int] = (1, 2, 2) if inputs.packed else _patch_of(config)
         self.channels = config["in_channels"] // 4 if inputs.packed else config["in_channels"]
 
     def width(self, name: str) -> int:

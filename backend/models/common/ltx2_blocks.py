@@ -151,7 +151,8 @@ def share_levels(transformer, modules):
     for latent, embeds in modules.items():
         for embed in embeds:
             embed.__class__ = Levels
-            embed.call, embed.latent = call, latent
+            embed.call = call
+            embed.latent = latent
 
 
 #: What a block takes, in order.
@@ -172,7 +173,8 @@ class Block(LTX2VideoTransformerBlock):
     @wraps(LTX2VideoTransformerBlock.forward)
     def forward(self, *args, **call):
         call |= zip(ARGUMENTS, args)
-        self.video = self.audio = None  # of a call that ran out of memory
+        self.video = None  # of a call that ran out of memory
+        self.audio = None
         for name, levels in zip(MODULATIONS, self.levels):
             call[name] = levels.of(call[name])
         self.times = call["temb_ca_scale_shift"], call["temb_ca_gate"]
@@ -197,15 +199,24 @@ class Block(LTX2VideoTransformerBlock):
         (gate,) = self.get_mod_params(table[4:], gates, batch)
         scale, shift = self.get_mod_params(table[:4], times, batch)[2:]
         video = self.audio_to_video_norm(self.video + gate * self.audio) * (1 + scale) + shift
-        self.video = self.audio = self.times = None
+        self.video = None
+        self.audio = None
+        self.times = None
         return args, {**kwargs, "encoder_hidden_states": video}
+
+    def keep_audio(self, attention, args, out):
+        """Hook after audio_to_video_attn: keep what it adds to the video."""
+        self.audio = out
+
+    def keep_video(self, norm, args):
+        """Hook before audio_to_video_norm: keep its first input of a call."""
+        if self.video is None:
+            self.video = args[0]
 
     def watch(self):
         """Store what listen needs."""
-        self.audio_to_video_attn.register_forward_hook(lambda module, args, out: setattr(self, "audio", out))
-        self.audio_to_video_norm.register_forward_pre_hook(
-            lambda module, args: None if self.video is not None else setattr(self, "video", args[0])
-        )
+        self.audio_to_video_attn.register_forward_hook(self.keep_audio)
+        self.audio_to_video_norm.register_forward_pre_hook(self.keep_video)
         self.video_to_audio_attn.register_forward_pre_hook(self.listen, with_kwargs=True)
         self.video = None
 
