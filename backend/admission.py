@@ -26,6 +26,7 @@ from .rank_plan.remedies import fitting
 from .rank_plan.request_size import RequestSize
 from .sampling.runs import Prepared
 from .serving.broadcast import ControlChannel
+from .units import fine_gigabytes
 
 #: Plans of requests that are cached: of two experts with and without a negative prompt.
 CACHED_PLANS = 4
@@ -275,7 +276,7 @@ class Admission:
 def out_of_memory_error(rank: int, ranks: int, memory: DeviceMemory, error: BaseException) -> Exception:
     """Return what to raise where an allocation has failed in the middle of a request: InsufficientMemory
     where there is no other rank, which may wait in a collective; else what ends this one."""
-    free = _gb(memory.free() + memory.cached())
+    free = fine_gigabytes(memory.free() + memory.cached())
     text = f"rank {rank} {RAN_OUT} in the middle of a request, with {free} free on its device"
     if ranks == 1:
         text += f"; the model stays loaded. Use a smaller latent or batch, or more ranks ({reason(error)})."
@@ -316,14 +317,8 @@ def _shortage(
             "gathered weights": plan.gathered_bytes,
             "modulation": plan.modulation_bytes,
         }
-    listed = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size >= 1e7)
-    need = f"{_gb(room.need.likely)} {what}" + (f" ({listed})" if listed else "")
-    least = f", at least {_gb(room.need.least)}," if room.need.least < room.need.likely else ""
-    return (
-        f"rank {room.rank} needs about {need}{least} but {_gb(room.free + room.cached)} are free on its "
-        f"device, so {result}."
-    )
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
+    listed = ", ".join(f"{name} {fine_gigabytes(size)}" for name, size in parts.items() if size >= 1e7)
+    need = f"{fine_gigabytes(room.need.likely)} {what}" + (f" ({listed})" if listed else "")
+    least = f", at least {fine_gigabytes(room.need.least)}," if room.need.least < room.need.likely else ""
+    free = fine_gigabytes(room.free + room.cached)
+    return f"rank {room.rank} needs about {need}{least} but {free} are free on its device, so {result}."

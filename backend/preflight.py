@@ -29,12 +29,12 @@ from .loading.recognition import open_checkpoint
 from .loading.scale_values import check_scales
 from .loading.weight_loading import matrices
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
-from .planner.machine import gigabytes
 from .quantization.matmul import Capability, choose_all
 from .rank_plan.describe import places
 from .rank_plan.shape_of import shape_of
 from .rank_plan.workload import Workload, tensor_mesh
 from .sampling.validation import check_degrees, refusing
+from .units import gigabytes
 
 #: A process that nobody asks for so long ends; degrees are changed several times in a row.
 IDLE_SECONDS = 300.0

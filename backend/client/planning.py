@@ -17,11 +17,12 @@ from ..errors import RAN_OUT
 from ..gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, PlanChoice, Question, choose
-from ..planner.machine import Machine, RequestEstimate, gigabytes
+from ..planner.machine import Machine, RequestEstimate
 from ..planner.model_shape import ModelShape
 from ..planner.placement import Placement, Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
 from ..protocol import BackendError
+from ..units import gigabytes
 from . import measurements, pool, status
 from .pool import Wanted
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ..units import megabytes
+
 
 def blocks_text(blocks: tuple[int, int]) -> str:
     """Write a stage's blocks (first, last + 1) for people; a transformer that runs whole counts none."""
@@ -36,14 +38,14 @@ class LoadReport:
     def __str__(self) -> str:
         return (
             f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, read "
-            f"{self.bytes_read / 1e6:.1f} of {self.file_bytes / 1e6:.1f} MB in {self.seconds:.1f} s, "
-            f"weights {self.weight_bytes / 1e6:.1f} MB, peak memory {self.peak_bytes / 1e6:.0f} MB"
+            f"{self.bytes_read / 1e6:.1f} of {megabytes(self.file_bytes)} in {self.seconds:.1f} s, "
+            f"weights {megabytes(self.weight_bytes)}, peak memory {self.peak_bytes / 1e6:.0f} MB"
             + "".join(map(_layers_text, self.quantized))
         )
 
 
 def _layers_text(kind: dict) -> str:
-    layers = f"{kind['layers']} {kind['format']} layers of {kind['bytes'] / 1e6:.1f} MB"
+    layers = f"{kind['layers']} {kind['format']} layers of {megabytes(kind['bytes'])}"
     return f"; {layers}, {kind['multiplication']}"
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 from ..config import ConfigError, ParallelConfig
 from ..shares import written
 from ..torch_version import unshardable
+from ..units import gigabytes
 from .candidates import candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
-from .machine import DIFFERENT, Machine, RequestEstimate, gigabytes
+from .machine import DIFFERENT, Machine, RequestEstimate
 from .memory import held, held_by_rank, spare_bytes
 from .model_shape import ModelShape
 from .option import Option

@@ -177,11 +177,6 @@ class RequestEstimate:
         return math.ceil(self.prompts / cfg_degree)
 
 
-def gigabytes(size: float) -> str:
-    """Write bytes in GB, and less than 0.1 of them in MB."""
-    return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.0f} MB"
-
-
 def samples_at_once(tokens: int) -> int:
     """Return how many samples of so many ``tokens``, with those of references, a call puts through the model
     together."""

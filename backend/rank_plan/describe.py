@@ -15,6 +15,7 @@ from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, MatmulChoice
 from ..quantization.matmul import Capability, choose_all
 from ..shares import shard_sizes
+from ..units import megabytes
 from .activations import activation_bytes
 from .traffic import sent
 from .workload import Place, Workload, tensor_mesh
@@ -52,8 +53,8 @@ class RankPlan:
     bytes_per_step: dict[str, int]
 
     def __str__(self) -> str:
-        sent = ", ".join(f"{name} {_mb(size)}" for name, size in self.bytes_per_step.items())
-        host = f" (and {_mb(self.host_bytes)} in host memory)" if self.host_bytes else ""
+        sent = ", ".join(f"{name} {megabytes(size)}" for name, size in self.bytes_per_step.items())
+        host = f" (and {megabytes(self.host_bytes)} in host memory)" if self.host_bytes else ""
         rest = {
             "dequantized": self.scratch_bytes,
             "gathered": self.gathered_bytes,
@@ -61,12 +62,12 @@ class RankPlan:
             "modulation": self.modulation_bytes,
             "activations about": self.activation_bytes,
         }
-        held = ", ".join(f"{name} {_mb(size)}" for name, size in rest.items() if size)
+        held = ", ".join(f"{name} {megabytes(size)}" for name, size in rest.items() if size)
         return (
             f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, "
             f"{len(self.patches)} patches, {sum(map(sum, self.patches))} tokens, weights "
-            f"{_mb(self.weight_bytes)}{host}, {held}, in all about "
-            f"{_mb(self.device_bytes)}, sends per step: {sent or 'nothing'}"
+            f"{megabytes(self.weight_bytes)}{host}, {held}, in all about "
+            f"{megabytes(self.device_bytes)}, sends per step: {sent or 'nothing'}"
         )
 
     @property
@@ -78,10 +79,6 @@ class RankPlan:
     def as_dict(self) -> dict:
         """Return a dict for JSON; ``text`` is the plan as one line."""
         return {**asdict(self), "device_bytes": self.device_bytes, "text": str(self)}
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"
 
 
 def describe(

@@ -37,9 +37,10 @@ from ...backend.config import ParallelConfig
 from ...backend.dequantized_cache import have_ranks_run_out
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import BackendError, Loaded, RefusedError
+from ...backend.units import progress_text
 from ..comfy_models.registry import weightless_patcher
 from .graph import loaded_models, unnamed
-from .progress import NodeStatus, bytes_of
+from .progress import NodeStatus
 from .queued import running
 from .rank_weights import RankWeights, entries, host_room, may_hold_memory
 
@@ -206,7 +207,7 @@ def _load_with_status(
 
     def show(progress):
         bar.update_absolute(progress.step, progress.total)
-        status.show(f"reading {bytes_of(progress.step, progress.total)}")
+        status.show(f"reading {progress_text(progress.step, progress.total)}")
 
     path, weight_dtype, matmul = wanted
     room = room and room.keeping(entries_to_keep(backend, wanted))

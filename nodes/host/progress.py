@@ -144,12 +144,6 @@ def status(step: int, total: int, seconds: float) -> str:
     return f"step {step}/{total}, {tqdm.format_interval(each * (total - step))} left ({pace(each)})"
 
 
-def bytes_of(done: int, total: int) -> str:
-    """Write "3.1 of 11.9 GB", or MB of what is small."""
-    unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
-    return f"{done / size:.1f} of {total / size:.1f} {unit}"
-
-
 def node_text() -> Callable[[str], None]:
     """Return a function that shows a text under the node that runs now, or is validated, on the page that has
     queued it; it does nothing without a server or a page."""

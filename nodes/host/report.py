@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ...backend.config import ParallelConfig
 from ...backend.protocol import Described
+from ...backend.units import size_text
 
 #: Key of the text in what a node shows (web/report.js reads it).
 UI_KEY = "parallel_dit"
@@ -45,12 +46,12 @@ def plan_line(config: ParallelConfig, prompts: int, what: str, described: Descri
     ranks = described.ranks
     more = max(rank["device_bytes"] - rank["weight_bytes"] for rank in ranks)
     sent = max(sum(rank["bytes_per_step"].values()) for rank in ranks)
-    sends = f"sends {_size(sent)} a step" if sent else "sends nothing"
+    sends = f"sends {size_text(sent)} a step" if sent else "sends nothing"
     packed = " (wire fp8: not exact)" if config.wire == "fp8" else ""
-    parts = [f"about {_size(more)} more", sends + packed]
+    parts = [f"about {size_text(more)} more", sends + packed]
     host = max(rank["host_bytes"] for rank in ranks)
     if host:
-        parts.append(f"{_size(host)} of weights in host memory")
+        parts.append(f"{size_text(host)} of weights in host memory")
     if config.rank_shares:
         parts += _shared(ranks)
     if config.pipefusion_degree > 1:
@@ -70,10 +71,6 @@ def _shared(ranks: Sequence[dict]) -> list[str]:
     }
     uneven = {name: each for name, each in counts.items() if len(set(each)) > 1}
     return [f"{name} {' / '.join(map(str, each))}" for name, each in uneven.items()]
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def pace(each: float) -> str:

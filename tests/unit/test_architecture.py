@@ -29,6 +29,7 @@ LAYERS = [
     "backend.opaque_ops",
     "backend.shares",
     "backend.torch_version",
+    "backend.units",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -58,7 +59,7 @@ SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.conf
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
     *("backend.shares", "backend.cgroup_limits", "backend.gpu_sharing", "backend.torch_version"),
-    *("backend.dequantized_cache", "backend.install_command"),
+    *("backend.dequantized_cache", "backend.install_command", "backend.units"),
 )
 STDLIB_ONLY = (
     "backend.config",
@@ -83,6 +84,7 @@ STDLIB_ONLY = (
     "backend.planner.rank_shares",
     "backend.shares",
     "backend.torch_version",
+    "backend.units",
     "backend.loading.model_key",
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",
