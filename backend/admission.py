@@ -285,8 +285,8 @@ def out_of_memory_error(rank: int, ranks: int, memory: DeviceMemory, error: Base
 
 
 def _about(message: Sample | ModelCall) -> tuple | None:
-    """What decides the memory of a call: the same on every rank. None for a sample, which is looked at each
-    time: others may have used the device since."""
+    """Return what decides the memory of a call: the same on every rank. None for a sample, which is looked at
+    each time: others may have used the device since."""
     if isinstance(message, Sample):
         return None
     shapes = [(name, tuple(value.shape)) for name, value in sorted(message.tensors.items())]

@@ -58,7 +58,7 @@ def _groups(text: str | None) -> list[tuple[list[str], str]]:
 
 
 def _cpus(group: Path, *files: str) -> float:
-    """The quota over the period, in microseconds, that a group's files have."""
+    """Return the quota over the period, in microseconds, that a group's files have."""
     try:
         quota, period = " ".join((group / name).read_text() for name in files).split()
         return int(quota) / int(period) if int(quota) > 0 else math.inf
@@ -67,7 +67,7 @@ def _cpus(group: Path, *files: str) -> float:
 
 
 def _with_parents(root: Path, path: str) -> Iterator[Path]:
-    """The group and those that it is in; in a container ``root`` may be the group itself."""
+    """Return the group and those that it is in; in a container ``root`` may be the group itself."""
     below = Path(path.lstrip("/"))
     yield from (root / each for each in (below, *below.parents) if each != Path())
     yield root

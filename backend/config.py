@@ -167,11 +167,11 @@ class ParallelConfig:
         return found
 
     def shares_of(self, *axes: str) -> tuple[float, ...]:
-        """The share of each index on mesh ``axes``: the sum over its ranks; () where they are equal."""
+        """Return each index's share on mesh ``axes``: the sum over its ranks; () where they are equal."""
         return shares.axis_shares(self.rank_shares, tuple(self.degrees.items()), axes)
 
     def topology(self) -> tuple:
-        """What a running backend cannot change: everything but the settings that travel with each request."""
+        """Return what a running backend cannot change: all but the settings that travel with each request."""
         return tuple(value for key, value in asdict(self).items() if key not in PER_REQUEST)
 
     @property
@@ -346,5 +346,5 @@ def in_words(degrees: dict) -> str:
 
 
 def _short(number: int) -> str:
-    """A number for a message; Python writes none of thousands of digits."""
+    """Return a number for a message; Python writes none of thousands of digits."""
     return str(number) if abs(number) < 10**21 else "a number of more than 21 digits"

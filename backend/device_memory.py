@@ -52,7 +52,7 @@ class DeviceMemory:
 
     @property
     def name(self) -> str:
-        """As device_name."""
+        """The device's name, as device_name gives it."""
         return device_name(self.device)
 
     def free(self) -> int:

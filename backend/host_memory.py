@@ -74,7 +74,7 @@ class HostMemory:
         return tensor if tensor.is_pinned() else self.like(tensor).copy_(tensor)
 
     def _piece(self, size: int) -> Tensor:
-        """A piece, page locked as long as the system allows it: WSL 2 and containers limit that."""
+        """Return a piece, page locked as long as the system allows it: WSL 2 and containers limit that."""
         try:
             return PAGE_LOCKED.lock(size) if self.pinned else torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:

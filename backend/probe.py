@@ -150,7 +150,7 @@ class Probe:
         return {kind: min(of[kind] for of in ranks) for kind in own if all(kind in of for of in ranks)}
 
     def _native_rate(self, kind: str, name: str) -> float:
-        """Of this rank, of the slowest of a format's kinds; 0 where there is none, or it fails."""
+        """Return this rank's rate for the slowest of a format's kinds; 0 where there is none, or it fails."""
         try:
             if native_trial.refusals([(kind, name)], self.device):
                 return 0.0
@@ -225,12 +225,12 @@ class Probe:
         return self._random(1, self.heads, self.tokens, self.head_size)
 
     def _gemm(self, clock: Callable, dtype: torch.dtype | None = None) -> float:
-        """FLOP/s of a linear layer; ``clock``: seconds of a call."""
+        """Return the FLOP/s of a linear layer; ``clock``: seconds of a call."""
         x, weight = (torch.randn_like(each, dtype=dtype or self.dtype) for each in (self.x, self.weight))
         return 2 * self.tokens * self.width**2 / clock(lambda: F.linear(x, weight))
 
     def _compute(self) -> tuple[float, float, float, float]:
-        """FLOP/s of a linear layer and of attention, bytes/s of memory, seconds to start kernels."""
+        """Return FLOP/s of a linear layer and of attention, bytes/s of memory, seconds to start kernels."""
         small = self._random(8, 64)
         weight = self._random(64, 64)
         flop = 4 * self.tokens**2 * self.heads * self.head_size
@@ -245,7 +245,7 @@ class Probe:
         return self._gemm(self.together), flop / attention, size / copied, self.together(kernels)
 
     def _host_link(self) -> float:
-        """Bytes/s from host memory, page locked where that can be, as parked weights come back
+        """Return the bytes/s from host memory, page locked where that can be, as parked weights come back
         (loading/parking.py)."""
         empty = page_locked if self.kind == "cuda" else torch.empty
         waiting = empty((self.sent,), dtype=torch.uint8)
@@ -258,22 +258,22 @@ class Probe:
         return COPIES * self.sent / self.together(copy)
 
     def _alone(self, together: float) -> float:
-        """How many times as fast rank 0 computes while the others sleep: cores of a CPU are shared."""
+        """Return how many times as fast rank 0 computes while the others sleep: cores of a CPU are shared."""
         if self.kind == "cuda" or self.ranks == 1:
             return 1.0
         rate = self._gemm(self.sustained) if self.mesh.rank == 0 else 0.0
         return max(1.0, self.control.all_gather_object(rate)[0] / together)
 
     def _neighbours(self) -> float:
-        """Bytes/s between pairs of ranks, all pairs at once; among all of an odd number of ranks."""
+        """Return the bytes/s between pairs of ranks, all pairs at once; of an odd number, among all."""
         size = 2 if self.ranks % 2 == 0 else self.ranks
         x = self._random(self.sent // self.dtype.itemsize)
         found = self._grouped(size, lambda axis: comm.all_gather(x, [x.shape] * size, axis, "probe"))
         return (size - 1) * self.sent / found
 
     def _rings(self) -> dict[int, float]:
-        """Ranks of a group -> bytes/s of each to the next one around, all groups at once: of four GPUs in two
-        bridged pairs the links between the pairs count, which _neighbours does not use."""
+        """Return ranks of a group -> bytes/s of each to the next one around, all groups at once: of four GPUs
+        in two bridged pairs the links between the pairs count, which _neighbours does not use."""
         found = {}
         x = self._random(self.sent // self.dtype.itemsize)
         for size in self._sizes():
@@ -281,11 +281,11 @@ class Probe:
         return found
 
     def _sizes(self) -> list[int]:
-        """Ranks of the groups that are measured."""
+        """Return how many ranks each measured group has."""
         return [size for size in range(2, self.ranks + 1) if self.ranks % size == 0]
 
     def _all_to_alls(self) -> tuple[float, dict[int, float]]:
-        """Seconds of a tiny all-to-all; ranks of a group -> bytes/s of each in a large one."""
+        """Return the seconds of a tiny all-to-all; ranks of a group -> bytes/s of each in a large one."""
         found = {}
         latency = MICROSECOND
         for size in self._sizes():
@@ -296,7 +296,7 @@ class Probe:
         return latency, found
 
     def _grouped(self, size: int, action: Callable[[mesh.Axis], object]) -> float:
-        """Seconds of ``action`` in all groups of ``size`` ranks at once."""
+        """Return the seconds of ``action`` in all groups of ``size`` ranks at once."""
         config = ParallelConfig(data_parallel_degree=self.ranks // size, ulysses_degree=size)
         groups = mesh.build(config, self.kind)
         found = self.seconds(lambda: action(groups.ulysses))

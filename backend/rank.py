@@ -60,7 +60,7 @@ class Worker:
         self.clock = StepClock(beats.ring(int(os.environ["LOCAL_RANK"])) if beats else None)
 
     def follow(self):
-        """Ranks 1..N-1: do what rank 0 says until it says Shutdown."""
+        """Do what rank 0 broadcasts until it broadcasts Shutdown; on ranks 1 to N - 1."""
         while not isinstance(message := self.control.receive(), Shutdown):
             with suppress(RequestCancelled, RefusedByAllRanks):  # rank 0 answers the client
                 self.obey(message)

@@ -14,7 +14,7 @@ class DemoTextEncoder:
         return {"l": text, "t5xxl": text}
 
     def encode_from_tokens_scheduled(self, tokens: dict, add_dict: dict | None = None, **options) -> list:
-        """CONDITIONING of one prompt: text (1, T, E) and ``pooled_output`` (1, E)."""
+        """Return the CONDITIONING of one prompt: text (1, T, E) and ``pooled_output`` (1, E)."""
         text_1TE, pooled_1E = shapes.encode_prompt(tokens["t5xxl"])
         return [[text_1TE, {"pooled_output": pooled_1E, **(add_dict or {})}]]
 
@@ -23,11 +23,11 @@ class DemoVAE:
     """What VAEDecode and VAEEncode ask of a VAE."""
 
     def decode(self, latent: torch.Tensor) -> torch.Tensor:
-        """Latent (B, 16, H, W) in VAE units -> image (B, 8 H, 8 W, 3) in [0, 1]."""
+        """Decode a latent (B, 16, H, W) in VAE units -> image (B, 8 H, 8 W, 3) in [0, 1]."""
         return shapes.decode(latent)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Image (B, 8 H, 8 W, 3) in [0, 1] -> latent (B, 16, H, W) in VAE units."""
+        """Encode an image (B, 8 H, 8 W, 3) in [0, 1] -> latent (B, 16, H, W) in VAE units."""
         return shapes.encode(pixels)
 
 

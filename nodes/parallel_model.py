@@ -292,7 +292,7 @@ class RemoteTransformer(ElsewhereModule):
         return result, all(found)
 
     def _room(self, backend: Backend, dit: ParallelDiT) -> Room:
-        """The room that ComfyUI makes for a sampling."""
+        """Return the room that ComfyUI makes for a sampling."""
         return host_room().keeping(entries_to_keep(backend, dit.wanted, self.used))
 
     def _check_options(self, control, options: dict[str, Any]):

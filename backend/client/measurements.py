@@ -108,7 +108,7 @@ def _machine_key(device: str, indices: list[int]) -> list:
 
 
 def _kernels_key() -> list:
-    """What native products depend on: comfy-kitchen here, and where the ranks have other packages."""
+    """Return what native products depend on: comfy-kitchen here, and where the ranks have other packages."""
     return [installed("comfy-kitchen"), ranks_python(), packages_changed()]
 
 
@@ -117,7 +117,8 @@ def _file_key(wanted: Wanted, device: str) -> list:
 
 
 def _shape_key(wanted: Wanted, device: str, indices: list[int]) -> list:
-    """What types and kernels depend on, too: GPUs, torch and comfy-kitchen here, and the ranks' Python."""
+    """Return what types and kernels depend on, too: GPUs, torch and comfy-kitchen here, and the ranks'
+    Python."""
     versions = [torch.__version__, torch.version.cuda, *_kernels_key()]
     return [*_file_key(wanted, device), least_capability(device, indices), *versions]
 

@@ -88,7 +88,7 @@ def words(way: Mapping[str, str]) -> str:
 
 
 def _parsed(values: dict) -> dict[frozenset[int], int]:
-    """GPUs -> place of their way in WAYS."""
+    """Return GPUs -> place of their way in WAYS."""
     found = {frozenset(map(int, group.split(","))): int(way) for group, way in values.items()}
     if any(not 0 <= way < len(WAYS) for way in found.values()):
         raise ValueError("not one of WAYS")

@@ -86,7 +86,7 @@ class Backend:
         return loaded
 
     def describe(self, message: protocol.Describe, check=lambda: None) -> protocol.Described:
-        """Say what each rank would hold and send; nothing runs. ``check`` may interrupt a wait for others."""
+        """Return what each rank would hold and send. ``check`` may interrupt a wait for others."""
         with self._busy:
             described = (interrupts := Watch(check)).ask(self._request, message)
         interrupts.end()

@@ -46,7 +46,7 @@ class Room:
         return [rank for rank, name in enumerate(welcome.devices) if self.gpus.get(name) in own]
 
     def _own_gpus(self) -> set[torch.device]:
-        """The devices on which this process computes or keeps models of its own."""
+        """Return the devices on which this process computes or keeps models of its own."""
         others = {
             loaded.device
             for loaded in self.management.current_loaded_models

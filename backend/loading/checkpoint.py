@@ -267,7 +267,7 @@ class Checkpoint:
         return found
 
     def _found(self, parameters: Shapes) -> dict[str, Source]:
-        """Those of ``parameters`` that the file has, and where."""
+        """Return those of ``parameters`` that the file has, and where."""
         layout = self.family.layout.as_in(self.keys) if self.single_file else None
         found = sources(layout, parameters) if layout else {name: Source(name) for name in parameters}
         return {name: source for name, source in found.items() if self.key(source) in self.files.shapes}

@@ -225,8 +225,8 @@ class FusedWeights:
         dtype: torch.dtype,
         here: Span | None = None,
     ) -> Tensor:
-        """This rank's piece of a parameter, or the rows ``here`` of it, under its ``changes``; ``wholes``:
-        parameters that are known as whole matrices."""
+        """Return this rank's piece of a parameter, or the rows ``here`` of it, under its ``changes``;
+        ``wholes``: parameters that are known as whole matrices."""
         shard = self.cuts.get(name.rpartition(".")[0])
         rows, columns = self._spans(name, self.cuts, here)
         if name in wholes and any(change.adapter.needs_the_whole for change in changes):

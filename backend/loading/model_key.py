@@ -65,7 +65,7 @@ def other_lora(paths: list[str], own: list[str], first: list[str]) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """A file, or the weights and configurations of a folder and of its parts. Nothing of a model lies
+    """Return a file, or the weights and configurations of a folder and of its parts. Nothing of a model lies
     deeper, and of a folder with many models all names would be read."""
     if not path.is_dir():
         return [path]

@@ -169,7 +169,7 @@ def from_diffusers(
 
 
 def _number_last(name: str, parameters: Shapes) -> str:
-    """``name`` with {last} as the highest block number among ``parameters``."""
+    """Return ``name`` with {last} as the highest block number among ``parameters``."""
     if "{last}" not in name:
         return name
     blocks, rest = name.split("{last}")

@@ -172,7 +172,7 @@ class QuantizedFiles:
         return DTYPES[self.files.stored(key)].itemsize
 
     def _matrix(self, key: str) -> QuantizedLayer | None:
-        """The layer of a quantized matrix; float8 without scales is one too."""
+        """Return the layer of a quantized matrix; float8 without scales is one too."""
         layer = self.layers.get(key)
         if layer is None and self.files.stored(key) in FLOAT8:
             settings = {"format": FLOAT8[self.files.stored(key)]}

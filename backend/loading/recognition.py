@@ -117,7 +117,8 @@ def recognise(name: str, files: Weights) -> Checkpoint:
 
 
 def _config(layout: Layout, shapes: Shapes, name: str, files: Weights) -> dict:
-    """The configuration that a file's shapes, header and name tell, the later ones before the earlier."""
+    """Return the configuration that a file's shapes, header and name tell, the later ones before the
+    earlier."""
     return layout.config(shapes) | layout.metadata(files.metadata) | layout.named(name)
 
 

@@ -46,8 +46,8 @@ class Staging:
 
 @lru_cache(maxsize=1)
 def _staging(device: torch.device) -> Staging | None:
-    """The buffers of this rank, which has one device; None where the system lets no memory be page locked, as
-    WSL 2 and containers may."""
+    """Return the buffers of this rank, which has one device; None where the system lets no memory be page
+    locked, as WSL 2 and containers may."""
     try:
         return Staging()
     except RuntimeError as error:

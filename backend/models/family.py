@@ -50,7 +50,7 @@ def _image_pixels(config) -> tuple[int, int, int]:
 
 
 def _patch(config) -> tuple[int, int, int]:
-    """patch_size is a number, or one for each axis."""
+    """Return the patch of a configuration, whose patch_size is a number, or one for each axis."""
     size = config["patch_size"]
     if isinstance(size, int):
         return config.get("patch_size_t") or 1, size, size

@@ -176,7 +176,7 @@ class Attention:
         call.values = EarlyValues(coming, values.dtype)
 
     def _own_group(self) -> range:
-        """The SP ranks whose tokens this Ulysses group holds."""
+        """Return the SP ranks whose tokens this Ulysses group holds."""
         first = self.mesh.ring.rank * self.mesh.ulysses.size
         return range(first, first + self.mesh.ulysses.size)
 
@@ -242,12 +242,12 @@ class Attention:
         return self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, own), scale)
 
     def _groups(self) -> list[range]:
-        """The SP ranks of every Ulysses group, in the order of the ring."""
+        """Return the SP ranks of every Ulysses group, in the order of the ring."""
         u = self.mesh.ulysses.size
         return [range(i * u, (i + 1) * u) for i in range(self.mesh.ring.size)]
 
     def _group_counts(self, tokens: TokenShards, kind: str) -> list[int]:
-        """Tokens of every Ulysses group."""
+        """Return how many tokens every Ulysses group has."""
         lengths = tokens.lengths(kind)
         return [sum(lengths[i] for i in ranks) for ranks in self._groups()]
 

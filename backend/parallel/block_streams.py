@@ -188,7 +188,7 @@ class Forward:
         return {"text": text, "image": image}
 
     def _local_image(self, image: Tensor) -> Tensor:
-        """This rank's tokens of the whole image stream."""
+        """Return this rank's tokens of the whole image stream."""
         shard = self.tokens.local
         latent = image[:, shard.image.indices]
         if not len(shard.reference):
@@ -217,7 +217,7 @@ class Forward:
             call[adapter.skip_argument] = self.skips.pop(source)
 
     def _cut(self, value, kind, dim: int, dummy: bool):
-        """This rank's tokens of a per-token argument; one entry where one stands for all tokens."""
+        """Return this rank's tokens of a per-token argument; one entry where one stands for all tokens."""
         if value is None:
             return None
         if isinstance(value, (tuple, list)):

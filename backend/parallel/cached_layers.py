@@ -52,8 +52,8 @@ def cache_layers(
 def _wanted(
     transformer: nn.Module, blocks: Sequence[str], family: Family, is_first_stage: bool
 ) -> list[tuple[str, str]]:
-    """(name, kind) of every layer to cache: of each block, then of the transformer. Stages after the first
-    are sent image tokens; of what their own embedders return they use the shape, and references."""
+    """Return (name, kind) of every layer to cache: of each block, then of the transformer. Stages after the
+    first are sent image tokens; of what their own embedders return they use the shape, and references."""
     wanted = []
     for block in blocks:
         wanted.append((f"{block}.", "modulation", family.cache.modulation))

@@ -249,7 +249,7 @@ def why_unavailable(
 
 
 def _not_able(name, kernel, device, dtype, head_size, capabilities, ring) -> str | None:
-    """What the table says against it."""
+    """Return what the table says against it."""
     if device != "cuda":
         return (
             f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; "

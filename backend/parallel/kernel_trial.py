@@ -69,7 +69,7 @@ def refusal(name: str, failures: list[str]) -> str:
 
 
 def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Queries, keys and values (1, 1, TOKENS, head_size)."""
+    """Return the queries, keys and values (1, 1, TOKENS, head_size)."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(3, 1, 1, TOKENS, head_size, generator=generator).to(device, dtype).unbind()
 

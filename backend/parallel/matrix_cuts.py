@@ -140,7 +140,7 @@ class CutPlan:
 
     @cached_property
     def _alike(self) -> tuple[list[Cut], dict[str, int]]:
-        """The cuts that differ, and module -> which of them is its own: many layers are cut alike."""
+        """Return the cuts that differ, and module -> which of them is its own: many layers are cut alike."""
         kinds: dict[Cut, int] = {}
         kind_of = {name: kinds.setdefault(cut, len(kinds)) for name, cut in self.cuts.items()}
         return [*kinds], kind_of

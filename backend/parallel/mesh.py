@@ -199,7 +199,7 @@ def close(mesh: Mesh):
 
 
 def _own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
-    """The group that torch made: this rank is in it, so it is neither None nor NON_GROUP_MEMBER."""
+    """Return the group that torch made: this rank is in it, so it is neither None nor NON_GROUP_MEMBER."""
     assert isinstance(group, dist.ProcessGroup), "every rank is in one group of an enumeration"
     return group
 
@@ -216,7 +216,7 @@ def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
 
 
 def _sp_axis(config: ParallelConfig, axes: dict[str, Axis]) -> Axis:
-    """ring and ulysses flattened; where one of them is 1 the other's group serves."""
+    """Return ring and ulysses flattened; where one of them is 1 the other's group serves."""
     uneven = config.shares_of("ring", "ulysses")
     if config.ring_degree > 1 and config.ulysses_degree > 1:
         return _enumerated(layout(config).movedim(5, 0).flatten(4), uneven)
@@ -296,7 +296,7 @@ def _connect_all(group: dist.ProcessGroup, device: torch.device):
 
 
 def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
-    """tp as r x c ranks (tp_rows), for inputs (r) and outputs (c)."""
+    """Return tp as r x c ranks (tp_rows), for inputs (r) and outputs (c)."""
     tp = config.tensor_parallel_degree
     if tp == 1 or config.split_scheme != "2d":
         return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))
@@ -313,7 +313,7 @@ def tp_rows(tp: int) -> int:
 
 
 def _enumerated(groups: torch.Tensor, shares: tuple[float, ...]) -> Axis:
-    """This rank's group among those in the last dimension of ``groups``."""
+    """Return this rank's group among those in the last dimension of ``groups``."""
     lists = groups.reshape(-1, groups.shape[-1]).tolist()
     group = _own_group(dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)[0])
     ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)

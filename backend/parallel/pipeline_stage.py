@@ -221,7 +221,7 @@ class Stage:
         return forward.result(index, call, streams)
 
     def _pass(self, index: int, call: dict):
-        """What another stage's block returns, before this stage receives what it has made of its tokens."""
+        """Return what another stage's block returns, before this stage receives its tokens."""
         blocks = self.family.blocks
         if self.structure.joined[index] or index < self.structure.entry:
             return call[blocks.image]
@@ -307,8 +307,8 @@ class Stage:
         }
 
     def _received(self, tokens: TokenShards) -> tuple[int, int]:
-        """(text tokens, tokens of the image stream) that come from the stage before: the latent's alone if
-        text and references enter with this stage's first block, without text where only this does."""
+        """Return (text tokens, tokens of the image stream) from the stage before: the latent's alone if text
+        and references enter with this stage's first block, without text where only this does."""
         if self.blocks.start > self.structure.entry:
             return tokens.carried_text, tokens.local.stream
         return 0, tokens.local.stream if self.references_first else len(tokens.local.image)

@@ -54,8 +54,8 @@ def plan(
 
 
 def _placed(owners: Mapping[str, int], sizes: Mapping[str, int], held: list[int], means: list[float]):
-    """Layer -> stage: its own while that has room, else the stage with the least weights (``held``), both by
-    what each stage would hold of equal weights (``means``)."""
+    """Return layer -> stage: its own while that has room, else the stage with the least weights (``held``),
+    both by what each stage would hold of equal weights (``means``)."""
     placed = {}
     rest = []
     for name, owner in owners.items():

@@ -178,7 +178,7 @@ def _own_features(block, args, kwargs, signature, names, mine: Span, groups: int
 
 
 def _own_heads(x: Tensor, mine: Span, groups: int) -> Tensor:
-    """This rank's shard of (B, tokens, features of all heads) or (B, heads, tokens, features)."""
+    """Return this rank's shard of (B, tokens, features of all heads) or (B, heads, tokens, features)."""
     dim = 1 if x.ndim == 4 else -1
     size = x.shape[dim] // groups
     return x.narrow(dim, mine.lo * size, len(mine) * size)

@@ -89,7 +89,7 @@ class TokenMixing:
         return Halo(whole[:, 0, near.indices], near.lo, own.lo - near.lo)
 
     def _halo(self, x: Tensor, spans: list[Span], near: Span, width: int, total: int) -> Tensor:
-        """The tokens ``near`` this rank's, from whichever ranks have them."""
+        """Return the tokens ``near`` this rank's, from whichever ranks have them."""
         own = spans[self.sp.rank]
         sent = [x[:, _within(own, _near(span, width, total))] for span in spans]
         counts = [len(range(*_within(near, span).indices(len(near)))) for span in spans]
@@ -98,11 +98,11 @@ class TokenMixing:
 
 
 def _near(span: Span, width: int, total: int) -> Span:
-    """The span with its halo of ``width`` tokens."""
+    """Return the span with its halo of ``width`` tokens."""
     return Span(max(0, span.lo - width), min(total, span.hi + width))
 
 
 def _within(own: Span, other: Span) -> slice:
-    """The tokens that both have, counted from the first of ``own``."""
+    """Return the tokens that both have, counted from the first of ``own``."""
     lo = min(max(own.lo, other.lo), own.hi)
     return slice(lo - own.lo, max(lo, min(own.hi, other.hi)) - own.lo)

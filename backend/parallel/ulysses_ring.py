@@ -117,7 +117,7 @@ class GatheredHeads:
         return whole.permute(1, 2, 0, 3)
 
     def _counts(self, chunk: int | None = None) -> list[int]:
-        """Heads of each rank in a chunk, by default in that which is sent next."""
+        """Return how many heads each rank has in a chunk, by default in that which is sent next."""
         chunk = len(self.under_way) if chunk is None else chunk
         shards = shard_sizes(self.heads, self.axis.size, self.axis.shares)
         return [len(Span(0, heads).shard(chunk, self.chunks)) for heads in shards]

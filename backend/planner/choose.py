@@ -147,8 +147,8 @@ class Question:
         return Tightest(size, room, room + beyond, max(each.likely - each.weights for each in ranks))
 
     def _shares(self, ranks: int) -> list[str]:
-        """How so many ranks may share the work: as the user says, else by speed, by memory or equally, where
-        their GPUs differ."""
+        """Return how so many ranks may share the work: as the user says, else by speed, by memory or equally,
+        where their GPUs differ."""
         if ranks == 1:
             return [""]
         if self.shares:
@@ -260,7 +260,7 @@ def _one_of(options: list[Option]) -> Option:
 
 
 def _by_memory(option: Option) -> tuple[float, float]:
-    """Least memory; plans within 2 % of each other by their speed."""
+    """Return the key that sorts by memory, and plans within 2 % of each other by their speed."""
     return (round(math.log(option.bytes, 1.02)), option.score)
 
 

@@ -45,7 +45,8 @@ class Cost:
         return synchronous * self.step(1) + (steps - synchronous) * self.step(self.plan.patches) + offloaded
 
     def _offloaded(self) -> float:
-        """Seconds in which modulation that waits in host memory comes: once for many steps, or for a call."""
+        """Return the seconds in which modulation that waits in host memory comes: once for many steps, or for
+        a call."""
         if not self.plan.offload_modulation:
             return 0.0
         ranks = self.plan.pipefusion_degree * self.plan.tensor_parallel_degree
@@ -70,14 +71,14 @@ class Cost:
 
     @cached_property
     def _stages(self) -> list[tuple[BlockShape, ...]]:
-        """The blocks of each stage."""
+        """Return the blocks of each stage."""
         split = stages_of(self.shape, self.plan.pipefusion_degree, self.plan.shares_of("pp"))
         return [self.shape.blocks[each.start : each.stop] for each in split]
 
     @cached_property
     def _loads(self) -> list[float]:
-        """Of each stage: the seconds of its rank that is last, as a multiple of those that the slowest GPU
-        takes for an even share."""
+        """Return for each stage the seconds of its rank that is last, as a multiple of those that the slowest
+        GPU takes for an even share."""
         speeds = self.machine.speeds_of(self.plan.world_size)
         found = [0.0] * self.plan.pipefusion_degree
         for each, speed in zip(rank_shares(self.plan, self.request.batch), speeds):
@@ -87,8 +88,8 @@ class Cost:
 
     @cached_property
     def _reading(self) -> list[float]:
-        """Of each stage: the seconds in which its last rank reads its weights, as a multiple of those that
-        the slowest memory takes for an even share."""
+        """Return for each stage the seconds in which its last rank reads its weights, as a multiple of those
+        that the slowest memory takes for an even share."""
         memories = self.machine.bandwidths_of(self.plan.world_size)
         found = [0.0] * self.plan.pipefusion_degree
         for each, memory in zip(rank_shares(self.plan, self.request.batch), memories):
@@ -100,12 +101,12 @@ class Cost:
         return max(each.samples for each in rank_shares(self.plan, self.request.batch))
 
     def _at_once(self, patches: int) -> float:
-        """Samples that go through the model together, of several batches their mean: in a synchronous step of
-        a pipeline one, and in a call those of all prompts, up to so many tokens."""
+        """Count the samples that go through the model together, of several batches their mean: in a
+        synchronous step of a pipeline one, and in a call those of all prompts, up to so many tokens."""
         return self._samples * self.request.prompts_per_rank(self.plan.cfg_degree) / self._batches(patches)
 
     def _batches(self, patches: int) -> int:
-        """How many batches a step has on the rank with most samples."""
+        """Return how many batches a step has on the rank with most samples."""
         prompts = self.request.prompts_per_rank(self.plan.cfg_degree)
         every = self._samples * prompts
         if self.plan.pipefusion_degree > 1:
@@ -116,7 +117,8 @@ class Cost:
 
     @property
     def _replica(self) -> int:
-        """Ranks, all neighbours, among which the tokens, blocks and matrices of one prompt are divided."""
+        """Count the ranks, all neighbours, among which the tokens, blocks and matrices of one prompt are
+        divided."""
         return self.plan.pipefusion_degree * self.plan.sp_degree * self.plan.tensor_parallel_degree
 
     @cached_property
@@ -124,14 +126,14 @@ class Cost:
         return self.shape.sequence(self.request.image_tokens, self.request.text_tokens)
 
     def _speed(self, patches: int) -> float:
-        """How much faster than measured a rank computes; stages that wait leave others their cores."""
+        """Return how much faster than measured a rank computes; stages that wait leave others their cores."""
         stages = self.plan.pipefusion_degree
         at_once = stages if patches > 1 else min(stages, self._batches(patches))
         return self.machine.speed(self.plan.world_size // stages * at_once)
 
     def _micro(self, blocks: tuple[BlockShape, ...], load: float, reading: float, patches: int) -> float:
-        """Seconds of one patch of one prompt on the last rank of a stage with these blocks (_loads,
-        _reading)."""
+        """Return the seconds of one patch of one prompt on the last rank of a stage with these blocks
+        (_loads, _reading)."""
         plan = self.plan
         # narrow matrices are as slow as short ones
         divided = plan.sp_degree * plan.tensor_parallel_degree
@@ -160,7 +162,7 @@ class Cost:
 
     @property
     def _uneven_heads(self) -> float:
-        """Heads of the rank that has most, as a multiple of an even share."""
+        """Return the heads of the rank that has most, as a multiple of an even share."""
         heads = self.shape.heads // self.plan.tensor_parallel_degree
         u = self.plan.ulysses_degree
         shares = self.plan.shares_of("ulysses")
@@ -168,18 +170,18 @@ class Cost:
         return max(count * u / heads / portion for count, portion in each)
 
     def _read(self, blocks: tuple[BlockShape, ...]) -> float:
-        """Seconds to read the weights once from device memory."""
+        """Return the seconds to read the weights once from device memory."""
         size = sum(block.unpacked or block.weights for block in blocks)
         return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
 
     def _dequantize(self, blocks: tuple[BlockShape, ...]) -> float:
-        """Seconds to make what quantized weights stand for, before it is read."""
+        """Return the seconds to make what quantized weights stand for, before it is read."""
         size = self._made_share * sum(block.dequantizing for block in blocks)
         return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
 
     @cached_property
     def _made_share(self) -> float:
-        """What is dequantized in a pass, in the mean of a request's, as a share of all: what stays so
+        """Return what is dequantized in a pass, in the mean of a request's, as a share of all: what stays so
         (quantization/dequantize_once.py) is in the first one alone."""
         made = max(sum(block.unpacked for block in blocks) for blocks in self._stages)
         if not made or self.request.drained or self.request.steps < 2:
@@ -189,7 +191,7 @@ class Cost:
 
     @property
     def _passes(self) -> int:
-        """How often each block runs in a request."""
+        """Return how often each block runs in a request."""
         steps, patches = self.request.steps, self.plan.patches
         if not self.plan.has_stale_kv:
             return steps * self._batches(1)
@@ -197,14 +199,14 @@ class Cost:
         return synchronous * self._batches(1) + (steps - synchronous) * patches * self._batches(patches)
 
     def _activation(self, patches: int, features: int | None = None) -> float:
-        """Bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group: of so many
-        features, or of the model's width."""
+        """Return the bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group:
+        of so many features, or of the model's width."""
         width = self.shape.width if features is None else features
         return self._at_once(patches) * self._sequence * width * self.shape.itemsize / patches
 
     @property
     def _on_wire(self) -> float:
-        """Bytes of a number that Ulysses or a ring sends, as a part of those that it has."""
+        """Return the bytes of a number that Ulysses or a ring sends, as a part of those that it has."""
         if self.plan.wire == FULL:
             return 1.0
         full = self.shape.head_size * self.shape.itemsize
@@ -217,7 +219,8 @@ class Cost:
         return sum(block.sent(self.shape.width)[0] for block in blocks)
 
     def _ring(self, attention: float, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Seconds of attention whose keys and values travel: hidden as far as it computes meanwhile."""
+        """Return the seconds of attention whose keys and values travel: hidden as far as it computes
+        meanwhile."""
         plan = self.plan
         r = plan.ring_degree
         if r == 1:
@@ -231,7 +234,7 @@ class Cost:
         return hidden + (r - 1) * self._merge(blocks, patches)
 
     def _travelling(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Seconds in which keys and values go around a ring."""
+        """Return the seconds in which keys and values go around a ring."""
         plan = self.plan
         r = plan.ring_degree
         width = plan.ulysses_degree * plan.tensor_parallel_degree
@@ -239,7 +242,7 @@ class Cost:
         return sent / self.machine.neighbour(r * width) + (r - 1) * self.machine.latency * len(blocks)
 
     def _merge(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Seconds to merge the attention over one part of the keys into that over others."""
+        """Return the seconds to merge the attention over one part of the keys into that over others."""
         plan = self.plan
         width = plan.sp_degree * plan.tensor_parallel_degree
         queries = self._activation(patches, self._queries(blocks))
@@ -248,7 +251,7 @@ class Cost:
         return (passes + self.machine.launch * len(blocks) * MERGE_KERNELS / LAUNCHES) / self._speed(patches)
 
     def _all_to_all(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Seconds of Ulysses' all-to-all before and after attention."""
+        """Return the seconds of Ulysses' all-to-all before and after attention."""
         plan = self.plan
         u, tp = plan.ulysses_degree, plan.tensor_parallel_degree
         if u == 1:
@@ -261,7 +264,7 @@ class Cost:
         return sent / rate + 2 * self.machine.latency * len(blocks)
 
     def _all_reduce(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Seconds of tensor parallelism's sums."""
+        """Return the seconds of tensor parallelism's sums."""
         plan = self.plan
         tp = plan.tensor_parallel_degree
         if tp == 1:
@@ -273,9 +276,9 @@ class Cost:
         return sent / self.machine.neighbour(tp) + 2 * self.machine.latency * len(blocks)
 
     def _gather_weights(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Seconds in which sharded weights come from the others, as they are stored, while blocks before them
-        compute, and tokens take the same links. Modulation comes once for many steps, except for replicas and
-        for calls that are each their own."""
+        """Return the seconds in which sharded weights come from the others, as they are stored, while blocks
+        before them compute, and tokens take the same links. Modulation comes once for many steps, except for
+        replicas and for calls that are each their own."""
         if not self.plan.shard_weights:
             return 0.0
         ranks = self.plan.sp_degree * self.plan.data_parallel_degree
@@ -289,7 +292,7 @@ class Cost:
         return gathered + self._travelling(blocks, patches) + self._all_to_all(blocks, patches)
 
     def _hop(self, patches: int) -> float:
-        """Seconds in which a patch goes to the next stage."""
+        """Return the seconds in which a patch goes to the next stage."""
         if self.plan.pipefusion_degree == 1:
             return 0.0
         carried = max(1 + stage[-1].skips for stage in self._stages[:-1])
@@ -298,7 +301,7 @@ class Cost:
         ) / self.plan.sp_degree / self.machine.neighbour(self._replica)
 
     def _combine(self) -> float:
-        """Seconds in which CFG ranks exchange their predictions."""
+        """Return the seconds in which CFG ranks exchange their predictions."""
         if self.plan.cfg_degree == 1:
             return 0.0
         rate = self.machine.neighbour(self._replica * self.plan.cfg_degree)

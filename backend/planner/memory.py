@@ -74,7 +74,7 @@ def _held(
 
 
 def _weights(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> int:
-    """Bytes of weights on a rank; modulation is spread to balance them. FSDP2 cuts equally."""
+    """Return the bytes of weights on a rank; modulation is spread to balance them. FSDP2 cuts equally."""
     if plan.shard_weights:
         return math.ceil(shape.weights / (plan.sp_degree * plan.data_parallel_degree))
     own = _own_blocks(shape, plan, share)
@@ -101,8 +101,8 @@ def _own_blocks(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> ra
 
 
 def _loras(shape: ModelShape, plan: ParallelConfig, loras: int, share: RankShare) -> int:
-    """Bytes of ``loras`` next to quantized weights on a rank: of its stage's blocks; of two factors, one is
-    cut with a matrix. FSDP2 does not cut them."""
+    """Return the bytes of ``loras`` next to quantized weights on a rank: of its stage's blocks; of two
+    factors, one is cut with a matrix. FSDP2 does not cut them."""
     if not loras:
         return 0
     own = _own_blocks(shape, plan, share)
@@ -112,7 +112,7 @@ def _loras(shape: ModelShape, plan: ParallelConfig, loras: int, share: RankShare
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Bytes of PipeFusion's buffers of stale keys and values, or of those of static text."""
+    """Return the bytes of PipeFusion's buffers of stale keys and values, or of those of static text."""
     if not plan.has_stale_kv:
         return _static_text(shape, plan, request, share)
     buffers = 2 if plan.stale_kv == "extrapolate" else 1
@@ -128,8 +128,8 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, sha
 
 
 def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Bytes of a prompt's keys and values that are kept through a request, in families that compute them
-    once."""
+    """Return the bytes of a prompt's keys and values that are kept through a request, in families that
+    compute them once."""
     if not shape.static_text:
         return 0
     heads = shape.heads / (plan.tensor_parallel_degree * plan.ulysses_degree) * share.matrices * share.heads
@@ -140,7 +140,8 @@ def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstima
 
 
 def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
-    """Bytes of sharded weights that are whole for a moment, as rank_plan counts them (gathered_bytes)."""
+    """Return the bytes of sharded weights that are whole for a moment, as rank_plan counts them
+    (gathered_bytes)."""
     if not plan.shard_weights:
         return 0
     sizes = sorted((block.weights + block.modulation for block in shape.blocks), reverse=True)
@@ -148,7 +149,7 @@ def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
 
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Bytes of activations of a rank."""
+    """Return the bytes of activations of a rank."""
     own = _own_blocks(shape, plan, share)
     skips = max(shape.blocks[index - 1].skips for index in own if index) if own.stop > 1 else 0
     skipped = skips * shape.width * shape.itemsize

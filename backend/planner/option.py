@@ -63,7 +63,7 @@ class Option:
         return self.seconds * penalty
 
     def why_not(self, chosen: "Option") -> str:
-        """Why ``chosen`` is taken instead; empty where this one is not faster."""
+        """Return why ``chosen`` is taken instead; empty where this one is not faster."""
         if self.seconds >= chosen.seconds:
             return ""
         if self._doubt > chosen._doubt:

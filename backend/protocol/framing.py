@@ -59,7 +59,7 @@ def decode(header: bytes, table: bytes, data: Tensor):
 
 
 def _open(header: bytes) -> tuple[type, dict]:
-    """Class and fields of a frame's header."""
+    """Return class and fields of a frame's header."""
     try:
         values = json.loads(header, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
         return MESSAGES[values.pop("type")], values
@@ -144,7 +144,7 @@ def receive(sock, limit: int = MAX_BODY):
 
 
 def _read_tensors(sock, cls: type, size: int) -> tuple[dict, bytes, list[memoryview]]:
-    """The tensors, their table and the memory that they are in."""
+    """Read the tensors, their table and the memory that they are in."""
     left = size - bodies.LENGTH.size
     length = _read(sock, bodies.LENGTH.size) if left >= 0 else b""
     if not length or bodies.LENGTH.unpack(length)[0] > min(MAX_HEADER, left):
@@ -162,7 +162,7 @@ def _read(sock, size: int) -> bytes:
 
 
 def _read_data(sock, size: int) -> Tensor:
-    """``size`` bytes as a tensor, in memory of their own."""
+    """Read ``size`` bytes as a tensor, in memory of their own."""
     data = _allocate(min(size, MAX_UNSEEN))
     done = 0
     while True:

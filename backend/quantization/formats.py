@@ -152,7 +152,7 @@ def _nvfp4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor |
 
 @cache
 def _e2m1(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The two values of each byte, (256, 2)."""
+    """Return the two values of each byte, (256, 2)."""
     pairs = [(E2M1[byte >> 4], E2M1[byte & 15]) for byte in range(256)]
     return torch.tensor(pairs, device=device, dtype=dtype)
 

@@ -57,7 +57,7 @@ def _q4_1(blocks: Tensor, out: Tensor):
 
 
 def _q4_k(blocks: Tensor, out: Tensor):
-    """Eight groups of 32 values, two neighbours of them in the halves of 32 bytes."""
+    """Dequantize eight groups of 32 values, two neighbours of them in the halves of 32 bytes."""
     scales, least = _groups_of_8(blocks)
     pairs, parts = blocks[:, 16:].unflatten(1, (4, 32)), out.unflatten(1, (4, 2, 32))
     for part, codes in enumerate((pairs & 15, pairs >> 4)):
@@ -65,7 +65,7 @@ def _q4_k(blocks: Tensor, out: Tensor):
 
 
 def _q5_k(blocks: Tensor, out: Tensor):
-    """The same, with the fifth bits of group g in the bits g of 32 bytes."""
+    """Dequantize the same, with the fifth bits of group g in the bits g of 32 bytes."""
     scales, least = _groups_of_8(blocks)
     pairs, parts = blocks[:, 48:].unflatten(1, (4, 32)), out.unflatten(1, (4, 2, 32))
     fifth = blocks[:, 16:48].unsqueeze(1)
@@ -75,7 +75,7 @@ def _q5_k(blocks: Tensor, out: Tensor):
 
 
 def _q6_k(blocks: Tensor, out: Tensor):
-    """Two halves of 4 x 32 values in groups of 16: four bits in 64 bytes, two more in 32 bytes."""
+    """Dequantize two halves of 4 x 32 values in groups of 16: four bits in 64 bytes, two more in 32 bytes."""
     scales = (_float(blocks, 208) * blocks[:, 192:208].view(torch.int8)).unflatten(1, (8, 2, 1))
     low, high = blocks[:, :128].unflatten(1, (2, 1, 64)), blocks[:, 128:192].unflatten(1, (2, 1, 32))
     codes = _shifted(low, (0, 4)).bitwise_and_(15).view(-1, 8, 32)

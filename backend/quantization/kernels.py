@@ -84,7 +84,7 @@ def kitchen() -> tuple[ModuleType | None, str]:
 
 
 def remedy() -> str:
-    """How to get comfy-kitchen."""
+    """Say how to get comfy-kitchen."""
     return f"run {install_command(['comfy-kitchen'], upgrade=True)}"
 
 
@@ -298,20 +298,20 @@ FUSED: dict[Kernel | None, str] = {
 
 
 def _block_chunks(rows: Tensor, name: str) -> list[slice]:
-    """Rows whose blocks are quantized at once: all where comfy-kitchen's own kernel does that."""
+    """Return the rows whose blocks are quantized at once: all where comfy-kitchen's own kernel does that."""
     rows_of_chunk = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
     step = len(rows) if _fuses(name) else rows_of_chunk
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Inputs as the kernels read them: (tokens, columns), one after the other."""
+    """Return inputs as the kernels read them: (tokens, columns), one after the other."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _tiled(block_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales (rows, blocks) in cuBLAS' tiles. They are stored row by row, which any cut of rows keeps, and a
-    padded copy next to them would double what is held."""
+    """Return scales (rows, blocks) in cuBLAS' tiles. They are stored row by row, which any cut of rows keeps,
+    and a padded copy next to them would double what is held."""
     return _kitchen().to_blocked(block_scales.view(torch.uint8), flatten=False).view(dtype)
 
 

@@ -67,7 +67,7 @@ class Matrix:
 
     @property
     def product(self) -> Product:
-        """What ranks try before they multiply so (trial.py)."""
+        """What ranks try before they multiply so (native_trial.py)."""
         return str(self.settings.get("format")), dtype_name(self.dtype)
 
     @property
@@ -118,7 +118,7 @@ def choose(
 
 
 def _slower(rule: Rule, device: torch.device) -> str:
-    """Why a product on this GPU is slower than it could be; empty where it is not."""
+    """Return why a product on this GPU is slower than it could be; empty where it is not."""
     # of fp8 the inputs alone are quantized by small kernels
     name = kernels.FUSED.get(rule.kernel) if rule.kernel is not kernels.float8 else None
     why = kernels.small_kernels(name) if name and device.type == "cuda" else ""
@@ -149,7 +149,8 @@ def native_formats(dtype: torch.dtype, device: torch.device, capability: Capabil
 
 
 def why_not_native(rule: Rule, device: torch.device) -> str:
-    """Why what is installed here has no kernel; empty where it has. On other machines it may be another."""
+    """Return why what is installed here has no kernel; empty where it has. On other machines it may be
+    another."""
     why = kernels.kitchen()[1]
     if not why and device.type != "cpu" and not has_torch(*rule.torch):
         why = f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch_version()} is installed"
@@ -157,7 +158,7 @@ def why_not_native(rule: Rule, device: torch.device) -> str:
 
 
 def _file_objection(matrix: Matrix, mode: str) -> str:
-    """Why a layer is not multiplied natively by what its file says of it; empty where it is."""
+    """Return why a layer is not multiplied natively by what its file says of it; empty where it is."""
     kind = matrix.settings.get("format")
     if matrix.is_precise:
         return "the file asks for it"
@@ -171,7 +172,7 @@ def _file_objection(matrix: Matrix, mode: str) -> str:
 
 
 def _device_objection(rule: Rule, mode: str, device: torch.device, have: Capability) -> str:
-    """Why this device has no kernel for it; empty where it has."""
+    """Return why this device has no kernel for it; empty where it has."""
     if device.type == "cpu":
         return "" if rule.everywhere or mode == NATIVE else "this CPU has no kernel for it"
     if device.type != "cuda" or (have is None and not rule.everywhere):
@@ -183,7 +184,7 @@ def _device_objection(rule: Rule, mode: str, device: torch.device, have: Capabil
 
 
 def _shape_objection(matrix: Matrix, rule: Rule) -> str:
-    """Why a kernel cannot multiply a matrix of this shape; empty where it can."""
+    """Return why a kernel cannot multiply a matrix of this shape; empty where it can."""
     unit = column_unit(matrix.format, matrix.settings)
     inside = next((edge for edge in matrix.edges if edge % unit), None)
     if inside is not None:

@@ -68,7 +68,7 @@ def refusals(products: Iterable[Product], device: torch.device) -> dict[Product,
 
 @cache
 def _refusal(kind: str, dtype: str, device: torch.device) -> str:
-    """Why a format is not multiplied natively in ``dtype``; empty where it is."""
+    """Return why a format is not multiplied natively in ``dtype``; empty where it is."""
     why = why_not_native(RULES[kind], device)
     if why:
         return why
@@ -88,7 +88,8 @@ def _refusal(kind: str, dtype: str, device: torch.device) -> str:
 
 @torch.inference_mode()
 def _error(weight: PackedWeight) -> float:
-    """The largest relative error of native products by a weight, against those by what it stands for."""
+    """Return the largest relative error of native products by a weight, against those by what it stands
+    for."""
     kernel = weight.choice.kernel
     assert kernel is not None, "given below"
     plain = weight.packed.dequantize(weight.dtype)
@@ -116,7 +117,7 @@ def examples(kind: str, dtype: torch.dtype, device: torch.device, size: int = SI
 
 
 def _stored(kind: str, size: int) -> dict[str, Tensor]:
-    """What a file stores of a weight whose values are near 1 (quantization/formats.py)."""
+    """Return what a file stores of a weight whose values are near 1 (quantization/formats.py)."""
     normal = _numbers(size, size)
     one = torch.ones(1)
     if kind == "int8_tensorwise":

@@ -261,7 +261,7 @@ class PackedWeight(nn.Module):
         return out
 
     def _scratch(self) -> Tensor:
-        """The memory that all weights share, of this one's shape."""
+        """Return the memory that all weights share, of this one's shape."""
         place = (self.device, self.dtype)
         scratch = _SCRATCH.get(place)
         if scratch is None or scratch.numel() < self.shape.numel():

@@ -147,7 +147,7 @@ def long_skips(checkpoint: Checkpoint, blocks: range) -> int:
 
 
 def _kind(work: Workload, name: str, place: Place) -> tuple:
-    """What makes blocks alike: the sizes of their layers on this rank."""
+    """Return what makes blocks alike: the sizes of their layers on this rank."""
     return (name.rpartition(".")[0], place["tp"], work.checkpoint.block_sizes[name])
 
 

@@ -80,7 +80,8 @@ class _Measured:
 
     @cached_property
     def _cuts(self) -> dict:
-        """Layer -> what tensor parallelism leaves of it on one rank of two; none where it cannot cut."""
+        """Return layer -> what tensor parallelism leaves of it on one rank of two; none where it cannot
+        cut."""
         if self.checkpoint.family.blocks.whole_only:
             return {}
         try:
@@ -90,8 +91,9 @@ class _Measured:
 
     @cached_property
     def _polynomials(self) -> list[tuple[float, float, float, float, float]]:
-        """Multiplications of every block: for each image token and text token, and each pair of two image
-        tokens, of one of each, of two text tokens. They are polynomials, so five counts tell them."""
+        """Return the multiplications of every block: for each image token and text token, and each pair of
+        two image tokens, of one of each, of two text tokens. They are polynomials, so five counts tell
+        them."""
 
         def counts(image: int, text: int) -> list[int]:
             checkpoint = self.checkpoint
@@ -109,10 +111,9 @@ class _Measured:
 
     @cached_property
     def _by_block(self) -> list[Counter[str]]:
-        """Bytes of every block: "modulation", "weights" without it, "cut" by tensor parallelism, what
-        quantized ones are "unpacked", and what is moved for that ("dequantizing"), by how many "kernels".
-        Values of its "matrices", and by format of those that multiply natively.
-        """
+        """Return the bytes of every block: "modulation", "weights" without it, "cut" by tensor parallelism,
+        what quantized ones are "unpacked", and what is moved for that ("dequantizing"), by how many
+        "kernels". Values of its "matrices", and by format of those that multiply natively."""
         names = self.checkpoint.block_names
         modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
         found = [Counter[str]() for _ in names]
@@ -135,14 +136,16 @@ class _Measured:
         return found
 
     def _native(self, sizes: Counter[str]) -> dict[str, Any]:
-        """The format of which a block multiplies most natively, and its share of the values of matrices."""
+        """Return the format of which a block multiplies most natively, and its share of the values of
+        matrices."""
         kind = max(RULES, key=lambda kind: sizes[kind])
         share = sizes[kind] / max(1, sizes["matrices"])
         return {"native_format": kind, "native_share": share} if share else {}
 
     @cached_property
     def _reducing(self) -> list[dict[str, Shard]]:
-        """The layers of every block whose outputs tensor parallelism sums, and what it leaves of each."""
+        """Return the layers of every block whose outputs tensor parallelism sums, and what it leaves of
+        each."""
         found: list[dict[str, Shard]] = [{} for _ in self.checkpoint.block_names]
         for module, cut in self._cuts.items():
             if cut.reduce:
@@ -150,7 +153,8 @@ class _Measured:
         return found
 
     def _reduced(self, index: int) -> tuple[int, int]:
-        """Numbers of an image token and of a text token that tensor parallelism sums in a block."""
+        """Return the numbers of an image token and of a text token that tensor parallelism sums in a
+        block."""
         block = self.checkpoint.block_names[index]
         layers = self.checkpoint.transformer.get_submodule(block)
         blocks = block.rpartition(".")[0]
@@ -218,7 +222,8 @@ class _Measured:
         return BlockStructure.of(self.checkpoint.transformer, self.checkpoint.family)
 
     def _features(self, index: int, side: str) -> int:
-        """Features of the attention calls of a block whose ``side`` is of image tokens; NONE without any."""
+        """Return the features of the attention calls of a block whose ``side`` is of image tokens; NONE
+        without any."""
         latents = latents_of(self.checkpoint.family, 1)
         calls = self._one_rank.exchanged(range(index, index + 1))
         found = sum(n * call.width for call, n in calls.items() if latents.get(getattr(call, side), 1))

@@ -34,7 +34,7 @@ def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards
 
 
 def _samples(work: Workload) -> int:
-    """Bytes of one number for every sample and prompt."""
+    """Return the bytes of one number for every sample and prompt."""
     return work.batch * work.prompts_per_rank * work.dtype.itemsize
 
 

@@ -98,7 +98,7 @@ def _held(
     choice: MatmulChoice,
     bits: int,
 ) -> HeldParameter:
-    """A parameter, or what is left of it where it is cut. ``choice``: how it multiplies, if it is
+    """Return a parameter, or what is left of it where it is cut. ``choice``: how it multiplies, if it is
     quantized."""
     module, _, leaf = name.rpartition(".")
     block, layer = checkpoint.parameters[name]
@@ -127,7 +127,7 @@ def _held(
 
 
 def _dequantizing(shape: torch.Size, form: Format, settings: Settings, dtype: torch.dtype) -> dict[str, int]:
-    """What it takes to dequantize a weight once (HeldParameter)."""
+    """Return what it takes to dequantize a weight once (HeldParameter)."""
     rows, columns = shape
     effort = effort_of(form, settings, dtype)
     step = rows_at_once(form, columns)
@@ -139,7 +139,7 @@ def _dequantizing(shape: torch.Size, form: Format, settings: Settings, dtype: to
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:
-    """The shape of what a rank holds of a parameter."""
+    """Return the shape of what a rank holds of a parameter."""
     if cut is None:
         return torch.Size(whole)
     rows = sum(map(len, cut.outputs))

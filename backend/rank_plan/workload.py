@@ -130,8 +130,8 @@ class Workload:
 
     @cached_property
     def _cuts(self) -> list[dict[str, Shard]]:
-        """What each rank of a tensor-parallel group holds of each layer: the same in all groups, and for all
-        requests."""
+        """Return what each rank of a tensor-parallel group holds of each layer: the same in all groups, and
+        for all requests."""
         known = self.checkpoint.known_cuts
         if self._split not in known:
             plan = self.checkpoint.cut_plan(self.config)
@@ -141,7 +141,7 @@ class Workload:
 
     @property
     def _split(self) -> tuple:
-        """What the cuts of a checkpoint's matrices depend on."""
+        """Return what the cuts of a checkpoint's matrices depend on."""
         config = self.config
         return config.tensor_parallel_degree, config.split_scheme, config.shares_of("tp")
 
@@ -205,7 +205,7 @@ class Workload:
 
     @cached_property
     def _held(self) -> list[list[HeldParameter]]:
-        """Every parameter as each rank of a tensor-parallel group holds it: the same for all requests."""
+        """Return every parameter as each rank of a tensor-parallel group holds it: the same for all requests."""
         known = self.checkpoint.known_parameters
         key = (*self._split, self.dtype, self.bits, frozenset(self.choices.items()))
         if key not in known:

@@ -144,8 +144,8 @@ def build_call(
 
 
 def _samples(value: Tensor, samples: list[int], batch: int) -> Tensor:
-    """Some samples of ``value``; what is for all samples is repeated. Adjacent ones are not copied: a prompt
-    is several times the latent."""
+    """Return some samples of ``value``; what is for all samples is repeated. Adjacent ones are not copied: a
+    prompt is several times the latent."""
     if not value.ndim:
         return value
     if value.shape[0] != batch:
@@ -156,7 +156,8 @@ def _samples(value: Tensor, samples: list[int], batch: int) -> Tensor:
 
 
 def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
-    """The latent, and the model's arguments; ComfyUI joins c_concat to the latent as further channels."""
+    """Return the latent, and the model's arguments; ComfyUI joins c_concat to the latent as further
+    channels."""
     x = call.tensors["x"]
     channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
     arguments = arguments_of("cond", call.tensors)
@@ -175,7 +176,7 @@ class OneCall(Denoiser):
         return [Evaluation(self.request.sigmas[0], 0)]
 
     def _modulate_ahead(self, plan: list[Evaluation]):
-        """Only weights in host memory or on another stage are run ahead: there is no next call."""
+        """Run only weights in host memory or on another stage ahead: there is no next call."""
         cache = self.runner.model.cache
         if cache.hosted or cache.offload_device.type != self.x.device.type:
             super()._modulate_ahead(plan)

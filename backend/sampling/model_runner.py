@@ -196,7 +196,7 @@ class Runner:
             model.cache.forget_answers()
 
     def _arguments(self, latent: Tensor, sigma: Tensor, context: StepContext) -> dict:
-        """The arguments of the transformer's forward."""
+        """Return the arguments of the transformer's forward."""
         family = self.model.family
         time = self._time(sigma, context)
         prompt = self._prompt(context)
@@ -229,7 +229,7 @@ class Runner:
         return model.family.io.output(output, grid)[:, local.indices]
 
     def _time(self, sigma: Tensor, context: StepContext) -> Tensor:
-        """The model's own time of a noise level, or the samples' times where the client sent them."""
+        """Return the model's own time of a noise level, or the samples' times where the client sent them."""
         if self.request.times is not None:
             return self.request.times[context.samples]
         planned = self.times.get(context.evaluation)
@@ -280,7 +280,7 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
 
 
 def _blocks(model: LoadedModel, request: Request) -> AbstractContextManager[Callable[[], list[str]]]:
-    """The blocks of this rank as the request has them run."""
+    """Return the blocks of this rank as the request has them run."""
     if request.config.compile != "blocks":
         return nullcontext(list)
     if model.stage:

@@ -209,7 +209,7 @@ def _conditioning(sample, name, samples, family, dtype, device) -> dict[str, Ten
 
 
 def _samples(arguments: dict[str, Tensor], samples: slice, batch: int) -> dict[str, Tensor]:
-    """Model arguments of some samples of a batch; those of no batch are for all."""
+    """Return model arguments of some samples of a batch; those of no batch are for all."""
     return {
         name: value[samples] if value.ndim and value.shape[0] == batch else value
         for name, value in arguments.items()

@@ -72,7 +72,7 @@ def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
 
 
 def _all_replicas(mesh: Mesh, tokens: Tensor, request: Request) -> Tensor:
-    """The whole batch (B, N, F) on rank 0 from the first stages of the data-parallel replicas."""
+    """Return the whole batch (B, N, F) on rank 0 from the first stages of the data-parallel replicas."""
     dp = mesh.dp
     counts = [len(Span(0, request.batch).shard(i, dp.size, dp.shares)) for i in range(dp.size)]
     shapes = [(count, *tokens.shape[1:]) for count in counts]

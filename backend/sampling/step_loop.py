@@ -132,7 +132,7 @@ class Denoiser:
         return self.x
 
     def _own(self, prompts: tuple[str, ...]) -> tuple[str, ...]:
-        """The prompts that this rank evaluates."""
+        """Return the prompts that this rank evaluates."""
         found = self.request.prompts
         return tuple(name for name in prompts if found[name].branch in self.branches)
 
@@ -182,7 +182,8 @@ class Denoiser:
                 ahead = max(ahead, done)
 
     def _micro_batches(self, patch: Patch, index: int, prompts: tuple[str, ...]) -> list[StepContext]:
-        """The prompts, and in a synchronous step of the pipeline each sample of the batch by itself."""
+        """Return the prompts, and in a synchronous step of the pipeline each sample of the batch by
+        itself."""
         batch = self.x.shape[0]
         whole = patch is self.whole
         spans = [Span(0, batch)]
@@ -230,7 +231,7 @@ class Denoiser:
             self.callbacks.on_step(pending.evaluation.step + 1, self.x0)
 
     def _take(self, pending: Pending) -> dict[str, Tensor]:
-        """Prompt -> output (B, tokens of the patch, F), of this rank's prompts."""
+        """Return prompt -> output (B, tokens of the patch, F), of this rank's prompts."""
         received = pending.outputs
         if self.outputs is not None:
             received = [self.outputs.take() for _ in range(pending.expected)]
@@ -242,13 +243,13 @@ class Denoiser:
         return dict(zip(pending.prompts, cat_or_same(gathered, dim=2)))
 
     def _token_counts(self, patch: Patch) -> list[int]:
-        """The image tokens of a patch on every SP rank."""
+        """Return the image tokens of a patch on every SP rank."""
         sp = self.mesh.sp
         return [len(patch.span.shard(i, sp.size, sp.shares)) for i in range(sp.size)]
 
     def _predict(self, branch: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
-        """What the prompts of one CFG branch predict together, (B, tokens of the patch, F); zeros where
-        none counts."""
+        """Return what the prompts of one CFG branch predict together, (B, tokens of the patch, F); zeros
+        where none counts."""
         request = self.request
         span = pending.patch.span
         tokens = span.indices
@@ -304,7 +305,8 @@ def _overlap(a: Patch, b: Patch) -> bool:
 
 
 def _ratio(plan: list[Evaluation], index: int) -> float:
-    """The step in sigma to evaluation ``index`` over the step before it; 0 where there are no two steps."""
+    """Return the step in sigma to evaluation ``index`` over the step before it; 0 where there are no two
+    steps."""
     if index < 2:
         return 0.0
     step = float(plan[index].sigma - plan[index - 1].sigma)

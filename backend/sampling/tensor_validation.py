@@ -129,14 +129,14 @@ def check_arguments(
 
 
 def _sides(name, grid) -> tuple[int, ...] | None:
-    """The sides of the latent that an argument must have, or None."""
+    """Return the sides of the latent that an argument must have, or None."""
     parts = grid.grids if isinstance(grid, NestedGrid) else (grid,)
     last = DIMENSIONS.get(name, ("",))[-1]
     return {"...": parts[0].shape[1:], "... of audio": parts[-1].shape[1:]}.get(last)
 
 
 def _wrong_form(name, value, batch, grid) -> str | None:
-    """Why an argument has not the dimensions and the type that it has in every family, or None."""
+    """Return why an argument has not the dimensions and the type that it has in every family, or None."""
     known = DIMENSIONS.get(name)
     sides = _sides(name, grid)
     if name in NUMBERS and (value.ndim > 1 or value.numel() not in (1, batch)):
@@ -154,7 +154,7 @@ def _wrong_form(name, value, batch, grid) -> str | None:
 
 
 def _wrong_size(name, value, widths, sizes, grid) -> str | None:
-    """Why an argument's sizes do not fit the model, the latent or other arguments, or None. ``sizes``:
+    """Return why an argument's sizes do not fit the model, the latent or other arguments, or None. ``sizes``:
     dimension -> the first argument that has it, and its size there."""
     known = DIMENSIONS.get(name, ())
     shape = tuple(value.shape)

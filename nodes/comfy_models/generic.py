@@ -80,7 +80,8 @@ def model_config(info: dict):
 
 
 def _latent_format(info: dict, vae: dict):
-    """Scaling of the VAE's latents: its scale and shift, or its mean and deviation of each channel."""
+    """Return the scaling of the VAE's latents: its scale and shift, or its mean and deviation of each
+    channel."""
     shape = (1, info["latent_channels"], *[1] * info["latent_dimensions"])
 
     def channels(name, neutral):

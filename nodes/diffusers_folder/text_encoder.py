@@ -22,8 +22,8 @@ class DiffusersCLIP:
         self.negative = negative
 
     def tokenize(self, text: str, return_word_ids: bool = False, **options) -> dict:
-        """A prompt for the methods below. The pipeline makes its tokens, and reads weights, (word:1.2), as
-        text. RefusedError for what is no text."""
+        """Return a prompt for the methods below. The pipeline makes its tokens, and reads weights,
+        (word:1.2), as text. RefusedError for what is no text."""
         further = [key for key, value in options.items() if value]
         if further:
             raise RefusedError(
@@ -35,7 +35,7 @@ class DiffusersCLIP:
     def encode_from_tokens_scheduled(
         self, tokens: dict, unprojected: bool = False, add_dict: dict | None = None, show_pbar: bool = True
     ) -> list:
-        """CONDITIONING of one prompt."""
+        """Return the CONDITIONING of one prompt."""
         values = self._encode(tokens)
         return [[values.pop("cond"), {**values, **(add_dict or {})}]]
 
@@ -47,7 +47,7 @@ class DiffusersCLIP:
         return (values["cond"], values["pooled_output"]) if return_pooled else values["cond"]
 
     def encode(self, text: str) -> torch.Tensor:
-        """Hidden states (1, T, E)."""
+        """Return hidden states (1, T, E)."""
         return self._encode(self.tokenize(text))["cond"]
 
     def _encode(self, tokens: dict) -> dict:

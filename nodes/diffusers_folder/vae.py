@@ -83,8 +83,8 @@ class DiffusersVAE(comfy.sd.VAE):
         self.model_size()
 
     def decode_tiled_(self, samples, tile_x=None, tile_y=None, overlap=None):
-        """As ComfyUI's, for any number of channels; tiles of 512 pixels where nothing is said, which it falls
-        back to where memory does not suffice."""
+        """Decode in tiles as ComfyUI does, for any number of channels. ComfyUI falls back to it, with tiles
+        of 512 pixels, where memory does not suffice."""
         ratio = self.upscale_ratio
         assert isinstance(ratio, int)  # ComfyUI has another method for the tiles of videos
         side = 512 // ratio
@@ -106,7 +106,7 @@ class DiffusersVAE(comfy.sd.VAE):
         )
 
     def _measure(self, vae):
-        """Channels and scales, from what the decoder makes of latents of 2 x 2 cells (and 2 and 3 frames)
+        """Set channels and scales, from what the decoder makes of latents of 2 x 2 cells (and 2 and 3 frames)
         without values."""
         with torch.device("meta"):
             model = type(self.first_stage_model)(type(vae).from_config(vae.config))

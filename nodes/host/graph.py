@@ -85,8 +85,8 @@ def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> R
 
 
 def _lora_bytes(prompt: dict, loader: str) -> tuple[int, int]:
-    """Bytes of the LoRAs of a loader's model, and of those of others, which are on the same ranks: a plain
-    one takes about what its file does."""
+    """Return the bytes of the LoRAs of a loader's model, and of those of others, which are on the same ranks:
+    a plain one takes about what its file does."""
     own = others = 0
     for key, node in prompt.items():
         strength = LORAS.get(node.get("class_type", ""))
@@ -99,7 +99,7 @@ def _lora_bytes(prompt: dict, loader: str) -> tuple[int, int]:
 
 
 def _loaders_of(prompt: dict, lora: str) -> set[str | None]:
-    """The loaders to whose transformers on the ranks a node's LoRA is added."""
+    """Return the loaders to whose transformers on the ranks a node's LoRA is added."""
     if source(prompt, lora, "dit"):
         return {loader_of(prompt, lora)}
     model = source(prompt, lora, "model")
@@ -156,7 +156,8 @@ def _number(inputs: dict, name: str, default: int) -> int:
 
 
 def _steps(prompt: dict, sampler: str, inputs: dict) -> int:
-    """The steps that a sampler with these ``inputs`` makes, or those of the sigmas that it is given."""
+    """Return the steps that a sampler with these ``inputs`` makes, or those of the sigmas that it is
+    given."""
     if source(prompt, sampler, "sigmas"):
         return _scheduled(prompt, sampler) or STEPS
     steps = _number(inputs, "steps", STEPS)

@@ -275,7 +275,7 @@ def _unload(
 
 
 def _entries(backend: Backend, models: Collection[Wanted]) -> list[RankWeights]:
-    """What ComfyUI's memory manager knows of these models on a backend."""
+    """Return what ComfyUI's memory manager knows of these models on a backend."""
     here = [found for (_, key), (holder, found) in _weights.items() if holder is backend and key in models]
     return list(chain(*here))
 
