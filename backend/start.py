@@ -57,7 +57,8 @@ class Start:
 def begin() -> Start:
     """Read the command line and what it points to; ConfigError for what cannot run here."""
     options = arguments().parse_args()
-    sys.stdout, sys.stderr = LossyLog(sys.stdout), LossyLog(sys.stderr)
+    sys.stdout = LossyLog(sys.stdout)
+    sys.stderr = LossyLog(sys.stderr)
     _leave_no_core()
     if hasattr(faulthandler, "register"):  # before its first beat, after which the launcher may ask for it
         faulthandler.register(signal.SIGUSR1, file=2)

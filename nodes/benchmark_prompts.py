@@ -138,7 +138,8 @@ def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) 
     if seeded is None:
         return [trial]
     key, name = seeded
-    again, seed = copy.deepcopy(trial), random.randrange(MOST_SEEDS)
+    again = copy.deepcopy(trial)
+    seed = random.randrange(MOST_SEEDS)
     trial[key]["inputs"][name], again[key]["inputs"][name] = seed, seed + 1
     return [trial, again]
 

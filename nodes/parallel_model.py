@@ -190,7 +190,9 @@ class RemoteTransformer(ElsewhereModule):
         guider = executor.class_obj
         size = (kwargs.get("latent_shapes") or [noise.shape])[0]
         before = self.held, self.asked, self.used
-        args = denoise_mask, callback and tolerate_preview_oom(callback, NodeStatus()), *args
+        if callback:
+            callback = tolerate_preview_oom(callback, NodeStatus())
+        args = (denoise_mask, callback, *args)
         with errors_on_node(), one_plan(guider.model_patcher.dit, guider, size, len(sigmas) - 1) as dit:
             self.held = (*ensure_loaded(dit), dit)
             self.asked = set()

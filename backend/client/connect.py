@@ -42,7 +42,8 @@ def connect(config: ParallelConfig) -> BackendClient:
             f"the backend at {config.address} runs with {in_words(runs)}, but Parallel Config has "
             f"{in_words(config.degrees)}; set the same degrees."
         )
-    settings, asked = client.welcome.settings, config.of_ranks
+    settings = client.welcome.settings
+    asked = config.of_ranks
     others = [name for name, value in asked.items() if settings.get(name, value) != value]
     if others:
         client.close()

@@ -108,7 +108,8 @@ def cause_among(found: list[RankFailure]) -> RankFailure | None:
 
 def ended_by_signal(log: str) -> RankFailure | None:
     """Return the rank that torchrun saw end first, by its ``log``, where a signal ended it; else None."""
-    codes, first = _exit_codes(log), _seen_first(log)
+    codes = _exit_codes(log)
+    first = _seen_first(log)
     if first is None or codes.get(first, 0) >= 0 or codes[first] == -signal.SIGTERM:
         return None
     return RankFailure(first, codes[first], is_first=True)

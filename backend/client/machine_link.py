@@ -57,8 +57,7 @@ class Peer:
                     self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def read(self, limit: int = MAX_LINE) -> list[dict]:
-        """Return the lines that are there, after at most the socket's timeout. Raises ConnectionError where
-        there will be no more."""
+        """Return lines that come within the socket's timeout. Raises ConnectionError if none will come."""
         data = self.socket.recv(1 << 16)
         self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
@@ -112,7 +111,8 @@ class Link:
     def watch(self, on_end: Callable[[str], None], on_ready: Check):
         """Begin to beat and to listen. ``on_end`` is called where the ranks of this machine have to end: with
         why, or with nothing where another machine has still to say why. ``on_ready``: all have joined."""
-        self._on_end, self._on_ready = on_end, on_ready
+        self._on_end = on_end
+        self._on_ready = on_ready
         for peer in self.peers:
             peer.socket.settimeout(1.0)
         self._thread.start()

@@ -75,7 +75,8 @@ def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]
 def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str]):
     """Have all ranks that start on two or more of ``gpus`` use ``way``."""
     found = cache_files.read("nccl", link_key(environment), _parsed) or {}
-    group, index = frozenset(gpus), WAYS.index(way)
+    group = frozenset(gpus)
+    index = WAYS.index(way)
     if found.get(group, 0) != index:
         found[group] = index
         written = {",".join(map(str, sorted(each))): its for each, its in found.items()}

@@ -247,7 +247,8 @@ def question_of(
         machine = machine.ordered(order)
         devices = [devices[index] for index in order] if order else devices
     asked = request(shapes[0])
-    host, file = _host_memory() // PARKED, measurements.load_rate(model, device)
+    host = _host_memory() // PARKED
+    file = measurements.load_rate(model, device)
     swaps = WeightSwaps(host, file, _left_by_comfyui(devices, asked) if device == "cuda" else ())
     known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
     return Question(*known, auto.rank_shares, swaps, may_cache_dequantized()), devices

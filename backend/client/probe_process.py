@@ -120,7 +120,8 @@ def _probed(
     long as it takes."""
     private = private_folder()
     try:
-        out, store = private.path / "rates.json", private.path / "store"
+        out = private.path / "rates.json"
+        store = private.path / "store"
         probe = ["-m", "backend.probe", "--store", str(store), "--device", device, "--out", str(out)]
         command = [*agent_command(config.world_size, private.path), *probe]
         environment = sanitized_environment(dict(os.environ), config, device, nccl=way)
@@ -134,7 +135,8 @@ def _probed(
         def remedy() -> str:
             return hang_remedy(device) if are_there() else SLOW_START
 
-        is_linked, held = Path(f"{store}.linked").exists, private.inherited
+        is_linked = Path(f"{store}.linked").exists
+        held = private.inherited
         try:
             run(command, environment, check, longest, is_started, is_linked, held, remedy)
         except UnmeasuredError as error:
@@ -203,7 +205,9 @@ def _waited(
     process: subprocess.Popen, check: Check, longest: float, is_linking: Callable[[], bool]
 ) -> float | None:
     """Wait for a process; return the seconds that it had where it has not ended by then."""
-    began, limit, linking = time.monotonic(), longest, False
+    began = time.monotonic()
+    limit = longest
+    linking = False
     while process.poll() is None:
         if time.monotonic() > began + limit:
             return limit
@@ -211,7 +215,8 @@ def _waited(
         time.sleep(0.1)
         if is_linking() != linking:
             linking = not linking
-            began, limit = time.monotonic(), min(longest, ANSWER_SECONDS) if linking else longest
+            began = time.monotonic()
+            limit = min(longest, ANSWER_SECONDS) if linking else longest
     return None
 
 

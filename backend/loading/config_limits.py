@@ -45,7 +45,8 @@ def check_config(name: str, transformer: str, config: Mapping, shapes: Shapes):
     most = max(COUNT, widest)
     for entry, value in config.items():
         if matches(entry, NUMBERS):
-            limit, what = NUMBER, "more than any model has"
+            limit = NUMBER
+            what = "more than any model has"
         elif matches(entry, BLOCKS) and isinstance(value, int):
             limit = len(numbers) + SPARE_BLOCKS
             what = f"but its file has tensors of {len(numbers)} blocks"

@@ -231,7 +231,8 @@ class FusedWeights:
         rows, columns = self._spans(name, self.cuts, here)
         if name in wholes and any(change.adapter.needs_the_whole for change in changes):
             shape = self.checkpoint.shapes[name]
-            height, width = sum(map(len, rows)), sum(map(len, columns))
+            height = sum(map(len, rows))
+            width = sum(map(len, columns))
             own = (height, width) if len(shape) == 2 else (height, *shape[1:])
             return cut(wholes[name], rows, columns).reshape(own)
         value = self.checkpoint.read(name, dtype, self.device, shard)
@@ -240,7 +241,8 @@ class FusedWeights:
 
     def _set_adapters(self, weight: PackedWeight, name: str, changes: list[LoraChange], wholes):
         """Put LoRAs next to a quantized weight, or adapters of other kinds into a copy that is held whole."""
-        known, adapters = dict(weight.adapters), {}
+        known = dict(weight.adapters)
+        adapters = {}
         if not all(is_low_rank(change.adapter) for change in changes):
             weight.set_adapters({})
             value = self._value(name, changes, wholes, torch.float32)

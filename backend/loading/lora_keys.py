@@ -308,7 +308,8 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
             f"with this control."
         )
     if adapter.size != target.shape:
-        size, here = _times(adapter.size), _times(target.shape)
+        size = _times(adapter.size)
+        here = _times(target.shape)
         raise MisfitError(
             f"that of {target.name} is {size}, but the tensor is {here}",
             f"the LoRA {name} was made for another model: its change of {target.name} is {size}, but in "

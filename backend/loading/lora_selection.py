@@ -31,7 +31,9 @@ def once_each(found: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target, A
     """Split adapters into those to add and the targets of others: of several that change one parameter, that
     of the largest tensor counts. Files of Z-Image have a stacked tensor and, once more, its parts under names
     that ComfyUI does not know (diffusers' converter drops them as redundant)."""
-    taken, kept, twice = set(), [], []
+    taken = set()
+    kept = []
+    twice = []
     for target, adapter in sorted(found, key=lambda each: -len(each[0].pieces)):
         if taken.isdisjoint(target.pieces):
             taken |= target.pieces.keys()

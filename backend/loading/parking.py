@@ -85,7 +85,8 @@ def to_host(modules: Iterable[nn.Module], pinned: bool = True):
     copies = COPIES.take(modules)
     stored = {id(parameter) for weight in quantized(modules) for parameter in weight.parameters()}
     # apart from the rest, whose memory does not wait for it
-    memory, memory_of_stored = HostMemory(pinned), HostMemory(pinned)
+    memory = HostMemory(pinned)
+    memory_of_stored = HostMemory(pinned)
     _make_room(modules, copies)
 
     def moved(tensor: Tensor) -> Tensor:

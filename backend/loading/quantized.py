@@ -42,7 +42,8 @@ class LayerSlice:
             if f"{self.layer.name}.{leaf}" in self.files.shapes:
                 role, read = READERS[leaf]
                 if leaf == "weight_scale" and self.layer.format.tiles:
-                    role, read = "block_scales", LayerSlice._block_scales
+                    role = "block_scales"
+                    read = LayerSlice._block_scales
                 found[role] = read(self, leaf)
         if self.layer.input_scale:
             found["input_scale"] = self._scale(self.layer.input_scale)

@@ -86,7 +86,8 @@ class Download:
 
     def __init__(self, tensor: Tensor):
         if tensor.device.type == "cpu":
-            self._tensor, self._arrived = tensor.clone(), None
+            self._tensor = tensor.clone()
+            self._arrived = None
             return
         self._tensor = page_locked(tensor.shape, tensor.dtype)
         self._tensor.copy_(tensor, non_blocking=True)

@@ -45,7 +45,8 @@ def forward_args(config, grid, latent, sigma, cond):
         numbers = torch.arange(text.shape[1], device=device)[:, None]
         return torch.nn.functional.pad(numbers, (3, 1 if at_zero else 0))
 
-    timestep, guidance = sigma.expand(batch), None
+    timestep = sigma.expand(batch)
+    guidance = None
     if config["guidance_embeds"] and "guidance" in cond:
         guidance = cond["guidance"].reshape(-1).expand(batch)
     if at_zero:
@@ -146,7 +147,8 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         image_rotary_emb=None,
         joint_attention_kwargs=None,
     ):
-        image, text = hidden_states, encoder_hidden_states
+        image = hidden_states
+        text = encoder_hidden_states
         if temb_mod_img.shape[0] != 2 * image.shape[0]:
             given = temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
             if torch.compiler.is_compiling():
@@ -178,7 +180,8 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
             image_rotary_emb=tables,
             **(more or {}),
         )
-        image, text = gated(image, attended, gate), gated(text, c_attended, c_gate)
+        image = gated(image, attended, gate)
+        text = gated(text, c_attended, c_gate)
         shift, scale, gate = of_image
         image = gated(image, self.ff(modulated(self.norm2, image, 1 + scale, shift)), gate)
         shift, scale, gate = of_text

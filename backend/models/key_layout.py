@@ -109,7 +109,8 @@ class Layout:
         """Return a key of another spelling in this one; ``separator``: what stands for dots in it."""
         for theirs, ours in self.spellings:
             if separator != ".":
-                theirs, ours = theirs.replace(".", separator), ours.replace(".", separator)
+                theirs = theirs.replace(".", separator)
+                ours = ours.replace(".", separator)
             key = key.replace(theirs, ours)
         return key
 

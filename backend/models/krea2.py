@@ -131,7 +131,8 @@ class Norm(theirs.Krea2RMSNorm):
     stored without the 1, and in bf16 the sum would keep 8 bits."""
 
     def forward(self, hidden_states):
-        x, weight = hidden_states.float(), self.weight.float() + 1.0
+        x = hidden_states.float()
+        weight = self.weight.float() + 1.0
         return F.rms_norm(x, (self.dim,), weight=weight, eps=self.eps).to(hidden_states.dtype)
 
 
@@ -148,7 +149,8 @@ class Block(theirs.Krea2TransformerBlock):
     which a rank's own tokens do not have."""
 
     def forward(self, hidden_states, temb, image_rotary_emb, attention_mask=None):
-        tables, of_references = image_rotary_emb[:2], image_rotary_emb[-1]
+        tables = image_rotary_emb[:2]
+        of_references = image_rotary_emb[-1]
         if temb.shape[0] != 2 * hidden_states.shape[0]:
             return super().forward(hidden_states, temb, tables, attention_mask)
         modulation = temb.squeeze(1).unflatten(-1, (6, -1)) + self.scale_shift_table

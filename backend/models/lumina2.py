@@ -42,7 +42,8 @@ class Rope(Lumina2RotaryPosEmbed):
         batch, text = attention_mask.shape
         p = self.patch_size
         cells = hidden_states.unflatten(3, (-1, p)).unflatten(2, (-1, p))
-        rows, columns = cells.shape[2], cells.shape[4]
+        rows = cells.shape[2]
+        columns = cells.shape[4]
         tokens = cells.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
         tables = self.tables(batch, text, rows, columns, hidden_states.device)
         return tokens, *tables, [text] * batch, [text + rows * columns] * batch

@@ -28,8 +28,10 @@ def audio_sigma(sigma):
 def rescale(sigma):
     """Return the factors of both streams: the solvers' audio is the model's times the ratio of the two noise
     levels."""
-    sigma, scale = sigma.clamp(min=1e-6), SHIFT / AUDIO_SHIFT
-    audio, one = audio_sigma(sigma), torch.ones_like(sigma)
+    sigma = sigma.clamp(min=1e-6)
+    scale = SHIFT / AUDIO_SHIFT
+    audio = audio_sigma(sigma)
+    one = torch.ones_like(sigma)
     return [
         (one, 0.0 * one, one),
         (audio / sigma, (1.0 - scale) * (audio / sigma), 1.0 + (scale - 1.0) * audio),
@@ -47,7 +49,8 @@ def positions(grid, text, references, origin):
     audio, its channels at the image's sides, and the video. ``references``: positions of the reference
     tokens."""
     (frames, rows, columns), (_, channels, length) = (one.counts for one in grid.grids)
-    y, x = axis(rows, columns), axis(columns, rows)
+    y = axis(rows, columns)
+    x = axis(columns, rows)
     spans = torch.tensor([CLOCK * FRAMES[i % len(FRAMES)] for i in range(frames)], dtype=torch.float64)
     clock = torch.cat([torch.zeros(1, dtype=torch.float64), spans[:-1].cumsum(0)]) + origin
     moments = torch.arange(length, dtype=torch.float64) + origin

@@ -23,7 +23,9 @@ class Places(Sequence):
     and where text starts. No list: on GPUs FSDP2 makes new ones of those, which have entries alone."""
 
     def __init__(self, shapes, positions, text=0):
-        self.shapes, self.positions, self.text = shapes, positions, text
+        self.shapes = shapes
+        self.positions = positions
+        self.text = text
 
     def __len__(self):
         return len(self.shapes)
@@ -37,7 +39,8 @@ class Rotary(torch.nn.Module):
 
     def __init__(self, theta, axes):
         super().__init__()
-        self.theta, self.axes = theta, axes
+        self.theta = theta
+        self.axes = axes
 
     def table(self, positions):
         parts = []

@@ -114,7 +114,8 @@ def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. The pose has the latent's size, and faces that of their
     encoder."""
     pose: Tensor | None = cond.get("pose_latents")
-    channels, sides = config["latent_channels"], list(grid.shape[2:])
+    channels = config["latent_channels"]
+    sides = list(grid.shape[2:])
     if pose is not None:
         if pose.ndim != 5 or not pose.numel() or [pose.shape[1], *pose.shape[3:]] != [channels, *sides]:
             return (

@@ -91,14 +91,16 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
             mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-    row = kernel_of(kernel)
-    if row.call is not None and fits(kernel, q, masked=mask is not None, lse=True):
-        return row.call(q, k, v, scale, True)
+    kernel_entry = kernel_of(kernel)
+    if kernel_entry.call is not None and fits(kernel, q, masked=mask is not None, lse=True):
+        return kernel_entry.call(q, k, v, scale, True)
     if mask is not None or q.dtype == torch.float32 or not has_flash(q.device):
         dtype = q.dtype
         # the efficient kernel has none for bfloat16 before Ampere
         if dtype == torch.bfloat16 and torch.cuda.get_device_capability(q.device) < AMPERE:
-            q, k, v = q.float(), k.float(), v.float()
+            q = q.float()
+            k = k.float()
+            v = v.float()
             mask = None if mask is None else mask.float()
         mask = None if mask is None else aligned(mask).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention

@@ -123,14 +123,16 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
     """Have ``blocks`` run compiled; yield a function that says how that went, in sentences. Hooks of blocks
     run outside of the graphs, as FSDP's must."""
     blocks = list(blocks)
-    graphs, seconds = COMPILER.graphs, COMPILER.seconds
+    graphs = COMPILER.graphs
+    seconds = COMPILER.seconds
     why_not = unavailable()
     if why_not:
         yield lambda: [f"blocks run uncompiled: {why_not}"]
         return
 
     def notes() -> list[str]:
-        made, took = COMPILER.graphs - graphs, COMPILER.seconds - seconds
+        made = COMPILER.graphs - graphs
+        took = COMPILER.seconds - seconds
         failed = {COMPILER.failed.get(type(block).forward) for block in blocks}
         new = [f"compiled {made} graph{'s' * (made > 1)} of blocks in {took:.1f} s"] if made else []
         return new + sorted(filter(None, failed))

@@ -32,6 +32,7 @@ def in_order() -> Iterator[None]:
 def _rename(edges, operations):
     """Put every edge under the name of its operation, too, which the scheduler looks up."""
     for operation in operations:
-        buffer, name = operation.get_name(), operation.get_operation_name()
+        buffer = operation.get_name()
+        name = operation.get_operation_name()
         if buffer != name and edges.get(buffer):
             edges[name] |= edges[buffer]

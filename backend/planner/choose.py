@@ -307,7 +307,8 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     ranks = least.plan.world_size
     each = f"the {least.unit}" if ranks == 1 else f"each of {ranks} {least.unit}s"
     more = f"more than {question.gpus} {least.unit}{'s' * (question.gpus > 1)}"
-    request, shape = question.request, question.shape
+    request = question.request
+    shape = question.shape
     file = "a file of fewer bits" if shape.is_quantized else "a quantized file"
     smaller = "fewer or smaller frames" if shape.is_video else "a smaller width and height"
     remedies = [file, smaller, "memory that other programs hold now (close them)", more]

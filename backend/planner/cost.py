@@ -192,7 +192,8 @@ class Cost:
     @property
     def _passes(self) -> int:
         """Return how often each block runs in a request."""
-        steps, patches = self.request.steps, self.plan.patches
+        steps = self.request.steps
+        patches = self.plan.patches
         if not self.plan.has_stale_kv:
             return steps * self._batches(1)
         synchronous = min(self.plan.warmup_steps, steps)
@@ -253,7 +254,8 @@ class Cost:
     def _all_to_all(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Return the seconds of Ulysses' all-to-all before and after attention."""
         plan = self.plan
-        u, tp = plan.ulysses_degree, plan.tensor_parallel_degree
+        u = plan.ulysses_degree
+        tp = plan.tensor_parallel_degree
         if u == 1:
             return 0.0
         features = 2 * (self._queries(blocks) + self._keys(blocks))  # and values; outputs
@@ -269,7 +271,8 @@ class Cost:
         tp = plan.tensor_parallel_degree
         if tp == 1:
             return 0.0
-        image, text = self.request.image_tokens, self.request.text_tokens
+        image = self.request.image_tokens
+        text = self.request.text_tokens
         numbers = sum(block.reduced_image * image + block.reduced_text * text for block in blocks)
         held = self._at_once(patches) * self.shape.itemsize / plan.sp_degree / patches
         sent = 2 * (tp - 1) / tp * numbers * held

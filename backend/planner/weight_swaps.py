@@ -64,14 +64,16 @@ class WeightSwaps:
             return 0.0, False
         theirs = replace(request, loras=request.other_loras)
         models = [held_by_rank(shape, plan, request), *(held_by_rank(each, plan, theirs) for each in others)]
-        seconds, reads = 0.0, False
+        seconds = 0.0
+        reads = False
         for rank, left in self.left_by_comfyui:
             if rank >= plan.world_size:
                 continue
             sizes = [ranks[rank].weights for ranks in models]
             gone = _gone(sizes, left)
             if gone and self.must_reread(plan, gone):
-                seconds, reads = self._reading(sum(each.weights for each in models[0])), True
+                seconds = self._reading(sum(each.weights for each in models[0]))
+                reads = True
                 break  # they are freed on every rank
             # a request pays for its own model, which leaves without a copy where it is quantized
             ways = 1 if shape.is_quantized else 2

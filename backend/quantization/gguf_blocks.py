@@ -45,13 +45,16 @@ def _q8_0(blocks: Tensor, out: Tensor):
 
 
 def _q4_0(blocks: Tensor, out: Tensor):
-    scale, pairs = _float(blocks, 0), blocks[:, 2:]
+    scale = _float(blocks, 0)
+    pairs = blocks[:, 2:]
     for part, codes in enumerate((pairs & 15, pairs >> 4)):
         torch.mul(codes.view(torch.int8).sub_(8), scale, out=out.unflatten(1, (2, 16))[:, part])
 
 
 def _q4_1(blocks: Tensor, out: Tensor):
-    scale, least, pairs = _float(blocks, 0), _float(blocks, 2), blocks[:, 4:]
+    scale = _float(blocks, 0)
+    least = _float(blocks, 2)
+    pairs = blocks[:, 4:]
     for part, codes in enumerate((pairs & 15, pairs >> 4)):
         torch.addcmul(least, codes, scale, out=out.unflatten(1, (2, 16))[:, part])
 
@@ -59,7 +62,8 @@ def _q4_1(blocks: Tensor, out: Tensor):
 def _q4_k(blocks: Tensor, out: Tensor):
     """Dequantize eight groups of 32 values, two neighbours of them in the halves of 32 bytes."""
     scales, least = _groups_of_8(blocks)
-    pairs, parts = blocks[:, 16:].unflatten(1, (4, 32)), out.unflatten(1, (4, 2, 32))
+    pairs = blocks[:, 16:].unflatten(1, (4, 32))
+    parts = out.unflatten(1, (4, 2, 32))
     for part, codes in enumerate((pairs & 15, pairs >> 4)):
         torch.addcmul(least[:, part::2], codes, scales[:, part::2], out=parts[:, :, part])
 
@@ -67,7 +71,8 @@ def _q4_k(blocks: Tensor, out: Tensor):
 def _q5_k(blocks: Tensor, out: Tensor):
     """Dequantize the same, with the fifth bits of group g in the bits g of 32 bytes."""
     scales, least = _groups_of_8(blocks)
-    pairs, parts = blocks[:, 48:].unflatten(1, (4, 32)), out.unflatten(1, (4, 2, 32))
+    pairs = blocks[:, 48:].unflatten(1, (4, 32))
+    parts = out.unflatten(1, (4, 2, 32))
     fifth = blocks[:, 16:48].unsqueeze(1)
     for part, codes in enumerate((pairs & 15, pairs >> 4)):
         bits = _shifted(fifth, range(part, 8, 2)).bitwise_and_(1).bitwise_left_shift_(4)
@@ -77,7 +82,8 @@ def _q5_k(blocks: Tensor, out: Tensor):
 def _q6_k(blocks: Tensor, out: Tensor):
     """Dequantize two halves of 4 x 32 values in groups of 16: four bits in 64 bytes, two more in 32 bytes."""
     scales = (_float(blocks, 208) * blocks[:, 192:208].view(torch.int8)).unflatten(1, (8, 2, 1))
-    low, high = blocks[:, :128].unflatten(1, (2, 1, 64)), blocks[:, 128:192].unflatten(1, (2, 1, 32))
+    low = blocks[:, :128].unflatten(1, (2, 1, 64))
+    high = blocks[:, 128:192].unflatten(1, (2, 1, 32))
     codes = _shifted(low, (0, 4)).bitwise_and_(15).view(-1, 8, 32)
     codes |= _shifted(high, (0, 2, 4, 6)).bitwise_and_(3).bitwise_left_shift_(4).view(-1, 8, 32)
     signed = codes.view(torch.int8).sub_(32).unflatten(2, (2, 16))
@@ -93,7 +99,8 @@ def _groups_of_8(blocks: Tensor) -> tuple[Tensor, Tensor]:
     bytes 0 to 7.
     """
     packed = blocks[:, 4:16].unflatten(1, (3, 4))
-    first, upper = packed[:, :2] & 63, (packed[:, :2] >> 2).bitwise_and_(48)
+    first = packed[:, :2] & 63
+    upper = (packed[:, :2] >> 2).bitwise_and_(48)
     lower = _shifted(packed[:, 2:], (0, 4)).bitwise_and_(15)
     six = torch.cat([first, lower.view(-1, 2, 4).bitwise_or_(upper)], dim=-1)
     signs = _on_device((1.0, -1.0), device=blocks.device, dtype=torch.float32)

@@ -95,7 +95,8 @@ def int8(
     packed = weight.packed
     size = rotation(packed.settings)
     if max_over_ranks is None and _fuses("int8_linear"):
-        values, scale = packed.tensors["values"], packed.tensors["scale"].float()
+        values = packed.tensors["values"]
+        scale = packed.tensors["scale"].float()
         rotation_options = {"convrot": size is not None, "convrot_groupsize": size or 256}
         return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotation_options)
     return _int8_in_chunks(x, weight, bias, size, max_over_ranks)
@@ -187,7 +188,8 @@ def float8(
     from comfy_kitchen.scaled_mm_v2 import scaled_mm_v2  # pyright: ignore[reportMissingImports]  # optional
 
     tensors = weight.packed.tensors
-    given, one = tensors.get("input_scale"), _one(x.device)
+    given = tensors.get("input_scale")
+    one = _one(x.device)
     input_scale = one if given is None else given.float()
     inside, after = _bias_where(x, bias)
     out = scaled_mm_v2(
@@ -229,7 +231,8 @@ def mxfp8(
     x: Tensor, weight: "PackedWeight", bias: Tensor | None, max_over_ranks: MaxOverRanks | None
 ) -> Tensor:
     """Multiply blocks of 32 values, of activations and weights; on a CPU, what these blocks stand for."""
-    tensors, rows = weight.packed.tensors, _rows(x)
+    tensors = weight.packed.tensors
+    rows = _rows(x)
     inside, after = _bias_where(x, bias)
 
     def product(chunk: slice) -> Tensor:
@@ -249,7 +252,8 @@ def nvfp4(
     x: Tensor, weight: "PackedWeight", bias: Tensor | None, max_over_ranks: MaxOverRanks | None
 ) -> Tensor:
     """Multiply blocks of 16 values under a scale of all; on a CPU, what these blocks stand for."""
-    tensors, rows = weight.packed.tensors, _rows(x)
+    tensors = weight.packed.tensors
+    rows = _rows(x)
     inside, after = _bias_where(x, bias)
     scale = tensors.get("input_scale")
     if scale is None:

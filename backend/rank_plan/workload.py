@@ -178,7 +178,8 @@ class Workload:
     def _on_stage(self, place: Place, stages: Stages) -> tuple[list[HeldParameter], HeldWeights]:
         """Return the parameters of the rank at ``place``, and their bytes before they are sharded: those of
         every rank with its part of the matrices and its stage."""
-        tp, own = place["tp"], place["pp"]
+        tp = place["tp"]
+        own = place["pp"]
         found = self._known.get((tp, own))
         if found is None:
             here = [

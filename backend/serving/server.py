@@ -292,7 +292,8 @@ class Server:
         """Mark a job as done, so that a Cancel from now on does not stop it."""
         if job.running:
             self._answered[self._running[0]] += 1
-            self._running, self.running_for = ("", 0.0), None
+            self._running = ("", 0.0)
+            self.running_for = None
         job.message = None
 
     def status(self) -> protocol.Report:

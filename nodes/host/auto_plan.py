@@ -145,7 +145,8 @@ def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterato
     the ranks as they are. ``guider``: ComfyUI's, with prompts. ``shape``: of the latent, the first of
     several. Where ranks run out of memory, the next sampling takes a plan that needs less: this one's solver
     has begun. Errors as in ``sample_planned``."""
-    text, references = _text_tokens(guider.conds), _references(guider.conds)
+    text = _text_tokens(guider.conds)
+    references = _references(guider.conds)
     prompts = 2 if _goes_together(guider) else 1
     size = _size_of_calls(shape, guider)
     request = _request_of(dit, size, references, text, steps, prompts, drained=True)

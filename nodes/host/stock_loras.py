@@ -92,7 +92,9 @@ def _factors(name: str, adapter: comfy.weight_adapter.LoRAAdapter) -> tuple[Tens
     for value, what in ((mid, "Tucker"), (dora_scale, "DoRA"), (reshape, "a reshaping")):
         if value is not None:
             raise _refusal(name, f"{what} LoRA")
-    up, down = up.flatten(1), down.flatten(1)  # a convolution is a matrix for ComfyUI, too
+    # a convolution is a matrix for ComfyUI, too
+    up = up.flatten(1)
+    down = down.flatten(1)
     return (up.float() * (alpha / down.shape[0]) if alpha is not None else up), down
 
 

@@ -64,7 +64,8 @@ def modulated(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Te
 def adapted(norm: Any, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return norm(x) * (1 + scale) + shift (adaLN), of shift and scale (B, D) and a norm without weights."""
     if len(scale) > 1:  # one sample's are all of its tokens' as they are
-        shift, scale = shift[:, None], scale[:, None]
+        shift = shift[:, None]
+        scale = scale[:, None]
     return modulated(norm, x, 1 + scale, shift)
 
 

@@ -21,7 +21,8 @@ def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:
             r = h_last / h
             direction = (1 + 1 / (2 * r)) * denoised - (1 / (2 * r)) * old_denoised
         x = (t_next.neg().exp() / t.neg().exp()) * x - (-h).expm1() * direction
-        old_denoised, h_last = denoised, h
+        old_denoised = denoised
+        h_last = h
     return x
 
 

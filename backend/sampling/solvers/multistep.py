@@ -172,7 +172,8 @@ def res_multistep(x: Tensor, problem: Problem) -> Steps:
             share = torch.nan_to_num(phi_2 / ((t_last - t) / h), nan=0.0)
             own = torch.nan_to_num(phi_1 - share, nan=0.0)
             x = h.neg().exp() * x + h * (own * denoised + share * old_denoised)
-        old_denoised, t_last = denoised, t
+        old_denoised = denoised
+        t_last = t
     return x
 
 
