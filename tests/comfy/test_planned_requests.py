@@ -41,4 +41,5 @@ def test_reference_images_are_counted(monkeypatch, references):
     monkeypatch.setattr(one_rank.planning, "projected", lambda config, model, request: request(SHAPE))
     tensors = {"noise": LATENT, "sigmas": torch.linspace(1, 0, 5), "positive.c_crossattn": PROMPT}
     tensors |= {f"positive.ref_latents.{i}": each for i, each in enumerate(given)}
-    assert one_rank.projected(handle(None), Sample("m", "euler", 1.0, 1, tensors=tensors)) == asked
+    sample = Sample("m", "euler", 1.0, 1, tensors=tensors)
+    assert one_rank.projected(f"{references} references", handle(None), sample) == asked
