@@ -252,7 +252,9 @@ class Worker:
         report = None if own_reason else self.engine.models[key].report.as_dict()
         answers = self.control.all_gather_object([own_reason, report, ran_out])
         reasons = by_rank([reason for reason, _, _ in answers])
-        if own_reason and not ran_out:  # a rank whose GPU is lost ends now, and not in somebody's next request
+        if (
+            own_reason and not ran_out
+        ):  # a rank whose GPU is lost ends now, and not in somebody's next request
             check_device(self.mesh.device, f"the GPU was lost while the model was loaded: {own_reason}")
         if reasons:
             self.engine.unload(key)

@@ -206,7 +206,7 @@ class Workload:
 
     @cached_property
     def _held(self) -> list[list[HeldParameter]]:
-        """Return every parameter as each rank of a tensor-parallel group holds it: the same for all requests."""
+        """Return every parameter as each rank of a tensor-parallel group holds it: alike for all requests."""
         known = self.checkpoint.known_parameters
         key = (*self._split, self.dtype, self.bits, frozenset(self.choices.items()))
         if key not in known:
