@@ -249,12 +249,15 @@ class Worker:
             traceback.print_exc()
             own_reason = str(error) or type(error).__name__
             ran_out = is_out_of_memory(error)
+        return self._agree_on_load(key, own_reason, ran_out, planned)
+
+    def _agree_on_load(self, key: str, own_reason: str, ran_out: bool, planned: Planned | None) -> list[str]:
+        """Gather why ranks could not load a model; return these reasons, for which none keeps it. Raises
+        InsufficientMemory, and RuntimeError on a rank whose GPU is lost."""
         report = None if own_reason else self.engine.models[key].report.as_dict()
         answers = self.control.all_gather_object([own_reason, report, ran_out])
         reasons = by_rank([reason for reason, _, _ in answers])
-        if (
-            own_reason and not ran_out
-        ):  # a rank whose GPU is lost ends now, and not in somebody's next request
+        if own_reason and not ran_out:  # a lost GPU ends its rank now, and not in somebody's next request
             check_device(self.mesh.device, f"the GPU was lost while the model was loaded: {own_reason}")
         if reasons:
             self.engine.unload(key)

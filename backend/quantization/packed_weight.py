@@ -47,8 +47,7 @@ def concatenated(adapters: Sequence[LowRank]) -> LowRank | None:
     if len(adapters) < 2:
         for each in adapters:  # alone, it does not keep what it was a part of
             if each.up.untyped_storage().nbytes() > each.up.nbytes:
-                each.up = each.up.clone()
-                each.down = each.down.clone()
+                each.up, each.down = each.up.clone(), each.down.clone()
         return adapters[0] if adapters else None
     up = torch.cat([each.up for each in adapters], dim=1)
     down = torch.cat([each.down for each in adapters])
@@ -127,8 +126,7 @@ class PackedWeight(nn.Module):
             self._joined = replace(self._joined, strengths=_strengths(parts))
         else:
             self._joined = concatenated(parts)
-        self.adapters = adapters
-        self.whole = whole
+        self.adapters, self.whole = adapters, whole
 
     @property
     def format_name(self) -> str:
