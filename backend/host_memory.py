@@ -15,8 +15,8 @@ PIECE, ALIGNMENT = 1 << 28, 512
 
 @dataclass
 class PageLocked:
-    """Page-locked bytes of this process: ``used`` by weights, or ``kept`` by torch's allocator for the next
-    ones. To lock memory takes longer than to copy weights into it: 33 GiB in 8 s were seen elsewhere
+    """Page-locked bytes of this process: ``used`` by weights, or ``reusable``: torch's allocator has them for
+    the next ones. To lock memory takes longer than to copy weights into it: 33 GiB in 8 s were seen elsewhere
     (ik_llama.cpp, pull request 1517)."""
 
     used: int = 0

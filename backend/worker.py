@@ -82,7 +82,7 @@ class Leader(Worker):
 
     def _models(self) -> dict[str, str]:
         loaded = self.engine.models.keys() - self.engine.stacks.keys()
-        return {key: self.files[key][0] if key in self.files else "" for key in loaded}
+        return {key: self.files.get(key, ("",))[0] for key in loaded}  # one look: other threads call it
 
     def _of_rank(self, rank: int) -> dict:
         """Return what Report.ranks says of a rank's models and last steps, from any thread."""
@@ -141,7 +141,7 @@ class Leader(Worker):
 
     def _free_abandoned(self, message, every: bool) -> bool:
         """Unload the oldest model that no connected client has loaded, or ``every`` such one; return whether
-        there was one next to that of ``message``."""
+        there was one besides that of ``message``."""
         named = self.named.of_connected()
         own = getattr(message, "model", "").partition(LORAS)[0]
         others = [key for key in self.files if key not in named and key != own]

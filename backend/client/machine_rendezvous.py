@@ -32,7 +32,7 @@ def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: fl
     peers: dict[int, Peer] = {}
     refused = ""
     deadline = time.monotonic() + seconds
-    while missing := [i for i in range(1, machines.count) if i not in peers]:
+    while missing := _missing(machines, peers):
         check()
         if time.monotonic() > deadline:
             listener.close()
@@ -41,23 +41,32 @@ def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: fl
                 f"machine {names} of {machines.count} has not joined in {seconds:.0f} s; start it with "
                 f"--node-rank {missing[0]} --rdzv-endpoint {machines.endpoint} and this token{refused}."
             )
-        for peer in [peer for peer in peers.values() if peer.has_hung_up()]:  # it may start again
-            peers.pop(peer.index).socket.close()
         try:
             connection, (host, _) = listener.accept()
         except OSError:
             continue
+        _missing(machines, peers)  # a launcher that has ended may be the one that comes again
         try:
             peer = _let_in(connection, host, machines, token, hello, peers)
         except OSError as error:
             connection.close()
-            if refused != (refused := f"; {host} was not let in: {error}"):
+            before = refused
+            refused = f"; {host} was not let in: {error}"
+            if refused != before:
                 print(refused[2:], file=sys.stderr, flush=True)
             continue
         peers[peer.index] = peer
     for peer in peers.values():
         peer.send({"begin": begin})
     return Link(machines, list(peers.values()), listener)
+
+
+def _missing(machines: Machines, peers: dict[int, Peer]) -> list[int]:
+    """Drop machines whose launcher has ended, and return the numbers of those that are not there."""
+    for index, peer in list(peers.items()):
+        if peer.has_hung_up():
+            peers.pop(index).socket.close()
+    return [index for index in range(1, machines.count) if index not in peers]
 
 
 def _check_endpoint(machines: Machines):

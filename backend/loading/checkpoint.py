@@ -129,7 +129,7 @@ class Checkpoint:
 
     @property  # not cached: a load fills the modules
     def blocks(self) -> dict[str, nn.Module]:
-        """Block -> its module in ``empty``, in pipeline order."""
+        """Block -> its module in ``transformer``, in pipeline order."""
         return {name: self.transformer.get_submodule(name) for name in self.block_names}
 
     @cached_property

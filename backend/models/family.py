@@ -155,10 +155,10 @@ class Conditioning:
     accepted: their names; required: those without which a request is refused; precise: those that keep their
     own type, as STEP_END does everywhere; ignored: those that ComfyUI sends and the model does not read.
     widths: transformer config -> features of arguments, by name.
-    text_tokens: arguments of one CFG branch -> text tokens of the joint sequence, which ride with patch 0.
-    context_tokens: (transformer config, grid, arguments of one CFG branch) -> reference tokens, which
+    text_tokens: arguments of one prompt -> text tokens of the joint sequence, which ride with patch 0.
+    context_tokens: (transformer config, grid, arguments of one prompt) -> reference tokens, which
     ModelIO.arguments puts after the latent's in the image stream.
-    controls: arguments of one CFG branch -> its control inputs (Blocks.control_layers).
+    controls: arguments of one prompt -> its control inputs (Blocks.control_layers).
     refusal: as context_tokens -> why the family cannot run them, as one sentence, or None.
     """
 

@@ -100,7 +100,7 @@ def choose(
     refused: Mapping[Product, str] = {},
 ) -> MatmulChoice:
     """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES, ``refused``: what any rank does
-    not multiply natively, and why (trial.py)."""
+    not multiply natively, and why (native_trial.py)."""
     if mode == WEIGHT_ONLY:
         return MatmulChoice(None, "as chosen")
     rule = RULES.get(matrix.product[0])

@@ -229,8 +229,8 @@ class PackedWeight(nn.Module):
     def _native(
         self, kernel: Kernel, x: Tensor, bias: Tensor | None, max_over_ranks: MaxOverRanks | None
     ) -> Tensor:
-        """Return the native product. Where it fails for a shape that no trial has seen (trial.py), and no
-        other rank waits in it, the layer is weight only from now on."""
+        """Return the native product. Where it fails for a shape that no trial (native_trial.py) has seen, and
+        no other rank waits in it, the layer is weight only from now on."""
         max_over_ranks = self._over_ranks(max_over_ranks)
         try:
             return kernel(self._smoothed(x), self, bias, max_over_ranks)

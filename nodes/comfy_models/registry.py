@@ -67,7 +67,7 @@ OURS = (
 
 
 def _in_channels(config: dict) -> dict:
-    """Return Family.reads of models whose latent's channels ComfyUI's RenormCFG reads."""
+    """Return ComfyFamily.reads of models whose latent's channels ComfyUI's RenormCFG reads."""
     return {"in_channels": config["in_channels"]}
 
 

@@ -63,7 +63,7 @@ class Rank:
         self.models = {}  # of others, which would leave the ranks where memory lacks
 
     def sample(self, message, on_progress, should_cancel, room=None, all_ranks=False):
-        """As a backend's own; nothing else wants the memory, so neither ``room`` nor ``everywhere`` is
+        """As a backend's own; nothing else wants the memory, so neither ``room`` nor ``all_ranks`` is
         asked."""
         header = json.loads(
             json.dumps({key: value for key, value in vars(message).items() if key != "tensors"})
