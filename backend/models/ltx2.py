@@ -176,7 +176,10 @@ def _wrong_keyframes(config, grid, cond):
     """Return why generated_keyframes cannot be marked, or None. Before 2.5 nothing reads them."""
     if "generated_keyframes" not in cond or not config.get("use_keyframes_abs_pos_embedding"):
         return None
-    frame, tokens = tokens_of_frame(grid), int(cond["generated_keyframes"][0, 2])
+    if cond["generated_keyframes"][0].numel() < 3:  # the check of shapes, which follows, refuses it
+        return None
+    frame = tokens_of_frame(grid)
+    tokens = int(cond["generated_keyframes"][0, 2])
     if frame == tokens:
         return None
     return (
