@@ -7,19 +7,17 @@ token (protocol/handshake.py), which never travels. Imports neither ComfyUI nor 
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ..config import ConfigError
 from ..protocol import BackendError, handshake
-from .machine_link import MAX_LINE, Link, Peer
+from .machine_link import MAX_LINE, Check, Link, Peer
 from .machines import Machines
 
 #: The label of a machine's proof begins with this, so that none made on a backend's socket fits.
 ROLE = "machine"
 #: A machine that connects must prove itself within so many seconds.
 HELLO_SECONDS = 5.0
-Check = Callable[[], None]
 
 
 def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: float, check: Check) -> Link:

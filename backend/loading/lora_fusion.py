@@ -14,6 +14,7 @@ from ..parallel import fsdp
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
 from ..quantization.packed_weight import LowRank, PackedWeight
+from ..units import fine_gigabytes
 from .adapters import Adapter, cut, is_low_rank, matrix
 from .checkpoint import Checkpoint
 from .lora_keys import Lora, LoraUse, Targets, file_state, open_lora
@@ -113,7 +114,7 @@ class FusedWeights:
         size = sum(self.packed[name].shape.numel() * self.packed[name].dtype.itemsize for name in names)
         return (
             f"The LoRA {Path(lora.path).name} is no plain LoRA in {len(names)} quantized layers, which are "
-            f"held a second time for it, in {size / 1e9:.2f} GB a rank."
+            f"held a second time for it, in {fine_gigabytes(size)} a rank."
         )
 
     @torch.inference_mode(False)  # parameters outlive the request that asks for them

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..device_memory import host_free
 from ..host_memory import PAGE_LOCKED, HostMemory
 from ..quantization.packed_weight import PackedWeight, quantized
+from ..units import gigabytes
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
@@ -33,7 +34,7 @@ def may_page_lock(modules: Iterable[nn.Module]) -> bool:
     size = sum(each.nbytes for module in modules for each in module.parameters() if not _is_page_locked(each))
     if has_room(size * _ranks_here(), PAGE_LOCKED.reusable * _ranks_here()):
         return True
-    each = f"{size / 1e9:.1f} GB of each of {_ranks_here()} ranks"
+    each = f"{gigabytes(size)} of each of {_ranks_here()} ranks"
     print(f"Modulation weights ({each}) are not page locked, for want of host memory: they come back slower.")
     return False
 

@@ -12,7 +12,7 @@ from diffusers.models.embeddings import (
 from .blocks import APART, Blocks
 from .common import references
 from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM, config_of
-from .common.request_arguments import once
+from .common.request_arguments import distilled_guidance, once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -41,7 +41,6 @@ def forward_args(config, grid, latent, sigma, cond):
     """Return the arguments of the forward. Latents travel packed 2x2, references after; text ids are zeros,
     image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
     batch = latent.shape[0]
-    is_guided = config["guidance_embeds"] and "guidance" in cond
     how = references.method(cond, "offset")
     how = how if how in references.PLACES else "offset"
     image = grid.to_tokens(references.with_channels(latent, cond))
@@ -50,7 +49,7 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states=cond["c_crossattn"],
         pooled_projections=cond.get("y"),
         timestep=sigma.expand(batch),
-        guidance=cond["guidance"].reshape(-1).expand(batch) if is_guided else None,
+        guidance=distilled_guidance(config, cond, batch),
         img_ids=once(cond, "img_ids", lambda: references.all_positions(grid, cond, how, latent.device)),
         txt_ids=once(cond, "txt_ids", lambda: latent.new_zeros(cond["c_crossattn"].shape[1], 3)),
     )

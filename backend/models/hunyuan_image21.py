@@ -9,6 +9,7 @@ from diffusers.models.transformers.transformer_hunyuanimage import HunyuanImageC
 from . import hunyuan_video
 from .blocks import BlockAdapter
 from .common.double_stream import DOUBLE_APART, SINGLE_APART, SINGLE_STREAM
+from .common.request_arguments import distilled_guidance
 from .common.timestep_precision import round_input
 from .family import STEP_END, Build, Conditioning, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, under
@@ -41,12 +42,12 @@ def forward_args(config, grid, latent, sigma, cond):
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     glyphs = cond.get("txt_byt5")
-    is_guided = config["guidance_embeds"] and "guidance" in cond
+    guidance = distilled_guidance(config, cond, batch)
     return dict(
         hidden_states=grid.pad(latent),
         timestep=sigma.expand(batch) * 1000,
         timestep_r=cond[STEP_END].expand(batch) * 1000 if STEP_END in cond else None,
-        guidance=cond["guidance"].expand(batch) * 1000 if is_guided else None,
+        guidance=None if guidance is None else guidance * 1000,
         encoder_hidden_states=text,
         encoder_attention_mask=cond.get("attention_mask", hunyuan_video.all_tokens(text)),
         encoder_hidden_states_2=glyphs,

@@ -8,6 +8,7 @@ from .blocks import APART, Blocks
 from .common import references
 from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
 from .common.hunyuan_first_frame import FirstFrame, patch_module, prepare
+from .common.request_arguments import distilled_guidance
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, rope_axes, under
@@ -23,8 +24,8 @@ def forward_args(config, grid, latent, sigma, cond):
     the image's latent and mask."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
-    is_guided = config["guidance_embeds"] and "guidance" in cond
-    guidance = cond["guidance"].reshape(-1).expand(batch) * 1000 if is_guided else None
+    guidance = distilled_guidance(config, cond, batch)
+    guidance = None if guidance is None else guidance * 1000
     if "guiding_frame_index" in cond:  # v2: the first frame is given, at this timestep
         frame = cond["guiding_frame_index"].reshape(-1).expand(batch)
         guidance = torch.stack([frame] if guidance is None else [guidance, frame], dim=1)

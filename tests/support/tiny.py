@@ -11,13 +11,14 @@ import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.protocol import Sample
 from backend.protocol.solver_names import PERCENTS
@@ -58,6 +59,17 @@ def shallow_flux(single: int = BLOCKS) -> dict[str, list[int]]:
         return block is None or int(block[2]) < count[block[1]]
 
     return {key: shape for key, shape in facts("flux-dev")["shapes"].items() if is_here(key)}
+
+
+def opened_in(folder: Path, write: Callable[[Path, str], Path]) -> Callable[[str], Checkpoint]:
+    """Return a function: name -> the checkpoint that ``write`` makes of it, opened once. Nobody may load its
+    weights."""
+
+    @cache
+    def opened(name: str) -> Checkpoint:
+        return open_checkpoint(str(write(folder / f"{name}.safetensors", name)))
+
+    return opened
 
 
 def write_checkpoint(

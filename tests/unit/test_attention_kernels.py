@@ -206,30 +206,10 @@ def test_rings_run_without_flash_where_there_is_none(monkeypatch, capability, is
 
 
 @pytest.mark.parametrize("capability, computed", [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
-def test_rings_without_flash_compute_in_bf16_where_the_gpu_does(monkeypatch, capability, computed):
-    """Float32 would take twice the memory; stand-ins for the GPU and for the kernel."""
-    given = []
-
-    def efficient(q, *_, **__):
-        given.append(q.dtype)
-        return q, torch.zeros(1, 2, 32)
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-
-    kernels.has_flash.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    monkeypatch.setattr(kernels, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
-    q = torch.ones(1, 2, 4, 8, dtype=torch.bfloat16).as_subclass(OnGpu)
-    kernels._lse_kernel("auto", q, q, q, None, 1.0)
-    kernels.has_flash.cache_clear()
-    assert given == [computed]
-
-
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_rings_in_bf16_before_ampere_compute_in_float32(monkeypatch, is_masked):
-    """The memory-efficient kernel has none of bf16 there; stand-ins for the GPU and for the kernel."""
+def test_rings_without_flash_compute_in_bf16_where_the_gpu_does(monkeypatch, is_masked, capability, computed):
+    """The memory-efficient kernel has none of it before Ampere, and float32 takes twice the memory; stand-ins
+    for the GPU and for the kernel."""
     given = []
 
     def efficient(q, k, v, mask, *_, **__):
@@ -240,13 +220,14 @@ def test_rings_in_bf16_before_ampere_compute_in_float32(monkeypatch, is_masked):
         is_cuda = True
 
     kernels.has_flash.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     monkeypatch.setattr(kernels, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     q = torch.ones(1, 2, 4, 8, dtype=torch.bfloat16).as_subclass(OnGpu)
     mask = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16) if is_masked else None
     out, lse = kernels._lse_kernel("auto", q, q, q, mask, 1.0)
     kernels.has_flash.cache_clear()
-    assert set(given) == {torch.float32} and len(given) == 3 + is_masked
+    assert set(given) == {computed} and len(given) == 3 + is_masked
     assert out.dtype == torch.bfloat16 and lse.shape == (1, 2, 4)
 
 

@@ -2,17 +2,14 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from families import golden
-from tiny import write_checkpoint
+from tiny import opened_in, write_checkpoint
 
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import Checkpoint
-from backend.loading.recognition import open_checkpoint
 from backend.protocol import ModelCall
 from backend.sampling.model_call import check_call
 from backend.sampling.validation import check_sample
@@ -21,12 +18,7 @@ from backend.sampling.validation import check_sample
 @pytest.fixture(scope="module")
 def opened(folder):
     """Family -> its checkpoint, of which nobody loads the weights."""
-
-    @cache
-    def of(family: str) -> Checkpoint:
-        return open_checkpoint(str(write_checkpoint(folder / f"{family}.safetensors", family)))
-
-    return of
+    return opened_in(folder, write_checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,17 @@
 
 import json
 from dataclasses import replace
-from functools import cache
 
 import diffusers
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import facts, weights_module
+from tiny import facts, opened_in, weights_module
 from variant_parts import METHOD
 from variants import request, write
 
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
-from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Sample
@@ -24,12 +22,7 @@ from backend.sampling.validation import check_sample
 @pytest.fixture(scope="module")
 def opened(folder):
     """Variant -> its checkpoint, of which nobody loads the weights."""
-
-    @cache
-    def of(name: str) -> Checkpoint:
-        return open_checkpoint(str(write(folder / f"{name}.safetensors", name)))
-
-    return of
+    return opened_in(folder, write)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,14 @@ class RequestArguments(dict[str, Tensor]):
         return found
 
 
+def distilled_guidance(config: Mapping[str, Any], cond: Mapping[str, Tensor], batch: int) -> Tensor | None:
+    """Return the guidance (batch,) of a guidance-distilled model; None for others, and where the request has
+    none (FluxDisableGuidance)."""
+    if not config["guidance_embeds"] or "guidance" not in cond:
+        return None
+    return cond["guidance"].reshape(-1).expand(batch)
+
+
 def once(cond: Mapping[str, Tensor], name: str, make: Callable[[], Made]) -> Made:
     """Return what ``make`` returns, computed at the first step of a request alone.
 
