@@ -38,7 +38,7 @@ MAX_CPU_RANKS = 16
 #: More ranks than anybody has: lists of them stay small.
 MAX_RANKS = 4096
 #: Field -> its largest value, far beyond what is of use.
-LARGEST = {**dict.fromkeys(AXES.values(), MAX_RANKS), "num_pipeline_patch": 4096, "warmup_steps": 10_000}
+MAX_VALUES = {**dict.fromkeys(AXES.values(), MAX_RANKS), "num_pipeline_patch": 4096, "warmup_steps": 10_000}
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class ParallelConfig:
         return self
 
     def _validate_sizes(self):
-        for name, most in LARGEST.items():
+        for name, most in MAX_VALUES.items():
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} is {_short(getattr(self, name))}; use at most {most}.")
         for name in AXES.values():

@@ -47,7 +47,7 @@ from .sampling.validation import check_degrees, check_sample, check_workload, re
 from .serving.argument_cache import ArgumentCache
 
 #: Names of models with LoRAs that are known at once; one more takes the place of the oldest.
-MOST_STACKS = 256
+MAX_STACKS = 256
 
 
 class Engine:
@@ -61,7 +61,7 @@ class Engine:
         self.models: dict[str, LoadedModel] = {}
         #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
         #: as one object.
-        self.stacks: dict[str, tuple[LoraUse, ...]] = {}
+        self.lora_stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
         capability = capability_of(mesh.device)
         self.capabilities: set[tuple[int, int]] = {capability} if capability is not None else set()
@@ -78,7 +78,8 @@ class Engine:
         open_checkpoint. Raises UnsupportedError."""
         checkpoint = open_checkpoint(path, self.folders, autodetected)
         check_degrees(checkpoint, self.config)
-        self._choices(checkpoint, self._cuts(checkpoint), matmul, self.weight_dtype(checkpoint, weight_dtype))
+        dtype = self.compute_dtype(checkpoint, weight_dtype)
+        self._choices(checkpoint, self._cuts(checkpoint), matmul, dtype)
         return checkpoint
 
     def products(self, checkpoint: Checkpoint, matmul: str, dtype: torch.dtype) -> list[Product]:
@@ -112,7 +113,7 @@ class Engine:
         forget_peak(self.mesh.device)
         checkpoint = self.check_load(path, weight_dtype, matmul, autodetected)
         transformer = checkpoint.transformer
-        dtype = self.weight_dtype(checkpoint, weight_dtype)
+        dtype = self.compute_dtype(checkpoint, weight_dtype)
         stages = checkpoint.stages(self.config)
         own = self.mesh.pp.rank
         blocks = stages.blocks[own]
@@ -176,7 +177,7 @@ class Engine:
         self.config = config
         self.mesh = mesh
         self.argument_cache.clear()
-        for key in self.models.keys() - self.stacks.keys():
+        for key in self.models.keys() - self.lora_stacks.keys():
             if same and self._fits(self.models[key]):
                 self._regroup(self.models[key], old)
             else:
@@ -205,7 +206,7 @@ class Engine:
             model.stage = Stage(model.transformer, model.family, self.mesh, range(*model.report.blocks))
         model.report = replace(model.report, bytes_read=0, seconds=time.perf_counter() - started)
 
-    def weight_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
+    def compute_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
         """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
         capability = min(self.capabilities, default=None)
         return chosen_dtype(weight_dtype, checkpoint, self.mesh.device, capability)
@@ -217,28 +218,28 @@ class Engine:
         weights = self.models[key].weights
         return [f"{lora.warning} {weights.cost(lora)}".strip() for lora in weights.check(stack)]
 
-    def name(self, key: str, stack: tuple[LoraUse, ...], digest: str = "") -> str:
-        """Name the loaded model ``key`` with the LoRAs of ``stack``, which are fused when it is sampled.
+    def add_lora_stack(self, key: str, stack: tuple[LoraUse, ...], digest: str = "") -> str:
+        """Return a name of the loaded model ``key`` with the LoRAs of ``stack``, fused when it is sampled.
         ``digest``: rank 0's, where this rank's machine may have the files with other times."""
         if not stack:
             return key
         name = f"{key}{LORAS}{digest or stack_digest(stack)}"
         self.models[name] = self.models[key]
-        self.stacks.pop(name, None)
-        self.stacks[name] = stack
-        for oldest in list(self.stacks)[:-MOST_STACKS]:
-            del self.stacks[oldest], self.models[oldest]
+        self.lora_stacks.pop(name, None)
+        self.lora_stacks[name] = stack
+        for oldest in list(self.lora_stacks)[:-MAX_STACKS]:
+            del self.lora_stacks[oldest], self.models[oldest]
         return name
 
-    def ready(self, name: str) -> LoadedModel:
+    def fused(self, name: str) -> LoadedModel:
         """Return the model of that name, with its LoRAs and no others in the weights."""
         model = self.models[name]
         model.unpark(self.mesh.device)
-        model.weights.fuse(self.stacks.get(name, ()))
+        model.weights.fuse(self.lora_stacks.get(name, ()))
         return model
 
     def park(self, model: LoadedModel, ranks: Set[int]):
-        """Move a model's weights to host memory on ``ranks``, until it is ``ready`` again. The process groups
+        """Move a model's weights to host memory on ``ranks``, until it is ``fused`` again. The process groups
         stay. Every rank calls it: those whose weights stay forget clients' arguments too."""
         if model.park(ranks):
             self._free_leftovers()
@@ -249,7 +250,7 @@ class Engine:
         """Free a model under all its names; no error where it is not loaded."""
         model = self.models.get(key)
         self.models = {name: other for name, other in self.models.items() if other is not model}
-        self.stacks = {name: stack for name, stack in self.stacks.items() if name in self.models}
+        self.lora_stacks = {name: stack for name, stack in self.lora_stacks.items() if name in self.models}
         del model
         self._free_leftovers()
         PAGE_LOCKED.give_back()
@@ -287,7 +288,7 @@ class Engine:
     @torch.inference_mode()
     def prepare_sample(self, sample: Sample) -> Prepared:
         """Fuse the model's LoRAs and place the request's tensors on this rank. No collective."""
-        model = self.ready(sample.model)
+        model = self.fused(sample.model)
         settings = (self.config, model.family, model.config, model.dtype, self.mesh.device)
         return Prepared(model, build(sample, *settings, self.mesh.dp.rank))
 
@@ -316,7 +317,7 @@ class Engine:
     @torch.inference_mode()
     def prepare_call(self, call: ModelCall) -> Prepared:
         """Fuse the model's LoRAs and place one call's tensors on this rank. No collective."""
-        model = self.ready(call.model)
+        model = self.fused(call.model)
         mesh = self.mesh
         batch = call.tensors["x"].shape[0]
         replica = mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank
@@ -344,6 +345,6 @@ class Engine:
             raise UnsupportedError(
                 f"the model {name!r:.100} is not loaded in this backend; run LoadParallelDiT again."
             )
-        if self.stacks.get(name, ()) != self.models[name].weights.stack:
-            self.check_loras(name, self.stacks.get(name, ()))
+        if self.lora_stacks.get(name, ()) != self.models[name].weights.stack:
+            self.check_loras(name, self.lora_stacks.get(name, ()))
         return self.models[name]

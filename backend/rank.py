@@ -125,7 +125,7 @@ class Worker:
         """Return what ``prepare`` makes where every rank has room. Raises RefusedByAllRanks."""
         model = self.engine.models[message.model]
         self._try_kernel(message.attention, model)
-        stack = self.engine.stacks.get(message.model, ())
+        stack = self.engine.lora_stacks.get(message.model, ())
         parked = model.parked_on
 
         def lacks() -> int:
@@ -289,7 +289,7 @@ class Worker:
         paths = [use.path for use in stack]
         reasons = by_rank([other_lora(paths, own, first) for _, own in answers])
         if not reasons:
-            self.engine.name(key, stack, digest)
+            self.engine.add_lora_stack(key, stack, digest)
         return reasons
 
     def arrange(self, config: ParallelConfig):

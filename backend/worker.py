@@ -81,7 +81,7 @@ class Leader(Worker):
         self.named.forget_all_but(set(self.engine.models))
 
     def _models(self) -> dict[str, str]:
-        loaded = self.engine.models.keys() - self.engine.stacks.keys()
+        loaded = self.engine.models.keys() - self.engine.lora_stacks.keys()
         return {key: self.files.get(key, ("",))[0] for key in loaded}  # one look: other threads call it
 
     def _of_rank(self, rank: int) -> dict:
@@ -183,7 +183,7 @@ class Leader(Worker):
         checkpoint = self.engine.check_load(message.path, message.weight_dtype, message.matmul)
         with refusing("the model"):
             check_scales(checkpoint)
-            dtype = self.engine.weight_dtype(checkpoint, message.weight_dtype)
+            dtype = self.engine.compute_dtype(checkpoint, message.weight_dtype)
             planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others(job))
             products = self.engine.products(checkpoint, message.matmul, dtype)
         autodetected = dict(checkpoint.autodetected or {})
@@ -213,7 +213,7 @@ class Leader(Worker):
                     job.reply(Failure(f"the LoRAs could not be added ({'; '.join(reasons)})."))
                     return
             self.named.setdefault(job.client, set()).add(key)
-            name = self.engine.name(key, stack)
+            name = self.engine.add_lora_stack(key, stack)
             model = self.engine.models[key]
             of_loras = {"warnings": warnings, "lora_bytes": model.lora_bytes(stack, whole=True)}
             info = {**self.engine.facts(key), **of_loras, "ranks": self.reports[key]}

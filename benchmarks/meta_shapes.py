@@ -56,7 +56,7 @@ def operator(func) -> Operator:
 
 
 #: Results that are remembered, of about 1 kB each: those of a few families.
-MOST_KNOWN = 20_000
+MAX_KNOWN = 20_000
 #: Operation and metadata of its arguments -> what its result is made of.
 _KNOWN: dict[Any, Any] = {}
 
@@ -85,7 +85,7 @@ def compute(func, args: tuple, kwargs: dict | None):
     found = _KNOWN.get(key)
     if found is None:
         out = func(*args, **named)
-        if len(_KNOWN) >= MOST_KNOWN:
+        if len(_KNOWN) >= MAX_KNOWN:
             _KNOWN.clear()
         _KNOWN[key] = _metadata(out, tensors)
         return out

@@ -21,7 +21,7 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 #: A packet with its headers: 64 KiB at most.
-LARGEST = 1 << 17
+MAX_PACKET = 1 << 17
 DEVICE = "pdit-slow"
 
 
@@ -51,7 +51,7 @@ class SlowCable:
         while not self._closed:
             wait = held[0][0] - time.monotonic() if held else 0.1
             if select.select([source], [], [], max(0.0, min(wait, 0.1)))[0]:
-                held.append((time.monotonic() + self.seconds, os.read(source, LARGEST)))
+                held.append((time.monotonic() + self.seconds, os.read(source, MAX_PACKET)))
             while held and held[0][0] <= time.monotonic():
                 os.write(target, held.popleft()[1])
 

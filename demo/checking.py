@@ -9,10 +9,10 @@ from . import scenes
 from .scenes import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIZE, Item
 
 # Shares are parts of the whole image; the smallest object drawn covers 5 %, the largest 13 %.
-SMALLEST_OBJECT = 0.04
-LARGEST_OBJECT = 0.16
-MOST_STRAY_COLOUR = 0.02
-LEAST_BACKGROUND = 0.6
+MIN_OBJECT = 0.04
+MAX_OBJECT = 0.16
+MAX_STRAY_COLOUR = 0.02
+MIN_BACKGROUND = 0.6
 COLOUR_RADIUS = 0.3  # RGB distance (0..1 per channel) within which a pixel has a colour
 PLACE_RADIUS = 0.2  # offset of an object's centre in the frame [-1, 1], each way
 
@@ -55,9 +55,9 @@ def check_image(prompt: str, image: torch.Tensor) -> Check:
             misplaced.append(problem)
         elif (shape := _likest_shape(found)) != item.shape:
             misshapen.append(f"{_label(item)}: looks like a {shape}")
-    if _share(stray) > MOST_STRAY_COLOUR:
+    if _share(stray) > MAX_STRAY_COLOUR:
         misplaced.append("colour where the prompt has none")
-    if _share(named == _NAMES.index(scene.background)) < LEAST_BACKGROUND:
+    if _share(named == _NAMES.index(scene.background)) < MIN_BACKGROUND:
         misplaced.append(f"background not {scene.background}")
     return Check(tuple(misplaced), tuple(misshapen))
 
@@ -68,7 +68,7 @@ def _label(item: Item) -> str:
 
 def _place_problem(item: Item, found: torch.Tensor) -> str | None:
     """`found` (64, 64) marks the pixels of the item's colour in the item's half."""
-    if not SMALLEST_OBJECT <= _share(found) <= LARGEST_OBJECT:
+    if not MIN_OBJECT <= _share(found) <= MAX_OBJECT:
         return f"{_label(item)}: covers {_share(found):.1%}"
     x, y = _centroid(found)
     place_x, place_y = PLACES[item.place]

@@ -15,18 +15,18 @@ from ..backend.planner.auto_config import PLANNED, AutoConfig
 from ..backend.planner.choose import EXACT, MANUAL, Question
 from ..backend.planner.option import Option
 from .host.auto_plan import question_of
-from .host.graph import request_of_graph
+from .host.graph_requests import request_of_graph
 from .host.model_files import model_folders, wanted_of
-from .host.queued import ancestors, loader_of, source, values
+from .host.queued_graph import ancestors, loader_of, source, values
 from .parallel_config import config_in
 
 #: Ways to share the work that are tried, those with the best estimates, besides one rank alone.
-MOST = 5
+MAX_CANDIDATES = 5
 #: The node that a graph gets where its loader has no Parallel Config; no id of a page looks so.
 CONFIG = "parallel-dit-trial"
 SEEDS = ("seed", "noise_seed")
 #: Seeds of trials are drawn from so many.
-MOST_SEEDS = 1 << 32
+SEED_COUNT = 1 << 32
 
 
 def trials(graph: dict, selected: str = "", check: Callable[[], None] = lambda: None) -> dict:
@@ -65,7 +65,7 @@ def options_to_try(question: Question, exact: bool = False) -> list[Option]:
         if option.plan.world_size == question.gpus > 1 and not saves_nothing:
             found.setdefault(option.mechanisms, option)
     alone = [each for each in fitting if each.plan.world_size == 1]
-    return [*list(found.values())[:MOST], *alone[:1]]
+    return [*list(found.values())[:MAX_CANDIDATES], *alone[:1]]
 
 
 def inputs_of(auto: AutoConfig, plan: ParallelConfig, devices: list[int]) -> dict:
@@ -139,7 +139,7 @@ def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) 
         return [trial]
     key, name = seeded
     again = copy.deepcopy(trial)
-    seed = random.randrange(MOST_SEEDS)
+    seed = random.randrange(SEED_COUNT)
     trial[key]["inputs"][name], again[key]["inputs"][name] = seed, seed + 1
     return [trial, again]
 

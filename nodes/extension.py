@@ -11,7 +11,7 @@ from ..backend.client.status import log_of_last_backend
 from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
 from .benchmark_prompts import trials
-from .host import panel, queued
+from .host import panel, queued_graph
 from .host.handle import free_weights
 from .host.refusals import MISTAKES, says_more
 from .host.remote_patcher import take_bypass_loras
@@ -54,7 +54,7 @@ class ParallelDiTExtension(ComfyExtension):
         """Let nodes see the graph that is validated, show errors of users without tracebacks, take LoRAs of
         ComfyUI's loaders, and answer the side panel."""
         self.is_loaded = True
-        PromptServer.instance.add_on_prompt_handler(queued.remember)
+        PromptServer.instance.add_on_prompt_handler(queued_graph.remember)
         logging.getLogger().addFilter(says_more)
         take_bypass_loras()
         questions = {"status": panel.status, "log": log_of_last_backend}

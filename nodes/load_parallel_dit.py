@@ -15,13 +15,13 @@ from ..backend.protocol import RefusedError
 from .host import handle
 from .host.auto_plan import run_planned
 from .host.device import check_device
-from .host.graph import other_loaders, request_of_graph
+from .host.graph_requests import other_loaders, request_of_graph
 from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
 from .host.model_files import model_folders, model_paths, wanted_of
-from .host.plan import loaded_lines, request_line
+from .host.plan_report import loaded_lines, request_line
 from .host.progress import NodeStatus, node_text
-from .host.queued import executed, queued, samplers_of, source, validated, values
+from .host.queued_graph import executed, queued, samplers_of, source, validated, values
 from .host.refusals import errors_on_node
 from .host.report import shown
 from .host.schema import ALIASES, advanced, schema

@@ -6,13 +6,13 @@ from comfy_api.latest import io
 from ..backend.config import AXES, CHOICES, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig, config_of
 from ..backend.planner.choose import AUTO, METHODS
-from .host.queued import queued, validated, values
+from .host.queued_graph import queued, validated, values
 from .host.refusals import errors_on_node
 from .host.schema import ALIASES, advanced, schema
 from .host.socket_types import ParallelConfigType
 
 #: The largest values that a mouse wheel can reach; ParallelConfig refuses what the machine does not have.
-_MOST = {**dict.fromkeys(AXES.values(), 64), "num_pipeline_patch": 1024, "warmup_steps": 10000}
+_MAX_VALUES = {**dict.fromkeys(AXES.values(), 64), "num_pipeline_patch": 1024, "warmup_steps": 10000}
 #: Field of ParallelConfig -> its tooltip, in the order of the node's widgets, which saved graphs rely on.
 TOOLTIPS = {
     "cfg_degree": "2 computes the positive and the negative prompt at the same time, on two halves of the "
@@ -84,8 +84,8 @@ def _widget(name: str, tooltip: str):
         return io.Combo.Input(name, options=list(METHODS), **shared)
     if name in CHOICES:
         return io.Combo.Input(name, options=list(CHOICES[name]), **shared)
-    if name in _MOST:
-        return io.Int.Input(name, min=1 if name in AXES.values() else 0, max=_MOST[name], **shared)
+    if name in _MAX_VALUES:
+        return io.Int.Input(name, min=1 if name in AXES.values() else 0, max=_MAX_VALUES[name], **shared)
     kind = io.Boolean if isinstance(shared["default"], bool) else io.String
     return kind.Input(name, **shared)
 

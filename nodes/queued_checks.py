@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..backend.config import ConfigError, ParallelConfig
 from .host.guidance import guidance_of, skips_negative
-from .host.queued import loader_of, queued, source, validated, values
+from .host.queued_graph import loader_of, queued, source, validated, values
 from .parallel_config import config_in
 
 

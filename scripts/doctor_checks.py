@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from doctor_facts import IMPORT_SECONDS, Facts
 
-from backend.client.exit_report import LEAST_SHARED_MEMORY
+from backend.client.exit_report import MIN_SHARED_MEMORY
 from backend.gpu_kernels import has_kernels_for
 from backend.install_command import how_to_install
 from backend.protocol import RefusedError
@@ -217,7 +217,7 @@ def shared_memory(facts: Facts) -> Status:
     if size is None:
         return OK, "there is no /dev/shm on this system"
     text = f"/dev/shm has {size / (1 << 20):.0f} MB"
-    if size >= LEAST_SHARED_MEMORY or len(facts.gpus) < 2:
+    if size >= MIN_SHARED_MEMORY or len(facts.gpus) < 2:
         return OK, text
     remedy = "in a container, start it with --shm-size=8g or --ipc=host"
     direct = all(all(row) for row in facts.peers)

@@ -13,7 +13,7 @@ import psutil
 #: Programs that are told to end have this long, torchrun and its ranks among them; then they are killed.
 GRACE_SECONDS = 10.0
 #: Characters of a program's errors that are kept.
-MOST_ERRORS = 4000
+MAX_ERRORS = 4000
 #: The last line of a traceback, of torch's ranks with their number.
 RAISED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 #: What torchrun raises wherever a rank has failed; it says nothing of why.
@@ -62,7 +62,7 @@ def run(command: list, seconds: float, folder: Path, environment: dict[str, str]
             _end(process.pid)
             with suppress(subprocess.TimeoutExpired):  # one that waits for a lost GPU cannot be ended
                 process.wait(GRACE_SECONDS)
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - MOST_ERRORS))
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_ERRORS))
         return Ended(code, seconds, errors.read().decode(errors="replace"))
 
 

@@ -36,7 +36,7 @@ WATCHED = (
     ),
 )
 #: Different crashes after which it ends.
-MOST_CRASHES = 20
+MAX_CRASHES = 20
 #: Seconds between two lines about how far it is.
 REPORT_SECONDS = 30.0
 
@@ -128,7 +128,7 @@ class Fuzz:
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 print(self, flush=True)
-            if time.monotonic() - self.started > 60 * minutes or len(self.seen) >= MOST_CRASHES:
+            if time.monotonic() - self.started > 60 * minutes or len(self.seen) >= MAX_CRASHES:
                 break
 
     @property

@@ -32,7 +32,7 @@ Tensors = dict[str, tuple[str, list[int]]]
 #: Weights of linear layers in blocks.
 MATRIX = re.compile(r"(^|\.)\w*(blocks|layers)\.\d+\..*\.weight$")
 #: Smaller sides are those of norms and gates, which published files leave as they are.
-LEAST_SIDE = 256
+MIN_SIDE = 256
 #: Group size of ConvRot.
 ROTATED = 256
 
@@ -69,7 +69,7 @@ class HeaderGGUF(GGUFFile):
 
 def is_matrix(key: str, shape: list[int]) -> bool:
     """Does a form quantize this tensor?"""
-    return bool(MATRIX.search(key)) and len(shape) == 2 and min(shape) >= LEAST_SIDE
+    return bool(MATRIX.search(key)) and len(shape) == 2 and min(shape) >= MIN_SIDE
 
 
 def fp8(tensors: Tensors, settings: dict[str, str]) -> Tensors:

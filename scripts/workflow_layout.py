@@ -24,7 +24,8 @@ EDGE, HEADING = 20, 40
 #: Heights of a slot and of a widget; of a widget on the classic canvas, which shows advanced ones too; of the
 #: button for those; of the pack's name; of a box of text; of a picture; and what a node has besides.
 SLOT, WIDGET, CLASSIC, BUTTON, BADGE, TEXT, PICTURE, FRAME = 20, 28, 24, 32, 24, 90, 260, 24
-#: Height to which a node grows when it runs: its report (MOST of web/report.js for the first), its picture.
+#: Height to which a node grows when it runs: its report (MAX_HEIGHT of web/report.js for the
+#: first), its picture.
 GROWTH = {
     "LoadParallelDiT": 240,
     "ParallelSampler": 120 + PICTURE,

@@ -10,8 +10,8 @@ const WIDGET = "$$node-text-preview";
 const LINE = 15; // pixels
 const LETTER = 5.6; // mean width in pixels
 const MARGIN = 30; // of a line in its node, pixels
-const LEAST = 58; // ComfyUI's own height, pixels
-const MOST = 240; // pixels; longer reports scroll
+const MIN_HEIGHT = 58; // ComfyUI's own height, pixels
+const MAX_HEIGHT = 240; // pixels; longer reports scroll
 
 const isOurs = (node) => node?.constructor?.nodeData?.category === CATEGORY;
 const isOurType = (type) => globalThis.LiteGraph?.registered_node_types[type]?.nodeData?.category === CATEGORY;
@@ -24,7 +24,7 @@ const widgetOf = (node) => node.widgets?.find(({ name }) => name === WIDGET);
 function heightOf(text, width) {
   const letters = Math.max(20, (width - MARGIN) / LETTER);
   const rows = text.split("\n").reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / letters)), 0);
-  return Math.min(MOST, Math.max(LEAST, rows * LINE + 10));
+  return Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, rows * LINE + 10));
 }
 
 function addWidget(node) {

@@ -31,7 +31,7 @@ from ..client.client import open_socket
 from ..client.launcher import READY_SECONDS, BackendProcess
 from ..client.machine_link import Link
 from ..client.machines import Machines, placement
-from ..client.pack import pack_version
+from ..client.pack_version import pack_version
 from ..config import ConfigError, ParallelConfig
 from ..start import own_token
 from ..torch_version import installed

@@ -9,13 +9,13 @@ import torch
 from ..protocol import ModelCall
 
 #: Smaller tensors are sent each time: that costs less than comparing.
-LEAST_BYTES = 1 << 16
+MIN_BYTES = 1 << 16
 #: Places of eight bytes that make up a value's sparse fingerprint.
 FINGERPRINT_WORDS = 1 << 8
 #: Values of one argument that are cached: a step may call the model several times, with other prompts.
-MOST_VALUES = 8
+MAX_VALUES = 8
 #: Bytes of those but for the newest, here and on each rank: of a video's control images one may have 200 MB.
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 
 
 class ArgumentCache:
@@ -46,7 +46,7 @@ class ArgumentCache:
         forget = []
         self.taken = []
         for name, value in call.tensors.items():
-            if not name.startswith("cond.") or value.nbytes < LEAST_BYTES:
+            if not name.startswith("cond.") or value.nbytes < MIN_BYTES:
                 continue
             known = self.known.setdefault(name, {})
             fingerprint = _fingerprint(value)
@@ -58,7 +58,7 @@ class ArgumentCache:
             cache[name] = f"{name} {self.count}"
             self.count += 1
             known[cache[name]] = (value.clone(), fingerprint)
-            while len(known) > 1 and (len(known) > MOST_VALUES or _size(known) > MOST_BYTES):
+            while len(known) > 1 and (len(known) > MAX_VALUES or _size(known) > MAX_BYTES):
                 forget.append(next(iter(known)))
                 del known[forget[-1]]
         tensors = {name: value for name, value in call.tensors.items() if name not in cached}
@@ -79,7 +79,7 @@ def _is_alike(
 
 
 def _fingerprint(value: torch.Tensor) -> numpy.ndarray:
-    """Return eight bytes each at about FINGERPRINT_WORDS places of a tensor of at least LEAST_BYTES."""
+    """Return eight bytes each at about FINGERPRINT_WORDS places of a tensor of at least MIN_BYTES."""
     # steps are odd: not the same column of every row
     if value.device.type == "cpu":
         words = value.nbytes // 8

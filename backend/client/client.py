@@ -15,8 +15,8 @@ from .. import protocol
 from ..config import ConfigError
 from ..errors import SHORT
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake, tcp
-from . import forks
-from .pace import Pace
+from . import fork_guard
+from .step_timer import StepTimer
 
 #: A listener takes a connection within this long.
 CONNECT_SECONDS = 10.0
@@ -74,7 +74,7 @@ class BackendClient:
     """A connection whose two ends have proved to each other that they know the token. One caller at a time.
 
     ``welcome`` says what runs behind it, ``check`` is as in ``request``; ``is_hung``: does the caller know
-    that the ranks will not answer? ``places``: as in Pace. Raises OSError where nobody listens at
+    that the ranks will not answer? ``places``: as in StepTimer. Raises OSError where nobody listens at
     ``address``, BackendError where the peer hangs up or does not let us in.
     """
 
@@ -93,8 +93,8 @@ class BackendClient:
         self._is_hung = is_hung
         self._places = places
         self._socket = open_socket(address)
-        forks.hold(self._socket.fileno())  # else rank 0 would not see us end
-        self._let_go = weakref.finalize(self, forks.let_go, self._socket.fileno())
+        fork_guard.hold(self._socket.fileno())  # else rank 0 would not see us end
+        self._let_go = weakref.finalize(self, fork_guard.let_go, self._socket.fileno())
         self._socket.settimeout(FRAME_SECONDS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
@@ -134,24 +134,24 @@ class BackendClient:
         that the connection stays usable. Where the ranks hang, or their step does not end, it is closed.
         """
         self.send(message)
-        pace = Pace(message.compile, self._places)
+        timer = StepTimer(message.compile, self._places)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
             while not should_cancel():
                 reply = self._next()
-                pace.look()
+                timer.look()
                 if isinstance(reply, protocol.Progress):
-                    pace.step()
+                    timer.step()
                     on_progress(reply)
                 elif reply is not None:
                     return self._accepted(reply)
         except (BackendError, RefusedError):
             raise
         except BaseException:
-            self._cancel(pace.longest)
+            self._cancel(timer.longest)
             raise
-        self._cancel(pace.longest)
+        self._cancel(timer.longest)
         return None
 
     def send(self, message):

@@ -25,13 +25,13 @@ _CONSEQUENCE = re.compile(
 )
 #: What a rank that aborts says of it: NCCL's watchdog throws what CUDA or NCCL told it, in C++.
 _ABORTED = (r"what\(\):\s+(?:.*with exception: )?(.*)", r"(.*(?:CUDA|NCCL) error.*)")
-_LONGEST = 400
+_MAX_LINE = 400
 #: Where NCCL's errors have their cause, in lines of its own.
 _NCCL_CAUSE = re.compile(r"^Last error:\s*(\S.*?)\s*$", re.MULTILINE)
 #: Where NCCL keeps what GPUs without peer access send each other, and how much room it needs (bytes): about
 #: 10 MB a channel and peer.
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_MEMORY = 1 << 30
+MIN_SHARED_MEMORY = 1 << 30
 #: Signal -> what sends it to a rank that nobody has killed.
 _SENDERS = {
     "SIGKILL": ", as the system does when memory runs out",
@@ -186,12 +186,12 @@ def _one_line(text: str) -> str:
 
 
 def _cut(line: str) -> str:
-    return line if len(line) <= _LONGEST else line[:_LONGEST] + " …"
+    return line if len(line) <= _MAX_LINE else line[:_MAX_LINE] + " …"
 
 
 def lacks_shared_memory() -> bool:
     """Return whether /dev/shm is as small as Docker makes it."""
-    return SHARED_MEMORY.exists() and shutil.disk_usage(SHARED_MEMORY).total < LEAST_SHARED_MEMORY
+    return SHARED_MEMORY.exists() and shutil.disk_usage(SHARED_MEMORY).total < MIN_SHARED_MEMORY
 
 
 def shared_memory_hint(error: str) -> str:

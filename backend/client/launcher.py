@@ -18,12 +18,12 @@ from ..dequantized_cache import stop_caching_dequantized
 from ..errors import RAN_OUT
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
-from . import forks
+from . import fork_guard
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
 from .exit_report import cause_among, failures, full_disk, last_error
 from .machine_link import Link
-from .pack import require_same_pack
+from .pack_version import require_same_pack
 from .private_folder import LOGS, private_folder
 from .rank_environment import sanitized_environment
 from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend, silent_seconds
@@ -103,7 +103,7 @@ class BackendProcess:
             raise
         assert self._agent.stdin is not None  # it was opened as a pipe
         self._pipe = self._agent.stdin
-        forks.hold(self._pipe.fileno())
+        fork_guard.hold(self._pipe.fileno())
         self._say_configuration(config, device)
         self._watch = SilenceWatch(self._heartbeats, self._end_silent, device == "cuda")
         if link is not None:
@@ -278,7 +278,7 @@ class BackendProcess:
                 self._wait(3)
             self._client.hang_up()  # not closed here: another thread may wait on it
         if not self._pipe.closed:
-            forks.let_go(self._pipe.fileno())
+            fork_guard.let_go(self._pipe.fileno())
         self._pipe.close()
         # those that live do not see the end of their pipe; an agent that was killed has ended none
         if self._is_hung() or not self._wait(3) or (self._agent.returncode or 0) < 0:

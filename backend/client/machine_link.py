@@ -24,7 +24,7 @@ from .silence import LOOK_SECONDS, silent_seconds
 MAX_LINE = 1 << 20
 #: A peer that connects must prove itself within so many bytes of a line and keys of what it says.
 MAX_HELLO = 4096
-MOST_SAID = 16
+MAX_SAID = 16
 #: After one machine has ended: so long the others take to end their ranks and to say why.
 REPORT_SECONDS = 20.0
 #: A machine that is not heard of at so many looks is not waited for.
@@ -88,7 +88,7 @@ class Peer:
             self.socket.settimeout(max(0.01, deadline - time.monotonic()))
             for line in self.read(limit):
                 self.said |= line
-            if time.monotonic() > deadline or len(self.said) > MOST_SAID:
+            if time.monotonic() > deadline or len(self.said) > MAX_SAID:
                 raise TimeoutError(f"it did not say its {key}")
         return self.said.get(key)
 

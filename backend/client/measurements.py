@@ -19,7 +19,7 @@ from .interpreter import packages_changed, ranks_python
 from .nccl_settings import link_key
 from .pool import Wanted
 from .preflight import least_capability, read_shape, stamp
-from .probe_process import LONGEST_SECONDS, Check, measured_rates
+from .probe_process import MAX_SECONDS, Check, measured_rates
 from .rank_environment import driver_name
 
 #: Part of a GPU's memory that is free where nothing tells how much is.
@@ -33,7 +33,7 @@ def machine_rates(
     indices: list[int],
     check: Check,
     show: Callable[[str], None],
-    longest: float = LONGEST_SECONDS,
+    longest: float = MAX_SECONDS,
 ) -> Machine:
     """Return the rates of the devices ``indices`` ("cpu": so many ranks), measured once for each choice of
     them, in ``longest`` seconds at most. ``check`` is called ten times a second and may raise; ``show`` gets

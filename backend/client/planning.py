@@ -19,26 +19,16 @@ from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, PlanChoice, Question, choose
 from ..planner.machine import Machine, RequestEstimate
 from ..planner.model_shape import ModelShape
-from ..planner.placement import Placement, Ranks
+from ..planner.placement import Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
 from ..protocol import BackendError
 from ..units import gigabytes
 from . import measurements, pool, status
+from .plan_history import LastPlan, PlanHistory
 from .pool import Wanted
 
-#: GPUs -> free bytes of each before our ranks took theirs.
-_memory: dict[tuple, tuple[int, ...]] = {}
-#: GPUs -> when it was looked whether more is free, while ranks of ours run.
-_looked: dict[tuple, float] = {}
-#: Model and GPUs -> bytes of each rank that a plan has to leave free of what is counted, since ranks of one
-#: that left less ran out of memory.
-_spared: dict[tuple, int] = {}
-#: GPU and tokens of the request before -> bytes of weights that ComfyUI, short of room there, has left.
-_left: dict[tuple[int, int], int] = {}
-#: Tokens of the request that was planned last.
-_tokens = 0
-#: Of the last plan: what it was chosen for, itself, and Ranks.regret after it.
-_last: tuple[AutoConfig, ParallelConfig, dict[Placement, float]] | None = None
+#: Of this process, whose requests share its ranks.
+_history = PlanHistory()
 #: Part of a rank's memory that the next plan leaves free beyond what the one that ran out did.
 SPARED = 0.02
 #: Ranks park weights in this part of free host memory at most (loading/parking.py).
@@ -113,28 +103,29 @@ def _ranks(
     now = replace(running.config, gpus="", device=auto.base.device, compile=auto.base.compile)
     if not running.can_become(auto.placed(now, devices)):
         return None
-    if _last is None or _last[0] != auto or not _as_planned(now):
+    last = _history.last
+    if last is None or last.auto != auto or not _as_planned(now):
         return Ranks(now)  # somebody wants it otherwise now, whatever that takes
     shapes = zip(models, (question.shape, *question.others))
     held = tuple(shape for wanted, shape in shapes if wanted in running.models)
     rate = question.swaps.file or FILE_RATE
     rate = math.inf if question.machine.on_host else rate  # a host maps files
-    return Ranks(now, held, _last[2], rate)
+    return Ranks(now, held, last.regret, rate)
 
 
 def _as_planned(config: ParallelConfig) -> bool:
     """Return whether weights lie on the ranks of ``config`` as the last plan has placed them."""
-    return _last is not None and replace(config, gpus="", device=_last[1].device).same_weights(_last[1])
+    last = _history.last
+    return last is not None and replace(config, gpus="", device=last.plan.device).same_weights(last.plan)
 
 
 def _remember(auto: AutoConfig, request: RequestEstimate, choice: PlanChoice, ranks: Ranks | None):
     """Keep what the choice for the next request needs. One for a whole graph counts when it runs."""
-    global _last, _tokens
-    _tokens = request.image_tokens * request.batch
+    _history.tokens = request.image_tokens * request.batch
     regret = choice.regret
     if request.then is not None:
         regret = dict(ranks.regret) if ranks and ranks.plan.same_weights(choice.plan) else {}
-    _last = (auto, choice.plan, regret)
+    _history.last = LastPlan(auto, choice.plan, regret)
 
 
 def or_leanest(auto: AutoConfig, estimate: EstimateOf, run: Callable[[AutoConfig, EstimateOf], Ran]) -> Ran:
@@ -172,14 +163,16 @@ def spare_more(
     option = together if together.fits else alone  # models that take turns
     if option.fits:  # else what is free now is less than it was, and rules the plan out
         key = _spared_key(auto, model)
-        _spared[key] = _spared.get(key, 0) + option.room - option.bytes + math.ceil(SPARED * option.room)
+        _history.spared[key] = (
+            _history.spared.get(key, 0) + option.room - option.bytes + math.ceil(SPARED * option.room)
+        )
     return True
 
 
 def spare_no_more(auto: AutoConfig, model: Wanted) -> bool:
     """Plan as if ranks had never run out of memory, where no plan is left that spares as much; return whether
     they had."""
-    return _spared.pop(_spared_key(auto, model), 0) > 0
+    return _history.spared.pop(_spared_key(auto, model), 0) > 0
 
 
 def _spared_key(auto: AutoConfig, model: Wanted) -> tuple:
@@ -194,24 +187,13 @@ def note_left(gpu: int, size: int):
     running = pool.launched()
     if running is None or not _as_planned(running.config):
         return
-    _left[gpu, _tokens] = min(_left.get((gpu, _tokens), size), size)
-
-
-def _left_by_comfyui(devices: list[int], request: RequestEstimate) -> tuple[tuple[int, int], ...]:
-    """Return (rank, bytes of weights) for each GPU on which ComfyUI has left so many after requests that were
-    no larger."""
-    found = {}
-    for (gpu, tokens), size in _left.items():
-        if gpu in devices and tokens <= request.image_tokens * request.batch:
-            rank = devices.index(gpu)
-            found[rank] = min(size, found.get(rank, size))
-    return tuple(sorted(found.items()))
+    _history.note_left(gpu, size)
 
 
 def _why_spared(auto: AutoConfig, model: Wanted, unit: str) -> str:
     """Return a sentence after that of a choice where memory is spared, else nothing. ``unit``: as in its
     Option."""
-    size = _spared.get(_spared_key(auto, model), 0)
+    size = _history.spared.get(_spared_key(auto, model), 0)
     if not size:
         return ""
     why = "ranks ran out of memory with a plan that left less"
@@ -220,7 +202,7 @@ def _why_spared(auto: AutoConfig, model: Wanted, unit: str) -> str:
 
 def _without_spared(machine: Machine, auto: AutoConfig, model: Wanted) -> Machine:
     """Return the machine with as much less memory as plans have to leave free."""
-    size = _spared.get(_spared_key(auto, model), 0)
+    size = _history.spared.get(_spared_key(auto, model), 0)
     ranks = len(devices_of(auto)) if machine.on_host else 1
     return replace(machine, memory=tuple(max(0, free - ranks * size) for free in machine.memory))
 
@@ -249,7 +231,9 @@ def question_of(
     asked = request(shapes[0])
     host = _host_memory() // PARKED
     file = measurements.load_rate(model, device)
-    swaps = WeightSwaps(host, file, _left_by_comfyui(devices, asked) if device == "cuda" else ())
+    tokens = asked.image_tokens * asked.batch
+    left = _history.left_after(devices, tokens) if device == "cuda" else ()
+    swaps = WeightSwaps(host, file, left)
     known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
     return Question(*known, auto.rank_shares, swaps, may_cache_dequantized()), devices
 
@@ -277,11 +261,15 @@ def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
     key = (device, *devices)
     running = pool.launched()
     if running is None:
-        _memory[key] = measurements.free_memory(device, devices)
-    known = _memory.get(key) or measurements.usual_memory(device, devices)
-    if running is not None and device == "cuda" and time.monotonic() > _looked.get(key, 0) + LOOK_SECONDS:
-        _looked[key] = time.monotonic()
-        known = _memory[key] = _or_more(known, devices, running)
+        _history.free[key] = measurements.free_memory(device, devices)
+    known = _history.free.get(key) or measurements.usual_memory(device, devices)
+    if (
+        running is not None
+        and device == "cuda"
+        and time.monotonic() > _history.looked.get(key, 0) + LOOK_SECONDS
+    ):
+        _history.looked[key] = time.monotonic()
+        known = _history.free[key] = _or_more(known, devices, running)
     return known
 
 
@@ -301,6 +289,6 @@ def _host_memory() -> int:
     """Return the bytes of host memory that programs may have: what is free, or was before our ranks parked
     weights there."""
     key = ("host memory",)
-    if pool.launched() is None or key not in _memory:
-        _memory[key] = (host_free(swap=False),)
-    return _memory[key][0]
+    if pool.launched() is None or key not in _history.free:
+        _history.free[key] = (host_free(swap=False),)
+    return _history.free[key][0]

@@ -21,7 +21,7 @@ from ..torch_version import installed
 from . import cache_files
 from .exit_report import killed_by
 from .interpreter import PACK, answered, packages_changed, ranks_python
-from .pack import IMPORTED, require_same_pack
+from .pack_version import IMPORTED, require_same_pack
 from .rank_environment import sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.

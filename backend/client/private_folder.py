@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..protocol import BackendError
-from . import forks
+from . import fork_guard
 
 try:
     import fcntl
@@ -36,7 +36,7 @@ KEEP_SECONDS = 24 * 3600.0
 #: Logs of the last backends that this process has started, the newest last; not all are kept.
 LOGS: deque[Path] = deque(maxlen=8)
 #: Bytes of the longest path that every system takes for a unix socket.
-_LONGEST_SOCKET_PATH = 100
+_MAX_SOCKET_PATH = 100
 #: Where the usual place for temporary files has too long a path, or no modes and sockets (/mnt/c under WSL,
 #: exFAT, CIFS).
 _SHORT = "/tmp"
@@ -61,7 +61,7 @@ class PrivateFolder:
             raise
         self._owner = os.getpid()
         for descriptor in self._descriptors:
-            forks.hold(descriptor)
+            fork_guard.hold(descriptor)
         self._kept = False
 
     def keep(self):
@@ -86,7 +86,7 @@ class PrivateFolder:
         if not self._kept:
             shutil.rmtree(self.path, ignore_errors=True)
         for descriptor in self._descriptors:
-            forks.let_go(descriptor)
+            fork_guard.let_go(descriptor)
             os.close(descriptor)
         self._lock = self._open = None
 
@@ -108,7 +108,7 @@ def private_folder() -> PrivateFolder:
 def _takes_sockets(folder: str) -> bool:
     """Return whether a socket in ``folder`` has a path that fits, and is out of others' reach."""
     probe = f"{folder}/backend.sock"
-    if len(os.fsencode(probe)) > _LONGEST_SOCKET_PATH:
+    if len(os.fsencode(probe)) > _MAX_SOCKET_PATH:
         return False
     if fcntl is None:
         return True

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from ..config import ParallelConfig
 from ..protocol import BackendError
-from . import forks, nccl_settings
+from . import fork_guard, nccl_settings
 from .agent_command import agent_command
 from .exit_report import ended_by_signal, shared_memory_hint, words_of_abort
 from .interpreter import PACK
-from .pack import require_same_pack
+from .pack_version import require_same_pack
 from .private_folder import private_folder
 from .rank_environment import sanitized_environment
 
 #: A machine that takes longer than this to measure is not going to.
-LONGEST_SECONDS = 300.0
+MAX_SECONDS = 300.0
 #: Ranks that have imported everything reach each other in seconds; those that hang in NCCL never do. What is
 #: measured after that takes as long as it takes, with many GPUs and slow links more than this.
 ANSWER_SECONDS = 90.0
@@ -70,7 +70,7 @@ def measured_rates(
     device: str,
     check: Check,
     show: Callable[[str], None],
-    longest: float = LONGEST_SECONDS,
+    longest: float = MAX_SECONDS,
 ) -> dict:
     """Return what the ranks of ``config`` measure (Machine.as_dict), each try in ``longest`` seconds at most.
 
@@ -153,7 +153,7 @@ def run(
     command: list[str],
     environment: dict[str, str],
     check: Check,
-    longest: float = LONGEST_SECONDS,
+    longest: float = MAX_SECONDS,
     is_started: Callable[[], bool] = lambda: False,
     is_linked: Callable[[], bool] = lambda: False,
     held: tuple[int, ...] = (),
@@ -175,17 +175,17 @@ def run(
             pass_fds=held,
         )
         assert process.stdin is not None  # it was opened as a pipe
-        forks.hold(process.stdin.fileno())
+        fork_guard.hold(process.stdin.fileno())
         try:
             hangs = _waited(process, check, longest, lambda: is_started() and not is_linked())
         finally:
-            forks.let_go(process.stdin.fileno())
+            fork_guard.let_go(process.stdin.fileno())
             process.stdin.close()  # by which an agent and its ranks end
             end_process(process, END_SECONDS)
         if hangs:
             what = f"its ranks did not answer within {hangs:.0f} s"
             # those that are still importing say nothing of links, nor those that had too little time
-            says = is_started() and (not is_linked() or longest >= LONGEST_SECONDS)
+            says = is_started() and (not is_linked() or longest >= MAX_SECONDS)
             what_to_do = remedy()
             raise UnmeasuredError(what, what_to_do, of_links=bool(what_to_do) and says)
         if process.returncode:

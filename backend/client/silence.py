@@ -23,10 +23,10 @@ VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
 START_SECONDS = 60.0
 #: Somebody waits for Cancel, and ends a rank that is silent for this long.
 CANCEL_SECONDS = 3.0
-#: On a GPU a process that is not stopped has so many times as long, up to LONGEST_SECONDS: where a GPU waits
+#: On a GPU a process that is not stopped has so many times as long, up to MAX_SECONDS: where a GPU waits
 #: for a peer, the host goes on until CUDA's queue of kernels is full, and then waits in a launch, which holds
 #: the GIL where inductor or comfy-kitchen launches.
-GPU_PATIENCE, LONGEST_SECONDS = 12.0, 120.0
+GPU_PATIENCE, MAX_SECONDS = 12.0, 120.0
 #: State in /proc/PID/stat -> what it means.
 STATES = {
     "T": "its process is stopped, as by SIGSTOP or a debugger",
@@ -109,7 +109,7 @@ class SilenceWatch:
         """Return for how long a rank in this state may be silent where the limit is ``seconds``."""
         if not self.on_gpus or state in STOPPED:
             return seconds
-        return max(seconds, min(GPU_PATIENCE * seconds, LONGEST_SECONDS))
+        return max(seconds, min(GPU_PATIENCE * seconds, MAX_SECONDS))
 
 
 def process_state(pid: int) -> str:

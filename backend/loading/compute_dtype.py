@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: The choices of LoadParallelDiT's ``weight_dtype`` but for default.
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Type -> the least compute capability of an NVIDIA GPU with fast products in it.
-LEAST = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
+MIN_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
 
 
 def compute_dtype(
@@ -41,7 +41,7 @@ def fast_dtypes(device: torch.device, capability: Capability) -> tuple[torch.dty
     where there are none. On CPUs there are none, on AMD's GPUs both."""
     if device.type != "cuda":
         return ()
-    return tuple(dtype for dtype, least in LEAST.items() if capability is None or capability >= least)
+    return tuple(each for each, least in MIN_CAPABILITY.items() if capability is None or capability >= least)
 
 
 def chosen_dtype(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import UnsupportedError, quoted
-from .header_limits import MOST_HEADER, unreadable
+from .header_limits import MAX_HEADER_BYTES, unreadable
 from .regular_files import open_regular
 
 VERSIONS = (2, 3)
@@ -20,11 +20,11 @@ STRING = 8
 ARRAY = 9
 UINT32 = 4
 #: Most metadata, entries of all of its arrays together, and tensors; a tokenizer has more.
-MOST_FIELDS = 4_096
-MOST_ENTRIES = 65_536
-MOST_GGUF_TENSORS = 16_384
+MAX_METADATA = 4_096
+MAX_ARRAY_ENTRIES = 65_536
+MAX_GGUF_TENSORS = 16_384
 #: ggml has 4; ComfyUI-GGUF writes the 5 of a video model's first convolution.
-MOST_DIMENSIONS = 5
+MAX_DIMENSIONS = 5
 ALIGNMENT = "general.alignment"
 
 
@@ -50,8 +50,8 @@ class _Header:
             self.refuse(f"its version is {version}")
         tensors = self.number("<Q")
         fields = self.number("<Q")
-        self.few("tensors", tensors, MOST_GGUF_TENSORS)
-        self.few("metadata entries", fields, MOST_FIELDS)
+        self.few("tensors", tensors, MAX_GGUF_TENSORS)
+        self.few("metadata entries", fields, MAX_METADATA)
         for _ in range(fields):
             self.field()
         if not (0 < self.alignment <= 1 << 16 and self.alignment & (self.alignment - 1) == 0):
@@ -80,7 +80,7 @@ class _Header:
             each = self.number("<I")
             count = self.number("<Q")
             self.entries += count
-            self.few("entries in arrays of its metadata", self.entries, MOST_ENTRIES)
+            self.few("entries in arrays of its metadata", self.entries, MAX_ARRAY_ENTRIES)
             for _ in range(count):
                 self.value(each, inside=True)
         else:
@@ -92,7 +92,7 @@ class _Header:
 
         name = self.string()
         dimensions = self.number("<I")
-        if dimensions > MOST_DIMENSIONS:
+        if dimensions > MAX_DIMENSIONS:
             self.refuse(f"the tensor {_text(name)} has {dimensions} dimensions")
         values = math.prod(self.number("<Q") for _ in range(dimensions))
         kind = self.number("<I")
@@ -112,8 +112,8 @@ class _Header:
         position = self.file.tell()
         if count > self.size - position:
             self.refuse(f"{count:,} bytes are said to follow where {self.size - position:,} do")
-        if position + count > MOST_HEADER:
-            what = f"{quoted(self.name)} has a header of more than {MOST_HEADER:,} bytes"
+        if position + count > MAX_HEADER_BYTES:
+            what = f"{quoted(self.name)} has a header of more than {MAX_HEADER_BYTES:,} bytes"
             raise UnsupportedError(f"{what}, so it is no diffusion transformer; use another file.")
         return self.file.read(count)
 

@@ -10,14 +10,14 @@ from .allowed_folders import ANYWHERE, Folders
 from .regular_files import open_regular, read_json
 
 #: Bytes of the headers of all files of a model; published ones have about one MB, LoRAs a few.
-MOST_HEADER = 16 << 20
+MAX_HEADER_BYTES = 16 << 20
 #: Tensors of a checkpoint; published ones have thousands, with scales about fifteen thousand.
-MOST_TENSORS = 32_768
+MAX_TENSORS = 32_768
 #: Files of a folder, and bytes of their index, which names every tensor.
-MOST_SHARDS = 1_024
-MOST_INDEX = 16 << 20
+MAX_SHARDS = 1_024
+MAX_INDEX_BYTES = 16 << 20
 #: Bytes that show what a file is.
-MOST_START = 64
+START_BYTES = 64
 #: How other files begin that are saved under the name of a safetensors file, in lower case -> what they are
 #: -> what to do.
 OTHER_KINDS = (
@@ -37,7 +37,7 @@ OTHER_KINDS = (
 #: Highest number of a block; published models have up to about a hundred.
 HIGHEST_BLOCK = 4_095
 #: Parts of a name between dots; published ones have up to about ten.
-MOST_WORDS = 32
+MAX_NAME_PARTS = 32
 
 
 def check_header_sizes(paths: Iterable[Path]):
@@ -48,20 +48,20 @@ def check_header_sizes(paths: Iterable[Path]):
             size = os.fstat(file.fileno()).st_size
             header = int.from_bytes(file.read(8), "little")
             # sooner than by parsing; who writes it in another way is found by check_names
-            tensors += file.read(min(header, MOST_HEADER)).count(b'"data_offsets"')
+            tensors += file.read(min(header, MAX_HEADER_BYTES)).count(b'"data_offsets"')
             file.seek(0)
-            start = file.read(MOST_START)
+            start = file.read(START_BYTES)
         if size < 8 or header > size - 8:
             _refuse_other_kinds(path.name, start)
             why = f"its header would have {header:,} bytes and the file has {size:,}"
             raise unreadable(path.name, "safetensors", why)
         total += header
-        if total > MOST_HEADER:
+        if total > MAX_HEADER_BYTES:
             raise UnsupportedError(
                 f"{quoted(path.name)} has a header of {header:,} bytes; all of a model's headers have "
-                f"{MOST_HEADER:,} at most, so this is no diffusion transformer: use another file."
+                f"{MAX_HEADER_BYTES:,} at most, so this is no diffusion transformer: use another file."
             )
-        if tensors > MOST_TENSORS:
+        if tensors > MAX_TENSORS:
             raise _many(path.name, tensors)
 
 
@@ -74,12 +74,12 @@ def _refuse_other_kinds(name: str, start: bytes):
 
 def check_names(name: str, keys: Mapping[str, object]):
     """Refuse too many tensors, too long names or too high block numbers, which become loops."""
-    if len(keys) > MOST_TENSORS:
+    if len(keys) > MAX_TENSORS:
         raise _many(name, len(keys))
     for key in keys:
         why = ""
-        if key.count(".") >= MOST_WORDS:
-            why = f"more than {MOST_WORDS} parts"
+        if key.count(".") >= MAX_NAME_PARTS:
+            why = f"more than {MAX_NAME_PARTS} parts"
         elif high := [word for word in key.split(".") if _is_high(word)]:
             why = f"block {quoted(high[0], 20)}, and blocks are numbered up to {HIGHEST_BLOCK:,} at most"
         if why:
@@ -95,7 +95,7 @@ def unreadable(name: str, kind: str, why: str) -> UnsupportedError:
 
 def _many(name: str, count: int) -> UnsupportedError:
     return UnsupportedError(
-        f"{quoted(name)} has {count:,} tensors, and a transformer {MOST_TENSORS:,} at most; use another file."
+        f"{quoted(name)} has {count:,} tensors, and a transformer {MAX_TENSORS:,} at most; use another file."
     )
 
 
@@ -111,13 +111,13 @@ def is_number(word: str) -> bool:
 
 def shards(index: Path, folders: Folders = ANYWHERE) -> list[Path]:
     """Return the files that an index of shards names, in its own folder. Raises UnsupportedError."""
-    weights = read_json(index, MOST_INDEX).get("weight_map")
+    weights = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     names = set()
     if isinstance(weights, dict) and all(isinstance(name, str) for name in weights.values()):
         names = set(weights.values())
-    if not 0 < len(names) <= MOST_SHARDS:
+    if not 0 < len(names) <= MAX_SHARDS:
         what = f"{quoted(index.name)} has no weight_map that names the files of its tensors"
-        raise UnsupportedError(f"{what}, {MOST_SHARDS:,} at most; download it again.")
+        raise UnsupportedError(f"{what}, {MAX_SHARDS:,} at most; download it again.")
     return [_next_to(index, name, folders) for name in sorted(names)]
 
 

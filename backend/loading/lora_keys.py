@@ -99,7 +99,7 @@ REFUSED_KEYS = {
     ),
 }
 #: Far beyond the node's 100, and far below what float32 holds.
-MOST_STRENGTH = 1_000_000
+MAX_STRENGTH = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
     for lora in loras:
         if not _is_use(lora):
             what = f"loras holds {quoted(lora, 200)}, which is not a pair of a path and a strength"
-            raise UnsupportedError(f"{what} (a finite number, at most {MOST_STRENGTH:,}).")
+            raise UnsupportedError(f"{what} (a finite number, at most {MAX_STRENGTH:,}).")
         path, strength = lora
         folders.check(path)
         uses.append(LoraUse(path, float(strength), file_state(path)))
@@ -215,7 +215,7 @@ def _is_use(lora) -> bool:
         case [str(), bool()]:
             return False
         case [str(), int() | float() as strength]:
-            return abs(strength) <= MOST_STRENGTH  # False for NaN
+            return abs(strength) <= MAX_STRENGTH  # False for NaN
     return False
 
 

@@ -16,7 +16,7 @@ from .safetensors_files import FLOATING
 #: Stored types of an alpha that is an integer.
 INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 #: Most that an adapter may add to a weight: float32 holds it with room to spare.
-LARGEST = 1e30
+MAX_ADDED = 1e30
 #: Files whose largest values are cached.
 FILES = 64
 
@@ -68,10 +68,10 @@ def check_values(path: str, strength: float, adapters: Iterable[tuple[object, Ad
         inner = math.prod(adapter.shape_of(left)[1] for left, _ in adapter.products)
         values = [known[adapter.keys[role]] for role in adapter.weights]
         most = abs(strength * adapter.scale) * inner * math.prod(values)
-        if not most <= LARGEST:
+        if not most <= MAX_ADDED:
             key = adapter.keys[adapter.weights[0]]
             what = f"what it adds with {key!r:.120} at strength {strength:g} can be as large as {most:.1g}"
-            raise _malformed(where.name, f"{what}, more than {LARGEST:g}")
+            raise _malformed(where.name, f"{what}, more than {MAX_ADDED:g}")
 
 
 @lru_cache(FILES)

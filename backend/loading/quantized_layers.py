@@ -28,7 +28,7 @@ GROUP_SCALES = (*PLAIN, "F8_E4M3", "U8")
 #: End of refusals.
 BAD_CONVERSION = "the file was converted badly: use another one of this model"
 #: Bytes of a layer's description (a few dozen as published).
-MOST_SETTINGS = 4_096
+MAX_SETTINGS_BYTES = 4_096
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ def _check_once(files: TensorFiles, name: str, first: Mapping, second: Mapping):
 
 def _bytes(files: TensorFiles, key: str) -> bytes:
     shape = files.shapes[key]
-    if math.prod(shape) > MOST_SETTINGS or files.stored(key) != "U8":
+    if math.prod(shape) > MAX_SETTINGS_BYTES or files.stored(key) != "U8":
         what = f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}"
         raise UnsupportedError(
-            f"{what}, and describes a layer in {MOST_SETTINGS:,} bytes at most; {BAD_CONVERSION}."
+            f"{what}, and describes a layer in {MAX_SETTINGS_BYTES:,} bytes at most; {BAD_CONVERSION}."
         )
     return bytes(files.read(key).flatten().tolist())
 

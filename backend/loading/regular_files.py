@@ -9,7 +9,7 @@ from typing import BinaryIO
 from ..errors import UnsupportedError, quoted, reason
 
 #: Bytes of a configuration; published ones have a few thousand.
-MOST_CONFIG = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
 #: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of
 #: blocks.
 INDEXES = ("model_index.json", "modular_model_index.json")
@@ -47,7 +47,7 @@ def is_pipeline(folder: Path) -> bool:
     return any((folder / name).is_file() for name in INDEXES)
 
 
-def read_json(path: Path, most: int = MOST_CONFIG) -> dict:
+def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict:
     """Return the object in a JSON file of at most ``most`` bytes. Raises UnsupportedError."""
     with open_regular(path) as file:
         text = file.read(most + 1)

@@ -17,7 +17,7 @@ BETA_SCHEDULES = {"scaled_linear": "linear", "linear": "sqrt_linear"}
 #: diffusers' name of a prediction -> a name of prediction.PREDICTIONS.
 PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "flow_prediction": "flow"}
 #: Most timesteps of a schedule; published ones have 1000.
-MOST_STEPS = 16_384
+MAX_TIMESTEPS = 16_384
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ def of_scheduler(scheduler: Mapping | None) -> DiscreteSchedule | None:
     end = scheduler.get("beta_end", 0.02)
     steps = scheduler.get("num_train_timesteps", 1000)
     numbers = all(isinstance(value, (int, float)) for value in (start, end))
-    if not (numbers and 0 < start <= end < 1 and isinstance(steps, int) and 1 < steps <= MOST_STEPS):
+    if not (numbers and 0 < start <= end < 1 and isinstance(steps, int) and 1 < steps <= MAX_TIMESTEPS):
         what = f"betas from {quoted(start)} to {quoted(end)} in {quoted(steps)} timesteps"
         raise UnsupportedError(
-            f"the pipeline's scheduler has {what}; betas rise between 0 and 1 in {MOST_STEPS:,} timesteps at "
-            f"most: download the folder again."
+            f"the pipeline's scheduler has {what}; betas rise between 0 and 1 in {MAX_TIMESTEPS:,} timesteps "
+            f"at most: download the folder again."
         )
     is_rescaled = bool(scheduler.get("rescale_betas_zero_snr"))
     return DiscreteSchedule(start, end, BETA_SCHEDULES[curve], is_rescaled, steps)

@@ -16,7 +16,7 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
 #: Rows of the position tables of an axis and of text; diffusers' own have 128 and 1024.
-MOST, MOST_TEXT = 1024, 8192
+MAX_SIDE_TOKENS, MAX_TEXT_TOKENS = 1024, 8192
 #: Latent pixels from which pro models of this width stretch positions further.
 PRO, LARGE = 4096, 14080
 #: Width of the lite image models, of which the one that edits images has the channels of a video model.
@@ -50,9 +50,9 @@ def patch_module(transformer, config):
         block.self_attention.set_processor(Exact())
         block.cross_attention.set_processor(Exact())
     rope = transformer.visual_rope_embeddings
-    tables = [(rope, f"args_{axis}", MOST, size) for axis, size in enumerate(rope.axes_dims)]
+    tables = [(rope, f"args_{axis}", MAX_SIDE_TOKENS, size) for axis, size in enumerate(rope.axes_dims)]
     text = transformer.text_rope_embeddings
-    for owner, name, rows, size in (*tables, (text, "args", MOST_TEXT, text.dim)):
+    for owner, name, rows, size in (*tables, (text, "args", MAX_TEXT_TOKENS, text.dim)):
         table = torch.outer(torch.arange(rows, dtype=torch.float32), get_freqs(size // 2, owner.max_period))
         owner.register_buffer(name, table, persistent=False)
     time = transformer.time_embeddings
@@ -104,12 +104,14 @@ def _fits(known, grid):
 def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. The position tables end; video models take further
     channels."""
-    if max(grid.counts) > MOST:
+    if max(grid.counts) > MAX_SIDE_TOKENS:
         counts = " x ".join(map(str, grid.counts))
-        return f"the latent is {counts} tokens, but Kandinsky 5 knows {MOST} a side; make it smaller."
+        return (
+            f"the latent is {counts} tokens, but Kandinsky 5 knows {MAX_SIDE_TOKENS} a side; make it smaller."
+        )
     length = cond["c_crossattn"].shape[1]
-    if length > MOST_TEXT:
-        return f"the prompt has {length} tokens, but Kandinsky 5 knows {MOST_TEXT}; shorten it."
+    if length > MAX_TEXT_TOKENS:
+        return f"the prompt has {length} tokens, but Kandinsky 5 knows {MAX_TEXT_TOKENS}; shorten it."
     known = cond.get("time_dim_replace")
     if known is not None and not _fits(known, grid):
         return (

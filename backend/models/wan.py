@@ -17,7 +17,7 @@ from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, Mo
 from .key_layout import Layout, blocks_of, under
 
 #: Tokens along a side of the video, at most, where the configuration does not tell.
-MOST = 1024
+MAX_SIDE_TOKENS = 1024
 
 
 class ImageFirst(WanAttnProcessor):
@@ -99,7 +99,7 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. 2.1's image to video models may read CLIP features; the
     position table ends."""
-    most = config.get("rope_max_seq_len", MOST)
+    most = config.get("rope_max_seq_len", MAX_SIDE_TOKENS)
     if max(grid.counts) > most:
         counts = " x ".join(map(str, grid.counts))
         return f"the latent is {counts} tokens, but this model knows {most} a side; make it smaller."

@@ -22,7 +22,7 @@ from .effect_order import in_order
 #: What compiles the graphs: a name of torch.compiler.list_backends().
 BACKEND = INDUCTOR = "inductor"
 #: Most graphs of one kind of block: the whole sequence and patches, with text and without, batch sizes.
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Compiler:
         except TorchDynamoException as error:  # raised before anything of the block has run
             why = reason(error)
         except torch._dynamo.exc.FailOnRecompileLimitHit:  # no TorchDynamoException, but raised as early
-            why = f"its inputs differ in more ways than the {MOST_GRAPHS} graphs that are compiled of it"
+            why = f"its inputs differ in more ways than the {MAX_GRAPHS} graphs that are compiled of it"
         self.failed[forward] = f"{type(block).__name__} runs uncompiled: {why}"
         return forward(block, *args, **kwargs)
 
@@ -137,8 +137,8 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
         new = [f"compiled {made} graph{'s' * (made > 1)} of blocks in {took:.1f} s"] if made else []
         return new + sorted(filter(None, failed))
 
-    torch._dynamo.config.recompile_limit = MOST_GRAPHS
-    torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = 8 * MAX_GRAPHS
     # a prompt as long as an image is wide says nothing of the next one
     shapes.use_duck_shape = False
     for block in blocks:

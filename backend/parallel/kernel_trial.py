@@ -13,7 +13,7 @@ from .kernel_table import activated, flash_of_torch, kernel_of
 TOKENS = 128
 #: Kernels in int8 and fp4 are off by less of their values. So much more is a kernel that fails without
 #: saying so.
-MOST_ERROR = 0.5
+MAX_ERROR = 0.5
 
 
 @torch.inference_mode()
@@ -32,7 +32,7 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
         error = torch.stack(errors).max().item()  # of which a NaN is the largest
     except Exception as failed:  # a wheel raises what it likes
         return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
-    return "" if error <= MOST_ERROR else f"it is off by {error:.2g} of its values"
+    return "" if error <= MAX_ERROR else f"it is off by {error:.2g} of its values"
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from ..gpu_sharing import shares_gpu
 
 #: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
 #: died or are silent are found in seconds, by torchrun and by their heartbeats (client/silence.py); of those
-#: that wait on their GPUs the client tells in minutes (client/pace.py).
+#: that wait on their GPUs the client tells in minutes (client/step_timer.py).
 TIMEOUT = timedelta(hours=2)
 
 #: Most CTAs of a GPU that copy along an edge of a pipeline: NVLink is full with fewer, and blocks want them.

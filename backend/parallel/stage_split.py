@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from ..shares import relative_shares
 
 #: Most weights of a stage, as a multiple of the mean over the stages, if there is a split of so few.
-MOST_WEIGHTS = 1.15
+MAX_WEIGHTS = 1.15
 #: Up to this multiple of the mean a stage keeps the modulation layers of its own blocks.
 OWN_WEIGHTS = 1.05
 
@@ -46,7 +46,7 @@ def plan(
     means = [portion * mean for portion in relative_shares(stages, shares)]
     blocks = explicit_blocks(counts)
     if not counts:
-        blocks = stage_blocks(costs, stages, weights, MOST_WEIGHTS * mean, shares)
+        blocks = stage_blocks(costs, stages, weights, MAX_WEIGHTS * mean, shares)
     owners = {name: stage for stage, own in enumerate(blocks) for i in own for name in modulation[i]}
     sizes = {name: size for layers in modulation for name, size in layers.items()}
     held = [sum(weights[i] for i in own) for own in blocks]

@@ -23,10 +23,12 @@ def regroup(modules: Iterable[nn.Module], sp: Axis):
         if isinstance(weight, PackedWeight):
             agrees = sp.size > 1 and weight.has_one_scale and weight.divided
             of_text = weight.divided == "text"
-            weight.max_over_token_ranks = partial(_largest, axis=sp, of_text=of_text) if agrees else None
+            weight.max_over_token_ranks = (
+                partial(_amax_over_tokens, axis=sp, of_text=of_text) if agrees else None
+            )
 
 
-def _largest(most: Tensor, axis: Axis, of_text: bool) -> Tensor:
-    """Return the largest of every rank's ``most``; a rank that has a dummy token for its text has none."""
-    own = torch.zeros_like(most) if of_text and not text_tokens(1) else most
+def _amax_over_tokens(amax: Tensor, axis: Axis, of_text: bool) -> Tensor:
+    """Return the largest of every rank's ``amax``; a rank that has a dummy token for its text has none."""
+    own = torch.zeros_like(amax) if of_text and not text_tokens(1) else amax
     return comm.all_reduce_max(own, axis, "scales")

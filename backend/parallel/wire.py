@@ -13,9 +13,9 @@ from .wire_bytes import FULL, SCALE_BYTES
 
 #: Of the values.
 DTYPE = torch.float8_e4m3fn
-LARGEST = torch.finfo(DTYPE).max
+MAX_FP8 = torch.finfo(DTYPE).max
 #: Least scale: below it a float32 would have few digits left, or none.
-LEAST = 1e-30
+MIN_SCALE = 1e-30
 
 
 def pack(x: Tensor, wire: str) -> Tensor:
@@ -25,7 +25,7 @@ def pack(x: Tensor, wire: str) -> Tensor:
         return x
     features = x.shape[-1]
     peak = x.abs().amax(-1, keepdim=True)
-    scale = (peak.float() / LARGEST).clamp_min(LEAST)
+    scale = (peak.float() / MAX_FP8).clamp_min(MIN_SCALE)
     # with tokens before heads in memory where x has them so: written as it is read
     order = (*sorted(range(x.ndim - 1), key=x.stride, reverse=True), x.ndim - 1)
     shape = (*x.shape[:-1], features + SCALE_BYTES)

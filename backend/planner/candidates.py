@@ -10,11 +10,11 @@ from .machine import RequestEstimate
 from .model_shape import ModelShape
 
 #: Patches reuse keys and values of the step before: with fewer steps they differ too much.
-LEAST_STEPS = 8
+MIN_STEPS = 8
 #: Kernels that give no log-sum-exp, by which rings merge (parallel/kernel_table.py).
 NOT_OF_RINGS = ("sage-3", "cudnn")
 #: Fewer tokens of a rank in one patch than these keep no GPU busy.
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 #: In the order of the mesh, fastest last, as products of factors are listed.
 DEGREES = tuple(AXES.values())
 
@@ -80,11 +80,11 @@ def _patched(
         return
     yield replace(plan, num_pipeline_patch=1)
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    if exact or request.drained or plan.warmup_steps < 1 or request.steps < LEAST_STEPS:
+    if exact or request.drained or plan.warmup_steps < 1 or request.steps < MIN_STEPS:
         return
     for patches in (stages, stages + 1, 2 * stages):  # one more: no stage waits while outputs go back
         if drifts_too_far(request.steps, patches):
             continue
-        if patches == stages or tokens >= LEAST_TOKENS * patches * plan.sp_degree:
+        if patches == stages or tokens >= MIN_TOKENS * patches * plan.sp_degree:
             if patches * plan.sp_degree <= request.image_tokens:
                 yield replace(plan, num_pipeline_patch=patches)

@@ -11,7 +11,7 @@ MEASURED = {
 #: More than so many dB cannot be seen.
 INVISIBLE = 40.0
 #: Under so many steps no plan has more than so many patches: they would be 35 dB.
-FEW_STEPS, MOST_PATCHES = 16, 4
+FEW_STEPS, MAX_PATCHES = 16, 4
 #: A plan whose result is not one GPU's has to be so much faster than one whose is, and so much more for each
 #: dB that can be seen.
 STALE, DECIBEL = 1.05, 1.03
@@ -19,7 +19,7 @@ STALE, DECIBEL = 1.05, 1.03
 
 def drifts_too_far(steps: int, patches: int) -> bool:
     """Return whether a plan of so many patches is none for auto."""
-    return steps < FEW_STEPS and patches > MOST_PATCHES
+    return steps < FEW_STEPS and patches > MAX_PATCHES
 
 
 def penalty(steps: int, patches: int) -> float:

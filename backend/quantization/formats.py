@@ -26,7 +26,7 @@ FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 #: Values of the four bits of E2M1.
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 #: Values that are rotated together, at most.
-MOST_ROTATED = 4_096
+MAX_ROTATED = 4_096
 #: Scales that most formats have or may have, by their leaf.
 SCALES = ("weight_scale", "scale_weight", "weight_scale_2", "pre_quant_scale")
 
@@ -172,10 +172,10 @@ def rotation(settings: Settings) -> int | None:
 def rotation_size(settings: Settings) -> int:
     """Return the group size of a rotated layer's rotation. Raises UnsupportedError."""
     size = _setting(settings, "convrot_groupsize", 256)
-    if size not in (4**power for power in range(1, 7)):  # 4 to MOST_ROTATED
+    if size not in (4**power for power in range(1, 7)):  # 4 to MAX_ROTATED
         raise UnsupportedError(
             f"a layer is rotated in groups of {quoted(size)} values, and a power of four up to "
-            f"{MOST_ROTATED:,} is supported; use another file of this model."
+            f"{MAX_ROTATED:,} is supported; use another file of this model."
         )
     return size
 
@@ -184,10 +184,10 @@ def scale_group(settings: Settings) -> int:
     """Return how many neighbours in a row of an asym_w4a8_int8 layer have one scale. Raises
     UnsupportedError."""
     size = _setting(settings, "group_size", 16)
-    if not isinstance(size, int) or not 4 <= size <= MOST_ROTATED or (16 % size and size % 16):
+    if not isinstance(size, int) or not 4 <= size <= MAX_ROTATED or (16 % size and size % 16):
         raise UnsupportedError(
             f"a layer has scales of groups of {quoted(size)} values, and 4, 8 and multiples of 16 up to "
-            f"{MOST_ROTATED:,} are supported; use another file of this model."
+            f"{MAX_ROTATED:,} are supported; use another file of this model."
         )
     return size
 

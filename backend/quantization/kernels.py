@@ -44,7 +44,7 @@ BLOCKED, BYTES_PER_BLOCKED_VALUE = 1 << 24, 25
 #: Rows of a tile of cuBLAS' block scales.
 BLOCK_ROWS = 128
 #: Largest values of the formats.
-MOST_INT8, MOST_E4M3, MOST_E2M1 = 127, 448, 6
+MAX_INT8, MAX_E4M3, MAX_E2M1 = 127, 448, 6
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,17 @@ def _int8_in_chunks(
     step = max(1, CHUNK // max(values.shape))
     rows = x.reshape(-1, x.shape[-1])
     chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
-    most = None
+    amax = None
     if max_over_ranks is not None:
-        most = max_over_ranks(torch.cat([_most_of_rows(rotated(rows[chunk], size)) for chunk in chunks]))
+        amax = max_over_ranks(torch.cat([_row_amax(rotated(rows[chunk], size)) for chunk in chunks]))
 
     def product(chunk: slice) -> Tensor:
         rotated_rows = rotated(rows[chunk], size)
-        row_scales = (_most_of_rows(rotated_rows) if most is None else most[chunk]).float() / MOST_INT8
+        row_scales = (_row_amax(rotated_rows) if amax is None else amax[chunk]).float() / MAX_INT8
         row_scales = row_scales.clamp(min=1e-30)
         divisors = row_scales.to(x.dtype)  # float16 has smaller ones than its tiny, subnormal as they are
         divisors.masked_fill_(divisors == 0, torch.finfo(x.dtype).tiny)
-        quantized = (rotated_rows / divisors).round_().clamp_(-MOST_INT8 - 1, MOST_INT8).to(torch.int8)
+        quantized = (rotated_rows / divisors).round_().clamp_(-MAX_INT8 - 1, MAX_INT8).to(torch.int8)
         del rotated_rows
         sums = _kitchen().mm_int8(quantized, values.t()).float()  # its integers are freed here
         return sums.mul_(row_scales * scale).to(x.dtype)
@@ -177,7 +177,7 @@ def _int8_in_chunks(
     return _in_chunks(x, len(values), bias, chunks, product)
 
 
-def _most_of_rows(rows: Tensor) -> Tensor:
+def _row_amax(rows: Tensor) -> Tensor:
     return rows.abs().amax(dim=-1, keepdim=True)
 
 
@@ -213,7 +213,7 @@ def _as_float8(rows: Tensor, scale: Tensor, is_scaled: bool) -> Tensor:
     out = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     step = max(1, CHUNK // rows.shape[-1])
     for some, quantized in zip(rows.split(step), out.split(step)):
-        quantized.copy_(quantize(some) if is_scaled else some.clamp(-MOST_E4M3, MOST_E4M3))
+        quantized.copy_(quantize(some) if is_scaled else some.clamp(-MAX_E4M3, MAX_E4M3))
     return out
 
 
@@ -257,8 +257,8 @@ def nvfp4(
     inside, after = _bias_where(x, bias)
     scale = tensors.get("input_scale")
     if scale is None:
-        most = torch.linalg.vector_norm(x, float("inf"))  # the largest, without a copy
-        scale = (most if max_over_ranks is None else max_over_ranks(most)) / (MOST_E4M3 * MOST_E2M1)
+        amax = torch.linalg.vector_norm(x, float("inf"))  # the largest, without a copy
+        scale = (amax if max_over_ranks is None else max_over_ranks(amax)) / (MAX_E4M3 * MAX_E2M1)
     scale = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # blocks are divided by it
 
     def product(chunk: slice) -> Tensor:

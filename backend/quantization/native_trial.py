@@ -26,9 +26,9 @@ SIZE = 256
 TOKENS = (1, 48)
 #: Native products are off by 0.008 (int8), 0.026 (fp8, mxfp8) and 0.095 (nvfp4) of these values, measured on
 #: a CPU. So much more is a kernel that fails without saying so.
-MOST_ERROR = 0.3
+MAX_ERROR = 0.3
 #: Whether this rank's inputs are whole, or cut over ranks whose largest values it is told.
-MAX_OVER_RANKS_CASES = (None, lambda most: most)
+MAX_OVER_RANKS_CASES = (None, lambda amax: amax)
 
 
 def agree(
@@ -83,7 +83,7 @@ def _refusal(kind: str, dtype: str, device: torch.device) -> str:
         return why
     finally:
         free_scratch()  # where a CPU's weight is dequantized: it is no request's
-    return "" if error <= MOST_ERROR else f"its product is off by {error:.2g} of its values"
+    return "" if error <= MAX_ERROR else f"its product is off by {error:.2g} of its values"
 
 
 @torch.inference_mode()

@@ -224,7 +224,7 @@ class PackedWeight(nn.Module):
         over_tokens = self.max_over_token_ranks
         if over_tokens is None or over_columns is None:
             return over_tokens or over_columns
-        return lambda most: over_tokens(over_columns(most))
+        return lambda amax: over_tokens(over_columns(amax))
 
     def _native(
         self, kernel: Kernel, x: Tensor, bias: Tensor | None, max_over_ranks: MaxOverRanks | None

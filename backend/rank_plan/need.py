@@ -12,10 +12,10 @@ from .describe import RankPlan
 #: Released models hold between 0.78 and 1.39 of the estimate of activations in dry runs, tiny ones between
 #: 1/1.45 and 1/0.75, and from 1/1.65 on with control videos in float32 (tests/unit/test_rank_memory.py). GPUs
 #: were not measured: half, and the larger end (LIKELY_ACTIVATIONS).
-LEAST_ACTIVATIONS = 0.5
+MIN_ACTIVATIONS = 0.5
 #: Of the keys and values that are planned for the longest of the prompts. Tiny models of all families hold
 #: them to the byte, but for text that three pad or repeat (up to 1.3 times); a shorter prompt holds less.
-LEAST_KV = 0.9
+MIN_KV = 0.9
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Need:
 def request_need(plan: RankPlan, scratch_held: int = 0) -> Need:
     """Count what a request allocates on a rank whose weights are loaded and whose groups are connected;
     ``scratch_held``: bytes to dequantize in that are there from an earlier request."""
-    least = int(LEAST_KV * plan.kv_bytes)
-    least += int(LEAST_ACTIVATIONS * (plan.activation_bytes + plan.gathered_bytes))
+    least = int(MIN_KV * plan.kv_bytes)
+    least += int(MIN_ACTIVATIONS * (plan.activation_bytes + plan.gathered_bytes))
     likely = plan.kv_bytes + plan.modulation_bytes + plan.gathered_bytes
     likely += int(LIKELY_ACTIVATIONS * plan.activation_bytes)
     likely += max(0, plan.scratch_bytes - scratch_held)

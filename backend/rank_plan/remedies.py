@@ -16,7 +16,7 @@ from .request_size import RequestSize
 #: Bits of a value in quantized files, scales included: fp8 and Q8_0, then Q4_K.
 QUANTIZED = {"8-bit": 9, "4-bit": 5}
 #: Settings that are named at most.
-MOST = 3
+MAX_REMEDIES = 3
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ def fitting(
     capacity: list[int],
     choices: Mapping[str, MatmulChoice] | None = None,
 ) -> list[str]:
-    """Return at most MOST remedies with which weights and request fit into the ``capacity`` of every rank, in
-    bytes; each likely need counts, so that what is named does run. ``choices``: as in describe."""
+    """Return the first MAX_REMEDIES remedies with which weights and request fit into the ``capacity`` of
+    every rank, in bytes; each likely need counts, so that what is named does run. ``choices``: as in
+    describe."""
     found = []
     for remedy in remedies(config, size, checkpoint.is_quantized):
         try:
@@ -76,7 +77,7 @@ def fitting(
         needs = (plan.weight_bytes + request_need(plan).likely for plan in plans)
         if all(need <= room for need, room in zip(needs, capacity)):
             found.append(remedy.text)
-        if len(found) == MOST:
+        if len(found) == MAX_REMEDIES:
             break
     return found
 

@@ -27,13 +27,13 @@ from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent
 from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers
 
 #: Numbers that float32 holds with room to spare.
-LARGEST = 1e30
+MAX_NUMBER = 1e30
 #: Guidance beyond this multiplies rounding errors alone (the nodes stop at 100).
-MOST_CFG = 1e6
+MAX_CFG = 1e6
 #: Steps, as many as ComfyUI's own nodes allow.
-MOST_STEPS = 10_000
+MAX_STEPS = 10_000
 #: Sides of a latent and tokens of a prompt that are described: numbers without a tensor.
-MOST_SIDE = 1 << 16
+MAX_SIDE = 1 << 16
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def _check_settings(sample, config, run):
         )
     if not 0 <= sample.seed < 1 << 64:
         raise UnsupportedError(f"seed is {sample.seed}; choose one from 0 to {(1 << 64) - 1}.")
-    if not abs(sample.cfg) <= MOST_CFG:
-        raise UnsupportedError(f"cfg is {sample.cfg!s:.30}; use a number from {-MOST_CFG:g} to {MOST_CFG:g}.")
+    if not abs(sample.cfg) <= MAX_CFG:
+        raise UnsupportedError(f"cfg is {sample.cfg!s:.30}; use a number from {-MAX_CFG:g} to {MAX_CFG:g}.")
     run.validate()
     config.check_guidance(sample.cfg, _has_negative(sample))
 
@@ -152,8 +152,8 @@ def _check_tensors(sample, family, model_config):
         raise UnsupportedError(
             f"the schedule has {sigmas.numel()} sigmas, which makes no step; use at least one step."
         )
-    if len(sigmas) > MOST_STEPS + 1:
-        raise UnsupportedError(f"the schedule has {len(sigmas) - 1} steps; use at most {MOST_STEPS}.")
+    if len(sigmas) > MAX_STEPS + 1:
+        raise UnsupportedError(f"the schedule has {len(sigmas) - 1} steps; use at most {MAX_STEPS}.")
 
 
 def _check_solver(sample, family):
@@ -228,7 +228,7 @@ def _check_prompts(sample):
             )
     for name, settings in sample.prompts.items():
         numbers = isinstance(settings, dict) and all(
-            isinstance(value, (int, float)) and abs(value) < LARGEST for value in settings.values()
+            isinstance(value, (int, float)) and abs(value) < MAX_NUMBER for value in settings.values()
         )
         if not numbers or set(settings) - {"strength", "from", "until"}:
             raise UnsupportedError(
@@ -316,17 +316,17 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
     latent = message.latent
     nested = family.latent.nested
     channels = nested.channels(model_config)[0] if nested else family.latent.channels(model_config)
-    sides = len(latent) in (3, 4) and all(type(side) is int and 1 <= side <= MOST_SIDE for side in latent)
+    sides = len(latent) in (3, 4) and all(type(side) is int and 1 <= side <= MAX_SIDE for side in latent)
     if not sides or latent[0] != channels:
         raise UnsupportedError(
             f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
-            f"channels, [frames,] height, width), sides of at most {MOST_SIDE}."
+            f"channels, [frames,] height, width), sides of at most {MAX_SIDE}."
         )
     prompts = message.prompts in (1, 2) and message.prompts >= config.cfg_degree
-    if not prompts or not 0 <= message.text_tokens <= MOST_SIDE:
+    if not prompts or not 0 <= message.text_tokens <= MAX_SIDE:
         raise UnsupportedError(
             f"{message.prompts} prompts of {message.text_tokens} rows are to be described for cfg_degree "
-            f"{config.cfg_degree}; give one or two of at most {MOST_SIDE} rows, and as many as ranks share "
+            f"{config.cfg_degree}; give one or two of at most {MAX_SIDE} rows, and as many as ranks share "
             f"them."
         )
     grid = TokenGrid(tuple(latent), family.latent.patch(model_config))

@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 from ..protocol import ModelCall
 
 #: Clients whose arguments are cached: those that called last.
-MOST_CLIENTS = 4
+MAX_CACHED_CLIENTS = 4
 
 
 class ArgumentCache:
@@ -52,7 +52,7 @@ class ArgumentCache:
             cached[key] = call.tensors[name].to(self.device, copy=True)
         if cached:
             self.clients[call.client] = cached
-        while len(self.clients) > MOST_CLIENTS:
+        while len(self.clients) > MAX_CACHED_CLIENTS:
             self.clients.pop(next(iter(self.clients)))
 
     def clear(self):

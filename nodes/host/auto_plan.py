@@ -18,7 +18,7 @@ from ...backend.planner.choose import Question
 from ...backend.planner.machine import RequestEstimate, Sides, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import BackendError, RefusedError
-from .graph import TEXT
+from .graph_requests import TEXT
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_own, with_plan
 from .image_tokens import image_tokens

@@ -39,9 +39,9 @@ from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import BackendError, Loaded, RefusedError
 from ...backend.units import progress_text
 from ..comfy_models.registry import weightless_patcher
-from .graph import loaded_models, unnamed
+from .graph_requests import loaded_models, unnamed
 from .progress import NodeStatus
-from .queued import running
+from .queued_graph import running
 from .rank_weights import RankWeights, entries, host_room, may_hold_memory
 
 Ran = TypeVar("Ran")

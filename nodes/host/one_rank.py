@@ -20,7 +20,7 @@ from .handle import ParallelDiT
 from .image_tokens import image_tokens
 
 #: Requests that are remembered, the latest ones.
-MOST = 500
+MAX_REQUESTS = 500
 #: Names of a request's reference latents, of one prompt.
 REFERENCES = "positive.ref_latents."
 #: (key of a request, configuration) -> what ``projected`` estimates: the latent waits for it.
@@ -53,7 +53,7 @@ def projected(digest: str, dit: ParallelDiT, sample: Sample) -> float | None:
     if dit.auto is not None:
         return None
     known = (digest, dit.config)
-    for oldest in list(_projected)[:-MOST]:
+    for oldest in list(_projected)[:-MAX_REQUESTS]:
         del _projected[oldest]
     if known not in _projected and (found := _projection(dit, sample)) is not None:
         _projected[known] = found
@@ -84,7 +84,7 @@ def remember(digest: str, seconds: float):
     partial = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dict(list(times.items())[-MOST:])))
+        partial.write_text(json.dumps(dict(list(times.items())[-MAX_REQUESTS:])))
         os.replace(partial, file)
     except OSError as error:  # a full disk must not cost the latent that was just computed
         logging.warning("parallel-dit: %s cannot be written (%s)", file, error)

@@ -10,7 +10,7 @@ from comfy_execution.utils import get_executing_context
 from tqdm.auto import tqdm
 
 from ...backend.protocol import Progress
-from .queued import queued_by
+from .queued_graph import queued_by
 from .report import pace
 
 #: Shown until the ranks have stopped.

@@ -22,7 +22,7 @@ from ...backend.protocol import RefusedError
 #: In front of a weight's name in ComfyUI's model.
 PREFIX = "diffusion_model."
 #: Bytes of LoRAs that are kept for ranks at most: temporary files may lie in memory.
-MOST_BYTES = 8 << 30
+MAX_BYTES = 8 << 30
 _REMEDY = "add the file with Parallel LoRA, before Parallel Model, or use ComfyUI's own loader"
 
 
@@ -141,10 +141,10 @@ def _saved(tensors: dict[str, Tensor]) -> str:
 
 
 def _remove_oldest(path: Path):
-    """Keep the files that were used last, MOST_BYTES of them at most, and ``path``. Who needs another one
+    """Keep the files that were used last, MAX_BYTES of them at most, and ``path``. Who needs another one
     again writes it; ranks that read one have it open."""
     others = sorted(path.parent.glob("*.safetensors"), key=lambda each: -each.stat().st_atime)
-    left = MOST_BYTES - path.stat().st_size
+    left = MAX_BYTES - path.stat().st_size
     for each in others:
         left -= each.stat().st_size if each != path else 0
         if left < 0 and each != path:

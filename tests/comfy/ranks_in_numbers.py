@@ -10,7 +10,7 @@ with comfy_modules():
     from parallel_dit.backend.client import pool
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.protocol import Loaded, RefusedError, Result, Unload, Welcome
-    from parallel_dit.nodes.host import graph, handle
+    from parallel_dit.nodes.host import graph_requests, handle
 
 CONFIG = ParallelConfig(address="tcp:host:1")
 #: Elsewhere: ComfyUI's manager makes no room there.
@@ -63,7 +63,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(handle, "weightless_patcher", lambda loaded: None)
     monkeypatch.setattr(handle, "_weights", {})
     monkeypatch.setattr(management, "current_loaded_models", [])
-    monkeypatch.setattr(graph, "wanted_of", lambda inputs: (inputs["model_name"], "default", "auto"))
+    monkeypatch.setattr(graph_requests, "wanted_of", lambda inputs: (inputs["model_name"], "default", "auto"))
     yield found
     reset_progress_state("", DynamicPrompt({}))
 

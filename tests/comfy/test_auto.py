@@ -9,9 +9,9 @@ from golden_graphs import error_of, graph, ranks_of
 from published import FLUX
 
 with comfy_modules():
-    from parallel_dit.nodes.host import graph as graph_module
-    from parallel_dit.nodes.host.graph import request_of_graph
-    from parallel_dit.nodes.host.queued import loader_of
+    from parallel_dit.nodes.host import graph_requests
+    from parallel_dit.nodes.host.graph_requests import request_of_graph
+    from parallel_dit.nodes.host.queued_graph import loader_of
 
 from backend.planner.choose import METHODS
 
@@ -137,7 +137,7 @@ def test_a_cycle_of_loras_has_no_loader(origin):
 def test_loras_of_a_graph_count_beside_quantized_weights(monkeypatch):
     """As much as their files, those of the other model on the ranks too; none beside plain weights."""
     sizes = {"a.safetensors": 500, "b.safetensors": 70}
-    monkeypatch.setattr(graph_module, "lora_size", lambda name: sizes.get(name, 0))
+    monkeypatch.setattr(graph_requests, "lora_size", lambda name: sizes.get(name, 0))
     graph = queued({"steps": 4, "cfg": 1.0, "sampler_name": "euler"})
     graph["2"]["inputs"] |= {"lora_name": "a.safetensors", "strength": 1.0}
     other = {"dit": ["2", 0], "lora_name": "b.safetensors"}

@@ -88,7 +88,7 @@ SCALES, CHANNELS = (
     {"flux2-dev": 128, "ltx2": 128, "ltx23": 128, "qwen-image21": 64},
 )
 #: Widths that a node takes at least.
-LEAST = {"Ideogram4Scheduler": 256}
+MIN_SIZE = {"Ideogram4Scheduler": 256}
 WAN_IMAGE = WAN_36 | IMAGE_EMBEDDER
 
 
@@ -166,7 +166,7 @@ def stand_in(graph: dict, family: str, scale: int = 8) -> dict:
         }
         inputs |= {"sigmas": SIGMAS} if node["class_type"] == "ManualSigmas" else {}
         inputs |= {
-            key: LEAST[node["class_type"]] for key in ("width", "height") if node["class_type"] in LEAST
+            key: MIN_SIZE[node["class_type"]] for key in ("width", "height") if node["class_type"] in MIN_SIZE
         }
         if "audio" in inputs.get("vae_name", ""):
             node["class_type"], node["inputs"] = "TestAudioVae", SOUND[family]

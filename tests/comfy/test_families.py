@@ -31,7 +31,7 @@ with comfy_modules():
         model_arguments,
     )
     from parallel_dit.nodes.host.handle import ParallelDiT
-    from parallel_dit.nodes.host.plan import assumed_latent
+    from parallel_dit.nodes.host.plan_report import assumed_latent
 
 
 #: Family -> keys of inpainting that it refuses; family's golden file and key -> what it changes.

@@ -7,7 +7,7 @@ from comfy_modules import comfy_modules
 with comfy_modules():
     from comfy.cli_args import PerformanceFeature, args
     from parallel_dit.backend.config import CHOICES, ParallelConfig
-    from parallel_dit.nodes.host import plan
+    from parallel_dit.nodes.host import plan_report
 
 
 def test_flags_that_do_not_reach_the_ranks_are_said(monkeypatch):
@@ -18,11 +18,11 @@ def test_flags_that_do_not_reach_the_ranks_are_said(monkeypatch):
     config = ParallelConfig(address="unix:/elsewhere")  # whose GPUs are not looked at
     loaded = SimpleNamespace(info=info)
     dit = SimpleNamespace(config=config, loaded=loaded, weight_dtype="default", matmul="auto")
-    usual = plan.loaded_lines(dit)
+    usual = plan_report.loaded_lines(dit)
     assert usual[-1] == "attention auto: a kernel"
     monkeypatch.setattr(args, "use_sage_attention", True)
     monkeypatch.setattr(args, "fast", set(PerformanceFeature))
-    assert plan.loaded_lines(dit) == [
+    assert plan_report.loaded_lines(dit) == [
         *usual,
         "ComfyUI runs with --use-sage-attention, the ranks do not; set attention of Parallel Config to sage.",
         "ComfyUI runs with --fast fp16_accumulation, which the ranks do not have.",

@@ -238,7 +238,7 @@ def test_a_preview_without_room_does_not_end_a_sampling(flux):
 def test_prompts_are_sent_once(flux, monkeypatch):
     """Regions call the model several times a step, with other prompts; after an unload the ranks are told
     again."""
-    monkeypatch.setattr(argument_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(argument_cache, "MIN_BYTES", 1)
     backend, messages = pool.backend_for(CONFIG), []
     sample = backend.sample
     monkeypatch.setattr(
@@ -263,7 +263,7 @@ def test_prompts_are_sent_once(flux, monkeypatch):
 
 def test_a_prompt_that_changes_a_little_between_two_steps_is_sent_again(flux, monkeypatch):
     """One number of it, at a place where values are not told apart."""
-    monkeypatch.setattr(argument_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(argument_cache, "MIN_BYTES", 1)
     monkeypatch.setattr(argument_cache, "FINGERPRINT_WORDS", 1)
 
     def changing(model):

@@ -47,7 +47,7 @@ def flux(flux, monkeypatch, tmp_path):
 def test_the_newest_files_are_kept(tmp_path, monkeypatch):
     """Temporary files may lie in memory: a day of other LoRAs would fill it."""
     monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
-    monkeypatch.setattr(stock_loras, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(stock_loras, "MAX_BYTES", 10_000)
     paths = []
     for age, value in enumerate((0.0, 1.0, 2.0)):
         paths.append(Path(stock_loras._saved({"a": torch.full((1000,), value)})))

@@ -194,7 +194,7 @@ def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
 
 def main(folder: str, selected: list[str], out: str):
     compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
-    ltx2_connectors.LEAST_TOKENS = 0  # 128 tokens of a prompt, not 1024: no ComfyUI is compared here
+    ltx2_connectors.MIN_TOKENS = 0  # 128 tokens of a prompt, not 1024: no ComfyUI is compared here
     engine_module.gc = SimpleNamespace(collect=partial(gc.collect, 1))  # not through all that was traced
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]

@@ -52,9 +52,11 @@ def run_lora(engine: Engine, config: ParallelConfig, checkpoint: str) -> tuple[t
         engine,
         config,
         Case(LORA, FEW),
-        engine.name("tiny", lora_stack([[str(Path(checkpoint).with_name("lora.safetensors")), 0.8]])),
+        engine.add_lora_stack(
+            "tiny", lora_stack([[str(Path(checkpoint).with_name("lora.safetensors")), 0.8]])
+        ),
     )
-    engine.ready("tiny")
+    engine.fused("tiny")
     return samples, all(a.equal(b) for a, b in zip(before, held(), strict=True))
 
 

@@ -114,7 +114,7 @@ def sampled(engine: Engine, folder: Path) -> tuple[list[torch.Tensor], list[int]
     plain = replace(plain, tensors=cropped(plain.tensors, SIDE))
     stack = lora_stack([[str(folder / "lora.safetensors"), STRENGTH]])
     found, of_loras = [], []
-    for name, spare in (("tiny", 0), (engine.name("tiny", stack), 0), ("tiny", SPARE)):
+    for name, spare in (("tiny", 0), (engine.add_lora_stack("tiny", stack), 0), ("tiny", SPARE)):
         sigmas = plain.tensors["sigmas"][: STEPS + 1]
         patches = engine.config.num_pipeline_patch
         sample = replace(

@@ -12,7 +12,7 @@ import torch
 from fake_backend import TOKEN, WELCOME, let_in, reply, sample_message
 
 from backend import protocol
-from backend.client import pace, pool
+from backend.client import pool, step_timer
 from backend.client.client import BackendClient, HandshakeError
 from backend.config import MAX_RANKS, ConfigError, ParallelConfig
 from backend.protocol import (
@@ -228,7 +228,7 @@ def test_a_step_that_does_not_end_is_told(serve, monkeypatch, caplog):
             time.sleep(0.01)
         reply(connection, Result({}, {"samples": torch.zeros(1)}))
 
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(step_timer, "MIN_SECONDS", 0.0)
     client = BackendClient(serve(handler), TOKEN, places=lambda done: f"rank 0 in step {done + 1}")
     assert client.sample(sample_message())
     assert len(caplog.messages) == 1 and "rank 0 in step 2." in caplog.text

@@ -182,14 +182,14 @@ def test_half_written_record(tmp_path):
 )
 def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monkeypatch):
     """``least``: of bytes in /dev/shm; a container's 64 MB are below it."""
-    monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", least)
+    monkeypatch.setattr(exit_report, "MIN_SHARED_MEMORY", least)
     assert ("--shm-size" in str(exit_report.RankFailure(0, 1, error))) == hint
 
 
 @pytest.mark.parametrize("end", ["is not supported between these two devices'", "", "of GPU 3 was lost"])
 def test_peer_access_that_the_driver_refuses_is_named(end, monkeypatch):
     """As of two GeForce cards whose degrees were set by hand, so that no probe has run."""
-    monkeypatch.setattr(exit_report, "LEAST_SHARED_MEMORY", 0)
+    monkeypatch.setattr(exit_report, "MIN_SHARED_MEMORY", 0)
     error = exit_report._one_line(NCCL_ERROR.format(f"Cuda failure 217 'peer access {end}"))
     assert "ncclUnhandledCudaError" not in error  # no cause: it stands in the last line
     assert str(exit_report.RankFailure(0, 1, error)).endswith("finds another way and keeps it)")

@@ -14,7 +14,7 @@ def parameters(engine) -> dict[str, torch.Tensor]:
 
 
 def fuse(engine, *loras):
-    engine.ready(engine.name("m", lora_stack(loras)))
+    engine.fused(engine.add_lora_stack("m", lora_stack(loras)))
 
 
 def equal(a, b) -> bool:

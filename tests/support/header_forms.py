@@ -25,7 +25,7 @@ from backend.loading.recognition import open_checkpoint
 #: Prefixes that files are converted without.
 PREFIXES = ("model.diffusion_model.", "model.model.", "model.")
 #: Fewer values than these are not quantized (ComfyUI-GGUF, tools/convert.py).
-LEAST_VALUES = 1024
+MIN_VALUES = 1024
 SHARD = "diffusion_pytorch_model-{:05}-of-00002.safetensors"
 
 
@@ -62,7 +62,7 @@ def write_gguf(path: Path, header: str, kind: str, metadata: Mapping[str, str] =
     for key, (_, shape) in unfold(released()[header]["tensors"]).items():
         block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         chosen = "F32"
-        if len(shape) == 2 and math.prod(shape) > LEAST_VALUES:
+        if len(shape) == 2 and math.prod(shape) > MIN_VALUES:
             chosen = "F16" if shape[1] % block else kind
         name = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
         tensors[name] = (chosen, shape)

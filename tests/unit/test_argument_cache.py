@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from backend.client import argument_cache
-from backend.client.argument_cache import LEAST_BYTES, MOST_VALUES, ArgumentCache
+from backend.client.argument_cache import MAX_VALUES, MIN_BYTES, ArgumentCache
 from backend.protocol import ModelCall
-from backend.serving.argument_cache import MOST_CLIENTS
+from backend.serving.argument_cache import MAX_CACHED_CLIENTS
 from backend.serving.argument_cache import ArgumentCache as Ranks
 
-SIZE = LEAST_BYTES // 4
+SIZE = MIN_BYTES // 4
 
 
 def call(**tensors) -> ModelCall:
@@ -47,7 +47,7 @@ def test_equal_values_are_sent_once_and_changed_ones_again():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool])
 def test_any_byte_that_changes_is_noticed(dtype):
     """In every place of a tensor whose size in bytes is no multiple of 8, transposed or not."""
-    value = torch.ones(LEAST_BYTES // 5, 7, dtype=dtype)
+    value = torch.ones(MIN_BYTES // 5, 7, dtype=dtype)
     client = ArgumentCache()
     for place in (None, 0, -1, -3, value.numel() // 2):
         if place is not None:
@@ -62,17 +62,17 @@ def test_any_byte_that_changes_is_noticed(dtype):
 
 def test_several_prompts_take_turns_and_the_oldest_are_forgotten():
     client, ranks = ArgumentCache(), Ranks(torch.device("cpu"))
-    prompts = [call(**{"cond.c_crossattn": torch.full((SIZE,), float(i))}) for i in range(MOST_VALUES + 2)]
+    prompts = [call(**{"cond.c_crossattn": torch.full((SIZE,), float(i))}) for i in range(MAX_VALUES + 2)]
     for prompt in prompts + prompts[-2:]:
         wire, _ = arrives(client, ranks, prompt)
     assert not wire.tensors
-    assert sum(map(len, ranks.clients.values())) == MOST_VALUES
+    assert sum(map(len, ranks.clients.values())) == MAX_VALUES
 
 
 @pytest.mark.parametrize("fit, kept", [(2, 2), (0, 1)])
 def test_large_arguments_do_not_pile_up(monkeypatch, fit, kept):
     """Control images of a video, one for each part of it; the newest stays, for the next step."""
-    monkeypatch.setattr(argument_cache, "MOST_BYTES", fit * 4 * SIZE + 1)
+    monkeypatch.setattr(argument_cache, "MAX_BYTES", fit * 4 * SIZE + 1)
     client, ranks = ArgumentCache(), Ranks(torch.device("cpu"))
     images = [call(**{"cond.face_pixel_values": torch.full((SIZE,), float(i))}) for i in range(5)]
     for image in [*images, images[-1]]:
@@ -83,7 +83,7 @@ def test_large_arguments_do_not_pile_up(monkeypatch, fit, kept):
 
 def test_ranks_keep_copies_and_a_few_clients_only():
     ranks, value = Ranks(torch.device("cpu")), torch.zeros(SIZE)
-    clients = [ArgumentCache() for _ in range(MOST_CLIENTS + 1)]
+    clients = [ArgumentCache() for _ in range(MAX_CACHED_CLIENTS + 1)]
     for client in clients:
         arrives(client, ranks, call(**{"cond.c_crossattn": value}))
     assert ranks.missing(clients[0].shortened(call(**{"cond.c_crossattn": value}))) == ["cond.c_crossattn"]

@@ -107,7 +107,7 @@ def test_a_block_of_too_many_graphs_runs_uncompiled(monkeypatch, compiler):
             return x + 1
 
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
-    monkeypatch.setattr(compiled_blocks, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(compiled_blocks, "MAX_GRAPHS", 2)
     block = Block()
     with compiled_blocks.compiled([block]) as notes:
         for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):

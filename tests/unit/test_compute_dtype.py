@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 
-from backend.loading.compute_dtype import LEAST, compute_dtype, default_dtype, fast_dtypes
+from backend.loading.compute_dtype import MIN_CAPABILITY, compute_dtype, default_dtype, fast_dtypes
 from backend.loading.recognition import open_checkpoint
 from backend.models.family import BF16_OR_FP16, FP16_OR_BF16
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BOTH = tuple(LEAST)
+BOTH = tuple(MIN_CAPABILITY)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
 from backend.planner import drift as planner
-from backend.planner.candidates import LEAST_STEPS
+from backend.planner.candidates import MIN_STEPS
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 from demo import shapes
@@ -120,7 +120,7 @@ def test_the_text_about_drift_has_the_numbers_of_benchmark_and_planner(drift):
     page = " ".join((ROOT / drift["TABLE"].page).read_text().split())
     assert f" {len(drift['PROMPTS'])} prompts, Euler, schedule shift {drift['SHIFT']:g}, float32: " in page
     assert f"**Fewer than {min(planner.MEASURED)} steps were not measured**" in page
-    assert f" may take PipeFusion from {LEAST_STEPS} steps on: " in page
-    assert f" Under {planner.FEW_STEPS} steps it takes {planner.MOST_PATCHES} patches at most. " in page
+    assert f" may take PipeFusion from {MIN_STEPS} steps on: " in page
+    assert f" Under {planner.FEW_STEPS} steps it takes {planner.MAX_PATCHES} patches at most. " in page
     penalty = f"{planner.STALE:g} times as fast as an exact one, and {planner.DECIBEL:g} times more"
     assert f" {penalty} for each dB of the mean below {planner.INVISIBLE:g} " in page

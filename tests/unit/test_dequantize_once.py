@@ -181,7 +181,7 @@ def test_loras_are_beside_what_stays(engine, folder):
     write_mixed(folder / "lora.safetensors", shallow_flux())
     bare = run(engine, spare=0)[0]
     for strength in (0.5, -0.3):
-        name = engine.name("tiny", lora_stack([[str(folder / "lora.safetensors"), strength]]))
+        name = engine.add_lora_stack("tiny", lora_stack([[str(folder / "lora.safetensors"), strength]]))
         wanted = run(engine, spare=0, name=name)[0]
         assert not wanted.equal(bare)
         assert run(engine, spare=ALL, name=name)[0].equal(wanted)

@@ -31,7 +31,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.models import kandinsky5
-from backend.models.common.ltx2_connectors import LEAST_TOKENS
+from backend.models.common.ltx2_connectors import MIN_TOKENS
 from backend.models.discrete_schedule import DiscreteSchedule
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh
@@ -194,7 +194,7 @@ def test_the_cost_of_a_block_is_what_it_multiplies(cut):
     transformer = open_checkpoint(str(path)).transformer
     latents = dict(model.family.latent.named(built.grid))
     if model.family.name == "ltx2":  # whose connectors fill a prompt up
-        text = max(text, LEAST_TOKENS)
+        text = max(text, MIN_TOKENS)
     computed = block_costs(transformer, model.family, model.config, sequence.image, text, latents)
     assert len(work) == len(computed)
     # MiniMax-H3's curves have adaLN of six features

@@ -145,7 +145,7 @@ def test_stored_weights_are_copied_to_the_host_once(copied, tmp_path, monkeypatc
     assert times[0] >= len(every) and times[1] == times[2] == times[0] - len(stored)
     monkeypatch.setattr(parking, "host_free", lambda swap: 0)
     engine.park(model, {0})
-    engine.ready("tiny")
+    engine.fused("tiny")
     assert parking.COPIES.bytes == 0
 
 

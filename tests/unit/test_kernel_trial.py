@@ -62,7 +62,7 @@ class Rank(Worker):
         self.clock = SimpleNamespace(new_request=print, begin=print)
         model = SimpleNamespace(dtype=torch.bfloat16, head_size=64, parked_on=frozenset())
         config = ParallelConfig(ring_degree=ring)
-        named = dict(prepare_sample=print, sample=self.sample, stacks={})
+        named = dict(prepare_sample=print, sample=self.sample, lora_stacks={})
         self.engine = SimpleNamespace(models={"m": model}, config=config, **named)
         self.admission = SimpleNamespace(
             prepare=lambda *_: SimpleNamespace(model=SimpleNamespace(dequantized_bytes=0))

@@ -12,7 +12,7 @@ from tiny import write_checkpoint
 from tolerance import assert_ulps
 
 from backend.config import ParallelConfig
-from backend.engine import MOST_STACKS, Engine
+from backend.engine import MAX_STACKS, Engine
 from backend.errors import UnsupportedError
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
@@ -193,10 +193,10 @@ def test_two_names_share_the_weights(flux, tmp_path):
                 ]
             ]
         )
-        names.append(flux.name("m", stack))
-        first = flux.ready(names[-1]).transformer.transformer_blocks[0].attn.to_q.weight.clone()
-        assert not flux.ready("m").transformer.transformer_blocks[0].attn.to_q.weight.equal(first)
-        assert flux.ready(names[-1]).transformer.transformer_blocks[0].attn.to_q.weight.equal(first)
+        names.append(flux.add_lora_stack("m", stack))
+        first = flux.fused(names[-1]).transformer.transformer_blocks[0].attn.to_q.weight.clone()
+        assert not flux.fused("m").transformer.transformer_blocks[0].attn.to_q.weight.equal(first)
+        assert flux.fused(names[-1]).transformer.transformer_blocks[0].attn.to_q.weight.equal(first)
     assert names[0] != names[1] and all(flux.models[name] is flux.models["m"] for name in names)
     fuse(flux)
 
@@ -329,7 +329,7 @@ def test_half_precision_of_a_float8_file_and_a_folder(flux, folder, tmp_path):
 def test_names_of_models_with_loras_are_bounded(flux, tmp_path):
     """Those that were asked for last stay, and the model's own."""
     path = str(write(tmp_path / "a.safetensors", {f"{ATTENTION}.diff": randn(768, 256)}))
-    names = [flux.name("m", lora_stack([[path, 0.001 * i]])) for i in range(1, MOST_STACKS + 3)]
-    again = flux.name("m", lora_stack([[path, 0.003]]))
-    assert again == names[2] and list(flux.stacks) == [*names[3:], again]
-    assert flux.models.keys() == {"m", *flux.stacks}
+    names = [flux.add_lora_stack("m", lora_stack([[path, 0.001 * i]])) for i in range(1, MAX_STACKS + 3)]
+    again = flux.add_lora_stack("m", lora_stack([[path, 0.003]]))
+    assert again == names[2] and list(flux.lora_stacks) == [*names[3:], again]
+    assert flux.models.keys() == {"m", *flux.lora_stacks}

@@ -152,7 +152,7 @@ def test_loras_are_beside_the_weights(folder, state, kind):
 
     def with_loras(engine, *strengths):
         stack = lora_stack([[str(one), strengths[0]], [str(two), strengths[1]]])
-        sample = golden("flux-dev__euler_simple", engine.name("tiny", stack))[0]
+        sample = golden("flux-dev__euler_simple", engine.add_lora_stack("tiny", stack))[0]
         return steps(engine, sample)
 
     for strengths in ((0.3, -0.2), (0.1, 0.4)):
@@ -186,7 +186,7 @@ def test_a_lora_of_one_piece_of_a_tensor_is_held_beside_that_alone(folder, state
     found = []
     for engine in (loaded(path), loaded(inflated(path, folder / "plain.safetensors"))):
         stack = lora_stack([[str(folder / "pieces.safetensors"), 0.1]])
-        found.append(steps(engine, golden("flux-dev__euler_simple", engine.name("tiny", stack))[0]))
+        found.append(steps(engine, golden("flux-dev__euler_simple", engine.add_lora_stack("tiny", stack))[0]))
         ranks = [a.up.shape[1] for w in packed_weights(engine).values() for a in w.adapters.values()]
         assert sorted(ranks) == ([1, 4, 4] if len(found) == 1 else [])
     assert relative(*found) <= 1e-5
@@ -215,12 +215,12 @@ def test_other_adapters_make_a_layer_whole(folder, state):
     stack = lora_stack([[str(folder / "difference.safetensors"), 0.5]])
     (warning,) = engine.check_loras("tiny", stack)
     assert "in 1 quantized layers, which are held a second time for it" in warning
-    engine.ready(engine.name("tiny", stack))
+    engine.fused(engine.add_lora_stack("tiny", stack))
     whole = {name: w for name, w in packed_weights(engine).items() if w.whole is not None}
     assert len(whole) == 1
     counted_is_held(engine, [[str(folder / "difference.safetensors"), 0.5]])
     (changed, weight), *_ = whole.items()
     assert torch.allclose(weight.effective(), before[changed] + 0.5 * difference, rtol=1e-6, atol=1e-6)
-    engine.ready("tiny")
+    engine.fused("tiny")
     after = weights_of(engine.models["tiny"].transformer)
     assert all(value.equal(before[name]) for name, value in after.items())

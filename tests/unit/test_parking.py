@@ -143,7 +143,7 @@ def test_weights_of_a_rank_that_is_not_in_the_way_stay(files, monkeypatch):
     monkeypatch.setattr(engine.argument_cache, "clear", lambda: forgets.append(True))
     engine.park(model, {1})
     assert (model.parked, model.parked_on, forgets) == (False, {1}, [True])
-    engine.ready("tiny")
+    engine.fused("tiny")
     assert not model.parked_on and model.transformer.x_embedder.weight.data_ptr() == weight
 
 
@@ -162,7 +162,9 @@ def worker(ranks: int) -> Worker:
     rank = Worker.__new__(Worker)
     rank.mesh = SimpleNamespace(rank=0, world_size=ranks)
     memory = FakeMemory(GB, GB)
-    rank.engine = SimpleNamespace(memory=memory, sample=sample, models={}, stacks={}, prepare_sample=print)
+    rank.engine = SimpleNamespace(
+        memory=memory, sample=sample, models={}, lora_stacks={}, prepare_sample=print
+    )
     rank.admission = SimpleNamespace(
         prepare=lambda *_: SimpleNamespace(model=SimpleNamespace(dequantized_bytes=0))
     )
@@ -270,7 +272,7 @@ def test_weights_that_came_back_in_part_are_parked_whole(files, monkeypatch):
     monkeypatch.setattr(parking, "to_device", runs_out)
     engine.park(model, {0})
     with pytest.raises(torch.OutOfMemoryError):
-        engine.ready("tiny")
+        engine.fused("tiny")
     assert not model.transformer.x_embedder.weight.is_meta
     engine.park(model, {0})
     assert model.parked and all(parameter.is_meta for parameter in model.transformer.parameters())

@@ -10,6 +10,7 @@ import torch
 from published import FLUX, L40
 
 from backend.client import measurements, planning, pool
+from backend.client.plan_history import LastPlan, PlanHistory
 from backend.config import ParallelConfig
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import EXACT, PlanChoice, Question, choose
@@ -136,8 +137,8 @@ def ranks(monkeypatch):
     monkeypatch.setattr(
         measurements, "machine_rates", lambda *_: replace(TWO_L40, memory=(), speeds=(1.0,) * 2)
     )
-    monkeypatch.setattr(planning, "_memory", {("cuda", 0, 1): (96 * GB,) * 2})
-    monkeypatch.setattr(planning, "_last", (ALL, RING, {}))
+    free = {("cuda", 0, 1): (96 * GB,) * 2}
+    monkeypatch.setattr(planning, "_history", PlanHistory(free, last=LastPlan(ALL, RING, {})))
     monkeypatch.setattr(pool, "launched", lambda: found)
     monkeypatch.setattr(planning, "LOOK_SECONDS", math.inf)
     return found

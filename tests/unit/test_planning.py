@@ -9,6 +9,7 @@ import torch
 from published import L40, WAN
 
 from backend.client import measurements, planning, pool
+from backend.client.plan_history import PlanHistory
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig, unused_method
 from backend.planner.choose import ASIDE
@@ -35,9 +36,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(measurements, "free_memory", lambda device, indices: found.free[: len(indices)])
     monkeypatch.setattr(pool, "launched", lambda: None)
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
-    monkeypatch.setattr(planning, "_spared", {})
-    monkeypatch.setattr(planning, "_left", {})
-    monkeypatch.setattr(planning, "_memory", {})
+    monkeypatch.setattr(planning, "_history", PlanHistory())
     monkeypatch.setattr(planning, "LOOK_SECONDS", math.inf)
     return found
 
@@ -132,7 +131,7 @@ def test_a_model_that_fits_no_latent_is_refused_with_the_estimate(machine):
 
 def test_one_gpu_has_nothing_to_choose(machine):
     auto = AutoConfig(gpus="1")
-    assert not spare_more(ParallelConfig(), auto) and not planning._spared
+    assert not spare_more(ParallelConfig(), auto) and not planning._history.spared
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
         ranks = SimpleNamespace(config=config)
         monkeypatch.setattr(pool, "launched", lambda ranks=ranks: ranks)
         planning.note_left(0, size)
-        left.append(list(planning._left.values()))
+        left.append(list(planning._history.left.values()))
     assert left == [[], [0], [0]]
     monkeypatch.setattr(pool, "launched", lambda: None)
     assert any(f"{ASIDE}1: " in line for line in plan_for(auto)[1])

@@ -11,7 +11,7 @@ from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import Checkpoint
 from backend.models import FAMILIES
-from backend.parallel.stage_split import MOST_WEIGHTS, explicit_blocks, plan, stage_blocks
+from backend.parallel.stage_split import MAX_WEIGHTS, explicit_blocks, plan, stage_blocks
 from backend.sampling.validation import check_model
 
 
@@ -63,11 +63,11 @@ def test_stages_that_are_balanced_keep_their_modulation():
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_without_modulation_work_gives_way_to_weights(count):
-    """Chroma: the cheapest split of which no stage has more than MOST_WEIGHTS x the mean."""
+    """Chroma: the cheapest split of which no stage has more than MAX_WEIGHTS x the mean."""
     stages = plan(COSTS, WEIGHTS, [{}] * len(COSTS), count)
     assert (
         max(weights_of_blocks := [sum(WEIGHTS[i] for i in own) for own in stages.blocks])
-        <= MOST_WEIGHTS * sum(weights_of_blocks) / count
+        <= MAX_WEIGHTS * sum(weights_of_blocks) / count
     )
     assert max(map(len, stages.blocks)) > -(-len(COSTS) // count)
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..key_layout import CompanionFolder, blocks_of, under
 
 #: Tokens of a connected prompt, at least.
-LEAST_TOKENS = 1024
+MIN_TOKENS = 1024
 #: Heads of the released connectors, by their width, and of smaller ones.
 CONNECTOR_HEADS = {3840: 30, 4096: 32, 2048: 32}
 SMALL_CONNECTOR_HEADS = 4
@@ -22,7 +22,7 @@ def finish(connector, prompt):
         return prompt
     length = prompt.shape[1]
     registers = connector.num_learnable_registers
-    spare = -(-max(LEAST_TOKENS, length) // registers) * registers - length
+    spare = -(-max(MIN_TOKENS, length) // registers) * registers - length
     known = torch.arange(length + spare, device=prompt.device) < length
     mask = torch.where(known, 0.0, -10000.0).to(prompt.dtype).expand(prompt.shape[0], 1, 1, -1)
     return connector(F.pad(prompt[..., :-1], (0, 0, 0, spare)), mask)[0]

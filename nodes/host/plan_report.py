@@ -8,7 +8,7 @@ from comfy.cli_args import args
 
 from ...backend.protocol import Describe
 from ..comfy_models.registry import family_named
-from .graph import IMAGE, TEXT, VIDEO
+from .graph_requests import IMAGE, TEXT, VIDEO
 from .handle import ParallelDiT, ensure_loaded
 from .report import plan_line, quantized_lines, rank_lines
 from .speed_flags import flag_lines

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.client import pace, silence
-from backend.client.pace import COMPILED_SECONDS, FIRST_SECONDS, LEAST_SECONDS, TIMES, Pace
+from backend.client import silence, step_timer
+from backend.client.step_timer import COMPILED_SECONDS, FIRST_SECONDS, MIN_SECONDS, TIMES, StepTimer
 from backend.protocol.heartbeats import Heartbeats
 from backend.protocol.step_times import StepTime
 
@@ -13,7 +13,7 @@ from backend.protocol.step_times import StepTime
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(pace.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(step_timer.time, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -23,13 +23,13 @@ def clock(monkeypatch):
         ("off", (), FIRST_SECONDS),
         ("blocks", (), COMPILED_SECONDS),
         ("auto", (), COMPILED_SECONDS),
-        ("off", (200.0,), LEAST_SECONDS),  # the first is no measure
-        ("off", (200.0, 2.0, 1.0), LEAST_SECONDS),
+        ("off", (200.0,), MIN_SECONDS),  # the first is no measure
+        ("off", (200.0, 2.0, 1.0), MIN_SECONDS),
         ("off", (200.0, 30.0, 1.0), TIMES * 30),
     ],
 )
 def test_a_step_that_does_not_end_is_told_once(clock, caplog, compile, steps, patience):
-    watched = Pace(compile, lambda done: f"all after {done}")
+    watched = StepTimer(compile, lambda done: f"all after {done}")
     for seconds in steps:
         clock.now += seconds
         watched.step()
@@ -45,7 +45,7 @@ def test_a_step_that_does_not_end_is_told_once(clock, caplog, compile, steps, pa
 
 
 def test_nothing_is_told_of_ranks_that_nobody_sees(clock, caplog):
-    watched = Pace("off", lambda done: "")
+    watched = StepTimer("off", lambda done: "")
     clock.now = 1e6
     watched.look()
     assert caplog.messages == []

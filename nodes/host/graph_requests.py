@@ -10,7 +10,7 @@ from ...backend.planner.machine import RequestEstimate, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
 from .model_files import lora_size, wanted_of
-from .queued import ancestors, constants, loader_of, source, values
+from .queued_graph import ancestors, constants, loader_of, source, values
 
 #: Assumed of what is linked and not known: an image or a video, 20 steps, both prompts.
 IMAGE = {"width": 1024, "height": 1024, "length": 1}

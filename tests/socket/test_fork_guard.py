@@ -7,20 +7,20 @@ from pathlib import Path
 
 import handshakes
 
-from backend.client import forks, private_folder
+from backend.client import fork_guard, private_folder
 from backend.client.client import BackendClient
 
 
 def test_a_fork_that_lives_on_does_not_keep_ranks_alive():
     """Its end of the pipe by which ranks see that ComfyUI has ended."""
     reading, writing = os.pipe()
-    forks.hold(writing)
+    fork_guard.hold(writing)
     go, pid = os.pipe(), os.fork()
     if not pid:
         os.read(go[0], 1)  # until the test is over
         os._exit(0)
     try:
-        forks.let_go(writing)
+        fork_guard.let_go(writing)
         os.close(writing)
         seen = select.poll()
         seen.register(reading)
@@ -42,7 +42,7 @@ def test_a_fork_does_not_keep_a_client_connected(server):
         os._exit(0)
     try:
         closed.close()
-        forks.let_go(kept._socket.fileno())
+        fork_guard.let_go(kept._socket.fileno())
         kept._socket.close()  # as where its process is killed
         deadline = time.monotonic() + 5
         while server.members and time.monotonic() < deadline:
@@ -67,7 +67,7 @@ def test_a_fork_does_not_keep_a_folder_from_being_swept(tmp_path, monkeypatch):
         assert os.read(ready[0], 1)  # what forks do at once has been done
         path, descriptors = folder.path, folder._descriptors
         for descriptor in descriptors:  # as where its launcher is killed
-            forks.let_go(descriptor)
+            fork_guard.let_go(descriptor)
             os.close(descriptor)
         folder._lock = folder._open = None
         private_folder.sweep(Path(tmp_path))

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 
 #: A step that takes longer than this, and so many times as long as any before it, is reported.
-LEAST_SECONDS, TIMES = 120.0, 20.0
+MIN_SECONDS, TIMES = 120.0, 20.0
 #: The same of the first step, which loads kernels and tries them, and of one that may compile.
 FIRST_SECONDS, COMPILED_SECONDS = 300.0, 1200.0
 
 
-class Pace:
+class StepTimer:
     """The steps of a request with that ``compile`` as they end. ``places(done)``: where the ranks are after
     so many steps, in words; empty where nobody knows."""
 
@@ -31,7 +31,7 @@ class Pace:
         spent = self._spent()
         self.longest = max(self.longest, spent)
         first = self._done == 0  # which is no measure of others
-        self._patience = LEAST_SECONDS if first else max(self._patience, TIMES * spent)
+        self._patience = MIN_SECONDS if first else max(self._patience, TIMES * spent)
         self._done += 1
         self._last = time.monotonic()
 

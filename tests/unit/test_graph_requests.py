@@ -13,8 +13,8 @@ from backend.models import FAMILIES
 
 @pytest.fixture
 def graph():
-    """The module nodes/host/graph.py."""
-    with on_stand_ins("host.graph") as module:
+    """The module nodes/host/graph_requests.py."""
+    with on_stand_ins("host.graph_requests") as module:
         yield module
 
 

@@ -1,0 +1,48 @@
+"""What plans of auto have met since this process started. Imports neither ComfyUI nor torch."""
+
+from dataclasses import dataclass, field
+
+from ..config import ParallelConfig
+from ..planner.auto_config import AutoConfig
+from ..planner.placement import Placement
+
+
+@dataclass(frozen=True)
+class LastPlan:
+    """auto: what the plan was chosen for. regret: as Ranks.regret, after it."""
+
+    auto: AutoConfig
+    plan: ParallelConfig
+    regret: dict[Placement, float]
+
+
+@dataclass
+class PlanHistory:
+    """free: GPUs -> free bytes of each before our ranks took theirs. looked: GPUs -> when it was looked
+    whether more is free, while ranks of ours run. spared: model and GPUs -> bytes of each rank that a plan
+    has to leave free of what is counted, since ranks of one that left less ran out of memory. left: GPU and
+    tokens of the request before -> bytes of weights that ComfyUI, short of room there, has left. tokens: of
+    the request that was planned last."""
+
+    free: dict[tuple, tuple[int, ...]] = field(default_factory=dict)
+    looked: dict[tuple, float] = field(default_factory=dict)
+    spared: dict[tuple, int] = field(default_factory=dict)
+    left: dict[tuple[int, int], int] = field(default_factory=dict)
+    tokens: int = 0
+    last: LastPlan | None = None
+
+    def note_left(self, gpu: int, size: int):
+        """Note that of a rank's weights at most ``size`` bytes could have stayed on ``gpu`` after the last
+        request."""
+        key = (gpu, self.tokens)
+        self.left[key] = min(self.left.get(key, size), size)
+
+    def left_after(self, devices: list[int], tokens: int) -> tuple[tuple[int, int], ...]:
+        """Return (rank, bytes of weights) for each GPU on which ComfyUI has left so many after requests of no
+        more than ``tokens``."""
+        found: dict[int, int] = {}
+        for (gpu, before), size in self.left.items():
+            if gpu in devices and before <= tokens:
+                rank = devices.index(gpu)
+                found[rank] = min(size, found.get(rank, size))
+        return tuple(sorted(found.items()))
