@@ -252,7 +252,9 @@ class ParallelConfig:
             value = getattr(self, field.name)
             kind = type(field.default)
             if type(value) is not kind:
-                raise ConfigError(f"{field.name} is {value!r:.100}, which is not of type {kind.__name__}.")
+                raise ConfigError(
+                    f"{field.name} is {value!r:.100}, which is not of type {kind.__name__}; write it as one."
+                )
         self._validate_sizes()
         self._validate_pipeline()
         self._validate_weights()

@@ -1,4 +1,4 @@
-"""Measures one machine in about a second: python -m torch.distributed.run ... -m backend.probe --store FILE
+"""Measures one machine in a second, by python -m torch.distributed.run ... -m backend.probe --store FILE
 --device cuda --out FILE, on as many ranks as a plan may use.
 
 All ranks compute and send at once, as in a request, and the slowest counts. The planner (backend/planner)

@@ -157,7 +157,8 @@ class Leader(Worker):
         try:
             config = ParallelConfig(**message.config).validate()
         except TypeError as error:
-            raise ConfigError(f"the configuration is not one of this version: {error!s:.300}.") from None
+            what = f"the configuration is not one of this version: {error!s:.300}"
+            raise ConfigError(f"{what}; use one version of the pack on both sides.") from None
         ranks = self.mesh.world_size
         if config.world_size != ranks:
             raise ConfigError(f"{config.product}, but this backend has {ranks}; start another.")

@@ -120,7 +120,8 @@ def _question(
     wanted = wanted_of(inputs)
     if wanted is None:
         raise ConfigError(
-            f"model_name is {inputs.get('model_name')!r:.200}, which is not in a models folder."
+            f"model_name is {inputs.get('model_name')!r:.200}, which is not in a models folder; refresh "
+            f"the page and choose it again."
         )
     pool.allow(*model_folders())
     return question_of(auto, wanted, partial(request_of_graph, graph, loader), check)

@@ -163,4 +163,7 @@ def write_result(request: SampleRequest, samples: Tensor, stats: dict, shapes: S
         part.replace(path)
     except (SafetensorError, OSError) as error:
         part.unlink(missing_ok=True)
-        raise ConfigError(f"out is {request.out!r}, which cannot be written ({reason(error)}).") from None
+        raise ConfigError(
+            f"out is {request.out!r}, which cannot be written ({reason(error)}); free space "
+            f"there, or choose another path."
+        ) from None

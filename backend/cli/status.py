@@ -68,7 +68,9 @@ def connect(chosen: argparse.Namespace) -> BackendClient:
     try:
         return BackendClient(chosen.address, token)
     except OSError as error:
-        raise BackendError(f"no backend listens at {chosen.address} ({error}).") from None
+        raise BackendError(
+            f"no backend listens at {chosen.address} ({error}); start one there, or correct --address."
+        ) from None
 
 
 def _address(text: str) -> str:

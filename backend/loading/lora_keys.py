@@ -313,14 +313,14 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
         raise MisfitError(
             f"that of {target.name} is {size}, but the tensor is {here}",
             f"the LoRA {name} was made for another model: its change of {target.name} is {size}, but in "
-            f"{model} that tensor is {here}.",
+            f"{model} that tensor is {here}; choose a LoRA of this model.",
         )
     magnitudes = keys.get("dora_scale")
     height, width = target.shape
     if magnitudes and matrix(files.shapes[magnitudes]) not in ((height, 1), (1, width)):
         raise UnsupportedError(
             f"the LoRA {name} has {quoted(magnitudes)} of {_times(files.shapes[magnitudes])}, which is "
-            f"neither a row nor a column of a tensor of {_times(target.shape)}."
+            f"neither a row nor a column of a tensor of {_times(target.shape)}; download the file again."
         )
     return adapter
 

@@ -21,7 +21,10 @@ def open_regular(path: Path) -> BinaryIO:
         # without waiting; the open file is checked, which nobody can exchange any more
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{quoted(path.name)} cannot be opened ({reason(error)}).") from None
+        raise UnsupportedError(
+            f"{quoted(path.name)} cannot be opened ({reason(error)}); check that it is there, and "
+            f"its permissions."
+        ) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise not_regular(path)

@@ -100,7 +100,8 @@ class Noise:
     """What the model's output means, and which noise it knows.
 
     prediction: a name of prediction.PREDICTIONS.
-    schedule: transformer config -> noise levels of discrete timesteps ("eps", "v"); None for flow models.
+    schedule: transformer config -> noise levels of discrete timesteps ("eps", "v", "v-ddpm"); None for flow
+    models.
     clean_inpaint: the model is given the part that a mask keeps without noise.
     """
 

@@ -237,11 +237,12 @@ def _check_heads(layers: Mapping[str, nn.Module], ranks: int, uneven: bool) -> i
     for name, module in layers.items():
         if uneven or is_leaf(module) or not any(hasattr(module, query) for query in QUERIES):
             continue
-        for count in (getattr(module, key, None) for key in HEAD_COUNTS):
+        for kind in HEAD_COUNTS:
+            count = getattr(module, kind, None)
             if isinstance(count, int) and count % ranks:
                 raise UnsupportedError(
-                    f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads of keys "
-                    f"and values in {name}; use a divisor of {count}, or split_scheme row, column or 2d."
+                    f"tensor_parallel_degree is {ranks}, which does not divide the {count} heads "
+                    f"({kind}) of {name}; use a divisor of {count}, or split_scheme row, column or 2d."
                 )
     return groups
 

@@ -54,7 +54,7 @@ def check_call(
     check_kernel(run, family, model_config, dtype, device, capabilities)
     for name in ("x", "time"):
         if name not in call.tensors:
-            raise UnsupportedError(f"the call has no tensor {name!r}.")
+            raise UnsupportedError(f"the call has no tensor {name!r}; send it.")
     x = call.tensors["x"]
     time = call.tensors["time"]
     channels = family.latent.channels(model_config)
@@ -64,14 +64,15 @@ def check_call(
     if unlike or not x.numel() or not x.is_floating_point():
         raise UnsupportedError(
             f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} "
-            f"takes (batch, {channels} channels, {'frames, ' if family.latent.frames else ''}height, width)."
+            f"takes (batch, {channels} channels, {'frames, ' if family.latent.frames else ''}height, width); "
+            f"encode the latent with the VAE of this model."
         )
     if family.latent.nested:
         check_latent(tuple(x.shape), call.latent_shapes, family, model_config)
     if time.shape != x.shape[:1]:
         raise UnsupportedError(
             f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes "
-            f"one for each of the {x.shape[0]} samples."
+            f"one for each of the {x.shape[0]} samples; send as many."
         )
     if family.latent.nested and (time != time[:1]).any():
         raise UnsupportedError(

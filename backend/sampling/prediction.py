@@ -1,4 +1,4 @@
-"""What a model's output means: flow (rectified flow), eps, v. The arithmetic is ComfyUI's
+"""What a model's output means: flow (rectified flow), eps, v, v-ddpm. The arithmetic is ComfyUI's
 (comfy/model_sampling.py), element by element."""
 
 from collections.abc import Callable

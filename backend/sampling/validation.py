@@ -125,7 +125,7 @@ def _check_tensors(sample, family, model_config):
     tensors = sample.tensors
     for name in ("noise", "latent", "sigmas"):
         if name not in tensors:
-            raise UnsupportedError(f"the request has no tensor {name!r}.")
+            raise UnsupportedError(f"the request has no tensor {name!r}; send it.")
         if tensors[name].dtype not in FLOATS:
             raise UnsupportedError(f"{name} is of {tensors[name].dtype}; send float32, float16 or bfloat16.")
     check_numbers(tensors)
@@ -178,7 +178,7 @@ def _check_solver(sample, family):
     if percents is not None and percents.shape != (len(PERCENTS),):
         raise UnsupportedError(
             f"percent_sigmas has shape {tuple(percents.shape)}, but it is one noise level for each of "
-            f"{PERCENTS}."
+            f"{PERCENTS}; send {len(PERCENTS)} numbers."
         )
     _check_schedule(sample, PREDICTIONS[family.noise.prediction])
 
@@ -325,9 +325,8 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
     prompts = message.prompts in (1, 2) and message.prompts >= config.cfg_degree
     if not prompts or not 0 <= message.text_tokens <= MAX_SIDE:
         raise UnsupportedError(
-            f"{message.prompts} prompts of {message.text_tokens} rows are to be described for cfg_degree "
-            f"{config.cfg_degree}; give one or two of at most {MAX_SIDE} rows, and as many as ranks share "
-            f"them."
+            f"cannot describe {message.prompts} prompts of {message.text_tokens} tokens under cfg_degree "
+            f"{config.cfg_degree}; give one or two of at most {MAX_SIDE} tokens, and two under cfg_degree 2."
         )
     grid = TokenGrid(tuple(latent), family.latent.patch(model_config))
     check_patches(config, grid)

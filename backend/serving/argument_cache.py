@@ -30,8 +30,8 @@ class ArgumentCache:
         strange = [name for name in call.cache if name not in call.tensors]
         strange += [key for key in keys if not isinstance(key, str)]
         if strange:
-            what = f"the call refers to {strange[0]!r:.200}, which is neither one of its tensors"
-            raise UnsupportedError(f"{what} nor a key, that is a string.")
+            what = f"the call caches {strange[0]!r:.200}, which is not among its tensors"
+            raise UnsupportedError(f"{what}; send it, under a key that is a string.")
 
     def missing(self, call: ModelCall) -> list[str]:
         """Return the names of arguments that ``call`` refers to and that are not here."""

@@ -108,7 +108,7 @@ def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, tor
         else:
             raise RefusedError(
                 f"{name} gives the model {key!r} as {type(value).__name__} ({value!r:.80}), where the "
-                f"backend takes a tensor."
+                f"backend takes a tensor; {_remedy(key)}."
             )
     return found
 

@@ -54,7 +54,8 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
         channels = tuple(part.shape[1] for part in samples.unbind())
         if not nested:
             raise RefusedError(
-                "latent_image holds several latents (video and audio), but this transformer takes one."
+                "latent_image holds several latents (video and audio), but this transformer takes one; use "
+                "the empty-latent node of this model, or separate them first."
             )
         if channels != nested:
             raise RefusedError(
@@ -69,10 +70,11 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
         )
     shapes = {2: (4,), 3: (4, 5)}[latent_format.latent_dimensions]
     wanted = latent_format.latent_channels
+    frames = "frames, " if latent_format.latent_dimensions == 3 else ""
     if samples.ndim not in shapes or (samples.shape[1] != wanted and samples.any()):
         raise RefusedError(
             f"latent_image has the shape {list(samples.shape)}, but this transformer takes [batch, "
-            f"{wanted}, height, width]; encode the image with the VAE of this model."
+            f"{wanted}, {frames}height, width]; encode the image with the VAE of this model."
         )
     scale = getattr(latent_format, "spacial_downscale_ratio", _USUAL_SCALE)
     of_another_model = samples.shape[1] in (4, 16) and samples.shape[1] != wanted

@@ -88,8 +88,8 @@ def test_offloaded_modulation_is_counted_apart(checkpoint):
 
 
 def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
-    """Up to memo.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever computes
-    them. FSDP shards modulation apart, and computes it ahead too."""
+    """Up to modulation_cache.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever
+    computes them. FSDP shards modulation apart, and computes it ahead too."""
     row = 4 * WIDTH * (DOUBLE * 2 * 6 + SINGLE * 3)
 
     def told(calls=28, **workload):
