@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from backend import protocol
 from backend.client import pool
 from backend.client.client import BackendClient
+from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 
@@ -112,7 +113,7 @@ class Requests:
     def _other_model(self):
         loaded = self.backend.load(self.folder, "bf16")
         self.backend.sample(replace(self.plain, model=loaded.model))
-        self.backend.unload((self.folder, "bf16", "auto"))
+        self.backend.unload(ModelChoice(self.folder, "bf16"))
 
     def _other_degrees(self):
         before = self.backend.config

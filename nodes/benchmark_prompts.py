@@ -16,7 +16,7 @@ from ..backend.planner.choose import EXACT, MANUAL, Question
 from ..backend.planner.option import Option
 from .host.auto_plan import question_of
 from .host.graph_requests import request_of_graph
-from .host.model_files import model_folders, wanted_of
+from .host.model_files import model_choice_of, model_folders
 from .host.queued_graph import ancestors, loader_of, source, values
 from .parallel_config import config_in
 
@@ -117,14 +117,14 @@ def _question(
     graph: dict, loader: str, auto: AutoConfig, check: Callable[[], None]
 ) -> tuple[Question, list[int]]:
     inputs = values(graph, loader)
-    wanted = wanted_of(inputs)
-    if wanted is None:
+    choice = model_choice_of(inputs)
+    if choice is None:
         raise ConfigError(
             f"model_name is {inputs.get('model_name')!r:.200}, which is not in a models folder; refresh "
             f"the page and choose it again."
         )
     pool.allow(*model_folders())
-    return question_of(auto, wanted, partial(request_of_graph, graph, loader), check)
+    return question_of(auto, choice, partial(request_of_graph, graph, loader), check)
 
 
 def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:

@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from ..backend.client import planning, pool
 from ..backend.client.dependencies import require_dependencies
 from ..backend.client.interpreter import ranks_python
+from ..backend.client.model_choice import ModelChoice
 from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig, unused_method
 from ..backend.planner.choose import MANUAL
@@ -18,7 +19,7 @@ from .host.device import check_device
 from .host.graph_requests import other_loaders, request_of_graph
 from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
-from .host.model_files import model_folders, model_paths, wanted_of
+from .host.model_files import model_choice_of, model_folders, model_paths
 from .host.plan_report import loaded_lines, request_line
 from .host.progress import NodeStatus, node_text
 from .host.queued_graph import executed, queued, samplers_of, source, validated, values
@@ -104,15 +105,15 @@ class LoadParallelDiT(io.ComfyNode):
         if not isinstance(config, ParallelConfig):
             return True
         inputs = values(graph, validated())
-        wanted = await asyncio.to_thread(wanted_of, inputs)
-        if wanted is None:
+        choice = await asyncio.to_thread(model_choice_of, inputs)
+        if choice is None:
             return True
         if not config.address:  # which may start another Python, while ComfyUI's page waits for nothing else
             await asyncio.to_thread(lambda: require_dependencies(python=ranks_python()))
         pool.allow(*model_folders())
         with errors_on_node(), NodeStatus() as status:
             check_device(config)
-            await asyncio.to_thread(handle.check_model, config, wanted, lambda: status.show(READING))
+            await asyncio.to_thread(handle.check_model, config, choice, lambda: status.show(READING))
         return True
 
     @classmethod
@@ -125,8 +126,8 @@ class LoadParallelDiT(io.ComfyNode):
         if isinstance(config, ParallelConfig):
             for cfg, sampler_name in guidance:
                 config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
-        wanted = wanted_of({"model_name": model_name, "weight_dtype": weight_dtype, "matmul": matmul})
-        if wanted is None:
+        choice = model_choice_of({"model_name": model_name, "weight_dtype": weight_dtype, "matmul": matmul})
+        if choice is None:
             raise RefusedError(
                 f"model_name is {model_name!r}, which is neither a file in models/diffusion_models or "
                 f"models/checkpoints nor a diffusers folder in models/diffusers; put it there and refresh "
@@ -136,7 +137,7 @@ class LoadParallelDiT(io.ComfyNode):
         if isinstance(config, AutoConfig) or not config.address:
             require_dependencies(python=ranks_python())
         pool.allow(*model_folders())
-        dit = _load(config, wanted, prompt, key)
+        dit = _load(config, choice, prompt, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
         line = request_line(dit, max(prompts, dit.config.cfg_degree))
         lines = [*_unused(config, prompt, key), *dit.lines, *loaded_lines(dit), line]
@@ -151,20 +152,20 @@ def _unused(config: ParallelConfig | AutoConfig, prompt: dict, key: str) -> list
     return [line] if line else []
 
 
-def _load(config: ParallelConfig | AutoConfig, wanted: pool.Wanted, prompt: dict, key: str) -> ParallelDiT:
+def _load(config: ParallelConfig | AutoConfig, choice: ModelChoice, prompt: dict, key: str) -> ParallelDiT:
     """Load a model on the ranks of ``config``, or on those that are the best for what the graph says."""
     if isinstance(config, ParallelConfig):
-        return handle.load(config, *wanted)
-    others = {other for inputs in other_loaders(prompt, key) if (other := wanted_of(inputs))}
-    further = tuple(sorted(others - {wanted}))
+        return handle.load(config, *choice)
+    others = {other for inputs in other_loaders(prompt, key) if (other := model_choice_of(inputs))}
+    further = tuple(sorted(others - {choice}))
 
     def planned(auto: AutoConfig, request: planning.EstimateOf) -> ParallelDiT:
         note = () if auto is config else (LEANEST,)
 
         def run(plan: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
-            return handle.load(plan, *wanted, auto=config, others=further, lines=lines + note)
+            return handle.load(plan, *choice, auto=config, others=further, lines=lines + note)
 
-        return run_planned(auto, wanted, request, further, run)
+        return run_planned(auto, choice, request, further, run)
 
     return planning.or_leanest(config, partial(request_of_graph, prompt, key), planned)
 

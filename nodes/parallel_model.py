@@ -287,7 +287,7 @@ class RemoteTransformer(ElsewhereModule):
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
             room=self._room(backend, dit) if asks else None,
         )
-        result = run_evicting_models(backend, dit.wanted, lambda all_ranks: sample(all_ranks=all_ranks), asks)
+        result = run_evicting_models(backend, dit.choice, lambda all_ranks: sample(all_ranks=all_ranks), asks)
         # ranks that miss cached arguments have not looked at their memory
         if self.asked is not None and result is not None and "missing" not in result.stats:
             self.asked.add(str(size))
@@ -295,7 +295,7 @@ class RemoteTransformer(ElsewhereModule):
 
     def _room(self, backend: Backend, dit: ParallelDiT) -> Room:
         """Return the room that ComfyUI makes for a sampling."""
-        return host_room().keeping(entries_to_keep(backend, dit.wanted, self.used))
+        return host_room().keeping(entries_to_keep(backend, dit.choice, self.used))
 
     def _check_options(self, control, options: dict[str, Any]):
         if control is not None:

@@ -18,6 +18,7 @@ from doctor_steps import shapes, waits
 from doctor_watch import Watch
 
 from backend import protocol
+from backend.client.model_choice import ModelChoice
 from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.config import AXES, ParallelConfig
 from backend.gpu_sharing import SHARED_GPU
@@ -249,7 +250,7 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
         most = watch.stop()
     backend = lab.backend(config)
     shape = list(sample.tensors["noise"].shape[1:])
-    model = backend.models[(str(path), "default", "auto")]
+    model = backend.models[ModelChoice(str(path))]
     described = backend.describe(protocol.Describe(model, shape, lab.size.text, 1, config.num_pipeline_patch))
     planned = [rank["device_bytes"] for rank in described.ranks]
     over = max(found - plan for found, plan in zip(most, planned))

@@ -53,13 +53,16 @@ def pings(client: BackendClient) -> dict:
 
 def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, rounds: int) -> dict:
     """Return the seconds of a load (of what is loaded already: of finding it) and of samples."""
-    path, weight_dtype, matmul = request.wanted
-    load, loaded = timed(lambda: backend.load(path, weight_dtype, loras=request.loras, matmul=matmul))
+    load, loaded = timed(lambda: backend.load(*request.choice, loras=request.loras))
     message = sample_message(request, loaded, config.per_request)
     first, result = timed(lambda: backend.sample(message))
     every = [timed(lambda: backend.sample(message))[0] for _ in range(rounds)]
     steps = len(message.tensors["sigmas"]) - 1
-    found = {"model": Path(path).name, "latent": list(result.tensors["samples"].shape), "steps": steps}
+    found = {
+        "model": Path(request.model).name,
+        "latent": list(result.tensors["samples"].shape),
+        "steps": steps,
+    }
     found |= {"load_seconds": round(load, 3), "first_seconds": round(first, 3)}
     found |= spread("seconds", every)
     return found | {"seconds_per_step": round(statistics.median(every) / steps, 4)}

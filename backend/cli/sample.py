@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     try:
         plans = [planned(config, request) for request in requests]
         for request, plan in zip(requests, plans):
-            check_headers(plan, *request.wanted, pool.folders())
+            check_headers(plan, *request.choice, pool.folders())
         for request, plan in zip(requests, plans):
             run(pool.backend_for(plan, show=_line), request, plan)
     finally:
@@ -62,7 +62,7 @@ def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
     reasons are printed. Raises ConfigError where nothing fits, RefusedError and BackendError."""
     if isinstance(config, ParallelConfig):
         return config
-    plan, lines = plan_for(config, request.wanted, partial(planned_request, request), show=_line)
+    plan, lines = plan_for(config, request.choice, partial(planned_request, request), show=_line)
     if lines:
         _line("")
     for line in lines:
@@ -72,8 +72,7 @@ def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
 
 def run(backend: pool.Backend, request: SampleRequest, config: ParallelConfig):
     """Load, sample and write one request."""
-    path, weight_dtype, matmul = request.wanted
-    loaded = backend.load(path, weight_dtype, keep=[request.wanted], loras=request.loras, matmul=matmul)
+    loaded = backend.load(*request.choice, keep=[request.choice], loras=request.loras)
     for warning in loaded.info.get("warnings", []):
         if warning:
             print(warning, file=sys.stderr)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..client.model_choice import ModelChoice
 from ..config import ConfigError
 from ..errors import quoted
 from ..protocol import framing
@@ -49,9 +50,9 @@ class SampleRequest:
     matmul: str = "auto"
 
     @property
-    def wanted(self) -> tuple[str, str, str]:
-        """What the backend loads for it (pool.Wanted)."""
-        return self.model, self.weight_dtype, self.matmul
+    def choice(self) -> ModelChoice:
+        """What the backend loads for it."""
+        return ModelChoice(self.model, self.weight_dtype, self.matmul)
 
     @property
     def sizes(self) -> list[list[int]]:

@@ -16,8 +16,8 @@ from ..planner.model_shape import ModelShape
 from ..torch_version import installed
 from . import cache_files
 from .interpreter import packages_changed, ranks_python
+from .model_choice import ModelChoice
 from .nccl_settings import link_key
-from .pool import Wanted
 from .preflight import least_capability, read_shape, stamp
 from .probe_process import MAX_SECONDS, Check, measured_rates
 from .rank_environment import driver_name
@@ -57,7 +57,7 @@ _shapes: dict[ModelShape, ModelShape] = {}
 
 
 def model_shape(
-    wanted: Wanted, device: str, indices: list[int], check: Check, show: Callable[[str], None]
+    choice: ModelChoice, device: str, indices: list[int], check: Check, show: Callable[[str], None]
 ) -> ModelShape:
     """Return the shape of a transformer on the devices ``indices``, read once for each state of its file and
     of what decides how it is computed. ``check`` and ``show`` as above. Raises RefusedError where it cannot
@@ -65,34 +65,34 @@ def model_shape(
 
     def measure() -> dict:
         show("reading the model's headers")
-        return read_shape(*wanted, device, indices, check)
+        return read_shape(*choice, device, indices, check)
 
-    key = _shape_key(wanted, device, indices)
+    key = _shape_key(choice, device, indices)
     found = cache_files.read_or_measure("shape", key, measure, ModelShape.from_dict)
     # one object for all that are equal: the planner looks up by it a thousand times
     return _shapes.setdefault(found, found)
 
 
-def known(wanted: Wanted, device: str, indices: list[int]) -> tuple[ModelShape, Machine] | None:
+def known(choice: ModelChoice, device: str, indices: list[int]) -> tuple[ModelShape, Machine] | None:
     """Return a model's shape and the rates of these devices where both were measured before."""
-    shape = cache_files.read("shape", _shape_key(wanted, device, indices), ModelShape.from_dict)
+    shape = cache_files.read("shape", _shape_key(choice, device, indices), ModelShape.from_dict)
     machine = cache_files.read("machine", _machine_key(device, indices), Machine.from_dict)
     return None if shape is None or machine is None else (shape, machine)
 
 
-def load_rate(wanted: Wanted, device: str) -> float:
+def load_rate(choice: ModelChoice, device: str) -> float:
     """Return the bytes/s at which all ranks together read a model's file when they last did; 0 where they
     never have."""
-    return cache_files.read("load", _file_key(wanted, device), _rate_in) or 0.0
+    return cache_files.read("load", _file_key(choice, device), _rate_in) or 0.0
 
 
-def remember_load(wanted: Wanted, device: str, ranks: list[dict]):
+def remember_load(choice: ModelChoice, device: str, ranks: list[dict]):
     """Keep the rate of a load, from the reports of its ranks (loading/load_report.py). The page cache counts:
     of a model that is read because host memory has no room for it, little is there."""
     read = sum(rank["bytes_read"] for rank in ranks)
     rate = read / max(1e-6, *(rank["seconds"] for rank in ranks))
-    if read and rate != load_rate(wanted, device):
-        cache_files.write("load", _file_key(wanted, device), {"bytes_per_second": rate})
+    if read and rate != load_rate(choice, device):
+        cache_files.write("load", _file_key(choice, device), {"bytes_per_second": rate})
 
 
 def _rate_in(values: dict) -> float:
@@ -112,15 +112,15 @@ def _kernels_key() -> list:
     return [installed("comfy-kitchen"), ranks_python(), packages_changed()]
 
 
-def _file_key(wanted: Wanted, device: str) -> list:
-    return [*wanted, device, stamp(Path(wanted[0]))]
+def _file_key(choice: ModelChoice, device: str) -> list:
+    return [*choice, device, stamp(Path(choice.path))]
 
 
-def _shape_key(wanted: Wanted, device: str, indices: list[int]) -> list:
+def _shape_key(choice: ModelChoice, device: str, indices: list[int]) -> list:
     """Return what types and kernels depend on, too: GPUs, torch and comfy-kitchen here, and the ranks'
     Python."""
     versions = [torch.__version__, torch.version.cuda, *_kernels_key()]
-    return [*_file_key(wanted, device), least_capability(device, indices), *versions]
+    return [*_file_key(choice, device), least_capability(device, indices), *versions]
 
 
 def held_by_torch(index: int) -> int:

@@ -24,8 +24,8 @@ from ..planner.weight_swaps import FILE_RATE, WeightSwaps
 from ..protocol import BackendError
 from ..units import gigabytes
 from . import measurements, pool, status
+from .model_choice import ModelChoice
 from .plan_history import LastPlan, PlanHistory
-from .pool import Wanted
 
 #: Of this process, whose requests share its ranks.
 _history = PlanHistory()
@@ -43,9 +43,9 @@ SMALL = 256
 
 def plan_for(
     auto: AutoConfig,
-    model: Wanted,
+    model: ModelChoice,
     request: EstimateOf,
-    others: tuple[Wanted, ...] = (),
+    others: tuple[ModelChoice, ...] = (),
     check=lambda: None,
     show=lambda line: None,
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
@@ -93,7 +93,7 @@ def _why_alone(auto: AutoConfig, devices: list[int]) -> str:
 
 
 def _ranks(
-    auto: AutoConfig, question: Question, models: tuple[Wanted, ...], devices: list[int]
+    auto: AutoConfig, question: Question, models: tuple[ModelChoice, ...], devices: list[int]
 ) -> Ranks | None:
     """Return the ranks that may go on under a plan of ``auto``; None where others have to start. ``models``:
     those of the question."""
@@ -107,7 +107,7 @@ def _ranks(
     if last is None or last.auto != auto or not _as_planned(now):
         return Ranks(now)  # somebody wants it otherwise now, whatever that takes
     shapes = zip(models, (question.shape, *question.others))
-    held = tuple(shape for wanted, shape in shapes if wanted in running.models)
+    held = tuple(shape for each, shape in shapes if each in running.models)
     rate = question.swaps.file or FILE_RATE
     rate = math.inf if question.machine.on_host else rate  # a host maps files
     return Ranks(now, held, last.regret, rate)
@@ -152,7 +152,11 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def spare_more(
-    auto: AutoConfig, model: Wanted, request: EstimateOf, others: tuple[Wanted, ...], plan: ParallelConfig
+    auto: AutoConfig,
+    model: ModelChoice,
+    request: EstimateOf,
+    others: tuple[ModelChoice, ...],
+    plan: ParallelConfig,
 ) -> bool:
     """Have the next plans of a model leave more memory free than ``plan`` does, whose ranks ran out of it.
     Return False where there is one rank, and nothing to choose from. Errors as in ``plan_for``."""
@@ -169,13 +173,13 @@ def spare_more(
     return True
 
 
-def spare_no_more(auto: AutoConfig, model: Wanted) -> bool:
+def spare_no_more(auto: AutoConfig, model: ModelChoice) -> bool:
     """Plan as if ranks had never run out of memory, where no plan is left that spares as much; return whether
     they had."""
     return _history.spared.pop(_spared_key(auto, model), 0) > 0
 
 
-def _spared_key(auto: AutoConfig, model: Wanted) -> tuple:
+def _spared_key(auto: AutoConfig, model: ModelChoice) -> tuple:
     gpus_here = torch.cuda.device_count()
     return (auto.base.resolve_device(gpus_here), *devices_of(auto), model)
 
@@ -190,7 +194,7 @@ def note_left(gpu: int, size: int):
     _history.note_left(gpu, size)
 
 
-def _why_spared(auto: AutoConfig, model: Wanted, unit: str) -> str:
+def _why_spared(auto: AutoConfig, model: ModelChoice, unit: str) -> str:
     """Return a sentence after that of a choice where memory is spared, else nothing. ``unit``: as in its
     Option."""
     size = _history.spared.get(_spared_key(auto, model), 0)
@@ -200,7 +204,7 @@ def _why_spared(auto: AutoConfig, model: Wanted, unit: str) -> str:
     return f" About {gigabytes(size)} per {unit} stay free until a restart, since {why}."
 
 
-def _without_spared(machine: Machine, auto: AutoConfig, model: Wanted) -> Machine:
+def _without_spared(machine: Machine, auto: AutoConfig, model: ModelChoice) -> Machine:
     """Return the machine with as much less memory as plans have to leave free."""
     size = _history.spared.get(_spared_key(auto, model), 0)
     ranks = len(devices_of(auto)) if machine.on_host else 1
@@ -209,9 +213,9 @@ def _without_spared(machine: Machine, auto: AutoConfig, model: Wanted) -> Machin
 
 def question_of(
     auto: AutoConfig,
-    model: Wanted,
+    model: ModelChoice,
     request: EstimateOf,
-    others: tuple[Wanted, ...] = (),
+    others: tuple[ModelChoice, ...] = (),
     check=lambda: None,
     show=lambda line: None,
 ) -> tuple[Question, list[int]]:
@@ -238,7 +242,7 @@ def question_of(
     return Question(*known, auto.rank_shares, swaps, may_cache_dequantized()), devices
 
 
-def projected(config: ParallelConfig, model: Wanted, request: EstimateOf) -> float | None:
+def projected(config: ParallelConfig, model: ModelChoice, request: EstimateOf) -> float | None:
     """Estimate how many times as fast as one rank a request runs with ``config``, by what was measured of
     this machine and the model before; None where one of them never was, or the ranks are elsewhere."""
     if config.address:

@@ -18,10 +18,8 @@ from .connect import connect
 from .idle import Users, watch
 from .interrupts import Watch
 from .launcher import BackendProcess, ClosedError
+from .model_choice import ModelChoice
 from .room import Room, with_room
-
-#: What a backend holds for a graph: path, weight_dtype, matmul.
-Wanted = tuple[str, str, str]
 
 _lock = threading.Lock()
 #: ParallelConfig.topology() -> Backend. Holds at most one that we launched: they would share the same GPUs.
@@ -37,7 +35,7 @@ class Backend:
         self.config = config
         self.client = client
         self.process = process
-        self.models: dict[Wanted, str] = {}  # the least recently used one first
+        self.models: dict[ModelChoice, str] = {}  # the least recently used one first
         self.closed = False
         self.last_used = time.monotonic()
         self._busy = threading.Lock()
@@ -51,18 +49,19 @@ class Backend:
         self,
         path: str,
         weight_dtype: str = "default",
-        keep=None,
-        check=lambda: None,
-        loras=(),
-        on_progress=lambda progress: None,
         matmul: str = "auto",
+        *,
+        keep: Collection[ModelChoice] | None = None,
+        loras=(),
+        check=lambda: None,
+        on_progress=lambda progress: None,
         room: Room | None = None,
         all_ranks: bool = False,
     ) -> protocol.Loaded:
         """Load a transformer, or find it loaded. ``keep``: what somebody still needs; all others make room
         first. ``loras``: (path, strength), in order. ``room``: on devices that ranks share with us;
         ``all_ranks``: as in with_room."""
-        key = (path, weight_dtype, matmul)
+        key = ModelChoice(path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         leaving = Watch(check)
         with self._busy:
@@ -93,7 +92,7 @@ class Backend:
         return described
 
     def unload(
-        self, wanted: Wanted, park=True, ranks: Collection = (), waits=False, check=lambda: None
+        self, choice: ModelChoice, park=True, ranks: Collection = (), waits=False, check=lambda: None
     ) -> list[int]:
         """Take a transformer off the device of every rank; ``park``: into host memory where that has room, on
         ``ranks`` alone if there are any. Return the ranks whose devices hold nothing of it now: none where it
@@ -101,12 +100,12 @@ class Backend:
         if not self._busy.acquire(blocking=False):
             return []
         try:
-            if wanted not in self.models:
+            if choice not in self.models:
                 return []
-            message = protocol.Unload(self.models[wanted], park, list(ranks), waits=waits)
+            message = protocol.Unload(self.models[choice], park, list(ranks), waits=waits)
             done = (interrupts := Watch(check)).ask(self._request, message).stats
             if done["freed"]:
-                del self.models[wanted]
+                del self.models[choice]
             interrupts.end()
             return done["left"]
         finally:

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 
 from ...backend.client import measurements, planning, pool
+from ...backend.client.model_choice import ModelChoice
 from ...backend.client.planning import EstimateOf
-from ...backend.client.pool import Wanted
 from ...backend.config import ConfigError, ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.planner.choose import Question
@@ -34,7 +34,7 @@ Ran = TypeVar("Ran")
 
 
 def plan_for(
-    auto: AutoConfig, model: Wanted, request: EstimateOf, others: tuple[Wanted, ...] = ()
+    auto: AutoConfig, model: ModelChoice, request: EstimateOf, others: tuple[ModelChoice, ...] = ()
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
     """Choose the ranks of a model as planning.plan_for does, with what it waits for under the node, and
     Cancel."""
@@ -48,9 +48,9 @@ def plan_for(
 
 def run_planned(
     auto: AutoConfig,
-    model: Wanted,
+    model: ModelChoice,
     request: EstimateOf,
-    others: tuple[Wanted, ...],
+    others: tuple[ModelChoice, ...],
     run: Callable[[ParallelConfig, tuple[str, ...]], Ran],
 ) -> Ran:
     """Return ``run`` with the plan that ``plan_for`` chooses and its lines. Where ranks run out of memory, it
@@ -80,7 +80,7 @@ def run_planned(
 
 
 def question_of(
-    auto: AutoConfig, model: Wanted, request: EstimateOf, check: Callable[[], None]
+    auto: AutoConfig, model: ModelChoice, request: EstimateOf, check: Callable[[], None]
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, as planning.question_of does. For the page: no node runs,
     and Cancel belongs to a graph; what ``check`` raises ends it."""
@@ -135,7 +135,7 @@ def sample_planned(
     def run(config: ParallelConfig, lines: tuple[str, ...]) -> Ran:
         return sample(with_plan(dit, config, lines))
 
-    return run_planned(dit.auto, dit.wanted, request, dit.others, run)
+    return run_planned(dit.auto, dit.choice, request, dit.others, run)
 
 
 @contextmanager
@@ -153,13 +153,13 @@ def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterato
     if dit.auto is None or _under_way:
         found = as_running(dit)
     else:
-        found = run_planned(dit.auto, dit.wanted, request, dit.others, partial(with_plan, dit))
+        found = run_planned(dit.auto, dit.choice, request, dit.others, partial(with_plan, dit))
     _under_way.append(found)
     try:
         yield found
     except (BackendError, RefusedError) as error:
         if dit.auto is not None and planning.is_memory_shortage(error):
-            planning.spare_more(dit.auto, dit.wanted, request, dit.others, found.config)
+            planning.spare_more(dit.auto, dit.choice, request, dit.others, found.config)
         raise
     finally:
         _under_way.pop()

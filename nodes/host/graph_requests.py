@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from ...backend.client.pool import Wanted
+from ...backend.client.model_choice import ModelChoice
 from ...backend.planner.machine import RequestEstimate, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
-from .model_files import lora_size, wanted_of
+from .model_files import lora_size, model_choice_of
 from .queued_graph import ancestors, constants, loader_of, source, values
 
 #: Assumed of what is linked and not known: an image or a video, 20 steps, both prompts.
@@ -39,13 +39,15 @@ def other_loaders(prompt: dict, key: str) -> list[dict]:
     return [values(prompt, other) for other in others]
 
 
-def loaded_models(prompt: dict) -> set[Wanted]:
+def loaded_models(prompt: dict) -> set[ModelChoice]:
     """Return what the loaders of a graph load, as far as constants tell it."""
-    found = (wanted_of(values(prompt, key)) for key in prompt if prompt[key].get("class_type") == LOADER)
-    return {wanted for wanted in found if wanted}
+    found = (
+        model_choice_of(values(prompt, key)) for key in prompt if prompt[key].get("class_type") == LOADER
+    )
+    return {choice for choice in found if choice}
 
 
-def unnamed(models: list[Wanted], prompt: dict) -> Wanted | None:
+def unnamed(models: list[ModelChoice], prompt: dict) -> ModelChoice | None:
     """Return the first of some models that no loader of a graph loads."""
     needed = loaded_models(prompt) if models else set()
     return next((model for model in models if model not in needed), None)

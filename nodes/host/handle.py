@@ -23,9 +23,9 @@ import comfy.utils
 
 from ...backend.client import measurements
 from ...backend.client.launcher import ClosedError
+from ...backend.client.model_choice import ModelChoice
 from ...backend.client.pool import (
     Backend,
-    Wanted,
     backend_at_hand,
     backend_for,
     folders,
@@ -47,7 +47,7 @@ from .rank_weights import RankWeights, entries, host_room, may_hold_memory
 Ran = TypeVar("Ran")
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
-#: (topology, Backend.Wanted) of a handle -> its backend, and what ComfyUI's memory manager knows of it.
+#: (topology, ModelChoice) of a handle -> its backend, and what ComfyUI's memory manager knows of it.
 _weights: dict[tuple, tuple[Backend, list[RankWeights]]] = {}
 
 
@@ -68,13 +68,13 @@ class ParallelDiT:
     loras: tuple[tuple[str, float], ...] = ()
     matmul: str = "auto"
     auto: AutoConfig | None = None
-    others: tuple[Wanted, ...] = ()
+    others: tuple[ModelChoice, ...] = ()
     lines: tuple[str, ...] = ()
 
     @property
-    def wanted(self) -> Wanted:
+    def choice(self) -> ModelChoice:
         """What the backend holds for it."""
-        return self.path, self.weight_dtype, self.matmul
+        return ModelChoice(self.path, self.weight_dtype, self.matmul)
 
 
 def load(
@@ -86,7 +86,7 @@ def load(
     ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI
     ends the launch or the load, and the backend with it.
     """
-    _, loaded = _load(config, (path, weight_dtype, matmul))
+    _, loaded = _load(config, ModelChoice(path, weight_dtype, matmul))
     patcher = weightless_patcher(loaded)
     return _track(ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul, **planned))
 
@@ -101,11 +101,11 @@ def _track(handle: ParallelDiT) -> ParallelDiT:
 def _free_orphans():
     """Free what ranks have parked of weights that no handle names, where ComfyUI has unloaded all models.
     What has left to make room waits for the next load, which may want it under another plan."""
-    named = {handle.wanted for handle in _handles}
-    for (_, wanted), (backend, found) in list(_weights.items()):
+    named = {handle.choice for handle in _handles}
+    for (_, choice), (backend, found) in list(_weights.items()):
         unloaded = any(entry.all_go for entry in found) and not any(entry.held for entry in found)
-        if unloaded and wanted not in named:
-            _unload(backend, wanted, park=False)
+        if unloaded and choice not in named:
+            _unload(backend, choice, park=False)
 
 
 def lora_bytes(handle: ParallelDiT) -> tuple[int, int]:
@@ -115,17 +115,17 @@ def lora_bytes(handle: ParallelDiT) -> tuple[int, int]:
     def of(found: ParallelDiT) -> int:
         return found.loaded.info["lora_bytes"]
 
-    others = (max((of(h) for h in _handles if h.wanted == name), default=0) for name in handle.others)
+    others = (max((of(h) for h in _handles if h.choice == name), default=0) for name in handle.others)
     return of(handle), sum(others)
 
 
-def check_model(config: ParallelConfig, wanted: Wanted, check: Callable[[], None]):
+def check_model(config: ParallelConfig, choice: ModelChoice, check: Callable[[], None]):
     """Refuse from its headers a model that the ranks of ``config`` could not load, before they are started or
     others end for them. Ranks that run so already refuse it themselves, at once. Errors as in ``load``."""
     at_hand = backend_at_hand(config)
     if config.address or (at_hand is not None and at_hand.alive()):
         return
-    check_headers(config, *wanted, folders(), check)
+    check_headers(config, *choice, folders(), check)
 
 
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
@@ -133,7 +133,7 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     usable; errors as in ``load``."""
     loras = (*handle.loras, (path, strength))
     config = _at_hand(handle)
-    _, loaded = _load(config, handle.wanted, loras)
+    _, loaded = _load(config, handle.choice, loras)
     if warning := loaded.info["warnings"][-1]:
         logging.warning("parallel-dit: %s", warning)
     return _track(replace(handle, config=config, loaded=loaded, loras=loras))
@@ -142,7 +142,7 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
 def _at_hand(handle: ParallelDiT) -> ParallelConfig:
     """Return the plan under which ranks hold the transformer now, where a sampler has changed auto's."""
     running = launched()
-    if handle.auto is None or running is None or handle.wanted not in running.models:
+    if handle.auto is None or running is None or handle.choice not in running.models:
         return handle.config
     return with_own(handle, running.config)
 
@@ -157,7 +157,7 @@ def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...
     """Return a handle of the same transformer, loaded under another plan. Errors as in ``load``."""
     if config == handle.config:
         return replace(handle, lines=lines)
-    _, loaded = _load(config, handle.wanted, handle.loras)
+    _, loaded = _load(config, handle.choice, handle.loras)
     return _track(replace(handle, config=config, loaded=loaded, lines=lines))
 
 
@@ -167,21 +167,21 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
 
     ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
     """
-    return _load(handle.config, handle.wanted, handle.loras, make_room)
+    return _load(handle.config, handle.choice, handle.loras, make_room)
 
 
 def _load(
-    config: ParallelConfig, wanted: Wanted, loras: tuple = (), make_room: bool = True
+    config: ParallelConfig, choice: ModelChoice, loras: tuple = (), make_room: bool = True
 ) -> tuple[Backend, Loaded]:
     try:
         with NodeStatus() as status:
-            return _load_with_status(config, wanted, loras, make_room, status)
+            return _load_with_status(config, choice, loras, make_room, status)
     except ClosedError:  # this process ends: the graph does not go on, and there is nothing to report
         raise comfy.model_management.InterruptProcessingException() from None
 
 
 def _load_with_status(
-    config: ParallelConfig, wanted: Wanted, loras: tuple, make_room: bool, status: NodeStatus
+    config: ParallelConfig, choice: ModelChoice, loras: tuple, make_room: bool, status: NodeStatus
 ) -> tuple[Backend, Loaded]:
     check = partial(status.check, "cancelling: the ranks end")
 
@@ -189,7 +189,7 @@ def _load_with_status(
         status.show("reading the model's headers")
         check()
 
-    check_model(config, wanted, while_asking)
+    check_model(config, choice, while_asking)
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
     room = host_room() if make_room else None
@@ -199,7 +199,7 @@ def _load_with_status(
     if starts:
         status.show("opening the model")
     # what auto has placed otherwise goes on with whatever plan its next request gets
-    keep = {h.wanted for h in _handles if h.auto is not None or h.config.topology() == config.topology()}
+    keep = {h.choice for h in _handles if h.auto is not None or h.config.topology() == config.topology()}
     # of those of the graph ComfyUI's cache may have dropped the handles; a model in its calls keeps all,
     # without a walk through the folders
     keep |= loaded_models(running()) if make_room else set(backend.models)
@@ -209,37 +209,32 @@ def _load_with_status(
         bar.update_absolute(progress.step, progress.total)
         status.show(f"reading {progress_text(progress.step, progress.total)}")
 
-    path, weight_dtype, matmul = wanted
-    room = room and room.keeping(entries_to_keep(backend, wanted))
-    loaded = run_evicting_models(
-        backend,
-        wanted,
-        lambda likely: backend.load(path, weight_dtype, keep, check, loras, show, matmul, room, likely),
-        make_room,
-    )
-    _register(config, wanted, backend, loaded)
+    room = room and room.keeping(entries_to_keep(backend, choice))
+    load = partial(backend.load, *choice, keep=keep, loras=loras, check=check, on_progress=show, room=room)
+    loaded = run_evicting_models(backend, choice, lambda all_ranks: load(all_ranks=all_ranks), make_room)
+    _register(config, choice, backend, loaded)
     if not config.address and loaded.info["device"] == "cuda":  # on the CPU a file is mapped, not read
-        measurements.remember_load(wanted, "cuda", loaded.info["ranks"])
+        measurements.remember_load(choice, "cuda", loaded.info["ranks"])
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
             logging.info("parallel-dit: %s", rank["text"])
     return backend, loaded
 
 
-def run_evicting_models(backend: Backend, wanted: Wanted, run: Callable[[bool], Ran], looks=True) -> Ran:
-    """Run a load or a request of ``wanted``. Where ranks lack memory for it, models leave, the least recently
+def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bool], Ran], looks=True) -> Ran:
+    """Run a load or a request of ``choice``. Where ranks lack memory for it, models leave, the least recently
     used one first, and it runs again: those that the running graph does not load, since ComfyUI's cache keeps
     their handles alive; then its others, such as the first of two experts, which are parked. ``run`` gets
     whether every rank is to have what it likely needs: where it ``looks``, while models are there that the
     graph does not load, or any once ranks have run out of memory. RefusedError where that is not enough."""
-    left: set[Wanted] = set()
+    left: set[ModelChoice] = set()
     while True:
-        others = [each for each in backend.models if each not in (wanted, *left)]
+        others = [each for each in backend.models if each not in (choice, *left)]
         idle = [each for each in others if may_hold_memory(_entries(backend, {each}))]
         unneeded = unnamed(idle, running()) if looks else None
-        wants_likely = unneeded is not None or (looks and bool(idle) and have_ranks_run_out())
+        all_ranks = unneeded is not None or (looks and bool(idle) and have_ranks_run_out())
         try:
-            return run(wants_likely)
+            return run(all_ranks)
         except RefusedError as error:
             unneeded = unneeded or unnamed(idle, running())
             if not error.lacking or not idle:
@@ -247,55 +242,60 @@ def run_evicting_models(backend: Backend, wanted: Wanted, run: Callable[[bool], 
             leaves = unneeded or idle[0]
             parks = unneeded is None
             check = comfy.model_management.throw_exception_if_processing_interrupted
-            if not _unload(backend, leaves, park=parks, waits=parks, check=check) and not wants_likely:
+            if not _unload(backend, leaves, park=parks, waits=parks, check=check) and not all_ranks:
                 raise
         left.add(leaves)
-        names = [os.path.basename(path) for path, *_ in (leaves, wanted)]
+        names = [os.path.basename(each.path) for each in (leaves, choice)]
         why = "the graph does not load it" if unneeded else "both do not fit and take turns"
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
 
 
 def _unload(
-    backend: Backend, wanted: Wanted, park=True, ranks: Collection[int] = (), waits=False, check=lambda: None
+    backend: Backend,
+    choice: ModelChoice,
+    park=True,
+    ranks: Collection[int] = (),
+    waits=False,
+    check=lambda: None,
 ) -> list[int]:
     """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
     devices no longer hold them. Return these ranks: all where the backend has ended, of which a line in the
     log says why."""
     left = list(range(backend.welcome.world_size))
     try:
-        left = backend.unload(wanted, park, ranks, waits, check) if backend.alive() else left
+        left = backend.unload(choice, park, ranks, waits, check) if backend.alive() else left
     except ClosedError:  # by ourselves
         pass
     except BackendError as error:
         logging.warning("parallel-dit: %s", error)
     finally:  # an interrupt is raised once they have left
-        for entry in _entries(backend, {wanted}):
+        for entry in _entries(backend, {choice}):
             entry.held = entry.held and not set(entry.ranks) <= set(left)
     return left
 
 
-def _entries(backend: Backend, models: Collection[Wanted]) -> list[RankWeights]:
+def _entries(backend: Backend, models: Collection[ModelChoice]) -> list[RankWeights]:
     """Return what ComfyUI's memory manager knows of these models on a backend."""
     here = [found for (_, key), (holder, found) in _weights.items() if holder is backend and key in models]
     return list(chain(*here))
 
 
-def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: Loaded):
+def _register(config: ParallelConfig, choice: ModelChoice, backend: Backend, loaded: Loaded):
     """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries of models that have
     left, of those that neither these ranks nor a handle know, and of these weights under another topology:
     through such an entry the manager would take the weights that are about to be used."""
-    names = {(handle.config.topology(), handle.wanted) for handle in _handles}
-    name = (config.topology(), wanted)
+    names = {(handle.config.topology(), handle.choice) for handle in _handles}
+    name = (config.topology(), choice)
     for other, (holder, _) in list(_weights.items()):
         if holder is backend:  # these ranks may hold a model without a handle
-            stays = other[1] in backend.models and other[1] != wanted
+            stays = other[1] in backend.models and other[1] != choice
         else:
             stays = other in names
         if other != name and not stays:
             del _weights[other]
 
     def free(ranks: tuple[int, ...]) -> bool:
-        return bool(_unload(backend, wanted, ranks=ranks))
+        return bool(_unload(backend, choice, ranks=ranks))
 
     if name not in _weights or _weights[name][0] is not backend:
         _weights[name] = (backend, entries(loaded, backend.welcome, free))
@@ -306,22 +306,22 @@ def _register(config: ParallelConfig, wanted: Wanted, backend: Backend, loaded: 
 def free_weights() -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
     left in host memory, where no request and no sampling runs; return of how many models."""
-    every = [(wanted, each, found) for (_, wanted), (each, found) in list(_weights.items())]
+    every = [(choice, each, found) for (_, choice), (each, found) in list(_weights.items())]
     busy = {id(each) for _, each, found in every if any(entry.holders for entry in found) or each.is_busy}
     here = [
-        (wanted, each) for wanted, each, found in every if found and each.alive() and id(each) not in busy
+        (choice, each) for choice, each, found in every if found and each.alive() and id(each) not in busy
     ]
-    return sum(bool(_unload(backend, wanted, park=False)) for wanted, backend in here)
+    return sum(bool(_unload(backend, choice, park=False)) for choice, backend in here)
 
 
 def entries_to_keep(
-    backend: Backend, wanted: Wanted, used: Collection = ()
+    backend: Backend, choice: ModelChoice, used: Collection = ()
 ) -> list[comfy.model_management.LoadedModel]:
-    """Return the entries of ComfyUI's list that stay where a load or a request of ``wanted`` likely has too
+    """Return the entries of ComfyUI's list that stay where a load or a request of ``choice`` likely has too
     little memory: weights on these ranks of all models of the running graph, such as the other one of two
     experts, which leave only where it has too little to run at all (run_evicting_models); and the models
     ``used`` by a sampling of ComfyUI's, whose patches must stay."""
-    own = _entries(backend, {wanted, *loaded_models(running())})
+    own = _entries(backend, {choice, *loaded_models(running())})
     return [
         entry
         for entry in comfy.model_management.current_loaded_models

@@ -7,7 +7,7 @@ import struct
 import comfy.utils
 import folder_paths
 
-from ...backend.client.pool import Wanted
+from ...backend.client.model_choice import ModelChoice
 from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras
 
@@ -74,13 +74,14 @@ def _folder_of(name: str) -> str | None:
     return next(is_one, None)
 
 
-def wanted_of(inputs: dict) -> Wanted | None:
+def model_choice_of(inputs: dict) -> ModelChoice | None:
     """Return what the inputs of a Load Parallel DiT load; None where no folder has its model_name."""
     name = inputs.get("model_name")
     path = _path_of(name) if isinstance(name, str) else None
     if path is None or not os.path.exists(path):
         return None
-    return os.path.abspath(path), inputs.get("weight_dtype", "default"), inputs.get("matmul", "auto")
+    how = {name: inputs[name] for name in ("weight_dtype", "matmul") if name in inputs}
+    return ModelChoice(os.path.abspath(path), **how)
 
 
 def lora_size(name: str) -> int:

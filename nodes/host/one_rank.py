@@ -73,7 +73,7 @@ def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
         steps = len(sample.tensors["sigmas"]) - 1
         return RequestEstimate(tokens, text, steps, prompts, noise.shape[0])
 
-    return planning.projected(dit.config, dit.wanted, request)
+    return planning.projected(dit.config, dit.choice, request)
 
 
 def remember(digest: str, seconds: float):

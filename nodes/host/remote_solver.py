@@ -66,10 +66,10 @@ class RemoteSolver:
         steps = len(sigmas) - 1
         with Reporter(callback, noise, steps, disable_pbar, self.wants_denoised) as reporter:
             interrupted = reporter.status.interrupted
-            room = host_room().keeping(entries_to_keep(self.backend, self.dit.wanted))
+            room = host_room().keeping(entries_to_keep(self.backend, self.dit.choice))
             result = run_evicting_models(
                 self.backend,
-                self.dit.wanted,
+                self.dit.choice,
                 lambda all_ranks: self.backend.sample(
                     request, reporter, interrupted, room=room, all_ranks=all_ranks
                 ),

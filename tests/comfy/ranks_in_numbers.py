@@ -8,6 +8,7 @@ with comfy_modules():
     from comfy_execution.graph import DynamicPrompt
     from comfy_execution.progress import reset_progress_state
     from parallel_dit.backend.client import pool
+    from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.protocol import Loaded, RefusedError, Result, Unload, Welcome
     from parallel_dit.nodes.host import graph_requests, handle
@@ -63,7 +64,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(handle, "weightless_patcher", lambda loaded: None)
     monkeypatch.setattr(handle, "_weights", {})
     monkeypatch.setattr(management, "current_loaded_models", [])
-    monkeypatch.setattr(graph_requests, "wanted_of", lambda inputs: (inputs["model_name"], "default", "auto"))
+    monkeypatch.setattr(graph_requests, "model_choice_of", lambda inputs: ModelChoice(inputs["model_name"]))
     yield found
     reset_progress_state("", DynamicPrompt({}))
 

@@ -9,6 +9,7 @@ from comfy_modules import comfy_modules
 from golden_graphs import error_of, graph, ranks_of
 
 with comfy_modules():
+    from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ConfigError, ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.planner.choose import MEMORY
@@ -16,7 +17,7 @@ with comfy_modules():
     from parallel_dit.nodes import load_parallel_dit
     from parallel_dit.nodes.host import auto_plan
 
-MODEL = ("model.safetensors", "default", "auto")
+MODEL = ModelChoice("model.safetensors")
 RAN_OUT = BackendError("rank 1 ran out of memory in the middle of a request")
 ALL = AutoConfig()
 #: Plans in the order in which they need less.
@@ -140,7 +141,7 @@ def test_a_load_whose_estimate_does_not_fit_takes_the_leanest_plan(monkeypatch):
         return run(PLANS[0], ("why",))
 
     monkeypatch.setattr(load_parallel_dit, "run_planned", run_planned)
-    monkeypatch.setattr(load_parallel_dit.handle, "load", lambda plan, *wanted, **planned: (plan, planned))
+    monkeypatch.setattr(load_parallel_dit.handle, "load", lambda plan, *choice, **planned: (plan, planned))
     plan, planned = load_parallel_dit._load(ALL, MODEL, {}, "1")
     assert plan == PLANS[0] and planned["auto"] is ALL
     assert planned["lines"] == ("why", load_parallel_dit.LEANEST)

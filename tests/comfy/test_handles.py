@@ -12,6 +12,7 @@ from ranks_in_numbers import CONFIG, backend, run  # noqa: F401  # backend is a 
 with comfy_modules():
     import comfy.model_management as management
     from parallel_dit.backend.client import pool
+    from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.device_memory import device_name
     from parallel_dit.backend.planner.auto_config import AutoConfig
@@ -29,7 +30,7 @@ def test_a_model_that_the_graph_no_longer_names_makes_room(backend):
     assert backend.client.held == ["/b"] and len(handle._weights) == 1
     run("/a")
     handle.ensure_loaded(first)
-    assert backend.client.held == ["/a"] and first.wanted != second.wanted
+    assert backend.client.held == ["/a"] and first.choice != second.choice
 
 
 def test_models_of_a_graph_take_turns_where_they_do_not_fit_together(backend):
@@ -37,7 +38,7 @@ def test_models_of_a_graph_take_turns_where_they_do_not_fit_together(backend):
     run("/a", "/b")
     first, second = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
     assert (backend.client.held, backend.client.parked) == (["/b"], ["/a"])
-    assert list(backend.models) == [first.wanted, second.wanted]
+    assert list(backend.models) == [first.choice, second.choice]
     handle.ensure_loaded(first)
     assert (backend.client.held, backend.client.parked) == (["/a"], ["/b"])
 
@@ -62,7 +63,7 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
     run("/c")
     request = Sample("/c", "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
     result = handle.run_evicting_models(
-        backend, handles[2].wanted, lambda all_ranks: backend.sample(request, all_ranks=all_ranks)
+        backend, handles[2].choice, lambda all_ranks: backend.sample(request, all_ranks=all_ranks)
     )
     assert result == Result() and backend.client.held == ["/a", "/c"]
 
@@ -75,11 +76,11 @@ def test_the_other_model_of_a_graph_stays_without_a_handle(backend):
     for name in ("/a", "/b"):
         handle.load(CONFIG, name, "default")  # which nothing keeps
     assert backend.client.held == ["/a", "/b"]
-    assert {wanted[0] for _, wanted in handle._weights} == {"/a", "/b"}  # ComfyUI may take both
+    assert {choice[0] for _, choice in handle._weights} == {"/a", "/b"}  # ComfyUI may take both
     run("/b")
     gc.collect()
     handle.load(CONFIG, "/b", "default")
-    assert backend.client.held == ["/b"] and {wanted[0] for _, wanted in handle._weights} == {"/b"}
+    assert backend.client.held == ["/b"] and {choice[0] for _, choice in handle._weights} == {"/b"}
 
 
 LOADED, SAMPLED = replace(CONFIG, ulysses_degree=2), replace(CONFIG, pipefusion_degree=2)
@@ -116,17 +117,17 @@ def test_weights_under_another_topology_are_not_listed_twice(backend):
     handles = [handle.ParallelDiT(config, "/a", "default", loaded, None) for config in configs]
     for each in handles:
         handle._handles.add(each)
-        handle._register(each.config, each.wanted, backend, loaded)
+        handle._register(each.config, each.choice, backend, loaded)
     listed = [entry for entry in management.current_loaded_models if isinstance(entry.model, RankWeights)]
-    assert len(listed) == 1 and handle.entries_to_keep(backend, handles[1].wanted) == listed
+    assert len(listed) == 1 and handle.entries_to_keep(backend, handles[1].choice) == listed
 
 
 def test_models_of_a_sampling_stay_where_room_is_made(backend, monkeypatch):
     """Not what ComfyUI's flag says: it stays set on other devices, and goes for a guider's second MODEL."""
     used, encoder = (SimpleNamespace(model=object(), currently_used=flag) for flag in (False, True))
     monkeypatch.setattr(management, "current_loaded_models", [used, encoder])
-    wanted = ("/a", "default", "auto")
-    assert handle.entries_to_keep(backend, wanted, (used.model,)) == [used]
+    choice = ModelChoice("/a")
+    assert handle.entries_to_keep(backend, choice, (used.model,)) == [used]
 
 
 def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
@@ -134,7 +135,7 @@ def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
     backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
     run("/a")
     first = handle.load(CONFIG, "/a", "default")
-    (entry,) = handle.entries_to_keep(backend, first.wanted)
+    (entry,) = handle.entries_to_keep(backend, first.choice)
     entry.model.detach()
     assert (backend.client.held, backend.client.parked) == ([], ["/a"])
     assert handle.free_weights() == 1 and not backend.client.parked and not backend.models

@@ -86,12 +86,12 @@ def test_room_on_a_gpu_takes_the_weights_of_its_ranks(gpus, sharded):
     assert held("/a") == {0: 6, 1: 6}
 
 
-def sample(backend, wanted) -> Result:
+def sample(backend, choice) -> Result:
     """As a sampler's node does, where there is less memory than is likely needed."""
-    request = Sample(wanted[0], "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
-    room = handle.host_room().keeping(handle.entries_to_keep(backend, wanted))
+    request = Sample(choice[0], "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
+    room = handle.host_room().keeping(handle.entries_to_keep(backend, choice))
     return handle.run_evicting_models(
-        backend, wanted, lambda all_ranks: backend.sample(request, room=room, all_ranks=all_ranks)
+        backend, choice, lambda all_ranks: backend.sample(request, room=room, all_ranks=all_ranks)
     )
 
 
@@ -99,10 +99,10 @@ def test_a_margin_leaves_the_other_expert_of_the_graph(gpus):
     """It takes what can be spared, such as a model of another graph."""
     run("/a", "/b")
     handles = [handle.load(CONFIG, name, "default") for name in ("/a", "/b")]
-    assert [sample(gpus, each.wanted) for each in handles] == [Result()] * 2
+    assert [sample(gpus, each.choice) for each in handles] == [Result()] * 2
     assert not gpus.client.unloads and gpus.client.held == ["/a", "/b"]
     run("/b")
-    sample(gpus, handles[1].wanted)
+    sample(gpus, handles[1].choice)
     assert gpus.client.unloads == [Unload("/a", True, [0])]
 
 
@@ -117,12 +117,12 @@ def test_a_model_of_another_graph_leaves_a_gpu_that_comfyui_does_not_use(gpus, m
     first = handle.load(CONFIG, "/a", "default")
     run("/a", "/b")
     second = handle.load(CONFIG, "/b", "default")
-    sample(gpus, second.wanted)
+    sample(gpus, second.choice)
     assert not gpus.client.unloads and gpus.client.held == ["/a", "/b"]
     run("/b")
-    assert sample(gpus, second.wanted) == Result()
+    assert sample(gpus, second.choice) == Result()
     assert gpus.client.unloads == [Unload("/a")] and gpus.client.held == ["/b"]
-    assert first.wanted not in gpus.models
+    assert first.choice not in gpus.models
 
 
 def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus, monkeypatch):
@@ -130,10 +130,10 @@ def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus
     gpus.client.lacks = [1]
     run("/a", "/b")
     first, _ = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
-    sample(gpus, first.wanted)
+    sample(gpus, first.choice)
     assert not gpus.client.unloads
     monkeypatch.setattr(handle, "have_ranks_run_out", lambda: True)
-    assert sample(gpus, first.wanted) == Result()
+    assert sample(gpus, first.choice) == Result()
     assert gpus.client.unloads == [Unload("/b", True, waits=True)] and gpus.client.parked == ["/b"]
 
 
@@ -141,7 +141,7 @@ def test_what_is_needed_to_run_at_all_takes_the_other_expert(gpus):
     run("/a", "/b")
     handles = [handle.load(CONFIG, name, "default") for name in ("/a", "/b")]
     gpus.client.room = 6
-    assert sample(gpus, handles[0].wanted) == Result()
+    assert sample(gpus, handles[0].choice) == Result()
     assert gpus.client.unloads == [Unload("/b", True, waits=True)]
     assert (held("/a"), held("/b")) == ({0: 6, 1: 6}, {0: 0, 1: 0})
 

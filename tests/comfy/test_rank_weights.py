@@ -16,6 +16,7 @@ with comfy_modules():
     import comfy.model_patcher
     from comfy_execution.utils import CurrentNodeContext
     from parallel_dit.backend.client import measurements, planning, pool
+    from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.client.room import Room
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
@@ -134,7 +135,7 @@ def left(monkeypatch):
     """What auto is told: (GPU, bytes of weights that could have stayed)."""
     found = []
     monkeypatch.setattr(planning, "note_left", lambda *told: found.append(told))
-    monkeypatch.setattr(rank_weights, "loaded_models", lambda graph: {("/model", "default", "auto")})
+    monkeypatch.setattr(rank_weights, "loaded_models", lambda graph: {ModelChoice("/model")})
     return found
 
 

@@ -25,6 +25,7 @@ from tiny import error_in_std, facts, golden_request, to_vae_units, write_checkp
 
 from backend import config, protocol
 from backend.client import pool
+from backend.client.model_choice import ModelChoice
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
@@ -164,7 +165,7 @@ def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
         device="cpu",
     )
     assert pool.backend_for(changed) is backend
-    backend.unload((str(copy), "default", "auto"))
+    backend.unload(ModelChoice(str(copy)))
 
 
 def opened(backend, path: Path) -> list[int]:
@@ -190,7 +191,7 @@ def test_ranks_let_the_files_of_a_freed_model_go(backend, checkpoint, folder, by
     if by_other_degrees:
         pool.backend_for(ParallelConfig(tensor_parallel_degree=2, device="cpu"))
     else:
-        backend.unload((str(copy), "default", "auto"))
+        backend.unload(ModelChoice(str(copy)))
     deadline = time.monotonic() + 60  # rank 0 answers for itself
     while any(opened(backend, copy)) and time.monotonic() < deadline:
         time.sleep(0.1)

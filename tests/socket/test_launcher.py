@@ -22,6 +22,7 @@ from backend.client import (
 from backend.client.agent_command import launch_command
 from backend.client.client import HandshakeError
 from backend.client.launcher import BackendProcess
+from backend.client.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Failure, RefusedError, Status, framing
 
@@ -93,7 +94,7 @@ def test_backend_is_reused_until_its_topology_changes(checkpoint):
 def test_weights_that_nobody_keeps_make_room(checkpoint):
     backend = pool.backend_for(ParallelConfig(device="cpu"))
     default = backend.load(checkpoint)
-    half = backend.load(checkpoint, "bf16", keep={(checkpoint, "default", "auto")})
+    half = backend.load(checkpoint, "bf16", keep={ModelChoice(checkpoint)})
     assert set(backend.models.values()) == {default.model, half.model}
     backend.load(checkpoint, "bf16", keep=set())
     assert list(backend.models.values()) == [half.model]

@@ -8,6 +8,7 @@ from fake_backend import TOKEN, FakeBackend, reply
 
 from backend.client import pool
 from backend.client.client import BackendClient
+from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import Failure, Load, Loaded, Result, Sample, framing
@@ -49,7 +50,7 @@ def test_a_warm_run_is_load_then_sample(warm):
     received.clear()
     assert pool.backend_at_hand(CONFIG).alive()
     again = pool.backend_for(CONFIG)
-    again.load("/m.safetensors", keep={("/m.safetensors", "default")})
+    again.load("/m.safetensors", keep={ModelChoice("/m.safetensors")})
     again.sample(Sample("m", "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)}))
     assert again is backend and received == [Load, Sample]
 

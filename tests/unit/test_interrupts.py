@@ -6,6 +6,7 @@ import pytest
 
 from backend.client import interrupts, pool
 from backend.client.interrupts import Watch
+from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import RefusedError
@@ -104,7 +105,7 @@ def test_a_change_of_methods_is_whole_before_an_interrupt(caller, monkeypatch):
     before, after = ParallelConfig(cfg_degree=2, device="cpu"), ParallelConfig(ulysses_degree=2, device="cpu")
     process = SimpleNamespace(models=frozenset(), running=True, close=lambda: None)
     backend = Backend(before, Changing(), process)
-    backend.models = {("/a", "default", "auto"): "/a", ("/b", "default", "auto"): "/b"}
+    backend.models = {ModelChoice("/a"): "/a", ModelChoice("/b"): "/b"}
     monkeypatch.setattr(backend, "alive", lambda: True)
     monkeypatch.setattr(pool, "_folders", set())
     monkeypatch.setattr(pool, "_backends", {before.topology(): backend})

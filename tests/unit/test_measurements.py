@@ -9,6 +9,7 @@ import pytest
 
 from backend.client import cache_files, measurements, nccl_settings
 from backend.client.dependencies import require_dependencies
+from backend.client.model_choice import ModelChoice
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_the_rate_of_the_last_load_is_kept(monkeypatch, tmp_path):
     """Of all ranks together, the last one's seconds; of a model that was there already nothing is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "model").write_bytes(b"1")
-    model = (str(tmp_path / "model"), "default", "auto")
+    model = ModelChoice(str(tmp_path / "model"))
     assert measurements.load_rate(model, "cuda") == 0.0
     for read, rate in ((6_000, 4_000.0), (0, 4_000.0), (60, 40.0)):
         ranks = [{"bytes_read": read, "seconds": seconds} for seconds in (1.0, 3.0)]

@@ -76,10 +76,10 @@ def test_a_name_has_the_path_of_the_list(models, monkeypatch):
     monkeypatch.setattr(module, "model_paths", None)
     for name in ("recursive_search", "get_filename_list"):
         monkeypatch.setattr(module.folder_paths, name, None)
-    found = {name: module.wanted_of({"model_name": name})[0] for name in expected}
+    found = {name: module.model_choice_of({"model_name": name})[0] for name in expected}
     assert found == expected
     unlisted = ("notes.txt", "old.ckpt", "absent.gguf", "pipeline/model_index.json", 7)
-    assert not any(module.wanted_of({"model_name": name}) for name in unlisted)
+    assert not any(module.model_choice_of({"model_name": name}) for name in unlisted)
 
 
 def test_ranks_may_load_checkpoints(models):
@@ -87,4 +87,6 @@ def test_ranks_may_load_checkpoints(models):
     module.stock_loras.folder = lambda: "loras of ComfyUI"
     assert str(folder / "checkpoints") in module.model_folders()
     (folder / "checkpoints/a.safetensors").touch()
-    assert module.wanted_of({"model_name": "a.safetensors"})[0] == str(folder / "checkpoints/a.safetensors")
+    assert module.model_choice_of({"model_name": "a.safetensors"})[0] == str(
+        folder / "checkpoints/a.safetensors"
+    )

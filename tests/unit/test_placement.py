@@ -10,6 +10,7 @@ import torch
 from published import FLUX, L40
 
 from backend.client import measurements, planning, pool
+from backend.client.model_choice import ModelChoice
 from backend.client.plan_history import LastPlan, PlanHistory
 from backend.config import ParallelConfig
 from backend.planner.auto_config import AutoConfig
@@ -124,7 +125,7 @@ def test_samplers_that_no_placement_serves_get_their_own():
 
 
 ALL = AutoConfig()
-MODEL, OTHER = ("model.safetensors", "default", "auto"), ("other.safetensors", "default", "auto")
+MODEL, OTHER = ModelChoice("model.safetensors"), ModelChoice("other.safetensors")
 
 
 @pytest.fixture

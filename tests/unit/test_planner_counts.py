@@ -9,6 +9,7 @@ from published import FLUX, QWEN, RTX4090
 
 from backend import gpu_kernels
 from backend.client import planning
+from backend.client.model_choice import ModelChoice
 from backend.config import CHOICES, ConfigError, ParallelConfig
 from backend.parallel.kernel_table import kernel_of, merges
 from backend.planner.auto_config import AutoConfig
@@ -213,7 +214,7 @@ def test_cards_without_kernels_are_used_where_they_are_named(monkeypatch, gpus, 
 def test_one_visible_card_is_said_to_be_one_of_several(monkeypatch, visible, says):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    _, lines = planning.plan_for(AutoConfig(), ("m", "default", "auto"), lambda shape: RequestEstimate())
+    _, lines = planning.plan_for(AutoConfig(), ModelChoice("m"), lambda shape: RequestEstimate())
     assert lines == () if not says else says in lines[0]
 
 

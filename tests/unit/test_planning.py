@@ -9,6 +9,7 @@ import torch
 from published import L40, WAN
 
 from backend.client import measurements, planning, pool
+from backend.client.model_choice import ModelChoice
 from backend.client.plan_history import PlanHistory
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig, unused_method
@@ -17,7 +18,7 @@ from backend.planner.machine import RequestEstimate
 from backend.protocol import BackendError, RefusedError
 
 GB = 1_000_000_000
-MODEL = ("model.safetensors", "default", "auto")
+MODEL = ModelChoice("model.safetensors")
 ALL = AutoConfig()
 GPUS = 4
 
@@ -79,7 +80,7 @@ def test_what_was_spared_is_forgotten(machine):
 def test_it_is_of_one_model_on_these_gpus(machine):
     first, _ = plan_for()
     spare_more(first)
-    assert planning.plan_for(AutoConfig(), ("other", "default", "auto"), request)[0] == first
+    assert planning.plan_for(AutoConfig(), ModelChoice("other"), request)[0] == first
     two = AutoConfig(gpus="0,1")
     assert not any("ran out" in line for line in plan_for(two)[1])
 

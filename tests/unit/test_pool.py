@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import Load, Loaded, Result, Unload, Welcome
 
-KEY = ("/m.safetensors", "default", "auto")
+KEY = ModelChoice("/m.safetensors")
 
 
 class Ranks:
@@ -79,7 +80,7 @@ def test_nothing_is_unloaded_while_a_request_runs():
 def test_an_unload_leaves_the_backend_free_for_others():
     """Also of what is not loaded, and one that fails."""
     ranks = backend("m")
-    ranks.unload(("/another", "default", "auto"))
+    ranks.unload(ModelChoice("/another"))
     ranks.client.unloaded = {}
     with pytest.raises(KeyError):
         ranks.unload(KEY)
