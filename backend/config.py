@@ -252,9 +252,7 @@ class ParallelConfig:
             value = getattr(self, field.name)
             kind = type(field.default)
             if type(value) is not kind:
-                raise ConfigError(
-                    f"{field.name} is {value!r:.100}, which is not of type {kind.__name__}; write it as one."
-                )
+                raise ConfigError(f"{field.name} is {value!r:.100}; write it as {kind.__name__}.")
         self._validate_sizes()
         self._validate_pipeline()
         self._validate_weights()

@@ -12,7 +12,7 @@ from .blocks import APART, JOINED, BlockAdapter
 from .common import adaptive_norms, references
 from .common.double_stream import DOUBLE_STREAM, config_of
 from .common.fewer_passes import gated, modulated
-from .common.joint_blocks import within_range
+from .common.joint_blocks import all_within_range, within_range
 from .common.replaced_classes import replace_classes
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
@@ -152,7 +152,7 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         if temb_mod_img.shape[0] != 2 * image.shape[0]:
             given = temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
             if torch.compiler.is_compiling():
-                return super().forward(image, text, *given)
+                return all_within_range(*super().forward(image, text, *given))
             return self.in_fewer_passes(image, text, *given)
         tables, of_references = taken_apart(image_rotary_emb)
         of_references = of_references[len(of_references) - image.shape[1] :]  # text is before the image
@@ -168,7 +168,7 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         image = image + part(5) * self.ff(self.norm2(image) * (1 + part(4)) + part(3))
         text = text + c_gate * c_attended
         text = text + c_mlp[2] * self.ff_context(self.norm2_context(text) * (1 + c_mlp[1]) + c_mlp[0])
-        return within_range(text), image
+        return all_within_range(text, image)
 
     def in_fewer_passes(self, image, text, image_modulation, text_modulation, tables, more):
         """Compute the same as diffusers' forward (fewer_passes.py)."""
@@ -186,7 +186,7 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         image = gated(image, self.ff(modulated(self.norm2, image, 1 + scale, shift)), gate)
         shift, scale, gate = of_text
         text = gated(text, self.ff_context(modulated(self.norm2_context, text, 1 + scale, shift)), gate)
-        return within_range(text), image
+        return all_within_range(text, image)
 
 
 class SingleBlock(theirs.Flux2SingleTransformerBlock):

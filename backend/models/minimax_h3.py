@@ -273,7 +273,14 @@ FAMILY = Family(
         modulation_per_sample=False,
     ),
     build=Build(
-        float32=("proj_in.*", "audio_proj_in.*", "time_embedder.*", "proj_out.*", "audio_proj_out.*"),
+        float32=(
+            "rope.inv_freq",
+            "proj_in.*",
+            "audio_proj_in.*",
+            "time_embedder.*",
+            "proj_out.*",
+            "audio_proj_out.*",
+        ),
         patch_module=patch_module,
     ),
     tensor_plan={"*.ff.net.0.proj": "gated colwise", **COMMON},

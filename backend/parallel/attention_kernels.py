@@ -18,6 +18,9 @@ SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
 #: Rows of a mask begin at multiples of so many numbers for the memory-efficient kernel.
 ALIGNMENT = 8
+#: Of fewer keys torch's kernel is as fast as an approximate one, and ComfyUI met what is no number in
+#: SageAttention's of Wan's 257 of an image (comfy/ldm/wan/model.py).
+MIN_APPROXIMATE_KEYS = 1024
 #: The log-sum-exp of no key: far below any other. Of -inf, which it is, differences would be NaN.
 NOTHING = -1e30
 #: Compute capability from which NVIDIA's GPUs have flash attention and bfloat16.
@@ -33,7 +36,8 @@ def attend(
 ) -> Tensor:
     """Compute softmax(q kᵀ · scale + mask) v, (B, H, S, D); what ``kernel`` cannot compute goes to SDPA."""
     kernel_entry = kernel_of(kernel)
-    if kernel_entry.call is not None and fits(kernel, q, mask is not None, lse=False):
+    pays = kernel_entry.exact or k.shape[2] >= MIN_APPROXIMATE_KEYS
+    if kernel_entry.call is not None and pays and fits(kernel, q, mask is not None, lse=False):
         return kernel_entry.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, False)[0]
     grouped = q.shape[1] != k.shape[1]
     if kernel_entry.torch_impl and mask is None:

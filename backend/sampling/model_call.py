@@ -63,9 +63,8 @@ def check_call(
     )
     if unlike or not x.numel() or not x.is_floating_point():
         raise UnsupportedError(
-            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} "
-            f"takes (batch, {channels} channels, {'frames, ' if family.latent.frames else ''}height, width); "
-            f"encode the latent with the VAE of this model."
+            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} takes "
+            f"(batch, {channels} channels, {'frames, ' if family.latent.frames else ''}height, width)."
         )
     if family.latent.nested:
         check_latent(tuple(x.shape), call.latent_shapes, family, model_config)

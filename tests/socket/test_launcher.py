@@ -13,7 +13,7 @@ import tiny
 from backend.client import (
     client,
     launcher,
-    pack,
+    pack_version,
     pool,
     preflight,
     probe_process,
@@ -214,7 +214,7 @@ def test_why_a_living_backend_lets_nobody_in_is_said(tmp_path, monkeypatch):
 
 def test_nothing_is_started_of_an_updated_pack(monkeypatch):
     """ComfyUI keeps what it has imported; a launch, a preflight and a probe would be of another one."""
-    monkeypatch.setattr(pack, "IMPORTED", "of yesterday")
+    monkeypatch.setattr(pack_version, "IMPORTED", "of yesterday")
     monkeypatch.setattr(preflight, "_reader", None)
     starts = (
         lambda: BackendProcess(ParallelConfig(device="cpu"), "cpu"),

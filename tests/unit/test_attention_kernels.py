@@ -150,7 +150,8 @@ def test_rings_name_the_library_that_is_broken(files, tmp_path, monkeypatch):
 
 
 def test_one_rank_runs_the_chosen_kernel(monkeypatch):
-    """Where nothing is divided there is no hook; masks, float32 and wide heads stay torch's."""
+    """Where nothing is divided there is no hook; masks, float32, wide heads and few keys stay torch's."""
+    monkeypatch.setattr(kernels, "MIN_APPROXIMATE_KEYS", 5)
     calls = []
     module = ModuleType("sageattention")
     module.sageattn = lambda q, k, v, **named: calls.append(named) or torch.zeros_like(q)
@@ -164,6 +165,7 @@ def test_one_rank_runs_the_chosen_kernel(monkeypatch):
         wide = half.expand(-1, -1, -1, 16).repeat(1, 1, 1, 16)
         assert attention(x, x, x).all() and attention(wide, wide, wide).all()
         assert attention(half, half, half, attn_mask=mask).all()
+        assert attention(half, half[:, :, :4], half[:, :, :4]).all()
     assert len(calls) == 1 and torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
     with kernels.instead_of_torch("auto"):
         assert torch.nn.functional.scaled_dot_product_attention is kernels.SDPA

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import _registry as torch_registry
 
 from backend.config import CHOICES, ParallelConfig
+from backend.parallel import attention_kernels
 from backend.parallel import kernel_table as table
 from backend.parallel.attention_kernels import SDPA, attend
 from backend.parallel.kernel_table import HALF, KERNELS, TORCH, explained, fits, why_unavailable
@@ -88,7 +89,8 @@ class Operator:
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Every package and operator of the table."""
+    """Every package and operator of the table, for few keys too."""
+    monkeypatch.setattr(attention_kernels, "MIN_APPROXIMATE_KEYS", 0)
     for name in PACKAGED:
         module = ModuleType(KERNELS[name].module)
         setattr(module, KERNELS[name].function, FUNCTIONS[name])

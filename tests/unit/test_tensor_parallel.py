@@ -57,7 +57,7 @@ def test_heads_of_keys_and_values_must_divide(tmp_path):
     checkpoint = open_checkpoint(
         str(write_checkpoint(tmp_path / "krea2.safetensors", "krea2"))
     )  # 4 heads, 2 of keys and values
-    with pytest.raises(UnsupportedError, match="does not divide the 2 heads \\(kv_heads\\)"):
+    with pytest.raises(UnsupportedError, match="does not divide the 2 heads \\(num_kv_heads\\)"):
         Engine(ParallelConfig(tensor_parallel_degree=4), place(4)).check_load(
             str(tmp_path / "krea2.safetensors"), "default"
         )

@@ -22,7 +22,7 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
     ):
         given = temb, image_rotary_emb, joint_attention_kwargs
         if torch.compiler.is_compiling() or joint_attention_kwargs:
-            return super().forward(hidden_states, encoder_hidden_states, *given)
+            return all_within_range(*super().forward(hidden_states, encoder_hidden_states, *given))
         image, gate, *of_image = self.norm1(hidden_states, emb=temb)
         text, text_gate, *of_text = self.norm1_context(encoder_hidden_states, emb=temb)
         image, text = self.attn(
@@ -31,7 +31,7 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
         image = gated(hidden_states, image, gate[:, None])
         text = gated(encoder_hidden_states, text, text_gate[:, None])
         image = _mlp(image, self.norm2, self.ff, *of_image)
-        return within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text)), image
+        return all_within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text), image)
 
 
 class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
@@ -47,7 +47,7 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
     ):
         given = temb, image_rotary_emb, joint_attention_kwargs
         if torch.compiler.is_compiling() or joint_attention_kwargs:
-            return super().forward(hidden_states, encoder_hidden_states, *given)
+            return all_within_range(*super().forward(hidden_states, encoder_hidden_states, *given))
         x = cat_text_image(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
         made = self.proj_mlp(normed)
@@ -88,7 +88,7 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         text = gated(encoder_hidden_states, text, text_gate[:, None])
         image = _mlp(image, self.img_norm2, self.img_mlp, *of_image)
         text = _mlp(text, self.txt_norm2, self.txt_mlp, *of_text)
-        return within_range(text), within_range(image)
+        return all_within_range(text, image)
 
 
 class ZImageBlock(transformer_z_image.ZImageTransformerBlock):
@@ -151,6 +151,12 @@ def cat_with_gelu(attended: Tensor, made: Tensor, approximate: str) -> Tensor:
     return both
 
 
+def all_within_range(*streams: Tensor) -> tuple[Tensor, ...]:
+    """Return within_range of each."""
+    return tuple(map(within_range, streams))
+
+
 def within_range(x: Tensor) -> Tensor:
-    """Return x with float16's infinities as its largest numbers."""
-    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+    """Return x with float16's infinities as its largest numbers, and what is none as 0, as ComfyUI does: an
+    infinity that meets a norm, or its opposite in a sum of tensor parallelism, is no number."""
+    return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x
