@@ -154,7 +154,9 @@ class Admission:
         self.control = control
         self.memory = memory
         #: Name of every rank's memory.
-        self.names: list[str] = control.all_gather_object(memory.name)
+        names: list[str] = control.all_gather_object(memory.name)
+        #: Name of each rank's memory: its own where torch does not name it.
+        self.names = [name or f"that of rank {rank}" for rank, name in enumerate(names)]
         #: The requests that were planned last: a warm run plans nothing, nor does one of two experts.
         self._plans: deque[tuple[Checkpoint, tuple, list[RankPlan]]] = deque(maxlen=CACHED_PLANS)
         #: Whether weights may take what is left: not once a request next to them needed more than was likely.

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..backend.config import ConfigError, ParallelConfig
 from .host.guidance import guidance_of, skips_negative
-from .host.queued_graph import loader_of, queued, source, validated, values
+from .host.queued_graph import constants, loader_of, queued, source, validated
 from .parallel_config import config_in
 
 
@@ -17,7 +17,7 @@ class CheckedSampler(io.ComfyNode):
         graph = queued()
         sampler = validated()
         loader = loader_of(graph, sampler)
-        guidance = guidance_of(values(graph, sampler))
+        guidance = guidance_of(constants(graph, sampler))
         if loader is None or guidance is None:
             return True
         try:

@@ -11,7 +11,7 @@ from doctor_facts import IMPORT_SECONDS, Facts
 
 from backend.client.exit_report import MIN_SHARED_MEMORY
 from backend.gpu_kernels import has_kernels_for
-from backend.install_command import how_to_install
+from backend.install_command import how_to_install, install_command
 from backend.protocol import RefusedError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -48,6 +48,8 @@ VARIABLES = {
         "every tensor of ComfyUI asks CUDA for memory, and ranks run without it; unset it",
     ),
 }
+#: Packages without compiled code, of which no other build helps.
+PURE_PYTHON = ("diffusers", "yunchang", "gguf")
 #: Packages that are not needed -> what they are for.
 OPTIONAL = {
     "flash-attn": "attention",
@@ -112,6 +114,8 @@ def wheels(facts: Facts) -> Iterator[Status]:
             yield OK, f"{name} {wheel.version} can be imported"
             continue
         remedy = f"install one built for torch {facts.torch.version}"
+        if name in PURE_PYTHON:
+            remedy = f"run: {install_command([name], upgrade=True)}"
         if name in OPTIONAL:
             remedy += ", or uninstall it: it is optional"
         yield PROBLEM, f"{name} {wheel.version} is broken ({wheel.error}); {remedy}"

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import SHORT
@@ -16,6 +17,8 @@ from .interpreter import PACK, VARIABLE, answer, answered, inherited, installed_
 #: That of requires-python: packages of requirements.txt have no release for older ones.
 OLDEST_PYTHON = (3, 11)
 REQUIREMENTS = PACK / "requirements.txt"
+#: Not in requirements.txt, of which pip would take another build than ComfyUI's.
+NEEDED_TORCH = "torch>=2.6"
 #: An interpreter answers within this long, also from a cold network disk.
 ASK_SECONDS = 120
 #: Where a package is imported by another name than it is installed by.
@@ -33,12 +36,8 @@ class MissingDependencyError(ImportError):
 def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.executable):
     """Raise MissingDependencyError where the interpreter ``python`` lacks a package: this one, or the ranks'
     (interpreter.ranks_python). Raises BackendError where that does not run."""
-    if python == sys.executable and sys.version_info < OLDEST_PYTHON:
-        raise MissingDependencyError(
-            f"The parallel backend needs Python 3.11 or newer, as diffusers and transformers do, but "
-            f"ComfyUI's is {sys.version.split()[0]}; run ComfyUI with a newer one, or set {VARIABLE} to a "
-            f"Python that has what requirements.txt lists (docs/dependencies.md)."
-        )
+    if python == sys.executable:
+        _require_python(sys.version_info[:3], "ComfyUI's", f"run ComfyUI with a newer one, or set {VARIABLE}")
     known = (python, requirements, installed_at(python))
     if known in _complete:
         return
@@ -53,6 +52,15 @@ def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.ex
         )
 
 
+def _require_python(version: Sequence[int], whose: str, remedy: str):
+    if tuple(version) < OLDEST_PYTHON:
+        raise MissingDependencyError(
+            f"The parallel backend needs Python 3.11 or newer, as diffusers and transformers do, but {whose} "
+            f"is {'.'.join(map(str, version))}; {remedy} to a Python that has what requirements.txt lists "
+            f"(docs/dependencies.md)."
+        )
+
+
 def _unmet_of(python: str, requirements: Path) -> list[str]:
     """Ask another interpreter."""
     command = [python, "-m", "backend.client.dependencies", str(requirements.absolute())]
@@ -62,19 +70,20 @@ def _unmet_of(python: str, requirements: Path) -> list[str]:
         asked = subprocess.run(
             command, cwd=PACK, env=environment, capture_output=True, text=True, timeout=ASK_SECONDS
         )
-        unmet = answered(asked.stdout.splitlines())
-        if unmet is None:
+        found = answered(asked.stdout.splitlines())
+        if found is None:
             raise ValueError(asked.stderr.strip().rpartition("\n")[2] or f"it ended with {asked.returncode}")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = f"{VARIABLE} names {python}, which could not be asked for its packages"
         raise BackendError(f"{what} ({error!s:.200}); it has to be Python 3.11 or newer.") from error
-    return unmet
+    _require_python(found["python"], f"{python} ({VARIABLE})", "set it")
+    return found["unmet"]
 
 
 def unmet_requirements(requirements: Path = REQUIREMENTS) -> list[str]:
-    """Return the lines of a requirements.txt that this interpreter does not meet."""
-    lines = [re.split("[#;]", line)[0].strip() for line in requirements.read_text().splitlines()]
-    return [line for line in filter(None, lines) if not _is_met(line)]
+    """Return what this interpreter does not meet of NEEDED_TORCH and the lines of a requirements.txt."""
+    listed = [re.split("[#;]", line)[0].strip() for line in requirements.read_text().splitlines()]
+    return [line for line in [NEEDED_TORCH, *filter(None, listed)] if not _is_met(line)]
 
 
 def _is_met(requirement: str) -> bool:
@@ -92,4 +101,4 @@ def _numbers(version: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    print(answer(unmet_requirements(Path(sys.argv[1]))))
+    print(answer({"python": sys.version_info[:3], "unmet": unmet_requirements(Path(sys.argv[1]))}))

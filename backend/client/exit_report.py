@@ -68,7 +68,7 @@ class RankFailure:
     def __str__(self):
         who = f"rank {self.rank}" + (f" on {self.machine}" if self.machine else "")
         if self.error:
-            hint = shared_memory_hint(self.error) or _peer_access_hint(self.error)
+            hint = shared_memory_hint(self.error) or _peer_access_hint(self.error) or _busy_hint(self.error)
             return f"{who} failed with {self.error}{hint}"
         if self.code < 0:
             return f"{who} {killed_by(-self.code)}"
@@ -213,3 +213,10 @@ def _peer_access_hint(error: str) -> str:
         " (GPUs of this machine do not reach each other's memory; python scripts/doctor.py --full, or a "
         "first run with method auto, finds another way and keeps it)"
     )
+
+
+def _busy_hint(error: str) -> str:
+    """Name the remedy where a GPU lets no further process in."""
+    if "busy or unavailable" not in error:
+        return ""
+    return " (the GPU is in exclusive mode, and another program has it: sudo nvidia-smi -c DEFAULT)"

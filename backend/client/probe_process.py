@@ -47,6 +47,14 @@ SLOW_START = (
 )
 
 
+#: What to do where a GPU has no memory for NCCL's buffers.
+FULL_GPU = "close what fills a GPU (nvidia-smi shows it), or list the others in gpus of Parallel Config"
+#: What says so. NCCL's "out of memory" alone may be the host's, by a way that another one replaces.
+_OF_FULL_GPU = re.compile(r"CUDA (calloc|malloc|out of memory)")
+#: The cause of NCCL's errors, in lines of its own, after the rank that torchrun puts before them.
+_NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILINE)
+
+
 class UnmeasuredError(BackendError):
     """The ranks that measure this machine failed. why: in words; remedy: what to try, empty where the doctor
     is to say it; of_links: GPUs may be what did not reach each other."""
@@ -196,9 +204,18 @@ def run(
                 said = words_of_abort(text) if name == "SIGABRT" else ""
                 of_links = bool(_OF_LINKS.search(said)) if said else name in LINK_SIGNALS
                 raise UnmeasuredError(str(replace(killed, error=said)), of_links=of_links)
-            lines = (line for line in text.splitlines() if "Error" in line)
-            last = next(lines, f"code {process.returncode}")[:300]
-            raise UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))
+            raise _unmeasured(text, process.returncode)
+
+
+def _unmeasured(text: str, code: int) -> UnmeasuredError:
+    """Return the error of ranks that ended with ``code``, from what they printed. NCCL names the cause of its
+    errors apart; of a full GPU no other way between GPUs makes room."""
+    last = next((line for line in text.splitlines() if "Error" in line), f"code {code}")[:300]
+    if (cause := _NCCL_CAUSE.search(text)) and cause[1] not in last:
+        last = f"{last} ({cause[1][:200]})"
+    if _OF_FULL_GPU.search(last):
+        return UnmeasuredError(last, FULL_GPU)
+    return UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))
 
 
 def _waited(

@@ -16,9 +16,9 @@ _queued: ContextVar[dict | None] = ContextVar("queued graph", default=None)
 _queued_by: ContextVar[str | None] = ContextVar("page that has queued it", default=None)
 #: Nodes that hand a PARALLEL_DIT on.
 THROUGH = ("ParallelLoRA",)
-#: ComfyUI's node that hands one of two inputs on: the first where its input ``switch`` is false. And the one
-#: that does not hand on its only input, ``value``.
-SWITCH, SWITCHED = "ComfySwitchNode", ("on_false", "on_true")
+#: ComfyUI's nodes that hand one of two inputs on: the first where their input ``switch`` is false; the second
+#: node may have one of them alone. And the one that does not hand on its only input, ``value``.
+SWITCHES, SWITCHED = ("ComfySwitchNode", "ComfySoftSwitchNode"), ("on_false", "on_true")
 NOT = "ComfyNotNode"
 
 
@@ -80,7 +80,7 @@ def constant(graph: dict, node: str, name: str, seen: frozenset[str] = frozenset
     kind = graph[origin].get("class_type")
     if graph[origin]["inputs"].keys() == {"value"} and kind != NOT:
         return constant(graph, origin, "value", further)
-    switched = constant(graph, origin, "switch", further) if kind == SWITCH else None
+    switched = constant(graph, origin, "switch", further) if kind in SWITCHES else None
     return None if switched is None else constant(graph, origin, SWITCHED[bool(switched)], further)
 
 
@@ -114,19 +114,32 @@ def executed(graph: dict, node: str) -> dict:
 
 def loader_of(graph: dict, node: str) -> str | None:
     """Return the Load Parallel DiT whose transformer reaches the input ``dit`` of a node; None where there is
-    none, as in a cycle of nodes, which ComfyUI itself refuses."""
-    found = source(graph, node, "dit")
-    seen = set()
-    while found and graph[found].get("class_type") in THROUGH:
-        if found in seen:
-            return None
-        seen.add(found)
-        found = source(graph, found, "dit")
-    return found if found and graph[found].get("class_type") == "LoadParallelDiT" else None
+    none, or where it depends on a Switch whose side takes a run."""
+    return _loader_before(graph, source(graph, node, "dit"), frozenset())
+
+
+def _loader_before(graph: dict, node: str | None, seen: frozenset[str]) -> str | None:
+    """Return the loader from which ``node`` has its transformer. ``seen``: nodes after it, for a cycle, which
+    ComfyUI itself refuses."""
+    if node is None or node in seen:
+        return None
+    kind = graph[node].get("class_type")
+    if kind == "LoadParallelDiT":
+        return node
+    names = ("dit",) if kind in THROUGH else _sides(graph, node) if kind in SWITCHES else ()
+    found = {_loader_before(graph, source(graph, node, name), seen | {node}) for name in names}
+    return found.pop() if len(found) == 1 else None
+
+
+def _sides(graph: dict, switch: str) -> tuple[str, ...]:
+    """Return the inputs of a Switch that it may hand on: one, where a constant tells which."""
+    linked = tuple(name for name in SWITCHED if source(graph, switch, name))
+    on = constant(graph, switch, "switch")
+    return linked if on is None or len(linked) == 1 else (SWITCHED[bool(on)],)
 
 
 def samplers_of(graph: dict, loader: str) -> Iterator[dict]:
-    """Yield the values of every sampler of this pack that a Load Parallel DiT feeds."""
+    """Yield the constant inputs of every sampler of this pack that a Load Parallel DiT feeds."""
     for key, node in graph.items():
         if node.get("class_type", "").startswith("ParallelSampler") and loader_of(graph, key) == loader:
-            yield values(graph, key)
+            yield constants(graph, key)

@@ -269,7 +269,7 @@ def test_settings_of_the_configuration_travel(tmp_path):
     sent = []
 
     class Ranks:
-        def load(self, path, weight_dtype, **named):
+        def load(self, path, weight_dtype, matmul, **named):
             return Loaded("m", "flux", {"prediction": "flow", "conditioning": ["c_crossattn"]})
 
         def sample(self, message, show):

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from backend.client.interpreter import answer
+
 
 def recording(path: Path, log: Path) -> Path:
     """Write a program that is this Python, and writes to ``log`` what it is asked to run."""
@@ -12,6 +14,12 @@ def recording(path: Path, log: Path) -> Path:
 def loud(path: Path) -> Path:
     """Write a program that is this Python, and prints before it begins."""
     return _program(path, f'echo [patched]\nexec "{sys.executable}" "$@"')
+
+
+def old(path: Path) -> Path:
+    """Write a program that answers as a Python 3.10 does, which lacks a package."""
+    line = answer({"python": [3, 10, 12], "unmet": ["diffusers>=0.42.1"]})
+    return _program(path, f"echo '{line}'")
 
 
 def broken(path: Path) -> Path:

@@ -42,6 +42,12 @@ ILL: dict[str, tuple[dict, str, str, list[str]]] = {
         PROBLEM,
         ["flash-attn-4 4.0", "optional"],
     ),
+    "a package that another one breaks": (
+        dict(wheels={"diffusers": Wheel("1", "ImportError: cannot import name 'resolve_revision'")}),
+        "wheels",
+        PROBLEM,
+        ["resolve_revision", "run: ", 'install --upgrade "diffusers"'],
+    ),
     "a slow import": (dict(wheels={"diffusers": Wheel("1", is_slow=True)}), "wheels", WARNING, ["diffusers"]),
     "torch without CUDA": (
         dict(gpus=[], torch=Torch("2.9.0+cpu", "", "", (), "", True)),

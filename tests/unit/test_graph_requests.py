@@ -266,3 +266,42 @@ def test_further_samplers_of_a_loader_are_told(graph):
     request = graph.request_of_graph(prompt, "1", FLUX)
     assert request.steps == 20 and [each.steps for each in request.then] == [6]
     assert graph.request_of_graph({"1": prompt["1"]}, "1", FLUX).then == ()
+
+
+def through_a_switch(kind: str, switch, **sides: str) -> dict:
+    """The graph of an image whose sampler has its transformer of a Switch, as stock templates turn a LoRA on
+    and off, and its cfg of another."""
+    prompt = queued({})
+    prompt["1"] = {"class_type": "LoadParallelDiT", "inputs": {"model_name": "m"}}
+    prompt["lora"] = {"class_type": "ParallelLoRA", "inputs": {"dit": ["1", 0]}}
+    linked = {name: [node, 0] for name, node in sides.items()}
+    prompt["switch"] = {"class_type": kind, "inputs": {"switch": switch, **linked}}
+    values = {"switch": True, "on_false": 4.0, "on_true": 1.0}
+    prompt["cfg"] = {"class_type": "ComfySwitchNode", "inputs": values}
+    prompt["3"]["inputs"] |= {"dit": ["switch", 0], "steps": 4, "cfg": ["cfg", 0], "sampler_name": "euler"}
+    return prompt
+
+
+@pytest.mark.parametrize(
+    "kind, switch, sides",
+    [
+        ("ComfySwitchNode", False, {"on_false": "1", "on_true": "lora"}),
+        ("ComfySwitchNode", True, {"on_false": "1", "on_true": "lora"}),
+        ("ComfySwitchNode", ["run", 0], {"on_false": "1", "on_true": "lora"}),
+        ("ComfySwitchNode", True, {"on_false": "none", "on_true": "lora"}),
+        ("ComfySoftSwitchNode", False, {"on_true": "lora"}),
+    ],
+)
+def test_a_loader_is_found_behind_a_switch(graph, kind, switch, sides):
+    """Else a sampler of 4 steps without guidance was planned as one of 20 with it."""
+    prompt = through_a_switch(kind, switch, **sides)
+    prompt |= {"none": {"class_type": "None", "inputs": {}}, "run": {"class_type": "Math", "inputs": {}}}
+    request = graph.request_of_graph(prompt, "1", latent_of("flux"))
+    assert (request.steps, request.prompts) == (4, 1)
+
+
+@pytest.mark.parametrize("sides", [{"on_false": "1", "on_true": "other"}, {"on_true": "switch"}])
+def test_a_switch_between_two_loaders_is_nobodys(graph, sides):
+    prompt = through_a_switch("ComfySwitchNode", ["run", 0], **sides)
+    prompt["other"] = {"class_type": "LoadParallelDiT", "inputs": {"model_name": "n"}}
+    assert graph.loader_of(prompt, "3") is None

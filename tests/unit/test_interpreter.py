@@ -76,6 +76,13 @@ def test_what_it_prints_of_its_own_is_no_answer(tmp_path):
         require_dependencies(tmp_path / "requirements.txt", python)
 
 
+def test_one_that_is_too_old_is_told_so_and_not_what_it_lacks(tmp_path):
+    """pip would say that there is no matching distribution."""
+    with pytest.raises(MissingDependencyError, match="or newer, .* is 3.10.12; set it to a") as missing:
+        require_dependencies(python=str(interpreters.old(tmp_path / "python")))
+    assert "pip install" not in str(missing.value)
+
+
 def test_one_that_is_no_python_is_named(tmp_path):
     python = str(interpreters.broken(tmp_path / "python"))
     with pytest.raises(BackendError, match="could not be asked for its packages"):

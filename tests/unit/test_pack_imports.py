@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from backend.client import dependencies
 from backend.client.dependencies import REQUIREMENTS, MissingDependencyError, require_dependencies
 from backend.config import ConfigError
 from backend.errors import UnsupportedError
@@ -105,6 +106,20 @@ def test_torch_is_installed_with_what_belongs_to_it(tmp_path):
     first, _, then = str(missing.value).partition("; then run: ")
     assert "needs torch>=99, no-such-package" in first and first.endswith(TOGETHER)
     assert then.endswith('install "no-such-package"')
+
+
+def test_no_pip_command_of_ours_chooses_torch(monkeypatch, tmp_path):
+    """Installed without torchvision and torchaudio, another build of it ends ComfyUI's start."""
+    assert not [line for line in REQUIREMENTS.read_text().splitlines() if re.match("torch(?!sde)", line)]
+    monkeypatch.setattr(dependencies.importlib.metadata, "version", {"torch": "2.5.1+cu124"}.__getitem__)
+    (tmp_path / "requirements.txt").write_text("")
+    assert dependencies.unmet_requirements(tmp_path / "requirements.txt") == [dependencies.NEEDED_TORCH]
+
+
+def test_a_package_that_limits_another_comes_before_it():
+    """ComfyUI-Manager installs line by line: an older transformers refuses the hub that diffusers brings."""
+    names = [re.split("[>;]", line)[0] for line in REQUIREMENTS.read_text().splitlines() if line[:1] != "#"]
+    assert names.index("transformers") < names.index("huggingface_hub") < names.index("diffusers")
 
 
 @pytest.mark.parametrize("has_pip", [False, True])
