@@ -55,7 +55,7 @@ class Layout:
     signature: keys that tell the family; absent: keys of other families. unread: tensors (patterns) that
     the model does not need -> why.
     config: shapes -> arguments of the diffusers class. metadata: strings of the header -> more of them;
-    named: the file's name -> more of them, which nothing in the file tells.
+    named: the file's name -> more of them, which nothing in the file tells; may raise UnsupportedError.
     names: file's module -> diffusers modules (space separated) stacked in its rows, both with {} for the
     block number; a whole tensor (.weight, .scale) maps to a whole parameter. Others keep their name.
     swapped: diffusers modules whose two halves of rows are the other way round, {} being the number of every

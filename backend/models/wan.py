@@ -2,6 +2,7 @@
 Control and Camera, Phantom, Bernini: 30 to 40 blocks; the prompt and the image's CLIP features are read
 through cross-attention."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -177,6 +178,16 @@ ATTENTION = {
 FACE = "face_adapter.fuser_blocks.0.k_norm.weight"
 BLOCK = "blocks.{}"
 EMBEDDER = "condition_embedder"
+def named(name):
+    """Refuse a model that nothing but its file's name tells from image to video."""
+    if re.search("chrono[-_ ]?edit", name, re.IGNORECASE):
+        raise UnsupportedError(
+            f"{name} is ChronoEdit, whose positions in time ComfyUI's Scale ROPE sets, which is not "
+            f"supported; use KSampler for it."
+        )
+    return {}
+
+
 LAYOUT = Layout(
     signature=(
         "patch_embedding.weight",
@@ -190,6 +201,7 @@ LAYOUT = Layout(
     absent=("vace_patch_embedding.weight", FACE),  # VACE, Animate
     unread={"model_type.Wan2_1-*": "a mark of WanVideoWrapper's nodes"},
     config=config_from_shapes,
+    named=named,
     metadata=metadata,
     names={
         "patch_embedding": "patch_embedding",

@@ -129,8 +129,7 @@ def sample_planned(
     samples = latent["samples"]
     size = (samples.unbind()[0] if samples.is_nested else samples).shape
     prompt, values = positive[0]
-    references = values.get("reference_latents") or ()
-    request = _request_of(dit, size, references, prompt.shape[1], steps, prompts)
+    request = _request_of(dit, size, _in_context(values), prompt.shape[1], steps, prompts)
 
     def run(config: ParallelConfig, lines: tuple[str, ...]) -> Ran:
         return sample(with_plan(dit, config, lines))
@@ -213,9 +212,15 @@ def _guide_frames(cond: dict) -> int:
 
 
 def _references(conds: dict[str, list[dict]]) -> tuple[torch.Tensor, ...]:
-    """Return the reference latents of a guider's prompt with most of them."""
-    found = (each.get("reference_latents") or () for side in conds.values() for each in side)
-    return max(found, key=len, default=())
+    """Return the latents in context of a guider's prompt with most of them."""
+    return max((_in_context(each) for side in conds.values() for each in side), key=len, default=())
+
+
+def _in_context(values: dict) -> tuple[torch.Tensor, ...]:
+    """Return the latents whose tokens the model is given after the latent's, of a prompt's values."""
+    listed = [*(values.get("reference_latents") or ()), *(values.get("context_latents") or ())]
+    later = values.get("time_dim_concat")
+    return (*listed, *([] if later is None else [later]))
 
 
 def _request_of(

@@ -4,12 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from comfy_modules import comfy_modules
 from golden_graphs import error_of, graph, ranks_of
 from published import FLUX
 
 with comfy_modules():
     from parallel_dit.nodes.host import graph_requests
+    from parallel_dit.nodes.host.auto_plan import _in_context
     from parallel_dit.nodes.host.graph_requests import request_of_graph
     from parallel_dit.nodes.host.queued_graph import loader_of
 
@@ -150,3 +152,10 @@ def test_loras_of_a_graph_count_beside_quantized_weights(monkeypatch):
 def test_parallel_model_is_drained():
     request = request_of_graph(queued({}, "ParallelModel"), "1", FLUX)
     assert request.drained and request.prompts == 1
+
+
+def test_latents_in_context_count_as_references():
+    """Bernini's video to edit, Phantom's subjects: as many tokens as the latent's, or more."""
+    part = torch.zeros(1, 16, 3, 8, 8)
+    values = {"reference_latents": None, "context_latents": [part, part], "time_dim_concat": part}
+    assert len(_in_context(values)) == 3 and _in_context({}) == ()

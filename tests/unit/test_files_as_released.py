@@ -7,6 +7,7 @@ from tiny import write_checkpoint
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 
@@ -99,3 +100,10 @@ def test_a_scale_that_a_text_encoder_has_beside_a_whole_weight(tmp_path):
     tensors = {f"model.diffusion_model.{name}": value for name, value in load_file(plain).items()}
     save_file(tensors | others, tmp_path / "all.safetensors")
     assert same(loaded(tmp_path / "all.safetensors"), loaded(plain))
+
+
+def test_chronoedit_is_refused_by_its_name(tmp_path):
+    """Its tensors are those of Wan's image to video, its positions are not."""
+    path = write_checkpoint(tmp_path / "chrono_edit_14B_fp16.safetensors", "wan21-t2v")
+    with pytest.raises(UnsupportedError, match="is ChronoEdit, .*; use KSampler for it"):
+        open_checkpoint(str(path))
