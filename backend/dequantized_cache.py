@@ -3,16 +3,16 @@
 import os
 
 #: 0 in the environment of client and ranks: they may not.
-CACHE_VARIABLE = "PARALLEL_DIT_LENDING"
+CACHE_VARIABLE = "PARALLEL_DIT_CACHE_DEQUANTIZED"
 
 #: Of this process, whose ranks have run out of memory. Not in its environment, with which ComfyUI starts
 #: itself again.
-_shortages: list[bool] = []
+_have_run_out = False
 
 
 def have_ranks_run_out() -> bool:
     """Return whether ranks that this process started have run out of memory in the midst of a request."""
-    return bool(_shortages)
+    return _have_run_out
 
 
 def may_cache_dequantized() -> bool:
@@ -22,9 +22,10 @@ def may_cache_dequantized() -> bool:
 
 def stop_caching_dequantized():
     """Have ranks that this process starts from now on leave it free: others ran out of memory."""
-    _shortages.append(True)
+    global _have_run_out
+    _have_run_out = True
 
 
 def rank_variables() -> dict[str, str]:
-    """Return the variables that tell ranks so."""
+    """Return the environment that stops ranks from caching dequantized weights, or none."""
     return {} if may_cache_dequantized() else {CACHE_VARIABLE: "0"}

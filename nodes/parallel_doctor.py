@@ -24,7 +24,7 @@ from .host.schema import ALIASES, schema
 
 DOCTOR = Path(__file__).resolve().parents[1] / "scripts" / "doctor.py"
 #: Lines of the report that are shown while it runs.
-LATEST = 12
+SHOWN_LINES = 12
 POLL_SECONDS = 0.2
 #: The doctor ends its ranks and programs within this; then it is killed.
 END_SECONDS = 40.0
@@ -112,7 +112,7 @@ def run(command: list[str]) -> list[str]:
         while process.poll() is None:
             if status.interrupted(CANCELLING):
                 break
-            status.show("\n".join(lines[-LATEST:]))
+            status.show("\n".join(lines[-SHOWN_LINES:]))
             time.sleep(POLL_SECONDS)
         comfy.model_management.throw_exception_if_processing_interrupted()
         reader.join()

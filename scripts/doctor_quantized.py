@@ -18,7 +18,7 @@ from backend.protocol import RefusedError
 NATIVE = ("float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4")
 OF_GGUF = ("Q8_0", "Q4_K")
 #: What is timed with and without memory that it may stay dequantized in.
-LENT = "Q4_K"
+CACHED_KIND = "Q4_K"
 #: Largest relative distance of a native latent from weight only's, which random weights drift by.
 DRIFT = 0.25
 #: By how much two timings of the same may differ.
@@ -75,14 +75,17 @@ def _timed_file(lab: Lab, kind: str, matmul: str):
 
 def dequantized_once(lab: Lab) -> Found:
     """Seconds a step of a weight-only file where its weights stay dequantized, and where they do not."""
-    if LENT not in _kinds():
+    if CACHED_KIND not in _kinds():
         return
-    seconds, run = lab.kept(("weight only", LENT), lambda: _timed_file(lab, LENT, "weight only"))
-    lent = run.stats.get("dequantized_once")
+    seconds, run = lab.kept(
+        ("weight only", CACHED_KIND), lambda: _timed_file(lab, CACHED_KIND, "weight only")
+    )
+    cached = run.stats.get("dequantized_once")
     lab.fresh()
     with patch.dict(os.environ, {CACHE_VARIABLE: "0"}):
-        each, _ = _timed_file(lab, LENT, "weight only")
-    lab.fresh()  # the next ranks lend again
-    values = {"kind": LENT, "seconds": seconds, "each_pass": each, "dequantized_once": lent}
-    text = f"{LENT}: {seconds:.4f} s a step with {gb(lent or 0)} that stay dequantized, {each:.4f} s without"
-    yield Finding("dequantized once", WARNING if lent and seconds > NOISE * each else OK, text, values)
+        each, _ = _timed_file(lab, CACHED_KIND, "weight only")
+    lab.fresh()  # the next ranks cache again
+    values = {"kind": CACHED_KIND, "seconds": seconds, "each_pass": each, "dequantized_once": cached}
+    stays = f"{gb(cached or 0)} that stay dequantized"
+    text = f"{CACHED_KIND}: {seconds:.4f} s a step with {stays}, {each:.4f} s without"
+    yield Finding("dequantized once", WARNING if cached and seconds > NOISE * each else OK, text, values)

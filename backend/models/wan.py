@@ -178,6 +178,8 @@ ATTENTION = {
 FACE = "face_adapter.fuser_blocks.0.k_norm.weight"
 BLOCK = "blocks.{}"
 EMBEDDER = "condition_embedder"
+
+
 def named(name):
     """Refuse a model that nothing but its file's name tells from image to video."""
     if re.search("chrono[-_ ]?edit", name, re.IGNORECASE):

@@ -22,7 +22,7 @@ def status() -> dict:
     """Return how everything is: ``backends``, the line that a node shows now (``doing``), the latest run and
     the latest error."""
     backends = [_backend(each) for each in pool.backends()]
-    last_run = dict(remote_solver.LATEST)
+    last_run = dict(remote_solver.LATEST_RUN)
     if last_run:
         last_run["what"] = in_words(last_run.pop("degrees"))
     return {

@@ -30,7 +30,7 @@ from .sampling_checks import check_inputs
 from .shift import apply_shift
 
 #: The latest run, for the side panel: queued prompt, node, degrees, steps, seconds.
-LATEST: dict = {}
+LATEST_RUN: dict = {}
 #: Least seconds between two previews; each costs a gather of the latent to rank 0.
 PREVIEW_SECONDS = 0.2
 
@@ -88,8 +88,9 @@ class RemoteSolver:
     def _report(self, request: Sample, steps: int, seconds: float) -> list[str]:
         """Return how the run went, against one rank where that has run before; remember it if it is one."""
         context = get_executing_context()
-        where = {"prompt": context.prompt_id, "node": context.node_id} if context else {}
-        LATEST.update(where, degrees=self.dit.config.degrees, steps=steps, seconds=seconds)
+        where = (context.prompt_id, context.node_id) if context else (None, None)
+        degrees = self.dit.config.degrees
+        LATEST_RUN.update(zip(("prompt", "node"), where), degrees=degrees, steps=steps, seconds=seconds)
         device = self.loaded.info["device"]
         digest = one_rank.key(self.dit, request, device)
         if self.dit.config.world_size == 1:

@@ -24,9 +24,9 @@ def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]
     found = []
     for index, rank in enumerate(ranks):
         name = f"GPU {gpus[index]}" if gpus else f"rank {rank['rank']}"
-        of_all = f" of {memory[index] / 2**30:.0f}" if memory else ""
         held = rank["weight_bytes"]
-        weights = f"{held / 2**30:.1f}{of_all} GB" if memory or held >= 1e9 else f"{held / 1e6:.1f} MB"
+        # a card of "24 GB" has 24 GiB
+        weights = f"{held / 2**30:.1f} of {memory[index] / 2**30:.0f} GiB" if memory else size_text(held)
         found.append(f"{name} · {weights} · {_blocks(rank['blocks'])}")
     return found
 

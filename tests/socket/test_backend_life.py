@@ -177,7 +177,7 @@ def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
 def test_memory_that_runs_out_in_a_request_is_named_with_numbers(backend, checkpoint, monkeypatch):
     """A real allocation fails on rank 1 while rank 0 waits; the next ranks are new, and lend nothing."""
-    monkeypatch.setattr(dequantized_cache, "_shortages", [])
+    monkeypatch.setattr(dequantized_cache, "_have_run_out", False)
     request, _ = request_for(backend, checkpoint)
     large = {key: torch.randn(1, 16, 192, 192) for key in ("noise", "latent")}
     sizes = Path(f"/proc/{backend.welcome.pids[1]}/statm").read_text().split()

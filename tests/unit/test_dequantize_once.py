@@ -42,7 +42,7 @@ ALL, QUIET = 1 << 30, Callbacks()
 def fresh_process(monkeypatch):
     """Also after tests whose ranks ran out of memory."""
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
-    monkeypatch.setattr(cache_module, "_shortages", [])
+    monkeypatch.setattr(cache_module, "_have_run_out", False)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_a_plan_that_has_room_is_faster(flux):
     assert tight.fits and roomy.bytes == tight.bytes
     question = Question(flux, REQUEST, replace(L40, memory=(40 * GB,) * 2), 2)
     assert question.option(plan).seconds == roomy.seconds
-    # once ranks have run out of memory, or where PARALLEL_DIT_LENDING is 0, none stays dequantized
+    # once ranks have run out of memory, or where PARALLEL_DIT_CACHE_DEQUANTIZED is 0, none stays dequantized
     assert replace(question, caches_dequantized=False).option(plan).seconds > roomy.seconds
 
 
