@@ -18,7 +18,7 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError, some
 from ..models import FAMILIES
 from ..models.common import adaptive_norms, joint_blocks
-from ..models.common.fewer_passes import RMSNorm
+from ..models.common.fewer_passes import RMSNorm, TorchRMSNorm
 from ..models.common.replaced_classes import replace_classes
 from ..models.family import Family
 from ..models.key_layout import Shapes
@@ -44,7 +44,12 @@ from .parameter_sources import (
 from .safetensors_files import Weights
 
 #: diffusers' class -> ours, which computes the same (models/common/fewer_passes.py).
-IN_FEWER_PASSES = {normalization.RMSNorm: RMSNorm, **adaptive_norms.CLASSES, **joint_blocks.CLASSES}
+IN_FEWER_PASSES: dict[type[nn.Module], type[nn.Module]] = {
+    normalization.RMSNorm: RMSNorm,
+    nn.RMSNorm: TorchRMSNorm,
+    **adaptive_norms.CLASSES,
+    **joint_blocks.CLASSES,
+}
 #: Ends of the key of a table of positions, which takes seconds and gigabytes to compute.
 STORED_TABLES = ("pos_embed", "pos_embedding")
 

@@ -2,11 +2,11 @@
 prompt is a stack of the text encoder's layers, fused inside the model."""
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.transformers import transformer_krea2 as theirs
 
 from .blocks import JOINED, Blocks
 from .common import references
+from .common.fewer_passes import rms_norm
 from .common.replaced_classes import replace_classes
 from .common.request_arguments import once
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -133,7 +133,7 @@ class Norm(theirs.Krea2RMSNorm):
     def forward(self, hidden_states):
         x = hidden_states.float()
         weight = self.weight.float() + 1.0
-        return F.rms_norm(x, (self.dim,), weight=weight, eps=self.eps).to(hidden_states.dtype)
+        return rms_norm(x, (self.dim,), weight, self.eps).to(hidden_states.dtype)
 
 
 class Rotary(theirs.Krea2RotaryPosEmbed):

@@ -13,6 +13,7 @@ from diffusers.models.transformers import (
 )
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from moved_bytes import MovedBytes
+from tolerance import assert_same_bits
 from torch import nn
 
 from backend.models.common import adaptive_norms, fewer_passes
@@ -105,6 +106,44 @@ def test_a_norm_with_a_weight_of_another_type_is_diffusers_own():
     want = norm(x)
     norm.__class__ = fewer_passes.RMSNorm
     assert norm(x).equal(want) and want.dtype == torch.float32
+
+
+#: Of queries, of a norm across heads, of more tokens than are normed at a time, and of none.
+NORMED = [(1, TOKENS, HEADS, SIZE), (2, TOKENS, 7 * SIZE), (1, 700, 4, 128), (1, 0, HEADS, SIZE)]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", NORMED, ids=str)
+def test_torchs_rms_norm_keeps_its_bits(shape, dtype, affine):
+    """Also of what is not contiguous, and of numbers whose squares are none."""
+    norm = nn.RMSNorm(shape[-1], 1e-6, elementwise_affine=affine).to(dtype)
+    if affine:
+        nn.init.normal_(norm.weight)
+    x = number(*shape).to(dtype)
+    x[:, :2] *= 1e30 if dtype == torch.float32 else 1
+    every = (x, x.transpose(1, -2), x[..., ::2].repeat_interleave(2, -1), x.float())
+    with torch.inference_mode():
+        wanted = [norm(each) for each in every]
+        norm.__class__ = fewer_passes.TorchRMSNorm
+        for each, want in zip(every, wanted, strict=True):
+            before = each.clone()
+            assert_same_bits(norm(each), want)
+            assert_same_bits(each, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torchs_rms_norm_is_its_own_on_cpus_in_float32_alone(dtype, monkeypatch):
+    """While a request runs: others, and graphs, have torch's operator."""
+    theirs, called = torch.rms_norm, []
+    monkeypatch.setattr(torch, "rms_norm", lambda *args: called.append(args) or theirs(*args))
+    norm, x = nn.RMSNorm(SIZE, 1e-6).to(dtype), number(2, TOKENS, HEADS, SIZE).to(dtype)
+    norm.__class__ = fewer_passes.TorchRMSNorm
+    with torch.inference_mode():
+        norm(x)
+    assert len(called) == (dtype != torch.float32)
+    norm(x).sum().backward()
+    assert norm.weight.grad is not None
 
 
 def wan_block() -> WanTransformerBlock:

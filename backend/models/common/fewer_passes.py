@@ -7,7 +7,7 @@ norms, which torch takes apart for it, and complex numbers.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType
@@ -31,6 +31,36 @@ CALLERS = (
 QWEN = tuple(f"{TRANSFORMER}{name}" for name in ("qwenimage", "qwenimage21"))
 
 
+#: Values of a thread that are normed at a time: a megabyte read and written, which second-level caches hold.
+NORM_VALUES = 2**17
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    """Return F.rms_norm's bits. torch has no kernel for CPUs: it makes tensors of the squares, of the
+    products by their roots, and of those by the weight. Here they share memory, some tokens at a time."""
+    is_plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and len(shape) == 1
+    other_weight = weight is not None and weight.dtype != x.dtype
+    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if eps is None or other_weight or recorded or not is_plain:
+        return F.rms_norm(x, list(shape), weight, eps)
+    assert tuple(shape) == x.shape[-1:], "a weight a feature"
+    out = torch.empty_like(x)
+    count = max(1, NORM_VALUES * torch.get_num_threads() // x.shape[-1])
+    for some, to in zip(x.view(-1, *shape).split(count), out.view(-1, *shape).split(count), strict=True):
+        roots = torch.pow(some, 2, out=to).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        torch.mul(some, roots, out=to)
+        if weight is not None:
+            to.mul_(weight)
+    return out
+
+
+class TorchRMSNorm(nn.RMSNorm):
+    """torch's norm of queries and keys, in half its time on CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
 class RMSNorm(normalization.RMSNorm):
     """The norm of queries and keys: 4 bytes a value are moved for 34."""
 
@@ -38,7 +68,7 @@ class RMSNorm(normalization.RMSNorm):
         weight = self.weight
         if self.bias is not None or (weight is not None and weight.dtype != hidden_states.dtype):
             return super().forward(hidden_states)
-        return F.rms_norm(hidden_states, self.dim, weight, self.eps)
+        return rms_norm(hidden_states, self.dim, weight, self.eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -74,7 +104,7 @@ def rms_scaled(norm: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
     plain: Any = norm if isinstance(norm, RMSNorm) else None
     if scale.numel() != x.shape[-1] or plain is None or plain.bias is not None or plain.weight is None:
         return norm(x) * scale
-    return F.rms_norm(x, plain.dim, (plain.weight * scale.flatten()).to(x.dtype), plain.eps)
+    return rms_norm(x, plain.dim, (plain.weight * scale.flatten()).to(x.dtype), plain.eps)
 
 
 def gated(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
