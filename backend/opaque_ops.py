@@ -25,15 +25,51 @@ class Running:
     """What compiled blocks call now. attention: as F.scaled_dot_product_attention. linear_state: as
     models/common/token_mixing.py. layers: opaque layers of the block that runs, by their name in it. text: an
     empty tensor of shape (2 + local text tokens, 0). A count in a shape causes no recompilation, unless it is
-    0 or 1: hence the 2."""
+    0 or 1: hence the 2. meanwhile: work of an eager block that attention may do while it waits for others."""
 
     attention: Callable[..., Tensor] | None = None
     linear_state: Callable[[Tensor, Tensor], Tensor] | None = None
     layers: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     text: Tensor | None = None
+    meanwhile: Callable[[], Any] | None = None
 
 
 RUNNING = Running()
+
+
+class Meanwhile:
+    """Offers a product to the attention within this context, which has it computed once its queries and keys
+    are on their way to other ranks. Where nothing travels the block computes it as it takes it."""
+
+    def __init__(self, layer: Callable[[Tensor], Tensor], x: Tensor):
+        self.layer = layer
+        self.x = x
+        self.made: Tensor | None = None
+
+    def __enter__(self) -> "Meanwhile":
+        RUNNING.meanwhile = self.run
+        return self
+
+    def __exit__(self, *error):
+        RUNNING.meanwhile = None
+
+    def run(self):
+        """Compute the product."""
+        self.made = self.layer(self.x)
+
+    def take(self) -> Tensor:
+        """Return the product, which is not held here any longer."""
+        made = self.layer(self.x) if self.made is None else self.made
+        self.made = None
+        return made
+
+
+def run_meanwhile():
+    """Do what the block that runs has offered, once."""
+    offered = RUNNING.meanwhile
+    RUNNING.meanwhile = None
+    if offered is not None:
+        offered()
 
 
 def unavailable() -> str | None:

@@ -219,6 +219,7 @@ class Attention:
             else:
                 own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, u, chunk, chunks)
                 coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, u, chunk, chunks)])
+        opaque_ops.run_meanwhile()
         going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks)
         for chunk, exchanges in enumerate(coming):
             own_q, *kv = (tensor for wait in exchanges for tensor in unpack(wait(), q.dtype))

@@ -16,6 +16,7 @@ from moved_bytes import MovedBytes
 from tolerance import assert_same_bits
 from torch import Tensor, nn
 
+from backend import opaque_ops
 from backend.loading.checkpoint import IN_FEWER_PASSES
 from backend.models.common.joint_blocks import cat_text_image, cat_with_gelu
 from backend.models.common.replaced_classes import replace_classes
@@ -172,6 +173,31 @@ def test_a_block_moves_fewer_bytes(name, bytes):
             each(*given)
         moved.append(found.bytes / given[0].numel())
     assert moved == pytest.approx(bytes, abs=1)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["attention waits for others", "attention fails"])
+def test_attention_has_the_mlp_multiply_meanwhile(waits, monkeypatch):
+    """Once, for the same bits; what it did not come to is forgotten."""
+    block, given = ours(made("flux, single")), arguments("flux, single", torch.float32, 1)
+    wanted, attend, calls = block(*given), nn.functional.scaled_dot_product_attention, []
+
+    def attention(*args, **kwargs):
+        if not waits:
+            raise ZeroDivisionError
+        for _ in range(2):
+            opaque_ops.run_meanwhile()
+            assert len(calls) == 1
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
+    block.proj_mlp.register_forward_hook(lambda *_: calls.append(1))
+    if waits:
+        for found, want in zip(block(*given), wanted, strict=True):
+            assert_same_bits(found, want)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            block(*given)
+    assert len(calls) == waits and opaque_ops.RUNNING.meanwhile is None
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -197,6 +197,14 @@ def test_values_travel_while_queries_and_keys_are_made_ready(family):
         assert values.waited >= both.waited
 
 
+def test_the_mlp_multiplies_while_queries_and_keys_travel():
+    """In blocks of one stream, which need its product only after attention."""
+    log = of_shallow_flux(configuration(("ulysses",)))[1]
+    exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
+    products = [sum(name in PRODUCTS for name in log.meanwhile(op)) for op in exchanges[1::3]]
+    assert products == [0, 0, *[1] * SINGLE] * (len(products) // (2 + SINGLE)) != []
+
+
 def test_values_of_compiled_blocks_go_with_the_rest_also_where_a_rank_cannot_compile(monkeypatch):
     """It sends what the others do."""
     monkeypatch.setattr(compiled_blocks, "unavailable", lambda: "no compiler here")

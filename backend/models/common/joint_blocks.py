@@ -6,6 +6,7 @@ import torch
 from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_z_image
 from torch import Tensor, nn
 
+from ...opaque_ops import Meanwhile
 from .fewer_passes import adapted, gated, rms_scaled
 
 
@@ -50,10 +51,10 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
             return all_within_range(*super().forward(hidden_states, encoder_hidden_states, *given))
         x = cat_text_image(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
-        made = self.proj_mlp(normed)
-        attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
+        with Meanwhile(self.proj_mlp, normed) as mlp:
+            attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
         # nothing else refers to what is joined: it is gone once it is multiplied
-        change = self.proj_out(cat_with_gelu(attended, made, self.act_mlp.approximate))
+        change = self.proj_out(cat_with_gelu(attended, mlp.take(), self.act_mlp.approximate))
         x = within_range(gated(x, change, gate[:, None]))
         text = encoder_hidden_states.shape[1]
         return x[:, :text], x[:, text:]
