@@ -5,22 +5,26 @@ from dataclasses import dataclass, field
 from ..config import ParallelConfig
 from ..planner.auto_config import AutoConfig
 from ..planner.placement import Placement
+from .model_choice import ModelChoice
 
 
 @dataclass(frozen=True)
 class LastPlan:
-    """auto: what the plan was chosen for. regret: as Ranks.regret, after it."""
+    """auto: what the plan was chosen for. regret: as Ranks.regret, after it. turns: models of the graph that
+    take turns under it; none where all of them fit together."""
 
     auto: AutoConfig
     plan: ParallelConfig
     regret: dict[Placement, float]
+    turns: tuple[ModelChoice, ...] = ()
 
 
 @dataclass
 class PlanHistory:
     """free: GPUs -> free bytes of each before our ranks took theirs. looked: GPUs -> when it was looked
     whether more is free, while ranks of ours run. spared: model and GPUs -> bytes of each rank that a plan
-    has to leave free of what is counted, since ranks of one that left less ran out of memory. left: GPU and
+    has to leave free of what is counted, since ranks of one that left less ran out of memory; 0 where one
+    runs again first, since another model may have been there. left: GPU and
     tokens of the request before -> bytes of weights that ComfyUI, short of room there, has left. tokens: of
     the request that was planned last."""
 

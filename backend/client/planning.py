@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from ..config import ConfigError, ParallelConfig
-from ..dequantized_cache import may_cache_dequantized
+from ..dequantized_cache import have_ranks_run_out, may_cache_dequantized
 from ..device_memory import host_free
 from ..errors import RAN_OUT
 from ..gpu_kernels import has_kernels
@@ -61,7 +61,7 @@ def plan_for(
     question, devices = question_of(auto, model, request, others, check, show)
     ranks = _ranks(auto, question, (model, *others), devices)
     choice = choose(question, auto.method, ranks)
-    _remember(auto, question.request, choice, ranks)
+    _remember(auto, question.request, choice, ranks, (model, *others))
     first, *further = choice.lines
     lines = (first + _why_spared(auto, model, choice.option.unit), *further)
     return auto.placed(choice.plan, devices), lines
@@ -119,13 +119,26 @@ def _as_planned(config: ParallelConfig) -> bool:
     return last is not None and replace(config, gpus="", device=last.plan.device).same_weights(last.plan)
 
 
-def _remember(auto: AutoConfig, request: RequestEstimate, choice: PlanChoice, ranks: Ranks | None):
+def takes_turns(model: ModelChoice, config: ParallelConfig) -> bool:
+    """Return whether the plan by which ranks of ``config`` run counts on ``model`` without the others of its
+    graph next to it."""
+    last = _history.last
+    return last is not None and model in last.turns and _as_planned(config)
+
+
+def _remember(
+    auto: AutoConfig,
+    request: RequestEstimate,
+    choice: PlanChoice,
+    ranks: Ranks | None,
+    models: tuple[ModelChoice, ...],
+):
     """Keep what the choice for the next request needs. One for a whole graph counts when it runs."""
     _history.tokens = request.image_tokens * request.batch
     regret = choice.regret
     if request.then is not None:
         regret = dict(ranks.regret) if ranks and ranks.plan.same_weights(choice.plan) else {}
-    _history.last = LastPlan(auto, choice.plan, regret)
+    _history.last = LastPlan(auto, choice.plan, regret, models if choice.option.swap_seconds else ())
 
 
 def or_leanest(auto: AutoConfig, estimate: EstimateOf, run: Callable[[AutoConfig, EstimateOf], Ran]) -> Ran:
@@ -159,14 +172,18 @@ def spare_more(
     plan: ParallelConfig,
 ) -> bool:
     """Have the next plans of a model leave more memory free than ``plan`` does, whose ranks ran out of it.
-    Return False where there is one rank, and nothing to choose from. Errors as in ``plan_for``."""
+    One under which models take turns may run again first: once ranks have run out, others leave for all that
+    is likely needed, and no weights stay dequantized. Return False where there is one rank, and nothing to
+    choose from. Errors as in ``plan_for``."""
     if len(devices_of(auto)) == 1:
         return False
     question, _ = question_of(auto, model, request, others)
     together, alone = (each.option(plan) for each in (question, replace(question, others=())))
     option = together if together.fits else alone  # models that take turns
-    if option.fits:  # else what is free now is less than it was, and rules the plan out
-        key = _spared_key(auto, model)
+    key = _spared_key(auto, model)
+    if option is alone and key not in _history.spared and have_ranks_run_out():
+        _history.spared[key] = 0
+    elif option.fits:  # else what is free now is less than it was, and rules the plan out
         _history.spared[key] = (
             _history.spared.get(key, 0) + option.room - option.bytes + math.ceil(SPARED * option.room)
         )

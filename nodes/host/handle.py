@@ -21,17 +21,10 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.utils
 
-from ...backend.client import measurements
+from ...backend.client import measurements, planning
 from ...backend.client.launcher import ClosedError
 from ...backend.client.model_choice import ModelChoice
-from ...backend.client.pool import (
-    Backend,
-    backend_at_hand,
-    backend_for,
-    folders,
-    keeps_weights,
-    launched,
-)
+from ...backend.client.pool import Backend, backend_at_hand, backend_for, folders, keeps_weights, launched
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
 from ...backend.dequantized_cache import have_ranks_run_out
@@ -226,13 +219,13 @@ def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bo
     used one first, and it runs again: those that the running graph does not load, since ComfyUI's cache keeps
     their handles alive; then its others, such as the first of two experts, which are parked. ``run`` gets
     whether every rank is to have what it likely needs: where it ``looks``, while models are there that the
-    graph does not load, or any once ranks have run out of memory. RefusedError where that is not enough."""
+    graph does not load, or any that leave for that. RefusedError where that is not enough."""
     left: set[ModelChoice] = set()
     while True:
         others = [each for each in backend.models if each not in (choice, *left)]
         idle = [each for each in others if may_hold_memory(_entries(backend, {each}))]
         unneeded = unnamed(idle, running()) if looks else None
-        all_ranks = unneeded is not None or (looks and bool(idle) and have_ranks_run_out())
+        all_ranks = unneeded is not None or (looks and bool(idle) and _others_leave(backend, choice))
         try:
             return run(all_ranks)
         except RefusedError as error:
@@ -248,6 +241,12 @@ def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bo
         names = [os.path.basename(each.path) for each in (leaves, choice)]
         why = "the graph does not load it" if unneeded else "both do not fit and take turns"
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
+
+
+def _others_leave(backend: Backend, choice: ModelChoice) -> bool:
+    """Return whether the others of a graph leave for what one likely needs: auto's plan counts on that, or
+    ranks have run out of memory before. Else they leave for what it needs at least."""
+    return have_ranks_run_out() or planning.takes_turns(choice, backend.config)
 
 
 def _unload(
@@ -319,9 +318,10 @@ def entries_to_keep(
 ) -> list[comfy.model_management.LoadedModel]:
     """Return the entries of ComfyUI's list that stay where a load or a request of ``choice`` likely has too
     little memory: weights on these ranks of all models of the running graph, such as the other one of two
-    experts, which leave only where it has too little to run at all (run_evicting_models); and the models
-    ``used`` by a sampling of ComfyUI's, whose patches must stay."""
-    own = _entries(backend, {choice, *loaded_models(running())})
+    experts, which leave only where it has too little to run at all (run_evicting_models), unless they leave
+    for what is likely; and the models ``used`` by a sampling of ComfyUI's, whose patches must stay."""
+    others = () if _others_leave(backend, choice) else loaded_models(running())
+    own = _entries(backend, {choice, *others})
     return [
         entry
         for entry in comfy.model_management.current_loaded_models

@@ -10,7 +10,10 @@ from safetensors.torch import save_file
 
 with comfy_modules():
     import comfy.model_management as management
+    from parallel_dit.backend.client import planning
+    from parallel_dit.backend.client.plan_history import LastPlan, PlanHistory
     from parallel_dit.backend.client.room import Room
+    from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import RefusedError, Result, Sample, Unload, Welcome
     from parallel_dit.nodes.host import handle, model_files, rank_weights
 
@@ -135,6 +138,22 @@ def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus
     monkeypatch.setattr(handle, "have_ranks_run_out", lambda: True)
     assert sample(gpus, first.choice) == Result()
     assert gpus.client.unloads == [Unload("/b", True, waits=True)] and gpus.client.parked == ["/b"]
+
+
+@pytest.mark.parametrize("lacks, unload", [(1, Unload("/b", True, waits=True)), (0, Unload("/b", True, [0]))])
+def test_experts_take_turns_from_the_first_run_where_auto_has_planned_so(gpus, monkeypatch, lacks, unload):
+    """Not once ranks have run out of memory in it. On ComfyUI's own GPU its manager takes the other one."""
+    gpus.client.lacks = []
+    run("/a", "/b")
+    first, second = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
+    gpus.client.lacks = [lacks]
+    history = PlanHistory(last=LastPlan(AutoConfig(), CONFIG, {}))
+    monkeypatch.setattr(planning, "_history", history)
+    sample(gpus, first.choice)
+    assert not gpus.client.unloads
+    history.last = LastPlan(AutoConfig(), CONFIG, {}, (first.choice, second.choice))
+    assert sample(gpus, first.choice) == Result()
+    assert gpus.client.unloads == [unload]
 
 
 def test_what_is_needed_to_run_at_all_takes_the_other_expert(gpus):

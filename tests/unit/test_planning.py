@@ -93,13 +93,40 @@ def test_memory_that_others_have_taken_meanwhile_is_not_spared_twice(machine):
     assert plan_for()[0] == first
 
 
-def test_models_that_take_turns_spare_for_the_one_that_runs(machine):
-    """Together they never fitted, so what they would leave says nothing."""
+def test_models_that_take_turns_run_again_before_any_memory_is_spared(machine, monkeypatch):
+    """Together they never fitted, so what they would leave says nothing; and the other may have been there,
+    which leaves for the next run. What the one that runs leaves free was 10 GB, withheld until a restart."""
+    monkeypatch.setattr(planning, "have_ranks_run_out", lambda: True)
     machine.free = (24 * GB,) * GPUS
     first, lines = plan_for(others=(MODEL, MODEL))
     assert any("take turns" in line for line in lines)
     assert spare_more(first, others=(MODEL, MODEL))
+    assert plan_for(others=(MODEL, MODEL)) == (first, lines)
+    assert spare_more(first, others=(MODEL, MODEL))
     assert plan_for(others=(MODEL, MODEL))[0] != first
+    planning.spare_no_more(ALL, MODEL)
+    assert plan_for(others=(MODEL, MODEL)) == (first, lines)
+
+
+def test_models_that_take_turns_and_are_refused_spare_at_once(machine):
+    """Ranks have not run out of memory: the others had left, and the same plan would be refused again."""
+    machine.free = (24 * GB,) * GPUS
+    first, _ = plan_for(others=(MODEL, MODEL))
+    assert spare_more(first, others=(MODEL, MODEL))
+    assert plan_for(others=(MODEL, MODEL))[0] != first
+
+
+def test_ranks_learn_that_the_plan_counts_on_turns(machine):
+    """Of models that were planned so, and of ranks that run as planned."""
+    other = ModelChoice("other.safetensors")
+    assert not planning.takes_turns(MODEL, ParallelConfig())
+    together, _ = plan_for(others=())
+    assert not planning.takes_turns(MODEL, together)
+    machine.free = (24 * GB,) * GPUS
+    plan, _ = plan_for(others=(other, other))
+    assert planning.takes_turns(MODEL, plan) and planning.takes_turns(other, plan)
+    assert not planning.takes_turns(ModelChoice("third"), plan)
+    assert not planning.takes_turns(MODEL, ParallelConfig(data_parallel_degree=4))
 
 
 def large(shape) -> RequestEstimate:
