@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 #: Changes where what is written has another meaning.
-VERSION = 17
+VERSION = 18
 #: Name below the temporary folder; the user's number follows.
 FALLBACK = "pdit-cache-"
 

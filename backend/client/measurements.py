@@ -15,7 +15,7 @@ from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..torch_version import installed
 from . import cache_files
-from .interpreter import packages_changed, ranks_python
+from .interpreter import installed_at, packages_changed, ranks_python
 from .model_choice import ModelChoice
 from .nccl_settings import link_key
 from .preflight import least_capability, read_shape, stamp
@@ -117,9 +117,10 @@ def _file_key(choice: ModelChoice, device: str) -> list:
 
 
 def _shape_key(choice: ModelChoice, device: str, indices: list[int]) -> list:
-    """Return what types and kernels depend on, too: GPUs, torch and comfy-kitchen here, and the ranks'
-    Python."""
+    """Return what types, kernels, sharding and rings depend on, too: GPUs, packages here, and the ranks'
+    Python, where one that is broken may be installed again."""
     versions = [torch.__version__, torch.version.cuda, *_kernels_key()]
+    versions += [installed("yunchang"), installed_at(ranks_python())]
     return [*_file_key(choice, device), least_capability(device, indices), *versions]
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..config import AXES, ParallelConfig
-from ..torch_version import unshardable
 from .drift import drifts_too_far
 from .machine import RequestEstimate
 from .model_shape import ModelShape
@@ -36,7 +35,7 @@ def candidates(
     """Yield the plans of exactly ``ranks`` ranks that fit the model, the request and the attention kernel;
     what ``base`` says of anything but degrees, patches and sharding stays. ``exact``: no stale keys and
     values."""
-    can_shard = not (unshardable(shape.is_quantized, shape.keeps_float32) or base.offload_modulation)
+    can_shard = not (shape.sharding_needs or base.offload_modulation)
     for sizes in factorings(ranks, len(DEGREES)):
         plan = replace(base, **dict(zip(DEGREES, sizes)), num_pipeline_patch=0, shard_weights=False)
         if not _divides(plan, shape, request):
@@ -63,6 +62,7 @@ def _divides(plan: ParallelConfig, shape: ModelShape, request: RequestEstimate) 
         plan.cfg_degree <= request.prompts
         and plan.data_parallel_degree <= request.batch
         and (whole or not shape.whole_only)
+        and (plan.ring_degree == 1 or shape.rings)
         and (tp == 1 or (shape.tensor and (shape.head_groups or shape.heads) % tp == 0))
         and plan.ulysses_degree <= heads
         and plan.pipefusion_degree <= len(shape.blocks)

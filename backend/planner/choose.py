@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ..config import ConfigError, ParallelConfig
 from ..shares import written
-from ..torch_version import unshardable
 from ..units import gigabytes
 from .candidates import candidates
 from .cost import Cost
@@ -313,8 +312,8 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     smaller = "fewer or smaller frames" if shape.is_video else "a smaller width and height"
     remedies = [file, smaller, "memory that other programs hold now (close them)", more]
     can_share = question.gpus > 1 and not shape.whole_only and not question.base.offload_modulation
-    if can_share and (whole := unshardable(shape.is_quantized, shape.keeps_float32)):
-        remedies.insert(0, f"torch {whole[1]}, which can shard {whole[0]}")
+    if can_share and shape.sharding_needs:
+        remedies.insert(0, shape.sharding_needs)
     offloading = replace(question, base=replace(question.base, offload_modulation=True))
     if any(each.fits for each in offloading.options()):
         remedies.insert(0, "offload_modulation of Parallel Config, with which it fits")

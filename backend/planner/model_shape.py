@@ -110,10 +110,10 @@ class ModelShape:
     pixels: frames, and pixels along each side, of a latent pixel (T, H, W); one frame for images. scratch:
     bytes in which one quantized weight is dequantized, or multiplied some tokens at a time. whole_only: why
     it runs with CFG and data parallelism only, or empty; tensor: whether matrices can be cut. is_quantized:
-    weights stay as the file stores them, with LoRAs next to them. keeps_float32: some weights stay in
-    float32, whatever the others are. head_groups: of heads that tensor parallelism leaves together, where
-    keys and values have fewer than queries. static_text: keys and values of the text are kept through a
-    request."""
+    weights stay as the file stores them, with LoRAs next to them. sharding_needs: what the ranks' torch lacks
+    to shard these weights, or empty. rings: whether ranks have ring attention. head_groups: of heads that
+    tensor parallelism leaves together, where keys and values have fewer than queries. static_text: keys and
+    values of the text are kept through a request."""
 
     name: str
     family: str
@@ -131,7 +131,8 @@ class ModelShape:
     whole_only: str = ""
     tensor: bool = True
     is_quantized: bool = False
-    keeps_float32: bool = False
+    sharding_needs: str = ""
+    rings: bool = True
     head_groups: int = 0
     static_text: bool = False
 

@@ -16,9 +16,11 @@ from ..models.blocks import APART
 from ..parallel.block_cost import block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
 from ..parallel.matrix_cuts import Shard
+from ..parallel.ring_library import ring_unavailable
 from ..planner.model_shape import NONE, BlockShape, ModelShape
 from ..quantization.kernels import MatmulChoice
 from ..quantization.matmul import NATIVE_FORMATS, RULES
+from ..torch_version import unshardable
 from .activations import FIRST, IMAGE, TEXT, activations_of
 from .weights import HeldParameter, held_parameters, planned_scratch_bytes
 from .workload import Workload
@@ -31,7 +33,8 @@ def shape_of(
     checkpoint: Checkpoint, dtype: torch.dtype, choices: Mapping[str, MatmulChoice] | None = None
 ) -> ModelShape:
     """Measure a transformer that computes in ``dtype``. ``choices``: how quantized parameters multiply, by
-    default by the dequantized weight. Raises UnsupportedError as loading does."""
+    default by the dequantized weight. What ranks can do is what this process can, of whose Python they are.
+    Raises UnsupportedError as loading does."""
     return _Measured(checkpoint, dtype, choices or {}).shape()
 
 
@@ -64,7 +67,8 @@ class _Measured:
             whole_only=family.blocks.whole_only or "",
             tensor=bool(self._cuts),
             is_quantized=self.checkpoint.is_quantized,
-            keeps_float32=bool(family.build.float32),
+            sharding_needs=self._sharding_needs,
+            rings=ring_unavailable() is None,
             head_groups=self._one_rank.head_groups if self._cuts else 0,
             static_text=family.cache.static_text,
         )
@@ -72,6 +76,12 @@ class _Measured:
     def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:
         plan = ParallelConfig(tensor_parallel_degree=tensor)
         return Workload(plan, self.checkpoint, image, text, 1, 1, self.dtype, 1, self.choices)
+
+    @property
+    def _sharding_needs(self) -> str:
+        """Say what can shard these weights; empty where this torch can."""
+        found = unshardable(self.checkpoint.is_quantized, bool(self.checkpoint.family.build.float32))
+        return f"torch {found[1]}, which can shard {found[0]}" if found else ""
 
     @cached_property
     def _parameters(self) -> list[HeldParameter]:

@@ -9,6 +9,7 @@ import pytest
 from backend.client import interpreter, measurements, nccl_settings
 from backend.client.agent_command import agent_command
 from backend.client.dependencies import MissingDependencyError, require_dependencies
+from backend.client.model_choice import ModelChoice
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError
@@ -42,6 +43,19 @@ def test_what_was_measured_with_its_packages_is_measured_anew_with_others(tmp_pa
         keys.append([measurements._kernels_key(), nccl_settings.link_key({})])
     assert interpreter.packages_changed() == 2 * 10**9
     assert keys[0][0] != keys[1][0] and keys[0][1] != keys[1][1]
+
+
+def test_a_shape_is_read_again_once_a_package_of_ours_is_installed_anew(tmp_path, monkeypatch):
+    """Of the same version, as yunchang where it was broken: its rings would be left out for good."""
+    packages = tmp_path / "lib/python3.12/site-packages"
+    packages.mkdir(parents=True)
+    monkeypatch.delenv(interpreter.VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    keys = []
+    for seconds in (1, 2):
+        os.utime(packages, (seconds, seconds))
+        keys.append(measurements._shape_key(ModelChoice(str(tmp_path / "m.safetensors")), "cpu", [0]))
+    assert keys[0] != keys[1]
 
 
 def test_the_agent_is_started_with_it_and_without_our_packages(chosen, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from published import FLUX, QWEN, RTX4090
 
-from backend import gpu_kernels
+from backend import gpu_kernels, torch_version
 from backend.client import planning
 from backend.client.model_choice import ModelChoice
 from backend.config import CHOICES, ConfigError, ParallelConfig
@@ -186,15 +186,30 @@ def test_a_pipeline_of_one_patch_is_exact_at_any_steps():
     assert staged and all(plan.patches == 1 for plan in staged)
 
 
-def test_a_refusal_names_the_torch_that_can_share_a_quantized_file(monkeypatch):
-    monkeypatch.setattr("backend.planner.choose.unshardable", lambda *_: ("the quantized weights", "2.12"))
-    from backend.planner.choose import _what_lacks
+NEEDS = "torch 2.12, which can shard the quantized weights"
 
+
+def test_a_refusal_names_the_torch_that_can_share_a_quantized_file():
     machine = replace(RTX4090, memory=(2 * GB,) * 2)
-    question = Question(packed(FLUX), RequestEstimate(4096, 512, 4, 1), machine, 2)
-    assert "use torch 2.12, which can shard the quantized weights" in _what_lacks(
-        question, question.options()
-    )
+    shape = replace(packed(FLUX), sharding_needs=NEEDS)
+    with pytest.raises(ConfigError, match=f"use {NEEDS}"):
+        choose(Question(shape, RequestEstimate(4096, 512, 4, 1), machine, 2))
+
+
+@pytest.mark.parametrize("here", ["2.6.0", "2.13.0"])
+@pytest.mark.parametrize("needs", ["", NEEDS])
+def test_the_torch_of_the_ranks_decides_what_is_sharded(monkeypatch, here, needs):
+    """Not ComfyUI's, where ranks have a Python of their own."""
+    monkeypatch.setattr(torch_version, "torch_version", lambda: here)
+    shape = replace(packed(FLUX), is_quantized=True, sharding_needs=needs)
+    plans = candidates(shape, RequestEstimate(4096, 512, 20, 2), 2, ParallelConfig())
+    assert any(plan.shard_weights for plan in plans) == (not needs)
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_rings_are_planned_where_the_ranks_have_them(rings):
+    plans = candidates(replace(FLUX, rings=rings), RequestEstimate(4096, 512, 20, 2), 4, ParallelConfig())
+    assert any(plan.ring_degree > 1 for plan in plans) == rings
 
 
 CARDS = {0: (8, 9), 1: (6, 1), 2: (8, 9)}

@@ -11,11 +11,13 @@ from tiny import write_checkpoint
 from backend.client import cache_files, preflight
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
+from backend.loading.allowed_folders import ANYWHERE
 from backend.loading.recognition import open_checkpoint
 from backend.planner.model_shape import ModelShape
-from backend.preflight import check_before_start
+from backend.preflight import check_before_start, read_shape
 from backend.protocol import BackendError, RefusedError
 from backend.rank_plan import describe
+from backend.rank_plan import shape_of as measured
 from backend.rank_plan.shape_of import shape_of
 
 #: Configurations that the tiny Flux (8 heads, 12 blocks) cannot run -> what the refusal names.
@@ -126,6 +128,14 @@ def test_a_process_answers_several_questions(model):
     with pytest.raises(RefusedError, match="has 12 blocks"):
         preflight.check_headers(deep, *question)
     assert preflight._reader is not first
+
+
+@pytest.mark.parametrize("why", [None, "the package yunchang cannot be used"])
+def test_a_shape_says_whether_there_are_rings(model, monkeypatch, why):
+    """Of the Python that reads it, the ranks'; ComfyUI's may have other packages."""
+    monkeypatch.setattr(measured, "ring_unavailable", lambda: why)
+    shape = ModelShape.from_dict(read_shape(model, "default", "auto", "cpu", None, ANYWHERE))
+    assert shape.rings == (why is None)
 
 
 def test_what_is_printed_while_python_starts_is_no_answer(model, monkeypatch, tmp_path):
