@@ -15,7 +15,7 @@ from ..config import ParallelConfig
 from .machine import RequestEstimate
 from .memory import held_by_rank
 from .model_shape import ModelShape
-from .weight_swaps import FILE_RATE
+from .weight_swaps import FILE_RATE, read_bytes
 
 #: A plan that runs stays while the best one is not so many times as fast: less may be the estimate's error.
 STAYS = 1.1
@@ -45,9 +45,9 @@ class Ranks:
         """Return the seconds until models lie as ``plan`` needs them: 0 where they do, or none is held."""
         if not self.held or self.plan.same_weights(plan):
             return 0.0
-        ranks = [rank for shape in self.held for rank in held_by_rank(shape, plan, request)]
+        sizes = [read_bytes(shape, plan, held_by_rank(shape, plan, request)) for shape in self.held]
         start = START_SECONDS if plan.world_size != self.plan.world_size else 0.0
-        return start + sum(rank.weights for rank in ranks) / self.rate
+        return start + sum(sizes) / self.rate
 
 
 def choose_placement(

@@ -1,14 +1,23 @@
 """Seconds in which weights leave the GPUs and come back: of models that take turns, and for ComfyUI's own."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..config import ParallelConfig
 from .machine import RequestEstimate
-from .memory import held, held_by_rank
+from .memory import Held, held, held_by_rank
 from .model_shape import ModelShape
 
 #: Bytes/s from a file for all ranks together where no load of it was measured: of a slow NVMe.
 FILE_RATE = 1.5e9
+
+
+def read_bytes(shape: ModelShape, plan: ParallelConfig, ranks: Iterable[Held]) -> int:
+    """Return the bytes that all ranks together read of a model's file, as their rate counts them, by what
+    each of ``ranks`` holds. Each reads all of what is sharded, and drops what is of others."""
+    if plan.shard_weights:
+        return shape.weights * plan.world_size
+    return sum(rank.weights for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class WeightSwaps:
         copied = max(0 if is_quantized else size for size, is_quantized in sizes)
         # they are parked while those of ``shape`` still are, and half of what memory these leave counts
         if self.must_reread(plan, (waiting + own // 2) * plan.world_size):
-            return self._reading(own * plan.world_size), True
+            return self._reading(read_bytes(shape, plan, held_by_rank(shape, plan, request))), True
         return (own + copied) / link, False
 
     def yield_time(
@@ -72,7 +81,7 @@ class WeightSwaps:
             sizes = [ranks[rank].weights for ranks in models]
             gone = _gone(sizes, left)
             if gone and self.must_reread(plan, gone):
-                seconds = self._reading(sum(each.weights for each in models[0]))
+                seconds = self._reading(read_bytes(shape, plan, models[0]))
                 reads = True
                 break  # they are freed on every rank
             # a request pays for its own model, which leaves without a copy where it is quantized

@@ -79,12 +79,13 @@ def test_the_way_back_takes_all_of_its_seconds_again():
 
 @pytest.mark.parametrize("request_", [PICTURE, REFINED], ids=["20 steps", "6 steps"])
 def test_many_equal_requests_get_the_best_plan(request_):
+    """At times through weights that are cut, which are read in half the seconds of whole ones."""
     best = choose(question(request_)).option
     for start in (RING, PIPE, ParallelConfig(tensor_parallel_degree=2)):
         _, choices = run([request_] * 40, start)
         assert choices[-1].option.score <= STAYS * best.score, start
         places = [choice.plan.placement for choice in choices]
-        assert sum(one != other for one, other in pairwise(places)) <= 1
+        assert sum(one != other for one, other in pairwise(places)) <= 2
 
 
 def test_why_ranks_stay_is_said():

@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 from published import A100, FLUX, L40, WAN
 
+from backend.client import measurements
+from backend.client.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.choose import ASIDE, TURNS, Question, choose
 from backend.planner.machine import Machine, RequestEstimate
+from backend.planner.placement import Ranks
 from backend.planner.weight_swaps import WeightSwaps
 
 GB = 1_000_000_000
@@ -34,11 +37,12 @@ def test_they_take_turns_where_one_fits():
 
 
 def test_sharded_weights_take_no_turns_through_host_memory():
-    """They are freed and read again (rank.py), which was counted as a copy from host memory."""
+    """They are freed and read again (rank.py), whole by every rank, which was counted as a copy from host
+    memory, and then as one file for all."""
     question = two_experts(28)
     assert choose(replace(question, others=())).plan.shard_weights
     sharded = [each for each in question.in_turns() if each.plan.shard_weights]
-    assert all(each.rereads and each.swap_seconds > WAN.weights / 1.6e9 for each in sharded)
+    assert all(each.rereads and each.swap_seconds > 2 * WAN.weights / 1.6e9 for each in sharded)
     assert not choose(question).plan.shard_weights
 
 
@@ -126,10 +130,27 @@ def test_weights_leave_where_a_plan_that_leaves_room_is_slower():
 
 
 def test_sharded_weights_that_leave_are_read_again():
-    """They cannot wait in host memory (rank.py)."""
+    """They cannot wait in host memory (rank.py), and each rank reads the whole file, as in the last load,
+    whose rate is that of all ranks."""
     plan = ParallelConfig(ulysses_degree=2, shard_weights=True)
     option = beside(1).option(plan)
-    assert option.rereads and option.yield_seconds == pytest.approx(FLUX.weights / 1.5e9, rel=0.05)
+    assert option.rereads and option.yield_seconds == pytest.approx(2 * FLUX.weights / 1.5e9)
+
+
+def test_sharded_weights_are_read_again_in_the_seconds_of_their_last_load(monkeypatch, tmp_path):
+    """Four ranks, 10 s: a quarter of them was counted for a turn, for ComfyUI's room and for a move."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").write_bytes(b"1")
+    model = ModelChoice(str(tmp_path / "model"))
+    measurements.remember_load(model, "cuda", [{"bytes_read": FLUX.weights, "seconds": 10.0}] * 4)
+    rate = measurements.load_rate(model, "cuda")
+    plan, request = ParallelConfig(ulysses_degree=4, shard_weights=True), RequestEstimate()
+    swaps = WeightSwaps(file=rate, left_by_comfyui=((0, 0),))
+    again = swaps.yield_time(FLUX, plan, request, (), L40.host_link)
+    turn = swaps.swap(FLUX, plan, request, (FLUX,), L40.host_link)
+    assert again == turn == (pytest.approx(10.0), True)
+    move = Ranks(ParallelConfig(tensor_parallel_degree=4), (FLUX,), {}, rate).change(plan, request)
+    assert move == pytest.approx(10.0)
 
 
 def test_only_ranks_on_comfyuis_gpu_wait():
