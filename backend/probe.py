@@ -45,6 +45,8 @@ LAYERS = 4
 #: Small kernels that a block starts for each stream.
 KERNELS = 24
 MICROSECOND = 1e-6
+#: Type of what is sent, and bytes of a message that takes no time but its latency.
+MESSAGE, TINY = torch.int32, 16
 #: Exchanges of which every byte is compared.
 CHECKS = 3
 
@@ -92,8 +94,8 @@ class Probe:
 
     def _wrong_peers(self, number: int) -> list[int]:
         """Return the ranks that this one received other bytes from, in one exchange among all."""
-        count = self.sent // torch.int32.itemsize // self.ranks
-        ramp = torch.arange(count, dtype=torch.int32, device=self.device)
+        count = self.sent // MESSAGE.itemsize // self.ranks
+        ramp = torch.arange(count, dtype=MESSAGE, device=self.device)
 
         def message(sender: int, receiver: int) -> torch.Tensor:
             return ramp * (number + 2) + sender * self.ranks + receiver
@@ -209,6 +211,10 @@ class Probe:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
+    def _message(self, size: int) -> torch.Tensor:
+        """Return about ``size`` bytes to send, the same on ranks that compute in different types."""
+        return torch.zeros(size // MESSAGE.itemsize, device=self.device, dtype=MESSAGE)
+
     @cached_property
     def x(self) -> torch.Tensor:
         """(tokens, width), the input of a linear layer."""
@@ -267,7 +273,7 @@ class Probe:
     def _neighbours(self) -> float:
         """Return the bytes/s between pairs of ranks, all pairs at once; of an odd number, among all."""
         size = 2 if self.ranks % 2 == 0 else self.ranks
-        x = self._random(self.sent // self.dtype.itemsize)
+        x = self._message(self.sent)
         found = self._grouped(size, lambda axis: comm.all_gather(x, [x.shape] * size, axis, "probe"))
         return (size - 1) * self.sent / found
 
@@ -275,9 +281,9 @@ class Probe:
         """Return ranks of a group -> bytes/s of each to the next one around, all groups at once: of four GPUs
         in two bridged pairs the links between the pairs count, which _neighbours does not use."""
         found = {}
-        x = self._random(self.sent // self.dtype.itemsize)
+        x = self._message(self.sent)
         for size in self._sizes():
-            found[size] = self.sent / self._grouped(size, partial(_pass_on, x))
+            found[size] = self.sent / self._grouped(size, lambda to: comm.pass_on(x, x.shape, to, "probe")())
         return found
 
     def _sizes(self) -> list[int]:
@@ -289,9 +295,8 @@ class Probe:
         found = {}
         latency = MICROSECOND
         for size in self._sizes():
-            numbers = self.sent // self.dtype.itemsize // size
-            latency = self._grouped(size, partial(_all_to_all, [self._random(8)] * size))
-            large = self._grouped(size, partial(_all_to_all, [self._random(numbers)] * size))
+            latency = self._grouped(size, partial(_all_to_all, [self._message(TINY)] * size))
+            large = self._grouped(size, partial(_all_to_all, [self._message(self.sent // size)] * size))
             found[size] = self.sent * (size - 1) / size / max(MICROSECOND, large - latency)
         return latency, found
 
@@ -302,11 +307,6 @@ class Probe:
         found = self.seconds(lambda: action(groups.ulysses))
         mesh.close(groups)
         return found
-
-
-def _pass_on(x: torch.Tensor, axis: mesh.Axis):
-    """Send ``x`` around a ring by one."""
-    comm.pass_on(x, tuple(x.shape), axis, "probe")()
 
 
 def _all_to_all(chunks: list[torch.Tensor], axis: mesh.Axis):

@@ -181,6 +181,20 @@ def timeouts() -> set[float]:
     return found
 
 
+def sent_by_unlike_ranks() -> dict[str, int]:
+    """Bytes that the probe has sent, by kind, where ranks compute in different types, as a P40 beside a
+    3090 does. Gloo fails where they are not the same on all ranks; NCCL may do anything."""
+    dtypes = (torch.float32, torch.bfloat16)
+    found = {}
+    with mock.patch.object(probe, "computed_in", lambda device: dtypes[dist.get_rank() % 2]):
+        one = Probe("cpu")
+    for kind in (one._all_to_alls, one._rings, one._neighbours):
+        before = comm.SENT["probe"]
+        kind()
+        found[kind.__name__] = comm.SENT["probe"] - before
+    return found
+
+
 def main(out: str):
     shared_memory.MAX_BYTES = FITS
     shared, alone = ControlChannel(dist.group.WORLD), ControlChannel(dist.group.WORLD)
@@ -192,6 +206,7 @@ def main(out: str):
     results["gathered"] = shared.all_gather_object(gathered())
     with mock.patch.dict(probe.SIZES, cpu=SMALL):
         one = Probe("cpu")
+        results["unlike"] = shared.all_gather_object(sent_by_unlike_ranks())
         results["rates"] = replace(one.measure(), native_rates=one.native()).as_dict()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))

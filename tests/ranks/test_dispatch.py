@@ -28,6 +28,8 @@ def test_every_rank_hears_every_byte(ranks, tmp_path):
     # other GPUs draw other numbers from the same seed
     assert results["noise"] == [[True, True, True]] * ranks
     assert results["gathered"] == [[True, True]] * ranks
+    # what the probe measures links by is the same on all, whichever type each computes in
+    assert results["unlike"] == [results["unlike"][0]] * ranks and all(results["unlike"][0].values())
     # ranks may work for that long while their peers wait, on every axis
     assert results["timeouts"] == [mesh.TIMEOUT.total_seconds()] and mesh.TIMEOUT >= timedelta(hours=1)
     rates = Machine.from_dict(results["rates"])
