@@ -33,7 +33,8 @@ PREFIX = "parallel-dit-"
 LOCK = "launcher.lock"
 #: How long a folder stays whose log was named in a message.
 KEEP_SECONDS = 24 * 3600.0
-#: Logs of the last backends that this process has started, the newest last; not all are kept.
+#: Logs of the last backends that this process has started, the newest last, until their folders are removed:
+#: in /tmp anybody may make a folder of that name afterwards.
 LOGS: deque[Path] = deque(maxlen=8)
 #: Bytes of the longest path that every system takes for a unix socket.
 _MAX_SOCKET_PATH = 100
@@ -84,7 +85,7 @@ class PrivateFolder:
         if os.getpid() != self._owner:
             return
         if not self._kept:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
         for descriptor in self._descriptors:
             fork_guard.let_go(descriptor)
             os.close(descriptor)
@@ -170,26 +171,40 @@ def _remove_abandoned(folder: Path):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = os.fstat(lock)
         if not found.st_size or time.time() - found.st_mtime > KEEP_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     except OSError:
         pass  # its launcher holds the lock
     finally:
         os.close(lock)
 
 
+def _remove(folder: Path):
+    """Remove a folder, after which its log is asked for no more."""
+    for log in [each for each in list(LOGS) if each.parent == folder]:
+        # IndexError: another thread adds one meanwhile, and the next look at the log finds nothing
+        with suppress(ValueError, IndexError):
+            LOGS.remove(log)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _open_lock(folder: Path) -> int | None:
     """Open the lock file of a folder that is this user's alone; None where it is another's, or a link."""
-    inside = None
     try:
-        inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        if not _is_private(inside):
-            return None
-        return os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
+        return open_within(folder, LOCK, os.O_RDWR)
     except OSError:  # a link, a file, another user's, gone by now, or a folder that no launcher has made
         return None
+
+
+def open_within(folder: Path, name: str, flags: int) -> int:
+    """Open a file of a folder that this user alone can enter. Raises OSError where the folder is another's,
+    one of both is a link, or nothing is there."""
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not _is_private(inside):
+            raise PermissionError(errno.EACCES, "it is not this user's alone", str(folder))
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
     finally:
-        if inside is not None:
-            os.close(inside)
+        os.close(inside)
 
 
 def _is_private(folder: int) -> bool:

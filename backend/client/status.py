@@ -3,6 +3,8 @@
 Imports no ComfyUI.
 """
 
+import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ from ..protocol import BackendError, Report, Status
 from .client import BackendClient
 from .connect import token_of_environment
 from .pool import Backend
-from .private_folder import LOGS
+from .private_folder import LOGS, open_within
 from .silence import STATES, process_state
 
 #: Rank 0 answers while the ranks work; one that needs longer is busy with Python, or hangs.
@@ -59,7 +61,7 @@ def rank_state(backend: Backend, pid: int, is_working: bool) -> str:
 
 def log_of_last_backend() -> str:
     """Return the end of the newest log that there still is of a backend that this process has started."""
-    for path in reversed(LOGS):
+    for path in reversed(list(LOGS)):
         found = end_of(path)
         if found:
             return found
@@ -67,10 +69,13 @@ def log_of_last_backend() -> str:
 
 
 def end_of(path: Path) -> str:
-    """Return the end of a log; empty where it has gone."""
+    """Return the end of the log in a private folder; empty where it has gone, or is no file of one."""
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - LOG_BYTES))
-            return log.read().decode(errors="replace")
+        with os.fdopen(open_within(path.parent, path.name, os.O_RDONLY), "rb") as log:
+            found = os.fstat(log.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                return ""
+            log.seek(max(0, found.st_size - LOG_BYTES))
+            return log.read(LOG_BYTES).decode(errors="replace")
     except OSError:  # its backend has ended as it was asked to
         return ""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import faults
 import pytest
 
-from backend.client import private_folder
+from backend.client import private_folder, status
 from backend.client.interpreter import PACK
 
 
@@ -175,3 +176,49 @@ def test_a_folder_of_another_user_stays(tmp_path, monkeypatch):
     monkeypatch.undo()
     private_folder.sweep(tmp_path)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("end", ["closed", "swept"])
+def test_the_log_of_a_removed_folder_is_forgotten(tmp_path, monkeypatch, end):
+    """Another user may make a folder of its name in /tmp, with a file of ours as its log."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(private_folder, "LOGS", logs := deque([Path("/x/backend.log")], maxlen=8))
+    folder = private_folder.PrivateFolder()
+    logs.append(folder.path / "backend.log")
+    if end == "closed":
+        folder.close()
+    else:
+        folder.keep()
+        folder.close()
+        assert len(logs) == 2  # it is named, and stays
+        yesterday = time.time() - private_folder.KEEP_SECONDS - 60
+        os.utime(folder.path / private_folder.LOCK, (yesterday, yesterday))
+        private_folder.sweep(tmp_path)
+    assert list(logs) == [Path("/x/backend.log")]
+
+
+@pytest.mark.parametrize("kind", ["text", "long", "open", "linked", "link", "fifo", "endless"])
+def test_a_log_is_a_file_of_a_folder_that_is_ours_alone(tmp_path, kind, monkeypatch):
+    """Anything else is another user's, who may want to read our files, or to have us wait."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    folder = tmp_path / "parallel-dit-x"
+    folder.mkdir(mode=0o700)
+    log = folder / "backend.log"
+    if kind == "link":
+        log.symlink_to(secret)
+    elif kind == "fifo":
+        os.mkfifo(log)
+    elif kind == "endless":
+        log.symlink_to("/dev/zero")
+    else:
+        log.write_text("a" * status.LOG_BYTES + "end" if kind == "long" else "end")
+    if kind == "open":
+        folder.chmod(0o755)
+    if kind == "linked":
+        (tmp_path / "link").symlink_to(folder)
+        log = tmp_path / "link" / "backend.log"
+    monkeypatch.setattr(status, "LOGS", [log])
+    found = status.log_of_last_backend()
+    assert found[-3:] == ("end" if kind in ("text", "long") else "")
+    assert len(found) == {"text": 3, "long": status.LOG_BYTES}.get(kind, 0)
