@@ -23,7 +23,7 @@ import doctor_build
 import torch
 import torch.cuda.nccl
 
-from backend.client import dependencies, measurements, nccl_settings, rank_environment
+from backend.client import dependencies, driver_query, measurements, nccl_settings, rank_environment
 from backend.client.cache_files import cache_folder
 from backend.client.exit_report import SHARED_MEMORY
 
@@ -141,7 +141,7 @@ class Facts:
         if shutil.which("nvidia-smi") is None:
             return []
         command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+        answer = driver_query.answer(command, SMI_SECONDS)
         if answer.returncode:
             raise RuntimeError(f"nvidia-smi failed: {(answer.stdout + answer.stderr).strip()[:200]}")
         rows = [[entry.strip() for entry in line.split(",")] for line in answer.stdout.splitlines()]
@@ -155,7 +155,7 @@ class Facts:
         if command is None:
             return ""
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS).stdout
+            return driver_query.answer(command, SMI_SECONDS).stdout
         except (OSError, subprocess.SubprocessError) as error:
             return f"{command[0]} failed: {error}"
 

@@ -7,6 +7,7 @@ import time
 
 from doctor_checks import OutOfTime
 
+from backend.client import driver_query
 from backend.client.pool import Backend
 from backend.client.status import end_of
 from backend.config import ParallelConfig
@@ -64,6 +65,6 @@ def _smi() -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
-        return subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=SMI_SECONDS).stdout
+        return driver_query.answer(["nvidia-smi"], SMI_SECONDS).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi failed: {error}"

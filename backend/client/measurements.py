@@ -14,7 +14,7 @@ from ..device_memory import host_bytes, host_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..torch_version import installed
-from . import cache_files
+from . import cache_files, driver_query
 from .interpreter import installed_at, packages_changed, ranks_python
 from .model_choice import ModelChoice
 from .nccl_settings import link_key
@@ -26,6 +26,7 @@ from .rank_environment import driver_name
 USABLE = 0.9
 #: What nvidia-smi is asked for.
 SMI_FIELDS = ("index", "uuid", "memory.free")
+SMI_SECONDS = 20.0
 
 
 def machine_rates(
@@ -167,14 +168,17 @@ def _bare(uuid: str) -> str:
 
 
 def _free_bytes_by_driver() -> dict[str, int]:
-    """Return index, UUID and bare UUID of each GPU -> free bytes, empty where there is no nvidia-smi."""
+    """Return index, UUID and bare UUID of each GPU -> free bytes, empty where there is no nvidia-smi, or it
+    hangs."""
     query = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        answer = driver_query.answer(query, SMI_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return {}
+    if answer.returncode:
+        return {}
     found = {}
-    for line in answer.splitlines():
+    for line in answer.stdout.splitlines():
         entries = [entry.strip() for entry in line.split(",")]
         if len(entries) != len(SMI_FIELDS):
             continue  # a warning of the driver

@@ -1,13 +1,18 @@
 """What is measured for the planner: by which process, and for which GPUs."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
+import doctor_facts
+import doctor_hangs
 import interpreters
 import pytest
 
-from backend.client import cache_files, measurements, nccl_settings
+from backend.client import cache_files, driver_query, measurements, nccl_settings
 from backend.client.dependencies import require_dependencies
 from backend.client.model_choice import ModelChoice
 
@@ -69,7 +74,7 @@ def asked_for_free_memory(monkeypatch, uuids: list[str | None], visible: str | N
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(measurements.torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(measurements.torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(measurements.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=SMI))
+    monkeypatch.setattr(driver_query, "answer", lambda *_: SimpleNamespace(stdout=SMI, returncode=0))
     return [free // MIB for free in measurements.free_memory("cuda", [0, 1])]
 
 
@@ -112,3 +117,53 @@ def test_the_rate_of_the_last_load_is_kept(monkeypatch, tmp_path):
         assert measurements.load_rate(model, "cuda") == rate
     (tmp_path / "model").write_bytes(b"another")
     assert measurements.load_rate(model, "cuda") == 0.0
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """The processes of an nvidia-smi that does not answer, and that SIGKILL does not end: it is in a call of
+    a driver that hangs."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 300\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(driver_query, "_paused", {})
+    started = []
+
+    class Unkillable(subprocess.Popen):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            started.append(self)
+
+        def kill(self):
+            pass
+
+    monkeypatch.setattr(subprocess, "Popen", Unkillable)
+    yield started
+    for process in started:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_driver_that_hangs_is_not_waited_for(hanging, monkeypatch):
+    """Memory is then what it usually is; nor is it asked again for some minutes."""
+    monkeypatch.setattr(measurements, "SMI_SECONDS", 0.2)
+    began = time.monotonic()
+    assert [measurements._free_bytes_by_driver() for _ in range(2)] == [{}, {}]
+    assert len(hanging) == 1 and hanging[0].poll() is None
+    driver_query._paused["nvidia-smi"] = time.monotonic()
+    assert measurements._free_bytes_by_driver() == {} and len(hanging) == 2
+    assert time.monotonic() - began < 120
+
+
+def test_nor_by_the_doctor(hanging, monkeypatch):
+    monkeypatch.setattr(doctor_hangs, "SMI_SECONDS", 0.2)
+    monkeypatch.setattr(doctor_facts, "SMI_SECONDS", 0.2)
+    began = time.monotonic()
+    assert doctor_hangs._smi().startswith("nvidia-smi failed: ")
+    driver_query._paused.clear()
+    assert doctor_facts.Facts().topology.startswith("nvidia-smi failed: ")
+    driver_query._paused.clear()
+    with pytest.raises(subprocess.TimeoutExpired):
+        _ = doctor_facts.Facts().driver
+    assert len(hanging) == 3 and time.monotonic() - began < 120

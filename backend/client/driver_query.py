@@ -1,0 +1,41 @@
+"""Asks programs of a GPU's driver (nvidia-smi, rocm-smi), which hang where the driver does. Standard library
+only.
+
+A process in a system call that hangs is not ended by SIGKILL, and subprocess.run waits for it after that.
+"""
+
+import subprocess
+import time
+
+#: A program that hung is not asked again for so many seconds: one more process would hang, too.
+PAUSE_SECONDS = 300.0
+
+#: Program -> until when it is not asked (monotonic).
+_paused: dict[str, float] = {}
+
+
+def answer(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Return what a command printed, and its exit status. Raises OSError, and TimeoutExpired where it takes
+    more than ``seconds``, or took more within the last PAUSE_SECONDS."""
+    program = command[0]
+    if time.monotonic() < _paused.get(program, 0.0):
+        raise subprocess.TimeoutExpired(command, seconds)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except BaseException as error:
+        if isinstance(error, subprocess.TimeoutExpired):
+            _paused[program] = time.monotonic() + PAUSE_SECONDS
+        process.kill()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
