@@ -65,7 +65,7 @@ class Peer:
             raise ConnectionError("it has hung up" if not data else "it sent too long a line")
         try:
             found = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):  # of lists in lists
             raise ConnectionError("it sent what is no JSON") from None
         if not all(isinstance(each, dict) for each in found):
             raise ConnectionError("it sent what is no message")

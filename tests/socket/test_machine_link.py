@@ -256,3 +256,33 @@ def test_who_does_not_come_is_named(machines):
         machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
     with pytest.raises(BackendError, match="machine 0 was not reached"):
         machine_rendezvous.join(machines[1], TOKEN, HELLO, 1, lambda: None)
+
+
+def stranger(machines, data: bytes) -> socket.socket:
+    """Return a connection to machine 0, once it listens, that has sent ``data``."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            found = socket.create_connection(("127.0.0.1", machines[0].link_port))
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    found.sendall(data)
+    return found
+
+
+@pytest.mark.parametrize("data", [b"[" * 4000 + b"\n", b"\xff\n", b"9" * 4000 + b"\n"])
+def test_a_stranger_does_not_end_machine_0(machines, data):
+    """Lists in lists, no text, no message: before any proof."""
+    with ThreadPoolExecutor() as pool:
+        head = pool.submit(
+            machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None
+        )
+        with stranger(machines, data) as connection:
+            connection.settimeout(PATIENCE)
+            assert connection.recv(1) == b"", "it is not let in"
+        other, begin = machine_rendezvous.join(machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
+        for link in (other, head.result()):
+            link.close()
+    assert begin == BEGIN
