@@ -61,8 +61,10 @@ class Peer:
         data = self.socket.recv(1 << 16)
         self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
-        if not data or len(self._buffer) > limit or any(len(line) > limit for line in lines):
-            raise ConnectionError("it has hung up" if not data else "it sent too long a line")
+        if not data:
+            raise ConnectionResetError("it has hung up")
+        if len(self._buffer) > limit or any(len(line) > limit for line in lines):
+            raise ConnectionError("it sent too long a line")
         try:
             found = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):  # of lists in lists

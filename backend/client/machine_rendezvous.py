@@ -6,7 +6,9 @@ token (protocol/handshake.py), which never travels. Imports neither ComfyUI nor 
 
 import socket
 import sys
+import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from ..config import ConfigError
@@ -16,8 +18,10 @@ from .machines import Machines
 
 #: The label of a machine's proof begins with this, so that none made on a backend's socket fits.
 ROLE = "machine"
-#: A machine that connects must prove itself within so many seconds.
+#: A machine that connects must prove itself within so many seconds, and so must machine 0.
 HELLO_SECONDS = 5.0
+#: Connections that have not proved themselves; of more the oldest is closed.
+MAX_HANDSHAKES = 64
 
 
 def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: float, check: Check) -> Link:
@@ -27,44 +31,134 @@ def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: fl
     _listener(machines.address, machines.link_port - 1, "torchrun").close()
     listener = _listener(machines.address, machines.link_port, "the launchers")
     listener.settimeout(0.1)
-    peers: dict[int, Peer] = {}
-    refused = ""
+    handshakes = _Handshakes(machines, token, hello)
+    try:
+        _wait_for_all(handshakes, listener, seconds, check)
+    except BaseException:
+        listener.close()
+        handshakes.close()
+        raise
+    handshakes.end()
+    peers = list(handshakes.peers.values())
+    for peer in peers:
+        peer.send({"begin": begin})
+    return Link(machines, peers, listener)
+
+
+def _wait_for_all(handshakes: "_Handshakes", listener: socket.socket, seconds: float, check: Check):
+    machines = handshakes.machines
     deadline = time.monotonic() + seconds
-    while missing := _missing(machines, peers):
+    while missing := handshakes.missing():
         check()
         if time.monotonic() > deadline:
-            listener.close()
             names = ", ".join(map(str, missing))
             raise BackendError(
                 f"machine {names} of {machines.count} has not joined in {seconds:.0f} s; start it with "
-                f"--node-rank {missing[0]} --rdzv-endpoint {machines.endpoint} and this token{refused}."
+                f"--node-rank {missing[0]} --rdzv-endpoint {machines.endpoint} and this token"
+                f"{handshakes.refused}."
             )
         try:
             connection, (host, _) = listener.accept()
         except OSError:
             continue
-        _missing(machines, peers)  # a launcher that has ended may be the one that comes again
+        handshakes.start(connection, host)
+
+
+class _Handshakes:
+    """Lets machines in. Each connection has a thread of its own: whoever says nothing keeps no other out."""
+
+    def __init__(self, machines: Machines, token: str, hello: dict):
+        self.machines = machines
+        self.peers: dict[int, Peer] = {}
+        #: Who was not let in last, and why, for a message; empty while nobody was refused.
+        self.refused = ""
+        self._token = token
+        self._hello = hello
+        self._lock = threading.Lock()
+        self._pending: list[socket.socket] = []
+        self._ended = False
+
+    def start(self, connection: socket.socket, host: str):
+        """Begin a handshake; it takes HELLO_SECONDS at most."""
+        with self._lock:
+            if len(self._pending) >= MAX_HANDSHAKES:
+                _hang_up(self._pending.pop(0))
+            self._pending.append(connection)
+        threading.Thread(target=self._run, args=(connection, host), name="handshake", daemon=True).start()
+
+    def missing(self) -> list[int]:
+        """Drop machines whose launcher has ended, and return the numbers of those that are not there. Once
+        none is missing, nobody else is let in."""
+        with self._lock:
+            self._drop_ended()
+            found = [index for index in range(1, self.machines.count) if index not in self.peers]
+            self._ended = not found
+        return found
+
+    def end(self):
+        """End the handshakes that are under way."""
+        with self._lock:
+            self._ended = True
+            for connection in self._pending:
+                _hang_up(connection)
+
+    def close(self):
+        """End all handshakes, and hang up on the machines that were let in."""
+        self.end()
+        for peer in self.peers.values():
+            peer.socket.close()
+
+    def _drop_ended(self):
+        for index, peer in list(self.peers.items()):
+            if peer.has_hung_up():
+                self.peers.pop(index).socket.close()
+
+    def _run(self, connection: socket.socket, host: str):
+        peer = None
         try:
-            peer = _let_in(connection, host, machines, token, hello, peers)
+            proved = _proved(connection, host, self._token)
+            with self._lock:
+                self._admit(proved)
+                peer = proved
         except OSError as error:
-            connection.close()
-            before = refused
-            refused = f"; {host} was not let in: {error}"
-            if refused != before:
-                print(refused[2:], file=sys.stderr, flush=True)
-            continue
-        peers[peer.index] = peer
-    for peer in peers.values():
-        peer.send({"begin": begin})
-    return Link(machines, list(peers.values()), listener)
+            self._say(f"; {host} was not let in: {error}")
+        finally:
+            with self._lock:
+                if connection in self._pending:
+                    self._pending.remove(connection)
+            if peer is None:
+                connection.close()
+
+    def _admit(self, peer: Peer):
+        """Count a machine that has proved itself among the others. ConnectionError where it may not join."""
+        if self._ended:
+            raise ConnectionError("all machines had joined")
+        self._drop_ended()  # a launcher that has ended may be the one that comes again
+        refusal = ""
+        if not 1 <= peer.index < self.machines.count or peer.index in self.peers:
+            refusal = f"--node-rank {peer.index} is taken, or none of 1 to {self.machines.count - 1}"
+        elif peer.said.get("hello") != self._hello:
+            theirs, ours = _differing(peer.said.get("hello"), self._hello)
+            refusal = f"this machine has {theirs}, machine 0 {ours}; install the same on both"
+        if refusal:
+            peer.send({"refused": refusal})
+            raise ConnectionError(refusal.replace("this machine", "it"))
+        peer.socket.settimeout(HELLO_SECONDS)
+        self.peers[peer.index] = peer
+
+    def _say(self, refused: str):
+        with self._lock:
+            is_new = refused != self.refused and not self._ended
+            if is_new:
+                self.refused = refused
+        if is_new:
+            print(refused[2:], file=sys.stderr, flush=True)
 
 
-def _missing(machines: Machines, peers: dict[int, Peer]) -> list[int]:
-    """Drop machines whose launcher has ended, and return the numbers of those that are not there."""
-    for index, peer in list(peers.items()):
-        if peer.has_hung_up():
-            peers.pop(index).socket.close()
-    return [index for index in range(1, machines.count) if index not in peers]
+def _hang_up(connection: socket.socket):
+    """Wake the thread that waits for what a connection says; it closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _check_endpoint(machines: Machines):
@@ -92,29 +186,22 @@ def _listener(address: str, port: int, whose: str) -> socket.socket:
         ) from None
 
 
-def _let_in(
-    connection: socket.socket, host: str, machines: Machines, token: str, hello: dict, peers: dict[int, Peer]
-) -> Peer:
-    """Return a machine that has proved itself. OSError for one that has not, or may not join."""
+def _proved(connection: socket.socket, host: str, token: str) -> Peer:
+    """Return a machine that has proved itself in HELLO_SECONDS. OSError for one that has not."""
+    deadline = time.monotonic() + HELLO_SECONDS
     peer = Peer(connection, -1, host)
-    index = peer.ask(ROLE, HELLO_SECONDS)
-    theirs = peer.ask("nonce", HELLO_SECONDS)
+
+    def ask(key: str) -> Any:
+        return peer.ask(key, deadline - time.monotonic())
+
+    index = ask(ROLE)
+    theirs = ask("nonce")
     if not isinstance(index, int) or not isinstance(theirs, str) or not handshake.is_nonce(theirs):
         raise ConnectionError("it is no launcher")
     nonce = handshake.new_nonce()
     peer.send({"nonce": nonce, "proof": handshake.proof(token, f"{ROLE} 0", theirs, nonce)})
-    proof = str(peer.ask("proof", HELLO_SECONDS))
-    if not handshake.is_proof(proof, token, f"{ROLE} {index}", theirs, nonce):
+    if not handshake.is_proof(str(ask("proof")), token, f"{ROLE} {index}", theirs, nonce):
         raise ConnectionError("it does not know the token")
-    refusal = ""
-    if not 1 <= index < machines.count or index in peers:
-        refusal = f"--node-rank {index} is taken, or none of 1 to {machines.count - 1}"
-    elif peer.said.get("hello") != hello:
-        theirs, ours = _differing(peer.said.get("hello"), hello)
-        refusal = f"this machine has {theirs}, machine 0 {ours}; install the same on both"
-    if refusal:
-        peer.send({"refused": refusal})
-        raise ConnectionError(refusal.replace("this machine", "it"))
     peer.index = index
     peer.name = f"machine {index} ({host})"
     return peer
@@ -132,36 +219,62 @@ def join(machines: Machines, token: str, hello: dict, seconds: float, check: Che
     """On another machine: connect to machine 0 and wait until all have joined; return the link and what
     machine 0 says to ``begin``. Raises BackendError or ConfigError."""
     deadline = time.monotonic() + seconds
+    said = ""
+    while True:
+        peer = _connected(machines, deadline, seconds, check)
+        try:
+            silence = _prove(peer, machines, token, hello)
+            if not silence:
+                return Link(machines, [peer]), _wait_for_begin(peer, deadline, check)
+        except OSError as error:
+            peer.socket.close()
+            raise BackendError(
+                f"{peer.name} did not let this machine in ({error}); compare the tokens."
+            ) from None
+        except BaseException:
+            peer.socket.close()  # machine 0 is not to wait for us
+            raise
+        peer.socket.close()
+        what = f"{peer.name} has not answered at port {machines.link_port}: {silence}"
+        if time.monotonic() > deadline:
+            raise BackendError(f"{what}; see what its launcher says, and whether another one listens there.")
+        if what != said:
+            print(f"{what}; trying again.", file=sys.stderr, flush=True)
+        said = what
+        time.sleep(0.2)
+
+
+def _connected(machines: Machines, deadline: float, seconds: float, check: Check) -> Peer:
+    """Return a connection to machine 0's port. Raises BackendError where there is none by the deadline."""
     target = (machines.host, machines.link_port)
     while True:
         check()
         try:
             connection = socket.create_connection(target, 2.0, (machines.address, 0))
-            break
+            return Peer(connection, 0, machines.leader)
         except OSError as error:
             if time.monotonic() > deadline:
                 why = f"machine 0 was not reached at {target[0]}:{target[1]} in {seconds:.0f} s ({error})"
                 raise BackendError(f"{why}; start it, and let this machine reach that port.") from None
             time.sleep(0.2)
-    peer = Peer(connection, 0, machines.leader)
+
+
+def _prove(peer: Peer, machines: Machines, token: str, hello: dict) -> str:
+    """Have machine 0 prove itself, and then prove this machine; return why it has not answered, which others
+    who connect there can bring about, empty where it has. Raises BackendError where it does not know the
+    token, and OSError where it is no launcher."""
+    deadline = time.monotonic() + HELLO_SECONDS
     nonce = handshake.new_nonce()
     peer.send({ROLE: machines.index, "nonce": nonce, "hello": hello})
     try:
         theirs = str(peer.ask("nonce", HELLO_SECONDS))
-        proof = str(peer.ask("proof", HELLO_SECONDS))
-        if not handshake.is_proof(proof, token, f"{ROLE} 0", nonce, theirs):
-            raise BackendError(f"{peer.name} does not know this token, so nothing was sent to it.")
-        peer.send({"proof": handshake.proof(token, f"{ROLE} {machines.index}", nonce, theirs)})
-        begin = _wait_for_begin(peer, deadline, check)
-    except OSError as error:
-        connection.close()
-        raise BackendError(
-            f"{peer.name} did not let this machine in ({error}); compare the tokens."
-        ) from None
-    except BaseException:
-        connection.close()  # machine 0 is not to wait for us
-        raise
-    return Link(machines, [peer]), begin
+        proof = str(peer.ask("proof", deadline - time.monotonic()))
+    except (TimeoutError, ConnectionResetError) as error:
+        return str(error)
+    if not handshake.is_proof(proof, token, f"{ROLE} 0", nonce, theirs):
+        raise BackendError(f"{peer.name} does not know this token, so nothing was sent to it.")
+    peer.send({"proof": handshake.proof(token, f"{ROLE} {machines.index}", nonce, theirs)})
+    return ""
 
 
 def _wait_for_begin(peer: Peer, deadline: float, check: Check) -> dict:
