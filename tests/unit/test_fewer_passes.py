@@ -2,12 +2,15 @@
 fewer bytes."""
 
 import copy
+import sys
 
+import diffusers
 import pytest
 import torch
 from diffusers.models import embeddings, normalization
 from diffusers.models.transformers import (
     transformer_flux,
+    transformer_krea2,
     transformer_qwenimage,
     transformer_qwenimage21,
 )
@@ -16,6 +19,7 @@ from moved_bytes import MovedBytes
 from tolerance import assert_same_bits
 from torch import nn
 
+from backend.models import FAMILIES
 from backend.models.common import adaptive_norms, fewer_passes
 from backend.models.common.wan_blocks import Block, SelfAttention
 
@@ -84,6 +88,38 @@ def test_blocks_turn_by_it_while_a_request_runs_alone():
             assert module.apply_rotary_emb is fewer_passes.apply_rotary_emb
         raise ZeroDivisionError
     assert embeddings.apply_rotary_emb is transformer_flux.apply_rotary_emb is fewer_passes.THEIRS
+
+
+def modules_of_families() -> set[str]:
+    """diffusers' modules of all transformers, and those of which a file of a family takes a name."""
+    found = {getattr(diffusers, family.transformer).__module__ for family in FAMILIES.values()}
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("backend.models.")]
+    for value in (value for module in ours for value in vars(module).values()):
+        found.add(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
+    return {name for name in found if name.startswith("diffusers.models.transformers.")}
+
+
+def test_no_module_of_a_family_turns_by_diffusers_function():
+    callers = {
+        name
+        for name in modules_of_families()
+        if getattr(sys.modules.get(name), "apply_rotary_emb", None) is fewer_passes.THEIRS
+    }
+    assert len(callers) > 4 and callers <= {*fewer_passes.CALLERS}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_krea_2s_attention_turns_in_fewer_bytes(dtype):
+    torch.manual_seed(0)
+    attention = transformer_krea2.Krea2Attention(WIDTH, HEADS, 1).eval().requires_grad_(False).to(dtype)
+    x = number(2, TOKENS, WIDTH).to(dtype)
+    with MovedBytes() as theirs:
+        want = attention(x, image_rotary_emb=tables())
+    with fewer_passes.rotary(), MovedBytes() as ours:
+        out = attention(x, image_rotary_emb=tables())
+    assert torch.allclose(out, want, rtol=1e-6, atol=1e-6)
+    turned = x.numel() * (1 + 1 / HEADS)
+    assert theirs.bytes - ours.bytes > 10 * turned
 
 
 @pytest.mark.parametrize("affine", [True, False])

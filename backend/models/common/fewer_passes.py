@@ -25,7 +25,7 @@ TRANSFORMER = "diffusers.models.transformers.transformer_"
 #: Modules that call it by a name of their own, as far as they are imported.
 CALLERS = (
     "diffusers.models.embeddings",
-    *(f"{TRANSFORMER}{name}" for name in ("flux", "flux2", "flux3", "lumina2")),
+    *(f"{TRANSFORMER}{name}" for name in ("flux", "flux2", "flux3", "krea2", "lumina2")),
 )
 #: Modules with a function of their own, which multiplies complex numbers.
 QWEN = tuple(f"{TRANSFORMER}{name}" for name in ("qwenimage", "qwenimage21"))
