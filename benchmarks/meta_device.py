@@ -182,7 +182,7 @@ def _attend(query, key, value, mask=None, *rest, **named) -> Tensor:
 
 
 def _attend_lse(kernel, query, key, value, mask, scale) -> tuple[Tensor, Tensor]:
-    return torch.mul(query, key[..., :1, :1]), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return torch.mul(query, key[:, :1, :1, :1]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 class _Names:

@@ -6,7 +6,7 @@ from diffusers.models.transformers import transformer_krea2 as theirs
 
 from .blocks import JOINED, Blocks
 from .common import references
-from .common.fewer_passes import rms_norm
+from .common.fewer_passes import apply_rotary_emb, rms_norm
 from .common.replaced_classes import replace_classes
 from .common.request_arguments import once
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -178,9 +178,33 @@ REPLACED = {
 }
 
 
+class Processor(theirs.Krea2AttnProcessor):
+    """diffusers' processor with keys and values as they are: repeated to the heads of queries they would
+    travel, and wait in buffers, four times as large."""
+
+    def __call__(self, attn, hidden_states, attention_mask=None, image_rotary_emb=None):
+        query = attn.to_q(hidden_states).unflatten(-1, (attn.num_heads, attn.head_dim))
+        key = attn.to_k(hidden_states).unflatten(-1, (attn.num_kv_heads, attn.head_dim))
+        value = attn.to_v(hidden_states).unflatten(-1, (attn.num_kv_heads, attn.head_dim))
+        gate = attn.to_gate(hidden_states)
+        query = attn.norm_q(query)
+        key = attn.norm_k(key)
+        if image_rotary_emb is not None:
+            query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
+            key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        is_grouped = attn.num_kv_heads != attn.num_heads
+        out = F.scaled_dot_product_attention(query, key, value, attention_mask, enable_gqa=is_grouped)
+        return attn.to_out[0](out.transpose(1, 2).flatten(2) * torch.sigmoid(gate))
+
+
 def patch_module(transformer, config):
-    """Patch the transformer: norms whose multiplier is not rounded, and references at timestep 0."""
+    """Patch the transformer: norms whose multiplier is not rounded, references at timestep 0, and grouped
+    keys and values."""
     replace_classes(transformer, REPLACED)
+    text = transformer.text_fusion
+    for block in (*text.layerwise_blocks, *text.refiner_blocks, *transformer.transformer_blocks):
+        block.attn.set_processor(Processor())
 
 
 FAMILY = Family(

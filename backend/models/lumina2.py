@@ -2,10 +2,12 @@
 grouped queries; two more refine the prompt."""
 
 import torch
-from diffusers.models.transformers.transformer_lumina2 import Lumina2RotaryPosEmbed
+import torch.nn.functional as F
+from diffusers.models.transformers import transformer_lumina2 as theirs
 from torch import nn
 
 from .blocks import IMAGE_ONLY, JOINED, Blocks
+from .common.fewer_passes import apply_rotary_emb
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import MLP, Layout, blocks_of, under
@@ -33,7 +35,7 @@ class Tables(nn.Module):
         return whole[:, :text], whole[:, text:], whole
 
 
-class Rope(Lumina2RotaryPosEmbed):
+class Rope(theirs.Lumina2RotaryPosEmbed):
     """diffusers' module for prompts of which every token is seen: it reads no lengths from the device."""
 
     tables: nn.Module
@@ -49,9 +51,36 @@ class Rope(Lumina2RotaryPosEmbed):
         return tokens, *tables, [text] * batch, [text + rows * columns] * batch
 
 
+class Processor:
+    """diffusers' processor with keys and values as they are: repeated to the heads of queries they would
+    travel, and wait in buffers, three times as large."""
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
+    ):
+        query = attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1))
+        size = query.shape[-1]
+        key = attn.norm_k(attn.to_k(encoder_hidden_states).unflatten(-1, (-1, size)))
+        value = attn.to_v(encoder_hidden_states).unflatten(-1, (-1, size))
+        query = attn.norm_q(query)
+        if image_rotary_emb is not None:
+            query = apply_rotary_emb(query, image_rotary_emb, use_real=False)
+            key = apply_rotary_emb(key, image_rotary_emb, use_real=False)
+        if attention_mask is not None:
+            attention_mask = attention_mask.bool()[:, None, None]
+        query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+        is_grouped = key.shape[1] != query.shape[1]
+        out = F.scaled_dot_product_attention(
+            query, key, value, attention_mask, scale=attn.scale, enable_gqa=is_grouped
+        )
+        return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
+
+
 def patch_module(transformer, config):
     """Patch the transformer: longer position tables, since ComfyUI computes any position; rotary tables once
-    a request."""
+    a request; grouped keys and values."""
+    for block in (*transformer.context_refiner, *transformer.noise_refiner, *transformer.layers):
+        block.attn.set_processor(Processor())
     rope = transformer.rope_embedder
     rope.freqs_cis = rope._precompute_freqs_cis(rope.axes_dim, LENGTHS, rope.theta)
     rope.__class__ = Rope

@@ -24,7 +24,7 @@ from .sequence import Span, TokenShards
 from .step_context import StepContext
 from .token_mixing import TokenMixing
 from .wire import pack, unpack
-from .wire_bytes import FULL
+from .wire_bytes import FULL, kv_heads_sent
 
 #: A kind of attention, or two of them: whose queries, whose keys.
 Kind = str | tuple[str, str]
@@ -123,7 +123,7 @@ class Attention:
     ):
         call = self.call
         if call is None:
-            return attention_kernels.SDPA(
+            return attention_kernels.sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         assert not is_causal and not dropout_p, "denoisers attend in both directions, without dropout"
@@ -202,27 +202,30 @@ class Attention:
         in_common = (call, mask, scale, keys, own)
         if u.size == 1:
             return self._of_own_heads(q, (k, v), *in_common, where)
-        if k.shape[1] != heads:  # grouped queries: heads must travel together
-            k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+        groups = kv_heads_sent(heads, k.shape[1], u.size, u.shares)
+        if groups != k.shape[1]:  # no rank has part of a group
+            k, v = (t.repeat_interleave(groups // t.shape[1], 1) for t in (k, v))
         own_lengths = [lengths[i] for i in own]
         own_keys = [key_lengths[i] for i in own]
         chunks = 1
         if self.buffers is None:  # of a patch there is less to hide
-            chunks = ulysses_ring.head_chunks(heads, q.shape[0], call.tokens.sequence.length_of(queries), u)
+            tokens = call.tokens.sequence.length_of(queries)
+            chunks = ulysses_ring.head_chunks(heads, q.shape[0], tokens, u, groups)
         early = call.values
         call.values = None
         sent = [pack(tensor, self.wire) for tensor in ((q, k) if early else (q, k, v))]
         coming = []
         for chunk in range(chunks):
+            part = (u, chunk, chunks, groups)
             if queries == keys:
-                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, u, chunk, chunks)])
+                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, *part)])
             else:
-                own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, u, chunk, chunks)
-                coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, u, chunk, chunks)])
+                own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *part)
+                coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, *part)])
         opaque_ops.run_meanwhile()
-        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks)
+        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks, groups)
         for chunk, exchanges in enumerate(coming):
-            own_q, *kv = (tensor for wait in exchanges for tensor in unpack(wait(), q.dtype))
+            own_q, *kv = (tensor for wait in exchanges for tensor in wait(q.dtype))
             if early:
                 kv.append(early.of_heads(chunk, chunks))
                 assert kv[0].shape == kv[1].shape, "values are those of their keys' tokens"

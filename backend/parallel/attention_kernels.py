@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import opaque_ops
-from .kernel_table import fits, flash_of_torch, kernel_of
+from .kernel_table import HALF, fits, flash_of_torch, kernel_of, whole_heads
 
 #: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces
 #: it, the kernels keep the original.
@@ -25,6 +25,8 @@ MIN_APPROXIMATE_KEYS = 1024
 NOTHING = -1e30
 #: Compute capability from which NVIDIA's GPUs have flash attention and bfloat16.
 AMPERE = (8, 0)
+#: Most features of a head for torch's flash kernel.
+MAX_FLASH_HEAD = 256
 #: Devices on which torch's flash kernel was tried and failed.
 WITHOUT_FLASH: set[torch.device] = set()
 #: Torch's kernels whose place an activated one (kernel_table.activated) does not take.
@@ -39,11 +41,31 @@ def attend(
     pays = kernel_entry.exact or k.shape[2] >= MIN_APPROXIMATE_KEYS
     if kernel_entry.call is not None and pays and fits(kernel, q, mask is not None, lse=False):
         return kernel_entry.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, False)[0]
-    grouped = q.shape[1] != k.shape[1]
     if kernel_entry.torch_impl and mask is None:
+        k, v = whole_heads(q, k, v)
         with sdpa_kernel(NOT_FLASH):
-            return SDPA(q, k, v, scale=scale, enable_gqa=grouped)
-    return SDPA(q, k, v, mask, scale=scale, enable_gqa=grouped)
+            return SDPA(q, k, v, scale=scale)
+    return sdpa(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *others, enable_gqa: bool = False, **named
+) -> Tensor:
+    """Call torch's own function. Grouped keys and values are repeated where it would compute all pairs of
+    tokens in memory otherwise: of its kernels few take groups."""
+    if enable_gqa and not _takes_groups(q, mask):
+        k, v = whole_heads(q, k, v)
+        enable_gqa = False
+    return SDPA(q, k, v, mask, *others, enable_gqa=enable_gqa, **named)
+
+
+def _takes_groups(q: Tensor, mask: Tensor | None) -> bool:
+    """Return whether torch has a fast kernel with grouped keys and values for this call: the CPU's, and
+    flash attention on NVIDIA's GPUs, which knows no masks."""
+    if not q.is_cuda:
+        return q.device.type in ("cpu", "meta")
+    able = mask is None and q.dtype in HALF and q.shape[-1] <= MAX_FLASH_HEAD
+    return able and torch.version.hip is None and has_flash(q.device)
 
 
 @contextmanager
@@ -58,7 +80,7 @@ def instead_of_torch(kernel: str) -> Iterator[None]:
         query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):
         if attn_mask is not None or is_causal or dropout_p > 0:
-            return SDPA(
+            return sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         return attend(kernel, query, key, value, None, scale)
@@ -77,8 +99,6 @@ def attend_lse(
 ) -> tuple[Tensor, Tensor]:
     """Compute attend and the log-sum-exp (B, H, S) float32, by which ring attention merges blocks. A query
     whose keys are all masked gets output 0 and NOTHING for lse."""
-    if q.shape[1] != k.shape[1]:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = _lse_kernel(kernel, q, k, v, None if mask is None else _additive(mask, q), scale)
     assert lse is not None, "asked for"
@@ -95,6 +115,7 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
             mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    k, v = whole_heads(q, k, v)
     kernel_entry = kernel_of(kernel)
     if kernel_entry.call is not None and fits(kernel, q, masked=mask is not None, lse=True):
         return kernel_entry.call(q, k, v, scale, True)

@@ -13,7 +13,7 @@ from torch import nn
 from ..models.blocks import IMAGE_ONLY
 from ..models.patterns import matches
 from .block_streams import block_list
-from .matrix_cuts import QUERIES, is_leaf
+from .matrix_cuts import KEYS, QUERIES, is_leaf
 
 #: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
 IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
@@ -74,11 +74,13 @@ class LayerTokens:
 @dataclass(frozen=True)
 class AttentionCall:
     """A call of attention in a block. queries, keys: kinds of tokens (SequenceLengths.length_of), PROMPT or
-    STATE. width: features of the queries of all heads. is_control: made once for each control input."""
+    STATE. width, kv_width: features of the queries, and of the keys, of all heads. is_control: made once for
+    each control input."""
 
     queries: str
     keys: str
     width: int
+    kv_width: int
     is_control: bool = False
 
     @property
@@ -111,7 +113,8 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
         if family.blocks.lists[blocks] == IMAGE_ONLY:
             queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
         is_control = matches(f"{name}.{QUERIES[0]}", family.blocks.control_layers)
-        found.append(AttentionCall(queries, keys, query_width(module, family, config), is_control))
+        width = query_width(module, family, config)
+        found.append(AttentionCall(queries, keys, width, key_width(module) or width, is_control))
     return found
 
 
@@ -173,3 +176,9 @@ def query_width(module: nn.Module, family, config: Mapping) -> int:
     if layer is not None:
         return layer.out_features
     return family.blocks.heads(config) * family.blocks.head_size(config)
+
+
+def key_width(module: nn.Module) -> int:
+    """Return the features of the keys of all heads of an attention module, fewer than those of queries where
+    these are grouped; 0 where no layer makes keys alone."""
+    return next((getattr(module, name).out_features for name in KEYS if hasattr(module, name)), 0)

@@ -10,25 +10,24 @@ from torch.utils.hooks import RemovableHandle
 
 from ..models.blocks import Blocks
 from .sequence import Span
-from .wire import unpack
 
 
 @dataclass
 class EarlyValues:
     """Values on their way to the ranks of their heads.
 
-    wait: returns them, (1, B, own heads, all tokens, D), in the type in which they travel. dtype: of the
-    values themselves. whole: the values once they have come.
+    wait: returns them alone, (B, own heads, all tokens, D) in a type. dtype: their own. whole: the values
+    once they have come.
     """
 
-    wait: Callable[[], Tensor]
+    wait: Callable[[torch.dtype], list[Tensor]]
     dtype: torch.dtype
     whole: Tensor | None = None
 
     def of_heads(self, chunk: int, chunks: int) -> Tensor:
         """Return those of ``chunk`` of ``chunks`` of this rank's heads."""
         if self.whole is None:
-            self.whole = unpack(self.wait(), self.dtype)[0]
+            (self.whole,) = self.wait(self.dtype)
         heads = Span(0, self.whole.shape[1]).shard(chunk, chunks)
         return self.whole[:, heads.indices]
 

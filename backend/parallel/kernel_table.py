@@ -87,7 +87,7 @@ def _run_in_words(first: Capability, last: Capability) -> str:
 
 
 # ------------------------------------------------------------------ calls
-def _whole_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def whole_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat grouped keys and values, for kernels that take as many heads as queries have."""
     groups = q.shape[1] // k.shape[1]
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
@@ -104,12 +104,12 @@ def _flash(q, k, v, scale, lse):
 
 def flash_of_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor]:
     """Call torch's flash operator: FlashAttention 2, or what ``activated`` put in its place."""
-    k, v = _whole_heads(q, k, v)
+    k, v = whole_heads(q, k, v)
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=scale)[:2]
 
 
 def _cudnn(q, k, v, scale, lse):
-    k, v = _whole_heads(q, k, v)
+    k, v = whole_heads(q, k, v)
     operator = aten._scaled_dot_product_cudnn_attention
     return operator(q, k, v, None, lse, 0.0, False, False, scale=scale)[0], None
 
@@ -128,7 +128,7 @@ def _sage3(q, k, v, scale, lse):
     usual = q.shape[-1] ** -0.5  # the only scale that it knows
     if scale != usual:
         q = q * (scale / usual)
-    k, v = _whole_heads(q, k, v)
+    k, v = whole_heads(q, k, v)
     # it takes the mean off the keys in place, and they may be a K/V buffer's
     return sageattn3_blackwell(q, k.clone(), v, is_causal=False), None
 

@@ -6,7 +6,7 @@ Token counts and heads may be uneven. The ring's merge by log-sum-exp is yunchan
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -26,30 +26,39 @@ TILE = 128
 TILES_OF_A_CHUNK = 128
 
 
-def head_chunks(heads: int, batch: int, tokens: int, axis: Axis) -> int:
-    """Return in how many chunks (1 or 2) heads are exchanged: attention over one hides the all-to-all of the
-    other.
+def head_chunks(heads: int, batch: int, tokens: int, axis: Axis, groups: int = 0) -> int:
+    """Return in how many chunks (1 or 2) heads are exchanged, ``groups`` of them whole (by default each):
+    attention over one hides the all-to-all of the other.
 
     All ranks must find the same, so no property of a GPU counts.
     """
-    least = min(shard_sizes(heads, axis.size, axis.shares)) // 2
+    groups = groups or heads
+    least = min(shard_sizes(groups, axis.size, axis.shares)) // 2 * (heads // groups)
     return 2 if least * batch * -(-tokens // TILE) >= TILES_OF_A_CHUNK and least else 1
 
 
 def scatter_heads(
-    tensors: Sequence[Tensor], lengths: list[int], axis: Axis, chunk: int = 0, chunks: int = 1
-) -> Callable[[], Tensor]:
+    tensors: Sequence[Tensor],
+    lengths: list[int],
+    axis: Axis,
+    chunk: int = 0,
+    chunks: int = 1,
+    groups: int = 0,
+) -> Callable[[torch.dtype], list[Tensor]]:
     """Begin to turn token shards into head shards by one packed all-to-all: several (B, H, own tokens, D) ->
-    (kinds, B, own heads, all tokens, D), which the returned function waits for. ``lengths``: tokens of each
-    Ulysses rank. ``chunk`` of ``chunks``: of each rank's heads.
+    (B, own heads, all tokens, D) in a type, which the returned function waits for. ``lengths``: tokens of
+    each Ulysses rank. ``chunk`` of ``chunks``: of each rank's heads. ``groups`` of heads stay whole, those of
+    keys and values where queries have more; by default each head is one.
 
     Tokens are the slowest on the wire, so what comes from all ranks is in order, and is not copied again.
     """
     batch, heads, tokens, size = tensors[0].shape
-    kinds = len(tensors)
-    shards = shard_sizes(heads, axis.size, axis.shares)
+    groups = groups or heads
+    widths = [tensor.shape[1] // groups for tensor in tensors]  # heads of a group
+    ends = [*accumulate(widths)]
+    shards = shard_sizes(groups, axis.size, axis.shares)
     counts = [len(Span(0, shard).shard(chunk, chunks)) for shard in shards]
-    row = kinds * batch * size  # numbers of a token and head
+    row = ends[-1] * batch * size  # numbers of a token and group
     sent = [tokens * count * row for count in counts]
     flat = tensors[0].new_empty(sum(sent))
     last = 0
@@ -59,24 +68,28 @@ def scatter_heads(
         last = first + shard * ranks
         chosen = Span(0, shard).shard(chunk, chunks)
         end = filled + tokens * len(chosen) * ranks * row
-        buffer = flat[filled:end].view(ranks, tokens, kinds, batch, len(chosen), size)
+        buffer = flat[filled:end].view(ranks, tokens, ends[-1], batch * len(chosen) * size)
         filled = end
-        for kind, tensor in enumerate(tensors):
-            cut = tensor[:, first:last].unflatten(1, (-1, shard))[:, :, chosen.indices]
-            buffer[:, :, kind] = cut.permute(1, 3, 0, 2, 4)
+        for tensor, width, stop in zip(tensors, widths, ends):
+            of_ranks = tensor[:, first * width : last * width].unflatten(1, (ranks, shard * width))
+            cut = of_ranks[:, :, chosen.lo * width : chosen.hi * width]
+            part = buffer[:, :, stop - width : stop]
+            part.view(ranks, tokens, batch, len(chosen) * width, size).copy_(cut.permute(1, 3, 0, 2, 4))
     own = counts[axis.rank]
     under_way = begin_all_to_all(flat, sent, [length * own * row for length in lengths], axis, "ulysses")
 
-    def wait() -> Tensor:
-        received = under_way.wait().view(sum(lengths), kinds, batch, own, size)
-        return received.permute(1, 2, 3, 0, 4)
+    def wait(dtype: torch.dtype) -> list[Tensor]:
+        received = under_way.wait().view(sum(lengths), ends[-1] * batch * own, size)
+        kinds = unpack(received, dtype).split([width * batch * own for width in widths], dim=1)
+        by_head = (kind.unflatten(1, (batch, own * width)) for kind, width in zip(kinds, widths))
+        return [kind.permute(1, 2, 0, 3) for kind in by_head]
 
     return wait
 
 
 def _runs(shards: list[int]) -> list[tuple[int, int]]:
-    """Return (heads, how many) of consecutive Ulysses ranks that have equally many heads. Those without any
-    are left out."""
+    """Return (groups, how many) of consecutive Ulysses ranks that have equally many groups of heads. Those
+    without any are left out."""
     return [(shard, len(list(ranks))) for shard, ranks in groupby(filter(None, shards))]
 
 
@@ -84,13 +97,14 @@ def _runs(shards: list[int]) -> list[tuple[int, int]]:
 class GatheredHeads:
     """Undoes scatter_heads: (B, own heads, all tokens, D) of every chunk -> (B, H, own tokens, D).
 
-    heads: of all ranks. lengths: tokens of each Ulysses rank.
+    heads: of all ranks. lengths: tokens of each Ulysses rank. groups: as in scatter_heads.
     """
 
     heads: int
     lengths: list[int]
     axis: Axis
     chunks: int = 1
+    groups: int = 0
     under_way: list[AllToAll] = field(default_factory=list)
 
     def send(self, out: Tensor):
@@ -119,8 +133,9 @@ class GatheredHeads:
     def _counts(self, chunk: int | None = None) -> list[int]:
         """Return how many heads each rank has in a chunk, by default in that which is sent next."""
         chunk = len(self.under_way) if chunk is None else chunk
-        shards = shard_sizes(self.heads, self.axis.size, self.axis.shares)
-        return [len(Span(0, heads).shard(chunk, self.chunks)) for heads in shards]
+        groups = self.groups or self.heads
+        shards = shard_sizes(groups, self.axis.size, self.axis.shares)
+        return [len(Span(0, shard).shard(chunk, self.chunks)) * self.heads // groups for shard in shards]
 
 
 def ring_attend(

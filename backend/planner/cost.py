@@ -214,7 +214,8 @@ class Cost:
         return head_bytes(self.shape.head_size, self.shape.itemsize, self.plan.wire) / full
 
     def _keys(self, blocks: tuple[BlockShape, ...]) -> int:
-        return sum(block.sent(self.shape.width)[1] for block in blocks)
+        repeats = self.shape.kv_repeats(self.plan)
+        return repeats * sum(block.sent(self.shape.width)[1] for block in blocks)
 
     def _queries(self, blocks: tuple[BlockShape, ...]) -> int:
         return sum(block.sent(self.shape.width)[0] for block in blocks)

@@ -122,6 +122,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, sha
     own = _own_blocks(shape, plan, share)
     width = shape.heads * shape.head_size
     keys = sum(block.sent(width)[1] for block in shape.blocks[own.start : own.stop])
+    keys *= shape.kv_repeats(plan)
     token = 2 * heads * keys // shape.heads * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
     return buffers * prompts * share.samples * token * tokens

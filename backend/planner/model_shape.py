@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import ParallelConfig
 from ..parallel import stage_split
+from ..parallel.wire_bytes import kv_heads_sent
 
 #: Features of queries and keys where attention sends none, as linear attention.
 NONE = -1
@@ -113,7 +114,8 @@ class ModelShape:
     weights stay as the file stores them, with LoRAs next to them. sharding_needs: what the ranks' torch lacks
     to shard these weights, or empty. rings: whether ranks have ring attention. head_groups: of heads that
     tensor parallelism leaves together, where keys and values have fewer than queries. static_text: keys and
-    values of the text are kept through a request."""
+    values of the text are kept through a request. kv_heads: of keys and values; 0 for as many as queries
+    have."""
 
     name: str
     family: str
@@ -135,6 +137,7 @@ class ModelShape:
     rings: bool = True
     head_groups: int = 0
     static_text: bool = False
+    kv_heads: int = 0
 
     def __hash__(self) -> int:
         return self._hash
@@ -148,6 +151,14 @@ class ModelShape:
     def sequence(self, image: int, text: int) -> int:
         """Count the tokens of self-attention."""
         return image + text if self.joint else image
+
+    def kv_repeats(self, plan: ParallelConfig) -> int:
+        """Return how often Ulysses sends each head of keys and values, so that no two ranks share groups."""
+        if not self.kv_heads:
+            return 1
+        own = max(1, self.kv_heads // plan.tensor_parallel_degree)
+        heads = own * self.heads // self.kv_heads
+        return kv_heads_sent(heads, own, plan.ulysses_degree, plan.shares_of("ulysses")) // own
 
     @property
     def weights(self) -> int:

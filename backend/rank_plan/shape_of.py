@@ -71,6 +71,7 @@ class _Measured:
             rings=ring_unavailable() is None,
             head_groups=self._one_rank.head_groups if self._cuts else 0,
             static_text=family.cache.static_text,
+            kv_heads=self._kv_heads,
         )
 
     def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:
@@ -235,6 +236,19 @@ class _Measured:
         """Return the features of the attention calls of a block whose ``side`` is of image tokens; NONE
         without any."""
         latents = latents_of(self.checkpoint.family, 1)
-        calls = self._one_rank.exchanged(range(index, index + 1))
-        found = sum(n * call.width for call, n in calls.items() if latents.get(getattr(call, side), 1))
+        found = 0
+        for call, count in self._one_rank.exchanged(range(index, index + 1)).items():
+            if latents.get(getattr(call, side), 1):
+                found += count * (call.width if side == "queries" else call.kv_width)
         return found or NONE
+
+    @cached_property
+    def _kv_heads(self) -> int:
+        """Return the heads of keys and values; 0 where those of queries are as many."""
+        grouped = [
+            call.kv_width // self._one_rank.call_head_size(call)
+            for calls in self.checkpoint.attention_calls
+            for call in calls
+            if call.kv_width < call.width and not call.is_local
+        ]
+        return min(grouped, default=0)

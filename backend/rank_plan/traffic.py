@@ -68,6 +68,8 @@ def _call(
     r = work.config.ring_degree
     heads = work.heads(place)
     others = work.all_heads(place) - heads
+    kv_heads = work.kv_heads(place, call)
+    other_kv = work.all_kv_heads(place, call) - kv_heads
 
     def groups(lengths: list[int]) -> list[int]:
         return [sum(lengths[i * u : (i + 1) * u]) for i in range(r)]
@@ -75,12 +77,13 @@ def _call(
     queries = now.lengths(call.queries)
     keys = now.lengths(call.keys)
     own = queries[now.sp_rank]
-    ulysses = others * (own + 2 * keys[now.sp_rank]) + heads * (groups(queries)[place["ring"]] - own)
+    ulysses = others * own + 2 * other_kv * keys[now.sp_rank]
+    ulysses += heads * (groups(queries)[place["ring"]] - own)
     travelling = groups(patch.lengths(call.keys))
     passed = sum(travelling[(place["ring"] - hop) % r] for hop in range(r - 1))
     if work.config.has_stale_kv:
         passed = groups(keys)[place["ring"]] * (r - 1)
-    return ulysses, 2 * heads * passed
+    return ulysses, 2 * kv_heads * passed
 
 
 def _mixing(work: Workload, place: Place, blocks: int, patch: TokenShards) -> Counter[str]:

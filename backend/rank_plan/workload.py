@@ -16,6 +16,7 @@ from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
+from ..parallel.wire_bytes import kv_heads_sent
 from ..quantization.kernels import MatmulChoice
 from ..shares import grid_shares, shard_edges, shard_sizes
 from .weights import (
@@ -91,7 +92,10 @@ class Workload:
 
     def all_heads(self, place: Place) -> int:
         """Count the attention heads of the rank at ``place`` before Ulysses divides them."""
-        heads = self.family.blocks.heads(self.checkpoint.config)
+        return self._of_tensor_rank(self.family.blocks.heads(self.checkpoint.config), place)
+
+    def _of_tensor_rank(self, heads: int, place: Place) -> int:
+        """Count the ``heads`` that tensor parallelism leaves on the rank at ``place``."""
         tp = self.config.tensor_parallel_degree
         if tp == 1 or self.config.split_scheme != "megatron":
             return heads
@@ -109,6 +113,18 @@ class Workload:
         """Count the attention heads of the rank at ``place``."""
         uneven = self.config.shares_of("ulysses")
         return shard_sizes(self.all_heads(place), self.config.ulysses_degree, uneven)[place["ulysses"]]
+
+    def all_kv_heads(self, place: Place, call: AttentionCall) -> int:
+        """Count the heads of keys and values that go through Ulysses from the rank at ``place``."""
+        own = self._of_tensor_rank(call.kv_width // self.call_head_size(call), place)
+        uneven = self.config.shares_of("ulysses")
+        return kv_heads_sent(self.all_heads(place), own, self.config.ulysses_degree, uneven)
+
+    def kv_heads(self, place: Place, call: AttentionCall) -> int:
+        """Count the heads of keys and values of the rank at ``place`` in an attention call."""
+        every = self.all_kv_heads(place, call)
+        u = self.config.ulysses_degree
+        return shard_sizes(every, u, self.config.shares_of("ulysses"))[place["ulysses"]]
 
     @property
     def width(self) -> int:
@@ -219,25 +235,27 @@ class Workload:
 
     def kv_bytes(self, place: Place, blocks: range, patches: list[TokenShards]) -> int:
         """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
-        samples = self.batch * self.prompts_per_rank
-        head = 2 * self.heads(place) * self.dtype.itemsize
+        number = 2 * self.batch * self.prompts_per_rank * self.dtype.itemsize
         if not self.config.has_stale_kv:
             u = self.config.ulysses_degree
             lengths = patches[0].lengths("text")
             cached = sum(lengths[place["ring"] * u : (place["ring"] + 1) * u])
-            token = len(blocks) * head * self.head_size
-            return samples * token * cached if self.family.cache.static_text else 0
+            token = len(blocks) * self.heads(place) * self.head_size
+            return number * token * cached if self.family.cache.static_text else 0
         sequence = patches[0].sequence
         buffers = 2 if self.config.stale_kv == "extrapolate" else 1
         if self.is_linear:
             states = self.config.patches * self.state_bytes(place)
             tokens = sequence.image * self.width * self.dtype.itemsize
-            return buffers * samples * len(blocks) * (states + tokens)
+            return buffers * self.batch * self.prompts_per_rank * len(blocks) * (states + tokens)
         calls = self.exchanged(blocks).items()
-        tokens = sum(n * self.call_head_size(call) * sequence.length_of(call.keys) for call, n in calls)
+        features = sum(
+            n * self.kv_heads(place, call) * self.call_head_size(call) * sequence.length_of(call.keys)
+            for call, n in calls
+        )
         if self.family.cache.static_text:  # text attends among itself in the first steps
-            tokens += len(blocks) * self.head_size * sequence.text
-        return buffers * samples * head * tokens
+            features += len(blocks) * self.heads(place) * self.head_size * sequence.text
+        return buffers * number * features
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""

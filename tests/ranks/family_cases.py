@@ -68,6 +68,9 @@ CONFIGURATIONS = {
         dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
     ],
 }
+#: Of families whose keys and values have fewer heads than queries, one for each rank of Ulysses.
+GROUPED = ("krea2", "lumina2")
+OF_GROUPED = {2: [], 4: [dict(ulysses_degree=2, ring_degree=2)]}
 #: Those of a variant, on four ranks also of a family, whose blocks and attention are like another case's:
 #: what conditions it is cut, or is not. Under CFG it is called, and does not sample. Rings cut what Ulysses
 #: cuts.
@@ -264,6 +267,8 @@ def runs() -> list[Run]:
         schemes = [dict(tensor_parallel_degree=ranks, split_scheme=scheme) for scheme in SCHEMES[ranks]]
         for case in cases:
             configs = OF_VARIANTS[ranks] if is_variant(ranks, case) else CONFIGURATIONS[ranks]
+            if case in GROUPED:
+                configs = [*configs, *OF_GROUPED[ranks]]
             if ranks == 2 and is_variant(ranks, case) and case in CUT_BY_HEADS:
                 configs = [*configs, dict(tensor_parallel_degree=2)]
             every = [Run(ranks, case, tuple(d.items())) for d in [*configs, *schemes]]

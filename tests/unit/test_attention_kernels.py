@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from moved_bytes import MovedBytes
 
 from backend.parallel import attention_kernels as kernels
 from backend.parallel import kernel_table as table
@@ -21,6 +22,50 @@ REFUSED = {
     "begins": torch.randn(2, 1, 3, 24)[..., 4:12],
     "transposed": torch.randn(2, 1, 8, 8).transpose(2, 3),
 }
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_grouped_keys_are_not_copied_on_a_cpu(is_masked):
+    """With the bits of repeated ones, with and without the log-sum-exp."""
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(2, 8, 33, 16), torch.randn(2, 2, 2, 33, 16)
+    mask = torch.randn(2, 1, 33, 33) if is_masked else None
+    whole = table.whole_heads(q, k, v)
+    assert kernels.attend("auto", q, k, v, mask).equal(kernels.attend("auto", q, *whole, mask))
+    want = attend_lse("auto", q, *whole, mask)
+    with MovedBytes() as moved:
+        found = attend_lse("auto", q, k, v, mask)
+    assert all(map(torch.equal, found, want))
+    with MovedBytes() as repeated:
+        attend_lse("auto", q, *table.whole_heads(q, k, v), mask)
+    assert moved.bytes < repeated.bytes
+
+
+@pytest.mark.parametrize(
+    "dtype, is_masked, capability, groups",
+    [
+        (torch.bfloat16, False, (8, 0), True),
+        (torch.bfloat16, True, (8, 0), False),
+        (torch.float32, False, (8, 0), False),
+        (torch.float16, False, (7, 5), False),
+    ],
+)
+def test_a_gpu_gets_groups_where_its_kernel_takes_them(monkeypatch, dtype, is_masked, capability, groups):
+    """Elsewhere torch would make a matrix of all pairs of tokens; a stand-in for the GPU."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    kernels.has_flash.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    given = []
+    monkeypatch.setattr(kernels, "SDPA", lambda q, k, *_, enable_gqa, **__: given.append((k, enable_gqa)))
+    q, k = (torch.ones(1, heads, 4, 8, dtype=dtype).as_subclass(OnGpu) for heads in (6, 2))
+    kernels.attend("auto", q, k, k, torch.zeros(1, 1, 4, 4) if is_masked else None)
+    kernels.has_flash.cache_clear()
+    ((key, enable_gqa),) = given
+    assert enable_gqa == groups and key.shape[1] == (2 if groups else 6)
 
 
 @pytest.mark.parametrize("name", REFUSED)

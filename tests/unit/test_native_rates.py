@@ -62,10 +62,10 @@ def test_seconds_of_products_are_those_of_their_rate(krea):
 
 
 def test_links_weigh_more_beside_faster_products(krea):
-    """Over PCIe a ring of two gains less."""
+    """Over PCIe a ring of two gains less, here one that is slow beside Krea 2's few keys and values."""
 
     def gain(rate: float) -> float:
-        machine = replace(RTX4090, memory=(24 * GB,) * 2, native_rates={INT8: rate})
+        machine = replace(RTX4090, p2p=RTX4090.p2p / 4, memory=(24 * GB,) * 2, native_rates={INT8: rate})
         question = Question(krea, REQUEST, machine, 2)
         one, two = (question.option(ParallelConfig(ring_degree=ranks)).seconds for ranks in (1, 2))
         assert choose(question).option.seconds <= two

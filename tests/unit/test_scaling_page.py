@@ -123,6 +123,41 @@ def test_every_family_has_a_dry_run():
     assert set(RUNS) == {"/".join(map(str, which)) for which in every}
 
 
+@pytest.mark.parametrize("method, ranks", [("ulysses", 4), ("ulysses", 8), ("ring", 4), ("pipefusion", 2)])
+@pytest.mark.parametrize("family, heads, kv_heads", [("krea2", 48, 12), ("lumina2", 24, 8)])
+def test_grouped_keys_and_values_travel_and_wait_as_they_are(family, heads, kv_heads, method, ranks):
+    """Bytes of released models for one prompt, as the code sends and holds them, and as planned."""
+    name = f"{family}/{method}/{ranks}/{ranks - 1}"
+    counted = dry_run.counted(family, method, ranks, ranks - 1)
+    assert not isinstance(counted, str)
+    found = Compared(name, counted)
+    plan = found.plan
+    for mechanism, size in counted["sent"].items():
+        assert SENT[0] * found.sent[mechanism] <= size <= SENT[1] * found.sent[mechanism], mechanism
+    assert counted["kv"] == plan.kv_bytes
+    shape = model(family).shape
+    assert shape.kv_heads == kv_heads and shape.heads == heads
+    request = replace(model(family).request, prompts=1)
+    planned = held_by_rank(shape, config_of(method, ranks), request)[ranks - 1]
+    assert planned.keys == pytest.approx(counted["kv"], rel=0.01)
+    whole = replace(
+        shape, kv_heads=0, blocks=tuple(replace(each, keys=each.queries) for each in shape.blocks)
+    )
+    before = held_by_rank(whole, config_of(method, ranks), request)[ranks - 1].keys
+    if method == "pipefusion":
+        assert before == heads / kv_heads * planned.keys
+    tokens = 2 * len(shape.blocks) * sum(map(sum, plan.patches))
+    key = 2 * shape.head_size * kv_heads
+    if method == "ring":
+        assert counted["sent"]["ring"] == pytest.approx(tokens * key * (ranks - 1), rel=0.02)
+    if method == "ulysses":
+        repeats = shape.kv_repeats(config_of(method, ranks))
+        assert repeats == (2 if (family, ranks) == ("krea2", 8) else 1)
+        queries = key * heads // kv_heads
+        wanted = tokens * (queries + repeats * key) * (ranks - 1) / ranks
+        assert counted["sent"]["ulysses"] == pytest.approx(wanted, rel=0.02)
+
+
 @pytest.mark.parametrize("which", [("sana", "pipefusion", 16, 15), ("flux-dev", "ulysses", 2, 1)], ids=str)
 def test_a_dry_run_is_as_stored(which):
     assert dry_run.counted(*which) == RUNS["/".join(map(str, which))]

@@ -9,6 +9,8 @@ from backend.parallel import ulysses_ring
 from backend.parallel.comm import AllToAll
 from backend.parallel.mesh import Axis
 from backend.parallel.sequence import Span
+from backend.parallel.wire import pack, unpack
+from backend.parallel.wire_bytes import FP8, FULL, kv_heads_sent
 from backend.shares import shard_sizes
 
 SIZE = 8
@@ -57,6 +59,8 @@ CASES = [
     (10, [7, 3], (70, 30)),
     (10, [8, 6, 4, 2], (40, 30, 20, 10)),
 ]
+#: With groups of heads.
+BY_GROUPS = [(24, [5, 4], (), 6), (48, [3] * 4, (), 12)]
 
 
 @pytest.mark.parametrize("heads, lengths, shares", CASES)
@@ -73,7 +77,7 @@ def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, chunk, chunks,
     def scatter(axis):
         return ulysses_ring.scatter_heads(
             [shard[axis.rank] for shard in shards], lengths, axis, chunk, chunks
-        )()
+        )(torch.float32)
 
     received = wires.run(scatter, ranks)
     of_heads = shard_sizes(heads, ranks, shares)
@@ -82,25 +86,78 @@ def test_tokens_go_to_heads(heads, lengths, shares, batch, kinds, chunk, chunks,
         for rank, own in enumerate(tensor.split(of_heads, dim=1)):
             chosen = Span(0, own.shape[1]).shard(chunk, chunks)
             assert received[rank][kind].equal(own[:, chosen.indices])
-            assert received[rank].stride(-1) == 1  # as the kernels want it
+            assert received[rank][kind].stride(-1) == 1  # as the kernels want it
 
 
-@pytest.mark.parametrize("heads, lengths, shares", CASES)
+@pytest.mark.parametrize(
+    "heads, kv_heads, ranks, shares, sent",
+    [
+        (48, 12, 1, (), 12),
+        (48, 12, 4, (), 12),
+        (48, 12, 8, (), 24),  # Krea 2: two ranks for three groups
+        (48, 12, 16, (), 48),
+        (24, 8, 8, (), 8),
+        (24, 8, 3, (), 24),
+        (24, 24, 5, (), 24),
+        (48, 12, 2, (70, 30), 48),
+    ],
+)
+def test_keys_and_values_are_repeated_no_more_than_ranks_need(heads, kv_heads, ranks, shares, sent):
+    assert kv_heads_sent(heads, kv_heads, ranks, shares) == sent
+
+
+#: Heads of queries, of keys and values, tokens of each rank.
+GROUPED = [(8, 2, [5, 3]), (12, 6, [4, 4]), (24, 3, [2, 0, 3]), (24, 12, [3] * 4)]
+
+
+@pytest.mark.parametrize("heads, kv_heads, lengths", GROUPED)
+@pytest.mark.parametrize("wire", [FULL, FP8])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_groups_travel_whole(heads, kv_heads, lengths, wire, chunks, monkeypatch):
+    """Queries with their keys and values in one message, in order, and what comes of them back; a chunk has
+    whole groups."""
+    wires, ranks = Wires(monkeypatch, ()), len(lengths)
+    whole = [torch.randn(2, count, sum(lengths), SIZE) for count in (heads, kv_heads, kv_heads)]
+    exact = [unpack(pack(each, wire), each.dtype) for each in whole]
+    found = [[] for _ in lengths]
+    for chunk in range(chunks):
+
+        def scatter(axis, chunk=chunk):
+            own = [pack(each.split(lengths, dim=2)[axis.rank], wire) for each in whole]
+            return ulysses_ring.scatter_heads(own, lengths, axis, chunk, chunks, kv_heads)(torch.float32)
+
+        for rank, (q, *kv) in enumerate(wires.run(scatter, ranks)):
+            assert q.shape[1] * kv_heads == kv[0].shape[1] * heads and q.shape[-1] == SIZE
+            found[rank].append((q, *kv))
+    for kind, wanted in enumerate(exact):
+        by_rank = wanted.chunk(ranks, dim=1)
+        for own, parts in zip(by_rank, found, strict=True):
+            assert torch.cat([part[kind] for part in parts], dim=1).equal(own)
+
+
+@pytest.mark.parametrize("heads, groups, ranks, chunks", [(48, 12, 4, 2), (24, 8, 8, 1), (48, 24, 8, 2)])
+def test_halves_have_whole_groups(heads, groups, ranks, chunks):
+    axis = Axis(None, 0, ranks, tuple(range(ranks)))
+    assert ulysses_ring.head_chunks(heads, 1, 75600, axis, groups) == chunks
+
+
+@pytest.mark.parametrize("heads, lengths, shares, groups", [(*case, 0) for case in CASES] + BY_GROUPS)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_heads_go_back_to_tokens(heads, lengths, shares, batch, chunks, monkeypatch):
+def test_heads_go_back_to_tokens(heads, lengths, shares, groups, batch, chunks, monkeypatch):
     """The same, back; chunks that are sent one after the other end in one tensor."""
     ranks = len(lengths)
     whole = torch.randn(batch, heads, sum(lengths), SIZE)
     axes = [Axis(None, rank, ranks, tuple(range(ranks)), shares) for rank in range(ranks)]
     of_heads = whole.split(shard_sizes(heads, ranks, shares), dim=1)
-    all_going = [ulysses_ring.GatheredHeads(heads, lengths, axis, chunks) for axis in axes]
+    all_going = [ulysses_ring.GatheredHeads(heads, lengths, axis, chunks, groups) for axis in axes]
     for chunk in range(chunks):
         sent = {}
         wires = Wires(monkeypatch, shares)
         for going, own in zip(all_going, of_heads):
-            chosen = Span(0, own.shape[1]).shard(chunk, chunks)
-            sent[going.axis.rank] = own[:, chosen.indices]
+            of_group = heads // groups if groups else 1
+            chosen = Span(0, own.shape[1] // of_group).shard(chunk, chunks)
+            sent[going.axis.rank] = own[:, chosen.lo * of_group : chosen.hi * of_group]
 
         def send(axis, going=all_going, sent=sent, chunk=chunk):
             del going[axis.rank].under_way[chunk:]  # of the first pass
