@@ -131,9 +131,19 @@ class Norm(theirs.Krea2RMSNorm):
     stored without the 1, and in bf16 the sum would keep 8 bits."""
 
     def forward(self, hidden_states):
-        x = hidden_states.float()
-        weight = self.weight.float() + 1.0
-        return rms_norm(x, (self.dim,), weight, self.eps).to(hidden_states.dtype)
+        return self.wide(hidden_states).to(hidden_states.dtype)
+
+    def wide(self, x):
+        """Return the norm of x in float32."""
+        return rms_norm(x.float(), (self.dim,), self.multiplier(), self.eps)
+
+    def multiplier(self):
+        """Return what it multiplies by, in float32."""
+        return self.weight.float() + 1.0
+
+    def plain(self, x):
+        """Return the norm of x without its multiplier, in one pass."""
+        return rms_norm(x, (self.dim,), None, self.eps)
 
 
 class Rotary(theirs.Krea2RotaryPosEmbed):
@@ -146,20 +156,38 @@ class Rotary(theirs.Krea2RotaryPosEmbed):
 class Block(theirs.Krea2TransformerBlock):
     """diffusers' block, whose tokens of references may have a modulation of their own: ``temb`` of (2B, 1,
     6 x width) has theirs after the others'. comfy/ldm/krea2/model.py (SingleStreamBlock) cuts at an index,
-    which a rank's own tokens do not have."""
+    which a rank's own tokens do not have. Passes over activations are fewer than diffusers': a norm's
+    multiplier and the modulation are one, made in float32."""
+
+    norm1: Norm
+    norm2: Norm
 
     def forward(self, hidden_states, temb, image_rotary_emb, attention_mask=None):
         tables = image_rotary_emb[:2]
         of_references = image_rotary_emb[-1]
-        if temb.shape[0] != 2 * hidden_states.shape[0]:
+        has_both = temb.shape[0] == 2 * hidden_states.shape[0]
+        if torch.compiler.is_compiling() and not has_both:
             return super().forward(hidden_states, temb, tables, attention_mask)
-        modulation = temb.squeeze(1).unflatten(-1, (6, -1)) + self.scale_shift_table
-        part = references.of_tokens(modulation, of_references)
-        x = (1.0 + part(0)) * self.norm1(hidden_states) + part(1)
+        modulation = self._modulation(temb).to(hidden_states.dtype)
+
+        def of_samples(index):
+            return modulation[:, index, None]
+
+        part = references.of_tokens(modulation, of_references) if has_both else of_samples
+        x = torch.addcmul(part(1), self.norm1.plain(hidden_states), part(0))
         x = self.attn(x, attention_mask=attention_mask, image_rotary_emb=tables)
-        hidden_states = hidden_states + part(2) * x
-        x = self.ff((1.0 + part(3)) * self.norm2(hidden_states) + part(4))
-        return hidden_states + part(5) * x
+        hidden_states = torch.addcmul(hidden_states, x, part(2))
+        x = self.ff(torch.addcmul(part(4), self.norm2.plain(hidden_states), part(3)))
+        return torch.addcmul(hidden_states, x, part(5))
+
+    def _modulation(self, temb):
+        """Return multiplier, shift and gate of attention, then of the MLP, (B or 2B, 6, width) in float32.
+        The norms' own multipliers are in them."""
+        found = (temb.squeeze(1).unflatten(-1, (6, -1)) + self.scale_shift_table).float()
+        scale, shift, gate, ff_scale, ff_shift, ff_gate = found.unbind(1)
+        scale = (1.0 + scale) * self.norm1.multiplier()
+        ff_scale = (1.0 + ff_scale) * self.norm2.multiplier()
+        return torch.stack([scale, shift, gate, ff_scale, ff_shift, ff_gate], dim=1)
 
 
 class FinalLayer(theirs.Krea2FinalLayer):
@@ -178,6 +206,15 @@ REPLACED = {
 }
 
 
+def normed_and_turned(norm, x, tables):
+    """Norm x (B, S, H, D) and turn it by its positions, where there are any; both in one float32 copy."""
+    if tables is None:
+        return norm(x)
+    if torch.compiler.is_compiling():
+        return apply_rotary_emb(norm(x), tables, sequence_dim=1)
+    return apply_rotary_emb(norm.wide(x), tables, sequence_dim=1).to(x.dtype)
+
+
 class Processor(theirs.Krea2AttnProcessor):
     """diffusers' processor with keys and values as they are: repeated to the heads of queries they would
     travel, and wait in buffers, four times as large."""
@@ -187,11 +224,8 @@ class Processor(theirs.Krea2AttnProcessor):
         key = attn.to_k(hidden_states).unflatten(-1, (attn.num_kv_heads, attn.head_dim))
         value = attn.to_v(hidden_states).unflatten(-1, (attn.num_kv_heads, attn.head_dim))
         gate = attn.to_gate(hidden_states)
-        query = attn.norm_q(query)
-        key = attn.norm_k(key)
-        if image_rotary_emb is not None:
-            query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
-            key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
+        query = normed_and_turned(attn.norm_q, query, image_rotary_emb)
+        key = normed_and_turned(attn.norm_k, key, image_rotary_emb)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         is_grouped = attn.num_kv_heads != attn.num_heads
         out = F.scaled_dot_product_attention(query, key, value, attention_mask, enable_gqa=is_grouped)
