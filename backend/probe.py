@@ -11,7 +11,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -142,14 +141,13 @@ class Probe:
         ranks = self.control.all_gather_object(list(own.values()))
         return dict(zip(own, zip(*ranks)))
 
-    def native(self) -> dict[str, float]:
-        """Return how many times as fast as those of this type native products of each format are, on the
-        slowest rank; without those that any rank has none of, or that fail. After everything else: a kernel
-        that fails may take the device with it, or the process."""
+    def natives(self) -> list[dict[str, float]]:
+        """Return of each rank how many times as fast as those of its type native products of each format are;
+        without those that it has none of, or that fail. After everything else: a kernel that fails may take
+        the device with it, or the process."""
         products = native_formats(self.dtype, self.device, capability_of(self.device))
         own = {kind: rate for kind, name in products if (rate := self._native_rate(kind, name))}
-        ranks = self.control.all_gather_object(own)
-        return {kind: min(of[kind] for of in ranks) for kind in own if all(kind in of for of in ranks)}
+        return self.control.all_gather_object(own)
 
     def _native_rate(self, kind: str, name: str) -> float:
         """Return this rank's rate for the slowest of a format's kinds; 0 where there is none, or it fails."""
@@ -333,7 +331,7 @@ def main():
         if probe.mesh.rank == 0:
             write(machine, Path(options.out))
         probe.control.all_gather_object(None)  # it is written, whatever becomes of a rank
-        machine = replace(machine, native_rates=probe.native())
+        machine = machine.with_natives(probe.natives())
     if probe.mesh.rank == 0:
         write(machine, Path(options.out))
     probe.control.all_gather_object(None)  # nobody leaves while another one still measures

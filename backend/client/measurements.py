@@ -74,6 +74,29 @@ def model_shape(
     return _shapes.setdefault(found, found)
 
 
+def shapes_of_first(
+    choices: tuple[ModelChoice, ...],
+    device: str,
+    indices: list[int],
+    whole: tuple[ModelShape, ...],
+    check: Check,
+    show: Callable[[str], None],
+) -> tuple[tuple[ModelShape, ...], ...]:
+    """Return the shapes of transformers on the first of the devices ``indices``, on the first two, and so on,
+    of which the least capability decides; ``whole``: those on all. Empty where all are these. Arguments and
+    errors as above."""
+    by_capability = {least_capability(device, indices): whole}
+    found = []
+    for ranks in range(1, len(indices) + 1):
+        first = indices[:ranks]
+        capability = least_capability(device, first)
+        if capability not in by_capability:
+            shapes = (model_shape(each, device, first, check, show) for each in choices)
+            by_capability[capability] = tuple(shapes)
+        found.append(by_capability[capability])
+    return tuple(found) if len(by_capability) > 1 else ()
+
+
 def known(choice: ModelChoice, device: str, indices: list[int]) -> tuple[ModelShape, Machine] | None:
     """Return a model's shape and the rates of these devices where both were measured before."""
     shape = cache_files.read("shape", _shape_key(choice, device, indices), ModelShape.from_dict)

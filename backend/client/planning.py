@@ -256,7 +256,12 @@ def question_of(
     left = _history.left_after(devices, tokens) if device == "cuda" else ()
     swaps = WeightSwaps(host, file, left)
     known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
-    return Question(*known, auto.rank_shares, swaps, may_cache_dequantized()), devices
+    question = Question(*known, auto.rank_shares, swaps, may_cache_dequantized())
+    if machine.differs:
+        models = (model, *others)
+        found = measurements.shapes_of_first(models, device, devices, tuple(shapes), check, show)
+        question = replace(question, shapes=found)
+    return question, devices
 
 
 def projected(config: ParallelConfig, model: ModelChoice, request: EstimateOf) -> float | None:

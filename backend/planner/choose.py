@@ -99,7 +99,9 @@ class Tightest(NamedTuple):
 class Question:
     """What is to run, and where: a model and a request on at most ``gpus`` ranks of a machine. base: what the
     plan keeps besides degrees, patches and sharding. others: models whose weights stay on the same ranks.
-    shares: of each GPU, where the user has set them. swaps: where models wait for others.
+    shapes: of the model and the others as the first GPU computes them, as the first two do, and so on, where
+    GPUs have other types and kernels; empty where all compute alike, and ``shape`` and ``others`` are as all
+    do. shares: of each GPU, where the user has set them. swaps: where models wait for others.
     caches_dequantized: quantized weights may stay dequantized in what is spare."""
 
     shape: ModelShape
@@ -111,9 +113,21 @@ class Question:
     shares: tuple[float, ...] = ()
     swaps: WeightSwaps = WeightSwaps()
     caches_dequantized: bool = True
+    shapes: tuple[tuple[ModelShape, ...], ...] = ()
+
+    def of_first(self, ranks: int) -> "Question":
+        """Return what is asked where the first ``ranks`` run alone."""
+        if not self.shapes:
+            return self
+        shape, *others = self.shapes[ranks - 1]
+        others = tuple(others) if self.others else ()  # unless they wait
+        return replace(self, shape=shape, others=others, machine=self.machine.of_first(ranks), shapes=())
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
+        return self.of_first(plan.world_size)._option(plan)
+
+    def _option(self, plan: ParallelConfig) -> Option:
         rank = self._tightest(plan)
         spare = spare_bytes(rank.room - rank.likely, rank.besides_weights) if self.caches_dequantized else 0
         seconds = Cost(self.shape, plan, self.machine, self.request, spare).total
@@ -162,7 +176,7 @@ class Question:
         found = []
         for ranks in range(1, self.gpus + 1):
             shares = self._shares(ranks)
-            for plan in candidates(self.shape, self.request, ranks, self.base, exact):
+            for plan in candidates(self.of_first(ranks).shape, self.request, ranks, self.base, exact):
                 tried = [self.option(replace(plan, shares=each)) for each in shares]
                 # alike GPUs have other rooms, too: one has ComfyUI and a desktop
                 rooms = self.machine.rooms(ranks)
@@ -177,12 +191,13 @@ class Question:
     def _filling_alike(self, plan: ParallelConfig) -> ParallelConfig:
         """Return the plan with shares by which every GPU is as full as the others: what each holds whatever
         its share fills a small one most."""
+        asked = self.of_first(plan.world_size)
         shares = rooms = [max(1, room) for room in self.machine.rooms(plan.world_size)]
         for _ in range(FILLINGS):
             # in per cents of an even share: a few tokens more leave the weights where they are
             whole = 100 * len(shares) / sum(shares)
             plan = replace(plan, shares=written([round(whole * each) or 1 for each in shares]))
-            sizes = [each.bytes for each in held_by_rank(self.shape, plan, self.request, self.others)]
+            sizes = [each.bytes for each in held_by_rank(asked.shape, plan, self.request, asked.others)]
             if all(size <= room for size, room in zip(sizes, rooms)):
                 break
             shares = [share * room / size for share, room, size in zip(shares, rooms, sizes)]
@@ -193,7 +208,8 @@ class Question:
         one that has left for ComfyUI's models does not leave once more for the next of the ranks'."""
         found = []
         for each in replace(self, others=(), swaps=replace(self.swaps, left_by_comfyui=())).options(exact):
-            models = (self.shape, each.plan, self.request, self.others)
+            asked = self.of_first(each.plan.world_size)
+            models = (asked.shape, each.plan, self.request, asked.others)
             swap, reads = self.swaps.swap(*models, self.machine.host_link)
             found.append(replace(each, seconds=each.seconds + swap, swap_seconds=swap, rereads=reads))
         return found

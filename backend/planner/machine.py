@@ -38,8 +38,9 @@ class Machine:
     of each GPU in order, or of the host. host_link: bytes that each rank reads from page-locked host memory
     while all do. float32: how many times as long products take in it, of models that a GPU has no other type
     for. native_rates: format of a quantized weight -> how many times as fast as by the dequantized weight its
-    native products are. on_host: ranks run on the CPU, share its memory, and hide neither traffic nor kernel
-    starts. links: a sentence on how GPUs reach each other where NCCL's own choice fails; empty elsewhere.
+    native products are, on the slowest rank; natives: those of each rank, in order. on_host: ranks run on the
+    CPU, share its memory, and hide neither traffic nor kernel starts. links: a sentence on how GPUs reach
+    each other where NCCL's own choice fails; empty elsewhere.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Machine:
     host_link: float = HOST_LINK
     float32: float = 1.0
     native_rates: dict[str, float] = field(default_factory=dict)
+    natives: tuple[dict[str, float], ...] = ()
     links: str = ""
 
     @property
@@ -101,9 +103,23 @@ class Machine:
 
     def ordered(self, order: list[int]) -> "Machine":
         """Return the machine with its GPUs in another order."""
-        known = {name: getattr(self, name) for name in ("names", "speeds", "bandwidths", "memory")}
+        each = ("names", "speeds", "bandwidths", "memory", "natives")
+        known = {name: getattr(self, name) for name in each}
         moved = {name: tuple(each[i] for i in order) for name, each in known.items() if len(each) > 1}
         return replace(self, **moved)
+
+    def with_natives(self, natives: Sequence[dict[str, float]]) -> "Machine":
+        """Return the machine with the native rates of each rank. Ranks multiply natively in what all of them
+        can."""
+        kinds = [kind for kind in natives[0] if all(kind in of for of in natives)]
+        slowest = {kind: min(of[kind] for of in natives) for kind in kinds}
+        return replace(self, native_rates=slowest, natives=tuple(natives))
+
+    def of_first(self, ranks: int) -> "Machine":
+        """Return the machine with the native rates of its first ``ranks``."""
+        if not self.natives:
+            return self
+        return replace(self.with_natives(self.natives[:ranks]), natives=self.natives)
 
     def speed(self, ranks: int) -> float:
         """Return how many times the measured rates a rank has while ``ranks`` work."""
@@ -141,14 +157,18 @@ class Machine:
             for name in ("all_to_all", "rings")
         }
         lists = {name: tuple(values[name]) for name in ("names", "speeds", "bandwidths")}
-        native = {str(kind): float(rate) for kind, rate in values["native_rates"].items()}
-        found = cls(**{**known, **lists, **groups, "native_rates": native})
+        native, *natives = (
+            {str(kind): float(rate) for kind, rate in each.items()}
+            for each in (values["native_rates"], *values["natives"])
+        )
+        found = cls(**{**known, **lists, **groups, "native_rates": native, "natives": tuple(natives)})
         numbers = [getattr(found, each.name) for each in fields(cls) if each.type is float]
         numbers += [*found.speeds, *found.bandwidths, *found.all_to_all.values(), *found.rings.values()]
-        numbers += native.values()
+        rates = [rate for each in (native, *natives) for rate in each.values()]
+        numbers += rates
         if (
             not all(math.isfinite(number) and number >= 0 for number in numbers)
-            or min(found.gemm, found.host_link, *native.values()) <= 0
+            or min(found.gemm, found.host_link, *rates) <= 0
         ):
             raise ValueError("rates are positive numbers")
         return found

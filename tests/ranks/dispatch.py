@@ -207,7 +207,7 @@ def main(out: str):
     with mock.patch.dict(probe.SIZES, cpu=SMALL):
         one = Probe("cpu")
         results["unlike"] = shared.all_gather_object(sent_by_unlike_ranks())
-        results["rates"] = replace(one.measure(), native_rates=one.native()).as_dict()
+        results["rates"] = one.measure().with_natives(one.natives()).as_dict()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
     dist.destroy_process_group()

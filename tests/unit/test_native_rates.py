@@ -113,7 +113,7 @@ def test_the_probe_times_what_auto_multiplies_natively():
         return {1: 6.0, 2: 2.0, 3: 3.0}[len(timed)]
 
     alone.sustained = seconds
-    assert alone.native() == {INT8: 2.0} and len(timed) == 3
+    assert alone.natives() == [{INT8: 2.0}] and len(timed) == 3
 
 
 @pytest.mark.parametrize("why", ["comfy-kitchen is not installed", ""])
@@ -127,7 +127,7 @@ def test_what_cannot_run_or_fails_has_no_rate(monkeypatch, why, capfd):
     alone.sustained = fails
     refused = {(INT8, "float32"): why} if why else {}
     monkeypatch.setattr(native_trial, "refusals", lambda products, device: refused)
-    assert alone.native() == {}
+    assert alone.natives() == [{}]
     assert ("device-side assert" in capfd.readouterr().err) == (not why)
 
 
@@ -136,7 +136,9 @@ def test_the_slowest_rank_counts(other, wanted):
     """Where one has none, none is counted."""
     one = rank(other)
     one._native_rate = lambda kind, name: 2.0
-    assert one.native() == ({} if wanted is None else {INT8: wanted})
+    machine = L40.with_natives(one.natives())
+    assert machine.native_rates == ({} if wanted is None else {INT8: wanted})
+    assert machine.natives == ({INT8: 2.0}, other) and Machine.from_dict(machine.as_dict()) == machine
 
 
 def test_links_stay_measured_where_a_native_product_ends_a_rank(monkeypatch, caplog):
