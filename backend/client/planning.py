@@ -58,9 +58,18 @@ def plan_for(
     devices = devices_of(auto)
     if len(devices) == 1:
         return auto.placed(auto.base, devices), tuple(filter(None, [_why_alone(auto, devices)]))
-    question, devices = question_of(auto, model, request, others, check, show)
+    asked = (auto, model, request, others, check, show)
+    question, devices = question_of(*asked)
     ranks = _ranks(auto, question, (model, *others), devices)
-    choice = choose(question, auto.method, ranks)
+    try:
+        choice = choose(question, auto.method, ranks)
+    except ConfigError:  # the fastest GPUs may have less memory than others
+        question, roomiest = question_of(*asked, roomiest=True)
+        if roomiest == devices:
+            raise
+        devices = roomiest
+        ranks = _ranks(auto, question, (model, *others), devices)
+        choice = choose(question, auto.method, ranks)
     _remember(auto, question.request, choice, ranks, (model, *others))
     first, *further = choice.lines
     lines = (first + _why_spared(auto, model, choice.option.unit), *further)
@@ -177,7 +186,9 @@ def spare_more(
     choose from. Errors as in ``plan_for``."""
     if len(devices_of(auto)) == 1:
         return False
-    question, _ = question_of(auto, model, request, others)
+    question, devices = question_of(auto, model, request, others)
+    if auto.placed(plan, devices).gpus != plan.gpus:
+        question, _ = question_of(auto, model, request, others, roomiest=True)
     together, alone = (each.option(plan) for each in (question, replace(question, others=())))
     option = together if together.fits else alone  # models that take turns
     key = _spared_key(auto, model)
@@ -235,9 +246,11 @@ def question_of(
     others: tuple[ModelChoice, ...] = (),
     check=lambda: None,
     show=lambda line: None,
+    roomiest: bool = False,
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, with what was measured of this machine, and the devices
-    in the order of its ranks. Arguments and errors as in ``plan_for``."""
+    in the order of its ranks: the fastest first, or the ``roomiest``. Arguments and errors as in
+    ``plan_for``."""
     gpus_here = torch.cuda.device_count()
     devices = devices_of(auto)
     device = auto.base.resolve_device(gpus_here)
@@ -246,7 +259,7 @@ def question_of(
     machine = replace(machine, memory=_free_memory(device, devices))
     machine = _without_spared(machine, auto, model)
     if not auto.shares:  # whose order is that of gpus
-        order = machine.fastest_first()
+        order = machine.roomiest_first() if roomiest else machine.fastest_first()
         machine = machine.ordered(order)
         devices = [devices[index] for index in order] if order else devices
     asked = request(shapes[0])

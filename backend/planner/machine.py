@@ -101,6 +101,11 @@ class Machine:
         taken = [free < TAKEN * max(self.memory) for free in self.memory] or [False] * len(speeds)
         return sorted(range(len(speeds)), key=lambda index: (taken[index], -speeds[index]))
 
+    def roomiest_first(self) -> list[int]:
+        """Return the indices of the GPUs, that with most free memory first, the faster one of two alike."""
+        gpus = [] if self.on_host else self.fastest_first()
+        return sorted(gpus, key=lambda index: -self.memory[index])
+
     def ordered(self, order: list[int]) -> "Machine":
         """Return the machine with its GPUs in another order."""
         each = ("names", "speeds", "bandwidths", "memory", "natives")

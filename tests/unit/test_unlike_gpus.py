@@ -10,7 +10,7 @@ from published import L40, WAN
 from backend.client import measurements, planning, pool
 from backend.client.model_choice import ModelChoice
 from backend.client.plan_history import PlanHistory
-from backend.config import ParallelConfig
+from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import Question
 from backend.planner.machine import RequestEstimate
@@ -69,7 +69,7 @@ def test_one_gpu_is_counted_as_it_computes_alone(others):
 @pytest.fixture
 def cards(monkeypatch):
     """Three unlike GPUs; returns the models and devices whose shapes are read, and may make all alike."""
-    found = SimpleNamespace(read=[], differ=True)
+    found = SimpleNamespace(read=[], differ=True, free=[32 * GB] * 3)
 
     def model_shape(choice, device, devices, *_):
         found.read.append((choice, tuple(devices)))
@@ -86,7 +86,7 @@ def cards(monkeypatch):
     )
     monkeypatch.setattr(measurements, "model_shape", model_shape)
     monkeypatch.setattr(measurements, "machine_rates", rates)
-    monkeypatch.setattr(measurements, "free_memory", lambda device, indices: (32 * GB,) * len(indices))
+    monkeypatch.setattr(measurements, "free_memory", lambda device, indices: tuple(found.free))
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(pool, "launched", lambda: None)
     monkeypatch.setattr(planning, "_history", PlanHistory())
@@ -104,3 +104,24 @@ def test_a_shape_is_read_for_each_least_capability_of_the_first_gpus(cards):
     cards.differ = False
     question, _ = planning.question_of(AutoConfig(), MODEL, lambda shape: REQUEST, (OTHER,))
     assert not question.shapes and len(cards.read) == 2
+
+
+def test_a_model_that_fits_no_fast_gpu_runs_on_the_roomiest(cards, monkeypatch):
+    """It was said to need more than there is, where it cannot be cut and the fastest has less memory."""
+    computed = measurements.model_shape
+    monkeypatch.setattr(
+        measurements, "model_shape", lambda *given: replace(computed(*given), whole_only="convolutions")
+    )
+    small = RequestEstimate(1024, 512, 20, 1)
+    need = planning.question_of(AutoConfig(), MODEL, lambda shape: small)[0].option(ONE).bytes
+    rooms = {"first": [64 * GB, 80 * GB, 64 * GB], "roomiest": [need, need // 2, need + 2 * GB]}
+    chosen = {}
+    for name, cards.free in rooms.items():
+        plan, _ = planning.plan_for(AutoConfig(), MODEL, lambda shape: small)
+        chosen[name] = (plan.world_size, plan.gpus)
+    assert chosen == {"first": (1, "1"), "roomiest": (1, "2")}
+    assert planning.spare_more(AutoConfig(), MODEL, lambda shape: small, (), plan)
+    assert 0 < planning._history.spared[("cuda", 0, 1, 2, MODEL)] < 2 * GB
+    cards.free = [need // 2] * 3
+    with pytest.raises(ConfigError, match="does not fit"):
+        planning.plan_for(AutoConfig(), MODEL, lambda shape: small)
