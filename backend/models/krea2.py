@@ -2,6 +2,7 @@
 prompt is a stack of the text encoder's layers, fused inside the model."""
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.transformers import transformer_krea2 as theirs
 
 from .blocks import JOINED, Blocks
