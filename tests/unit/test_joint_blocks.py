@@ -235,6 +235,8 @@ def test_neighbouring_tokens_are_not_copied(batch):
     ]
     for first, second in pairs:
         assert cat_text_image(first, second).equal(torch.cat([first, second], dim=1))
+    for no_text in (text[:, :0], image.new_empty(batch, 0, WIDTH)):
+        assert cat_text_image(no_text, image) is image
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

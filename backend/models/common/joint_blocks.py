@@ -131,8 +131,10 @@ def _mlp(x: Tensor, norm: nn.LayerNorm, mlp: nn.Module, shift: Tensor, scale: Te
 
 def cat_text_image(text: Tensor, image: Tensor) -> Tensor:
     """Concatenate the tokens of text (B, T, D) and image (B, S, D). Nothing is copied if both are parts of
-    one tensor, as the block before returns them."""
+    one tensor, as the block before returns them, or there is no text, as in PipeFusion's later patches."""
     batch, count, width = text.shape
+    if not count:  # such a tensor has no address that could tell
+        return image
     tokens = count + image.shape[1]
     strides = (tokens * width, width, 1)
     follows = image.data_ptr() == text.data_ptr() + count * width * text.itemsize
