@@ -30,12 +30,22 @@ class TokenMixing:
         token_mixing.linear_state = opaque_ops.state_over_ranks
         token_mixing.with_halo = self.with_halo
         token_mixing.text_tokens = opaque_ops.text_tokens
+        token_mixing.has_text = self.has_text
 
     def uninstall(self):
         """Give the functions their places back."""
         opaque_ops.RUNNING.linear_state = None
         for name, function in token_mixing.ALONE.items():
             setattr(token_mixing, name, function)
+
+    def has_text(self) -> bool:
+        """Return whether text tokens pass the block that runs (token_mixing.has_text): in PipeFusion's later
+        patches none do. A compiled block calls the layers of text nevertheless, and one whose compiler has
+        failed on this rank must send what others send there."""
+        attention = self.attention
+        call = attention.call
+        patches = attention.buffers is not None and not attention.compiled
+        return call is None or not patches or len(call.tokens.text) > 0
 
     def linear_state(self, keys: Tensor, values: Tensor) -> Tensor:
         """Sum over ranks and patches (token_mixing.linear_state)."""

@@ -1,12 +1,17 @@
 """Blocks of Flux.1, Qwen-Image and Z-Image in fewer passes over activations (fewer_passes.py): a norm and its
-modulation are one where all tokens are of one sample, a gate and its residual one. Compiled blocks keep
-diffusers' form."""
+modulation are one where all tokens are of one sample, a gate and its residual one. Where no rank has text, as
+in PipeFusion's later patches, nothing of it is called. Compiled blocks keep diffusers' form."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_z_image
 from torch import Tensor, nn
 
 from ...opaque_ops import Meanwhile
+from . import token_mixing
 from .fewer_passes import adapted, gated, rms_scaled
 
 
@@ -25,6 +30,10 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
         if torch.compiler.is_compiling() or joint_attention_kwargs:
             return all_within_range(*super().forward(hidden_states, encoder_hidden_states, *given))
         image, gate, *of_image = self.norm1(hidden_states, emb=temb)
+        if not token_mixing.has_text():
+            image = self.attended(image, image_rotary_emb)
+            image = _mlp(gated(hidden_states, image, gate[:, None]), self.norm2, self.ff, *of_image)
+            return encoder_hidden_states, within_range(image)
         text, text_gate, *of_text = self.norm1_context(encoder_hidden_states, emb=temb)
         image, text = self.attn(
             hidden_states=image, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb
@@ -33,6 +42,15 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
         text = gated(encoder_hidden_states, text, text_gate[:, None])
         image = _mlp(image, self.norm2, self.ff, *of_image)
         return all_within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text), image)
+
+    def attended(self, x, tables):
+        """Return the attention's output for image tokens alone, of which x is the input."""
+
+        def turn(heads):
+            function = transformer_flux.apply_rotary_emb  # pyright: ignore[reportPrivateImportUsage]
+            return function(heads, tables, sequence_dim=1)
+
+        return _attended(self.attn, x, self.attn.head_dim, turn)
 
 
 class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
@@ -127,6 +145,18 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 def _mlp(x: Tensor, norm: nn.LayerNorm, mlp: nn.Module, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
     return gated(x, mlp(adapted(norm, x, shift, scale)), gate[:, None])
+
+
+def _attended(attn: Any, x: Tensor, head_size: int, turn: Callable[[Tensor], Any]) -> Tensor:
+    """Return what diffusers' processors do, without the text's part; ``turn``: rotary embedding."""
+
+    def heads_of(layer: nn.Module) -> Tensor:
+        return layer(x).unflatten(-1, (-1, head_size))
+
+    query = turn(attn.norm_q(heads_of(attn.to_q))).transpose(1, 2)
+    key = turn(attn.norm_k(heads_of(attn.to_k))).transpose(1, 2)
+    out = F.scaled_dot_product_attention(query, key, heads_of(attn.to_v).transpose(1, 2))
+    return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
 
 
 def cat_text_image(text: Tensor, image: Tensor) -> Tensor:

@@ -36,5 +36,16 @@ def text_tokens(whole: int) -> int:
     return whole
 
 
+def has_text() -> bool:
+    """Return whether text tokens pass the block that runs: False only where no rank has any, and none waits
+    for what a layer of text would send."""
+    return True
+
+
 #: Name -> function, as they are without ranks and patches.
-ALONE = {"linear_state": linear_state, "with_halo": with_halo, "text_tokens": text_tokens}
+ALONE = {
+    "linear_state": linear_state,
+    "with_halo": with_halo,
+    "text_tokens": text_tokens,
+    "has_text": has_text,
+}
