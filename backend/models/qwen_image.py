@@ -158,7 +158,6 @@ FAMILY = Family(
         text_position="first",
         values=(("attn.add_v_proj", "attn.to_v"),),
         text_mask="encoder_hidden_states_mask",
-        needs_text_token=True,
         text_layers=("attn.add_*", "attn.to_add_out", "txt_*"),
         per_token={"image_rotary_emb": (("image", "text"), 0), "modulate_index": ("image", 1)},
     ),

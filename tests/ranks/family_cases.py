@@ -17,7 +17,7 @@ FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 #: Variants that are others with more channels, pixels or weights.
 OTHER_NUMBERS = ("wan22-i2v-low", "ltx2-i2v", "wan22-animate", "cogvideox-void")
 #: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask, of one row,
-#: so that the other rank has a dummy token for its text, and none, where the family can do without.
+#: so that the other rank has a dummy token for its text, or none, and none, where the family can do without.
 CASES = {
     2: [
         *FAMILIES,

@@ -10,6 +10,7 @@ from families import golden
 from ranks.flux_requests import STALE_STEPS, shortened
 from tiny import write_checkpoint
 from tolerance import assert_same_bits
+from variants import request, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -47,7 +48,7 @@ def text_calls(model: Any) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("family", ["flux-dev"])
+@pytest.mark.parametrize("family", ["flux-dev", "qwen-image"])
 def test_no_layer_of_text_is_called(family, tmp_path, monkeypatch):
     engine = Engine(ParallelConfig(num_pipeline_patch=PATCHES), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
@@ -57,6 +58,27 @@ def test_no_layer_of_text_is_called(family, tmp_path, monkeypatch):
     monkeypatch.setattr(TokenMixing, "has_text", lambda self: True)
     assert_same_bits(found, engine.sample(sample, Callbacks())[0])
     assert not all(calls)
+
+
+@pytest.mark.parametrize("variant", ["qwen-image-edit", "qwen-image-edit-2511"])
+def test_no_token_stands_for_the_text_of_edit_models(variant, tmp_path):
+    """Those of two timesteps call diffusers' own block, on text without tokens."""
+    engine = Engine(ParallelConfig(num_pipeline_patch=PATCHES), mesh.single())
+    engine.load("tiny", str(write(tmp_path / f"{variant}.safetensors", variant)), "default")
+    seen = []
+    model: Any = engine.models["tiny"]
+    block = model.transformer.transformer_blocks[0].block
+    block.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(
+            (kwargs["encoder_hidden_states"].shape[1], len(model.stage.current.tokens.text))
+        ),
+        with_kwargs=True,
+    )
+    engine.sample(stale(request(variant)), Callbacks())
+    assert all(given == tokens for given, tokens in seen) and {tokens > 0 for _, tokens in seen} == {
+        True,
+        False,
+    }
 
 
 @pytest.mark.parametrize(

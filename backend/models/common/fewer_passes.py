@@ -161,10 +161,12 @@ def apply_rotary_emb(
 
 @cache  # compiled blocks are guarded by its identity
 def of_qwen(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what takes the place of Qwen-Image's function, of which graphs have real numbers: x
-    (B, S, H, D), angles (S, D / 2)."""
+    """Return what takes the place of Qwen-Image's function, of which graphs have real numbers, and which
+    fails without tokens: x (B, S, H, D), angles (S, D / 2)."""
 
     def apply_rotary_emb_qwen(x: Tensor, freqs_cis: Any, use_real: bool = True, **how) -> Tensor:
+        if not x.shape[1]:
+            return x
         if use_real or not torch.compiler.is_compiling():
             return theirs(x, freqs_cis, use_real, **how)
         return turned_in_graph(x, freqs_cis.unsqueeze(1))

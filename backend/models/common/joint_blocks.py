@@ -95,6 +95,10 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
             given = temb, image_rotary_emb, joint_attention_kwargs, modulate_index
             return super().forward(hidden_states, encoder_hidden_states, encoder_hidden_states_mask, *given)
         shift, scale, gate, *of_image = self.img_mod(temb).chunk(6, dim=-1)
+        if not (token_mixing.has_text() or joint_attention_kwargs):
+            image = self.attended(adapted(self.img_norm1, hidden_states, shift, scale), image_rotary_emb)
+            image = _mlp(gated(hidden_states, image, gate[:, None]), self.img_norm2, self.img_mlp, *of_image)
+            return encoder_hidden_states, within_range(image)
         text_shift, text_scale, text_gate, *of_text = self.txt_mod(temb).chunk(6, dim=-1)
         image, text = self.attn(
             hidden_states=adapted(self.img_norm1, hidden_states, shift, scale),
@@ -108,6 +112,14 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         image = _mlp(image, self.img_norm2, self.img_mlp, *of_image)
         text = _mlp(text, self.txt_norm2, self.txt_mlp, *of_text)
         return all_within_range(text, image)
+
+    def attended(self, x, tables):
+        """Return the attention's output for image tokens alone, of which x is the input."""
+
+        def turn(heads):
+            return transformer_qwenimage.apply_rotary_emb_qwen(heads, tables[0], use_real=False)
+
+        return _attended(self.attn, x, self.attn.inner_dim // self.attn.heads, turn)
 
 
 class ZImageBlock(transformer_z_image.ZImageTransformerBlock):
