@@ -68,6 +68,11 @@ def refusal(config, grid, cond):
     return wrong or references.wrong_channels(config["in_channels"] // 4, grid, cond)
 
 
+def widths(config):
+    """Return the features of a prompt's tokens, and of the pooled prompt."""
+    return {"c_crossattn": config["joint_attention_dim"], "y": config["pooled_projection_dim"]}
+
+
 def config_from_shapes(shapes):
     found = config_of(shapes)
     return found | dict(
@@ -127,15 +132,13 @@ FAMILY = Family(
     conditioning=Conditioning(
         accepted=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
         required=("c_crossattn", "y"),
-        widths=lambda config: {
-            "c_crossattn": config["joint_attention_dim"],
-            "y": config["pooled_projection_dim"],
-        },
+        widths=widths,
         context_tokens=references.token_count,
         refusal=refusal,
     ),
     cache=Cache(
         prompt_modules=("context_embedder", "pos_embed"),
+        step_modules=("time_text_embed",),
         image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),

@@ -277,6 +277,15 @@ FAMILY = Family(
         "single_transformer_blocks.*.norm_?": None,
         **COMMON,
     },
-    cache=Cache(prompt_modules=("context_embedder", "pos_embed"), image_modules=("x_embedder",)),
+    cache=Cache(
+        prompt_modules=("context_embedder", "pos_embed"),
+        step_modules=(
+            "time_guidance_embed",
+            "double_stream_modulation_img",
+            "double_stream_modulation_txt",
+            "single_stream_modulation",
+        ),
+        image_modules=("x_embedder",),
+    ),
     layout=LAYOUT,
 )

@@ -261,6 +261,10 @@ FAMILY = Family(
         refusal=refusal,
     ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
-    cache=Cache(prompt_modules=("text_fusion", "txt_in", "rotary_emb"), image_modules=("img_in",)),
+    cache=Cache(
+        prompt_modules=("text_fusion", "txt_in", "rotary_emb"),
+        step_modules=("time_embed", "time_mod_proj"),
+        image_modules=("img_in",),
+    ),
     layout=LAYOUT,
 )

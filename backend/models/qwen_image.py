@@ -169,6 +169,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("txt_norm", "txt_in", "pos_embed"),
+        step_modules=("time_text_embed",),
         image_modules=("img_in",),
         modulation=("img_mod.1", "txt_mod.1"),
     ),

@@ -234,6 +234,7 @@ FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
     "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
     "blocks.last": None,  # each token is scaled by a time of its own there
+    "cache.step_modules": (),  # the modulation of every token of the latent would stay for all patches
 }
 
 
@@ -283,6 +284,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("rope", "condition_embedder.text_embedder"),
+        step_modules=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
         prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj"),
     ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),

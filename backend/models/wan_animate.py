@@ -230,6 +230,8 @@ FAMILY: Family = wan.FAMILY.changed(
         "conditioning.accepted": ("c_crossattn", "c_concat", "clip_fea", "pose_latents", "face_pixel_values"),
         "conditioning.refusal": refusal,
         "cache.prompt_layers": (*wan.FAMILY.cache.prompt_layers, "face.to_k", "face.to_v"),
+        # diffusers reads the type of a layer in the embedder before it
+        "cache.step_modules": ("condition_embedder.time_proj",),
         "build.patch_module": patch_module,
         "tensor_plan": {**COMMON, "*.face.to_out": "rowwise"},
         "layout": LAYOUT,

@@ -12,6 +12,7 @@ from families import golden
 from ranks.flux_requests import STALE_STEPS, shortened
 from tiny import golden_request, write_checkpoint
 from tolerance import assert_same_bits
+from variants import VARIANTS, request, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -69,6 +70,18 @@ def test_answers_for_a_whole_batch_do_not_outlive_its_modulation(tmp_path, monke
     assert held[0] > 0 and held[1] == 0
 
 
+def forget_answers(monkeypatch, kind: str):
+    """Have layers of this ``kind`` compute each answer."""
+    remembered = modulation_cache.CachedLayer.forward
+    monkeypatch.setattr(
+        modulation_cache.CachedLayer,
+        "forward",
+        lambda self, *arguments, **named: (self.layer if self.kind == kind else remembered.__get__(self))(
+            *arguments, **named
+        ),
+    )
+
+
 @pytest.mark.parametrize(
     "family, layers, before",
     [
@@ -93,14 +106,40 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
     samples, _ = engine.sample(sample, Callbacks())
     blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.blocks.lists)
     assert modulation_cache.COMPUTED["prompt"] == 2 * (blocks * layers + before)
-    remembered = modulation_cache.CachedLayer.forward
-    monkeypatch.setattr(
-        modulation_cache.CachedLayer,
-        "forward",
-        lambda self, *arguments, **named: (self.layer if self.kind == "prompt" else remembered.__get__(self))(
-            *arguments, **named
-        ),
-    )
+    forget_answers(monkeypatch, "prompt")
+    assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
+
+
+@pytest.mark.parametrize(
+    "family, layers",
+    [
+        ("flux-dev", 1),
+        ("flux2-dev", 4),
+        ("flux2-edit", 4),
+        ("krea2", 2),
+        ("krea2-edit", 2),
+        ("qwen-image", 1),
+        ("qwen-image-edit-2511", 1),
+        ("wan21-t2v", 2),
+        ("wan22-animate-small", 1),
+        ("wan22-ti2v", 0),
+    ],
+)
+def test_embedders_of_the_timestep_run_once_an_evaluation(family, layers, tmp_path, monkeypatch):
+    """Of both branches, whatever the patches; and the latent is the one without memory, to the last bit. Of
+    Wan 2.2's 5B each token has a timestep: so many answers are not held from patch to patch."""
+    is_variant = family in VARIANTS
+    file = (write if is_variant else write_checkpoint)(tmp_path / f"{family}.safetensors", family)
+    engine = Engine(ParallelConfig(num_pipeline_patch=4), mesh.single())
+    engine.load("tiny", str(file), "default")
+    sample = request(family) if is_variant else golden(f"{family}__euler_simple")[0]
+    sample = shortened(replace(sample, num_pipeline_patch=4), STALE_STEPS)
+    samples, _ = engine.sample(sample, Callbacks())
+    evaluations = len(sample.tensors["sigmas"]) - 1
+    # modulation is computed ahead of the steps, with embeddings of its own
+    asked = 1 + bool(modulation_cache.COMPUTED["modulation"])
+    assert modulation_cache.COMPUTED["step"] == len(SIDES) * evaluations * layers * asked
+    forget_answers(monkeypatch, "step")
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
 
 
