@@ -228,9 +228,8 @@ def join(machines: Machines, token: str, hello: dict, seconds: float, check: Che
                 return Link(machines, [peer]), _wait_for_begin(peer, deadline, check)
         except OSError as error:
             peer.socket.close()
-            raise BackendError(
-                f"{peer.name} did not let this machine in ({error}); compare the tokens."
-            ) from None
+            what = f"what listens at {machines.host}:{machines.link_port} is no launcher ({error})"
+            raise BackendError(f"{what}; compare --rdzv-endpoint with machine 0's.") from None
         except BaseException:
             peer.socket.close()  # machine 0 is not to wait for us
             raise
@@ -285,6 +284,9 @@ def _wait_for_begin(peer: Peer, deadline: float, check: Check) -> dict:
         except TimeoutError:
             if time.monotonic() > deadline:
                 raise BackendError(f"{peer.name} still waits for other machines.") from None
+        except OSError as error:
+            what = f"{peer.name} has ended before every machine had joined ({error})"
+            raise BackendError(f"{what}; see what it says, and start it and this machine again.") from None
     if "refused" in peer.said:
         raise BackendError(f"{peer.name} refused: {peer.said['refused']}.")
     return peer.said["begin"]
