@@ -84,8 +84,14 @@ class Machines:
 
     @property
     def name(self) -> str:
-        """This machine's name for messages; empty where there is one."""
-        return f"machine {self.index} ({self.address})" if self.count > 1 else ""
+        """This machine's name for messages; empty where there is one. An interface that has lost its address
+        may be what there is to say."""
+        if self.count == 1:
+            return ""
+        try:
+            return f"machine {self.index} ({self.address})"
+        except ConfigError:
+            return f"machine {self.index}"
 
     @property
     def leader(self) -> str:

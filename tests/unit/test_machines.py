@@ -89,6 +89,16 @@ def test_what_is_missing_is_said(machines, says):
         machines.validate()
 
 
+def test_a_machine_whose_interface_has_lost_its_address_has_a_name(monkeypatch):
+    """Else the cause of its failure, a cable that was pulled, would be another error."""
+    assert TWO.name == "machine 1 (127.0.0.1)"
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": []})
+    assert TWO.name == "machine 1"
+    assert Machines().name == ""
+    with pytest.raises(ConfigError, match="has no IPv4 address here"):
+        TWO.validate()
+
+
 @pytest.mark.parametrize(
     "config, says",
     [
