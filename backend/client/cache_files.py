@@ -99,7 +99,7 @@ def _is_usable(folder: Path) -> bool:
             folder.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
         is_ours = True
     else:  # who is root in a container has folders of the host's users
-        is_ours = own == 0 or (found.st_uid == 0 and not found.st_mode & 0o022)
+        is_ours = 0 in (own, found.st_uid) and not found.st_mode & 0o022
     return is_ours and os.access(folder, os.W_OK | os.X_OK)
 
 

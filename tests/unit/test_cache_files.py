@@ -83,6 +83,21 @@ def test_a_folder_of_another_user_is_not_used(place, monkeypatch):
     assert (cache_files.cache_folder() == place / "private") == theirs
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o757])
+def test_root_uses_a_users_folder_that_no_other_one_writes(place, monkeypatch, mode):
+    """As in a container: whoever may write there would have root run his code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    folder = place / "parallel-dit"
+    folder.mkdir()
+    folder.chmod(mode)
+    found = os.stat_result([*folder.stat()[:4], 1234, *folder.stat()[5:10]])
+    assert found.st_uid == 1234 and found.st_mode & 0o777 == mode
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(cache_files.Path, "stat", lambda _: found)
+    monkeypatch.setattr(cache_files, "_private", lambda folder: folder / "private")
+    assert cache_files.cache_folder() == (folder if mode == 0o755 else place / "private")
+
+
 @pytest.mark.parametrize("kind", ["open", "link", "file"])
 def test_no_code_is_loaded_from_a_folder_that_others_can_enter(place, kind):
     theirs = place / f"{cache_files.FALLBACK}{os.getuid()}"
