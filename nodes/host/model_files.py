@@ -8,6 +8,7 @@ import comfy.utils
 import folder_paths
 
 from ...backend.client.model_choice import ModelChoice
+from ...backend.loading.header_limits import MAX_HEADER_BYTES
 from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras
 
@@ -94,10 +95,11 @@ def lora_size(name: str) -> int:
 def _wide_bytes(path: str) -> int:
     """Return the bytes of a file's float32 tensors; 0 for a file that is no safetensors."""
     try:
-        tensors = json.loads(comfy.utils.safetensors_header(path) or "{}")
+        header = comfy.utils.safetensors_header(path, max_size=MAX_HEADER_BYTES)
+        tensors = json.loads(header or "{}")
         places = [each["data_offsets"] for each in tensors.values() if each.get("dtype") == "F32"]
         return sum(end - start for start, end in places)
-    except (ValueError, struct.error, AttributeError, KeyError, TypeError):
+    except (ValueError, struct.error, AttributeError, KeyError, TypeError, RecursionError):
         return 0  # who loads it says why it cannot be read
 
 

@@ -1,5 +1,7 @@
 """What the drop-down of Load Parallel DiT lists, on a stand-in for ComfyUI's folders."""
 
+import json
+import struct
 import sys
 from pathlib import Path
 
@@ -90,3 +92,25 @@ def test_ranks_may_load_checkpoints(models):
     assert module.model_choice_of({"model_name": "a.safetensors"})[0] == str(
         folder / "checkpoints/a.safetensors"
     )
+
+
+@pytest.mark.parametrize("kind", ["tensor", "lists in lists", "long"])
+def test_a_lora_whose_header_is_odd_counts_whole(models, kind, monkeypatch):
+    """The ranks refuse it, and say why; nothing fails before, nor is much of it read."""
+    folder, module = models
+    tensor = {"up": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+    header = b"[" * 100_000 if kind == "lists in lists" else json.dumps(tensor).encode()
+    if kind == "long":
+        header += b" " * module.MAX_HEADER_BYTES
+
+    def safetensors_header(path, max_size=100 * 1024 * 1024):
+        """As ComfyUI's."""
+        data = Path(path).read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        return None if size > max_size else data[8 : 8 + size]
+
+    monkeypatch.setattr(module.comfy.utils, "safetensors_header", safetensors_header)
+    data = struct.pack("<Q", len(header)) + header + bytes(16)
+    (folder / "loras" / "lora.safetensors").write_bytes(data)
+    narrow = 8 if kind == "tensor" else 0
+    assert module.lora_size("lora.safetensors") == len(data) - narrow
