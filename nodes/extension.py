@@ -7,6 +7,7 @@ import folder_paths
 from comfy_api.latest import ComfyExtension
 from server import PromptServer
 
+from ..backend.client.interrupts import deadline
 from ..backend.client.status import log_of_last_backend
 from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
@@ -28,6 +29,8 @@ from .parallel_sampler_advanced import ParallelSamplerAdvanced
 from .parallel_sampler_custom import ParallelSamplerCustom
 
 DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
+#: In which ranks free what the side panel asks them to free; those that do not answer end.
+FREE_SECONDS = 60.0
 
 
 def _trials(body: dict) -> dict:
@@ -59,7 +62,7 @@ class ParallelDiTExtension(ComfyExtension):
         take_bypass_loras()
         questions = {"status": panel.status, "log": log_of_last_backend}
         actions = {
-            "free": lambda body: {"freed": free_weights()},
+            "free": lambda body: {"freed": free_weights(deadline(FREE_SECONDS, "ranks have freed nothing"))},
             "stop": lambda body: panel.stop(),
             "trials": _trials,
         }

@@ -205,7 +205,7 @@ class RemoteTransformer(ElsewhereModule):
             finally:
                 backend = self.held[0]
                 self.held, self.asked, self.used = before
-                backend.release(host_room())
+                backend.release(host_room(), comfy.model_management.throw_exception_if_processing_interrupted)
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
         """Compute the output on the ranks: x (B, C, [T,] H, W), or a list of several latents, timestep (B,)

@@ -1,12 +1,49 @@
-"""Interrupts of requests that nobody can cancel."""
+"""Interrupts of requests that nobody can cancel, and of waits for others'."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
 
-from ..protocol import RefusedError
+from ..protocol import BackendError, RefusedError
 
 #: Seconds that an interrupt waits for the reply: ranks that hang, or work for another client, send none.
 PATIENCE = 20.0
+#: How often a wait for a lock looks whether somebody wants to stop, in seconds.
+POLL_SECONDS = 0.1
+
+
+@contextmanager
+def turn(lock: Lock, check: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock that others may hold for minutes. ``check`` is called meanwhile and may raise to give up:
+    nothing has been sent yet."""
+    while not lock.acquire(timeout=POLL_SECONDS):
+        check()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def deadline(seconds: float, what: str) -> Callable[[], None]:
+    """Return a check that raises BackendError, which says ``what``, so many seconds from now."""
+    end = time.monotonic() + seconds
+
+    def check():
+        if time.monotonic() > end:
+            raise BackendError(f"{what} for {seconds:.0f} s.")
+
+    return check
+
+
+class CancelledError(Exception):
+    """Somebody has cancelled what waits for its turn."""
+
+
+def cancel(is_wanted: Callable[[], bool]):
+    """Raise CancelledError where a cancel ``is_wanted``: a check for ``turn``."""
+    if is_wanted():
+        raise CancelledError
 
 
 class Watch:

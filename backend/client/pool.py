@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 import torch
@@ -16,7 +17,7 @@ from ..protocol import BackendError
 from .client import BackendClient
 from .connect import connect
 from .idle import Users, watch
-from .interrupts import Watch
+from .interrupts import CancelledError, Watch, cancel, turn
 from .launcher import BackendProcess, ClosedError
 from .model_choice import ModelChoice
 from .room import Room, with_room
@@ -64,29 +65,29 @@ class Backend:
         key = ModelChoice(path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
         leaving = Watch(check)
-        with self._busy:
+        with turn(self._busy, check):
             for other in set() if keep is None else self.models.keys() - {key, *keep}:
                 leaving.ask(self._request, protocol.Unload(self.models.pop(other)))
         leaving.end()
         interrupts = Watch(check, on_progress, is_short=key in self.models)
 
         def load(message) -> protocol.Loaded:
-            with self._busy:
-                return interrupts.ask(self._request, message)
+            with turn(self._busy, check):
+                loaded = interrupts.ask(self._request, message)
+                replaced = self.models.pop(key, None)
+                self.models[key] = loaded.base  # now the last of them
+                if replaced not in (None, loaded.base):  # the file has changed since
+                    leaving.ask(self._request, protocol.Unload(replaced))
+            return loaded
 
         loaded = with_room(room, self.client, message, load, all_ranks)
-        with self._busy:
-            replaced = self.models.pop(key, None)
-            self.models[key] = loaded.base  # now the last of them
-            if replaced is not None and replaced != loaded.base:  # the file has changed since
-                leaving.ask(self._request, protocol.Unload(replaced))
         leaving.end()
         interrupts.end()
         return loaded
 
     def describe(self, message: protocol.Describe, check=lambda: None) -> protocol.Described:
         """Return what each rank would hold and send. ``check`` may interrupt a wait for others."""
-        with self._busy:
+        with turn(self._busy, check):
             described = (interrupts := Watch(check)).ask(self._request, message)
         interrupts.end()
         return described
@@ -111,26 +112,31 @@ class Backend:
         finally:
             self._busy.release()
 
-    def release(self, room: Room | None):
-        """Have ranks give cached memory back on devices that they share with this process."""
+    def release(self, room: Room | None, check=lambda: None):
+        """Have ranks give cached memory back on devices that they share with this process. ``check`` may
+        interrupt a wait for others."""
         ranks = room.shared_ranks(self.welcome) if room else []
         if ranks and self.alive():
-            with self._busy:
+            with turn(self._busy, check):
                 self._request(protocol.Release(ranks))
 
     def sample(
-        self, message: protocol.Sample | protocol.ModelCall, *callbacks, room=None, all_ranks=False, **named
+        self,
+        message: protocol.Sample | protocol.ModelCall,
+        on_progress=lambda progress: None,
+        should_cancel=lambda: False,
+        meanwhile=lambda: None,
+        room: Room | None = None,
+        all_ranks: bool = False,
     ):
         """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
         this process ends it, as it does where a cancelled request does not end. ``room``, ``all_ranks`` as
         in load."""
 
         def sample(message):
-            with self._busy:
-                try:
-                    return self._explained(lambda: self.client.sample(message, *callbacks, **named))
-                except ClosedError:
-                    return None
+            callbacks = (on_progress, should_cancel, meanwhile)
+            with suppress(CancelledError, ClosedError), turn(self._busy, lambda: cancel(should_cancel)):
+                return self._explained(lambda: self.client.sample(message, *callbacks))
 
         result = with_room(room, self.client, message, sample, all_ranks)
         if result is None and self.closed:
@@ -154,7 +160,7 @@ class Backend:
         has an interrupt of ``check``, which waits."""
         fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
         interrupts = Watch(check)
-        with self._busy:
+        with turn(self._busy, check):
             self.client.welcome = interrupts.ask(self._request, protocol.Arrange(fields))
             left = interrupts.ask(self._request, protocol.Ping()).models
         self.config = config
@@ -231,7 +237,7 @@ def backend_for(
     run here, BackendError where the backend does not come up.
     """
     key = config.validate().topology()
-    with _lock:
+    with turn(_lock, check):
         backend = _backends.get(key)
         if backend is not None and backend.may_load and backend.alive():
             backend.last_used = time.monotonic()
@@ -249,12 +255,6 @@ def backend_for(
 def folders() -> list[str]:
     """Return from below which folders backends that we launch may load files."""
     return sorted(_folders)
-
-
-def keeps_weights(config: ParallelConfig) -> bool:
-    """Return whether ``backend_for(config)`` would find a running backend's weights where they belong."""
-    running = launched()
-    return running is not None and running.can_become(config) and running.config.same_weights(config)
 
 
 def backend_at_hand(config: ParallelConfig) -> Backend | None:

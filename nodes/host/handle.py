@@ -24,7 +24,7 @@ import comfy.utils
 from ...backend.client import measurements, planning
 from ...backend.client.launcher import ClosedError
 from ...backend.client.model_choice import ModelChoice
-from ...backend.client.pool import Backend, backend_at_hand, backend_for, folders, keeps_weights, launched
+from ...backend.client.pool import Backend, backend_at_hand, backend_for, folders, launched
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
 from ...backend.dequantized_cache import have_ranks_run_out
@@ -186,7 +186,7 @@ def _load_with_status(
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
     room = host_room() if make_room else None
-    if room and starts and not (keeps_weights(config) or config.device == "cpu" or config.address):
+    if room and starts and not (planning.keeps_weights(config) or config.device == "cpu" or config.address):
         room.make_for_start(config.gpu_indices)
     backend = backend_for(config, check, status.warn, status.show)
     if starts:
@@ -302,15 +302,15 @@ def _register(config: ParallelConfig, choice: ModelChoice, backend: Backend, loa
         entry.register()
 
 
-def free_weights() -> int:
+def free_weights(check=lambda: None) -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
-    left in host memory, where no request and no sampling runs; return of how many models."""
+    left in host memory, where no request and no sampling runs; return of how many. ``check`` may raise."""
     every = [(choice, each, found) for (_, choice), (each, found) in list(_weights.items())]
     busy = {id(each) for _, each, found in every if any(entry.holders for entry in found) or each.is_busy}
     here = [
         (choice, each) for choice, each, found in every if found and each.alive() and id(each) not in busy
     ]
-    return sum(bool(_unload(backend, choice, park=False)) for choice, backend in here)
+    return sum(bool(_unload(backend, choice, park=False, check=check)) for choice, backend in here)
 
 
 def entries_to_keep(

@@ -1,6 +1,7 @@
 """Handles of models in a real ComfyUI's process, on ranks that are not there: their memory is a number."""
 
 import gc
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from ranks_in_numbers import CONFIG, backend, run  # noqa: F401  # backend is a 
 
 with comfy_modules():
     import comfy.model_management as management
-    from parallel_dit.backend.client import pool
+    from parallel_dit.backend.client import interrupts, pool
     from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.device_memory import device_name
@@ -142,3 +143,19 @@ def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
     assert handle.free_weights() == 0
     handle.ensure_loaded(first)
     assert backend.client.held == ["/a"] and handle.free_weights() == 1 and not backend.client.held
+
+
+def test_freeing_weights_has_a_deadline(backend, monkeypatch):
+    """Nobody can press Cancel for the panel; ranks that do not answer end."""
+    run("/a")
+    handle.load(CONFIG, "/a", "default")
+    monkeypatch.setattr(interrupts, "PATIENCE", 0.0)
+
+    def request(message, check, on_progress):
+        for _ in range(600):
+            check()
+            time.sleep(0.1)
+        pytest.fail("it waits for ever")
+
+    monkeypatch.setattr(backend.client, "request", request)
+    handle.free_weights(interrupts.deadline(0.0, "ranks have freed nothing"))

@@ -1,13 +1,15 @@
 """What a client does with models on its backend's ranks: which it knows, and which it has unloaded."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
+from backend.client import pool
 from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
-from backend.protocol import Load, Loaded, Result, Unload, Welcome
+from backend.protocol import Describe, Load, Loaded, Result, Sample, Unload, Welcome
 
 KEY = ModelChoice("/m.safetensors")
 
@@ -17,6 +19,9 @@ class Ranks:
 
     welcome = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-1"])
     closed = False
+
+    def is_open(self) -> bool:
+        return True
 
     def __init__(self, *names: str):
         self.names = list(names)
@@ -113,3 +118,49 @@ def test_a_wait_for_others_can_be_interrupted():
     with pytest.raises(KeyboardInterrupt):
         ranks.unload(KEY, park=False, check=interrupt)
     assert asked == [Unload("m", False)] and not ranks.models and not ranks.is_busy
+
+
+#: What may wait for another thread's request: with what is called ten times a second.
+WAITS = {
+    "load": lambda ranks, check: ranks.load(KEY[0], check=check),
+    "load, keeping none": lambda ranks, check: ranks.load(KEY[0], keep=(), check=check),
+    "describe": lambda ranks, check: ranks.describe(Describe("m", [1], 1, 1), check),
+    "release": lambda ranks, check: ranks.release(SimpleNamespace(shared_ranks=lambda _: [0]), check),
+    "become": lambda ranks, check: ranks.become(ParallelConfig(cfg_degree=2), check),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_wait_for_another_threads_request_can_be_interrupted(what):
+    """Which may take minutes; nothing has been sent yet, so the ranks stay."""
+    ranks = backend("m", "m")
+    asked = []
+
+    def interrupt():
+        asked.append(1)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+
+    with ranks._busy, ThreadPoolExecutor() as threads:
+        waits = threads.submit(WAITS[what], ranks, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            waits.result(60)
+    assert not ranks.client.received and ranks.models == {KEY: "m"} and not ranks.is_busy
+
+
+def test_a_sampling_that_waits_can_be_cancelled():
+    ranks = backend("m")
+    with ranks._busy, ThreadPoolExecutor() as threads:
+        waits = threads.submit(ranks.sample, Sample("m", "euler", 1.0, 0), should_cancel=lambda: True)
+        assert waits.result(60) is None
+    assert not ranks.closed and not ranks.is_busy
+
+
+def test_a_run_that_waits_for_another_ones_launch_can_be_interrupted():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pool._lock, ThreadPoolExecutor() as threads:
+        waits = threads.submit(pool.backend_for, ParallelConfig(device="cpu"), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            waits.result(60)
