@@ -14,7 +14,7 @@ from pathlib import Path
 import comfy.model_management
 from comfy_api.latest import io
 
-from ..backend.client import pool
+from ..backend.client import fork_guard, pool
 from ..backend.client.probe_process import end_process
 from ..backend.protocol import BackendError
 from .host.progress import NodeStatus
@@ -135,10 +135,15 @@ def started(command: list[str]) -> Iterator[subprocess.Popen]:
         errors="replace",
         start_new_session=True,
     )
+    assert process.stdin is not None, "a pipe"
+    descriptor = process.stdin.fileno()
+    fork_guard.hold(descriptor)
     try:
         yield process
     finally:
         end_process(process, END_SECONDS)
+        fork_guard.let_go(descriptor)
+        process.stdin.close()
 
 
 def _read(process: subprocess.Popen, lines: list[str]):

@@ -7,8 +7,10 @@ import os
 import subprocess
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from ..config import ParallelConfig
 from ..device_memory import host_bytes
 from ..protocol import BackendError, RefusedError
 from ..torch_version import installed
-from . import cache_files
+from . import cache_files, fork_guard
 from .exit_report import killed_by
 from .interpreter import PACK, answered, packages_changed, ranks_python
 from .pack_version import IMPORTED, require_same_pack
@@ -127,6 +129,9 @@ class _Reader:
             errors="replace",
             env=sanitized_environment(dict(os.environ), config, "cpu"),  # it needs no GPU
         )
+        assert self.process.stdin is not None  # it was opened as a pipe
+        fork_guard.hold(self.process.stdin.fileno())  # else it would not see us end
+        self._let_go = weakref.finalize(self, fork_guard.let_go, self.process.stdin.fileno())
         self.waiting = ThreadPoolExecutor(1)
 
     def ask(self, question: dict, check) -> dict | None:
@@ -147,6 +152,15 @@ class _Reader:
                 self.process.kill()
                 raise
         return found.result()
+
+    def close(self):
+        """Close the pipes of a process that has ended, before their numbers are others'."""
+        self._let_go()
+        assert self.process.stdin is not None
+        with suppress(OSError):  # of a question that was not taken
+            self.process.stdin.close()
+        self.errors.close()
+        self.waiting.shutdown(wait=False)
 
     def last_words(self) -> str:
         """Return how the process ended: the signal, or the last line on standard error that names an error,
@@ -171,6 +185,8 @@ def _ask(question: dict, config: ParallelConfig, check) -> dict:
     try:
         found = _reader.ask(question, check) if _reader else None
         if found is None:
+            if _reader is not None:
+                _reader.close()
             reader = _reader = _Reader(config)
             found = reader.ask(question, check)
             if found is None:

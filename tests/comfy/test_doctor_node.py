@@ -1,10 +1,17 @@
 """The Parallel Doctor node, queued in a real ComfyUI on the CPU."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
+import forking
+from comfy_modules import comfy_modules
 from golden_graphs import error_of, graph, ranks_of
+
+with comfy_modules():
+    from parallel_dit.backend.client import fork_guard
+    from parallel_dit.nodes import parallel_doctor
 
 
 def doctor(**inputs) -> dict:
@@ -71,3 +78,13 @@ def command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def test_a_fork_does_not_keep_it_running():
+    """It ends by its pipe, however ComfyUI ends."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with parallel_doctor.started(command) as process, forking.living_fork():
+        assert process.stdin is not None
+        fork_guard.let_go(process.stdin.fileno())
+        process.stdin.close()
+        assert process.wait(60) == 0

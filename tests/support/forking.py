@@ -35,6 +35,23 @@ def agent_server() -> Iterator[str]:
             server.kill()
 
 
+@contextmanager
+def living_fork() -> Iterator[None]:
+    """A fork of this process that lives until the end, with all that forks have."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+
+
 def fork(patched: MonkeyPatch, server: str):
     """Have agents of ``server``, and their ranks, forked that are started from now on."""
     patched.setenv("PYTHONPATH", FOLDER, prepend=os.pathsep)
