@@ -66,7 +66,7 @@ def tried(fault: Fault, scene: Scene) -> Row:
     wrong = []
     if fault.says not in message:
         wrong.append(f"it should say {fault.says!r}")
-    if error > EXACT:
+    if not error <= EXACT:  # NaN too
         wrong.append(f"the next run is {error} off")
     if left:
         wrong.append("processes are left")

@@ -1,6 +1,7 @@
 """Native products of int8 (ConvRot) and nvfp4 on two ranks: activations are quantized as in the single
 process."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -8,7 +9,7 @@ from statistics import median
 import pytest
 from launch import run_ranks
 from quantized import described
-from ranks.native_int8 import CONFIGS, INT8, NVFP4, REFUSED
+from ranks.native_int8 import CONFIGS, INT8, LATENTS, NVFP4, REFUSED
 from safetensors.torch import save_file
 from tiers import params
 from tiny import shallow_flux, weights_module
@@ -57,6 +58,7 @@ def test_two_ranks(run, rank_programs):
     case = CONFIGS[run.id]
     agreed, of_latents, own = SHARES[case.format]
     assert row["quantization"] > 1e-3
+    assert len(row["shares"]) == LATENTS and all(map(math.isfinite, row["shares"]))
     assert median(row["shares"]) < agreed if case.is_agreed else of_latents(row["shares"]) > own
 
 
@@ -66,4 +68,4 @@ def test_all_ranks_leave_what_one_refuses(run, rank_programs):
     row = rank_programs[__name__, run.ranks].result()[run.id]
     why = "on rank 1 (CPU) its product failed (not supported)"
     assert row["said"] == [[["int8_tensorwise", "float32", why]]] * 2
-    assert max(row["distances"]) < 1e-5
+    assert len(row["distances"]) == LATENTS and all(distance < 1e-5 for distance in row["distances"])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from .pictures import NODES
+from .pictures import NODES, largest
 
 try:
     from comfy.nested_tensor import NestedTensor
@@ -83,13 +83,8 @@ class TestGoldenError:
         want, got = TestGoldenInputs._latent(load_file(file), "samples"), samples["samples"]
         pairs = list(zip(got.unbind(), want.unbind(), strict=True)) if want.is_nested else [(got, want)]
         errors = [((a - b) / b.std()).abs().max().item() if a.shape == b.shape else None for a, b in pairs]
-        return {
-            "ui": {
-                "text": [
-                    json.dumps({"shape": list(got.shape), "error": None if None in errors else max(errors)})
-                ]
-            }
-        }
+        error = None if None in errors else largest(errors)
+        return {"ui": {"text": [json.dumps({"shape": list(got.shape), "error": error})]}}
 
 
 class TestText:

@@ -18,6 +18,11 @@ def randn(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def largest(errors: list) -> float:
+    """Return the largest, NaN where one is; Python's max may drop it."""
+    return torch.tensor(errors, dtype=torch.float64).max().item()
+
+
 class TestImage:
     RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "run", "test"
 
@@ -225,13 +230,8 @@ class TestLatentDistance:
         got, want = samples["samples"], reference["samples"]
         pairs = list(zip(got.unbind(), want.unbind(), strict=True)) if want.is_nested else [(got, want)]
         errors = [((a - b) / b.std()).abs().max().item() if a.shape == b.shape else None for a, b in pairs]
-        return {
-            "ui": {
-                "text": [
-                    json.dumps({"shape": list(want.shape), "error": None if None in errors else max(errors)})
-                ]
-            }
-        }
+        error = None if None in errors else largest(errors)
+        return {"ui": {"text": [json.dumps({"shape": list(want.shape), "error": error})]}}
 
 
 class TestBackendState:
