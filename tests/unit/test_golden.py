@@ -1,8 +1,16 @@
 """One process against latents of a real ComfyUI: at most 2e-4 of their standard deviation away."""
 
 import pytest
-from families import TOLERANCES
-from tiny import FLUX_CASES, error_in_std, golden_request, is_known_distance, to_vae_units, write_checkpoint
+from families import CASES, TOLERANCES
+from tiny import (
+    DISTANCES,
+    FLUX_CASES,
+    error_in_std,
+    golden_request,
+    is_known_distance,
+    to_vae_units,
+    write_checkpoint,
+)
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -17,6 +25,11 @@ def engine(tmp_path_factory):
         "tiny", str(write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")), "default"
     )
     return engine
+
+
+def test_no_golden_case_is_missing():
+    """Cases are the files that are there: one that is gone, or of another name, would be tested no more."""
+    assert {*CASES, *(f"flux-dev__{case}" for case in FLUX_CASES)} == DISTANCES.keys()
 
 
 @pytest.mark.parametrize("case", FLUX_CASES)

@@ -26,6 +26,12 @@ from backend.sampling.request import UNIPC, arguments_of, build
 from backend.sampling.solvers.unipc import LAST_SIGMA
 from backend.sampling.step_loop import Callbacks
 
+#: Variants of which tests/golden/variants has ComfyUI's latent (tests/comfy/variant_goldens.py).
+OF_COMFYUI = (
+    *("cogvideox-1.0-i2v", "flux2-edit-zero", "hunyuan-video15-meanflow", "krea2-style"),
+    *("qwen-image-layered", "wan21-fun-camera", "wan21-fun-control", "wan22-animate"),
+)
+
 
 @pytest.mark.parametrize("name", ["hunyuan-video15-meanflow", "hunyuan-image21-distilled"])
 def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
@@ -54,7 +60,11 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
     assert "step_end" not in plain.family.conditioning.accepted
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDENS.iterdir()))
+def test_no_golden_variant_is_missing():
+    assert sorted(path.name for path in GOLDENS.iterdir()) == [f"{name}.safetensors" for name in OF_COMFYUI]
+
+
+@pytest.mark.parametrize("name", OF_COMFYUI)
 def test_golden_variant(name, tmp_path):
     """After ComfyUI's own conditioning nodes, at most 1e-4 of the latent's standard deviation away. Nothing
     that the request gave survives it."""
