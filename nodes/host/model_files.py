@@ -8,7 +8,6 @@ import comfy.utils
 import folder_paths
 
 from ...backend.client.model_choice import ModelChoice
-from ...backend.loading.header_limits import MAX_HEADER_BYTES
 from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras
 
@@ -22,6 +21,8 @@ UNPICKLED = (".safetensors", ".sft", ".gguf")
 FURTHER_TRANSFORMERS = ("transformer_2",)
 #: Of a folder with one of these files it is a pipeline or a transformer.
 HOLD = {*INDEXES, "config.json"}
+#: Longest header of a LoRA that is read here, in bytes; models may have no longer one.
+MAX_HEADER_BYTES = 16 << 20
 
 
 def model_paths() -> dict[str, str]:
