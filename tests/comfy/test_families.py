@@ -2,6 +2,7 @@
 scaling of the golden files."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ with comfy_modules():
     from parallel_dit.nodes.comfy_models.registry import FAMILIES as NODE_FAMILIES
     from parallel_dit.nodes.comfy_models.registry import OURS, weightless_patcher
     from parallel_dit.nodes.host.conditioning import (
+        as_tensors,
         check_conditioning,
         fill_zeros,
         latent_shapes,
@@ -32,6 +34,9 @@ with comfy_modules():
     )
     from parallel_dit.nodes.host.handle import ParallelDiT
     from parallel_dit.nodes.host.plan_report import assumed_latent
+    from parallel_dit.nodes.host.sampling_checks import check_latent
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 #: Family -> keys of inpainting that it refuses; family's golden file and key -> what it changes.
@@ -50,17 +55,10 @@ def test_every_family_of_the_backend_has_a_node_side():
     assert set(NODE_FAMILIES) == set(FAMILIES)
 
 
-@pytest.fixture(scope="module", params=LATENT_FORMATS)
-def loaded(request, tmp_path_factory):
-    """(golden family, what the backend tells of the loaded model)."""
-    skip_without_class(facts(request.param)["comfy_class"])
-    checkpoint = open_checkpoint(
-        str(
-            write_checkpoint(
-                tmp_path_factory.mktemp("models") / f"{request.param}.safetensors", request.param
-            )
-        )
-    )
+def described(name: str, folder) -> Loaded:
+    """What the backend tells of a loaded golden family; the test is skipped where ComfyUI lacks it."""
+    skip_without_class(facts(name)["comfy_class"])
+    checkpoint = open_checkpoint(str(write_checkpoint(folder / f"{name}.safetensors", name)))
     info = {
         "config": json.loads(json.dumps(checkpoint.config)),
         "conditioning": list(checkpoint.family.conditioning.accepted),
@@ -68,7 +66,13 @@ def loaded(request, tmp_path_factory):
         "dtype": "float32",
         "weights": checkpoint.comfy_shapes,
     }
-    return request.param, Loaded("m", checkpoint.family.name, info)
+    return Loaded("m", checkpoint.family.name, info)
+
+
+@pytest.fixture(scope="module", params=LATENT_FORMATS)
+def loaded(request, tmp_path_factory):
+    """(golden family, what the backend tells of the loaded model)."""
+    return request.param, described(request.param, tmp_path_factory.mktemp("models"))
 
 
 def conditioning(stored, branch):
@@ -121,6 +125,54 @@ def test_arguments_are_those_of_the_golden_requests(loaded):
         assert not any(found[key].any() for key in ZEROS.get(name, ()))
         for key, value in want.items():
             assert torch.equal(found[key], value), key  # of shapes too
+
+
+def video_alone(loaded, patcher, family):
+    check_latent({"samples": torch.ones(1, 128, 2, 4, 4)}, patcher.model.latent_format, family.latents)
+
+
+def reference_audio(loaded, patcher, family):
+    """As LTXV Reference Audio (ID-LoRA) sets it."""
+    stored, shapes = load("ltx2__euler_simple")
+    prompt = [
+        [text, {**rest, "ref_audio": {"tokens": text}}] for text, rest in conditioning(stored, "positive")
+    ]
+    conds = comfy.samplers.process_conds(
+        patcher.model,
+        stored["noise"],
+        {"positive": comfy.sampler_helpers.convert_cond(prompt)},
+        torch.device("cpu"),
+        latent_shapes=[[1, *shape] for shape in shapes],
+    )
+    model_arguments("positive", conds["positive"][0], 1, loaded.info["conditioning"], family)
+
+
+def edited_image(loaded, patcher, family):
+    """As Parallel Model is given HiDream E1's image; the sampler's inputs are in the next test."""
+    given = family.translate({"c_crossattn": torch.ones(1, 4, 8), "image_cond": torch.ones(1, 16, 8, 8)})
+    as_tensors("the graph", given, loaded.info["conditioning"])
+
+
+@pytest.mark.parametrize(
+    "name, give, words, said",
+    [
+        ("ltx2", video_alone, r"takes 2 \(video and audio\); join both", "LTX-2 without its audio latent"),
+        (
+            "ltx2",
+            reference_audio,
+            "gives the model 'ref_audio', which",
+            "reference audio for LTX-2 (ID-LoRA)",
+        ),
+        ("hidream", edited_image, "gives the model 'image_cond', which", "HiDream E1"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_what_the_readme_refuses_is_refused_by_name(name, give, words, said, tmp_path):
+    loaded = described(name, tmp_path)
+    with pytest.raises(RefusedError, match=words):
+        give(loaded, weightless_patcher(loaded), NODE_FAMILIES[loaded.family])
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert said in readme.partition("All of this is refused by name")[2].partition("And nothing here has")[0]
 
 
 @pytest.mark.parametrize("key", ["concat_latent_image", "concat_mask"])

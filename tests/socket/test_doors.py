@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from fake_backend import TOKEN, WELCOME, reply
+from torch.distributed import TCPStore
 
 from backend import start
 from backend.client import client as client_module
@@ -171,8 +172,12 @@ def test_a_stranger_at_every_port_runs_nothing(started, tmp_path):
     """What listens is no store, and noise at it takes no rank away, nor the groups that come later."""
     before, marker = started.ranks(ulysses_degree=2), tmp_path / "code has run"
     places = [("127.0.0.1", port) for _, port in ip_listeners(started.processes)]
-    command = [sys.executable, "-c", STRANGER, str(marker), json.dumps(places)]
+    ours = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # such a store is found
+    given = json.dumps([*places, ("127.0.0.1", ours.port)])
+    command = [sys.executable, "-c", STRANGER, str(marker), given]
     stores = json.loads(subprocess.run(command, stdout=subprocess.PIPE, timeout=120).stdout)
+    assert ours.port in stores
+    stores.remove(ours.port)
     deadline = time.monotonic() + 12  # an agent looks into its store every 5 s
     while stores and not marker.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -55,6 +55,7 @@ def test_golden_case(name, tmp_path):
     samples, _ = engine.sample(sample, Callbacks())
     error = error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent)
     assert error <= TOLERANCES.get(family, 1e-4) and is_known_distance(name, error)
+    assert survivors()  # as long as the request is there
     del sample
     assert survivors() == []
 

@@ -3,6 +3,7 @@
 import re
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from quantized import write_gguf, write_plain_gguf
@@ -36,6 +37,29 @@ GGUF_KINDS = (
     "F16",
     "F32",
 )
+
+
+#: The README's "IQ1 to IQ3".
+RARER = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+
+
+@pytest.mark.parametrize("kind", RARER)
+def test_rarer_types_are_refused_by_name(folder, kind):
+    gguf = pytest.importorskip("gguf")
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    path = folder / f"{kind}.gguf"
+    writer = gguf.GGUFWriter(str(path), "flux")
+    blocks = np.zeros((4, size), dtype=np.uint8)
+    writer.add_tensor("img_in.weight", blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    words = (
+        rf"'img_in.weight' is stored as {kind}, which is not supported; supported are .*IQ4_XS.*another file"
+    )
+    with pytest.raises(UnsupportedError, match=words):
+        open_checkpoint(str(path))
 
 
 @pytest.mark.parametrize("kinds", [GGUF_KINDS[i::3] for i in range(3)], ids=" ".join)

@@ -34,7 +34,7 @@ class Doubles(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.depth = 0
+        self.depth = self.calls = 0
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -50,6 +50,7 @@ class Doubles(TorchDispatchMode):
         @wraps(forward)
         def watched(*args, **kwargs):
             self.depth += 1
+            self.calls += 1
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -88,5 +89,5 @@ def test_blocks_in_half_precision(family, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "rms_norm", rms_norm)
     with doubles:
         latent = step(family, tmp_path, "bf16", watch)
-    assert not doubles.found and not any(mixed)
+    assert doubles.calls > 0 and not doubles.found and not any(mixed)
     assert relative(latent, exact) < (SHARP if family in SHARPEST else 0.03)

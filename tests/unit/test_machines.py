@@ -187,7 +187,7 @@ def test_systemd_example_is_a_unit(tmp_path):
         "[Install]",
     ]
     if shutil.which("systemd-analyze") is None:
-        return
+        pytest.skip("there is no systemd-analyze")
     path = tmp_path / "pdit.service"
     # the folders of the example are not here: those of this machine take their place
     path.write_text(unit.replace("/opt/parallel-dit/.venv/bin/python", "/bin/sh").replace("User=pdit\n", ""))

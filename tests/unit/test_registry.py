@@ -29,16 +29,13 @@ def shipped() -> list[str]:
     lines = (ROOT / ".comfyignore").read_text().splitlines()
     patterns = [line for line in lines if line and not line.startswith("#")]
 
-    def ignored(path: str) -> bool:
-        return any(
-            path.startswith(pattern) if pattern.endswith("/") else fnmatch.fnmatch(path, pattern)
-            for pattern in patterns
-        )
+    def matches(path: str, pattern: str) -> bool:
+        return path.startswith(pattern) if pattern.endswith("/") else fnmatch.fnmatch(path, pattern)
 
-    assert all(any(ignored(path) for path in tracked) for _ in patterns)
     for pattern in patterns:
+        assert any(matches(path, pattern) for path in tracked), f"{pattern} leaves out nothing"
         assert (ROOT / pattern).exists(), f".comfyignore names {pattern}, which is not there"
-    return [path for path in tracked if not ignored(path)]
+    return [path for path in tracked if not any(matches(path, pattern) for pattern in patterns)]
 
 
 def test_the_name_and_version_are_accepted():

@@ -101,8 +101,7 @@ def test_released_sizes_are_read_from_shapes(name, config):
         rows = max(source.hi or shapes[parameter][0], file.get(source.key, (0,))[0])
         file[source.key] = (rows, *shapes[parameter][1:])
     found = family.layout.config(file)
-    assert {
-        key: found[key] if not isinstance(value, float) else pytest.approx(found[key], rel=1e-3)
+    assert found == found | {
+        key: pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
         for key, value in config.items()
-        if key in found
-    } == {key: config[key] for key in config if key in found}
+    }

@@ -76,6 +76,7 @@ def test_golden_variant(name, tmp_path):
     survivors = survivors_of({name: sample.tensors[name] for name in sample.tensors if "." in name})
     samples, _ = engine.sample(sample, Callbacks())
     assert error_in_std(samples, want) < 1e-4
+    assert survivors()  # as long as the request is there
     del sample
     assert survivors() == []
 
