@@ -17,6 +17,7 @@ from ...backend.errors import quoted, reason
 from ...backend.install_command import install_command
 from ...backend.loading.regular_files import INDEXES, check_regular, is_pipeline, read_json
 from ...backend.protocol import RefusedError
+from .part_configs import check_config
 
 _BOTH = ("prompt_embeds", "negative_prompt_embeds")
 _MASK = ("prompt_attention_mask", "negative_prompt_attention_mask")
@@ -205,6 +206,7 @@ def _require(folder: Path, parts: list[str], purpose: str):
         )
     for part in parts:
         _read(folder, part, lambda part=part: check_regular(folder / part))
+        _read(folder, part, lambda part=part: check_config(folder / part))
 
 
 def _read(folder: Path, what: str, action: Callable):

@@ -142,3 +142,18 @@ def test_links_are_what_they_lead_to(tmp_path):
     (tmp_path / "part" / "endless").symlink_to("/dev/zero")
     with pytest.raises(UnsupportedError, match="'endless' is a pipe, socket or device"):
         check_regular(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"text_config": {"num_hidden_layers": 10**6}}, "1000000.* as num_hidden_layers, 1,024 at most"),
+        ({"_attn_implementation": "somebody/kernels"}, "names code to load"),
+    ],
+)
+def test_a_part_that_would_build_or_load_too_much_is_not_opened(asked, folder, config, says):
+    """In ComfyUI's own process, whose pages would hang."""
+    (folder / "text_encoder/config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedError, match=says):
+        pipelines.open_text(folder)
+    assert not asked
