@@ -1,4 +1,4 @@
-"""Configurations of a folder's text encoder and VAE: their libraries build what these say, without a limit, in
+"""Configurations of a folder's text encoder and VAE: their libraries build what these say without a limit, in
 ComfyUI's own process."""
 
 from collections.abc import Iterator
