@@ -93,7 +93,8 @@ def _why_alone(auto: AutoConfig, devices: list[int]) -> str:
     if torch.cuda.device_count() > 1:
         return f"one GPU ({devices[0]}): torch has no kernels for the others of this machine."
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
-    if not hidden:
+    # ComfyUI's --default-device lists 32, which hides none
+    if not hidden or len(hidden.split(",")) > torch.cuda.device_count():
         return ""
     return (
         f"one GPU: CUDA_VISIBLE_DEVICES is {hidden!r:.100}, which hides others from ComfyUI, if there are "

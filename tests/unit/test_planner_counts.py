@@ -225,7 +225,12 @@ def test_cards_without_kernels_are_used_where_they_are_named(monkeypatch, gpus, 
     assert [gpu_kernels.has_kernels(index) for index in CARDS] == [True, False, True]
 
 
-@pytest.mark.parametrize("visible, says", [("0", "CUDA_VISIBLE_DEVICES is '0'"), ("", "")])
+DEFAULT_DEVICE = ",".join(map(str, range(32)))  # what ComfyUI makes of --default-device 0
+
+
+@pytest.mark.parametrize(
+    "visible, says", [("0", "CUDA_VISIBLE_DEVICES is '0'"), ("", ""), (DEFAULT_DEVICE, "")]
+)
 def test_one_visible_card_is_said_to_be_one_of_several(monkeypatch, visible, says):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
