@@ -39,7 +39,8 @@ RUNNING = Running()
 
 class Meanwhile:
     """Offers a product to the attention within this context, which has it computed once its queries and keys
-    are on their way to other ranks. Where nothing travels the block computes it as it takes it."""
+    are on their way to other ranks (Attention.overlaps). It comes before other attention, as in compiled
+    blocks."""
 
     def __init__(self, layer: Callable[[Tensor], Tensor], x: Tensor):
         self.layer = layer
@@ -47,7 +48,10 @@ class Meanwhile:
         self.made: Tensor | None = None
 
     def __enter__(self) -> "Meanwhile":
-        RUNNING.meanwhile = self.run
+        if getattr(RUNNING.attention, "overlaps", False):
+            RUNNING.meanwhile = self.run
+        else:
+            self.run()
         return self
 
     def __exit__(self, *error):

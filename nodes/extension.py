@@ -7,7 +7,7 @@ import folder_paths
 from comfy_api.latest import ComfyExtension
 from server import PromptServer
 
-from ..backend.client.interrupts import deadline
+from ..backend.client.interrupts import DeadlineError, deadline
 from ..backend.client.status import log_of_last_backend
 from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
@@ -66,7 +66,7 @@ class ParallelDiTExtension(ComfyExtension):
             "stop": lambda body: panel.stop(),
             "trials": _trials,
         }
-        add_routes(PromptServer.instance.routes, questions, actions, (*MISTAKES, BackendError))
+        add_routes(PromptServer.instance.routes, questions, actions, (*MISTAKES, BackendError, DeadlineError))
 
     async def get_node_list(self):
         if not self.is_loaded:  # ComfyUI 0.8 and older call this alone

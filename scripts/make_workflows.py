@@ -75,7 +75,7 @@ def values_of(widgets: list[tuple[str, dict]], inputs: dict) -> list:
     values = []
     for name, options in widgets:
         is_linked = isinstance(inputs.get(name), list)
-        values.append(options["default"] if is_linked or name not in inputs else inputs[name])
+        values.append(options.get("default", "") if is_linked or name not in inputs else inputs[name])
         if options.get("control_after_generate"):
             draws = inputs.get("add_noise") != "disable"  # else a new seed runs the same steps again
             values.append("randomize" if draws else "fixed")

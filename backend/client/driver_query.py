@@ -10,6 +10,9 @@ import time
 #: A program that hung is not asked again for so many seconds: one more process would hang, too.
 PAUSE_SECONDS = 300.0
 
+#: In which a process ends that SIGKILL ends.
+KILL_SECONDS = 1.0
+
 #: Program -> until when it is not asked (monotonic).
 _paused: dict[str, float] = {}
 
@@ -31,11 +34,20 @@ def answer(command: list[str], seconds: float) -> subprocess.CompletedProcess[st
     try:
         out, err = process.communicate(timeout=seconds)
     except BaseException as error:
-        if isinstance(error, subprocess.TimeoutExpired):
-            _paused[program] = time.monotonic() + PAUSE_SECONDS
         process.kill()
+        if isinstance(error, subprocess.TimeoutExpired) and not _has_ended(process):
+            _paused[program] = time.monotonic() + PAUSE_SECONDS
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _has_ended(process: subprocess.Popen) -> bool:
+    """Return whether a killed process is gone, as one is that was only slow."""
+    try:
+        process.wait(KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

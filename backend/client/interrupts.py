@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from ..protocol import BackendError, RefusedError
+from ..protocol import RefusedError
 
 #: Seconds that an interrupt waits for the reply: ranks that hang, or work for another client, send none.
 PATIENCE = 20.0
@@ -26,14 +26,19 @@ def turn(lock: Lock, check: Callable[[], None]) -> Iterator[None]:
 
 
 def deadline(seconds: float, what: str) -> Callable[[], None]:
-    """Return a check that raises BackendError, which says ``what``, so many seconds from now."""
-    end = time.monotonic() + seconds
+    """Return a check that raises DeadlineError, which says ``what``, in time to end a short request (Watch)
+    within so many seconds from now."""
+    end = time.monotonic() + seconds - PATIENCE
 
     def check():
         if time.monotonic() > end:
-            raise BackendError(f"{what} for {seconds:.0f} s.")
+            raise DeadlineError(f"{what} for {seconds:.0f} s.")
 
     return check
+
+
+class DeadlineError(Exception):
+    """What nobody could cancel has taken too long."""
 
 
 class CancelledError(Exception):

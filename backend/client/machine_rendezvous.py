@@ -84,7 +84,12 @@ class _Handshakes:
             if len(self._pending) >= MAX_HANDSHAKES:
                 _hang_up(self._pending.pop(0))
             self._pending.append(connection)
-        threading.Thread(target=self._run, args=(connection, host), name="handshake", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(connection, host), name="handshake", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # of too many threads
+            self._forget(connection)
+            connection.close()
 
     def missing(self) -> list[int]:
         """Drop machines whose launcher has ended, and return the numbers of those that are not there. Once
@@ -118,16 +123,22 @@ class _Handshakes:
         try:
             proved = _proved(connection, host, self._token)
             with self._lock:
+                if connection not in self._pending:
+                    raise ConnectionError("too many others waited")
                 self._admit(proved)
+                self._pending.remove(connection)  # else end() would hang up on it
                 peer = proved
         except OSError as error:
             self._say(f"; {host} was not let in: {error}")
         finally:
-            with self._lock:
-                if connection in self._pending:
-                    self._pending.remove(connection)
+            self._forget(connection)
             if peer is None:
                 connection.close()
+
+    def _forget(self, connection: socket.socket):
+        with self._lock:
+            if connection in self._pending:
+                self._pending.remove(connection)
 
     def _admit(self, peer: Peer):
         """Count a machine that has proved itself among the others. ConnectionError where it may not join."""

@@ -4,7 +4,7 @@ shape of a model, and the memory that is free. Imports neither ComfyUI nor torch
 import math
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -158,14 +158,15 @@ def held_by_torch(index: int) -> int:
 HELD = [held_by_torch]
 
 
-def free_memory(device: str, indices: list[int]) -> tuple[int, ...]:
+def free_memory(device: str, indices: list[int], unknown: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host.
-    Raises ConfigError where the environment lists other GPUs by now."""
+    ``unknown``: what to return of GPUs of which the driver says nothing, by default what is usual. Raises
+    ConfigError where the environment lists other GPUs by now."""
     if device == "cpu":
         return (host_free(swap=False),)
     free_by_gpu = _free_bytes_by_driver()
     found = []
-    for index, usual in zip(indices, usual_memory(device, indices)):
+    for index, usual in zip(indices, unknown or usual_memory(device, indices)):
         free = free_by_gpu.get(_uuid(index), free_by_gpu.get(driver_name(os.environ, index)))
         found.append(usual if free is None else free + sum(held(index) for held in HELD))
     return tuple(found)

@@ -318,11 +318,12 @@ def _or_more(known: tuple[int, ...], devices: list[int], running: pool.Backend) 
     free now, with the weights of our ranks."""
     try:
         ranks = status.report(running).ranks
-        now = measurements.free_memory("cuda", devices)
+        weights = {gpu: rank["weight_bytes"] for gpu, rank in zip(running.config.gpu_indices, ranks)}
+        own = [weights.get(gpu, 0) for gpu in devices]
+        now = measurements.free_memory("cuda", devices, [was - size for was, size in zip(known, own)])
     except (BackendError, ConfigError):
         return known
-    weights = {gpu: rank["weight_bytes"] for gpu, rank in zip(running.config.gpu_indices, ranks)}
-    return tuple(max(was, free + weights.get(gpu, 0)) for was, free, gpu in zip(known, now, devices))
+    return tuple(max(was, free + size) for was, free, size in zip(known, now, own))
 
 
 def _host_memory() -> int:

@@ -185,8 +185,9 @@ def _ask(question: dict, config: ParallelConfig, check) -> dict:
     try:
         found = _reader.ask(question, check) if _reader else None
         if found is None:
-            if _reader is not None:
-                _reader.close()
+            dead, _reader = _reader, None  # the next line may raise
+            if dead is not None:
+                dead.close()
             reader = _reader = _Reader(config)
             found = reader.ask(question, check)
             if found is None:

@@ -50,7 +50,7 @@ SLOW_START = (
 #: What to do where a GPU has no memory for NCCL's buffers.
 FULL_GPU = "close what fills a GPU (nvidia-smi shows it), or list the others in gpus of Parallel Config"
 #: What says so. NCCL's "out of memory" alone may be the host's, by a way that another one replaces.
-_OF_FULL_GPU = re.compile(r"CUDA (calloc|malloc|out of memory)")
+_OF_FULL_GPU = re.compile(r"CUDA (error: )?(calloc|malloc|out of memory)")
 #: The cause of NCCL's errors, in lines of its own, after the rank that torchrun puts before them.
 _NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILINE)
 

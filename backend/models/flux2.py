@@ -204,7 +204,8 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
         if temb_mod.shape[0] != 2 * x.shape[0]:
             if torch.compiler.is_compiling() or encoder_hidden_states is not None:
                 given = temb_mod, image_rotary_emb, joint_attention_kwargs
-                return super().forward(x, encoder_hidden_states, *given)
+                made = super().forward(x, encoder_hidden_states, *given)
+                return within_range(made) if isinstance(made, torch.Tensor) else all_within_range(*made)
             shift, scale, gate = theirs.Flux2Modulation.split(temb_mod, 1)[0]
             normed = modulated(self.norm, x, 1 + scale, shift)
             more = joint_attention_kwargs or {}

@@ -2,12 +2,12 @@
 prompt is a stack of the text encoder's layers, fused inside the model."""
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.transformers import transformer_krea2 as theirs
 
 from .blocks import JOINED, Blocks
 from .common import references
 from .common.fewer_passes import apply_rotary_emb, rms_norm
+from .common.grouped_attention import grouped_attention
 from .common.replaced_classes import replace_classes
 from .common.request_arguments import once
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -217,8 +217,7 @@ def normed_and_turned(norm, x, tables):
 
 
 class Processor(theirs.Krea2AttnProcessor):
-    """diffusers' processor with keys and values as they are: repeated to the heads of queries they would
-    travel, and wait in buffers, four times as large."""
+    """diffusers' processor with keys and values as they are (grouped_attention)."""
 
     def __call__(self, attn, hidden_states, attention_mask=None, image_rotary_emb=None):
         query = attn.to_q(hidden_states).unflatten(-1, (attn.num_heads, attn.head_dim))
@@ -228,8 +227,7 @@ class Processor(theirs.Krea2AttnProcessor):
         query = normed_and_turned(attn.norm_q, query, image_rotary_emb)
         key = normed_and_turned(attn.norm_k, key, image_rotary_emb)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        is_grouped = attn.num_kv_heads != attn.num_heads
-        out = F.scaled_dot_product_attention(query, key, value, attention_mask, enable_gqa=is_grouped)
+        out = grouped_attention(query, key, value, attention_mask)
         return attn.to_out[0](out.transpose(1, 2).flatten(2) * torch.sigmoid(gate))
 
 

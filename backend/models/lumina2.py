@@ -2,12 +2,12 @@
 grouped queries; two more refine the prompt."""
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.transformers import transformer_lumina2 as theirs
 from torch import nn
 
 from .blocks import IMAGE_ONLY, JOINED, Blocks
 from .common.fewer_passes import apply_rotary_emb
+from .common.grouped_attention import grouped_attention
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import MLP, Layout, blocks_of, under
@@ -52,8 +52,7 @@ class Rope(theirs.Lumina2RotaryPosEmbed):
 
 
 class Processor:
-    """diffusers' processor with keys and values as they are: repeated to the heads of queries they would
-    travel, and wait in buffers, three times as large."""
+    """diffusers' processor with keys and values as they are (grouped_attention)."""
 
     def __call__(
         self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
@@ -69,10 +68,7 @@ class Processor:
         if attention_mask is not None:
             attention_mask = attention_mask.bool()[:, None, None]
         query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
-        is_grouped = key.shape[1] != query.shape[1]
-        out = F.scaled_dot_product_attention(
-            query, key, value, attention_mask, scale=attn.scale, enable_gqa=is_grouped
-        )
+        out = grouped_attention(query, key, value, attention_mask, attn.scale)
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
 
 

@@ -140,6 +140,12 @@ class Attention:
         return self._within_sequence(call, query, key, value, attn_mask, scale, kind, where)
 
     @property
+    def overlaps(self) -> bool:
+        """Return whether a block's other products may follow the queries and keys that are sent. Ranks whose
+        compiler works call them before: those of a rank whose compiler has failed may send, too."""
+        return self.call is not None and self.mesh.ulysses.size > 1 and not self.compiled
+
+    @property
     def sends_values(self) -> bool:
         """Return whether values travel before queries and keys in the block that runs now."""
         alone = self.mesh.ulysses.size == 1 or self.buffers is not None or self.compiled

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import opaque_ops
+from ..torch_version import has_torch
 from .kernel_table import HALF, fits, flash_of_torch, kernel_of, whole_heads
 
 #: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces
@@ -18,9 +19,11 @@ SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
 #: Rows of a mask begin at multiples of so many numbers for the memory-efficient kernel.
 ALIGNMENT = 8
-#: Of fewer keys torch's kernel is as fast as an approximate one, and ComfyUI met what is no number in
+#: Fewer keys take little time in any kernel, and ComfyUI met what is no number in
 #: SageAttention's of Wan's 257 of an image (comfy/ldm/wan/model.py).
 MIN_APPROXIMATE_KEYS = 1024
+#: torch whose CPU kernel takes grouped keys and values (pytorch/pytorch#157893).
+CPU_GROUPS = (2, 9)
 #: The log-sum-exp of no key: far below any other. Of -inf, which it is, differences would be NaN.
 NOTHING = -1e30
 #: Compute capability from which NVIDIA's GPUs have flash attention and bfloat16.
@@ -63,7 +66,7 @@ def _takes_groups(q: Tensor, mask: Tensor | None) -> bool:
     """Return whether torch has a fast kernel with grouped keys and values for this call: the CPU's, and
     flash attention on NVIDIA's GPUs, which knows no masks."""
     if not q.is_cuda:
-        return q.device.type in ("cpu", "meta")
+        return q.device.type == "meta" or (q.device.type == "cpu" and has_torch(*CPU_GROUPS))
     able = mask is None and q.dtype in HALF and q.shape[-1] <= MAX_FLASH_HEAD
     return able and torch.version.hip is None and has_flash(q.device)
 
@@ -113,12 +116,15 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
     if not q.is_cuda:
         if mask is not None:  # this kernel broadcasts over heads alone
             mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
+        if not _takes_groups(q, mask):
+            k, v = whole_heads(q, k, v)
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-    k, v = whole_heads(q, k, v)
     kernel_entry = kernel_of(kernel)
     if kernel_entry.call is not None and fits(kernel, q, masked=mask is not None, lse=True):
-        return kernel_entry.call(q, k, v, scale, True)
+        return kernel_entry.call(q, *whole_heads(q, k, v), scale, True)
+    if not _takes_groups(q, mask):
+        k, v = whole_heads(q, k, v)
     if mask is not None or q.dtype == torch.float32 or not has_flash(q.device):
         dtype = q.dtype
         # the efficient kernel has none for bfloat16 before Ampere

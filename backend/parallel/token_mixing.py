@@ -45,7 +45,7 @@ class TokenMixing:
         attention = self.attention
         call = attention.call
         patches = attention.buffers is not None and not attention.compiled
-        return call is None or not patches or len(call.tokens.text) > 0
+        return call is None or not patches or call.dummy or len(call.tokens.text) > 0
 
     def linear_state(self, keys: Tensor, values: Tensor) -> Tensor:
         """Sum over ranks and patches (token_mixing.linear_state)."""

@@ -156,7 +156,8 @@ class ModelShape:
         """Return how often Ulysses sends each head of keys and values, so that no two ranks share groups."""
         if not self.kv_heads:
             return 1
-        own = max(1, self.kv_heads // plan.tensor_parallel_degree)
+        tp = plan.tensor_parallel_degree if plan.split_scheme == "megatron" else 1  # others leave all heads
+        own = max(1, self.kv_heads // tp)
         heads = own * self.heads // self.kv_heads
         return kv_heads_sent(heads, own, plan.ulysses_degree, plan.shares_of("ulysses")) // own
 

@@ -27,11 +27,14 @@ class ArgumentCache:
     def check(call: ModelCall):
         """Refuse references that no rank could follow. Raises UnsupportedError."""
         keys = [*call.cache.values(), *call.cached.values(), *call.forget]
-        strange = [name for name in call.cache if name not in call.tensors]
-        strange += [key for key in keys if not isinstance(key, str)]
-        if strange:
-            what = f"the call caches {strange[0]!r:.200}, which is not among its tensors"
-            raise UnsupportedError(f"{what}; send it, under a key that is a string.")
+        for name in call.cache:
+            if name not in call.tensors:
+                raise UnsupportedError(
+                    f"the call caches {name!r:.200}, which is not among its tensors; send it too."
+                )
+        for key in keys:
+            if not isinstance(key, str):
+                raise UnsupportedError(f"the call has {key!r:.200} as a key of its cache; use a string.")
 
     def missing(self, call: ModelCall) -> list[str]:
         """Return the names of arguments that ``call`` refers to and that are not here."""

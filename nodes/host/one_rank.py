@@ -22,7 +22,7 @@ from .image_tokens import image_tokens
 #: Requests that are remembered, the latest ones.
 MAX_REQUESTS = 500
 #: Names of a request's reference latents, of one prompt.
-REFERENCES = "positive.ref_latents."
+REFERENCES = ("positive.ref_latents.", "positive.context_latents.", "positive.time_dim_concat")
 #: (key of a request, configuration) -> what ``projected`` estimates: the latent waits for it.
 _projected: dict[tuple, float] = {}
 

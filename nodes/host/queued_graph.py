@@ -98,7 +98,7 @@ def ancestors(graph: dict, nodes: Iterable[str]) -> set[str]:
         key = waiting.pop()
         if key not in found:
             found.add(key)
-            linked = [source(graph, key, name) for name in graph[key]["inputs"]]
+            linked = [source(graph, key, name) for name in _used_inputs(graph, key)]
             waiting += [each for each in linked if each is not None]
     return found
 
@@ -129,6 +129,13 @@ def _loader_before(graph: dict, node: str | None, seen: frozenset[str]) -> str |
     names = ("dit",) if kind in THROUGH else _sides(graph, node) if kind in SWITCHES else ()
     found = {_loader_before(graph, source(graph, node, name), seen | {node}) for name in names}
     return found.pop() if len(found) == 1 else None
+
+
+def _used_inputs(graph: dict, node: str) -> Iterable[str]:
+    """Return the inputs of a node that ComfyUI runs: of a Switch that of the side it takes, as far as that is
+    known."""
+    is_switch = graph[node].get("class_type") in SWITCHES
+    return ("switch", *_sides(graph, node)) if is_switch else graph[node]["inputs"]
 
 
 def _sides(graph: dict, switch: str) -> tuple[str, ...]:

@@ -158,4 +158,6 @@ def test_freeing_weights_has_a_deadline(backend, monkeypatch):
         pytest.fail("it waits for ever")
 
     monkeypatch.setattr(backend.client, "request", request)
-    handle.free_weights(interrupts.deadline(0.0, "ranks have freed nothing"))
+    with pytest.raises(interrupts.DeadlineError, match="ranks have freed nothing for 0 s"):
+        handle.free_weights(interrupts.deadline(0.0, "ranks have freed nothing"))
+    assert not any(entry.held for _, found in handle._weights.values() for entry in found)

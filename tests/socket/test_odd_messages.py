@@ -51,8 +51,8 @@ MESSAGES = {
     "a name that is no field": (Arrange({"\ud800": 1}), "not one of this version"),
     "a list of stages without end": (Arrange({"attn_layer_num_for_pp": "1," * 99_999}), "not a list"),
     "a model that is not there": (Describe("\ud800", [16, 8, 8], 4, 1), "not loaded"),
-    "a reference that is no key": (ModelCall("m", cached={"x": {}}), "not among its tensors"),
-    "forgetting what is no key": (ModelCall("m", forget=[[]]), "not among its tensors"),
+    "a reference that is no key": (ModelCall("m", cached={"x": {}}), "as a key of its cache; use a string"),
+    "forgetting what is no key": (ModelCall("m", forget=[[]]), "as a key of its cache; use a string"),
     "an answer": (Welcome(2, "cpu", {}, []), "a client does not send Welcome"),
 }
 #: Changes of a good request's fields -> what the refusal says.

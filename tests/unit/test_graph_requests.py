@@ -305,3 +305,13 @@ def test_a_switch_between_two_loaders_is_nobodys(graph, sides):
     prompt = through_a_switch("ComfySwitchNode", ["run", 0], **sides)
     prompt["other"] = {"class_type": "LoadParallelDiT", "inputs": {"model_name": "n"}}
     assert graph.loader_of(prompt, "3") is None
+
+
+def test_what_a_switch_does_not_take_does_not_run(executed):
+    """Its inputs are lazy: a loader on that side would count as another model on the same ranks."""
+    prompt = through_a_switch("ComfySwitchNode", True, on_false="other", on_true="lora")
+    prompt["other"] = {"class_type": "LoadParallelDiT", "inputs": {"model_name": "n"}}
+    prompt["save"] = {"class_type": "SaveImage", "inputs": {"images": ["3", 0]}}
+    assert "other" not in executed(prompt, "1") and {"1", "lora", "3"} <= executed(prompt, "1").keys()
+    prompt["switch"]["inputs"]["switch"] = ["2", 0]
+    assert "other" in executed(prompt, "1")

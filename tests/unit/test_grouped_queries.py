@@ -1,5 +1,7 @@
 """Attention with fewer keys and values than queries: what diffusers computes, with no copy of a head."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,10 +10,13 @@ from diffusers.models.transformers.transformer_lumina2 import Lumina2Transformer
 from moved_bytes import MovedBytes
 from tiny import write_checkpoint
 
+from backend import torch_version
 from backend.loading.recognition import open_checkpoint
 from backend.models import krea2, lumina2
+from backend.models.common import grouped_attention as grouped
 from backend.models.common.fewer_passes import apply_rotary_emb
 from backend.models.common.replaced_classes import replace_classes
+from backend.parallel import attention_kernels
 
 TOKENS, HEADS, GROUPS, SIZE = 9, 8, 2, 16
 WIDTH = HEADS * SIZE
@@ -29,6 +34,41 @@ def of_lumina2():
     angles = torch.randn(1, TOKENS, SIZE // 2).expand(2, -1, -1)
     mask = torch.arange(TOKENS).expand(2, -1) < TOKENS - 2
     return attention, lumina2.Processor(), {"image_rotary_emb": torch.polar(angles**0, angles)}, mask
+
+
+@pytest.mark.parametrize("groups", [HEADS, GROUPS])
+def test_torchs_own_attention_is_given_whole_heads(groups, monkeypatch):
+    """Where no attention of a request takes its place: few of its kernels take groups, and the one that is
+    left on older GPUs, or with a mask, has all pairs of tokens in memory."""
+    heads = []
+
+    def torchs(query, key, value, *_, enable_gqa=False, **__):
+        heads.append((key.shape[1], value.shape[1], enable_gqa))
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", torchs)
+    monkeypatch.setattr(grouped, "SDPA", torchs)
+    query, key = torch.ones(1, HEADS, 2, 4), torch.ones(1, groups, 2, 4)
+    grouped.grouped_attention(query, key, key)
+    assert heads == [(HEADS, HEADS, False)]
+
+
+@pytest.mark.parametrize("version, heads", [("2.8.0", HEADS), ("2.9.1", GROUPS)])
+def test_a_cpu_kernel_that_knows_no_groups_is_given_whole_heads(version, heads, monkeypatch):
+    """It would read keys by the number of the query's head."""
+    given = []
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def kernel(q, k, v, *others, **named):
+        given.append((k.shape[1], v.shape[1]))
+        return flash(q, *(x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v)), *others, **named)
+
+    monkeypatch.setattr(torch_version, "torch_version", lambda: version)
+    aten = SimpleNamespace(_scaled_dot_product_flash_attention_for_cpu=kernel)
+    monkeypatch.setattr(attention_kernels, "aten", aten)
+    q, k = torch.randn(1, HEADS, 3, 8), torch.randn(1, GROUPS, 5, 8)
+    attention_kernels.attend_lse("auto", q, k, k)
+    assert given == [(heads, heads)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

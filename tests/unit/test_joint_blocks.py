@@ -2,6 +2,7 @@
 fewer bytes."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,13 +193,18 @@ def test_a_block_moves_fewer_bytes(name, bytes, monkeypatch):
     assert moved == pytest.approx(bytes, abs=1)
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("waits", [True, False], ids=["attention waits for others", "attention fails"])
-def test_attention_has_the_mlp_multiply_meanwhile(waits, monkeypatch):
-    """Once, for the same bits; what it did not come to is forgotten."""
+def test_attention_has_the_mlp_multiply_meanwhile(waits, overlaps, monkeypatch):
+    """Once, for the same bits; what it did not come to is forgotten. Before other attention, as in compiled
+    blocks: what layers send comes in one order on all ranks."""
     block, given = ours(made("flux, single")), arguments("flux, single", torch.float32, 1)
     wanted, attend, calls = block(*given), nn.functional.scaled_dot_product_attention, []
 
+    monkeypatch.setattr(opaque_ops.RUNNING, "attention", SimpleNamespace(overlaps=overlaps))
+
     def attention(*args, **kwargs):
+        assert len(calls) == 1 - overlaps
         if not waits:
             raise ZeroDivisionError
         for _ in range(2):
@@ -214,7 +220,7 @@ def test_attention_has_the_mlp_multiply_meanwhile(waits, monkeypatch):
     else:
         with pytest.raises(ZeroDivisionError):
             block(*given)
-    assert len(calls) == waits and opaque_ops.RUNNING.meanwhile is None
+    assert len(calls) == (waits or not overlaps) and opaque_ops.RUNNING.meanwhile is None
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -141,8 +141,9 @@ def hanging(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Unkillable)
     yield started
     for process in started:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def test_a_driver_that_hangs_is_not_waited_for(hanging, monkeypatch):
@@ -154,6 +155,14 @@ def test_a_driver_that_hangs_is_not_waited_for(hanging, monkeypatch):
     driver_query._paused["nvidia-smi"] = time.monotonic()
     assert measurements._free_bytes_by_driver() == {} and len(hanging) == 2
     assert time.monotonic() - began < 120
+
+
+def test_a_driver_that_is_slow_alone_is_asked_again(hanging, monkeypatch):
+    """GPUs without persistence mode take their time, and other programs' memory counts."""
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda self: os.kill(self.pid, signal.SIGKILL))
+    monkeypatch.setattr(measurements, "SMI_SECONDS", 0.2)
+    assert [measurements._free_bytes_by_driver() for _ in range(2)] == [{}, {}]
+    assert len(hanging) == 2 and all(process.poll() is not None for process in hanging)
 
 
 def test_nor_by_the_doctor(hanging, monkeypatch):

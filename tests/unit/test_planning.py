@@ -34,7 +34,7 @@ def machine(monkeypatch):
         return replace(L40, speeds=(1.0,) * len(indices))
 
     monkeypatch.setattr(measurements, "machine_rates", rates)
-    monkeypatch.setattr(measurements, "free_memory", lambda device, indices: found.free[: len(indices)])
+    monkeypatch.setattr(measurements, "free_memory", lambda device, indices, *_: found.free[: len(indices)])
     monkeypatch.setattr(pool, "launched", lambda: None)
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(planning, "_history", PlanHistory())
@@ -227,6 +227,19 @@ def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monk
         machine.free = (free * GB,) * GPUS
         found = planning._free_memory("cuda", [1, 0])
         assert found == tuple(each * GB for each in expected)
+
+
+def test_a_driver_that_says_nothing_gives_no_memory_back(machine, monkeypatch):
+    """What is usual then has the ranks' weights in it already: they were counted twice, beyond the card."""
+    machine.free = (12 * GB,) * GPUS
+    planning.question_of(AutoConfig(gpus="1,0"), MODEL, request)
+    config = ParallelConfig(data_parallel_degree=2, gpus="1,0")
+    monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace(config=config))
+    ranks = SimpleNamespace(ranks=[{"weight_bytes": 6 * GB}] * 2)
+    monkeypatch.setattr(planning.status, "report", lambda backend: ranks)
+    monkeypatch.setattr(planning, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(measurements, "free_memory", lambda device, indices, unknown: tuple(unknown))
+    assert planning._free_memory("cuda", [1, 0]) == (12 * GB,) * 2
 
 
 def test_what_ranks_have_parked_is_not_missing(machine, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import forking
 import pytest
@@ -189,6 +190,21 @@ def test_a_process_that_fails_is_an_error_of_its_own(model, monkeypatch):
     monkeypatch.setattr(preflight, "sanitized_environment", lambda *_: {"PYTHONHOME": "/nowhere"})
     with pytest.raises(BackendError, match="could not be read, .*: .+"):
         preflight.check_headers(ParallelConfig(device="cpu"), model, "bf16", "auto", [])
+
+
+def test_a_process_that_could_not_be_started_is_started_again(model, monkeypatch):
+    """The one before it had ended, so its pipe is closed."""
+    folders = [str(Path(model).parent)]
+    preflight.check_headers(ParallelConfig(device="cpu"), model, "bf16", "auto", folders)
+    assert preflight._reader is not None
+    preflight._reader.process.kill()
+    preflight._reader.process.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "require_same_pack", lambda: (_ for _ in ()).throw(BackendError("restart")))
+        for weight_dtype in ("fp16", "fp32"):
+            with pytest.raises(BackendError, match="restart"):
+                preflight.check_headers(ParallelConfig(device="cpu"), model, weight_dtype, "auto", folders)
+    preflight.check_headers(ParallelConfig(device="cpu"), model, "fp16", "auto", folders)
 
 
 def test_a_question_is_json(monkeypatch, tmp_path):

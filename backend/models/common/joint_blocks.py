@@ -93,7 +93,8 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
     ):
         if torch.compiler.is_compiling() or self.zero_cond_t or modulate_index is not None:
             given = temb, image_rotary_emb, joint_attention_kwargs, modulate_index
-            return super().forward(hidden_states, encoder_hidden_states, encoder_hidden_states_mask, *given)
+            streams = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
+            return all_within_range(*super().forward(*streams, *given))
         shift, scale, gate, *of_image = self.img_mod(temb).chunk(6, dim=-1)
         if not (token_mixing.has_text() or joint_attention_kwargs):
             image = self.attended(adapted(self.img_norm1, hidden_states, shift, scale), image_rotary_emb)
