@@ -5,10 +5,12 @@ import select
 import time
 from pathlib import Path
 
+import forking
 import handshakes
 
-from backend.client import fork_guard, private_folder
+from backend.client import fork_guard, preflight, private_folder
 from backend.client.client import BackendClient
+from backend.config import ParallelConfig
 
 
 def test_a_fork_that_lives_on_does_not_keep_ranks_alive():
@@ -77,3 +79,11 @@ def test_a_fork_does_not_keep_a_folder_from_being_swept(tmp_path, monkeypatch):
         os.waitpid(pid, 0)
         for descriptor in ready:
             os.close(descriptor)
+
+
+def test_a_fork_does_not_keep_the_process_that_reads_headers():
+    """Of another custom node, say; it ends by its pipe."""
+    reader = preflight._Reader(ParallelConfig(device="cpu"))
+    with forking.living_fork():
+        reader.close()
+        assert reader.process.wait(120) == 0

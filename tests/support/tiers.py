@@ -135,7 +135,7 @@ SOME = {
 #: A family's golden latent, which shows its data, is not among them.
 OF_SIGNATURES = (
     "unit/test_families.py::test_patches_against_full_buffers_equal_the_whole",
-    "unit/test_tensor_parallel.py::test_megatron_halves_attention_and_mlp_of_every_family",
+    "unit/test_tensor_parallel.py::test_megatron_halves_the_blocks_of_every_family",
     "comfy/test_families.py::test_unet_config_is_what_comfyui_detects_of_its_file",
 )
 TESTS = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ REFUSED = {
     "negative warm-up": (dict(warmup_steps=-1), "warmup_steps is -1; use 0 or a positive number"),
     "attention": (dict(attention="xformers"), "flash-attn"),
     "device": (dict(device="tpu"), "cpu"),
-    "type": (dict(ulysses_degree="2"), "not of type int"),
+    "type": (dict(ulysses_degree="2"), "write it as int"),
     "gpus text": (dict(gpus="a,b"), "not a list"),
     "gpus twice": (dict(ulysses_degree=2, gpus="1,1"), "named once"),
     "gpus count": (dict(ulysses_degree=4, gpus="0,1"), "names 2 devices"),

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import forking
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -138,14 +137,6 @@ def test_a_shape_says_whether_there_are_rings(model, monkeypatch, why):
     monkeypatch.setattr(measured, "ring_unavailable", lambda: why)
     shape = ModelShape.from_dict(read_shape(model, "default", "auto", "cpu", None, ANYWHERE))
     assert shape.rings == (why is None)
-
-
-def test_a_fork_does_not_keep_the_process_that_reads_headers():
-    """Of another custom node, say; it ends by its pipe."""
-    reader = preflight._Reader(ParallelConfig(device="cpu"))
-    with forking.living_fork():
-        reader.close()
-        assert reader.process.wait(120) == 0
 
 
 def test_what_is_printed_while_python_starts_is_no_answer(model, monkeypatch, tmp_path):
