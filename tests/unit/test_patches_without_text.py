@@ -87,7 +87,7 @@ def test_no_token_stands_for_the_text_of_edit_models(variant, tmp_path):
 )
 def test_what_other_ranks_may_wait_for_is_called(patches, compiled, text, has):
     """A compiled block calls the layers of text, and attention that sends values early waits for them."""
-    call = SimpleNamespace(tokens=SimpleNamespace(text=range(text)))
+    call = SimpleNamespace(dummy=False, tokens=SimpleNamespace(text=range(text)))
     mesh_of_one = SimpleNamespace(sp=None)
     attention = SimpleNamespace(call=call, buffers=patches or None, compiled=compiled, mesh=mesh_of_one)
     mixing = TokenMixing(attention)
