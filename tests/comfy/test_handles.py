@@ -147,8 +147,10 @@ def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
 
 def test_freeing_weights_has_a_deadline(backend, monkeypatch):
     """Nobody can press Cancel for the panel; ranks that do not answer end."""
+    backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
     run("/a")
-    handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, "/a", "default")
+    assert handle.entries_to_keep(backend, first.choice)
     monkeypatch.setattr(interrupts, "PATIENCE", 0.0)
 
     def request(message, check, on_progress):
