@@ -26,8 +26,8 @@ _CONSEQUENCE = re.compile(
 #: What a rank that aborts says of it: NCCL's watchdog throws what CUDA or NCCL told it, in C++.
 _ABORTED = (r"what\(\):\s+(?:.*with exception: )?(.*)", r"(.*(?:CUDA|NCCL) error.*)")
 _MAX_LINE = 400
-#: Where NCCL's errors have their cause, in lines of its own.
-_NCCL_CAUSE = re.compile(r"^Last error:\s*(\S.*?)\s*$", re.MULTILINE)
+#: Where NCCL's errors have their cause, in lines of its own; torchrun puts the rank before each it prints.
+NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILINE)
 #: Where NCCL keeps what GPUs without peer access send each other, and how much room it needs (bytes): about
 #: 10 MB a channel and peer.
 SHARED_MEMORY = Path("/dev/shm")
@@ -181,7 +181,7 @@ def _one_line(text: str) -> str:
     """Return the first line that is not empty, cut; of NCCL's errors with their cause, which comes last."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     line = _cut(lines[0]) if lines else ""
-    cause = _NCCL_CAUSE.search(text)
+    cause = NCCL_CAUSE.search(text)
     return f"{line}: {_cut(cause[1])}" if cause else line
 
 

@@ -23,6 +23,7 @@ from ..torch_version import installed
 from . import cache_files, fork_guard
 from .exit_report import killed_by
 from .interpreter import PACK, answered, packages_changed, ranks_python
+from .interrupts import turn
 from .pack_version import IMPORTED, require_same_pack
 from .rank_environment import sanitized_environment
 
@@ -180,9 +181,7 @@ _lock = threading.Lock()
 def _ask(question: dict, config: ParallelConfig, check) -> dict:
     """Return the answer; RefusedError where that is a refusal."""
     global _reader
-    while not _lock.acquire(timeout=POLL_SECONDS):
-        check()
-    try:
+    with turn(_lock, check):
         found = _reader.ask(question, check) if _reader else None
         if found is None:
             dead, _reader = _reader, None  # the next line may raise
@@ -193,8 +192,6 @@ def _ask(question: dict, config: ParallelConfig, check) -> dict:
             if found is None:
                 what = "The model's headers could not be read, and ranks would fail likewise"
                 raise BackendError(f"{what}: {reader.last_words()}")
-    finally:
-        _lock.release()
     if found["refused"]:
         raise RefusedError(found["refused"])
     return found

@@ -16,7 +16,7 @@ from ..config import ParallelConfig
 from ..protocol import BackendError
 from . import fork_guard, nccl_settings
 from .agent_command import agent_command
-from .exit_report import ended_by_signal, shared_memory_hint, words_of_abort
+from .exit_report import NCCL_CAUSE, ended_by_signal, shared_memory_hint, words_of_abort
 from .interpreter import PACK
 from .pack_version import require_same_pack
 from .private_folder import private_folder
@@ -51,8 +51,6 @@ SLOW_START = (
 FULL_GPU = "close what fills a GPU (nvidia-smi shows it), or list the others in gpus of Parallel Config"
 #: What says so. NCCL's "out of memory" alone may be the host's, by a way that another one replaces.
 _OF_FULL_GPU = re.compile(r"CUDA (error: )?(calloc|malloc|out of memory)")
-#: The cause of NCCL's errors, in lines of its own, after the rank that torchrun puts before them.
-_NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILINE)
 
 
 class UnmeasuredError(BackendError):
@@ -211,7 +209,7 @@ def _unmeasured(text: str, code: int) -> UnmeasuredError:
     """Return the error of ranks that ended with ``code``, from what they printed. NCCL names the cause of its
     errors apart; of a full GPU no other way between GPUs makes room."""
     last = next((line for line in text.splitlines() if "Error" in line), f"code {code}")[:300]
-    if (cause := _NCCL_CAUSE.search(text)) and cause[1] not in last:
+    if (cause := NCCL_CAUSE.search(text)) and cause[1] not in last:
         last = f"{last} ({cause[1][:200]})"
     if _OF_FULL_GPU.search(last):
         return UnmeasuredError(last, FULL_GPU)
