@@ -22,7 +22,8 @@ from torch import Tensor
 
 from backend.config import CHOICES
 from backend.parallel.attention_kernels import attend
-from backend.parallel.kernel_table import activated, fits, kernel_of, why_unavailable
+from backend.parallel.kernel_choice import why_unavailable
+from backend.parallel.kernel_table import activated, fits, kernel_of
 
 KERNELS = CHOICES["attention"][1:]
 HEAD_SIZES = (64, 128, 256)

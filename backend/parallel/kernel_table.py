@@ -5,19 +5,14 @@ nn/attention/_fa3.py and _fa4.py, sageattention/core.py, sageattn3/api.py. None 
 here: of GPUs there was an H200 without the packages.
 """
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..errors import reason
 
 aten = torch.ops.aten
 Capability = tuple[int, int]
@@ -214,126 +209,6 @@ def fits(name: str, query: Tensor, masked: bool, lse: bool) -> bool:
     kernel = kernel_of(name)
     able = kernel.call is not None and (kernel.lse or not lse) and not masked
     return able and query.dtype in HALF and kernel.has_head(query.shape[-1])
-
-
-# ------------------------------------------------------------------ what can be chosen
-@cache
-def import_error(module: str) -> str:
-    """Return why ``module`` cannot be imported, "" where it can; a wheel built for another torch raises what
-    it likes."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        return f"{type(error).__name__}: {reason(error)}"
-    return ""
-
-
-def why_unavailable(
-    name: str,
-    device: str,
-    dtype: torch.dtype,
-    head_size: int = 0,
-    capabilities: Iterable[Capability] = (),
-    ring: bool = False,
-) -> str | None:
-    """Say why kernel ``name`` cannot run here, as one sentence; None where it can.
-
-    ``head_size``: of the model. ``capabilities``: of the ranks' GPUs, (major, minor). ``ring``: keys and
-    values travel around a ring.
-    """
-    kernel = kernel_of(name)
-    if kernel.call is None:
-        return None
-    found = _not_able(name, kernel, device, dtype, head_size, set(capabilities), ring)
-    return found or _not_active(name, kernel) or _not_importable(name, kernel)
-
-
-def _not_able(name, kernel, device, dtype, head_size, capabilities, ring) -> str | None:
-    """Return what the table says against it."""
-    if device != "cuda":
-        return (
-            f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; "
-            f"set attention to auto."
-        )
-    if torch.version.hip and not kernel.rocm:
-        return (
-            f"attention is {name}, which has kernels for NVIDIA GPUs only, and torch {torch.__version__} is "
-            f"for AMD's; set attention to auto."
-        )
-    if dtype not in HALF:
-        return (
-            f"attention is {name}, which needs bf16 or fp16 weights, and the model is {dtype}; set "
-            f"weight_dtype to bf16 or attention to auto."
-        )
-    if head_size and not kernel.has_head(head_size):
-        return (
-            f"attention is {name}, which has kernels for {kernel.heads_in_words}, and this model's have "
-            f"{head_size}; set attention to auto."
-        )
-    unknown = sorted(gpu for gpu in capabilities if not kernel.has_gpu(gpu))
-    if unknown:
-        found = ", ".join(f"{major}.{minor}" for major, minor in unknown)
-        return (
-            f"attention is {name}, which has kernels for GPUs of compute capability {kernel.gpus_in_words}, "
-            f"and there are GPUs of {found}; set attention to auto."
-        )
-    if ring and not kernel.lse:
-        able = ", ".join(other for other, row in KERNELS.items() if row.lse)
-        return (
-            f"attention is {name}, which does not return the log-sum-exp by which rings merge, and "
-            f"ring_degree is above 1; set attention to one of {able}, or ring_degree to 1."
-        )
-    return None
-
-
-def _not_active(name: str, kernel: Kernel) -> str | None:
-    known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
-    if not kernel.torch_impl or kernel.torch_impl in known:
-        return None
-    return (
-        f"attention is {name}, which torch {torch.__version__} cannot activate (it knows "
-        f"{', '.join(known) or 'none'}); install a newer torch or set attention to auto."
-    )
-
-
-def _not_importable(name: str, kernel: Kernel) -> str | None:
-    if not kernel.module:
-        return None
-    parent = kernel.module.partition(".")[0]
-    if importlib.util.find_spec(parent) is None:
-        return (
-            f"attention is {name}, but the package {kernel.module} is not installed; {kernel.install}, or "
-            f"set attention to auto."
-        )
-    error = import_error(kernel.module)
-    if not error and hasattr(sys.modules[kernel.module], kernel.function):
-        return None
-    error = error or f"it has no {kernel.function}"
-    return (
-        f"attention is {name}, but the package {kernel.module} cannot be imported ({error}); install one "
-        f"that was built for torch {torch.__version__}, or set attention to auto."
-    )
-
-
-def explained(
-    name: str,
-    device: str,
-    dtype: torch.dtype,
-    head_size: int,
-    capabilities: Iterable[Capability],
-    ring: bool,
-) -> str:
-    """Say which kernel computes the attention of a model and why, for the node; no package is imported."""
-    kernel = kernel_of(name)
-    against = kernel.call and _not_able(name, kernel, device, dtype, head_size, set(capabilities), ring)
-    if against:
-        return against
-    if kernel.call is None:
-        where = "on the CPU" if device != "cuda" else "for each call as torch's own rules say"
-        return f"attention {name}: {kernel.what}, exact, {where}"
-    kind = "exact" if kernel.exact else "approximate"
-    merged = ", whose log-sum-exp the ring merges by" if ring else ""
-    return f"attention {name}: {kernel.what}, {kind}{merged}; torch's own where there is a mask"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
 from ..models.common.request_arguments import RequestArguments
 from ..models.family import STEP_END, Family
-from ..parallel import comm, fsdp, kernel_table
+from ..parallel import comm, fsdp, kernel_choice, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.block_streams import block_list
 from ..parallel.cached_layers import first_block_argument
@@ -126,7 +126,7 @@ class LoadedModel:
         where = (device, self.dtype, self.head_size, capabilities)
         ring = kernel_table.merges(config)
         return {
-            "attention": {name: kernel_table.explained(name, *where, ring) for name in CHOICES["attention"]},
+            "attention": {name: kernel_choice.explained(name, *where, ring) for name in CHOICES["attention"]},
             "config": self.config,
             "conditioning": list(self.family.conditioning.accepted),
             "prediction": self.family.noise.prediction,

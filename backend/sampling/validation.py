@@ -12,7 +12,7 @@ from ..errors import reason as reason_of
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
-from ..parallel import kernel_table
+from ..parallel import kernel_choice, kernel_table
 from ..parallel.kernel_table import Capability
 from ..parallel.ring_library import ring_unavailable
 from ..parallel.wire_bytes import FULL
@@ -105,7 +105,7 @@ def check_kernel(
     if kernel_table.kernel_of(config.attention).call is None:
         return
     head_size = family.blocks.head_size(model_config)
-    reason = kernel_table.why_unavailable(
+    reason = kernel_choice.why_unavailable(
         config.attention, device, dtype, head_size, capabilities, kernel_table.merges(config)
     )
     if reason:

@@ -12,6 +12,7 @@ from backend.parallel import attention_kernels as kernels
 from backend.parallel import kernel_table as table
 from backend.parallel import ring_library
 from backend.parallel.attention_kernels import ALIGNMENT, NOTHING, aligned, attend_lse
+from backend.parallel.kernel_choice import import_error, why_unavailable
 from backend.probe import computed_in
 
 #: Biases that torch.ops.aten._scaled_dot_product_efficient_attention refuses: rows of 13 keys, a ring rank's
@@ -123,9 +124,9 @@ def package(monkeypatch, tmp_path):
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, name, raising=False)
 
-    table.import_error.cache_clear()
+    import_error.cache_clear()
     yield put
-    table.import_error.cache_clear()
+    import_error.cache_clear()
     for name in ("sageattention", "flash_attn", "flashinfer"):
         sys.modules.pop(name, None)
 
@@ -144,20 +145,20 @@ BROKEN = "raise OSError('libcudart.so.11.0: cannot open shared object file')"
     ],
 )
 def test_heads_and_gpus_without_kernels_are_refused(name, head_size, gpus, says):
-    reason = table.why_unavailable(name, "cuda", torch.bfloat16, head_size, gpus)
+    reason = why_unavailable(name, "cuda", torch.bfloat16, head_size, gpus)
     assert reason and says in reason and reason.endswith("set attention to auto.")
 
 
 @pytest.mark.parametrize("name, module", [("sage", "sageattention"), ("flash-attn", "flash_attn")])
 def test_a_broken_package_names_itself(name, module, package):
     package(module, BROKEN)
-    reason = table.why_unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
+    reason = why_unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
     assert reason and f"package {module} cannot be imported (OSError: libcudart" in reason
 
 
 def test_a_package_that_fits_is_available(package):
     package("sageattention", "def sageattn(): ...")
-    assert table.why_unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
+    assert why_unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
 
 
 #: As yunchang's globals do, under ``except ImportError``, where flashinfer is installed and no GPU visible.

@@ -18,7 +18,8 @@ from backend.config import CHOICES, ParallelConfig
 from backend.parallel import attention_kernels
 from backend.parallel import kernel_table as table
 from backend.parallel.attention_kernels import SDPA, attend
-from backend.parallel.kernel_table import HALF, KERNELS, TORCH, explained, fits, why_unavailable
+from backend.parallel.kernel_choice import explained, import_error, why_unavailable
+from backend.parallel.kernel_table import HALF, KERNELS, TORCH, fits
 
 SCALE = 0.3
 HELP = Path(__file__).parents[2] / "web/docs/ParallelConfig.md"
@@ -237,9 +238,9 @@ def test_a_package_of_that_name_without_the_function_is_named(monkeypatch):
     module = ModuleType("flash_attn")
     module.__spec__ = SimpleNamespace(name="flash_attn")
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    table.import_error.cache_clear()
+    import_error.cache_clear()
     refusal = why_unavailable("flash-attn", "cuda", torch.bfloat16, 128, [(9, 0)])
-    table.import_error.cache_clear()
+    import_error.cache_clear()
     assert refusal and "cannot be imported (it has no flash_attn_func)" in refusal
 
 
