@@ -2,8 +2,9 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -101,12 +102,22 @@ def _not_importable(name: str, kernel: Kernel) -> str | None:
             f"set attention to auto."
         )
     error = import_error(kernel.module)
-    if not error and hasattr(sys.modules[kernel.module], kernel.function):
-        return None
+    function = getattr(sys.modules.get(kernel.module), kernel.function, None)
+    if not error and function is not None:
+        return _older(name, kernel, function)
     error = error or f"it has no {kernel.function}"
     return (
         f"attention is {name}, but the package {kernel.module} cannot be imported ({error}); install one "
         f"that was built for torch {torch.__version__}, or set attention to auto."
+    )
+
+
+def _older(name: str, kernel: Kernel, function: Callable) -> str | None:
+    if not kernel.parameter or kernel.parameter in inspect.signature(function).parameters:
+        return None
+    return (
+        f"attention is {name}, but the package {kernel.module} here is {kernel.older}; {kernel.build}, or "
+        f"set attention to auto."
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
+from ..install_command import install_command
 
 aten = torch.ops.aten
 Capability = tuple[int, int]
@@ -32,18 +33,22 @@ class Kernel:
     """A row of the table.
 
     what: its name in sentences. call: None where torch chooses by itself. module, function: what is imported,
-    empty for torch's own; install: what gets it. gpus: first and last compute capability of each run that has
-    kernels. head_size: the largest; multiple: of which head sizes are multiples; head_sizes: those that there
-    are, where they are few. lse: it returns the log-sum-exp, by which rings merge. exact: it computes in the
-    type of its inputs. rocm: torch for AMD's GPUs may have it. torch_impl: the name under which
-    torch.nn.attention activates it.
+    empty for torch's own; package: its name on PyPI; build: how it is built, where PyPI lacks it. parameter:
+    one that the function has, and older: what a package is whose function lacks it. gpus: first and last
+    compute capability of each run that has kernels. head_size: the largest; multiple: of which head sizes are
+    multiples; head_sizes: those that there are, where they are few. lse: it returns the log-sum-exp, by which
+    rings merge. exact: it computes in the type of its inputs. rocm: torch for AMD's GPUs may have it.
+    torch_impl: the name under which torch.nn.attention activates it.
     """
 
     what: str
     call: Call | None = None
     module: str = ""
     function: str = ""
-    install: str = ""
+    package: str = ""
+    build: str = ""
+    parameter: str = ""
+    older: str = ""
     gpus: tuple[tuple[Capability, Capability], ...] = ()
     head_size: int = 256
     multiple: int = 1
@@ -52,6 +57,11 @@ class Kernel:
     exact: bool = True
     rocm: bool = True
     torch_impl: str = ""
+
+    @property
+    def install(self) -> str:
+        """What to do to get it for the Python of this process, for messages."""
+        return self.build or f"run: {install_command([self.package])}"
 
     def has_head(self, size: int) -> bool:
         """Return whether there is a kernel for heads of ``size`` features."""
@@ -145,7 +155,7 @@ KERNELS = {
         call=_flash,
         module="flash_attn",
         function="flash_attn_func",
-        install="pip install flash-attn",
+        package="flash-attn",
         gpus=(((8, 0), ANY),),
     ),
     "flash-attn-3": Kernel(
@@ -153,7 +163,7 @@ KERNELS = {
         call=flash_of_torch,
         module="flash_attn_interface",
         function="flash_attn_func",
-        install="build the folder hopper of github.com/Dao-AILab/flash-attention",
+        build="build the folder hopper of github.com/Dao-AILab/flash-attention",
         gpus=(((9, 0), (9, 9)),),
         multiple=8,
         torch_impl="FA3",
@@ -163,7 +173,7 @@ KERNELS = {
         call=flash_of_torch,
         module="flash_attn.cute.interface",
         function="_flash_attn_fwd",
-        install="pip install flash-attn-4",
+        package="flash-attn-4",
         gpus=(((9, 0), (10, 9)),),
         head_size=128,
         multiple=8,
@@ -174,7 +184,10 @@ KERNELS = {
         call=_sage,
         module="sageattention",
         function="sageattn",
-        install="pip install sageattention",
+        # PyPI's 1.0.6 takes the mean off the keys in place, and swallows return_lse among **kwargs
+        build="build version 2 from github.com/thu-ml/SageAttention (pip installs version 1)",
+        parameter="return_lse",
+        older="SageAttention 1, which changes the keys that it is given and returns no log-sum-exp",
         gpus=tuple((gpu, gpu) for gpu in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))),
         head_size=128,
         exact=False,
@@ -184,7 +197,7 @@ KERNELS = {
         call=_sage3,
         module="sageattn3",
         function="sageattn3_blackwell",
-        install="build the folder sageattention3_blackwell of github.com/thu-ml/SageAttention",
+        build="build the folder sageattention3_blackwell of github.com/thu-ml/SageAttention",
         gpus=(((10, 0), (10, 0)), ((12, 0), (12, 0))),
         head_sizes=(64, 128),
         lse=False,

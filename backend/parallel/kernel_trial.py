@@ -27,12 +27,19 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
     try:
         wanted = SDPA(q.float(), k.float(), v.float(), scale=scale)
         with activated(name):
-            outputs = [call(q, k, v, scale, each)[0].float() for each in {False, lse}]
-        errors = [(out - wanted).norm() / wanted.norm() for out in outputs]
-        error = torch.stack(errors).max().item()  # of which a NaN is the largest
+            found = [call(q, k, v, scale, each) for each in sorted({False, lse})]
+        error = _error([out for out, _ in found], wanted)
+        sums = found[-1][1] if lse else None
+        changed = not all(map(torch.equal, (q, k, v), _numbers(dtype, head_size, device)))
     except Exception as failed:  # a wheel raises what it likes
         return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
-    return "" if error <= MAX_ERROR else f"it is off by {error:.2g} of its values"
+    if not error <= MAX_ERROR:  # a NaN is no number below it
+        return f"it is off by {error:.2g} of its values"
+    if lse and (sums is None or sums.shape != q.shape[:3]):
+        shape = None if sums is None else tuple(sums.shape)
+        return f"its log-sum-exp has the shape {shape}, which is not {tuple(q.shape[:3])}"
+    # they may be a K/V buffer's
+    return "it changes the queries, keys or values that it is given" if changed else ""
 
 
 @torch.inference_mode()
@@ -66,6 +73,16 @@ def refusal(name: str, failures: list[str]) -> str:
     remedy = f"install a {package} that was built for this GPU" if package else "update torch or the driver"
     why = f"attention is {name}, which was tried and fails ({'; '.join(failures)})"
     return f"{why}; {remedy}, or set attention to auto."
+
+
+def _error(outputs: list[Tensor], wanted: Tensor) -> float:
+    """Return by what share of ``wanted`` the worst output is off. Raises ValueError for another shape, which
+    arithmetic would broadcast."""
+    for out in outputs:
+        if out.shape != wanted.shape:
+            raise ValueError(f"its output has the shape {tuple(out.shape)}, not {tuple(wanted.shape)}")
+    errors = [(out.float() - wanted).norm() / wanted.norm() for out in outputs]
+    return torch.stack(errors).max().item()  # of which a NaN is the largest
 
 
 def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[Tensor, ...]:

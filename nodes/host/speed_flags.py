@@ -20,6 +20,8 @@ AGAINST = {
     "reserve_vram": "has their weights leave the sooner for each of ComfyUI's own models; leave it out",
     "gpu_only": "keeps text encoders and VAE on the GPU that they need; leave it out",
 }
+#: Value of an input -> what it needs that the flag does not: ComfyUI's attention takes SageAttention 1 too.
+NEEDS = {"sage": ", which needs SageAttention 2"}
 #: What an input is where it leaves the choice to the ranks.
 OPEN = ("auto", "default")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -48,7 +50,7 @@ def flag_lines(arguments: Mapping[str, Any], chosen: Mapping[str, str], info: di
         if same is None:
             found.append(f"ComfyUI runs with {words}, which the ranks do not have.")
         elif chosen[same[0]] in OPEN and _changes(*same, info):
-            remedy = f"set {same[0]} of {NODES[same[0]]} to {same[1]}"
+            remedy = f"set {same[0]} of {NODES[same[0]]} to {same[1]}{NEEDS.get(same[1], '')}"
             found.append(f"ComfyUI runs with {words}, the ranks do not; {remedy}.")
     return found
 

@@ -157,8 +157,16 @@ def test_a_broken_package_names_itself(name, module, package):
 
 
 def test_a_package_that_fits_is_available(package):
-    package("sageattention", "def sageattn(): ...")
+    package("sageattention", "def sageattn(q, k, v, return_lse=False, **kwargs): ...")
     assert why_unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
+
+
+def test_version_1_of_sageattention_is_refused(package):
+    """By its signature, which is PyPI's 1.0.6: it has no return_lse and accepts any name."""
+    package("sageattention", "def sageattn(q, k, v, sm_scale=None, smooth_k=True, **kwargs): ...")
+    refusal = why_unavailable("sage", "cuda", torch.float16, 128, [(9, 0)]) or ""
+    assert "is SageAttention 1, which changes the keys" in refusal and refusal.count(". ") == 0
+    assert "build version 2 from github.com/thu-ml/SageAttention" in refusal
 
 
 #: As yunchang's globals do, under ``except ImportError``, where flashinfer is installed and no GPU visible.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import _registry as torch_registry
 
 from backend.config import CHOICES, ParallelConfig
+from backend.install_command import install_command
 from backend.parallel import attention_kernels
 from backend.parallel import kernel_table as table
 from backend.parallel.attention_kernels import SDPA, attend
@@ -216,6 +217,12 @@ def test_a_wrong_combination_cannot_be_chosen(name, head_size, gpu, ring, says):
         assert refusal.count(". ") == 0 and refusal.endswith(".")
     else:  # no such package is installed here
         assert "is not installed" in refusal and text.startswith(f"attention {name}: {KERNELS[name].what}")
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "flash-attn-4"])
+def test_a_package_is_installed_for_the_python_of_the_ranks(name):
+    refusal = why_unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
+    assert refusal and f"is not installed; run: {install_command([name])}, or set" in refusal
 
 
 def test_every_choice_is_explained_in_one_line():

@@ -1,7 +1,8 @@
 """Attention kernels are tried before a request: what fails is refused by all ranks, and these stay."""
 
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,10 @@ def without_lse(q, k, v, scale, lse):
 
 
 def right(q, k, v, scale, lse):
+    return SDPA(q, k, v, scale=scale), torch.zeros(q.shape[:3]) if lse else None
+
+
+def without_sums(q, k, v, scale, lse):
     return SDPA(q, k, v, scale=scale), None
 
 
@@ -125,6 +130,52 @@ def test_the_log_sum_exp_is_tried_where_a_ring_wants_it(kernel, ring, fails):
 def test_a_kernel_that_is_wrong_is_refused(kernel, call, lse):
     kernel(call)
     assert "off by nan" in kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU)
+
+
+def one_tensor(q, k, v, scale, lse):
+    return SDPA(q, k, v, scale=scale) if lse else right(q, k, v, scale, lse)
+
+
+def one_head(q, k, v, scale, lse):
+    return SDPA(q, k, v, scale=scale)[0], None
+
+
+def sums_of_one_sample(q, k, v, scale, lse):
+    return SDPA(q, k, v, scale=scale), torch.zeros(q.shape[1:3])
+
+
+def in_place(q, k, v, scale, lse):
+    k -= k.mean(dim=2, keepdim=True)
+    return right(q, k, v, scale, lse)
+
+
+@pytest.mark.parametrize(
+    "call, lse, says",
+    [
+        (one_tensor, True, "not enough values to unpack"),
+        (one_head, False, "output has the shape (1, 128, 64), not (1, 1, 128, 64)"),
+        (without_sums, True, "log-sum-exp has the shape None, which is not (1, 1, 128)"),
+        (sums_of_one_sample, True, "log-sum-exp has the shape (1, 128), which is not (1, 1, 128)"),
+        (in_place, False, "it changes the queries, keys or values"),
+    ],
+)
+def test_what_would_broadcast_or_change_a_buffer_is_refused(kernel, call, lse, says):
+    kernel(call)
+    assert says in kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_version_1_of_sageattention_fails_its_trial(monkeypatch, lse):
+    """Its function swallows return_lse, and takes the mean off the keys in place."""
+
+    def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True, **kwargs):
+        k -= k.mean(dim=2, keepdim=True)
+        return SDPA(q, k, v, scale=sm_scale)
+
+    module = ModuleType("sageattention")
+    module.sageattn = sageattn  # pyright: ignore[reportAttributeAccessIssue]  # a stand-in
+    monkeypatch.setitem(sys.modules, "sageattention", module)
+    assert kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU)
 
 
 def test_memory_that_runs_out_is_no_verdict(kernel):

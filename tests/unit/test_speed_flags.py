@@ -36,7 +36,7 @@ def lines(flag: str, chosen: Mapping[str, str] = OPEN, **info) -> list[str]:
 @pytest.mark.parametrize(
     "flag, remedy",
     [
-        ("--use-sage-attention", "attention of Parallel Config to sage"),
+        ("--use-sage-attention", "attention of Parallel Config to sage, which needs SageAttention 2"),
         ("--use-flash-attention", "attention of Parallel Config to flash-attn"),
         ("--fp16-unet", "weight_dtype of Load Parallel DiT to fp16"),
         ("--fast fp8_matrix_mult", NATIVE),
