@@ -86,7 +86,12 @@ UNSUPPORTED = (
     UnsupportedModel(
         "LongCat-Image", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 3584)}
     ),
-    UnsupportedModel("Bria", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 4096)}),
+    UnsupportedModel(  # its pipeline computes img_ids, so its folder is refused too
+        "Bria",
+        DIFFUSERS_FLUX,
+        remedy="use diffusers' own pipeline for it",
+        sizes={"context_embedder.weight": (1, 4096)},
+    ),
     UnsupportedModel(
         "Ovis-Image", ("context_embedder_norm.weight", "timestep_embedder.linear_1.weight"), remedy=FOLDER
     ),
@@ -154,8 +159,10 @@ UNSUPPORTED = (
         remedy=OTHER_NODES,
     ),
     # relatives of PixArt
-    UnsupportedModel(
-        "PixArt-Sigma with KV compression", ("t_block.1.weight", "blocks.14.attn.sr.weight"), remedy=FOLDER
+    UnsupportedModel(  # for which diffusers has no class
+        "PixArt-Sigma with KV compression",
+        ("t_block.1.weight", "blocks.14.attn.sr.weight"),
+        remedy="use a file without KV compression",
     ),
     UnsupportedModel(
         "SANA with NVIDIA's own names",

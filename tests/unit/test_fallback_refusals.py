@@ -1,11 +1,14 @@
 """Transformers that no family file describes, and that cannot run: what is refused and why."""
 
+import diffusers
 import pytest
 from fallback_models import CONFIGS, recognised, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading.autodetect.inputs import inputs_of
+from backend.loading.unsupported_models import FOLDER, UNSUPPORTED
 from backend.parallel import mesh
 
 
@@ -86,3 +89,16 @@ def test_folder_of_something_else(tmp_path):
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
     with pytest.raises(UnsupportedError, match="holds a AutoencoderKL, which is no transformer of diffusers"):
         Engine(ParallelConfig(), mesh.single()).check_load(str(tmp_path), "default")
+
+
+#: Model that a refused file is of -> the diffusers class of its folder.
+CLASSES = {
+    "LongCat-Image": "LongCatImageTransformer2DModel",
+    "Mochi": "MochiTransformer3DModel",
+    "Ovis-Image": "OvisImageTransformer2DModel",
+}
+
+
+@pytest.mark.parametrize("name", sorted({known.name for known in UNSUPPORTED if known.remedy == FOLDER}))
+def test_a_folder_that_a_refusal_names_is_not_refused(name):
+    inputs_of(getattr(diffusers, CLASSES[name]), {})
