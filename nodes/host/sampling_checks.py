@@ -11,6 +11,7 @@ from .guidance import skips_negative
 
 #: Scale and channels of a model's latents -> ComfyUI's node that makes empty ones.
 _EMPTY = {
+    (16, 64): "EmptyFlux2LatentImage",  # Qwen-Image 2.1
     (16, 128): "EmptyFlux2LatentImage",
     (32, 32): "EmptyHunyuanImageLatent",
     (32, 64): "EmptyHunyuanImageLatent",

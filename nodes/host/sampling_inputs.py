@@ -12,7 +12,9 @@ SAMPLER_NAME = io.Combo.Input(
     "sampler_name", options=list(SOLVERS), default="euler", tooltip="The solver, as in KSampler."
 )
 POSITIVE = io.Conditioning.Input("positive", tooltip="What the image should show.")
-NEGATIVE = io.Conditioning.Input("negative", tooltip="What it should not show; unused where cfg is 1.0.")
+NEGATIVE = io.Conditioning.Input(
+    "negative", tooltip="What it should not show; unused where cfg is 1.0 (but by solvers with cfg_pp)."
+)
 LATENT = io.Latent.Input(
     "latent_image", tooltip="The latent to denoise: an empty one, or an encoded one for image to image."
 )
