@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+from dataclasses import replace
 
 import torch
 
@@ -29,9 +30,11 @@ from .loading.recognition import open_checkpoint
 from .loading.scale_values import check_scales
 from .loading.weight_loading import matrices
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from .planner.config_changes import named_change
 from .quantization.matmul import Capability, choose_all
 from .rank_plan.describe import places
 from .rank_plan.shape_of import shape_of
+from .rank_plan.weights import HeldWeights
 from .rank_plan.workload import Workload, tensor_mesh
 from .sampling.validation import check_degrees, refusing
 from .units import gigabytes
@@ -86,22 +89,22 @@ def check_memory(work: Workload, device: str, memory: list[int]):
     """Refuse weights that are larger than the memory that they are for. Raises UnsupportedError."""
     if not memory:
         return
-    stages = work.checkpoint.stages(work.config)
-    held = [work.weights(place, stages) for place in places(work.config)]
-    needed = [each.device + each.scratch + each.gathered for each in held]
+    held = _held(work)
+    needed = _on_device(held)
     if device == "cpu":
         total = sum(needed) + sum(each.host for each in held)
         if total > memory[0]:
             raise UnsupportedError(
                 f"{_weights_of(work.checkpoint)} need {gigabytes(total)} on {len(held)} ranks together, but "
-                f"this machine has {gigabytes(memory[0])}; {_remedy(work.config)}."
+                f"this machine has {gigabytes(memory[0])}; choose a smaller or quantized file, or "
+                f"fewer ranks."
             )
         return
     for rank, (size, most) in enumerate(zip(needed, memory)):
         if size > most:
             raise UnsupportedError(
                 f"{_weights_of(work.checkpoint)} need {gigabytes(size)} on rank {rank}, whose GPU has "
-                f"{gigabytes(most)}; {_remedy(work.config)}."
+                f"{gigabytes(most)}; {_remedy(work, memory)}."
             )
 
 
@@ -109,18 +112,29 @@ def _weights_of(checkpoint: Checkpoint) -> str:
     return f"the weights of {quoted(checkpoint.name)}"
 
 
-def _remedy(config: ParallelConfig) -> str:
-    if config.device == "cpu":
-        return "choose a smaller or quantized file, or fewer ranks"
-    if config.world_size == 1:
+def _held(work: Workload) -> list[HeldWeights]:
+    stages = work.checkpoint.stages(work.config)
+    return [work.weights(place, stages) for place in places(work.config)]
+
+
+def _on_device(held: list[HeldWeights]) -> list[int]:
+    return [each.device + each.scratch + each.gathered for each in held]
+
+
+def _remedy(work: Workload, memory: list[int]) -> str:
+    """Name settings with which as many ranks hold the weights: more of them need GPUs that may be missing."""
+    if work.config.world_size == 1:
         return "use more GPUs (method auto, gpus empty), or choose a file of fewer bits"
-    if config.shard_weights:
-        return "choose a file of fewer bits, or shard over more GPUs"
-    divide = "raise pipefusion_degree or tensor_parallel_degree, which divide the weights"
-    can_shard = config.sp_degree * config.data_parallel_degree > 1 and not config.offload_modulation
-    if config.pipefusion_degree * config.tensor_parallel_degree > 1 or not can_shard:
-        return f"{divide}, or choose a file of fewer bits"
-    return f"{divide}, switch shard_weights on, or choose a file of fewer bits"
+
+    def check(other: ParallelConfig):
+        check_degrees(work.checkpoint, other)
+        needed = _on_device(_held(replace(work, config=other)))
+        if any(size > most for size, most in zip(needed, memory)):
+            raise UnsupportedError("its weights are too large as well")
+
+    if change := named_change(work.config, check):
+        return f"they fit with {change}, or choose a file of fewer bits"
+    return "use more GPUs (method auto, every degree 1, gpus empty), or choose a file of fewer bits"
 
 
 def answer(question: dict) -> dict:

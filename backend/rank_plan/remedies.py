@@ -8,6 +8,7 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
+from ..planner.config_changes import dividing_weights, settings
 from ..quantization.kernels import MatmulChoice
 from ..sampling.validation import check_degrees
 from .need import request_need
@@ -39,14 +40,11 @@ def remedies(config: ParallelConfig, size: RequestSize, quantized: bool) -> Iter
         fields.append({"num_pipeline_patch": 1, "stale_kv": "reuse"})
     fields += [{"offload_modulation": True}, {"shard_weights": True}]
     divided = config.sp_degree * config.tensor_parallel_degree * config.pipefusion_degree
-    plain = {"ulysses_degree": 1, "ring_degree": 1, "num_pipeline_patch": 0, "shard_weights": False}
-    plain |= {"pipefusion_degree": 1, "tensor_parallel_degree": 1, "attn_layer_num_for_pp": ""}
-    fields += [plain | {name: divided} for name in ("tensor_parallel_degree", "pipefusion_degree")]
-    fields.append(plain | {"ulysses_degree": divided, "shard_weights": divided > 1})
+    fields += dividing_weights(divided)
     others = dict.fromkeys(replace(config, **changed) for changed in fields)
     for other in others:
         if other != config:
-            yield Remedy(_difference(config, other), other, size)
+            yield Remedy(settings(config, other), other, size)
     if not quantized:
         for name, bits in QUANTIZED.items():
             yield Remedy(f"an {name} file" if name == "8-bit" else f"a {name} file", config, size, bits)
@@ -80,16 +78,3 @@ def fitting(
         if len(found) == MAX_REMEDIES:
             break
     return found
-
-
-def _difference(before: ParallelConfig, after: ParallelConfig) -> str:
-    """Name the settings of ``after`` that differ, as the inputs of Parallel Config do."""
-    values = {name: (value, getattr(after, name)) for name, value in vars(before).items()}
-    changed = {name: new for name, (old, new) in values.items() if old != new}
-    return " with ".join(f"{name} {_word(value)}" for name, value in changed.items())
-
-
-def _word(value) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value) if value != "" else "empty"

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Iterable
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from ..parallel import kernel_choice, kernel_table
 from ..parallel.kernel_table import Capability
 from ..parallel.ring_library import ring_unavailable
 from ..parallel.wire_bytes import FULL
+from ..planner.config_changes import named_change
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..shares import shard_sizes
@@ -252,10 +254,11 @@ def check_degrees(checkpoint: Checkpoint, config: ParallelConfig):
     held = (checkpoint.is_quantized, bool(checkpoint.family.build.float32))
     if config.shard_weights and (found := unshardable(*held)):
         weights, least = found
+        change = named_change(config, partial(check_degrees, checkpoint), sharded=False)
+        otherwise = f"set {change}, which divides them too" if change else "switch shard_weights off"
         raise UnsupportedError(
             f"shard_weights is on, but torch {torch_version()} cannot shard {weights} of {checkpoint.name}; "
-            f"install torch {least} or later, or use tensor_parallel_degree or pipefusion_degree, which "
-            f"divide them too."
+            f"install torch {least} or later, or {otherwise}."
         )
 
 

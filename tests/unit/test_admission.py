@@ -114,9 +114,9 @@ def test_what_would_fit_is_planned(wan):
     """stale_kv reuse halves the buffers; with one patch there are none."""
     config = ParallelConfig(pipefusion_degree=8, stale_kv="extrapolate")
     (first, *_), _ = check(config, wan, gpus(*[30] * 8), WAN_SIZE)
-    assert "It would fit with stale_kv reuse, or num_pipeline_patch 1 with stale_kv reuse" in str(first)
+    assert "fit with pipefusion_degree 8 with stale_kv reuse, or pipefusion_degree 8 w" in str(first)
     (first, *_), _ = check(config, wan, gpus(*[18] * 8), WAN_SIZE)
-    assert "It would fit with num_pipeline_patch 1 with stale_kv reuse" in str(first)
+    assert "fit with pipefusion_degree 8 with num_pipeline_patch 1 with stale_kv reuse" in str(first)
     (first, *_), _ = check(replace(config, stale_kv="reuse"), wan, gpus(*[1] * 8), WAN_SIZE)
     assert "No single setting" in str(first)
 
@@ -128,7 +128,7 @@ def test_every_remedy_that_is_named_is_admitted(flux):
     assert text.startswith("rank 0 needs about 23.8") and "to load this model" in text
     named = text.partition("It would fit with ")[2].rstrip(".").split(", or ")
     assert named == [
-        "shard_weights on",
+        "ulysses_degree 2 with shard_weights on",
         "ulysses_degree 1 with tensor_parallel_degree 2",
         "an 8-bit file",
     ]
@@ -325,7 +325,7 @@ def test_who_can_make_no_room_is_told_what_would_fit(wan):
     config = ParallelConfig(pipefusion_degree=8, stale_kv="extrapolate")
     memories = gpus(80, 80, 80, 30, 80, 80, 80, 80)
     (first, *_), _ = check(config, wan, memories, WAN_SIZE, can_make_room=[0])
-    assert "It would fit with stale_kv reuse" in str(first)
+    assert "It would fit with pipefusion_degree 8 with stale_kv reuse" in str(first)
     (first, *_), _ = check(config, wan, memories, WAN_SIZE, can_make_room=[0, 3])
     assert "It would fit" not in str(first) and list(first.lacking) == [3]
 

@@ -1,6 +1,8 @@
 """What a model's headers refuse before ranks are started."""
 
 import json
+import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +12,20 @@ from safetensors.torch import save_file
 from tiny import write_checkpoint
 
 from backend.client import cache_files, preflight
-from backend.config import ParallelConfig
+from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.allowed_folders import ANYWHERE
 from backend.loading.recognition import open_checkpoint
+from backend.planner.auto_config import config_of
 from backend.planner.model_shape import ModelShape
 from backend.preflight import check_before_start, read_shape
 from backend.protocol import BackendError, RefusedError
 from backend.rank_plan import describe
 from backend.rank_plan import shape_of as measured
+from backend.rank_plan.remedies import remedies
+from backend.rank_plan.request_size import RequestSize
 from backend.rank_plan.shape_of import shape_of
+from backend.sampling import validation
 
 #: Configurations that the tiny Flux (8 heads, 12 blocks) cannot run -> what the refusal names.
 CANNOT = {
@@ -64,27 +70,101 @@ def test_weights_that_no_gpu_holds_are_refused(model):
     needed = [plan.weight_bytes + plan.scratch_bytes + plan.gathered_bytes for plan in plans]
     check_before_start(config, model, "fp32", device="cuda", capability=(8, 0), memory=needed)
     short = [needed[0], needed[1] - 1]
-    with pytest.raises(UnsupportedError, match="on rank 1, whose GPU has .* raise pipefusion_degree"):
+    with pytest.raises(UnsupportedError, match="on rank 1, whose GPU has .* fewer bits"):
         check_before_start(config, model, "fp32", device="cuda", capability=(8, 0), memory=short)
 
 
+def applied(text: str) -> ParallelConfig:
+    """What the inputs of Parallel Config say on two GPUs once the named settings are set, the others at their
+    defaults."""
+    fields: dict = {}
+    for each in text.split(" with "):
+        name, _, value = each.partition(" ")
+        default = getattr(ParallelConfig, name)
+        fields[name] = value == "on" if isinstance(default, bool) else type(default)(value)
+    config = config_of(2, **fields)
+    assert isinstance(config, ParallelConfig), "degrees are left to auto"
+    return config.validate()
+
+
+def named(failure: str) -> str:
+    found = re.search("(?:they fit with|or set) (.+?), (?:or choose|which divides)", failure)
+    assert found, failure
+    return found[1]
+
+
 @pytest.mark.parametrize(
-    "degrees, remedy, refused",
+    "degrees",
     [
-        ({}, "use more GPUs", ["shard_weights", "pipefusion_degree"]),
-        ({"pipefusion_degree": 2}, "raise pipefusion_degree", ["shard_weights"]),
-        ({"tensor_parallel_degree": 2}, "raise pipefusion_degree", ["shard_weights"]),
-        ({"cfg_degree": 2}, "raise pipefusion_degree", ["shard_weights"]),
-        ({"ulysses_degree": 2, "offload_modulation": True}, "raise pipefusion_degree", ["shard_weights"]),
-        ({"ulysses_degree": 2}, "switch shard_weights on", []),
-        ({"ulysses_degree": 2, "shard_weights": True}, "shard over more GPUs", ["pipefusion_degree"]),
+        {"cfg_degree": 2},
+        {"data_parallel_degree": 2},
+        {"ulysses_degree": 2},
+        {"ulysses_degree": 2, "offload_modulation": True},
+    ],
+    ids=str,
+)
+def test_a_remedy_is_one_that_the_configuration_takes(model, degrees):
+    """On as many GPUs as there are, with the memory that the named settings need."""
+    config = ParallelConfig(device="cuda", **degrees)
+    memory = [int(0.65 * Path(model).stat().st_size)] * 2
+    given = (model, "fp32", "auto", "cuda", (8, 0), memory)
+    with pytest.raises(UnsupportedError, match="or choose a file of fewer bits") as failure:
+        check_before_start(config, *given)
+    after = applied(named(str(failure.value)))
+    assert after.world_size == config.world_size
+    check_before_start(replace(after, device="cuda"), *given)
+
+
+@pytest.mark.parametrize(
+    "degrees, remedy",
+    [
+        ({}, "use more GPUs \\(method auto, gpus empty"),
+        ({"pipefusion_degree": 2}, "use more GPUs \\(method auto, every degree 1"),
+        ({"tensor_parallel_degree": 2}, "use more GPUs \\(method auto, every degree 1"),
+        ({"ulysses_degree": 2, "shard_weights": True}, "use more GPUs \\(method auto, every degree 1"),
     ],
 )
-def test_a_remedy_is_one_that_the_configuration_takes(model, degrees, remedy, refused):
+def test_more_gpus_are_named_where_no_settings_fit(model, degrees, remedy):
     config = ParallelConfig(device="cuda", **degrees)
     with pytest.raises(UnsupportedError, match=remedy) as failure:
         check_before_start(config, model, device="cuda", capability=(8, 0), memory=[1] * config.world_size)
-    assert not any(word in str(failure.value) for word in refused)
+    assert not any(word in str(failure.value) for word in ("shard_weights", "pipefusion_degree"))
+
+
+def test_sharding_is_not_named_where_this_torch_cannot(model, monkeypatch):
+    """Neither among the settings that fit, nor as what is left as it is."""
+    monkeypatch.setattr(validation, "unshardable", lambda *_: ("its weights", "99"))
+    memory = [int(0.65 * Path(model).stat().st_size)] * 2
+    given = (model, "fp32", "auto", "cuda", (8, 0), memory)
+    both: list[dict] = [{"ulysses_degree": 2}, {"ulysses_degree": 2, "shard_weights": True}]
+    for fields in both:
+        with pytest.raises(UnsupportedError) as failure:
+            check_before_start(ParallelConfig(device="cuda", **fields), *given)
+        text = named(str(failure.value))
+        assert "shard_weights on" not in text
+        check_before_start(replace(applied(text), device="cuda"), *given)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"ulysses_degree": 2},
+        {"pipefusion_degree": 2},
+        {"pipefusion_degree": 2, "stale_kv": "extrapolate"},
+        {"cfg_degree": 2, "stale_kv": "reuse"},
+    ],
+    ids=str,
+)
+def test_a_remedy_holds_where_auto_has_chosen_the_degrees(plan):
+    """Its plan is not in the inputs, which are at their defaults."""
+    config = ParallelConfig(**plan)
+    size = RequestSize(4096, 512, 1, 2, 28)
+    of_config = [each for each in remedies(config, size, quantized=True) if each.config != config]
+    assert of_config
+    for remedy in of_config:
+        with suppress(ConfigError):  # which is not named
+            after = replace(remedy.config.validate(), stale_kv="reuse")
+            assert replace(applied(remedy.text), stale_kv="reuse") == after and after.world_size == 2
 
 
 def test_who_waits_for_anothers_question_can_be_interrupted(model):
