@@ -22,7 +22,8 @@ from typing import NoReturn
 
 import torch
 
-from .config import ConfigError, ParallelConfig
+from .config import MAX_CPU_RANKS, ConfigError, ParallelConfig
+from .gpu_sharing import shares_gpu
 from .loading.allowed_folders import ANYWHERE, Folders
 from .parallel import mesh
 from .parent_pipe import be_killed_with_parent, end_with_parent
@@ -211,11 +212,28 @@ def _device(config: ParallelConfig) -> str:
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     if config.world_size != ranks:
         raise ConfigError(f"{config.product}, but torchrun started {ranks}; give it --nproc-per-node to fit.")
-    mine = config if here == ranks else ParallelConfig(device=config.device, data_parallel_degree=here)
-    device = mine.resolve_device(torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    if here == ranks:
+        device = config.resolve_device(gpus)
+    else:
+        device = device_of_some(config, config.device, here, gpus)
     if device == "cuda" and not mesh.dist.is_nccl_available():
         raise ConfigError(
             "device is cuda, but this torch was built without NCCL, through which GPUs talk; install torch "
             "from pytorch.org, or set device to cpu."
         )
     return device
+
+
+def device_of_some(config: ParallelConfig, device: str, ranks: int, gpus_here: int) -> str:
+    """Return "cuda" or "cpu" for so many ``ranks`` of ``config`` on one of several machines. Raises
+    ConfigError where they do not fit on it."""
+    on = ParallelConfig(device=device).resolve_device(gpus_here)
+    all_ranks = f"this machine would run {ranks} of the {config.world_size} ranks"
+    if on == "cuda" and not shares_gpu() and ranks > gpus_here:
+        raise ConfigError(f"{all_ranks} and has {gpus_here} GPUs; change --nnodes or a degree.")
+    if on == "cpu" and ranks > MAX_CPU_RANKS:
+        raise ConfigError(
+            f"{all_ranks}, and at most {MAX_CPU_RANKS} on the CPU; change --nnodes or a degree."
+        )
+    return on

@@ -33,7 +33,7 @@ from ..client.machine_link import Link
 from ..client.machines import Machines, placement
 from ..client.pack_version import pack_version
 from ..config import ConfigError, ParallelConfig
-from ..start import own_token
+from ..start import device_of_some, own_token
 from ..torch_version import installed
 from .settings import read_config
 from .status import parser_of
@@ -94,8 +94,7 @@ def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, s
 
 def check_device(config: ParallelConfig, device: str, machines: Machines) -> str:
     """Return "cuda" or "cpu" for the ranks of this machine; ConfigError where they do not fit on it."""
-    here = ParallelConfig(device=device, data_parallel_degree=machines.ranks_here(config))
-    return here.resolve_device(torch.cuda.device_count())
+    return device_of_some(config, device, machines.ranks_here(config), torch.cuda.device_count())
 
 
 def same_everywhere() -> dict:

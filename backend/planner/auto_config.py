@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from ..config import AXES, ConfigError, ParallelConfig, read_shares
+from ..config import AXES, MAX_CPU_RANKS, ConfigError, ParallelConfig, read_shares
+from ..gpu_sharing import shares_gpu
 from .choose import AUTO, MANUAL, METHODS
 
 #: Fields that the planner sets, and ``wire``, which it never changes: it is not exact. A graph that sets one
@@ -74,8 +75,16 @@ class AutoConfig:
             raise ConfigError(
                 f"gpus is {text!r:.200}, numbers of GPUs, but the ranks run on the CPU; say how many."
             )
-        on = ",".join(map(str, indices)) if on_gpus else ""
-        replace(self.base, data_parallel_degree=len(indices), gpus=on).resolve_device(gpus_here)
+        if on_gpus and not shares_gpu() and max(indices) >= gpus_here:
+            raise ConfigError(
+                f"gpus is {text!r:.200}, but this machine has {gpus_here} GPU{'s' * (gpus_here > 1)} "
+                f"(numbered from 0); lower it, or leave it empty for all."
+            )
+        if not on_gpus and len(indices) > MAX_CPU_RANKS:
+            raise ConfigError(
+                f"gpus is {text!r:.200}, but on the CPU this machine runs at most {MAX_CPU_RANKS} processes; "
+                f"lower gpus."
+            )
         return indices
 
     def placed(self, plan: ParallelConfig, devices: list[int]) -> ParallelConfig:

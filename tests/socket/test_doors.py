@@ -334,5 +334,11 @@ def test_ranks_of_several_machines_need_the_gpus_of_their_own(monkeypatch):
         device(4, 4, ulysses_degree=2)
     monkeypatch.setattr(start.torch.cuda, "device_count", lambda: 8)
     assert device(16, 8, ulysses_degree=16) == "cuda"
-    with pytest.raises(ConfigError, match="this machine has 8"):
+    with pytest.raises(
+        ConfigError, match="this machine would run 9 of the 18 ranks and has 8 GPUs; change --nnodes"
+    ):
         device(18, 9, ulysses_degree=18)
+    with pytest.raises(
+        ConfigError, match="run 17 of the 34 ranks, and at most 16 on the CPU; change --nnodes"
+    ):
+        device(34, 17, ulysses_degree=34, device="cpu")

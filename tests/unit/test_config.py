@@ -6,6 +6,7 @@ import pytest
 
 from backend import start
 from backend.config import AXES, PER_REQUEST, ConfigError, ParallelConfig
+from backend.planner.auto_config import config_of
 from backend.protocol import Sample
 
 REFUSED = {
@@ -165,3 +166,18 @@ def test_what_travels_with_a_request_is_of_its_message():
         warmup_steps=3, attention="sdpa", compile="blocks", stale_kv="extrapolate", wire="fp8"
     )
     assert other.topology() == ParallelConfig().topology()
+
+
+@pytest.mark.parametrize(
+    "gpus, here, says",
+    [
+        ("2", 1, "gpus is '2', but this machine has 1 GPU (numbered from 0); lower it"),
+        ("0,5", 2, "gpus is '0,5', but this machine has 2 GPUs (numbered from 0); lower it"),
+        ("20", 0, "gpus is '20', but on the CPU this machine runs at most 16 processes; lower gpus."),
+    ],
+)
+def test_more_gpus_than_there_are_name_the_input_that_was_set(gpus, here, says):
+    """Not a degree, which auto chooses."""
+    with pytest.raises(ConfigError) as failure:
+        config_of(here, gpus=gpus)
+    assert says in str(failure.value) and "degree" not in str(failure.value)
