@@ -18,23 +18,31 @@ VERSION = 18
 #: Name below the temporary folder; the user's number follows.
 FALLBACK = "pdit-cache-"
 
-#: Where a measurement would be -> what could not be written there.
+#: Where a measurement would be -> what could not be written there, or is not to outlast this process.
 _unwritten: dict[Path, str] = {}
 
 Measured = TypeVar("Measured")
 
 
 def read_or_measure(
-    kind: str, key: list, measure: Callable[[], dict], parse: Callable[[dict], Measured]
+    kind: str,
+    key: list,
+    measure: Callable[[], dict],
+    parse: Callable[[dict], Measured],
+    lasts: Callable[[Measured], bool] = lambda found: True,
 ) -> Measured:
     """Return what ``parse`` makes of the file of ``kind`` and ``key``, or of a new measurement, which is
-    written."""
+    written where it ``lasts``, and else counts until this process ends."""
     before = read(kind, key, parse)
     if before is not None:
         return before
     found = measure()
-    write(kind, key, found)
-    return parse(found)
+    parsed = parse(found)
+    if lasts(parsed):
+        write(kind, key, found)
+    else:
+        _unwritten[_path(kind, key)] = json.dumps(found)
+    return parsed
 
 
 def read(kind: str, key: list, parse: Callable[[dict], Measured]) -> Measured | None:

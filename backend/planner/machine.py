@@ -13,6 +13,11 @@ RESERVE = 1_200_000_000
 HOST_LINK = 10e9
 #: GPUs whose speeds are further apart get different shares of the work.
 DIFFERENT = 1.1
+#: What is said of GPUs of one name whose speeds are further apart.
+DISTURBED = (
+    "GPUs of one name differ so where others use one during the measurement; it is measured again at the "
+    "next start."
+)
 #: A GPU with a smaller part of the memory of that which has most is the last to be used.
 TAKEN = 0.25
 #: Further seconds of a block whose tokens are divided on GPUs, which the probe does not time: the least by
@@ -75,12 +80,22 @@ class Machine:
         return len(set(self.names)) > 1 or max(self.speeds) > DIFFERENT * min(self.speeds)
 
     @property
+    def is_disturbed(self) -> bool:
+        """Return whether GPUs of one name differ by more than DIFFERENT in speed, as where others used one of
+        them during the measurement."""
+        spans: dict[str, list[float]] = {}
+        for name, speed in zip(self.names, self.speeds):
+            spans.setdefault(name, []).append(speed)
+        return any(max(each) > DIFFERENT * min(each) for each in spans.values())
+
+    @property
     def line(self) -> str:
         """Say in one line how its GPUs differ; empty where they do not."""
         if not self.differs or not self.names:
             return ""
         each = [f"{name} {speed:.2f}x" for name, speed in zip(self.names, self.speeds)]
-        return f"GPUs differ: {', '.join(each)} the speed of the slowest (one timed step)."
+        line = f"GPUs differ: {', '.join(each)} the speed of the slowest (one timed step)."
+        return f"{line} {DISTURBED}" if self.is_disturbed else line
 
     def speeds_of(self, ranks: int) -> tuple[float, ...]:
         """Return how many times as fast as the slowest GPU each of the first ``ranks`` is: 1 where all are

@@ -1,5 +1,6 @@
 """What is measured for the planner: by which process, and for which GPUs."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from backend.client import cache_files, driver_query, measurements, nccl_settings
 from backend.client.dependencies import require_dependencies
 from backend.client.model_choice import ModelChoice
+from backend.planner.machine import Machine
 
 
 @pytest.fixture
@@ -53,6 +55,47 @@ def test_rates_are_measured_again_where_nccl_takes_another_way(monkeypatch, tmp_
             monkeypatch.setenv(name, value)
         cache_files.read_or_measure("machine", measurements._machine_key("cpu", [0]), measure, dict)
     assert measured == [None, "1", "0"]
+
+
+def gpus(monkeypatch, uuids: tuple[str, ...]):
+    """Have torch see GPUs of one name with these UUIDs; empty: it does not say which."""
+    monkeypatch.setattr(measurements.torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(measurements.torch.cuda, "get_device_name", lambda index: "A")
+    properties = [SimpleNamespace(uuid=uuid) if uuid else SimpleNamespace() for uuid in uuids]
+    monkeypatch.setattr(measurements.torch.cuda, "get_device_properties", lambda at: properties[at.index])
+
+
+def rates(names: tuple[str, ...], speeds: tuple[float, ...]) -> dict:
+    found = Machine("A", 1e14, 1e14, 1e12, 1e10, {2: 1e10}, names=names, speeds=speeds)
+    return json.loads(json.dumps(found.as_dict()))
+
+
+def measured_machine(monkeypatch, *answers: dict) -> Machine:
+    """The rates of two GPUs in a new process, whose probes would find ``answers`` in turn."""
+    left = list(answers)
+    monkeypatch.setattr(cache_files, "_unwritten", {})  # of another process
+    monkeypatch.setattr(measurements, "measured_rates", lambda *_: left.pop(0))
+    for _ in range(2):  # once a process at most
+        machine = measurements.machine_rates("cuda", [0, 1], lambda: None, lambda line: None)
+    return machine
+
+
+def test_a_gpu_that_others_use_meanwhile_is_measured_again_by_the_next_process(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus(monkeypatch, ("a", "b"))
+    busy = measured_machine(monkeypatch, rates(("A", "A"), (2.0, 1.0)))
+    assert busy.speeds == (2.0, 1.0) and "measured again at the next start" in busy.line
+    assert not list(cache_files.cache_folder().iterdir())
+    free = measured_machine(monkeypatch, rates(("A", "A"), (1.0, 1.0)))
+    assert free.speeds == (1.0, 1.0) and not free.line
+    assert measured_machine(monkeypatch) == free
+
+
+def test_gpus_of_two_names_are_measured_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus(monkeypatch, ("a", "b"))
+    unlike = measured_machine(monkeypatch, rates(("B", "A"), (2.0, 1.0)))
+    assert unlike.line.endswith("(one timed step).") and measured_machine(monkeypatch) == unlike
 
 
 #: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.
