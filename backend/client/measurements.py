@@ -17,7 +17,7 @@ from ..torch_version import installed
 from . import cache_files, driver_query
 from .interpreter import installed_at, packages_changed, ranks_python
 from .model_choice import ModelChoice
-from .nccl_settings import link_key
+from .nccl_settings import gpu_names, link_key
 from .preflight import least_capability, read_shape, stamp
 from .probe_process import MAX_SECONDS, Check, measured_rates
 from .rank_environment import driver_name
@@ -132,7 +132,8 @@ def _rate_in(values: dict) -> float:
 
 def _machine_key(device: str, indices: list[int]) -> list:
     names = [torch.cuda.get_device_name(index) for index in indices] if device == "cuda" else []
-    return [device, indices, names, *link_key(os.environ), os.cpu_count(), *_kernels_key()]
+    cards = gpu_names(indices) if device == "cuda" else []
+    return [device, indices, names, cards, *link_key(os.environ), os.cpu_count(), *_kernels_key()]
 
 
 def _kernels_key() -> list:

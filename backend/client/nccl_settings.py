@@ -10,11 +10,12 @@ GeForce cards refuse that (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302)
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from ..device_memory import device_name
 from . import cache_files
 from .exit_report import lacks_shared_memory
 from .interpreter import packages_changed
@@ -65,21 +66,32 @@ def to_try(environment: Mapping[str, str]) -> list[dict[str, str]]:
     return [{}] if has_own else list(WAYS)
 
 
+def gpu_names(gpus: Sequence[int]) -> list[str]:
+    """Return the UUIDs of the GPUs that this process numbers ``gpus``: a scheduler gives the same numbers to
+    other cards. The numbers themselves where torch does not say which cards these are, or they share one."""
+    here = torch.cuda.device_count()
+    names = [device_name(torch.device("cuda", index)) if index < here else "" for index in gpus]
+    return names if all(names) and len({*names}) == len(names) else [str(index) for index in gpus]
+
+
 def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]:
     """Return the way that probes found for groups of GPUs of which at least two are among ``gpus``; empty
     where NCCL's own choice works, or none has run."""
-    found = cache_files.read("nccl", link_key(environment), _parsed) or {}
-    return WAYS[max((way for group, way in found.items() if len(group & set(gpus)) > 1), default=0)]
+    found = cache_files.read("nccl", link_key(environment), _parsed)
+    if not found:
+        return WAYS[0]
+    names = set(gpu_names(gpus))
+    return WAYS[max((way for group, way in found.items() if len(group & names) > 1), default=0)]
 
 
 def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str]):
     """Have all ranks that start on two or more of ``gpus`` use ``way``."""
     found = cache_files.read("nccl", link_key(environment), _parsed) or {}
-    group = frozenset(gpus)
+    group = frozenset(gpu_names(gpus))
     index = WAYS.index(way)
     if found.get(group, 0) != index:
         found[group] = index
-        written = {",".join(map(str, sorted(each))): its for each, its in found.items()}
+        written = {",".join(sorted(each)): its for each, its in found.items()}
         cache_files.write("nccl", link_key(environment), written)
 
 
@@ -88,9 +100,9 @@ def words(way: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in way.items())
 
 
-def _parsed(values: dict) -> dict[frozenset[int], int]:
-    """Return GPUs -> place of their way in WAYS."""
-    found = {frozenset(map(int, group.split(","))): int(way) for group, way in values.items()}
+def _parsed(values: dict) -> dict[frozenset[str], int]:
+    """Return names of GPUs -> place of their way in WAYS."""
+    found = {frozenset(group.split(",")): int(way) for group, way in values.items()}
     if any(not 0 <= way < len(WAYS) for way in found.values()):
         raise ValueError("not one of WAYS")
     return found

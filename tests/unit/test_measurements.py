@@ -98,6 +98,37 @@ def test_gpus_of_two_names_are_measured_once(monkeypatch, tmp_path):
     assert unlike.line.endswith("(one timed step).") and measured_machine(monkeypatch) == unlike
 
 
+@pytest.mark.parametrize(
+    "before, now, is_known",
+    [
+        (("a", "b"), ("a", "b"), True),
+        (("a", "b"), ("c", "d"), False),
+        (("a", "b"), ("b", "c"), False),
+        (("", ""), ("", ""), True),  # torch does not say which
+        (("a", "a"), ("a", "a"), True),  # slices of one card
+    ],
+)
+def test_what_was_measured_is_of_these_cards(monkeypatch, tmp_path, before, now, is_known):
+    """A scheduler numbers the cards of every job from 0. A way between GPUs is that of each two of them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus(monkeypatch, before)
+    alike = rates(("A", "A"), (1.0, 1.0))
+    measured_machine(monkeypatch, alike)
+    way = {"NCCL_P2P_DISABLE": "1"}
+    nccl_settings.save_way({}, [0, 1], way)
+    gpus(monkeypatch, now)
+    assert measurements.is_measured("cuda", [0, 1]) is is_known
+    assert nccl_settings.saved_way({}, [0, 1]) == (way if is_known else {})
+
+
+def test_a_way_between_cards_stays_where_they_are_numbered_otherwise(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus(monkeypatch, ("a", "b", "c"))
+    nccl_settings.save_way({}, [0, 1], way := {"NCCL_P2P_DISABLE": "1"})
+    gpus(monkeypatch, ("c", "b", "a"))
+    assert nccl_settings.saved_way({}, [1, 2]) == way and nccl_settings.saved_way({}, [0, 1]) == {}
+
+
 #: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.
 SMI = "0, GPU-AAAA-1, 1000\n1, GPU-bbbb-2, 2000\n"
 #: What a driver may print before it.
