@@ -1,13 +1,22 @@
 """Connects to a backend that somebody else has started."""
 
 import os
+import time
+from collections.abc import Callable
 
 from ..config import ConfigError, ParallelConfig, in_words
 from ..protocol import BackendError
-from .client import BackendClient
+from .client import POLL_SECONDS, BackendClient
+from .launcher import READY_SECONDS
 
 #: Environment variable with the addresses that a graph may name.
 ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
+
+
+#: What is raised where nobody listens at an address: no socket, or that of one that has ended.
+_NOT_THERE = (FileNotFoundError, ConnectionRefusedError)
+#: Addresses at which this process has found a backend.
+_met: set[str] = set()
 
 
 def token_of_environment() -> str:
@@ -15,9 +24,10 @@ def token_of_environment() -> str:
     return os.environ.get("PARALLEL_DIT_TOKEN", "").strip()
 
 
-def connect(config: ParallelConfig) -> BackendClient:
-    """Return a client of the backend at ``config.address``. Raises ConfigError where this process may not
-    name it or the backend runs with other degrees or settings, BackendError where nobody listens."""
+def connect(config: ParallelConfig, check=lambda: None, show=lambda line: None) -> BackendClient:
+    """Return a client of the backend at ``config.address``, also of one that starts again. ``check`` may
+    raise to give up, ``show`` gets a line. Raises ConfigError where this process may not name it or the
+    backend runs with other degrees or settings, BackendError where nobody listens."""
     # graphs come from strangers: they may name only what this process's starter has listed
     allowed = [name.strip() for name in os.environ.get(ADDRESSES_VARIABLE, "").split(",")]
     if config.address not in allowed:
@@ -30,11 +40,7 @@ def connect(config: ParallelConfig) -> BackendClient:
     if not token:
         what = f"address is {config.address!r} but the environment has no PARALLEL_DIT_TOKEN"
         raise ConfigError(f"{what}; set it to the token that this backend was started with.")
-    try:
-        client = BackendClient(config.address, token)
-    except OSError as error:
-        why = f"No backend listens at {config.address} ({error})"
-        raise BackendError(f"{why}; start one there, or clear address to launch one here.") from error
+    client = _client(config.address, token, check, show)
     runs = client.welcome.degrees
     if runs != config.degrees:
         client.close()
@@ -52,6 +58,25 @@ def connect(config: ParallelConfig) -> BackendClient:
             f"{_listed(asked, others)}; set the same."
         )
     return client
+
+
+def _client(address: str, token: str, check: Callable, show: Callable) -> BackendClient:
+    """Return a client of who listens at ``address``. One that we have met is waited for, as its service
+    starts it again: a queue would fail within a minute. Raises BackendError."""
+    end = time.monotonic() + (READY_SECONDS if address in _met else 0)
+    while True:
+        try:
+            client = BackendClient(address, token, check)
+        except OSError as error:
+            if not isinstance(error, _NOT_THERE) or time.monotonic() >= end:
+                why = f"No backend listens at {address} ({error})"
+                raise BackendError(f"{why}; start one there, or clear address to launch one here.") from error
+        else:
+            _met.add(address)
+            return client
+        show(f"waiting for the backend at {address}")
+        check()
+        time.sleep(POLL_SECONDS)
 
 
 def _listed(settings: dict, names: list[str]) -> str:

@@ -230,7 +230,8 @@ def backend_for(
     config: ParallelConfig, check=lambda: None, warn=lambda sentence: None, show=lambda line: None
 ) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
-    new launch, during which ``check`` is called ten times a second and may raise to give up.
+    new launch, during which ``check`` is called ten times a second and may raise to give up. A backend at an
+    address that has ended since is waited for as long as for a launch.
 
     ``warn`` gets a sentence where the one at hand has ended by itself since it was last used; ``show`` a line
     on the seconds of a launch, as often as ``check`` is called. Raises ConfigError where ``config`` cannot
@@ -245,7 +246,7 @@ def backend_for(
         _report_losses(warn)
         _drop(key)
         if config.address:
-            backend = Backend(config, connect(config))
+            backend = Backend(config, connect(config, check, show))
         else:
             backend = _changed(config, check) or _launch(config, check, show)
         _backends[key] = backend

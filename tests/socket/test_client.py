@@ -51,6 +51,36 @@ def test_other_degrees_are_named_as_the_inputs(serve, monkeypatch):
         pool.backend_for(ParallelConfig(cfg_degree=2, ring_degree=3, address=address))
 
 
+def test_a_backend_that_starts_again_is_waited_for(serve, monkeypatch, tmp_path):
+    """One that this process knows: a first address may be mistyped."""
+    config = ParallelConfig(address=f"unix:{tmp_path}/s")
+    monkeypatch.setenv("PARALLEL_DIT_ADDRESSES", config.address)
+    monkeypatch.setenv("PARALLEL_DIT_TOKEN", TOKEN)
+    with pytest.raises(BackendError, match="No backend listens at"):
+        pool.backend_for(config)
+    welcome = replace(WELCOME, degrees=config.degrees, settings=config.of_ranks)
+    assert serve(lambda connection: None, welcome=welcome) == config.address
+    first = pool.backend_for(config)
+    while first.alive():  # it hangs up once its handler has ended
+        time.sleep(0.01)
+    (tmp_path / "s").unlink()
+    checks, lines = [], []
+
+    def check():
+        checks.append(1)
+        if len(checks) == 3:
+            threading.Thread(
+                target=serve, args=(lambda connection: connection.recv(1), "unix", welcome)
+            ).start()
+
+    try:
+        again = pool.backend_for(config, check, show=lines.append)
+        assert again is not first and again.alive() and len(checks) >= 3
+        assert set(lines) == {f"waiting for the backend at {config.address}"}
+    finally:
+        pool.close_all()
+
+
 def test_other_settings_of_the_ranks_are_named(serve, monkeypatch):
     """A graph cannot change them at an address, so it is told instead of ignored."""
     runs = ParallelConfig(ulysses_degree=2, shard_weights=True, shares="60,40")
