@@ -3,58 +3,110 @@
     python -m backend.cli sample request.json --config '{"gpus": 2}'
 
 A request is an object of JSON, or a list of them, which run one after the other on the same ranks
-(docs/headless.md has the entries). Without --address it starts the ranks and ends them; --config has the
+(docs/headless.md has the entries); what one of a list fails with is printed after its file's name, and the
+others run. Without --address it starts the ranks and ends them; --config has the
 inputs of Parallel Config, whose degrees are chosen for each request unless one of them is set.
 """
 
 import argparse
 import sys
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 from ..client import pool
+from ..client.model_choice import ModelChoice
 from ..client.planning import plan_for
 from ..client.preflight import check_headers
-from ..config import PER_REQUEST, ParallelConfig
-from ..protocol import Progress
+from ..config import PER_REQUEST, ConfigError, ParallelConfig
+from ..errors import UnsupportedError
+from ..protocol import BackendError, Progress, RefusedError
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import planned_request, sample_message, write_result
 from .settings import THERE, Plan, read_entries, read_plan, read_settings
 from .status import connect, parser_of
 
+#: What ends a request and none of the others.
+FAILURES = (ConfigError, UnsupportedError, RefusedError, BackendError, OSError)
+
 
 def main(arguments: list[str]) -> int:
-    """Sample the requests of a file; raises ConfigError, RefusedError or BackendError, in one sentence."""
+    """Sample the requests of a file; 1 where one of a list fails. Raises ConfigError, RefusedError or
+    BackendError, in one sentence, where a single one does, or none can run."""
     options = _options(arguments)
     text, folder = _source(options.request)
     requests = read_requests(text, folder)
+    attempts = Attempts(requests)
     if options.address:
-        _run_at_address(options, requests)
-        return 0
+        _run_at_address(options, attempts)
+        return attempts.status
     config = read_plan(options.config)
     pool.allow(*(folder for request in requests for folder in request.allowed_folders()))
+    plans: dict[int, ParallelConfig] = {}
+
+    def plan(index: int, request: SampleRequest):
+        found = planned(config, request)
+        check_headers(found, *request.choice, pool.folders())
+        plans[index] = found
+
+    def sample(index: int, request: SampleRequest):
+        if index in plans:
+            own = plans[index]
+            run(pool.backend_for(own, show=_line), request, own, attempts.choices)
+
     try:
-        plans = [planned(config, request) for request in requests]
-        for request, plan in zip(requests, plans):
-            check_headers(plan, *request.choice, pool.folders())
-        for request, plan in zip(requests, plans):
-            run(pool.backend_for(plan, show=_line), request, plan)
+        attempts.each(plan)
+        attempts.each(sample)
     finally:
         pool.close_all()
-    return 0
+    return attempts.status
 
 
-def _run_at_address(options: argparse.Namespace, requests: list[SampleRequest]):
+class Attempts:
+    """The requests of a file, of which one may fail and the others run. ``status``: 1 once one has failed.
+    ``choices``: their models, which stay on the ranks from one request to the next."""
+
+    def __init__(self, requests: list[SampleRequest]):
+        self.choices = {request.choice for request in requests}
+        self.status = 0
+        self._requests = requests
+
+    def each(self, action: Callable[[int, SampleRequest], None]):
+        """Do ``action`` for every request; of several, print what one fails with, which else is raised."""
+        for index, request in enumerate(self._requests):
+            try:
+                action(index, request)
+            except FAILURES as error:
+                if len(self._requests) == 1:
+                    raise
+                self.status = 1
+                print(f"{request.out}: {error}", file=sys.stderr, flush=True)
+
+
+def _run_at_address(options: argparse.Namespace, attempts: Attempts):
     """Run the requests on ranks that somebody else has started."""
     read_entries(options.config, PER_REQUEST, THERE)  # refused without a connection
+    backend = _connected(options)
+
+    def sample(_: int, request: SampleRequest):
+        nonlocal backend
+        if backend.client.closed:  # it ended with the request before
+            backend = _connected(options)
+        run(backend, request, backend.config, attempts.choices)
+
+    try:
+        attempts.each(sample)
+    finally:
+        backend.client.close()
+
+
+def _connected(options: argparse.Namespace) -> pool.Backend:
     client = connect(options)
     try:
-        config = read_settings(options.config, client.welcome)
-        backend = pool.Backend(config, client)
-        for request in requests:
-            run(backend, request, config)
-    finally:
+        return pool.Backend(read_settings(options.config, client.welcome), client)
+    except ConfigError:
         client.close()
+        raise
 
 
 def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
@@ -70,17 +122,35 @@ def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
     return plan
 
 
-def run(backend: pool.Backend, request: SampleRequest, config: ParallelConfig):
-    """Load, sample and write one request."""
-    loaded = backend.load(*request.choice, keep=[request.choice], loras=request.loras)
+def run(
+    backend: pool.Backend,
+    request: SampleRequest,
+    config: ParallelConfig,
+    keep: Collection[ModelChoice] = (),
+):
+    """Load, sample and write one request, next to the models ``keep`` as far as memory allows."""
+    try:
+        result, shapes = _sampled(backend, request, config, keep)
+    except RefusedError as error:
+        if not error.lacking or not backend.models.keys() - {request.choice}:
+            raise
+        result, shapes = _sampled(backend, request, config, ())
+    write_result(request, result.tensors["samples"], result.stats, shapes)
+    print(f"{request.out}: {result.stats['seconds']:.2f} s", flush=True)
+
+
+def _sampled(
+    backend: pool.Backend, request: SampleRequest, config: ParallelConfig, keep: Collection[ModelChoice]
+):
+    """Return the result of a request, and the shapes of its latents."""
+    loaded = backend.load(*request.choice, keep=[request.choice, *keep], loras=request.loras)
     for warning in loaded.info.get("warnings", []):
         if warning:
             print(warning, file=sys.stderr)
     message = sample_message(request, loaded, config.per_request)
     result = backend.sample(message, _show)
     assert result is not None  # nothing cancels it
-    write_result(request, result.tensors["samples"], result.stats, message.latent_shapes)
-    print(f"{request.out}: {result.stats['seconds']:.2f} s", flush=True)
+    return result, message.latent_shapes
 
 
 def _source(name: str) -> tuple[str, Path]:

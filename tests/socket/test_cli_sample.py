@@ -105,6 +105,41 @@ def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, 
     torch.testing.assert_close(written["latent_tensor"], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_one_that_fails_ends_no_other(tmp_path, backend, checkpoint, capsys, monkeypatch):  # noqa: F811
+    """The second has other channels; and a model stays for a request that comes back to it."""
+    write_request(tmp_path, backend, checkpoint)
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(Path(checkpoint).read_bytes())
+    right = json.loads((tmp_path / "request.json").read_text())
+    wrong = right | {"latent": [right["latent"][0] + 1, *right["latent"][1:]], "out": "wrong.latent"}
+    (tmp_path / "all.json").write_text(
+        json.dumps(
+            [right, wrong, right | {"model": str(other), "out": "2.latent"}, right | {"out": "3.latent"}]
+        )
+    )
+    monkeypatch.setattr(pool, "close_all", lambda: None)  # others share the ranks
+    pool.allow(tmp_path)
+    loads = []
+    usual = pool.Backend.load
+
+    def load(self, *choice, **named):
+        found = usual(self, *choice, **named)
+        loads.append(len(self.models))
+        return found
+
+    monkeypatch.setattr(pool.Backend, "load", load)
+    (tmp_path / "token").write_text(backend.process._token)
+    (tmp_path / "token").chmod(0o600)
+    there = ["--address", backend.process.address, "--token-file", str(tmp_path / "token")]
+    assert cli.main(["sample", str(tmp_path / "all.json"), *there]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"{tmp_path}/wrong.latent: ") and "channels" in said.err
+    assert len(said.err.splitlines()) == 1 and len(said.out.splitlines()) == 3
+    assert loads == [1, 1, 2, 2]
+    assert all((tmp_path / name).is_file() for name in ("o.latent", "2.latent", "3.latent"))
+    assert not (tmp_path / "wrong.latent").exists()
+
+
 def test_several_latents_are_comfyuis(tmp_path, backend):  # noqa: F811
     """LTX-2's video and audio, with noise that the command draws: ComfyUI's own latent."""
     name = "ltx2__euler_simple"
