@@ -32,13 +32,17 @@ def check_unchanged(message: Load, before: str):
 
 
 def content_key(path: str) -> str:
-    """Return a digest that tells on every machine whether a model's files are the same: of their names, sizes
-    and first megabytes, which have the headers. Empty where they cannot be read."""
+    """Return a digest that tells on every machine whether a model's files are the same: of their sizes and
+    first megabytes, which have the headers, and of their names in a folder. Empty where they cannot be
+    read."""
     digest = hashlib.sha256()
+    root = Path(path)
     try:
-        for file in _files(Path(path).resolve()):
+        for file in _files(root):
+            # as they are called here: what a link leads to has another name on another machine
+            name = file.relative_to(root).as_posix() if file != root else ""
             with open(file, "rb") as opened:
-                digest.update(f"{file.name} {os.fstat(opened.fileno()).st_size} ".encode())
+                digest.update(f"{name} {os.fstat(opened.fileno()).st_size} ".encode())
                 digest.update(opened.read(HEADER_BYTES))
     except OSError:
         return ""

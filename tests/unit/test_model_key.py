@@ -184,6 +184,21 @@ def test_reasons_name_their_ranks():
     assert by_rank(["", "full", "", "full", "gone"]) == ["ranks 1, 3: full", "rank 4: gone"]
 
 
+@pytest.mark.parametrize("name", ["m.safetensors", "m/part.safetensors"])
+def test_a_link_and_a_file_of_two_machines_are_the_same(tmp_path, name):
+    """As in a folder of Hugging Face's cache, whose files are links to blobs that their digests name."""
+    (tmp_path / "blob").write_bytes(b"header 1")
+    for machine in ("a", "b"):
+        (tmp_path / machine / name).parent.mkdir(parents=True)
+    (tmp_path / "a" / name).symlink_to(tmp_path / "blob")
+    (tmp_path / "b" / name).write_bytes(b"header 1")
+    keys = [content_key(str(tmp_path / each / name.partition("/")[0])) for each in ("a", "b")]
+    assert keys[0] and keys[0] == keys[1]
+    if "/" in name:  # a folder's files are found by their names
+        (tmp_path / "b" / name).rename(tmp_path / "b/m/other.safetensors")
+        assert content_key(str(tmp_path / "b/m")) != keys[0]
+
+
 def test_files_of_two_machines_are_compared_by_size_and_header(tmp_path):
     """Not by inode or time, which differ; a file that is not there is for the loader to refuse."""
     first = tmp_path / "a" / "m.safetensors"
