@@ -28,13 +28,13 @@ import torch
 
 from ..client import machine_rendezvous
 from ..client.client import open_socket
+from ..client.dependencies import ranks_versions
 from ..client.launcher import READY_SECONDS, BackendProcess
 from ..client.machine_link import Link
 from ..client.machines import Machines, placement
 from ..client.pack_version import pack_version
 from ..config import ConfigError, ParallelConfig
 from ..start import device_of_some, own_token
-from ..torch_version import installed
 from .settings import read_config
 from .status import parser_of
 
@@ -98,11 +98,10 @@ def check_device(config: ParallelConfig, device: str, machines: Machines) -> str
 
 
 def same_everywhere() -> dict:
-    """Return what has to be equal on all machines: a step that one does differently hangs all. Kernels of
-    comfy-kitchen may differ: formats are tried, and a product that one rank cannot do is done by none."""
-    packages = {name: installed(name) or "none" for name in ("diffusers", "yunchang")}
-    python = sys.version.split()[0]
-    return {"pack": pack_version(), "torch": torch.__version__, "python": python, **packages}
+    """Return what has to be equal on all machines, of the Python that runs the ranks: a step that one does
+    differently hangs all. Kernels of comfy-kitchen may differ: formats are tried, and a product that one rank
+    cannot do is done by none."""
+    return {"pack": pack_version(), **ranks_versions()}
 
 
 def served(process: BackendProcess, config: ParallelConfig, device: str) -> int:

@@ -12,13 +12,16 @@ from pathlib import Path
 from ..errors import SHORT
 from ..install_command import how_to_install
 from ..protocol import BackendError
-from .interpreter import PACK, VARIABLE, answer, answered, inherited, installed_at
+from ..torch_version import installed
+from .interpreter import PACK, VARIABLE, answer, answered, inherited, installed_at, ranks_python
 
 #: That of requires-python: packages of requirements.txt have no release for older ones.
 OLDEST_PYTHON = (3, 11)
 REQUIREMENTS = PACK / "requirements.txt"
 #: Not in requirements.txt, of which pip would take another build than ComfyUI's.
 NEEDED_TORCH = "torch>=2.6"
+#: Packages that decide how a step is divided on ranks.
+DIVIDING = ("torch", "diffusers", "yunchang")
 #: An interpreter answers within this long, also from a cold network disk.
 ASK_SECONDS = 120
 #: Where a package is imported by another name than it is installed by.
@@ -61,8 +64,24 @@ def _require_python(version: Sequence[int], whose: str, remedy: str):
         )
 
 
+def ranks_versions() -> dict[str, str]:
+    """Return the versions of the ranks' interpreter, and those of its packages that divide a step. Raises
+    BackendError where it cannot be asked."""
+    python = ranks_python()
+    return _versions() if python == sys.executable else _asked(python, REQUIREMENTS)["versions"]
+
+
+def _versions() -> dict[str, str]:
+    found = {name: installed(name) or "none" for name in DIVIDING}
+    return {"python": sys.version.split()[0], **found}
+
+
 def _unmet_of(python: str, requirements: Path) -> list[str]:
-    """Ask another interpreter."""
+    return _asked(python, requirements)["unmet"]
+
+
+def _asked(python: str, requirements: Path) -> dict:
+    """Return what another interpreter answers as this module does when it runs."""
     command = [python, "-m", "backend.client.dependencies", str(requirements.absolute())]
     environment = {**inherited(os.environ), "PYTHONPATH": str(PACK)}
     try:
@@ -77,7 +96,7 @@ def _unmet_of(python: str, requirements: Path) -> list[str]:
         what = f"{VARIABLE} names {python}, which could not be asked for its packages"
         raise BackendError(f"{what} ({error!s:.200}); it has to be Python 3.11 or newer.") from error
     _require_python(found["python"], f"{python} ({VARIABLE})", "set it")
-    return found["unmet"]
+    return found
 
 
 def unmet_requirements(requirements: Path = REQUIREMENTS) -> list[str]:
@@ -101,4 +120,5 @@ def _numbers(version: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    print(answer({"python": sys.version_info[:3], "unmet": unmet_requirements(Path(sys.argv[1]))}))
+    unmet = unmet_requirements(Path(sys.argv[1]))
+    print(answer({"python": sys.version_info[:3], "unmet": unmet, "versions": _versions()}))

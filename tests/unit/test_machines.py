@@ -6,11 +6,13 @@ from itertools import combinations, product
 from pathlib import Path
 
 import diffusers
+import interpreters
 import pytest
 import yaml
 from page_examples import examples
 
 from backend.cli import start
+from backend.client import dependencies
 from backend.client.agent_command import agent_command
 from backend.client.machines import Machines, crossing, placement
 from backend.config import AXES, ConfigError, ParallelConfig
@@ -133,8 +135,18 @@ def test_libraries_that_divide_a_step_are_the_same_everywhere(monkeypatch):
     found = start.same_everywhere()
     assert {"pack", "torch", "python", "diffusers", "yunchang"} <= found.keys()
     assert found["diffusers"] == diffusers.__version__
-    monkeypatch.setattr(start, "installed", lambda name: f"{name} 0.1")
+    monkeypatch.setattr(dependencies, "installed", lambda name: f"{name} 0.1")
     assert start.same_everywhere() != found
+
+
+def test_the_compared_versions_are_those_of_the_ranks_python(monkeypatch, tmp_path):
+    """PARALLEL_DIT_PYTHON may have another diffusers than the launcher."""
+    own = start.same_everywhere()
+    python = interpreters.recording(tmp_path / "python", tmp_path / "log")
+    monkeypatch.setenv("PARALLEL_DIT_PYTHON", str(python))
+    monkeypatch.setattr(dependencies, "installed", lambda name: f"{name} 0.1")
+    assert start.same_everywhere() == own
+    assert "backend.client.dependencies" in (tmp_path / "log").read_text()
 
 
 def test_several_machines_meet_where_nothing_is_unpickled():
