@@ -22,6 +22,7 @@ from . import fork_guard
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
 from .exit_report import cause_among, failures, full_disk, last_error
+from .links_hint import links_hint
 from .machine_link import Link
 from .pack_version import require_same_pack
 from .private_folder import LOGS, private_folder
@@ -39,11 +40,6 @@ GRACE_SECONDS = 2.0
 TELL_SECONDS = 1.5
 #: In which ranks write where their threads are.
 PLACES_SECONDS = 0.3
-#: What ranks that have all started wait for where others are on other machines, and what to do.
-UNREACHED = (
-    "those of other machines are not ready or not reached (let every TCP port pass between the machines, "
-    "give containers the host's network, and set NCCL_IB_DISABLE=1 where InfiniBand does not connect them)"
-)
 
 
 class ClosedError(BackendError):
@@ -190,17 +186,10 @@ class BackendProcess:
         return sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
 
     def _links_hint(self) -> str:
-        """Say what started ranks on GPUs wait for, and what to do; empty where it is something else."""
+        """Say what started ranks wait for, and what to do; empty where it is something else."""
         if self._started < self._ranks:
             return ""
-        if self._link is not None:
-            return f" here, so {UNREACHED}"
-        if not self._is_on_gpus or self._ranks == 1:
-            return ""
-        return (
-            " and GPUs that do not reach each other's memory hang so (one run with method auto finds another "
-            "way between them: docs/faq.md)"
-        )
+        return links_hint(self._link is not None, self._is_on_gpus and self._ranks > 1)
 
     @property
     def running(self) -> bool:

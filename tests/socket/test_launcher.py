@@ -22,6 +22,7 @@ from backend.client import (
 from backend.client.agent_command import launch_command
 from backend.client.client import HandshakeError
 from backend.client.launcher import BackendProcess
+from backend.client.links_hint import links_hint
 from backend.client.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Failure, RefusedError, Status, framing
@@ -182,8 +183,17 @@ def test_a_start_takes_as_long_as_ranks_become_ready(tmp_path, monkeypatch):
         process.wait_ready()
     assert 700 <= now[0] <= 730
     process._ranks, now[0] = 2, 0.0
-    with pytest.raises(BackendError, match="2 of 2 ready and GPUs that .*method auto.*log"):
+    with pytest.raises(
+        BackendError, match="2 of 2 ready and GPUs that .*doctor.py --full, run as this user.*log"
+    ):
         process.wait_ready()
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_ranks_of_several_machines_may_wait_for_their_own_gpus(gpus):
+    hint = links_hint(True, gpus)
+    assert "other machines are not ready" in hint and ("doctor.py --full" in hint) is gpus
+    assert not links_hint(False, False)
 
 
 #: A rank 0 that refuses every client, as one of another version does.
