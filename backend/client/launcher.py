@@ -40,6 +40,8 @@ GRACE_SECONDS = 2.0
 TELL_SECONDS = 1.5
 #: In which ranks write where their threads are.
 PLACES_SECONDS = 0.3
+#: Why this machine ends its ranks where no client asked for that.
+NOBODY_ASKED = "it was told to end"
 
 
 class ClosedError(BackendError):
@@ -261,6 +263,8 @@ class BackendProcess:
     def _end(self):
         atexit.unregister(self._close_at_exit)
         self._watch.stop()
+        if self._link is not None and self.running:  # no client asked: the others are no success either
+            self._link.broadcast(left=self._gave_up or NOBODY_ASKED)
         if self._client is not None and not self._client.closed:
             with suppress(BackendError):  # it hung up first, which is what was asked for
                 self._client.send(Shutdown())
@@ -279,7 +283,7 @@ class BackendProcess:
                 self._agent.kill()
         self._agent.wait()
         if self._link is not None:
-            self._link.close("" if self._agent.returncode == 0 else self._gave_up or "it was told to end")
+            self._link.close("" if self._agent.returncode == 0 else self._gave_up or NOBODY_ASKED)
         self._heartbeats.close()
         self._private.close()
 

@@ -196,6 +196,30 @@ def test_ranks_of_several_machines_may_wait_for_their_own_gpus(gpus):
     assert not links_hint(False, False)
 
 
+@pytest.mark.parametrize("code, gave_up", [(None, ""), (None, "it was not ready"), (0, "")])
+def test_other_machines_hear_that_nobody_asked_for_an_end(tmp_path, monkeypatch, code, gave_up):
+    """Before the ranks end with 0, as where a client has asked: a service starts them again after a failure
+    alone."""
+    heard = []
+    link = SimpleNamespace(broadcast=lambda **line: heard.append(line), close=lambda why: heard.append(why))
+    process = BackendProcess.__new__(BackendProcess)
+    agent = SimpleNamespace(returncode=code, poll=lambda: agent.returncode)
+
+    def ended(seconds=None):
+        agent.returncode = 0
+
+    agent.wait = ended
+    stub = SimpleNamespace(stop=lambda: None, silent=lambda _: "", close=lambda: None)
+    client = SimpleNamespace(closed=False, send=lambda _: heard.append("shutdown"), hang_up=lambda: None)
+    process._agent, process._link, process._client = agent, link, client
+    process._watch = process._heartbeats = process._private = stub
+    process._pipe = SimpleNamespace(closed=True, close=lambda: None)
+    process._gave_up, process.silence, process._ended_elsewhere = gave_up, "", False
+    process._end()
+    said = [] if code == 0 else [{"left": gave_up or "it was told to end"}]
+    assert heard == [*said, "shutdown", ""]
+
+
 #: A rank 0 that refuses every client, as one of another version does.
 REFUSING = """
 import socket, sys, time
