@@ -48,7 +48,7 @@ from .rank_plan.request_size import planned_config, size_of
 from .sampling.model_runner import LoadedModel
 from .sampling.step_loop import Callbacks, RequestCancelled
 from .sampling.validation import refusing
-from .serving.named_models import NamedModels
+from .served_models import ServedModels
 from .serving.progress import Previews, load_progress, progress
 from .serving.server import CANCELLABLE, Job, Server
 from .serving.step_times import step_records
@@ -58,27 +58,17 @@ PING_SECONDS = 60.0
 Act = Callable[[], None]  # what all ranks do after rank 0's checks
 
 
-class Leader(Worker):
+class Leader(ServedModels):
     """Rank 0: a queue of clients' requests, each refused here or run by all."""
 
     def __init__(self, begun: start.Start):
         super().__init__(begun)
-        #: Loaded model -> its path, and its checkpoint (opened, not loaded) from which requests are planned.
-        self.files: dict[str, tuple[str, Checkpoint]] = {}
-        #: Client -> the models that it has loaded.
-        self.named = NamedModels()
         names = self.admission.names
         config = begun.config
         degrees = config.degrees
         welcome = Welcome(config.world_size, begun.device, degrees, self.pids, names, config.of_ranks)
         self.beats = begun.beats
         self.server = Server(begun.address, begun.token, welcome, self._models, self._of_rank, self.machines)
-
-    def forget_unloaded(self):
-        """Forget unloaded models as every rank does, and their files and users."""
-        super().forget_unloaded()
-        self.files = {key: it for key, it in self.files.items() if key in self.engine.models}
-        self.named.forget_all_but(set(self.engine.models))
 
     def _models(self) -> dict[str, str]:
         loaded = self.engine.models.keys() - self.engine.lora_stacks.keys()
@@ -100,6 +90,7 @@ class Leader(Worker):
             job = self.server.next_job(PING_SECONDS)
             if job is None:
                 self.control.broadcast(Ping())
+                self.free_parked()
                 continue
             if isinstance(job.message, Shutdown):
                 self.control.broadcast(job.message)
@@ -134,23 +125,10 @@ class Leader(Worker):
             act()
         except RefusedByAllRanks as error:  # no rank goes on with it
             # one that ran out in its midst does so again from its beginning
-            if isinstance(error, InsufficientMemory) and self._free_abandoned(job.message, not error.lacking):
+            if isinstance(error, InsufficientMemory) and self.free_abandoned(job.message, not error.lacking):
                 self.run(job)
                 return
             job.reply(Failure(str(error), lacking=[list(each) for each in error.lacking.items()]))
-
-    def _free_abandoned(self, message, every: bool) -> bool:
-        """Unload the oldest model that no connected client has loaded, or ``every`` such one; return whether
-        there was one besides that of ``message``."""
-        named = self.named.of_connected()
-        own = getattr(message, "model", "").partition(LORAS)[0]
-        others = [key for key in self.files if key not in named and key != own]
-        idle = [key for key in others if self._is_on_devices(self.engine.models[key])]
-        for key in idle if every else idle[:1]:
-            print(f"{self.files[key][0]} leaves: no connected client has loaded it, and one lacks memory.")
-            self.control.broadcast(unload := Unload(key))
-            self.unload(unload)
-        return bool(idle)
 
     def on_arrange(self, job: Job, message: Arrange) -> Act:
         """Refuse what is no configuration of these ranks. Raises ConfigError."""
@@ -245,11 +223,7 @@ class Leader(Worker):
     def _holds_others(self, job: Job, model: LoadedModel | None = None) -> bool:
         """Return whether any device has weights of another model than this one that the client may unload."""
         others = filter(None, (self.engine.models.get(key) for key in self.named.get(job.client, ())))
-        return any(other is not model and self._is_on_devices(other) for other in others)
-
-    def _is_on_devices(self, model: LoadedModel) -> bool:
-        """Return whether any rank's share is on its device."""
-        return not set(range(self.mesh.world_size)) <= model.parked_on
+        return any(other is not model and self.is_on_devices(other) for other in others)
 
     def on_unload(self, job: Job, message: Unload) -> Act:
         """Unload a model, if it is loaded. One that another client has loaded, too, is parked at most: that

@@ -7,7 +7,7 @@ import pytest
 
 from backend import worker
 from backend.admission import InsufficientMemory
-from backend.protocol import LORAS, Failure, Load, Release, Result, Sample, Unload
+from backend.protocol import LORAS, Failure, Load, Ping, Release, Result, Sample, Shutdown, Unload
 from backend.serving.named_models import NamedModels
 from backend.serving.server import Connection, Job
 from backend.worker import Leader
@@ -77,6 +77,22 @@ def test_parked_models_stay_and_a_request_is_not_run_again_for_each():
     here = client()
     ranks.run(Job(Sample("own", "euler", 1.0, 7), here))
     assert runs == [["parked", "one", "two"], ["parked"]] and isinstance(here.outbox.get_nowait(), Failure)
+
+
+def test_parked_models_of_clients_that_have_gone_leave_while_nothing_runs():
+    """Not those of connected clients, nor those on a device, which the next client may name at once."""
+    ranks = Ranks(["parked", "used", "on a device"], room=3)
+    for model in ("parked", "used"):
+        ranks.engine.models[model].parked_on = frozenset({0})
+    here, gone = client(), client()
+    ranks.named |= {here: {"used"}, gone: {"parked", "used", "on a device"}}
+    gone.gone = True
+    told = []
+    ranks.control.broadcast = told.append
+    jobs = [None, Job(Shutdown(), here)]
+    ranks.server = cast(Any, SimpleNamespace(next_job=lambda _: jobs.pop(0), write_out=lambda: None))
+    ranks.lead()
+    assert list(ranks.files) == ["used", "on a device"] and told == [Ping(), Unload("parked"), Shutdown()]
 
 
 def test_models_that_a_connected_client_has_loaded_stay():

@@ -47,6 +47,7 @@ LAYERS = [
     "backend.start",
     "backend.probe",
     "backend.rank",
+    "backend.served_models",
     "backend.worker",
     "backend.cli",
     "nodes.comfy_models",

@@ -1,0 +1,59 @@
+"""The models of a backend that serves several clients, and which of them leave once nobody uses them."""
+
+from collections.abc import Sequence
+
+from . import start
+from .loading.checkpoint import Checkpoint
+from .protocol import LORAS, Unload
+from .rank import Worker
+from .sampling.model_runner import LoadedModel
+from .serving.named_models import NamedModels
+
+
+class ServedModels(Worker):
+    """Rank 0 as far as it knows who has loaded what."""
+
+    def __init__(self, begun: start.Start):
+        super().__init__(begun)
+        #: Loaded model -> its path, and its checkpoint (opened, not loaded) from which requests are planned.
+        self.files: dict[str, tuple[str, Checkpoint]] = {}
+        #: Client -> the models that it has loaded.
+        self.named = NamedModels()
+
+    def forget_unloaded(self):
+        """Forget unloaded models as every rank does, and their files and users."""
+        super().forget_unloaded()
+        self.files = {key: it for key, it in self.files.items() if key in self.engine.models}
+        self.named.forget_all_but(set(self.engine.models))
+
+    def free_parked(self):
+        """Unload what no connected client has loaded and no device holds: it would stay in host memory for as
+        long as the backend runs. The other ranks wait for a message."""
+        self._unload_all(self._abandoned(on_devices=False), "no connected client has loaded it")
+
+    def free_abandoned(self, message, every: bool) -> bool:
+        """Unload the oldest model that no connected client has loaded, or ``every`` such one; return whether
+        there was one besides that of ``message``. Parked ones are in nobody's way."""
+        idle = [key for key in self._abandoned(on_devices=True) if not self._is_of(message, key)]
+        self._unload_all(
+            idle if every else idle[:1], "no connected client has loaded it, and one lacks memory"
+        )
+        return bool(idle)
+
+    def is_on_devices(self, model: LoadedModel) -> bool:
+        """Return whether any rank's share is on its device."""
+        return not set(range(self.mesh.world_size)) <= model.parked_on
+
+    def _abandoned(self, on_devices: bool) -> list[str]:
+        named = self.named.of_connected()
+        found = [key for key in self.files if key not in named]
+        return [key for key in found if self.is_on_devices(self.engine.models[key]) is on_devices]
+
+    def _is_of(self, message, key: str) -> bool:
+        return getattr(message, "model", "").partition(LORAS)[0] == key
+
+    def _unload_all(self, keys: Sequence[str], why: str):
+        for key in keys:
+            print(f"{self.files[key][0]} leaves: {why}.")
+            self.control.broadcast(unload := Unload(key))
+            self.unload(unload)
