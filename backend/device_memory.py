@@ -68,6 +68,10 @@ class DeviceMemory:
             return 0
         return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
+    def reserved(self) -> int:
+        """Count what this process's allocator has, used or not; 0 on the CPU."""
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
     def release(self):
         """Give the cached memory back to the device, for other processes."""
         if self.device.type == "cuda":

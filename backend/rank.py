@@ -65,6 +65,7 @@ class Worker:
             with suppress(RequestCancelled, RefusedByAllRanks):  # rank 0 answers the client
                 self.obey(message)
             del message  # its tensors make room for those of the next one
+            self.clock.note_memory(self.engine.memory.reserved())
 
     def obey(self, message):
         """Do what a message says, as every other rank does now."""

@@ -51,7 +51,7 @@ from .sampling.validation import refusing
 from .served_models import ServedModels
 from .serving.progress import Previews, load_progress, progress
 from .serving.server import CANCELLABLE, Job, Server
-from .serving.step_times import step_records
+from .serving.step_times import noted
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
 PING_SECONDS = 60.0
@@ -82,7 +82,7 @@ class Leader(ServedModels):
             for key, ranks in list(self.reports.items())
             if key in models and rank not in models[key].parked_on
         ]
-        return {"weight_bytes": sum(held), "steps": step_records(self.beats, rank)}
+        return {"weight_bytes": sum(held), **noted(self.beats, rank)}
 
     def lead(self):
         """Serve until a client says Shutdown."""
@@ -97,6 +97,7 @@ class Leader(ServedModels):
                 self.server.write_out()
                 return
             self.run(job)
+            self.clock.note_memory(self.engine.memory.reserved())
             self.server.finish(job)
 
     def run(self, job: Job):
@@ -262,8 +263,7 @@ class Leader(ServedModels):
         def on_step(step, start):
             progress(job, step, total, previews, start)
 
-        on_denoised = partial(tensors.__setitem__, "denoised")
-        callbacks = Callbacks(on_step, job.cancelled.is_set, on_denoised)
+        callbacks = Callbacks(on_step, job.cancelled.is_set, partial(tensors.__setitem__, "denoised"))
         try:
             samples, stats = self.run_sample(message, callbacks, planned)
         except RequestCancelled as stopped:

@@ -21,9 +21,8 @@ from ..planner.machine import Machine, RequestEstimate
 from ..planner.model_shape import ModelShape
 from ..planner.placement import Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
-from ..protocol import BackendError
 from ..units import gigabytes
-from . import measurements, pool, status
+from . import gpu_memory, measurements, pool
 from .model_choice import ModelChoice
 from .plan_history import LastPlan, PlanHistory
 
@@ -187,6 +186,8 @@ def spare_more(
     choose from. Errors as in ``plan_for``."""
     if len(devices_of(auto)) == 1:
         return False
+    # others may have taken what was free: less is known to be, then, and no plan has to spare it besides
+    _history.looked.pop(_memory_key(auto), None)
     question, devices = question_of(auto, model, request, others)
     if auto.placed(plan, devices).gpus != plan.gpus:
         question, _ = question_of(auto, model, request, others, roomiest=True)
@@ -208,9 +209,12 @@ def spare_no_more(auto: AutoConfig, model: ModelChoice) -> bool:
     return _history.spared.pop(_spared_key(auto, model), 0) > 0
 
 
+def _memory_key(auto: AutoConfig) -> tuple:
+    return (auto.base.resolve_device(torch.cuda.device_count()), *devices_of(auto))
+
+
 def _spared_key(auto: AutoConfig, model: ModelChoice) -> tuple:
-    gpus_here = torch.cuda.device_count()
-    return (auto.base.resolve_device(gpus_here), *devices_of(auto), model)
+    return (*_memory_key(auto), model)
 
 
 def note_left(gpu: int, size: int):
@@ -306,24 +310,11 @@ def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
     if (
         running is not None
         and device == "cuda"
-        and time.monotonic() > _history.looked.get(key, 0) + LOOK_SECONDS
+        and time.monotonic() > _history.looked.get(key, -math.inf) + LOOK_SECONDS
     ):
         _history.looked[key] = time.monotonic()
-        known = _history.free[key] = _or_more(known, devices, running)
+        known = _history.free[key] = gpu_memory.free_now(known, devices, running)
     return known
-
-
-def _or_more(known: tuple[int, ...], devices: list[int], running: pool.Backend) -> tuple[int, ...]:
-    """Return what is known to be free, or more where other programs have given memory back since: what is
-    free now, with the weights of our ranks."""
-    try:
-        ranks = status.report(running).ranks
-        weights = {gpu: rank["weight_bytes"] for gpu, rank in zip(running.config.gpu_indices, ranks)}
-        own = [weights.get(gpu, 0) for gpu in devices]
-        now = measurements.free_memory("cuda", devices, [was - size for was, size in zip(known, own)])
-    except (BackendError, ConfigError):
-        return known
-    return tuple(max(was, free + size) for was, free, size in zip(known, now, own))
 
 
 def _host_memory() -> int:

@@ -102,9 +102,15 @@ class Heartbeats:
 
     def step_times(self, rank: int) -> list[StepTime]:
         """Return the last steps of a rank of the whole backend; none where it has not begun, or not here."""
+        return [time for ring in self._rings_of(rank) for time in ring.read()]
+
+    def device_bytes(self, rank: int) -> int:
+        """Return the bytes of its device that a rank's allocator has; 0 as step_times has none."""
+        return sum(ring.device_bytes for ring in self._rings_of(rank))
+
+    def _rings_of(self, rank: int) -> list[StepRing]:
         slots = SLOT.iter_unpack(self._memory[: SLOT.size * self.ranks])
-        places = [place for place, (pid, beating, _, _) in enumerate(slots) if pid and beating == rank]
-        return [time for place in places for time in self.ring(place).read()]
+        return [self.ring(place) for place, (pid, own, _, _) in enumerate(slots) if pid and own == rank]
 
     def close(self):
         """Give the memory back, more than once is fine; ranks that still beat keep theirs."""

@@ -286,8 +286,9 @@ class Status:
 @dataclass(frozen=True)
 class Report:
     """``seconds`` since the start; ``models``: name -> path; ``ranks``: a dict each of its rank,
-    machine, pid, weight_bytes (on its device), resident_bytes (of its process; 0 on another machine) and its
-    last ``steps`` (serving/step_times.py); ``running``: kind of the request under way, empty for none, for
+    machine, pid, weight_bytes (on its device), device_bytes (that its allocator had there after its last
+    message; 0 where nobody says), resident_bytes (of its process; 0 on another machine) and its last
+    ``steps`` (serving/step_times.py); ``running``: kind of the request under way, empty for none, for
     ``running_seconds``; ``waiting`` requests; ``answered``: kind -> number so far; ``last_error``: the last
     refusal."""
 

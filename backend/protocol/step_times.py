@@ -1,4 +1,5 @@
-"""When each rank computed its last steps, how long it waited in them for others, and what it sent.
+"""When each rank computed its last steps, how long it waited in them for others, and what it sent; and how
+much of its GPU its allocator has.
 
 A ring of records for each rank, in the memory of its heartbeats: the rank writes a few numbers a step and
 waits for nobody, and rank 0 reads those of all ranks while they work. Standard library only.
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 #: How many records have been written.
 COUNT = struct.Struct("=Q")
+#: Bytes of the device that the rank's allocator has.
+DEVICE_BYTES = struct.Struct("=Q")
 #: A record: request, step, begin (time.monotonic), seconds, seconds of waiting, bytes sent.
 RECORD = struct.Struct("=2Q3dQ")
 #: Records of a rank that are kept.
@@ -33,10 +36,20 @@ class StepTime:
 class StepRing:
     """The last steps of one rank in ``memory``, SIZE bytes of zeros at first; written by that rank alone."""
 
-    SIZE = COUNT.size + RECORDS * RECORD.size
+    HEADER = COUNT.size + DEVICE_BYTES.size
+    SIZE = HEADER + RECORDS * RECORD.size
 
     def __init__(self, memory: memoryview):
         self._memory = memory
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device that the rank's allocator has, used or not; 0 before it says so."""
+        return DEVICE_BYTES.unpack_from(self._memory, COUNT.size)[0]
+
+    @device_bytes.setter
+    def device_bytes(self, size: int):
+        DEVICE_BYTES.pack_into(self._memory, COUNT.size, size)
 
     def append(self, time: StepTime):
         """Write a record over the oldest one, then count it."""
@@ -53,4 +66,4 @@ class StepRing:
 
     @staticmethod
     def _place(index: int) -> int:
-        return COUNT.size + index % RECORDS * RECORD.size
+        return StepRing.HEADER + index % RECORDS * RECORD.size

@@ -34,6 +34,11 @@ class StepClock:
         self._step = step
         self._before = now
 
+    def note_memory(self, size: int):
+        """Say that this rank's allocator has ``size`` bytes of its device."""
+        if self._ring is not None:
+            self._ring.device_bytes = size
+
 
 def step_records(beats: Heartbeats | None, rank: int) -> list[list]:
     """Return the last steps of a rank: [request, step, begin (seconds from now, negative), seconds, waited,
@@ -43,3 +48,9 @@ def step_records(beats: Heartbeats | None, rank: int) -> list[list]:
     return [
         [each.request, each.step, each.begin - now, each.seconds, each.waited, each.sent] for each in times
     ]
+
+
+def noted(beats: Heartbeats | None, rank: int) -> dict:
+    """Return what a rank has noted: device_bytes, 0 where nobody reads them, and ``steps``, its records."""
+    device_bytes = beats.device_bytes(rank) if beats else 0
+    return {"device_bytes": device_bytes, "steps": step_records(beats, rank)}

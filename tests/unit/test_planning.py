@@ -8,13 +8,13 @@ import pytest
 import torch
 from published import L40, WAN
 
-from backend.client import measurements, planning, pool
+from backend.client import measurements, planning, pool, status
 from backend.client.model_choice import ModelChoice
 from backend.client.plan_history import PlanHistory
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig, unused_method
 from backend.planner.choose import ASIDE
-from backend.planner.machine import RequestEstimate
+from backend.planner.machine import RESERVE, RequestEstimate
 from backend.protocol import BackendError, RefusedError
 
 GB = 1_000_000_000
@@ -40,6 +40,18 @@ def machine(monkeypatch):
     monkeypatch.setattr(planning, "_history", PlanHistory())
     monkeypatch.setattr(planning, "LOOK_SECONDS", math.inf)
     return found
+
+
+def run_ranks(monkeypatch, weights: list[int], device_bytes=(), is_busy=False, gpus="1,0"):
+    """Have ranks of ours run, with ``weights`` and ``device_bytes`` of each."""
+    config = ParallelConfig(data_parallel_degree=len(weights), gpus=gpus)
+    found = SimpleNamespace(config=config, is_busy=is_busy)
+    ranks = [
+        {"weight_bytes": size, "device_bytes": reserved}
+        for size, reserved in zip(weights, device_bytes or weights)
+    ]
+    monkeypatch.setattr(pool, "launched", lambda: found)
+    monkeypatch.setattr(status, "report", lambda backend: SimpleNamespace(ranks=ranks))
 
 
 def request(shape) -> RequestEstimate:
@@ -213,15 +225,12 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
 
 
 def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monkeypatch):
-    """It was measured before they started, and a larger model was refused until they ended. What they hold
-    themselves is theirs again; that less is free than before says nothing."""
+    """It was measured before they started, and a larger model was refused until they ended. What they have
+    themselves is theirs again; that less is free while they work says nothing."""
     two = AutoConfig(gpus="1,0")
     machine.free = (12 * GB,) * GPUS
     assert planning.question_of(two, MODEL, request)[0].machine.memory == (12 * GB,) * 2
-    ranks = [{"weight_bytes": 6 * GB}, {"weight_bytes": 5 * GB}]
-    config = ParallelConfig(data_parallel_degree=2, gpus="1,0")
-    monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace(config=config))
-    monkeypatch.setattr(planning.status, "report", lambda backend: SimpleNamespace(ranks=ranks))
+    run_ranks(monkeypatch, [6 * GB, 5 * GB], is_busy=True)
     monkeypatch.setattr(planning, "LOOK_SECONDS", -1.0)
     for free, expected in ((4, (12, 12)), (20, (26, 25)), (2, (26, 25))):
         machine.free = (free * GB,) * GPUS
@@ -233,13 +242,37 @@ def test_a_driver_that_says_nothing_gives_no_memory_back(machine, monkeypatch):
     """What is usual then has the ranks' weights in it already: they were counted twice, beyond the card."""
     machine.free = (12 * GB,) * GPUS
     planning.question_of(AutoConfig(gpus="1,0"), MODEL, request)
-    config = ParallelConfig(data_parallel_degree=2, gpus="1,0")
-    monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace(config=config))
-    ranks = SimpleNamespace(ranks=[{"weight_bytes": 6 * GB}] * 2)
-    monkeypatch.setattr(planning.status, "report", lambda backend: ranks)
+    run_ranks(monkeypatch, [6 * GB] * 2)
     monkeypatch.setattr(planning, "LOOK_SECONDS", -1.0)
     monkeypatch.setattr(measurements, "free_memory", lambda device, indices, unknown: tuple(unknown))
     assert planning._free_memory("cuda", [1, 0]) == (12 * GB,) * 2
+
+
+def test_memory_that_others_have_taken_is_not_free_while_ranks_run(machine, monkeypatch):
+    """Where ranks with degrees of one's own ran first, nothing was measured before them. What ranks cache of
+    the last request is theirs; of their CUDA contexts nobody knows."""
+    monkeypatch.setattr(measurements, "usual_memory", lambda *_: (23 * GB,) * 2)
+    machine.free = (15 * GB, 5 * GB)
+    run_ranks(monkeypatch, [2 * GB] * 2, device_bytes=[7 * GB, 2 * GB], gpus="0,1")
+    monkeypatch.setattr(planning, "LOOK_SECONDS", 60.0)
+    assert planning._free_memory("cuda", [0, 1]) == (23 * GB, 7 * GB + RESERVE)
+    machine.free = (3 * GB, 20 * GB)
+    assert planning._free_memory("cuda", [0, 1]) == (23 * GB, 7 * GB + RESERVE), "asked a moment ago"
+    monkeypatch.setattr(planning, "LOOK_SECONDS", -1.0)
+    assert planning._free_memory("cuda", [0, 1]) == (10 * GB + RESERVE, 22 * GB)
+
+
+def test_a_plan_that_others_leave_no_room_for_is_not_spared_for(machine, monkeypatch):
+    """It lacked memory since another program has some: it is looked again how much, and no plan leaves more
+    free on every GPU."""
+    monkeypatch.setattr(planning, "LOOK_SECONDS", 60.0)
+    plan, _ = plan_for()
+    run_ranks(monkeypatch, [0] * GPUS, gpus="0,1,2,3")
+    planning.question_of(ALL, MODEL, request)
+    machine.free = (32 * GB, 4 * GB, 32 * GB, 32 * GB)
+    assert spare_more(plan)
+    assert not planning._history.spared
+    assert planning._history.free["cuda", 0, 1, 2, 3] == (32 * GB, 4 * GB + RESERVE, 32 * GB, 32 * GB)
 
 
 def test_what_ranks_have_parked_is_not_missing(machine, monkeypatch):

@@ -1,13 +1,18 @@
 """What ranks write down of their steps, and who reads it."""
 
 import mmap
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from backend.parallel import comm
+from backend.protocol import Release, Shutdown
 from backend.protocol.heartbeats import Heartbeats
 from backend.protocol.step_times import RECORDS, StepRing, StepTime
-from backend.serving.step_times import StepClock, step_records
+from backend.serving.step_times import StepClock, noted, step_records
+from backend.worker import Leader
 
 
 @pytest.fixture
@@ -63,6 +68,46 @@ def test_a_step_is_what_lies_between_two_begins(ring, monkeypatch):
 
 def test_without_a_reader_nothing_is_written():
     StepClock(None).begin(0)
+    StepClock(None).note_memory(1)
+    assert noted(None, 0) == {"device_bytes": 0, "steps": []}
+
+
+def test_what_a_rank_has_of_its_device_is_read_apart_from_its_steps(tmp_path):
+    beats = Heartbeats.make(2, tmp_path)
+    beats.start(0, 5)
+    clock = StepClock(beats.ring(0))
+    while not beats.read():
+        time.sleep(0.01)
+    for size in (3 << 40, 7):
+        clock.note_memory(size)
+        for step in (0, None):
+            clock.begin(step)
+        assert noted(beats, 5)["device_bytes"] == size and noted(beats, 4)["device_bytes"] == 0
+    assert len(noted(beats, 5)["steps"]) == 2
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_every_rank_notes_its_memory_after_each_message(ring, is_leader):
+    """It has what the message made, or gave back."""
+    rank = Leader.__new__(Leader)
+    rank.mesh = SimpleNamespace(rank=0)
+    rank.clock = StepClock(ring)
+    memory = SimpleNamespace(release=lambda: None, reserved=lambda: 7)
+    rank.engine = SimpleNamespace(memory=memory)
+    messages = [Release([0]), Shutdown()]
+    rank.control = SimpleNamespace(receive=lambda: messages.pop(0), broadcast=lambda message: None)
+    rank.server = SimpleNamespace(
+        next_job=lambda seconds: SimpleNamespace(
+            message=messages.pop(0),
+            is_abandoned=False,
+            reply=lambda answer: None,
+            cancelled=threading.Event(),
+        ),
+        finish=lambda job: None,
+        write_out=lambda: None,
+    )
+    rank.lead() if is_leader else rank.follow()
+    assert ring.device_bytes == 7
 
 
 def test_a_wait_is_summed():

@@ -1,0 +1,33 @@
+"""Memory that is free on GPUs while ranks of ours run there, with what these have themselves.
+
+Imports neither ComfyUI nor torch.distributed.
+"""
+
+from ..config import ConfigError
+from ..planner.machine import RESERVE
+from ..protocol import BackendError
+from . import measurements, status
+from .pool import Backend
+
+
+def free_now(known: tuple[int, ...], devices: list[int], running: Backend) -> tuple[int, ...]:
+    """Return what is known to be free as it is now, with what our ranks have: others may have taken memory
+    since, or given it back. No less while a request runs, whose memory the ranks have not counted yet."""
+    try:
+        ranks = status.report(running).ranks
+        held = {gpu: _held(rank) for gpu, rank in zip(running.config.gpu_indices, ranks)}
+        own = [held.get(gpu, 0) for gpu in devices]
+        now = measurements.free_memory("cuda", devices, [was - size for was, size in zip(known, own)])
+    except (BackendError, ConfigError):
+        return known
+    least = tuple(free + size for free, size in zip(now, own))
+    if running.is_busy:
+        return tuple(map(max, known, least))
+    # of the CUDA context and libraries of a rank no allocator knows: plans leave RESERVE for them
+    most = (size + (RESERVE if gpu in held else 0) for gpu, size in zip(devices, least))
+    return tuple(max(low, min(was, high)) for was, low, high in zip(known, least, most))
+
+
+def _held(rank: dict) -> int:
+    """Return the bytes of a GPU that a rank of a status report has; its weights' where it knows no more."""
+    return max(rank["weight_bytes"], rank.get("device_bytes", 0))
