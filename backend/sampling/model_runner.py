@@ -277,6 +277,7 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
                 yield Runner(model, request, buffers, notes)
     finally:
         model.cache.end_request()
+        fsdp.reshard(model.transformer)  # torch leaves the root's weights whole, which nobody counts
 
 
 def _blocks(model: LoadedModel, request: Request) -> AbstractContextManager[Callable[[], list[str]]]:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +25,7 @@ from backend.parallel import fsdp, modulation_cache
 from backend.parallel.mesh import single
 from backend.parallel.modulation_cache import LayerCache
 from backend.parallel.pipeline_stage import StageDone
+from backend.sampling.model_runner import running
 
 #: Seconds in which a link gathers all blocks, as a part of those in which they compute.
 LINKS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
@@ -160,6 +161,20 @@ def test_weights_are_shards_again_after_a_forward_that_was_left(resets, monkeypa
         with torch.inference_mode(), pytest.raises(StageDone):
             chain(torch.zeros(1, 4), leave=True)
         assert chain.head.weight[:2].eq(1).all()  # the first rank's rows
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "fails"])
+def test_weights_are_shards_after_a_request(ends):
+    """torch leaves those in none of the blocks whole, where other models and programs want their memory."""
+    with sharded(Headed([nn.Linear(4, 4, bias=False) for _ in range(2)]).requires_grad_(False), 2) as chain:
+        family = SimpleNamespace(io=SimpleNamespace(prepare=None))
+        model: Any = SimpleNamespace(cache=mock.Mock(), transformer=chain, family=family, stage=None)
+        request: Any = SimpleNamespace(config=ParallelConfig())
+        with nullcontext() if ends else pytest.raises(StageDone), torch.inference_mode():
+            with running(model, request):
+                chain(torch.zeros(1, 4), leave=not ends)
+                assert not isinstance(chain.head.weight, DTensor)
+        assert all(isinstance(parameter, DTensor) for parameter in chain.parameters())
 
 
 def test_sharded_weights_leave_with_their_groups():
