@@ -59,6 +59,9 @@ class DiffusersCLIP:
             with torch.inference_mode():
                 values = self.pipeline.encode(tokens["text"], self.negative, device)
         except management.OOM_EXCEPTION as reason:
+            # a load that failed in its midst is not in ComfyUI's list: nothing else takes back what it moved
+            self.patcher.detach()
+            management.soft_empty_cache()
             raise RefusedError(
                 f"the text encoders of {self.pipeline.name} ({self.patcher.model_size() / 2**30:.1f} GiB) "
                 f"do not fit on {device}; choose device cpu in Load CLIP and VAE."
