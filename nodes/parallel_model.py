@@ -39,7 +39,7 @@ from .host.handle import (
 from .host.progress import NodeStatus, tolerate_preview_oom
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node
-from .host.remote_patcher import RemotePatcher
+from .host.remote_patcher import RemotePatcher, attach_lora_metadata
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
@@ -125,6 +125,7 @@ class ParallelModel(io.ComfyNode):
 def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     """Return a MODEL whose transformer is the one that ``dit`` names."""
     patcher = weightless_patcher(dit.loaded, partial(RemoteTransformer, dit), RemotePatcher)
+    attach_lora_metadata(patcher, dit.loras)
     # nothing is computed here; ComfyUI would call for prompts one by one where it sees little memory
     patcher.model.memory_usage_factor = 0.0
     # the ranks make those of frames and tokens from the mask, which comes with the arguments

@@ -7,6 +7,7 @@ import uuid
 
 import comfy.model_patcher
 import comfy.sd
+from safetensors import safe_open
 
 from ...backend.protocol import RefusedError
 from . import stock_loras
@@ -15,6 +16,8 @@ from .handle import ParallelDiT, with_lora
 #: Attachment of a MODEL: its handle, with the LoRAs that ComfyUI's own loaders have added, and the patches of
 #: each one's file. Not an entry of transformer_options, which a guider of two models hands to both.
 HANDLE = "parallel_dit"
+#: Where ComfyUI's LoRA loaders put the metadata of a file, as Get IC-LoRA Parameters reads it.
+LORA_METADATA = "lora_metadata"
 
 
 def _refused(what: str):
@@ -92,6 +95,16 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         if key == "torch.compile":
             _refused("torch.compile")(self)
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+
+def attach_lora_metadata(patcher: comfy.model_patcher.ModelPatcher, loras: tuple[tuple[str, float], ...]):
+    """Attach the metadata of the last of ``loras`` (path, strength) that has some, as ComfyUI's loaders do:
+    without it an IC-LoRA's guides would be encoded at another size."""
+    for path, _ in loras:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        if metadata:
+            patcher.set_attachments(LORA_METADATA, metadata)
 
 
 def take_bypass_loras():

@@ -14,12 +14,13 @@ from pairs import Pair, ksampler
 from parallel_dit.backend.protocol import RefusedError
 from parallel_dit.nodes.host import stock_loras
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 with comfy_modules():
     import comfy.samplers
     import comfy.sd
     from comfy_extras import nodes_custom_sampler
+    from parallel_dit.nodes.host.handle import with_lora
     from parallel_dit.nodes.host.remote_patcher import take_bypass_loras
     from parallel_dit.nodes.parallel_model import remote_model
 
@@ -73,6 +74,25 @@ def test_it_is_ksamplers_image(flux, spelling):
     assert flux.error(lambda model: sample(with_loras(model, file))) <= 1e-4
     plain, changed = sample(flux.ours), sample(with_loras(flux.ours, file))
     assert (plain - changed).abs().max() / plain.std() > 1e-2
+
+
+def test_metadata_of_parallel_loras_reaches_the_model(tmp_path):
+    """Get IC-LoRA Parameters reads it off the MODEL, and takes factor 1 where there is none. As with
+    ComfyUI's loaders the last file that has metadata counts."""
+    read = pytest.importorskip("comfy_extras.nodes_lt")
+    if not hasattr(read, "GetICLoRAParameters"):
+        pytest.skip("this ComfyUI has no GetICLoRAParameters")
+    dit = Pair("ltx2", tmp_path).dit
+    module = "transformer_blocks.0.attn1.to_q"
+    weights, _ = lora({module: tuple(dit.loaded.info["weights"][f"{module}.weight"])}, "comfyui")
+    found = []
+    for name, metadata in (("none", None), ("two", "2"), ("four", "4"), ("plain", None)):
+        path = tmp_path / f"{name}.safetensors"
+        save_file(weights, path, metadata and {"reference_downscale_factor": metadata})
+        dit = with_lora(dit, str(path), 0.8)
+        (parameters,) = read.GetICLoRAParameters.execute(remote_model(dit)).result
+        found.append(parameters["reference_downscale_factor"])
+    assert found == [1, 2, 4, 4]
 
 
 def test_differences_of_parameters_that_are_no_weights(monkeypatch, tmp_path):
