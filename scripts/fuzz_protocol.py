@@ -29,7 +29,7 @@ from tiny import golden_request, write_checkpoint
 #: Files of backend/ whose lines are counted.
 WATCHED = (
     *("protocol/messages", "protocol/framing", "protocol/tensor_body", "config", "worker", "rank"),
-    *("serving/server", "serving/argument_cache", "loading/lora_keys"),
+    *("serving/server", "serving/argument_cache", "loading/lora_keys", "loading/lora_spellings"),
     *(
         f"sampling/{name}"
         for name in ("validation", "tensor_validation", "guidance", "request", "model_call")

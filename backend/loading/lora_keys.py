@@ -1,18 +1,15 @@
-"""LoRA files: which tensors of a transformer their keys name, in the spellings of ComfyUI, BFL, kohya,
-diffusers, PEFT and LyCORIS.
+"""LoRA files: which tensors of a transformer their keys name.
 
-A key is PREFIX + MODULE + ROLE. MODULE is a module of the single file (ComfyUI's and BFL's names, kohya's
-with _ for .) or of the diffusers class; the family's Layout says which parameters either one means, so no
-family needs code here.
+A key is PREFIX + MODULE + ROLE (lora_spellings.py). MODULE is a module of the single file (ComfyUI's and
+BFL's names, kohya's with _ for .) or of the diffusers class; the family's Layout says which parameters either
+one means, so no family needs code here.
 """
 
 import hashlib
 import json
-import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
@@ -20,84 +17,15 @@ from ..models.key_layout import Layout, Shapes
 from .adapters import KINDS, SCALES, Adapter, matrix
 from .allowed_folders import ANYWHERE, Folders
 from .lora_selection import MisfitError, Target, check_most, once_each
+from .lora_spellings import ALIASES, KEY, PREFIX, REFUSED, USO_KEYS, check_spelling, from_uso
 from .lora_validation import check_form
 from .parameter_sources import Source, sources
 from .safetensors_files import TensorFiles
 
-#: Role -> how the ends of keys spell it.
-ROLES = {
-    "up": r"\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight"
-    r"|\.lora_B(?:\.[^.]+)?\.weight|\.lora_B",
-    "down": r"\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight"
-    r"|\.lora_A(?:\.[^.]+)?\.weight|\.lora_A",
-    "difference": r"\.diff|\.w_norm",
-    "bias": r"\.diff_b|\.b_norm|\.lora_B(?:\.[^.]+)?\.bias",
-    **{name: rf"\.{name}" for name in ("alpha", "dora_scale", "lokr_w1", "lokr_w2")},
-    **{
-        f"{kind}_{factor}": rf"\.{kind}_{factor}"
-        for kind in ("hada", "lokr")
-        for factor in ("w1_a", "w1_b", "w2_a", "w2_b")
-    },
-    "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
-    r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.oft_R(?:\.[^.]+)?\.weight|\.rescale"
-    r"|\.lora_magnitude_vector(?:\.[^.]+)*",
-}
-#: End of a key -> the kind of adapter, which is not supported.
-REFUSED = {
-    "lora_mid": "Tucker decomposition of convolutions",
-    "hada_t": "Tucker decomposition of convolutions",
-    "lokr_t2": "Tucker decomposition of convolutions",
-    "reshape_weight": "a control LoRA, which widens the model's input",
-    "set_weight": "weights that are replaced, as control LoRAs do",
-    "oft_": "OFT",
-    "rescale": "OFT",
-    "lora_magnitude_vector": "PEFT's DoRA",
-    "": "GLoRA",
-}
-_ENDS = "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items())
-KEY = re.compile(rf"(?P<stem>.+?)(?:{_ENDS})")
-#: What may stand in front of a module's name; the second group is of those who write diffusers' names.
-PREFIX = re.compile(
-    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|Hunyuan_video_I2V_lora_|unet\.|"
-    r"(transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
-)
-#: Other names of modules: (theirs, diffusers').
-ALIASES = (
-    ("_linear_in", "_net_0_proj"),
-    ("_linear_out", "_net_2"),
-    ("_processor_to_", "_to_"),
-    ("_to_out", "_to_out_0"),
-)
-#: Of how many names of a file it is looked whether they are a LoRA's.
-SAMPLE = 256
 #: Modules that read the latent, under the names of single files and of diffusers.
 INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in", "pos_embed")
-#: Keys that every LoRA of USO (ByteDance, on Flux.1) has, and its names -> ComfyUI's (comfy/lora_convert.py).
-USO_KEYS = {
-    "single_blocks.37.processor.qkv_lora.up.weight",
-    "double_blocks.18.processor.qkv_lora2.up.weight",
-}
-USO = {
-    ".processor.qkv_lora1.": ".img_attn.qkv.lora_",
-    ".processor.qkv_lora2.": ".txt_attn.qkv.lora_",
-    ".processor.proj_lora1.": ".img_attn.proj.lora_",
-    ".processor.proj_lora2.": ".txt_attn.proj.lora_",
-    ".processor.qkv_lora.": ".linear1_qkv.lora_",
-    ".processor.proj_lora.": ".linear2.lora_",
-}
 #: Parameters that are rows of one tensor, which LoRAs can name without the rest of it.
 QKV = (".to_q.weight", ".to_k.weight", ".to_v.weight")
-#: Keys (patterns) that only LoRAs of a kind have -> the kind, and what to do instead.
-REFUSED_KEYS = {
-    "*.processor.qkv_lora*": (
-        "a LoRA of XLabs, whose keys name attention processors",
-        "use the nodes that were made",
-    ),
-    "*single_blocks.0.norm.key_norm.scale": (
-        "a control LoRA of Flux.1, which widens the model's input and replaces its norms",
-        "use KSampler, or the whole Canny or Depth model",
-    ),
-}
 #: Far beyond the node's 100, and far below what float32 holds.
 MAX_STRENGTH = 1_000_000
 
@@ -219,12 +147,6 @@ def _is_use(lora) -> bool:
     return False
 
 
-def is_lora(names: Collection[str]) -> bool:
-    """Return whether most tensors of a file, of many a sample, have the names of a LoRA's factors."""
-    sample = list(names)[:: 1 + len(names) // SAMPLE]
-    return 2 * sum(KEY.fullmatch(name) is not None for name in sample) > len(sample)
-
-
 def open_lora(path: str, targets: Targets, model: str) -> Lora:
     """Open the LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names
     that in messages. Raises UnsupportedError where it names nothing of the transformer, has other sizes or an
@@ -237,11 +159,11 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
     files = TensorFiles([where])
     is_uso = files.shapes.keys() >= USO_KEYS
     if not is_uso:
-        _check_kind(where.name, files.shapes)
+        check_spelling(where.name, files.shapes)
     modules = defaultdict(dict)
     unmatched = []
     for key in files.shapes:
-        found = KEY.fullmatch(_from_uso(key) if is_uso else key)
+        found = KEY.fullmatch(from_uso(key) if is_uso else key)
         if found is None or found.lastgroup in modules[found["stem"]]:
             unmatched.append(key)
         else:
@@ -272,17 +194,6 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
         f"{target.name} is changed by another one, too" for target in twice
     ]
     return Lora(path, kept, unmatched, left_out)
-
-
-def _from_uso(key: str) -> str:
-    """Return ComfyUI's spelling of a key of USO."""
-    return next((key.replace(theirs, ours) for theirs, ours in USO.items() if theirs in key), key)
-
-
-def _check_kind(name: str, shapes: Shapes):
-    for pattern, (kind, remedy) in REFUSED_KEYS.items():
-        if any(fnmatchcase(key, pattern) for key in shapes):
-            raise UnsupportedError(f"the LoRA {name} is {kind}; that is not supported: {remedy} for it.")
 
 
 def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target, model: str) -> Adapter:
