@@ -141,6 +141,32 @@ class LoRA(Adapter):
         return up @ down
 
 
+@dataclass(frozen=True)
+class LoRAByHead(LoRA):
+    """A LoRA of stacked q, k and v whose file has the rows of ``up`` head by head: q, k and v of the first
+    ``head`` rows each, then those of the next."""
+
+    head: int = 0
+
+    def factors(self, rows, columns, device):
+        up = self._read("up", device, rows=self._stored_rows(rows))
+        return up, self._read("down", device, columns=columns)
+
+    def _stored_rows(self, rows: Spans) -> list[Span]:
+        """Return where the file has these rows of all q, all k, all v."""
+        found = []
+        for span in rows:
+            row = span.lo
+            while row < span.hi:
+                part, inside = divmod(row, self.shape[0] // 3)
+                number, offset = divmod(inside, self.head)
+                first = (3 * number + part) * self.head + offset
+                length = min(self.head - offset, span.hi - row)
+                found.append(Span(first, first + length))
+                row += length
+        return found
+
+
 class LoHa(Adapter):
     """(w1_a @ w1_b) * (w2_a @ w2_b)."""
 

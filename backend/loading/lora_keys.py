@@ -7,6 +7,7 @@ one means, so no family needs code here.
 
 import hashlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
@@ -14,10 +15,10 @@ from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
 from ..models.key_layout import Layout, Shapes
-from .adapters import KINDS, SCALES, Adapter, matrix
+from .adapters import KINDS, SCALES, Adapter, LoRA, LoRAByHead, matrix
 from .allowed_folders import ANYWHERE, Folders
 from .lora_selection import MisfitError, Target, check_most, once_each
-from .lora_spellings import ALIASES, KEY, PREFIX, REFUSED, USO_KEYS, check_spelling, from_uso
+from .lora_spellings import ALIASES, DEFAULT, KEY, PREFIX, REFUSED, USO_KEYS, check_spelling, from_uso
 from .lora_validation import check_form
 from .parameter_sources import Source, sources
 from .safetensors_files import TensorFiles
@@ -26,6 +27,8 @@ from .safetensors_files import TensorFiles
 INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in", "pos_embed")
 #: Parameters that are rows of one tensor, which LoRAs can name without the rest of it.
 QKV = (".to_q.weight", ".to_k.weight", ".to_v.weight")
+#: The number of a block in a key.
+BLOCK_NUMBER = re.compile(r"\.\d+\.")
 #: Far beyond the node's 100, and far below what float32 holds.
 MAX_STRENGTH = 1_000_000
 
@@ -72,7 +75,8 @@ class Targets:
         stacked = defaultdict(dict)
         for name, source in sources(layout, shapes).items():
             stacked[source.key][name] = source
-        theirs = [_stack(key, pieces, shapes) for key, pieces in stacked.items()]
+        heads = {module: shapes[norm][0] for module, norm in layout.by_head.items() if norm in shapes}
+        theirs = [_stack(key, pieces, shapes, heads) for key, pieces in stacked.items()]
         #: Parameter -> all parameters that the single file keeps in the same tensor, as that tensor.
         self.together = {name: target for target in theirs for name in target.pieces}
         for key, pieces in stacked.items():
@@ -209,7 +213,10 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
     if kind is None:
         what = f"of {target.name} it has only {some(keys.values())}"
         raise MisfitError(what, f"the LoRA {name} is incomplete: {what}; download it again.")
-    adapter = kind(files, keys, target.shape)
+    if kind is LoRA and target.head and DEFAULT in keys["up"]:
+        adapter = LoRAByHead(files, keys, target.shape, target.head)
+    else:
+        adapter = kind(files, keys, target.shape)
     check_form(name, adapter)
     is_control = adapter.size == (target.shape[0], 2 * target.shape[1])
     if is_control and target.name.split(".")[0] in INPUTS:
@@ -236,10 +243,14 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
     return adapter
 
 
-def _stack(key: str, pieces: Mapping[str, Source], shapes: Shapes) -> Target:
-    """Return the tensor that has the rows of these parameters."""
+def _stack(
+    key: str, pieces: Mapping[str, Source], shapes: Shapes, heads: Mapping[str, int] | None = None
+) -> Target:
+    """Return the tensor that has the rows of these parameters. ``heads``: module -> rows of a head."""
     matrices = [matrix(shapes[name]) for name in pieces]
-    return Target(key, (sum(rows for rows, _ in matrices), matrices[0][1]), pieces)
+    module = BLOCK_NUMBER.sub(".{}.", key.removesuffix(".weight"), count=1)
+    head = (heads or {}).get(module, 0)
+    return Target(key, (sum(rows for rows, _ in matrices), matrices[0][1]), pieces, head)
 
 
 def _by_name(targets: list[Target]) -> dict[str, Target]:

@@ -20,11 +20,12 @@ class MisfitError(UnsupportedError):
 @dataclass(frozen=True)
 class Target:
     """A tensor that a LoRA can name, seen as a matrix of ``shape``. ``pieces``: parameters -> their rows of
-    it; ``name`` is for messages."""
+    it; ``name`` is for messages. ``head``: rows of a head, where DiffSynth has the rows head by head."""
 
     name: str
     shape: MatrixShape
     pieces: Mapping[str, Source]
+    head: int = 0
 
 
 def once_each(found: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target, Adapter]], list[Target]]:

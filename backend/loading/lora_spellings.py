@@ -36,6 +36,8 @@ REFUSED = {
     "lora_magnitude_vector": "PEFT's DoRA",
     "": "GLoRA",
 }
+#: In keys of DiffSynth: the name that PEFT gives an adapter, which its other writers leave out.
+DEFAULT = ".lora_B.default."
 _ENDS = "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items())
 KEY = re.compile(rf"(?P<stem>.+?)(?:{_ENDS})")
 #: What may stand in front of a module's name; the second group is of those who write diffusers' names.

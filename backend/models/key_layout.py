@@ -65,6 +65,8 @@ class Layout:
     companion: what a diffusers pipeline keeps apart from its transformer.
     moved: transformer config -> prefix of parameters here -> in files with diffusers' names, where a family's
     transformer has modules at other places.
+    by_head: file's module of stacked q, k and v -> parameter as long as a head, where LoRAs of DiffSynth have
+    these rows head by head.
     """
 
     signature: tuple[str, ...]
@@ -80,6 +82,7 @@ class Layout:
     unread: Mapping[str, str] = field(default_factory=dict)
     companion: CompanionFolder | None = None
     moved: Callable[[Mapping], Mapping[str, str]] = _nothing_moved
+    by_head: Mapping[str, str] = field(default_factory=dict)
 
     def keys(self, keys: Collection[str]) -> dict[str, str] | None:
         """Map this layout's keys, without prefix, in one spelling, to the file's; None for another layout."""

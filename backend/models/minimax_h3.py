@@ -238,6 +238,10 @@ LAYOUT = Layout(
         "final_layer.video_out": "proj_out",
         "final_layer.audio_out": "audio_proj_out",
     },
+    by_head={
+        "blocks.{}.attn.qkv_proj": "transformer_blocks.0.attn.norm_q.weight",
+        "token_refiner.blocks.{}.attn.qkv_proj": "token_refiner.refiner_blocks.0.attn.norm_q.weight",
+    },
 )
 #: Given tokens: their values, what each is, where and when it stands.
 REFERENCES = ("given_video", "given_audio", "given_tags", "given_positions", "given_times")

@@ -10,7 +10,9 @@ from tolerance import assert_ulps
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.loading.adapters import LoRAByHead
 from backend.loading.recognition import open_checkpoint
+from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import mesh
 from backend.parallel.matrix_cuts import Shard
 from backend.parallel.sequence import Span
@@ -100,6 +102,35 @@ def test_uso(folder, tmp_path):
     assert found.keys() == added.keys()
     for name, want in added.items():
         assert torch.allclose(found[name], STRENGTH * want, atol=1e-6), name
+
+
+def test_rows_of_minimax_that_diffsynth_has_head_by_head(folder, tmp_path):
+    """DiffSynth trains on q, k and v of one head after the other; its files show it by PEFT's ".default."
+    alone."""
+    path = write_checkpoint(folder / "minimax-h3.safetensors", "minimax-h3")
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("m", str(path), "default")
+    names = ("blocks.1.attn.qkv_proj", "token_refiner.blocks.0.attn.qkv_proj", "blocks.0.attn.out_proj")
+    shapes = {name: (1536 if "qkv" in name else 512, 512) for name in names}
+    stacked, _ = lora(shapes, "bare")
+    by_head = {}
+    for key, value in stacked.items():
+        if "qkv" in key and "lora_B" in key:  # (q k v, heads, size of a head, rank)
+            value = value.unflatten(0, (3, 4, 128)).transpose(0, 1).flatten(0, 2).contiguous()
+        by_head[key.replace(".weight", ".default.weight")] = value
+    want = change(engine, tmp_path / "stacked.safetensors", stacked)
+    found = change(engine, tmp_path / "by_head.safetensors", by_head)
+    assert len(want) == 7 and equal(found, want)
+
+
+def test_a_ranks_rows_of_a_lora_by_head(tmp_path):
+    save_file({"up": torch.arange(24.0)[:, None], "down": torch.ones(1, 4)}, tmp_path / "a.safetensors")
+    files = TensorFiles([tmp_path / "a.safetensors"])
+    adapter = LoRAByHead(files, {"up": "up", "down": "down"}, (24, 4), head=4)
+    where = (Span(2, 6), Span(8, 16), Span(21, 24)), (Span(1, 3),)
+    rows = torch.arange(24.0).view(2, 3, 4).transpose(0, 1).flatten()
+    want = torch.cat([rows[span.indices] for span in where[0]])
+    assert adapter.difference(*where, torch.device("cpu")).equal(want[:, None].expand(-1, 2))
 
 
 def test_swapped_rows_of_a_tensor_parallel_rank(folder):
