@@ -58,16 +58,19 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         self.model.diffusion_model.sampled = None
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """Hand a plain LoRA to the ranks, as Parallel LoRA would; RefusedError for other patches."""
+        """Hand a plain LoRA to the ranks, as Parallel LoRA would; RefusedError for other patches. At strength
+        0, as where a LoRA is for the text encoder alone, nothing is looked at."""
         if strength_model != 1.0:
             _refused("a patch that scales the weights")(self)
+        if not strength_patch:
+            return list(patches)
         dit = self.dit
-        if dit.config.address:
-            _refused("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")(self)
         path = stock_loras.write(patches, dit.loaded.info["weights"])
+        if path and dit.config.address:
+            _refused("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")(self)
         if not patches:
             _refused("a LoRA without a weight of this transformer")(self)
-        if path and strength_patch:
+        if path:
             files = self._attached[1] | {path: patches}
             self.set_attachments(HANDLE, (with_lora(dit, path, strength_patch), files))
             self.patches_uuid = uuid.uuid4()

@@ -60,16 +60,34 @@ def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
             products[name].append(((function(up) if function else up, down), offset))
         elif function is not None:
             raise _refusal(name, "a difference whose rows are put in another order")
-        elif isinstance(patch, tuple) and patch[0] == "diff" and offset is None and len(patch[1]) == 1:
-            tensors[PREFIX + _difference(name)] = patch[1][0]
+        elif (change := _whole_difference(patch)) is not None and offset is None:
+            tensors[PREFIX + _difference(name)] = change
         else:
-            kind = patch[0] if isinstance(patch, tuple) else type(patch).__name__.removesuffix("Adapter")
-            raise _refusal(name, f"a patch of the kind {kind}")
+            raise _refusal(name, f"a patch of the kind {_kind(patch)}")
     for name, found in products.items():
         module = PREFIX + name.removesuffix(".weight")
         up, down = _joined(found, shapes[name])
         tensors |= {f"{module}.lora_up.weight": up, f"{module}.lora_down.weight": down}
     return _saved(tensors) if tensors else None
+
+
+def _whole_difference(patch) -> Tensor | None:
+    """Return the tensor of a patch ("diff", (tensor,)), or (tensor,), which ComfyUI takes for the same; None
+    of another patch."""
+    match patch:
+        case (Tensor() as change,) | ("diff", (Tensor() as change,)):
+            return change
+    return None
+
+
+def _kind(patch) -> str:
+    """Name the kind of a patch, in a word."""
+    match patch:
+        case (str() as kind, *_):
+            return kind
+        case tuple():
+            return "of no name"
+    return type(patch).__name__.removesuffix("Adapter")
 
 
 def _difference(name: str) -> str:

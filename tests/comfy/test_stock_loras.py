@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pack
@@ -194,6 +195,30 @@ assert os.stat(stock_loras.folder()).st_mode & 0o777 == 0o700
 assert stock_loras.folder() in model_files.model_folders()
 print(stock_loras.folder())
 """
+
+
+def test_a_patch_of_a_tensor_alone_is_a_difference(monkeypatch, tmp_path):
+    """As ComfyUI takes it. Of others no tensor is printed."""
+    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
+    shapes = {"a.weight": [4, 4]}
+    path = stock_loras.write({"diffusion_model.a.weight": (torch.ones(4, 4),)}, shapes)
+    assert load_file(path)["diffusion_model.a.diff"].equal(torch.ones(4, 4))
+    for patch, kind in (((torch.ones(4, 4), {}), "of no name"), (("set", (torch.ones(4, 4),)), "set")):
+        with pytest.raises(RefusedError, match=f"a patch of the kind {kind}, which"):
+            stock_loras.write({"diffusion_model.a.weight": patch}, shapes)
+
+
+def test_a_lora_for_the_text_encoder_alone(flux):
+    """Of a kind that its transformer's part would be refused for; at an address, too, nothing is sent."""
+    file, _ = REFUSED["another kind"]
+    model, _ = comfy.sd.load_lora_for_models(flux.ours, None, dict(file), 0.0, 1.0)
+    sample = ksampler(flux, steps=1)
+    assert torch.equal(sample(model), sample(flux.ours))
+    far = remote_model(replace(flux.dit, config=replace(flux.dit.config, address="10.0.0.1:7777")))
+    patch = {"text_encoder.a.weight": ("diff", (torch.ones(2, 2),))}
+    assert far.add_patches(patch) == [*patch]
+    with pytest.raises(RefusedError, match="a backend with an address"):
+        with_loras(far, lora(MODULES["comfyui"], "comfyui")[0])
 
 
 def test_the_folder_is_one_processs_alone(tmp_path):
