@@ -191,7 +191,7 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
             f"the LoRA {where.name} was made for another model and has nothing for {model}; choose a LoRA of "
             f"this model. Its keys begin with {some(files.shapes)}, while this model has modules like "
             f"{targets.examples}, looked for with and without the prefixes diffusion_model., transformer., "
-            f"lora_unet_, lora_transformer_ and lycoris_."
+            f"conditional_transformer., lora_unet_, lora_transformer_ and lycoris_."
         )
     kept, twice = once_each(adapters)
     left_out = [each.short for each in misfits] + [
@@ -204,9 +204,9 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
     if "refused" in keys:
         match = KEY.fullmatch(keys["refused"])
         assert match  # the key was sorted by this pattern
-        kind = next(kind for word, kind in REFUSED.items() if word in match["refused"])
+        kind, remedy = next(found for word, found in REFUSED.items() if word in match["refused"])
         what = f"the LoRA {name} has {quoted(keys['refused'])} ({kind}), which is not supported"
-        raise UnsupportedError(f"{what}; use KSampler for it, or a LoRA of another kind.")
+        raise UnsupportedError(f"{what}; {remedy}.")
     if "difference" in keys:  # which counts alone in ComfyUI, too
         keys = {role: key for role, key in keys.items() if role == "difference" or role in SCALES}
     kind = next((kind for kind in KINDS if set(keys) - SCALES in kind.ROLES), None)

@@ -24,17 +24,21 @@ ROLES = {
     r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.oft_R(?:\.[^.]+)?\.weight|\.rescale"
     r"|\.lora_magnitude_vector(?:\.[^.]+)*",
 }
-#: End of a key -> the kind of adapter, which is not supported.
+#: What to do with a kind that ComfyUI reads, and with one that it leaves out without a word.
+_READ = "use KSampler for it, or a LoRA of another kind"
+_UNREAD = "use a LoRA of another kind: KSampler does not read it either"
+#: End of a key -> the kind of adapter, which is not supported, and what to do instead.
 REFUSED = {
-    "lora_mid": "Tucker decomposition of convolutions",
-    "hada_t": "Tucker decomposition of convolutions",
-    "lokr_t2": "Tucker decomposition of convolutions",
-    "reshape_weight": "a control LoRA, which widens the model's input",
-    "set_weight": "weights that are replaced, as control LoRAs do",
-    "oft_": "OFT",
-    "rescale": "OFT",
-    "lora_magnitude_vector": "PEFT's DoRA",
-    "": "GLoRA",
+    "lora_mid": ("Tucker decomposition of convolutions", _READ),
+    "hada_t": ("Tucker decomposition of convolutions", _READ),
+    "lokr_t2": ("Tucker decomposition of convolutions", _READ),
+    "reshape_weight": ("a control LoRA, which widens the model's input", _READ),
+    "set_weight": ("weights that are replaced, as control LoRAs do", _READ),
+    "oft_blocks": ("OFT", _READ),
+    "oft_": ("OFT in the form of PEFT or Kohya", _UNREAD),
+    "rescale": ("OFT", _READ),
+    "lora_magnitude_vector": ("PEFT's DoRA", _UNREAD),
+    "": ("GLoRA", _READ),
 }
 #: In keys of DiffSynth: the name that PEFT gives an adapter, which its other writers leave out.
 DEFAULT = ".lora_B.default."
@@ -43,7 +47,7 @@ KEY = re.compile(rf"(?P<stem>.+?)(?:{_ENDS})")
 #: What may stand in front of a module's name; the second group is of those who write diffusers' names.
 PREFIX = re.compile(
     r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|Hunyuan_video_I2V_lora_|unet\.|"
-    r"(transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
+    r"(transformer\.|conditional_transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
 )
 #: Other names of modules: (theirs, diffusers').
 ALIASES = (
@@ -52,6 +56,8 @@ ALIASES = (
     ("_processor_to_", "_to_"),
     ("_to_out", "_to_out_0"),
 )
+#: How keys of text encoders begin, which LoRAs have next to those of a transformer.
+TEXT_ENCODERS = ("lora_te", "text_encoder")
 #: Of how many names of a file it is looked whether they are a LoRA's.
 SAMPLE = 256
 #: Keys that every LoRA of USO (ByteDance, on Flux.1) has, and its names -> ComfyUI's (comfy/lora_convert.py).

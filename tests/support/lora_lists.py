@@ -54,6 +54,7 @@ SPELLINGS = {
     ),
     "PEFT in ComfyUI": Spelling("diffusion_model.", ".", A_B),
     "diffusers": Spelling("transformer.", ".", A_B),
+    "Ideogram": Spelling("conditional_transformer.", ".", A_B),
     "diffusers, old": Spelling("transformer.", ".", {"down": ".lora.down.weight", "up": ".lora.up.weight"}),
     "PEFT": Spelling("base_model.model.", ".", A_B),
     "bare, A and B": Spelling("", ".", A_B),

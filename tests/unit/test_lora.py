@@ -239,12 +239,18 @@ REFUSED = {
         {f"diffusion_model.{ATTENTION}.set_weight": torch.ones(768, 256)},
         "set_weight.* replaced",
     ),
-    "oft of PEFT": ({f"lora_unet_{ATTENTION.replace('.', '_')}.oft_R.weight": torch.ones(2, 2)}, "OFT"),
-    "oft": ({f"lora_unet_{ATTENTION.replace('.', '_')}.oft_blocks": torch.ones(2, 2)}, "OFT"),
+    "oft of PEFT": (
+        {f"lora_unet_{ATTENTION.replace('.', '_')}.oft_R.weight": torch.ones(2, 2)},
+        "OFT.*; use a LoRA of another kind: KSampler does not read it",
+    ),
+    "oft": (
+        {f"lora_unet_{ATTENTION.replace('.', '_')}.oft_blocks": torch.ones(2, 2)},
+        "OFT.*; use KSampler for it",
+    ),
     "glora": ({f"diffusion_model.{ATTENTION}.a1.weight": torch.ones(2, 2)}, "GLoRA"),
     "peft's dora": (
         {**GOOD, f"diffusion_model.{ATTENTION}.lora_magnitude_vector.default.weight": torch.ones(768)},
-        "PEFT's DoRA",
+        "PEFT's DoRA.*; use a LoRA of another kind: KSampler does not read it either",
     ),
     "dora of another size": (
         {**GOOD, f"diffusion_model.{ATTENTION}.dora_scale": torch.ones(5, 1)},
