@@ -236,8 +236,11 @@ class FusedWeights:
             width = sum(map(len, columns))
             own = (height, width) if len(shape) == 2 else (height, *shape[1:])
             return cut(wholes[name], rows, columns).reshape(own)
-        value = self.checkpoint.read(name, dtype, self.device, shard)
-        value = value if here is None else value[here.indices]
+        if here and self.checkpoint.sources[name].shape is None:
+            value = self.checkpoint.read(name, dtype, self.device, Shard((here,), columns))
+        else:  # stored in another shape, or no rows at all: some ranks have none
+            value = self.checkpoint.read(name, dtype, self.device, shard)
+            value = value if here is None else value[here.indices]
         return self._sum(name, value, changes, rows, columns) if changes and value.numel() else value
 
     def _set_adapters(self, weight: PackedWeight, name: str, changes: list[LoraChange], wholes):

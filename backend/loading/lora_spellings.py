@@ -56,8 +56,6 @@ ALIASES = (
     ("_processor_to_", "_to_"),
     ("_to_out", "_to_out_0"),
 )
-#: How keys of text encoders begin, which LoRAs have next to those of a transformer.
-TEXT_ENCODERS = ("lora_te", "text_encoder")
 #: Of how many names of a file it is looked whether they are a LoRA's.
 SAMPLE = 256
 #: Keys that every LoRA of USO (ByteDance, on Flux.1) has, and its names -> ComfyUI's (comfy/lora_convert.py).
