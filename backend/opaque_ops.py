@@ -6,13 +6,17 @@ RUNNING, so the same graph serves every block of a kind, every step and every re
 them in the order of the code: each may send, and ranks whose graphs differ in size must send alike.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .torch_version import host_compiler
 
 #: Namespace of the operators.
 NAMESPACE = "parallel_dit"
@@ -81,6 +85,13 @@ def unavailable() -> str | None:
     if _ordered is None:
         return f"torch {torch.__version__} has no operators with ordered effects, which 2.13 has"
     return None
+
+
+def compiles_on_gpus() -> bool:
+    """Return whether compiled blocks can run on GPUs, with what is installed here."""
+    # Triton for Windows brings a compiler of its own
+    has_compiler = sys.platform == "win32" or bool(host_compiler())
+    return unavailable() is None and find_spec("triton") is not None and has_compiler
 
 
 def attention(

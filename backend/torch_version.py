@@ -1,6 +1,8 @@
 """Which packages are installed, and what torch can do, where that decides what is refused or chosen; standard
 library only."""
 
+import os
+import shutil
 from functools import cache
 from importlib import metadata
 
@@ -30,6 +32,11 @@ def installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def host_compiler() -> str:
+    """Return the C compiler with which Triton builds what starts its kernels; empty where there is none."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
 
 
 def unshardable(is_quantized: bool, keeps_float32: bool) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from ..config import ParallelConfig
 from ..device_memory import host_bytes, host_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
-from ..torch_version import installed
+from ..torch_version import host_compiler, installed
 from . import cache_files, driver_query
 from .interpreter import installed_at, packages_changed, ranks_python
 from .model_choice import ModelChoice
@@ -146,10 +146,10 @@ def _file_key(choice: ModelChoice, device: str) -> list:
 
 
 def _shape_key(choice: ModelChoice, device: str, indices: list[int]) -> list:
-    """Return what types, kernels, sharding and rings depend on, too: GPUs, packages here, and the ranks'
-    Python, where one that is broken may be installed again."""
+    """Return what types, kernels, sharding, rings and compiled blocks depend on, too: GPUs, packages here, a
+    compiler, and the ranks' Python, where one that is broken may be installed again."""
     versions = [torch.__version__, torch.version.cuda, *_kernels_key()]
-    versions += [installed("yunchang"), installed_at(ranks_python())]
+    versions += [installed("yunchang"), installed("triton"), host_compiler(), installed_at(ranks_python())]
     return [*_file_key(choice, device), least_capability(device, indices), *versions]
 
 

@@ -145,6 +145,7 @@ class Question:
             rereads=reads,
             yield_seconds=aside,
             drift=drift,
+            compiles=self.shape.compiles and not self.machine.on_host,
         )
 
     def _tightest(self, plan: ParallelConfig) -> Tightest:

@@ -112,10 +112,10 @@ class ModelShape:
     bytes in which one quantized weight is dequantized, or multiplied some tokens at a time. whole_only: why
     it runs with CFG and data parallelism only, or empty; tensor: whether matrices can be cut. is_quantized:
     weights stay as the file stores them, with LoRAs next to them. sharding_needs: what the ranks' torch lacks
-    to shard these weights, or empty. rings: whether ranks have ring attention. head_groups: of heads that
-    tensor parallelism leaves together, where keys and values have fewer than queries. static_text: keys and
-    values of the text are kept through a request. kv_heads: of keys and values; 0 for as many as queries
-    have."""
+    to shard these weights, or empty. rings: whether ranks have ring attention. compiles: whether ranks
+    on GPUs can compile blocks. head_groups: of heads that tensor parallelism leaves together, where keys and
+    values have fewer than queries. static_text: keys and values of the text are kept through a request.
+    kv_heads: of keys and values; 0 for as many as queries have."""
 
     name: str
     family: str
@@ -135,6 +135,7 @@ class ModelShape:
     is_quantized: bool = False
     sharding_needs: str = ""
     rings: bool = True
+    compiles: bool = True
     head_groups: int = 0
     static_text: bool = False
     kv_heads: int = 0

@@ -23,7 +23,7 @@ class Option:
     likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages.
     swap_seconds: those of the seconds in which this model and another one take turns; rereads: this one is
     read for that. yield_seconds: those in which weights leave for ComfyUI's own models. drift: how many times
-    as fast as an exact plan it has to be."""
+    as fast as an exact plan it has to be. compiles: whether blocks can be compiled there."""
 
     plan: ParallelConfig
     seconds: float
@@ -35,6 +35,7 @@ class Option:
     rereads: bool = False
     yield_seconds: float = 0.0
     drift: float = 1.0
+    compiles: bool = True
 
     @property
     def fits(self) -> bool:
@@ -91,5 +92,5 @@ class Option:
         """The option with compiled blocks, if that is left open and its steps are long or many enough."""
         if self.plan.compile != "auto":
             return self
-        pays = self.unit == "GPU" and COMPILED * self.seconds > COMPILE_SECONDS
+        pays = self.compiles and COMPILED * self.seconds > COMPILE_SECONDS
         return replace(self, plan=replace(self.plan, compile="blocks" if pays else "off"))

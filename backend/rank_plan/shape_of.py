@@ -13,6 +13,7 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
 from ..models.blocks import APART
+from ..opaque_ops import compiles_on_gpus
 from ..parallel.block_cost import block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
 from ..parallel.matrix_cuts import Shard
@@ -69,6 +70,7 @@ class _Measured:
             is_quantized=self.checkpoint.is_quantized,
             sharding_needs=self._sharding_needs,
             rings=ring_unavailable() is None,
+            compiles=compiles_on_gpus(),
             head_groups=self._one_rank.head_groups if self._cuts else 0,
             static_text=family.cache.static_text,
             kv_heads=self._kv_heads,

@@ -18,6 +18,7 @@ from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
 from ..models.common.request_arguments import RequestArguments
 from ..models.family import STEP_END, Family
+from ..opaque_ops import unavailable
 from ..parallel import comm, fsdp, kernel_choice, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.block_streams import block_list
@@ -302,7 +303,8 @@ def _attention(model: LoadedModel, request: Request) -> Iterator[KVBuffers | Non
     if request.config.patches > 1:
         batch = request.noise.shape[0]
         buffers = KVBuffers(batch, request.config.stale_kv == "extrapolate", request.patch_spans)
-    is_compiled = request.config.compile == "blocks"
+    # an overlap that compiled blocks cannot have is not given up for a torch that compiles none
+    is_compiled = request.config.compile == "blocks" and unavailable() is None
     stage.begin_request(request.config.attention, buffers, request.config.wire, is_compiled)
     stage.attention.install()
     try:

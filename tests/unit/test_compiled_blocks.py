@@ -135,11 +135,17 @@ def test_what_inductor_leaves_to_eager_frames_runs_uncompiled_from_its_start(tmp
 
 
 def test_an_older_torch_is_said(tmp_path, monkeypatch):
+    """And attention overlaps what it sends, as without compiled blocks."""
     monkeypatch.setattr(opaque_ops, "_ordered", None)
-    engine = loaded(tmp_path)
+    engine = loaded(tmp_path, patches=2)
+    stage = engine.models["tiny"].stage
+    assert stage is not None
+    seen = []
+    stage.own_blocks[0].register_forward_pre_hook(lambda *_: seen.append(stage.attention.compiled))
     sample = steps(golden_request("euler_simple")[0], 1, compile="blocks")
     _, stats = engine.sample(sample, Callbacks())
     assert len(stats["notes"]) == 1 and "ordered effects" in stats["notes"][0]
+    assert set(seen) == {False}
 
 
 def test_errors_of_a_run_are_not_taken_for_the_compilers(compiler):

@@ -177,6 +177,7 @@ def test_blocks_are_compiled_where_a_request_is_long_enough(steps, compiled):
     for asked in ("off", "blocks"):
         assert choose(replace(question, base=ParallelConfig(compile=asked))).plan.compile == asked
     assert choose(replace(question, machine=replace(question.machine, on_host=True))).plan.compile == "off"
+    assert choose(replace(question, shape=replace(WAN, compiles=False))).plan.compile == "off"
 
 
 def test_settings_that_are_no_degrees_stay():

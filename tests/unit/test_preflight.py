@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tiny import write_checkpoint
 
+from backend import opaque_ops
 from backend.client import cache_files, preflight
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
@@ -217,6 +219,17 @@ def test_a_shape_says_whether_there_are_rings(model, monkeypatch, why):
     monkeypatch.setattr(measured, "ring_unavailable", lambda: why)
     shape = ModelShape.from_dict(read_shape(model, "default", "auto", "cpu", None, ANYWHERE))
     assert shape.rings == (why is None)
+
+
+@pytest.mark.parametrize("lacks", ["", "effects", "triton", "cc"])
+def test_a_shape_says_whether_gpus_compile_blocks(model, monkeypatch, lacks):
+    """With the torch, Triton and C compiler of the ranks' Python."""
+    monkeypatch.setattr(opaque_ops, "_ordered", None if lacks == "effects" else "ordered")
+    monkeypatch.setattr(opaque_ops, "find_spec", lambda name: None if lacks == name else name)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CC", "" if lacks == "cc" else "/usr/bin/cc")
+    shape = ModelShape.from_dict(read_shape(model, "default", "auto", "cpu", None, ANYWHERE))
+    assert shape.compiles == (not lacks)
 
 
 def test_what_is_printed_while_python_starts_is_no_answer(model, monkeypatch, tmp_path):
