@@ -1,6 +1,8 @@
 """Blocks compiled one by one (regional compilation, as diffusers' compile_repeated_blocks): all blocks of a
 kind share their graphs, so the first one compiles for all."""
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,9 +14,9 @@ import torch
 import torch._dynamo
 import torch._dynamo.exc
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental import _config as shapes
 
+from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import RUNNING, opaque_layers, unavailable
 from .effect_order import in_order
@@ -23,6 +25,8 @@ from .effect_order import in_order
 BACKEND = INDUCTOR = "inductor"
 #: Most graphs of one kind of block: the whole sequence and patches, with text and without, batch sizes.
 MAX_GRAPHS = 64
+#: Causes that pass, as disks that are full: what they made fail is compiled in the next request.
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
 @dataclass
@@ -30,34 +34,55 @@ class Compiler:
     """Compiles the blocks of this process, and knows what that has cost.
 
     graphs: how many were compiled, in so many seconds. compiled: a class's forward -> the compiled one.
-    failed: the same -> why it runs uncompiled, as one sentence.
+    failed: the same -> why it runs uncompiled, as one sentence. passing: those of failed that the next
+    request tries again. began: whether the graph of the block that runs has.
     """
 
     graphs: int = 0
     seconds: float = 0.0
     compiled: dict[Callable, Callable] = field(default_factory=dict)
     failed: dict[Callable, str] = field(default_factory=dict)
+    passing: set[Callable] = field(default_factory=set)
+    began: bool = False
 
     def run(self, block: nn.Module, layers: dict[str, Callable], args: tuple, kwargs: dict, first: bool):
         """Run a block, compiled where that works. ``layers``: its opaque layers; ``first``: of the rank."""
         forward = type(block).forward
         if forward in self.failed:
             return forward(block, *args, **kwargs)
-        if forward not in self.compiled:
-            self.compiled[forward] = torch.compile(
-                forward, fullgraph=True, dynamic=True, backend=self._backend
-            )
         RUNNING.layers = layers
         args = tuple(_plain(each, first) for each in args)
         kwargs = {name: _plain(each, first) for name, each in kwargs.items()}
+        self.began = False
         try:
+            if forward not in self.compiled:
+                self.compiled[forward] = torch.compile(
+                    forward, fullgraph=True, dynamic=True, backend=self._backend
+                )
             return self.compiled[forward](block, *args, **kwargs)
-        except TorchDynamoException as error:  # raised before anything of the block has run
-            why = reason(error)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:  # no TorchDynamoException, but raised as early
-            why = f"its inputs differ in more ways than the {MAX_GRAPHS} graphs that are compiled of it"
-        self.failed[forward] = f"{type(block).__name__} runs uncompiled: {why}"
+        except Exception as error:  # of any class: torch wraps not all that its compiler raises
+            if self.began:  # of the block itself, which may have sent
+                raise
+            self._note(block, error)
         return forward(block, *args, **kwargs)
+
+    def forget_passing(self):
+        """Have the next request try again what failed for a cause that may be over by then."""
+        for forward in self.passing:
+            self.failed.pop(forward, None)
+        self.passing.clear()
+
+    def _note(self, block: nn.Module, error: Exception):
+        """Note why a block runs uncompiled, from now on or in this request."""
+        why = reason(error)
+        if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+            why = f"its inputs differ in more ways than the {MAX_GRAPHS} graphs that are compiled of it"
+        forward = type(block).forward
+        is_passing = is_out_of_memory(error) or any(os.strerror(code) in str(error) for code in PASSING)
+        if is_passing:
+            self.passing.add(forward)
+        until = "" if is_passing else ", until the ranks are stopped"
+        self.failed[forward] = f"{type(block).__name__} runs uncompiled: {why.rstrip('.')}{until}"
 
     def _backend(self, graph, inputs):
         """Compile one graph, and count it. Raises RuntimeError for what Inductor would leave to eager frames,
@@ -70,7 +95,13 @@ class Compiler:
             raise RuntimeError(str(error)) from error
         self.graphs += 1
         self.seconds += time.perf_counter() - started
-        return found
+
+        @wraps(found)
+        def begun(*args):
+            self.began = True
+            return found(*args)
+
+        return begun
 
 
 COMPILER = Compiler()
@@ -125,6 +156,7 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
     blocks = list(blocks)
     graphs = COMPILER.graphs
     seconds = COMPILER.seconds
+    COMPILER.forget_passing()
     why_not = unavailable()
     if why_not:
         yield lambda: [f"blocks run uncompiled: {why_not}"]

@@ -1,6 +1,8 @@
 """Compiled blocks in one process: latents, the operators, a compiler that fails, and addresses that stay.
 tests/ranks/compiled.py has every family and method."""
 
+import errno
+import os
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -114,7 +116,8 @@ def test_a_block_of_too_many_graphs_runs_uncompiled(monkeypatch, compiler):
             assert block(torch.ones(2, 3, dtype=dtype)).eq(2).all()
         assert compiler.graphs == 2
         assert notes()[1:] == [
-            "Block runs uncompiled: its inputs differ in more ways than the 2 graphs that are compiled of it"
+            "Block runs uncompiled: its inputs differ in more ways than the 2 graphs that are compiled "
+            "of it, until the ranks are stopped"
         ]
 
 
@@ -132,6 +135,57 @@ def test_what_inductor_leaves_to_eager_frames_runs_uncompiled_from_its_start(tmp
     assert uncompiled.equal(plain) and compiler.graphs == 0
     assert len(stats["notes"]) == FLUX_KINDS
     assert all("runs uncompiled" in note and "BF16 is not supported" in note for note in stats["notes"])
+
+
+def fails_to_end_its_graph(*_):
+    raise AssertionError("bug")
+
+
+def knows_no_python(*_, **__):
+    raise RuntimeError("torch.compile is not supported on Python 3.15")
+
+
+@pytest.mark.parametrize(
+    "where, name, raises",
+    [
+        (torch._dynamo.output_graph.OutputGraph, "compile_and_call_fx_graph", fails_to_end_its_graph),
+        (torch, "compile", knows_no_python),
+    ],
+    ids=["in the compiler", "before it"],
+)
+def test_errors_that_torch_does_not_wrap_are_its_compilers(
+    where, name, raises, tmp_path, monkeypatch, compiler
+):
+    """Of any class, before the graph begins: they ended the ranks, in every request."""
+    engine = loaded(tmp_path)
+    sample = steps(golden_request("euler_simple")[0], 1)
+    plain, _ = engine.sample(sample, Callbacks())
+    monkeypatch.setattr(where, name, raises)
+    uncompiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
+    assert uncompiled.equal(plain) and compiler.graphs == 0
+    assert len(stats["notes"]) == FLUX_KINDS
+    assert all(note.endswith(", until the ranks are stopped") for note in stats["notes"])
+
+
+def test_a_full_disk_is_no_verdict_on_later_requests(tmp_path, monkeypatch, compiler):
+    """Each kind of block fails once in a request, and compiles in the next one."""
+    tried = []
+
+    def full(graph, inputs):
+        tried.append(graph)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    engine = loaded(tmp_path)
+    sample = steps(golden_request("euler_simple")[0], 2)
+    plain, _ = engine.sample(sample, Callbacks())
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    with monkeypatch.context() as within:
+        within.setattr(torch._dynamo, "lookup_backend", lambda name: full)
+        uncompiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
+    assert uncompiled.equal(plain) and len(tried) == len(stats["notes"]) == FLUX_KINDS
+    assert all("No space left" in note and "until the ranks" not in note for note in stats["notes"])
+    compiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
+    assert relative(compiled, plain) <= 1e-5 and compiler.graphs == FLUX_KINDS and not compiler.failed
 
 
 def test_an_older_torch_is_said(tmp_path, monkeypatch):
