@@ -29,7 +29,7 @@ FRAME_SECONDS = 60.0
 #: A backend lets a client in within this long, also while its ranks work.
 GREET_SECONDS = 30.0
 #: Least of the longest wait for the end of the step that runs when Cancel is sent; a request whose steps take
-#: longer is given the time of CANCEL_STEPS of them.
+#: longer is given the time of CANCEL_STEPS of them, and a step that compiles COMPILED_SECONDS.
 CANCEL_SECONDS = 120.0
 CANCEL_STEPS = 2
 
@@ -134,7 +134,8 @@ class BackendClient:
         that the connection stays usable. Where the ranks hang, or their step does not end, it is closed.
         """
         self.send(message)
-        timer = StepTimer(message.compile, self._places)
+        warmup = message.warmup_steps if isinstance(message, protocol.Sample) else 0
+        timer = StepTimer(message.compile, self._places, warmup)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
@@ -149,9 +150,9 @@ class BackendClient:
         except (BackendError, RefusedError):
             raise
         except BaseException:
-            self._cancel(timer.longest)
+            self._cancel(timer)
             raise
-        self._cancel(timer.longest)
+        self._cancel(timer)
         return None
 
     def send(self, message):
@@ -228,11 +229,11 @@ class BackendClient:
             raise BackendError(f"{what}; it is another program, or of another version of the pack")
         return reply
 
-    def _cancel(self, step: float):
-        """Have the ranks stop, whose longest step so far took ``step`` seconds, and wait until they have.
-        Hang up on those that do not: who cancels is interrupted in any case, which is no error."""
+    def _cancel(self, timer: StepTimer):
+        """Have the ranks stop, whose steps ``timer`` has seen, and wait until they have. Hang up on those
+        that do not: who cancels is interrupted in any case, which is no error."""
         self.send(protocol.Cancel())
-        deadline = time.monotonic() + max(CANCEL_SECONDS, CANCEL_STEPS * step)
+        deadline = time.monotonic() + max(CANCEL_SECONDS, CANCEL_STEPS * timer.longest, timer.compiling)
         while time.monotonic() < deadline and not self._is_hung():
             try:
                 reply = self._next()

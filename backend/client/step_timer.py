@@ -10,18 +10,23 @@ from collections.abc import Callable
 
 #: A step that takes longer than this, and so many times as long as any before it, is reported.
 MIN_SECONDS, TIMES = 120.0, 20.0
-#: The same of the first step, which loads kernels and tries them, and of one that may compile.
+#: The same of the first step, which loads kernels and tries them, and of steps that compile: the first one,
+#: and the first one of PipeFusion's patches, which warm-up steps come before.
 FIRST_SECONDS, COMPILED_SECONDS = 300.0, 1200.0
 
 
 class StepTimer:
-    """The steps of a request with that ``compile`` as they end. ``places(done)``: where the ranks are after
-    so many steps, in words; empty where nobody knows."""
+    """The steps of a request with that ``compile`` as they end; ranks compile for "blocks" alone.
+    ``places(done)``: where the ranks are after so many steps, in words; empty where nobody knows. ``warmup``:
+    steps before those in which PipeFusion has patches."""
 
-    def __init__(self, compile: str, places: Callable[[int], str]):
+    def __init__(self, compile: str, places: Callable[[int], str], warmup: int = 1):
         self.longest = 0.0
         self._places = places
-        self._patience = FIRST_SECONDS if compile == "off" else COMPILED_SECONDS
+        self._compiles = compile == "blocks"
+        self._patience = COMPILED_SECONDS if self._compiles else FIRST_SECONDS
+        #: First steps, which are no measure of others.
+        self._unlike = 1 + warmup if self._compiles else 1
         self._done = 0
         self._last = time.monotonic()
         self._is_reported = False
@@ -30,10 +35,17 @@ class StepTimer:
         """Note that a step has ended."""
         spent = self._spent()
         self.longest = max(self.longest, spent)
-        first = self._done == 0  # which is no measure of others
-        self._patience = MIN_SECONDS if first else max(self._patience, TIMES * spent)
         self._done += 1
+        if self._done == self._unlike:
+            self._patience = MIN_SECONDS
+        elif self._done > self._unlike:
+            self._patience = max(self._patience, TIMES * spent)
         self._last = time.monotonic()
+
+    @property
+    def compiling(self) -> float:
+        """Return the seconds that the step under way may take to compile; 0 where it compiles nothing."""
+        return COMPILED_SECONDS if self._compiles and self._done < self._unlike else 0.0
 
     def look(self):
         """Report, once, where the ranks are if no step has ended for too long."""

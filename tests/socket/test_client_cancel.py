@@ -3,6 +3,9 @@
 import select
 import threading
 import time
+from dataclasses import replace
+from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +118,28 @@ def test_cancel_waits_for_a_step_as_long_as_those_before(serve, monkeypatch):
     client, seen = BackendClient(serve(handler), TOKEN), []
     assert client.sample(sample_message(), seen.append, lambda: bool(seen)) is None
     assert client.request(Ping()) == Pong()
+
+
+@pytest.mark.parametrize("compile, ends", [("blocks", True), ("auto", False)])
+def test_cancel_waits_for_a_step_that_compiles(serve, monkeypatch, compile, ends):
+    """For 20 minutes in the first step, by a clock that stands at 1100 s once Cancel is sent."""
+    clock = chain([0.0], repeat(1100.0))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=clock.__next__))
+    left = threading.Event()
+
+    def handler(connection):
+        framing.receive(connection)
+        assert framing.receive(connection) == Cancel()
+        left.wait(0.3)
+        reply(connection, Cancelled(0))
+        left.wait(10)
+
+    client = BackendClient(serve(handler), TOKEN)
+    message = replace(sample_message(), compile=compile)
+    assert client.sample(message, should_cancel=lambda: True) is None
+    left.set()
+    assert client.closed != ends
+    client.close()
 
 
 def test_cancel_does_not_wait_for_ranks_that_hang(serve):

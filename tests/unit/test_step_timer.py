@@ -22,7 +22,10 @@ def clock(monkeypatch):
     [
         ("off", (), FIRST_SECONDS),
         ("blocks", (), COMPILED_SECONDS),
-        ("auto", (), COMPILED_SECONDS),
+        ("auto", (), FIRST_SECONDS),  # where nobody has planned, blocks are not compiled
+        ("blocks", (200.0,), COMPILED_SECONDS),  # patches, after one step of warm-up
+        ("blocks", (200.0, 300.0), MIN_SECONDS),
+        ("blocks", (200.0, 300.0, 30.0), TIMES * 30),
         ("off", (200.0,), MIN_SECONDS),  # the first is no measure
         ("off", (200.0, 2.0, 1.0), MIN_SECONDS),
         ("off", (200.0, 30.0, 1.0), TIMES * 30),
