@@ -18,6 +18,7 @@ from unittest.mock import patch
 import doctor_processes
 import torch
 from doctor_checks import OutOfTime
+from doctor_files import random_weights, write_quantized
 from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
 from doctor_processes import Ended
 from doctor_sizes import SIZES
@@ -277,31 +278,17 @@ class Lab:
 
     def quantized(self, kind: str) -> Path:
         """Write a file of a Flux whose blocks are quantized as ``kind``, or bf16."""
-        import memory
-        from quantized import write_gguf, write_scaled
-        from safetensors.torch import save_file
-
-        def weights():
-            self.need_room()
-            random = torch.Generator().manual_seed(0)
-            shapes = memory.shapes(self.size.width)
-            return {
-                key: torch.randn(shape, generator=random).mul_(math.prod(shape[1:]) ** -0.5).bfloat16()
-                for key, shape in shapes.items()
-            }
 
         def write():
-            path, state = self.folder / f"{kind}.safetensors", self.kept(("weights",), weights)
-            if kind == "bf16":
-                save_file(state, path)
-                return path
-            if kind.startswith("Q"):
-                write_gguf(path.with_suffix(".gguf"), state, (kind,))
-                return path.with_suffix(".gguf")
-            # layers with scales of rows have no native product
-            return write_scaled(path, state, kind, rowwise=False)
+            self.need_room()
+            state = self.kept(("weights",), partial(random_weights, self.size.width))
+            return write_quantized(self.folder, kind, state)
 
         return self.kept(("quantized", kind), write)
+
+    def forget_weights(self):
+        """Free the weights that quantized files are made of; another file makes them anew, the same ones."""
+        self._kept.pop(("weights",), None)
 
     def need_room(self):
         """Raise OSError where the temporary folder has no room for all files, before the first is written, or

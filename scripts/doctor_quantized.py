@@ -38,6 +38,7 @@ def quantized(lab: Lab) -> Found:
         for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
             lab.check()
             yield from findings("quantized", partial(_quantized, kind=kind, matmul=matmul), lab)
+    lab.forget_weights()
 
 
 def _kinds() -> tuple[str, ...]:

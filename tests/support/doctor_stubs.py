@@ -72,6 +72,9 @@ class StubLab:
     def quantized(self, kind):
         return Path(kind)
 
+    def forget_weights(self):
+        self.forgotten = True
+
     def request(self, path, steps, guided=False, batch=1):
         return self.tiny("flux")[1]
 

@@ -148,11 +148,17 @@ def write_scaled(
 FIRST = KINDS[0]
 
 
-def write_gguf(path: Path, state: dict, kinds: tuple[str, ...], pattern: re.Pattern = MATRICES) -> dict:
+def write_gguf(
+    path: Path,
+    state: dict,
+    kinds: tuple[str, ...],
+    pattern: re.Pattern = MATRICES,
+    with_values: bool = False,
+) -> dict:
     """A GGUF file with the matrices of ``pattern`` in ``kinds`` in turn (K-quants from random blocks: the
     package cannot quantize to them), the rest in BF16, F16 and F32; a matrix whose rows hold no whole blocks
-    is stored in another shape, as ComfyUI-GGUF's converter does. Returns the values that the package's own
-    dequantization gives."""
+    is stored in another shape, as ComfyUI-GGUF's converter does. ``with_values``: return what the package's
+    own dequantization gives, of the whole file in float32; else nothing."""
     import gguf
     import numpy as np
 
@@ -179,7 +185,9 @@ def write_gguf(path: Path, state: dict, kinds: tuple[str, ...], pattern: re.Patt
         except NotImplementedError:  # gguf reads K-quants and cannot write them: any bits are valid blocks
             data = _random_blocks(random, array.shape, kind.name, block, size)
         writer.add_tensor(key, data, raw_dtype=kind)
-        values[key] = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).reshape(tensor.shape)
+        if with_values:
+            dequantized = np.array(gguf.quants.dequantize(data, kind))
+            values[key] = torch.from_numpy(dequantized).reshape(tensor.shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

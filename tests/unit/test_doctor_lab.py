@@ -139,6 +139,20 @@ def test_fp8_of_the_doctor_has_a_native_product(monkeypatch):
     lab.close()
 
 
+def test_a_gguf_file_takes_no_more_memory_than_its_weights(monkeypatch):
+    """Its values in float32 would be 4.9 GB of a GPU's file; and each file asks for room first."""
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(gguf.quants, "dequantize", None)
+    lab, asked = doctor_lab.Lab("cpu", 2, 1.0), []
+    monkeypatch.setattr(lab, "need_room", lambda: asked.append(True))
+    for kind in ("bf16", "Q8_0", "Q4_K"):
+        assert lab.quantized(kind).stat().st_size
+    assert len(asked) == 3 and ("weights",) in lab._kept
+    lab.forget_weights()
+    assert ("weights",) not in lab._kept
+    lab.close()
+
+
 def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus, tmp_path):
     """They are the cause of what hangs after them."""
     asked = []

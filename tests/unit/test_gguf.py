@@ -66,7 +66,7 @@ def test_rarer_types_are_refused_by_name(folder, kind):
 def test_gguf(folder, state, kinds):
     """Every type against the gguf package's own dequantization, whole and by rows and columns."""
     pytest.importorskip("gguf")
-    values = write_gguf(folder / "file.gguf", state, kinds)
+    values = write_gguf(folder / "file.gguf", state, kinds, with_values=True)
     checkpoint = open_checkpoint(str(folder / "file.gguf"))
     assert checkpoint.dtype == torch.bfloat16 and checkpoint.files.shapes == {
         key: tuple(value.shape) for key, value in state.items()
@@ -87,9 +87,9 @@ def test_gguf_in_another_shape(folder, state):
     metadata.
     """
     pytest.importorskip("gguf")
-    want = write_gguf(folder / "reshaped.gguf", state, ("Q6_K",), re.compile(r"img_in\.weight$"))[
-        "img_in.weight"
-    ]
+    pattern = re.compile(r"img_in\.weight$")
+    values = write_gguf(folder / "reshaped.gguf", state, ("Q6_K",), pattern, with_values=True)
+    want = values["img_in.weight"]
     files = open_checkpoint(str(folder / "reshaped.gguf")).files
     assert want.shape[1] < 256 and files.shapes["img_in.weight"] == tuple(want.shape)
     found = files.read("img_in.weight", slice(3, 50), slice(9, 33), torch.float32)
