@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from doctor_facts import IMPORT_SECONDS, Facts
 
 from backend.client.exit_report import MIN_SHARED_MEMORY
-from backend.gpu_kernels import has_kernels_for
 from backend.install_command import how_to_install, install_command
 from backend.protocol import RefusedError
 
@@ -162,9 +161,10 @@ def gpus(facts: Facts) -> Iterator[Status]:
         major, minor = gpu.capability
         text = f"GPU {gpu.index}: {gpu.name}, {gb(gpu.memory)}, compute capability {major}.{minor}"
         taken = gpu.memory - gpu.free
-        if facts.torch.archs and not has_kernels_for(gpu.capability, facts.torch.archs):
+        if gpu.index not in facts.usable:
             archs = " ".join(facts.torch.archs)
             remedy = "install another torch, or list the other GPUs in gpus of Parallel Config"
+            remedy += f" (the doctor: {facts.without_others})" if facts.usable else ""
             yield PROBLEM, f"{text}, for which this torch has no kernels ({archs}); {remedy}"
         elif gpu.capability < BF16 and not facts.torch.hip:
             yield WARNING, f"{text}, too old for fast bf16: fp16 where a model allows it, else slow"

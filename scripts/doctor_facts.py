@@ -26,6 +26,7 @@ import torch.cuda.nccl
 from backend.client import dependencies, driver_query, measurements, nccl_settings, rank_environment
 from backend.client.cache_files import cache_folder
 from backend.client.exit_report import SHARED_MEMORY
+from backend.gpu_kernels import has_kernels_for
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Packages whose import is tried -> what it is imported by. A wheel built for another torch fails only then.
@@ -187,6 +188,20 @@ class Facts:
             Gpu(index, each.name, each.total_memory, free[index], (each.major, each.minor))
             for index, each in enumerate(found)
         ]
+
+    @cached_property
+    def usable(self) -> list[int]:
+        """Which of ``gpus`` torch has kernels for."""
+        archs = self.torch.archs
+        return [gpu.index for gpu in self.gpus if not archs or has_kernels_for(gpu.capability, archs)]
+
+    @property
+    def without_others(self) -> str:
+        """The command that runs --full on the usable GPUs alone."""
+        visible = self.variables.get("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",") if visible else [str(gpu.index) for gpu in self.gpus]
+        chosen = ",".join(names[index] for index in self.usable)
+        return f"CUDA_VISIBLE_DEVICES={chosen} python scripts/doctor.py --full"
 
     @cached_property
     def peers(self) -> list[list[bool]]:

@@ -30,6 +30,7 @@ from backend.client.rank_environment import sanitized_environment
 from backend.client.status import log_of_last_backend
 from backend.config import ParallelConfig
 from backend.device_memory import host_free
+from backend.gpu_sharing import shares_gpu
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, Sample
 
@@ -68,11 +69,17 @@ class Run:
 
 
 class Lab:
-    """Runs requests on ``ranks`` ranks of ``device`` ("cuda" or "cpu") until ``minutes`` are over."""
+    """Runs requests on ``ranks`` ranks of ``device`` ("cuda" or "cpu") until ``minutes`` are over. ``gpus``:
+    those that torch has kernels for, the first ones by default."""
 
-    def __init__(self, device: str, ranks: int, minutes: float):
+    def __init__(self, device: str, ranks: int, minutes: float, gpus: list[int] | None = None):
         self.device = device
         self.ranks = ranks
+        first = list(range(ranks))
+        #: Of each rank its GPU, as torch numbers them; other than ``first`` where one is left out.
+        self.gpus = first
+        if device == "cuda" and gpus and len(gpus) >= ranks and not shares_gpu():
+            self.gpus = gpus[:ranks]
         self.size = SIZES[device]
         self.end = time.monotonic() + 60 * minutes
         self.minutes = minutes
@@ -113,7 +120,13 @@ class Lab:
     def backend(self, config: ParallelConfig) -> pool.Backend:
         """Return a live backend of that configuration, on this device."""
         pool.allow(self.folder)
-        return pool.backend_for(replace(config, device=self.device), self._until(RUN_SECONDS, config))
+        return pool.backend_for(self._placed(config), self._until(RUN_SECONDS, config))
+
+    def _placed(self, config: ParallelConfig) -> ParallelConfig:
+        """Return a configuration on this device, on the GPUs that are used."""
+        used = self.gpus[: config.world_size]
+        listed = "" if used == list(range(len(used))) else ",".join(map(str, used))
+        return replace(config, device=self.device, gpus=listed)
 
     def run(
         self, config: ParallelConfig, path: Path, sample: Sample, dtype: str = "default", matmul: str = "auto"
@@ -166,7 +179,7 @@ class Lab:
     def machine(self) -> Machine:
         """Measure rates and links anew: what is kept for this machine may be of better days. Ranks that start
         later, ComfyUI's too, take the way between GPUs that works now."""
-        ranks = list(range(self.ranks))
+        ranks = self.gpus
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
             try:
                 found = measurements.machine_rates(
@@ -254,7 +267,7 @@ class Lab:
         left = max(1.0, min(seconds, self.end - time.monotonic()))
         command = [sys.executable, BENCHMARKS / script, "--device", self.device, *options]
         # that of ranks: NCCL's way between these GPUs, and nothing that would hold them up
-        config = ParallelConfig(ulysses_degree=self.ranks)
+        config = self._placed(ParallelConfig(ulysses_degree=self.ranks))
         environment = sanitized_environment(dict(os.environ), config, self.device)
         return doctor_processes.run(command, left, self.folder, environment)
 

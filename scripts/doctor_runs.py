@@ -13,6 +13,7 @@ from doctor_checks import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, gb
 from doctor_facts import Facts
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
+from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_steps import shapes, waits
 from doctor_watch import Watch
@@ -293,12 +294,6 @@ def in_time(lab: Lab, run: Callable[[Lab], Found]) -> Found:
     yield from run(lab)
 
 
-def place(device: str, ranks: int, facts: Facts) -> tuple[str, int]:
-    """Return where --full runs: every GPU, or 2 ranks on the CPU, unless asked otherwise."""
-    chosen = ("cuda" if facts.gpus else "cpu") if device == "auto" else device
-    return chosen, ranks or (len(facts.gpus) if chosen == "cuda" else 2)
-
-
 def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
     """Run what ``chosen.only`` selects. ``lab``: by default one of this machine."""
     names = [name for name in RUNS if name.startswith(tuple(chosen.only.split(",")))]
@@ -313,15 +308,19 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
             "full", WARNING, f"{what}, as in the registry's archive; clone the repository for the rest"
         )
         names = [name for name in names if name in ANYWHERE]
+    about = remarks(chosen.device, chosen.ranks, facts)
+    yield from about
+    if any(each.status == PROBLEM for each in about):
+        return
     device, ranks = place(chosen.device, chosen.ranks, facts)
-    if device == "cuda" and len(facts.gpus) == 1 < ranks:
+    if device == "cuda" and len(facts.usable) == 1 < ranks:
         os.environ[SHARED_GPU] = "1"
         names = [name for name in names if name in OF_SHARED]
         text = f"{ranks} ranks share one GPU, which can only run {', '.join(OF_SHARED)}: nothing is timed"
         yield Finding("full", WARNING, text)
     if not names:
         return
-    lab = lab or Lab(device, ranks, chosen.minutes)
+    lab = lab or Lab(device, ranks, chosen.minutes, facts.usable)
     yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")
     try:
         for name in names:

@@ -18,6 +18,7 @@ class Watch(threading.Thread):
     def __init__(self, lab: Lab, config: ParallelConfig):
         super().__init__(daemon=True)
         self.device = lab.device
+        self.gpus = lab.gpus
         self.pids = lab.backend(config).welcome.pids
         self.done = threading.Event()
         self.before = self.most = self.held()
@@ -27,7 +28,7 @@ class Watch(threading.Thread):
         """Return the bytes that each rank holds now."""
         if self.device == "cpu":
             return [psutil.Process(pid).memory_info().rss for pid in self.pids]
-        rooms = [torch.cuda.mem_get_info(index) for index in range(len(self.pids))]
+        rooms = [torch.cuda.mem_get_info(index) for index in self.gpus[: len(self.pids)]]
         return [total - free for free, total in rooms]
 
     def run(self):

@@ -47,6 +47,7 @@ class StubLab:
 
     device = "cpu"
     ranks = 2
+    gpus = (0, 1)
     size = doctor_lab.SIZES["cpu"]
 
     def __init__(self, is_late=False):

@@ -8,6 +8,7 @@ import sys
 import doctor
 import doctor_checks
 import doctor_lab
+import doctor_place
 import doctor_quantized
 import doctor_runs
 import doctor_steps
@@ -252,7 +253,7 @@ def test_methods_use_every_rank(ranks):
     ],
 )
 def test_full_uses_every_gpu_unless_told_otherwise(asked, here, wanted):
-    assert doctor_runs.place(*asked, machine(gpus=[GPU] * here)) == wanted
+    assert doctor_place.place(*asked, machine(gpus=[GPU] * here)) == wanted
 
 
 def test_full_without_a_package_still_writes_the_report(monkeypatch, tmp_path, capsys):

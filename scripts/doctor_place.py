@@ -1,0 +1,30 @@
+"""Where scripts/doctor.py --full runs, and what is said of it first."""
+
+from doctor_checks import PROBLEM, WARNING, Finding
+from doctor_facts import Facts
+
+
+def place(device: str, ranks: int, facts: Facts) -> tuple[str, int]:
+    """Return where --full runs: every GPU that can compute, or 2 ranks on the CPU, unless asked otherwise."""
+    chosen = ("cuda" if facts.usable else "cpu") if device == "auto" else device
+    return chosen, ranks or (len(facts.usable) if chosen == "cuda" else 2)
+
+
+def remarks(device: str, ranks: int, facts: Facts) -> list[Finding]:
+    """Return what is to be said of GPUs that cannot be used. A problem: nothing runs. Numbers of the CPU are
+    not what was asked for where there are GPUs."""
+    if device == "cpu":
+        return []
+    if not facts.usable:
+        if device == "cuda" or facts.gpus or facts.driver or facts.cuda_error:
+            what = "not run: the GPUs cannot be used, see CUDA and GPUs above"
+            return [Finding("full", PROBLEM, f"{what}; --device cpu runs small models")]
+        return []
+    left_out = [f"{gpu.index} ({gpu.name})" for gpu in facts.gpus if gpu.index not in facts.usable]
+    if not left_out:
+        return []
+    names = ", ".join(left_out)
+    if len(facts.usable) == 1 < ranks and facts.usable != [0]:  # ranks share the first one alone
+        what = f"not run: torch has no kernels for GPU {names}, and ranks would share it"
+        return [Finding("full", PROBLEM, f"{what}; run {facts.without_others} --ranks {ranks}")]
+    return [Finding("full", WARNING, f"torch has no kernels for GPU {names}: run without it")]

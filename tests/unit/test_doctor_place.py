@@ -1,0 +1,85 @@
+"""Where scripts/doctor.py --full runs, on machines some or all of whose GPUs cannot be used."""
+
+import os
+
+import doctor_checks
+import doctor_lab
+import pytest
+from doctor_checks import PROBLEM, WARNING
+from doctor_facts import Gpu
+from doctor_place import place, remarks
+from doctor_stubs import ENDED, GPU, StubLab, full_findings, machine
+
+from backend.client.rank_environment import sanitized_environment
+from backend.config import ParallelConfig
+
+
+def gpu(index: int, name: str = "RTX 3090", capability: tuple[int, int] = (8, 6)) -> Gpu:
+    return Gpu(index, name, 24 << 30, 24 << 30, capability)
+
+
+#: A card that drives the screen, between two that compute.
+OLD = gpu(1, "GTX 1080", (6, 1))
+MIXED = [gpu(0), OLD, gpu(2)]
+
+
+def test_a_gpu_without_kernels_is_left_out():
+    facts = machine(gpus=MIXED)
+    assert place("auto", 0, facts) == ("cuda", 2) == place("cuda", 0, facts)
+    found = full_findings(StubLab(), "--only", "links", facts=facts)
+    assert found[0].status == WARNING and "GTX 1080" in found[0].text
+    assert [each.check for each in found] == ["full", "full", "links", "links"]
+    (quick,) = [each for each in doctor_checks.quick(facts) if "no kernels" in each.text]
+    assert "CUDA_VISIBLE_DEVICES=0,2 python scripts/doctor.py --full" in quick.text
+
+
+def test_the_remedy_names_gpus_as_the_environment_does():
+    facts = machine(gpus=MIXED, variables={"CUDA_VISIBLE_DEVICES": "3,4,5"})
+    assert facts.without_others.startswith("CUDA_VISIBLE_DEVICES=3,5 ")
+
+
+def test_ranks_and_benchmarks_run_on_the_gpus_that_compute(monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", *doctor_lab.PLAIN_FLOAT32):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    lab = doctor_lab.Lab("cuda", 2, 1.0, [0, 2])
+    environments = [
+        sanitized_environment(dict(os.environ), lab._placed(config), "cuda")
+        for config in (ParallelConfig(ulysses_degree=2), ParallelConfig())
+    ]
+
+    def run(command, seconds, folder, environment):
+        environments.append(environment)
+        return ENDED
+
+    monkeypatch.setattr(doctor_lab.doctor_processes, "run", run)
+    lab._benchmark("waits.py", 1.0)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["0,2", "0", "0,2"]
+    assert doctor_lab.Lab("cuda", 2, 1.0, [0, 1])._placed(ParallelConfig()).gpus == ""
+    lab.close()
+
+
+def test_ranks_do_not_share_a_gpu_without_kernels():
+    (found,) = remarks("auto", 2, machine(gpus=[gpu(0, "GTX 1080", (6, 1)), gpu(1)]))
+    assert found.status == PROBLEM and "CUDA_VISIBLE_DEVICES=1 " in found.text and "--ranks 2" in found.text
+
+
+@pytest.mark.parametrize(
+    "device, facts, runs",
+    [
+        ("auto", dict(gpus=[]), False),
+        ("auto", dict(gpus=[], driver=[], cuda_error="the driver is too old"), False),
+        ("auto", dict(gpus=[OLD]), False),
+        ("cuda", dict(gpus=[], driver=[], cuda_error=""), False),
+        ("cpu", dict(gpus=[]), True),
+        ("auto", dict(gpus=[], driver=[], cuda_error=""), True),
+        ("auto", dict(gpus=[GPU]), True),
+    ],
+)
+def test_numbers_of_the_cpu_do_not_stand_for_gpus(device, facts, runs):
+    """Ten minutes of them, where a driver is too old, say nothing of what was asked."""
+    found = full_findings(StubLab(), "--device", device, "--only", "links", facts=machine(**facts))
+    assert runs == any(each.check == "links" for each in found)
+    if not runs:
+        (only,) = found
+        assert only.status == PROBLEM and "--device cpu runs small models" in only.text
