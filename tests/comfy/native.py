@@ -54,6 +54,7 @@ class Rank:
     """A backend of one rank: the worker's part of a request, without a socket."""
 
     welcome = client_protocol.Welcome(1, "cpu", {}, [])
+    config = ClientConfig()
 
     def __init__(self, checkpoint: str):
         self.engine = Engine(ParallelConfig(), mesh.single())
