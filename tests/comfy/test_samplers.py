@@ -11,6 +11,7 @@ from versions import skip_without
 
 with comfy_modules():
     import comfy.samplers
+    from comfy_extras import nodes_cfg
     from comfy_extras import nodes_custom_sampler as custom
     from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes.host.sampling_checks import check_inputs
@@ -37,6 +38,18 @@ def pairs(tmp_path_factory):
 
     yield pair
     patch.undo()
+
+
+@pytest.mark.parametrize("node, inputs", [("CFGNorm", (1.0,)), ("CFGZeroStar", ())])
+def test_guidance_nodes_that_change_nothing_without_cfg(pairs, node, inputs):
+    """The documents say so of cfg 1.0: Parallel Sampler, which has no input for them, gives their latent."""
+    pair = pairs("qwen-image")
+    patched = getattr(nodes_cfg, node).execute(pair.model, *inputs).result[0]
+    plain = pair.both("KSampler", seed=SEED, denoise=1.0, cfg=1.0)[0]["samples"]
+    native, found = pair.both("KSampler", model=patched, seed=SEED, denoise=1.0, cfg=1.0)
+    assert torch.equal(native["samples"], plain) and error(native, found) <= 1e-4
+    guided, _ = pair.both("KSampler", model=patched, seed=SEED, denoise=1.0)
+    assert error(*pair.both("KSampler", seed=SEED, denoise=1.0)) <= 1e-4 < error(guided, found)
 
 
 @pytest.mark.parametrize(
