@@ -35,10 +35,13 @@ class Room:
         self.management = management
         self.gpus = gpus
         self.keep = list(keep)
+        self._used: set[torch.device] = set()
 
     def keeping(self, entries: Collection) -> "Room":
         """Return the same room, for which ``entries`` stay."""
-        return Room(self.management, self.gpus, entries)
+        room = Room(self.management, self.gpus, entries)
+        room._used = self._used
+        return room
 
     def shared_ranks(self, welcome: Welcome) -> list[int]:
         """Return the ranks on GPUs of this process."""
@@ -46,13 +49,14 @@ class Room:
         return [rank for rank, name in enumerate(welcome.devices) if self.gpus.get(name) in own]
 
     def _own_gpus(self) -> set[torch.device]:
-        """Return the devices on which this process computes or keeps models of its own."""
-        others = {
+        """Return the devices on which this process computes, or has had models of its own: an encoder that
+        ComfyUI unloads leaves its list, and comes back for the next prompt."""
+        self._used |= {
             loaded.device
             for loaded in self.management.current_loaded_models
             if not getattr(loaded.model, "is_on_ranks", False)
         }
-        return {self.management.get_torch_device(), *others}
+        return {self.management.get_torch_device(), *self._used}
 
     def make(self, welcome: Welcome, lacking: dict[int, int]):
         """Have as many bytes free on the device of each rank as it is ``lacking``, as far as unloading

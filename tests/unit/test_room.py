@@ -149,6 +149,8 @@ def test_ranks_are_shared_where_comfyui_computes_or_keeps_models(management):
     assert room.shared_ranks(WELCOME) == [0]
     management.load(GB, SECOND)
     assert room.shared_ranks(WELCOME) == [0, 1]
+    management.current_loaded_models.clear()  # as ComfyUI does once a model has left, until the next prompt
+    assert room.shared_ranks(WELCOME) == room.keeping([]).shared_ranks(WELCOME) == [0, 1]
     elsewhere = Welcome(2, "cuda", {}, [], ["GPU-of-another-machine", "memory of host"])
     assert room.shared_ranks(elsewhere) == []
 
