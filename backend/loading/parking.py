@@ -79,16 +79,17 @@ def page_locked_bytes() -> int:
 
 
 @torch.inference_mode(False)  # parameters outlive the request that brings them back
-def to_host(modules: Iterable[nn.Module], pinned: bool = True):
+def to_host(modules: Iterable[nn.Module], pinned: bool = True, ranks: int | None = None):
     """Move parameters and buffers to host memory, page locked (``pinned``) so that they come back at the
-    speed of the bus. Tensors stay where they are on the meta device and on the host."""
+    speed of the bus. Tensors stay where they are on the meta device and on the host. ``ranks``: how many do
+    so now, all by default."""
     modules = list(modules)
     copies = COPIES.take(modules)
     stored = {id(parameter) for weight in quantized(modules) for parameter in weight.parameters()}
     # apart from the rest, whose memory does not wait for it
     memory = HostMemory(pinned)
     memory_of_stored = HostMemory(pinned)
-    _make_room(modules, copies)
+    _make_room(modules, copies, ranks)
 
     def moved(tensor: Tensor) -> Tensor:
         if not _leaves(tensor):
@@ -102,17 +103,19 @@ def to_host(modules: Iterable[nn.Module], pinned: bool = True):
         module._apply(moved)
 
 
-def _make_room(modules: Iterable[nn.Module], copies: Collection[int]):
+def _make_room(modules: Iterable[nn.Module], copies: Collection[int], ranks: int | None):
     """Give up the copies of other models' weights where host memory has no room for them besides."""
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     leaving = sum(each.nbytes for each in tensors if _leaves(each) and id(each) not in copies)
-    # the other ranks of this machine need about as many
-    if not has_room(max(0, leaving - PAGE_LOCKED.reusable) * _ranks_here()):
+    # the others need about as many
+    if not has_room(max(0, leaving - PAGE_LOCKED.reusable) * _ranks_here(ranks)):
         COPIES.forget()
 
 
-def _ranks_here() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _ranks_here(ranks: int | None = None) -> int:
+    """Return how many of ``ranks`` share this host's memory at most: often the one on ComfyUI's GPU alone."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return here if ranks is None else min(here, ranks)
 
 
 def _leaves(tensor: Tensor) -> bool:
@@ -124,9 +127,14 @@ def _is_page_locked(tensor: Tensor) -> bool:
 
 
 @torch.inference_mode(False)
-def to_device(modules: Iterable[nn.Module], device: torch.device, but: Iterable[nn.Module] = ()):
+def to_device(
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    but: Iterable[nn.Module] = (),
+    ranks: int | None = None,
+):
     """Move parameters and buffers to ``device``, ``but`` for those of some modules and those on the meta
-    device."""
+    device. ``ranks``: how many do so now, all by default."""
     stay = {id(tensor) for module in but for tensor in chain(module.parameters(), module.buffers())}
     modules = list(modules)
     COPIES.keep(modules, stay)
@@ -139,8 +147,8 @@ def to_device(modules: Iterable[nn.Module], device: torch.device, but: Iterable[
         module._apply(moved)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # before the host's copies go
-    # the other ranks of this machine keep about as many
-    kept = page_locked_bytes() * _ranks_here()
+    # the others keep about as many
+    kept = page_locked_bytes() * _ranks_here(ranks)
     if not has_room(kept, kept):
         COPIES.forget()
         PAGE_LOCKED.give_back()

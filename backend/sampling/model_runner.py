@@ -81,9 +81,10 @@ class LoadedModel:
 
     def park(self, ranks: Set[int]) -> bool:
         """Move the weights of ``ranks`` to host memory. Every rank calls it. Return whether any move."""
-        moves = self.cache.mesh.rank in ranks - self.parked_on
+        leaving = ranks - self.parked_on
+        moves = self.cache.mesh.rank in leaving
         if moves:
-            parking.to_host(self.modules, pinned=torch.cuda.is_available())
+            parking.to_host(self.modules, pinned=torch.cuda.is_available(), ranks=len(leaving))
         self.parked_on |= ranks
         return moves
 
@@ -91,10 +92,10 @@ class LoadedModel:
     def unpark(self, device: torch.device):
         """Move parked weights back to ``device``. Every rank calls it. Where its memory runs out, some are
         there, and all count as not parked, so that ``park`` takes those."""
-        was_parked = self.parked
+        was_parked, ranks = self.parked, len(self.parked_on)
         self.parked_on = frozenset()
         if was_parked:
-            parking.to_device(self.modules, device, self.cache.offloaded)
+            parking.to_device(self.modules, device, self.cache.offloaded, ranks)
             self.cache.offload(parking.may_page_lock(self.cache.offloaded))
 
     @property

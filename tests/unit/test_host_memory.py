@@ -149,6 +149,20 @@ def test_stored_weights_are_copied_to_the_host_once(copied, tmp_path, monkeypatc
     assert parking.COPIES.bytes == 0
 
 
+@pytest.mark.parametrize("ranks, stays", [({0}, True), ({0, 1}, False)], ids=["one rank", "both ranks"])
+def test_copies_of_one_rank_are_not_counted_for_all(copied, tmp_path, monkeypatch, ranks, stays):
+    """Half of what the host can give stays free: for copies of one rank here, not for those of two."""
+    state = weights_module().state_dict(shallow_flux())
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_scaled(tmp_path / "fp8.safetensors", state, "float8_e4m3fn")), "bf16")
+    model = engine.models["tiny"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    engine.park(model, ranks)
+    monkeypatch.setattr(parking, "host_free", lambda swap=True: round(1.5 * parking.page_locked_bytes()))
+    engine.fused("tiny")
+    assert (parking.COPIES.bytes > 0) == stays
+
+
 def test_modules_may_come_one_after_the_other(copied):
     """As those of a block do whose modulation waits on the host."""
     modules = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]

@@ -260,11 +260,11 @@ def test_weights_that_came_back_in_part_are_parked_whole(files, monkeypatch):
     engine.load("tiny", str(files["plain"]), "bf16")
     model = engine.models["tiny"]
 
-    def to_host(modules, pinned):
+    def to_host(modules, pinned, ranks):
         for module in modules:
             module.to("meta")
 
-    def runs_out(modules, device, but):
+    def runs_out(modules, device, but, ranks):
         model.transformer.x_embedder.to_empty(device=device)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
