@@ -38,6 +38,9 @@ from .sampling.step_loop import Callbacks, RequestCancelled
 from .serving.broadcast import ControlChannel
 from .serving.step_times import StepClock
 
+#: Sizes with which kernels are tried for models whose heads are of unknown size.
+UNKNOWN_HEADS = (64, 128)
+
 
 class Worker:
     """What every rank does with a message; rank 0 (Leader) adds the clients."""
@@ -142,20 +145,22 @@ class Worker:
             raise
 
     def _try_kernel(self, name: str, model: LoadedModel):
-        """Try an attention kernel on every rank before its first request. No collective for torch's own,
+        """Try an attention kernel on every rank before its first request, with the model's heads. Where their
+        size is unknown, it has to fail with all of UNKNOWN_HEADS that it has. No collective for torch's own,
         which only GPUs have several of. Raises RefusedByAllRanks where it fails on any."""
         kernel = kernel_table.kernel_of(name)
         lse = kernel.lse and self.engine.config.ring_degree > 1
         dtype = model.dtype
-        head_size = model.head_size
-        case = (name, dtype, head_size, lse)
-        is_tried = case in self.tried or not head_size
+        sizes = [model.head_size] if model.head_size else list(filter(kernel.has_head, UNKNOWN_HEADS))
+        case = (name, dtype, model.head_size, lse)
+        is_tried = case in self.tried or not sizes
         if kernel.call is None and self.mesh.device.type == "cuda" and not is_tried:
             self.tried[case] = ""
-            kernel_trial.settle(dtype, head_size, lse, self.mesh.device)
+            for size in sizes:
+                kernel_trial.settle(dtype, size, lse, self.mesh.device)
         elif kernel.call is not None and not is_tried:
-            failure = kernel_trial.failure(name, dtype, head_size, lse, self.mesh.device)
-            failures = self.control.all_gather_object(failure)
+            found = [kernel_trial.failure(name, dtype, size, lse, self.mesh.device) for size in sizes]
+            failures = self.control.all_gather_object(found[0] if all(found) else "")
             self.tried[case] = kernel_trial.refusal(name, by_rank(failures))
         if self.tried.get(case):
             raise RefusedByAllRanks(self.tried[case])

@@ -58,14 +58,14 @@ def kernel(monkeypatch):
 class Rank(Worker):
     """A rank of ``ranks`` whose peers find ``others``; counts collectives and requests."""
 
-    def __init__(self, others: list[str], ring: int = 1):
+    def __init__(self, others: list[str], ring: int = 1, head_size: int = 64):
         self.mesh = SimpleNamespace(device=CPU, rank=0, world_size=2)
         self.tried = {}
         self.gathers = self.requests = 0
         self.others = others
         self.control = SimpleNamespace(all_gather_object=self.gather)
         self.clock = SimpleNamespace(new_request=print, begin=print)
-        model = SimpleNamespace(dtype=torch.bfloat16, head_size=64, parked_on=frozenset())
+        model = SimpleNamespace(dtype=torch.bfloat16, head_size=head_size, parked_on=frozenset())
         config = ParallelConfig(ring_degree=ring)
         named = dict(prepare_sample=print, sample=self.sample, lora_stacks={})
         self.engine = SimpleNamespace(models={"m": model}, config=config, **named)
@@ -99,6 +99,23 @@ def test_a_kernel_that_raises_is_refused_each_time_and_tried_once(kernel):
     assert (rank.gathers, rank.requests) == (1, 0)
     rank.ask("auto")
     assert (rank.gathers, rank.requests) == (1, 1)  # it stays up
+
+
+def small_heads_alone(q, k, v, scale, lse):
+    return (right if q.shape[3] == 64 else missing)(q, k, v, scale, lse)
+
+
+@pytest.mark.parametrize("call, fails", [(missing, True), (small_heads_alone, False), (right, False)])
+def test_a_kernel_is_tried_for_heads_of_unknown_size(kernel, call, fails):
+    """Of models that run whole. It is refused where it attends with none of the usual sizes."""
+    kernel(call)
+    rank = Rank([""], head_size=0)
+    if fails:
+        with pytest.raises(RefusedByAllRanks, match="no kernel image"):
+            rank.ask()
+    else:
+        rank.ask()
+    assert (rank.gathers, rank.requests) == (1, not fails)
 
 
 def test_a_kernel_that_fails_on_another_rank_alone_is_refused(kernel):
