@@ -51,6 +51,9 @@ _DROPPED = {
 }
 #: Seconds after which torch's own monitor of NCCL ends a rank: those of parallel/mesh.py's TIMEOUT.
 NCCL_SECONDS = "7200"
+#: Processes in which a rank compiles kernels, which are started before the first one: as many as torch's own
+#: rule allows (decide_compile_threads of torch/_inductor/config.py).
+MAX_COMPILE_THREADS = 32
 _DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")
 #: What lists the GPUs that a process sees: of torch for CUDA, and of torch for ROCm, where the first one that
 #: is set counts. ComfyUI sets both.
@@ -115,13 +118,13 @@ def cores() -> int:
     return max(1, int(min(here, cpu_limit())))
 
 
-def _compiler(threads: str) -> dict[str, str]:
+def _compiler(threads: int) -> dict[str, str]:
     """Return where compiled blocks are kept: in one folder for all ranks, private since code is loaded from
     it; and what Triton compiles, in a home that cannot be written."""
     found = {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor")}
     if not os.access(os.path.expanduser("~"), os.W_OK):
         found["TRITON_HOME"] = str(cache_folder())
-    return found | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+    return found | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(MAX_COMPILE_THREADS, threads))}
 
 
 def sanitized_environment(
@@ -140,8 +143,8 @@ def sanitized_environment(
         for name, value in parent.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    threads = str(max(1, cores() // config.world_size))
-    env = _MALLOC | {"OMP_NUM_THREADS": threads} | _compiler(threads) | env
+    threads = max(1, cores() // config.world_size)
+    env = _MALLOC | {"OMP_NUM_THREADS": str(threads)} | _compiler(threads) | env
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     if sys.flags.no_user_site:  # as by python -s: packages of ~/.local are none of ours

@@ -70,6 +70,15 @@ def test_environment_drops_other_launchers_settings():
     assert int(env["OMP_NUM_THREADS"]) >= 1
 
 
+@pytest.mark.parametrize("here, expected", [(1, "1"), (16, "8"), (192, "32")])
+def test_ranks_compile_in_as_many_processes_as_torch_would(here, expected, monkeypatch):
+    """At most, however many cores a rank has."""
+    monkeypatch.setattr(rank_environment, "cores", lambda: here)
+    env = sanitized_environment({}, TWO_RANKS, "cpu")
+    assert env["TORCHINDUCTOR_COMPILE_THREADS"] == expected
+    assert env["OMP_NUM_THREADS"] == str(max(1, here // 2))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "name",
