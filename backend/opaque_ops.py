@@ -218,10 +218,11 @@ def _register() -> Any:
     """Keep the operators in order; None where this torch cannot."""
     try:
         from torch._library.effects import EffectType  # no public name yet
-    except ImportError:
+
+        for operator in (opaque_attend, layer, linear_state):
+            operator.register_effect(EffectType.ORDERED)
+    except (ImportError, AttributeError):  # some versions have the type, and no method that takes it
         return None
-    for operator in (opaque_attend, layer, linear_state):
-        operator.register_effect(EffectType.ORDERED)
     return EffectType.ORDERED
 
 

@@ -202,6 +202,12 @@ def test_an_older_torch_is_said(tmp_path, monkeypatch):
     assert set(seen) == {False}
 
 
+def test_a_torch_that_registers_no_effects_is_an_older_one(monkeypatch):
+    """One with their type alone: operators without the method failed while the engine was imported."""
+    monkeypatch.delattr(type(opaque_ops.layer), "register_effect")
+    assert opaque_ops._register() is None
+
+
 def test_errors_of_a_run_are_not_taken_for_the_compilers(compiler):
     class Block(torch.nn.Module):
         def forward(self, x):
