@@ -1,6 +1,7 @@
 """The memory of a rank's device: whose it is, how much of it is free, and whether an error says that it ran
 out. ComfyUI's process uses it too, to find which ranks share a GPU with it."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -15,6 +16,16 @@ _OUT_OF_MEMORY = (
     *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED"),
     *("CUDA calloc", "CUDA malloc", "CUDA host alloc"),
 )
+
+
+#: 1 in the environment of ranks: their allocator's segments have fixed sizes, and are given back while the
+#: whole GPU is waited for.
+FIXED_SEGMENTS = "PARALLEL_DIT_FIXED_SEGMENTS"
+
+
+def segments_grow() -> bool:
+    """Return whether this rank's allocator never waits for the whole GPU to make room."""
+    return os.environ.get(FIXED_SEGMENTS) != "1"
 
 
 def device_name(device: torch.device) -> str:

@@ -10,6 +10,7 @@ import torch
 from ..cgroup_limits import cpu_limit
 from ..config import ConfigError, ParallelConfig
 from ..dequantized_cache import rank_variables
+from ..device_memory import FIXED_SEGMENTS
 from ..torch_version import has_torch
 from . import nccl_settings
 from .cache_files import cache_folder
@@ -18,7 +19,8 @@ from .interpreter import PACK, inherited, ranks_python
 #: Settings of torch's allocator, under the names of several versions of it.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 #: Segments that grow: requests of other sizes leave no gaps that nothing fits into. Others are given back
-#: while the whole GPU is waited for, which two stages of a pipeline must not do at once.
+#: while the whole GPU is waited for, which two stages of a pipeline must not do at once: where they may, none
+#: posts receives ahead.
 _GROWING = "expandable_segments:True"
 #: glibc raises the size from which a block is memory of its own to 32 MB, as blocks are freed. Smaller ones
 #: then leave gaps, by which ranks grew by 0.6 MB per 100 requests (benchmarks/soak.py). A size that is set
@@ -96,6 +98,14 @@ def allocator_settings(parent: dict) -> dict:
     return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
 
 
+def _segments(settings: dict) -> dict:
+    """Return the variable by which ranks know of their allocator's segments: "1" where one of its
+    ``settings``, any of which their torch may read, does not have them grow."""
+    lasts = [value.replace(" ", "").rpartition("expandable_segments:")[2] for value in settings.values()]
+    grow = bool(lasts) and all(last.startswith("True") for last in lasts)
+    return {FIXED_SEGMENTS: "0" if grow else "1"}
+
+
 def driver_name(parent: Mapping[str, str], index: int) -> str:
     """Return the driver's name of the GPU that this process numbers ``index``, by the list of visible GPUs in
     the environment ``parent``. Raises ConfigError where that has no such GPU: torch read it when it began."""
@@ -153,7 +163,8 @@ def sanitized_environment(
     if device == "cuda":
         names = [driver_name(parent, index) for index in config.gpu_indices]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(names))
-        env |= allocator_settings(parent)
+        settings = allocator_settings(parent)
+        env |= settings | _segments(settings)
         # as many hardware queues as there are: messages that share one with others wait for those, which may
         # wait for them. 1, as Megatron-LM sets it, would also put all of them behind compute
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"

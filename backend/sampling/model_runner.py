@@ -11,6 +11,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 
 from ..config import CHOICES, ParallelConfig
+from ..device_memory import segments_grow
 from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights, Stack
@@ -248,8 +249,10 @@ class Runner:
             self.buffers.begin_evaluation(ratio)
 
     def expect(self, context: StepContext) -> bool:
-        """Make ready to receive a forward's activations; return False where their size is not known yet."""
-        return self.model.stage is None or self.model.stage.expect(context)
+        """Make ready to receive a forward's activations; return False where their size is not known yet, or
+        where this stage's allocator may wait for that receive, and its sender's for this stage."""
+        stage = self.model.stage
+        return stage is None or (segments_grow() and stage.expect(context))
 
     def statistics(self, started: float) -> dict:
         """Return the seconds since ``started`` (time.perf_counter), the calls of the model, the bytes sent by

@@ -25,7 +25,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from backend.parallel import mesh
 
 TESTS = Path(__file__).parents[1]
-PROGRAMS = ["ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"]
+PROGRAMS = [
+    *("ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"),
+    "ranks.fixed_segments",
+]
 #: Ranks give way to the tests of one process and of tests/socket, which run at the same time and must not be
 #: what is left in the end, and to those of programs that were started before: the first ones take longest.
 NICE = itertools.chain(range(10, 19, 3), itertools.repeat(19))

@@ -11,6 +11,7 @@ from backend.client import rank_environment
 from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
+from backend.device_memory import FIXED_SEGMENTS
 from backend.gpu_sharing import SHARED_GPU
 from backend.parallel import mesh
 
@@ -126,6 +127,24 @@ def test_the_allocator_is_as_usual_on_wsl(monkeypatch):
     assert several.items() <= sanitized_environment(several, TWO_RANKS, "cuda").items()
     theirs = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
+
+
+@pytest.mark.parametrize(
+    "release, theirs, expected",
+    [
+        ("6.8.0", {}, "0"),
+        ("6.8.0", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "0"),
+        ("6.8.0", {"PYTORCH_ALLOC_CONF": "expandable_segments:False, max_split_size_mb:64"}, "1"),
+        ("6.6.87.2-microsoft-standard-WSL2", {}, "1"),
+        ("6.6.87.2-microsoft-standard-WSL2", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "1"),
+        ("6.6.87.2-microsoft-standard-WSL2", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "0"),
+    ],
+)
+def test_ranks_know_whether_their_segments_grow(release, theirs, expected, monkeypatch):
+    """Where they do not, stages post no receives ahead (tests/ranks/test_fixed_segments.py)."""
+    monkeypatch.setattr(platform, "release", lambda: release)
+    assert sanitized_environment(theirs, TWO_RANKS, "cuda")[FIXED_SEGMENTS] == expected
+    assert FIXED_SEGMENTS not in sanitized_environment(theirs, TWO_RANKS, "cpu")
 
 
 def test_values_of_nccl_that_somebody_set_are_kept():
