@@ -1,6 +1,6 @@
 """Whether ranks wait for their GPU in steady steps, as torch.cuda.set_sync_debug_mode sees it.
 
-    python benchmarks/waits.py [--ranks 2] [--device cuda] [--json PREFIX]
+    python benchmarks/waits.py [--ranks 2] [--device cuda] [--skip ring,cfg] [--json PREFIX]
 
 Every method and tiny family of the doctor runs on real ranks. From the second step on each synchronizing call
 is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves the others waiting
@@ -98,13 +98,22 @@ def write_models(folder: Path):
         tiny.write_checkpoint(folder / f"{family}.safetensors", family)
 
 
-def rank(ranks: int, device: str, folder: Path, write: Callable[[list[dict]], None]) -> list[dict]:
-    """Watch every method and family as this rank; ``write`` gets what was found after each method."""
+def rank(
+    ranks: int,
+    device: str,
+    folder: Path,
+    write: Callable[[list[dict]], None],
+    skipped: tuple[str, ...] = (),
+) -> list[dict]:
+    """Watch every family and method but the ``skipped`` ones as this rank; ``write`` gets what was found
+    after each method."""
     import doctor_runs
     import families
 
     found = []
     for method, config in doctor_runs.methods(ranks).items():
+        if method in skipped:
+            continue
         groups = mesh.build(config, device)
         for family in doctor_runs.FAMILIES:
             sample = families.golden(f"{family}__euler_simple")[0]
@@ -136,6 +145,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", help="write PREFIX.RANK")
+    parser.add_argument("--skip", default="", help="methods that are not run, separated by ,")
     chosen = parser.parse_args()
     if not common.spawned():
         with tempfile.TemporaryDirectory(prefix="parallel-dit-waits-") as folder:
@@ -144,7 +154,8 @@ def main():
     number = os.environ["RANK"]
     path = Path(f"{chosen.json}.{number}") if chosen.json else None
     models = Path(os.environ[common.MODEL_VARIABLE])
-    found = rank(chosen.ranks, chosen.device, models, partial(keep, path=path))
+    skipped = tuple(chosen.skip.split(","))
+    found = rank(chosen.ranks, chosen.device, models, partial(keep, path=path), skipped)
     if number == "0":
         for line in found:
             print(line)

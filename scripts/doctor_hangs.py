@@ -41,9 +41,13 @@ class Hung:
         if config.world_size > 1:
             self._seen.add(_key(config))
 
+    def has(self, config: ParallelConfig) -> bool:
+        """Return whether the ranks of a configuration have hung."""
+        return _key(config) in self._seen
+
     def check(self, config: ParallelConfig):
         """Raise OutOfTime for one that has."""
-        if _key(config) in self._seen:
+        if self.has(config):
             raise OutOfTime(f"not run: ranks with {config.product} hung before")
 
 

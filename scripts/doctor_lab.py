@@ -243,11 +243,12 @@ class Lab:
         sample = released_sizes.random_request(family)
         return path, partial(in_steps, sample), f"{BLOCKS} blocks, {released_sizes.in_words(family)}"
 
-    def waits(self) -> tuple[list[dict], Ended]:
-        """Run benchmarks/waits.py on as many ranks; return what they found, and how it ended."""
+    def waits(self, skipped: list[str]) -> tuple[list[dict], Ended]:
+        """Run benchmarks/waits.py on as many ranks, without the ``skipped`` methods; return what they found,
+        and how it ended."""
         prefix = self.folder / "waits"
-        ranks = ["--ranks", self.ranks]
-        ended = self._benchmark("waits.py", 2 * RUN_SECONDS, *ranks, "--json", prefix)
+        options = ["--ranks", self.ranks, "--json", prefix, "--skip", ",".join(skipped)]
+        ended = self._benchmark("waits.py", 2 * RUN_SECONDS, *options)
         files = [Path(f"{prefix}.{rank}") for rank in range(self.ranks)]
         return [run for file in files if file.exists() for run in json.loads(file.read_text())], ended
 

@@ -59,8 +59,13 @@ def _shape(
 
 def waits(lab: Lab) -> Found:
     """Waits of the host for a GPU in steady steps, of every method (benchmarks/waits.py)."""
-    runs, ended = lab.waits()
+    import doctor_runs  # which imports this
+
+    hung = [name for name, config in doctor_runs.methods(lab.ranks).items() if lab.hung.has(config)]
+    runs, ended = lab.waits(hung)
     yield _waits(lab, runs)
+    if hung:
+        yield Finding("waits", WARNING, f"not run: {', '.join(hung)}, whose ranks hung before")
     yield from cut_short(lab, "waits", "benchmarks/waits.py", ended)
 
 

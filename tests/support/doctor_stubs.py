@@ -9,6 +9,7 @@ import doctor_runs
 import torch
 from doctor_checks import OutOfTime
 from doctor_facts import Facts, Gpu, Torch, Wheel
+from doctor_hangs import Hung
 from doctor_processes import Ended
 
 from backend.planner.machine import Machine
@@ -54,6 +55,7 @@ class StubLab:
         self.is_late = is_late
         self.closed = self.links_failed = False
         self.rates = None
+        self.hung = Hung()
 
     def check(self):
         if self.is_late:
@@ -82,7 +84,7 @@ class StubLab:
     def released(self, family):
         return Path(family), lambda steps: self.tiny(family)[1], "two blocks"
 
-    def waits(self):
+    def waits(self, skipped):
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
     def kernel_rows(self, kernel):

@@ -1,8 +1,11 @@
 """What scripts/doctor.py says of steady steps: their waits, their seconds at released shapes, the chart."""
 
+from pathlib import Path
+
 import doctor_checks
 import doctor_kernels
 import doctor_lab
+import doctor_runs
 import doctor_steps
 import kernels
 import pytest
@@ -11,6 +14,7 @@ import tiny
 import torch
 import waits
 from doctor_checks import OK, PROBLEM, WARNING
+from doctor_hangs import Hung
 from doctor_processes import Ended
 from doctor_stubs import ENDED
 
@@ -21,9 +25,13 @@ from backend.parallel import mesh
 class Ranks:
     """Ranks that wait in one line."""
 
-    device = "cpu"
+    device, ranks, skipped = "cpu", 2, None
 
-    def waits(self):
+    def __init__(self):
+        self.hung = Hung()
+
+    def waits(self, skipped):
+        self.skipped = skipped
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
 
@@ -35,6 +43,20 @@ def test_waits_are_named_with_their_line(device, status, says):
     lab.device = device
     (found,) = doctor_steps.waits(lab)
     assert found.status == status and says in found.text
+
+
+def test_a_method_that_hangs_takes_no_other_with_it(monkeypatch):
+    """In benchmarks/waits.py, which runs all in one group of ranks."""
+    lab = Ranks()
+    lab.hung.note(doctor_runs.methods(2)["ring"])
+    found = list(doctor_steps.waits(lab))
+    assert lab.skipped == ["ring"] and found[-1].status == WARNING and "ring" in found[-1].text
+    ran = []
+    monkeypatch.setattr(waits, "watch", lambda config, *_: ran.append(config) or None)
+    monkeypatch.setattr(waits.mesh, "build", lambda *_: None)
+    monkeypatch.setattr(waits.mesh, "close", lambda groups: None)
+    waits.rank(2, "cpu", Path(), lambda found: None, skipped=("ring", "cfg"))
+    assert ran and not [each for each in ran if each.ring_degree > 1 or each.cfg_degree > 1]
 
 
 def test_torchs_own_warning_is_a_wait():
