@@ -135,16 +135,13 @@ def _probed(
         def are_there() -> bool:
             return len(list(private.path.glob(f"{store.name}.ready-*"))) == config.world_size
 
-        def is_started() -> bool:
-            return not is_last and are_there()
-
         def remedy() -> str:
             return hang_remedy(device) if are_there() else SLOW_START
 
         is_linked = Path(f"{store}.linked").exists
         held = private.inherited
         try:
-            run(command, environment, check, longest, is_started, is_linked, held, remedy)
+            run(command, environment, check, longest, are_there, is_linked, held, remedy, is_last)
         except UnmeasuredError as error:
             if not out.exists():
                 raise
@@ -164,10 +161,12 @@ def run(
     is_linked: Callable[[], bool] = lambda: False,
     held: tuple[int, ...] = (),
     remedy: Callable[[], str] = str,
+    is_last: bool = False,
 ):
     """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
-    keeps the descriptors ``held``. Once it ``is_started``, it has ANSWER_SECONDS until it ``is_linked``.
-    Raises UnmeasuredError with its last words where it fails, or with ``remedy`` where it does not end."""
+    keeps the descriptors ``held``. Once it ``is_started``, it has ANSWER_SECONDS until it ``is_linked``, or
+    ``longest`` in the last way. Raises UnmeasuredError with its last words where it fails, or with ``remedy``
+    where it does not end."""
     require_same_pack()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -183,7 +182,7 @@ def run(
         assert process.stdin is not None  # it was opened as a pipe
         fork_guard.hold(process.stdin.fileno())
         try:
-            hangs = _waited(process, check, longest, lambda: is_started() and not is_linked())
+            hangs = _waited(process, check, longest, lambda: not is_last and is_started() and not is_linked())
         finally:
             fork_guard.let_go(process.stdin.fileno())
             process.stdin.close()  # by which an agent and its ranks end
@@ -191,23 +190,24 @@ def run(
         if hangs:
             what = f"its ranks did not answer within {hangs:.0f} s"
             # those that are still importing say nothing of links, nor those that had too little time
-            says = is_started() and (not is_linked() or longest >= MAX_SECONDS)
+            has_had_time = longest >= MAX_SECONDS and not is_last
+            says = is_started() and (not is_linked() or has_had_time)
             what_to_do = remedy()
             raise UnmeasuredError(what, what_to_do, of_links=bool(what_to_do) and says)
         if process.returncode:
             log.seek(0)
             text = log.read().decode(errors="replace").strip()
-            if killed := ended_by_signal(text):
-                name = signal.Signals(-killed.code).name
-                said = words_of_abort(text) if name == "SIGABRT" else ""
-                of_links = bool(_OF_LINKS.search(said)) if said else name in LINK_SIGNALS
-                raise UnmeasuredError(str(replace(killed, error=said)), of_links=of_links)
             raise _unmeasured(text, process.returncode)
 
 
 def _unmeasured(text: str, code: int) -> UnmeasuredError:
     """Return the error of ranks that ended with ``code``, from what they printed. NCCL names the cause of its
     errors apart; of a full GPU no other way between GPUs makes room."""
+    if killed := ended_by_signal(text):
+        name = signal.Signals(-killed.code).name
+        said = words_of_abort(text) if name == "SIGABRT" else ""
+        of_links = bool(_OF_LINKS.search(said)) if said else name in LINK_SIGNALS
+        return UnmeasuredError(str(replace(killed, error=said)), of_links=of_links)
     last = next((line for line in text.splitlines() if "Error" in line), f"code {code}")[:300]
     if (cause := NCCL_CAUSE.search(text)) and cause[1] not in last:
         last = f"{last} ({cause[1][:200]})"

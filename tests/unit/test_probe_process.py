@@ -70,28 +70,6 @@ def test_a_rank_that_dies_is_judged_by_its_words_and_its_signal(said, of_links, 
     assert says in failure.value.why
 
 
-@pytest.mark.parametrize("device, says", [("cuda", "IOMMU"), ("cpu", "scripts/doctor.py")])
-@pytest.mark.parametrize("started", [False, True])
-def test_ranks_that_do_not_answer_are_said_to_hang(device, says, started):
-    """In one sentence; the doctor, whose probe it is, too, would send to itself."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(probe_process.UnmeasuredError) as failure:
-        probe_process.run(
-            command,
-            dict(os.environ),
-            lambda: None,
-            longest=1.0,
-            is_started=lambda: started,
-            remedy=lambda: probe_process.hang_remedy(device),
-        )
-    assert failure.value.of_links == (started and device == "cuda")  # who still imports says nothing of links
-    sentence = str(failure.value)
-    assert "did not answer within 1 s" in sentence and says in sentence and sentence.count(". ") == 0
-    assert (failure.value.remedy == "") == (device == "cpu")
-    # degrees by hand would start the same links
-    assert ("gpus of Parallel Config to 1" if failure.value.of_links else "by hand") in sentence
-
-
 #: A probe whose ranks hang, and a process like ComfyUI's, that measures on a thread and ends meanwhile.
 HANGING = """
 import os, sys, time
@@ -184,7 +162,13 @@ def measure(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
     monkeypatch.setattr(probe_process, "agent_command", lambda *_: [sys.executable, "-c", OF_MACHINE])
 
-    def run(works: dict | None, fails: str, config: ParallelConfig = TWO, device: str = "cuda"):
+    def run(
+        works: dict | None,
+        fails: str,
+        config: ParallelConfig = TWO,
+        device: str = "cuda",
+        longest: float = 60.0,
+    ):
         (tmp_path / "tried").write_text("")
         monkeypatch.setenv("WORKS", json.dumps(works))
         monkeypatch.setenv("FAILS", fails)
@@ -192,7 +176,7 @@ def measure(tmp_path, monkeypatch):
         monkeypatch.setattr(probe_process, "ANSWER_SECONDS", 0.5 if fails == "hangs" else 60.0)
         shown = []
         try:
-            found = probe_process.measured_rates(config, device, lambda: None, shown.append, longest=60.0)
+            found = probe_process.measured_rates(config, device, lambda: None, shown.append, longest=longest)
         except probe_process.UnmeasuredError as error:
             found = error
         tried = [json.loads(line) for line in (tmp_path / "tried").read_text().splitlines()]
@@ -247,6 +231,12 @@ def test_ranks_that_hang_have_no_longer_than_was_said(measure, monkeypatch, long
     monkeypatch.setattr(probe_process.time, "monotonic", lambda: sum(waited))
     assert probe_process._waited(process, lambda: None, longest, lambda: True) == longest
     assert sum(waited) < 2 * longest + 0.3
+
+
+def test_links_that_hang_in_the_users_way_are_said_to(measure, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    found, tried, _ = measure(None, "hangs", longest=2.0)
+    assert len(tried) == 1 and found.of_links and "IOMMU" in found.remedy
 
 
 def test_links_that_work_again_are_used_again(measure):
