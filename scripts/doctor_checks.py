@@ -140,9 +140,19 @@ def cuda(facts: Facts) -> Status:
         what += f" ({facts.cuda_error})" if facts.cuda_error else ""
         driver_version = driver[0]["driver_version"]
         return PROBLEM, f"{what}; the driver {driver_version} may be too old for it: update the driver"
+    if facts.smi[1]:
+        says = f"{name} can use no GPU ({facts.cuda_error}); {facts.smi[1]}"
+        return PROBLEM, f"{says}; {_driver_remedy(facts)}"
     if facts.cuda_error:
         return PROBLEM, f"{name} can use no GPU ({facts.cuda_error}); update the driver"
     return WARNING, f"{name}: no GPU, so ranks run on the CPU, which is for trying out"
+
+
+def _driver_remedy(facts: Facts) -> str:
+    """Say what helps where nvidia-smi fails."""
+    if "mismatch" in facts.smi[1]:
+        return "restart the machine: the driver was updated while it ran"
+    return "restart the machine, or install its driver anew"
 
 
 def nccl(facts: Facts) -> Status:
@@ -194,6 +204,8 @@ def peers(facts: Facts) -> Status:
 
 
 def modes(facts: Facts) -> Iterator[Status]:
+    if facts.smi[1]:
+        yield WARNING, f"modes and PCIe lanes are unknown: {facts.smi[1]}; {_driver_remedy(facts)}"
     for gpu in facts.driver:
         where = f"GPU {gpu['index']}"
         if "exclusive" in gpu["compute_mode"].lower():

@@ -137,15 +137,24 @@ class Facts:
         return Torch(torch.__version__, *versions, archs, nccl, has_gloo)
 
     @cached_property
-    def driver(self) -> list[dict[str, str]]:
-        """What nvidia-smi says of every GPU, by SMI_FIELDS; empty where there is no nvidia-smi."""
+    def smi(self) -> tuple[str, str]:
+        """What nvidia-smi prints of SMI_FIELDS, and why it failed; both empty where there is none."""
         if shutil.which("nvidia-smi") is None:
-            return []
+            return "", ""
         command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
-        answer = driver_query.answer(command, SMI_SECONDS)
+        try:
+            answer = driver_query.answer(command, SMI_SECONDS)
+        except (OSError, subprocess.SubprocessError) as error:
+            return "", f"nvidia-smi failed: {error}"[:200]
         if answer.returncode:
-            raise RuntimeError(f"nvidia-smi failed: {(answer.stdout + answer.stderr).strip()[:200]}")
-        rows = [[entry.strip() for entry in line.split(",")] for line in answer.stdout.splitlines()]
+            said = " ".join((answer.stdout + answer.stderr).split())
+            return "", f"nvidia-smi failed: {said[:200]}"
+        return answer.stdout, ""
+
+    @cached_property
+    def driver(self) -> list[dict[str, str]]:
+        """What nvidia-smi says of every GPU, by SMI_FIELDS; empty where it is not there, or fails."""
+        rows = [[entry.strip() for entry in line.split(",")] for line in self.smi[0].splitlines()]
         return [dict(zip(SMI_FIELDS, row)) for row in rows if len(row) == len(SMI_FIELDS)]  # else a warning
 
     @cached_property
@@ -169,7 +178,7 @@ class Facts:
     def cuda_error(self) -> str:
         """Why no GPU of those that torch counts can be used; empty where there is none, or they can. It
         counts by the driver's own library, which an old driver has, too."""
-        if not torch.cuda.device_count():
+        if not torch.cuda.device_count() and not self.smi[1]:  # it counts none where the driver fails
             return ""
         try:
             torch.cuda.init()

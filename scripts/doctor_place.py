@@ -16,7 +16,7 @@ def remarks(device: str, ranks: int, facts: Facts) -> list[Finding]:
     if device == "cpu":
         return []
     if not facts.usable:
-        if device == "cuda" or facts.gpus or facts.driver or facts.cuda_error:
+        if device == "cuda" or facts.gpus or facts.driver or facts.smi[1] or facts.cuda_error:
             what = "not run: the GPUs cannot be used, see CUDA and GPUs above"
             return [Finding("full", PROBLEM, f"{what}; --device cpu runs small models")]
         return []

@@ -31,7 +31,9 @@ def machine(**changes) -> Facts:
     gpus = [GPU, Gpu(1, "H100", 80 << 30, 79 << 30, (9, 0))]
     healthy = dict(python=(3, 12, 1), platform="linux", system="Linux", unmet=[], torch=TORCH, gpus=gpus)
     healthy |= dict(driver=[MODE, {**MODE, "index": "1"}], peers=[[True, True], [True, True]])
-    healthy |= dict(shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16)
+    healthy |= dict(
+        smi=("", ""), shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16
+    )
     healthy |= dict(host_memory=64 << 30, open_files=65536, locked_memory=None, loopback="")
     healthy |= dict(
         variables={}, way="", topology="", build={"pack": "1a2b3c"}, wheels={"diffusers": Wheel("0.42.1")}

@@ -6,7 +6,7 @@ import doctor_checks
 import doctor_facts
 import pytest
 import torch
-from doctor_checks import PROBLEM
+from doctor_checks import OK, PROBLEM, WARNING
 from doctor_facts import Facts, is_installed
 from doctor_stubs import machine
 
@@ -37,6 +37,31 @@ def test_a_driver_that_is_too_old_is_one_problem(monkeypatch):
     problems = [each for each in doctor_checks.quick(facts) if each.status == PROBLEM]
     assert [each.check for each in problems] == ["CUDA"]
     assert "11040" in problems[0].text and "update the driver" in problems[0].text
+
+
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
+
+
+def test_a_driver_that_was_updated_while_it_ran_asks_for_a_restart(monkeypatch):
+    """torch counts no GPU then, and says why only where it is to use one."""
+
+    def init():
+        raise RuntimeError("Error 803: system has unsupported display driver / cuda driver combination\n...")
+
+    answer = SimpleNamespace(stdout=MISMATCH + "\nNVML library version: 550.120\n", stderr="", returncode=18)
+    monkeypatch.setattr(doctor_facts.shutil, "which", lambda name: name)
+    monkeypatch.setattr(doctor_facts.driver_query, "answer", lambda *_: answer)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    facts = machine()
+    for name in ("gpus", "driver", "smi"):
+        delattr(facts, name)
+    found = {each.check: each for each in doctor_checks.quick(facts) if each.status != OK}
+    assert [(name, each.status) for name, each in found.items()] == [
+        ("CUDA", PROBLEM),
+        ("GPU modes", WARNING),
+    ]
+    assert all(word in found["CUDA"].text for word in ("Error 803", MISMATCH, "restart the machine"))
 
 
 def test_warnings_of_the_driver_are_no_gpus(monkeypatch):
