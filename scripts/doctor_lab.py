@@ -128,16 +128,13 @@ class Lab:
         listed = "" if used == list(range(len(used))) else ",".join(map(str, used))
         return replace(config, device=self.device, gpus=listed)
 
-    def run(
-        self, config: ParallelConfig, path: Path, sample: Sample, dtype: str = "default", matmul: str = "auto"
-    ) -> Run:
-        """Sample once. Raises RefusedError, BackendError, OutOfTime; HungError where the ranks hang."""
+    def run(self, config: ParallelConfig, path: Path, sample: Sample, dtype: str = "default", **how) -> Run:
+        """Sample once; ``how``: matmul, loras of Backend.load. Raises RefusedError, BackendError, OutOfTime;
+        HungError where the ranks hang."""
         self.check()
         self.hung.check(config)
         backend = self.backend(config)
-        loaded = backend.load(
-            str(path), dtype, keep=(), check=self._until(RUN_SECONDS, config), matmul=matmul
-        )
+        loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS, config), **how)
         message = replace(sample, model=loaded.model, **config.per_request)
         began = time.monotonic()
         shown: dict[str, str] = {}

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb
 from doctor_lab import Lab, relative
+from doctor_quantized_ranks import KINDS, on_all_ranks
 
 from backend.config import ParallelConfig
 from backend.dequantized_cache import CACHE_VARIABLE
@@ -30,7 +31,8 @@ Found = Iterator[Finding]
 
 
 def quantized(lab: Lab) -> Found:
-    """A quantized file that multiplies natively, against itself weight only; and the seconds of bf16."""
+    """A quantized file that multiplies natively, against itself weight only, and the seconds of bf16; then on
+    all ranks, against one."""
     if importlib.util.find_spec("gguf") is None:
         text = f"{', '.join(OF_GGUF)}: not run, since gguf is not installed, which is optional"
         yield Finding("quantized", OK, text)
@@ -38,6 +40,7 @@ def quantized(lab: Lab) -> Found:
         for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
             lab.check()
             yield from findings("quantized", partial(_quantized, kind=kind, matmul=matmul), lab)
+    yield from on_all_ranks(lab, tuple(kind for kind in KINDS if kind in _kinds()))
     lab.forget_weights()
 
 

@@ -14,6 +14,7 @@ from doctor_facts import Facts
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
 from doctor_place import place, remarks
+from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL
 from doctor_quantized import dequantized_once, quantized
 from doctor_steps import shapes, waits
 from doctor_watch import Watch
@@ -28,18 +29,9 @@ from backend.shares import written
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
 FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
-#: Largest relative distance of exact methods from one rank in float32. GPUs choose other kernels for other
-#: shapes, which add in another order; a lost or exchanged token is off by far more.
-EXACT = {"cpu": 1e-5, "cuda": 1e-3}
-#: What is above this is to be reported: nobody has measured several GPUs yet.
-USUAL = 1e-5
-#: The same of stale keys and values, which random weights drift by (scripts/check_family.py).
-STALE = 0.25
 #: Largest distance of one rank from ComfyUI's latent, in standard deviations: 1e-4 on the CPU; attention of
 #: random weights is sharp, and other kernels add in another order.
 COMFYUI = 2e-3
-#: bf16 of a method may be so many times as far from float32 as bf16 of one rank.
-BF16_RATIO = 3.0
 #: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
 SLOW_LINK = 6e9
 

@@ -96,7 +96,7 @@ class StubLab:
     def plain_request(self, steps):
         return self.tiny("flux")[1]
 
-    def run(self, config, path, sample, dtype="default", matmul="auto"):
+    def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
         if config.ring_degree > 1:
             raise BackendError("rank 1 ended")
         if matmul == "native":

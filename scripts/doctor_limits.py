@@ -1,0 +1,11 @@
+"""How far latents of scripts/doctor.py --full may be apart."""
+
+#: Largest relative distance of exact methods from one rank in float32. GPUs choose other kernels for other
+#: shapes, which add in another order; a lost or exchanged token is off by far more.
+EXACT = {"cpu": 1e-5, "cuda": 1e-3}
+#: What is above this is to be reported: nobody has measured several GPUs yet.
+USUAL = 1e-5
+#: The same of stale keys and values, which random weights drift by (scripts/check_family.py).
+STALE = 0.25
+#: bf16 of a method may be so many times as far from float32 as bf16 of one rank.
+BF16_RATIO = 3.0

@@ -1,0 +1,110 @@
+"""What scripts/doctor.py --full runs of quantized files on all ranks, with and without a LoRA: the methods
+that divide or move their weights, against one rank."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from doctor_checks import OK, PROBLEM, WARNING, Finding, possible
+from doctor_lab import Lab, relative
+from doctor_limits import BF16_RATIO, EXACT, USUAL
+
+from backend.config import ParallelConfig
+
+#: A format with scales of rows, one with a scale for a layer, one of blocks in a GGUF file.
+KINDS = ("int8_tensorwise", "float8_e4m3fn", "Q8_0")
+STEPS = 2
+#: Strength of the LoRA times the model's width: it adds less than the weights, and far more than rounding.
+LORA_STRENGTH = 25.0
+#: Least relative distance that the LoRA makes: less compares nothing.
+MIN_LORA_EFFECT = 1e-3
+
+Found = Iterator[Finding]
+
+
+def methods(ranks: int) -> dict[str, ParallelConfig]:
+    """Return the methods that hold, divide, gather and distribute quantized weights."""
+    return {
+        "ulysses": ParallelConfig(ulysses_degree=ranks),
+        "tensor parallel": ParallelConfig(tensor_parallel_degree=ranks),
+        "FSDP": ParallelConfig(ulysses_degree=ranks, shard_weights=True),
+        "pipefusion M=1": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1),
+    }
+
+
+def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
+    """Run quantized files of ``kinds`` on all ranks, against one rank."""
+    if lab.ranks == 1:
+        return
+    if lab.links_failed:
+        yield Finding("quantized", WARNING, "not run on all ranks: the check links failed")
+        return
+    for kind in kinds:
+        for has_lora in (False, True):  # of one rank first: the ranks change with the method
+            for dtype in _dtypes(has_lora):
+                latent(lab, kind, dtype, has_lora)
+        for name, config in methods(lab.ranks).items():
+            for has_lora in (False, True):
+                lab.check()
+                compared = partial(_compared, name=name, config=config, kind=kind, has_lora=has_lora)
+                yield from possible("quantized", f"{kind}, {name}", compared, lab)
+
+
+def _dtypes(has_lora: bool) -> tuple[str, ...]:
+    """Return what is computed: float32, by which methods are judged, and without a LoRA bf16 as files run."""
+    return ("fp32",) if has_lora else ("fp32", "bf16")
+
+
+def latent(lab: Lab, kind: str, dtype: str, has_lora: bool) -> torch.Tensor:
+    """Return one rank's latent of the file."""
+    key = ("quantized latent", kind, dtype, has_lora)
+    return lab.kept(key, lambda: _run(lab, ParallelConfig(), kind, dtype, has_lora))
+
+
+def _run(lab: Lab, config: ParallelConfig, kind: str, dtype: str, has_lora: bool) -> torch.Tensor:
+    # native products round what they multiply; in float32 nothing is to hide a wrong scale
+    how: dict = {"matmul": "weight only" if dtype == "fp32" else "auto"}
+    if has_lora:
+        how["loras"] = [(str(lab.kept(("lora",), partial(_written_lora, lab))), _strength(lab))]
+    return lab.run(config, lab.quantized(kind), lab.plain_request(STEPS), dtype, **how).samples
+
+
+def _strength(lab: Lab) -> float:
+    return LORA_STRENGTH / lab.size.width
+
+
+def _written_lora(lab: Lab) -> Path:
+    """Write a LoRA on every matrix of the blocks of what ``Lab.quantized`` writes."""
+    import memory
+    from loras import write_lora
+
+    shapes = {
+        name.removesuffix(".weight"): shape
+        for name, shape in memory.shapes(lab.size.width).items()
+        if name.endswith(".weight") and "_blocks." in name
+    }
+    return write_lora(lab.folder / "lora.safetensors", shapes, "comfyui")
+
+
+def _compared(lab: Lab, name: str, config: ParallelConfig, kind: str, has_lora: bool) -> Found:
+    single = latent(lab, kind, "fp32", has_lora)
+    exact = relative(_run(lab, config, kind, "fp32", has_lora), single)
+    what = f"{kind}{' with a LoRA' if has_lora else ''}, {name}"
+    values = {"kind": kind, "method": name, "lora": has_lora, "fp32": exact}
+    text = f"{what}: float32 {exact:.1e} from one rank (limit {EXACT[lab.device]:g})"
+    status = WARNING if exact > USUAL else OK
+    if has_lora:
+        effect = relative(single, latent(lab, kind, "fp32", False))
+        values["lora_effect"] = effect
+        text += f", the LoRA changes it by {effect:.1e}"
+        is_right = effect >= MIN_LORA_EFFECT
+    else:
+        usual = relative(latent(lab, kind, "bf16", False), single)
+        drift = relative(_run(lab, config, kind, "bf16", False), single)
+        values |= {"bf16": drift, "bf16_one_rank": usual}
+        text += f", bf16 {drift:.1e} from float32 (one rank in bf16: {usual:.1e})"
+        is_right = drift <= BF16_RATIO * usual
+    if not (is_right and exact <= EXACT[lab.device]):
+        status = PROBLEM
+    yield Finding("quantized", status, text, values)
