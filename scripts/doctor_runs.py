@@ -13,8 +13,8 @@ from doctor_checks import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, gb
 from doctor_facts import Facts
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
-from doctor_place import place, remarks
 from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL
+from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_steps import shapes, waits
 from doctor_watch import Watch

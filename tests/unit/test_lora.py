@@ -16,7 +16,6 @@ from backend.engine import MAX_STACKS, Engine
 from backend.errors import UnsupportedError
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
-from backend.parallel.sequence import Span
 
 
 @pytest.fixture(scope="module")
@@ -173,20 +172,6 @@ def test_only_what_changes_is_read_again(flux, tmp_path):
         read_for((two, 0.0)),
         read_for(),
     ] == [attention, 0, attention, mlp, attention, mlp, 0]
-
-
-def test_a_shard_of_fsdp_reads_its_rows_alone(flux, tmp_path):
-    path = write(tmp_path / "one.safetensors", lora({ATTENTION: (768, 256)}, "comfyui")[0])
-    weights = flux.models["m"].weights
-    name = "transformer_blocks.0.attn.to_k.weight"
-    changes = weights._changes(lora_stack([[path, 1.0]]))[name]
-    for some in ([], changes):
-        whole = weights._value(name, some, {}, torch.float32)
-        before = weights.checkpoint.files.bytes_read
-        rows = weights._value(name, some, {}, torch.float32, Span(64, 128))
-        assert weights.checkpoint.files.bytes_read - before == 64 * 256 * 4
-        assert torch.allclose(rows, whole[64:128], rtol=1e-6, atol=1e-6)
-    assert weights._value(name, changes, {}, torch.float32, Span(256, 256)).shape == (0, 256)
 
 
 def test_two_names_share_the_weights(flux, tmp_path):
