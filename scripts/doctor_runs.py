@@ -11,9 +11,11 @@ import doctor_lab
 import torch
 from doctor_checks import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, gb, possible
 from doctor_facts import Facts
+from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
 from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL
+from doctor_links import links
 from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_steps import shapes, waits
@@ -21,10 +23,9 @@ from doctor_watch import Watch
 
 from backend import protocol
 from backend.client.model_choice import ModelChoice
-from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.config import AXES, ParallelConfig
 from backend.gpu_sharing import SHARED_GPU
-from backend.protocol import RefusedError
+from backend.protocol import BackendError, RefusedError
 from backend.shares import written
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
@@ -32,8 +33,6 @@ FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
 #: Largest distance of one rank from ComfyUI's latent, in standard deviations: 1e-4 on the CPU; attention of
 #: random weights is sharp, and other kernels add in another order.
 COMFYUI = 2e-3
-#: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
-SLOW_LINK = 6e9
 
 Found = Iterator[Finding]
 
@@ -57,36 +56,6 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
             pair = {AXES[first]: 2, AXES[second]: ranks // 2}
             found[f"{first} 2 x {second} {ranks // 2}"] = replace(patches, **pair)
     return found
-
-
-def links(lab: Lab) -> Found:
-    """Rates and links, by the probe of auto."""
-    try:
-        machine = lab.machine()
-    except UnmeasuredError as error:
-        remedy = error.remedy or "see the problems above"
-        yield Finding("links", PROBLEM, f"ranks could not measure this machine ({error.why}); {remedy}")
-        return
-    rates = f"{machine.gemm / 1e12:.2f} TFLOP/s, attention {machine.attention / 1e12:.2f} TFLOP/s"
-    text = f"{lab.ranks} ranks on {machine.name}: {rates}, memory {machine.bandwidth / 1e9:.0f} GB/s"
-    text += f", from host memory {machine.host_link / 1e9:.1f} GB/s"
-    yield Finding("links", OK, text, machine.as_dict())
-    if lab.ranks == 1:
-        return
-    if machine.links:
-        yield Finding("links", WARNING, f"{machine.links} {hang_remedy(lab.device)}.")
-    text = f"to a neighbour {machine.p2p / 1e9:.2f} GB/s, rings of {_groups(machine.rings)} GB/s"
-    text += f", all-to-all among {_groups(machine.all_to_all)} GB/s, latency {machine.latency * 1e6:.0f} us"
-    if lab.device == "cuda" and min([machine.p2p, *machine.rings.values()]) < SLOW_LINK:
-        remedy = "prefer CFG and PipeFusion, and see to peer access, /dev/shm and PCIe lanes above"
-        yield Finding("links", WARNING, f"{text}: slow for GPUs; {remedy}")
-    else:
-        yield Finding("links", OK, text)
-
-
-def _groups(rates: dict[int, float]) -> str:
-    """Write the rates of groups of so many ranks, in GB/s."""
-    return ", ".join(f"{size} ranks {rate / 1e9:.2f}" for size, rate in rates.items())
 
 
 def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
@@ -168,9 +137,15 @@ def timed_alone(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run]:
     return lab.kept(("step", guided), measure)
 
 
-def step_seconds(lab: Lab, guided: bool) -> float:
-    """Return one rank's seconds a step of the mid-size Flux."""
-    return timed_alone(lab, guided)[0]
+def step_seconds(lab: Lab, guided: bool) -> float | None:
+    """Return one rank's seconds a step of the mid-size Flux, None where it fails: that is tried once more
+    after speed_of_one, and not for every method."""
+
+    def measure():
+        with suppress(BackendError, RefusedError, HungError):
+            return timed_alone(lab, guided)[0]
+
+    return lab.kept(("step of one", guided), measure)
 
 
 def speed_of_one(lab: Lab) -> Found:
@@ -187,31 +162,48 @@ def speed(lab: Lab) -> Found:
         return
     import scaling
 
-    path = lab.flux()
-    one = step_seconds(lab, False)
     configs = scaling.methods(lab.ranks)
     if lab.rates and lab.rates.differs:  # as auto divides, which the methods above do not
         parts = written(lab.rates.speeds_of(lab.ranks))
         unlike = {name: replace(configs[name], shares=parts) for name in ("ulysses", "ring", "tp")}
         configs |= {f"{name}, shares {parts}": config for name, config in unlike.items()}
-    alone = ParallelConfig(data_parallel_degree=lab.ranks)
-    together, _ = lab.step_seconds(alone, path, partial(lab.request, path, batch=lab.ranks))
-    ceiling = lab.ranks * one / together
-    text = f"ceiling: {ceiling:.2f} times one rank, {lab.ranks} latents at once"
-    yield Finding("speed", OK, text, {"method": "ceiling", "seconds": together, "speedup": ceiling})
+    ceiling = None
+    for found in possible("speed", "ceiling", _ceiling, lab):
+        ceiling = found.values.get("speedup")
+        yield found
     for name, config in configs.items():
         lab.check()
         timed = partial(_speed, name=name, config=config, ceiling=ceiling)
         yield from possible("speed", name, timed, lab)
 
 
-def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float) -> Found:
+def _ceiling(lab: Lab) -> Found:
+    path = lab.flux()
+    one = step_seconds(lab, False)
+    alone = ParallelConfig(data_parallel_degree=lab.ranks)
+    together, _ = lab.step_seconds(alone, path, partial(lab.request, path, batch=lab.ranks))
+    if not one:
+        return
+    ceiling = lab.ranks * one / together
+    text = f"ceiling: {ceiling:.2f} times one rank, {lab.ranks} latents at once"
+    yield Finding("speed", OK, text, {"method": "ceiling", "seconds": together, "speedup": ceiling})
+
+
+def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -> Found:
     path, guided = lab.flux(), config.cfg_degree > 1
     seconds, run = lab.step_seconds(config, path, partial(lab.request, path, guided=guided))
-    times = step_seconds(lab, guided) / seconds
-    text = f"{name}: {seconds:.4f} s a step, {times:.2f} times one rank, {times / ceiling:.2f} of the ceiling"
-    values = {"method": name, "seconds": seconds, "speedup": times, "of_ceiling": times / ceiling}
-    values |= {"timed": run.timed, "sent": run.stats.get("bytes_sent")}
+    text = f"{name}: {seconds:.4f} s a step"
+    values = {"method": name, "seconds": seconds, "timed": run.timed, "sent": run.stats.get("bytes_sent")}
+    one = step_seconds(lab, guided)
+    if not one:
+        yield Finding("speed", WARNING, f"{text}; one rank could not be timed", values)
+        return
+    times = one / seconds
+    text += f", {times:.2f} times one rank"
+    values |= {"speedup": times}
+    if ceiling:
+        text += f", {times / ceiling:.2f} of the ceiling"
+        values |= {"of_ceiling": times / ceiling}
     if times >= 1:
         yield Finding("speed", OK, text, values)
     elif lab.rates and lab.rates.differs and not config.shares:

@@ -30,15 +30,15 @@ def shapes(lab: Lab) -> Found:
                 name: each for name, each in scaling.methods(lab.ranks).items() if each.cfg_degree == 1
             }
         path, request, what = lab.released(family)
-        one = lab.kept(
-            ("shape", family),
-            lambda path=path, request=request: lab.step_seconds(ParallelConfig(), path, request)[0],
-        )
-        for name, config in configs.items():
+        one = None
+        for name, config in configs.items():  # one rank is the first
             lab.check()
             measured = partial(_shape, name=name, config=config, path=path, request=request)
             timed = partial(measured, family=family, what=what, one=one)
-            yield from possible("shapes", f"{family}, {name}", timed, lab)
+            for found in possible("shapes", f"{family}, {name}", timed, lab):
+                if config.world_size == 1:
+                    one = found.values.get("seconds")
+                yield found
 
 
 def _shape(
@@ -49,11 +49,17 @@ def _shape(
     request: Callable,
     family: str,
     what: str,
-    one: float,
+    one: float | None,
 ) -> Found:
-    seconds = one if config.world_size == 1 else lab.step_seconds(config, path, request)[0]
-    text = f"{family} ({what}), {name}: {seconds:.4f} s a step, {one / seconds:.2f} times one rank"
-    values = {"method": f"{family}, {name}", "seconds": seconds, "speedup": one / seconds}
+    """``one``: the seconds of one rank, None where they are not known."""
+    seconds = lab.step_seconds(config, path, request)[0]
+    text = f"{family} ({what}), {name}: {seconds:.4f} s a step"
+    values = {"method": f"{family}, {name}", "seconds": seconds}
+    if config.world_size == 1:
+        one = seconds
+    if one:
+        text += f", {one / seconds:.2f} times one rank"
+        values |= {"speedup": one / seconds}
     yield Finding("shapes", OK, text, values)
 
 

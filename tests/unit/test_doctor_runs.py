@@ -18,7 +18,7 @@ from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.gpu_sharing import SHARED_GPU
-from backend.protocol import RefusedError
+from backend.protocol import BackendError, RefusedError
 from backend.quantization import matmul
 from backend.sampling.tensor_validation import check_result
 from backend.sampling.validation import refusing
@@ -103,6 +103,24 @@ def test_bf16_of_a_method_is_judged_by_itself(exact, half, status):
     lab.device = "cuda"
     (found,) = doctor_runs._method(lab, "ring", ParallelConfig(ring_degree=2), "flux-dev")
     assert found.status == status, found.text
+
+
+@pytest.mark.parametrize("fails", ["one rank", "the ceiling"])
+def test_methods_are_timed_though_what_they_are_compared_with_fails(fails):
+    """As on a GPU that is too small for the whole model: the seconds are worth as much."""
+
+    class Lab(StubLab):
+        def step_seconds(self, config, path, request, **how):
+            which = "one rank" if config.world_size == 1 else "the ceiling"
+            if which == fails and config.world_size == config.data_parallel_degree:
+                raise RefusedError("rank 0 needs 30 GB") if fails == "one rank" else BackendError("it ended")
+            return super().step_seconds(config, path, request, **how)
+
+    found = full_findings(Lab(), "--only", "speed,shapes")
+    of_methods = {each.values["method"]: each for each in found if "seconds" in each.values}
+    assert {"ulysses", "tp", "wan21-t2v, ulysses"} <= set(of_methods), set(of_methods)
+    assert ("speedup" in of_methods["ulysses"].values) == (fails == "the ceiling")
+    assert "of_ceiling" not in of_methods["ulysses"].values
 
 
 def computed_nothing():

@@ -1,0 +1,43 @@
+"""What scripts/doctor.py --full says of links between ranks, by the probe of auto."""
+
+from collections.abc import Iterator
+
+from doctor_checks import OK, PROBLEM, WARNING, Finding
+from doctor_lab import Lab
+
+from backend.client.probe_process import UnmeasuredError, hang_remedy
+
+#: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
+SLOW_LINK = 6e9
+
+Found = Iterator[Finding]
+
+
+def links(lab: Lab) -> Found:
+    """Rates and links, by the probe of auto."""
+    try:
+        machine = lab.machine()
+    except UnmeasuredError as error:
+        remedy = error.remedy or "see the problems above"
+        yield Finding("links", PROBLEM, f"ranks could not measure this machine ({error.why}); {remedy}")
+        return
+    rates = f"{machine.gemm / 1e12:.2f} TFLOP/s, attention {machine.attention / 1e12:.2f} TFLOP/s"
+    text = f"{lab.ranks} ranks on {machine.name}: {rates}, memory {machine.bandwidth / 1e9:.0f} GB/s"
+    text += f", from host memory {machine.host_link / 1e9:.1f} GB/s"
+    yield Finding("links", OK, text, machine.as_dict())
+    if lab.ranks == 1:
+        return
+    if machine.links:
+        yield Finding("links", WARNING, f"{machine.links} {hang_remedy(lab.device)}.")
+    text = f"to a neighbour {machine.p2p / 1e9:.2f} GB/s, rings of {_groups(machine.rings)} GB/s"
+    text += f", all-to-all among {_groups(machine.all_to_all)} GB/s, latency {machine.latency * 1e6:.0f} us"
+    if lab.device == "cuda" and min([machine.p2p, *machine.rings.values()]) < SLOW_LINK:
+        remedy = "prefer CFG and PipeFusion, and see to peer access, /dev/shm and PCIe lanes above"
+        yield Finding("links", WARNING, f"{text}: slow for GPUs; {remedy}")
+    else:
+        yield Finding("links", OK, text)
+
+
+def _groups(rates: dict[int, float]) -> str:
+    """Write the rates of groups of so many ranks, in GB/s."""
+    return ", ".join(f"{size} ranks {rate / 1e9:.2f}" for size, rate in rates.items())
