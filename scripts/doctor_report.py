@@ -8,6 +8,8 @@ import math
 import os
 import re
 import socket
+import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +20,13 @@ from doctor_facts import Facts
 
 from backend.client.status import log_of_last_backend
 
+ROOT = Path(__file__).resolve().parents[1]
 #: Names that say nothing of anybody, or stand in other words.
 COMMON = ("root", "user", "localhost", "ubuntu", "comfyui", "host")
+#: Homes that are not this user's: of another one, and on WSL that of Windows.
+OTHER_HOMES = re.compile(r"(/mnt/[a-z]/Users/)(?:[^/\n\"]{1,40}(?=/)|[^/\s\"':,;)]+)|(/home/)[^/\s\"':,;)]+")
+#: Folders that say nothing of anybody; empty: the root, and a home without one.
+PUBLIC = ("", "/root", "/tmp", "/var/tmp", "/usr", "/usr/local")
 #: Lines of the log that are kept.
 LOG_LINES = 200
 
@@ -43,7 +50,7 @@ class Report:
     def __init__(self, path: Path | None, options: dict, facts: Facts):
         self.path, self.facts = path, facts
         self.started = self.last = time.time()
-        self.options = {**options, "json": str(path)}
+        self.options = {**options, "json": path.name if path else None}
         self.findings: list[dict] = []
         self.failed = False
         self.log = Log()
@@ -112,15 +119,33 @@ def finite(value: Any) -> Any:
 
 
 def anonymous(text: str) -> str:
-    """Return a text without the home folder, the user's name and the machine's."""
-    home = os.path.expanduser("~")
-    if len(home) > 1 and home != "/root":
-        text = text.replace(home, "~")
+    """Return a text without the folders of who sends it, the user's name and the machine's."""
+    for folder, stands_for in _folders().items():
+        if folder.rstrip("/") not in PUBLIC:
+            text = re.sub(rf"{re.escape(folder.rstrip('/'))}(?![\w.-]*\w)", lambda _, by=stands_for: by, text)
+    text = OTHER_HOMES.sub(lambda found: f"{found[1] or found[2]}USER", text)
     host = socket.gethostname()
-    for name, stands_for in ((_user(), "USER"), (host, "HOST"), (host.partition(".")[0], "HOST")):
+    sudo = os.environ.get("SUDO_USER", "")
+    for name, stands_for in (
+        (_user(), "USER"),
+        (sudo, "USER"),
+        (host, "HOST"),
+        (host.partition(".")[0], "HOST"),
+    ):
         if len(name) > 2 and name.lower() not in COMMON:
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stands_for, text)
     return text
+
+
+def _folders() -> dict[str, str]:
+    """Return folder -> what stands for it, the longest first: one may lie in another."""
+    found = {
+        os.path.expanduser("~"): "~",
+        tempfile.gettempdir(): "TMPDIR",
+        sys.prefix: "PYTHON",
+        str(ROOT): "PACK",
+    }
+    return {folder: found[folder] for folder in sorted(found, key=len, reverse=True)}
 
 
 def _user() -> str:

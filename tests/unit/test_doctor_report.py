@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import socket
+import sys
+import tempfile
 from pathlib import Path
 
 import doctor
@@ -84,6 +86,15 @@ def test_nobody_is_named(monkeypatch):
     assert anonymous(text) == "~/ComfyUI on HOST: /media/USER/disk, janet's attic-pc2"
     monkeypatch.setattr(socket, "gethostname", lambda: "attic-pc.lan")
     assert anonymous("attic-pc.lan:8234 [0] NCCL WARN; attic-pc:8234") == "HOST:8234 [0] NCCL WARN; HOST:8234"
+    text = "/people/janet/x /people/jane, '/people/jane' /home/joe/x /mnt/c/Users/J. Doe/x (of root_boss)"
+    monkeypatch.setenv("SUDO_USER", "root_boss")
+    assert anonymous(text) == "/people/janet/x ~, '~' /home/USER/x /mnt/c/Users/USER/x (of USER)"
+    monkeypatch.setattr(sys, "prefix", "/people/jane/venv")
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch/of our lab")
+    monkeypatch.setattr(doctor_report, "ROOT", Path("/disk7/pack"))
+    assert '"ends": "a/b"' in anonymous('"who": "/mnt/c/Users/Jo",\n"ends": "a/b"')
+    text = "/people/jane/venv/lib, /scratch/of our lab/a, /disk7/pack/backend, /disk7/pack-2"
+    assert anonymous(text) == "PYTHON/lib, TMPDIR/a, PACK/backend, /disk7/pack-2"
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     assert anonymous("root cause") == "root cause"
 
