@@ -14,6 +14,7 @@ from doctor_facts import Facts
 from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
+from doctor_life import life
 from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL
 from doctor_links import links
 from doctor_place import place, remarks
@@ -252,6 +253,7 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "speed of one rank": speed_of_one,
     "speed": speed,
     "methods": all_methods,
+    "life": life,
     "waits": waits,
     "memory": memory,
     "compiled": compiled,
@@ -263,7 +265,7 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
 
 
 #: Those of all ranks: they would hang where links failed.
-OF_SEVERAL = ("methods", "waits", "speed", "memory", "shapes", "compiled")
+OF_SEVERAL = ("methods", "life", "waits", "speed", "memory", "shapes", "compiled")
 #: Those of ranks that share a GPU: what they compute, and nothing that is timed.
 OF_SHARED = ("one rank", "methods", "waits")
 #: Those that need no folder which the registry's archive leaves out (.comfyignore).

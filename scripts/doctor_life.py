@@ -1,0 +1,192 @@
+"""What scripts/doctor.py --full tries of the life of ranks: a cancelled request, a rank that is killed,
+weights that are parked in host memory, two models in turn."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from doctor_checks import OK, PROBLEM, WARNING, Finding, gb, possible
+from doctor_lab import RUN_SECONDS, Lab, relative
+from doctor_limits import EXACT
+
+from backend.client.model_choice import ModelChoice
+from backend.client.pool import Backend
+from backend.config import ParallelConfig
+from backend.protocol import BackendError, Sample
+
+#: Steps of requests that are cancelled, or lose a rank, after AFTER of them.
+LONG, AFTER = 20, 2
+#: Seconds within which the death of a rank is an error: NCCL's own waits are of minutes.
+MAX_DEATH_SECONDS = 30.0
+#: A tiny model of another family, which is loaded next to the mid-size Flux.
+OTHER = "wan21-t2v"
+
+Found = Iterator[Finding]
+
+
+def life(lab: Lab) -> Found:
+    """What ranks do after a cancel, after one of them is killed, after their weights were parked, and with
+    two models."""
+    if lab.ranks == 1:
+        yield Finding("life", WARNING, "not run: one rank")
+        return
+    config = ParallelConfig(ulysses_degree=lab.ranks)
+    wanted = _latent(lab, config)
+    checks: dict[str, Callable[..., Found]] = {
+        "cancel": _cancelled,
+        "parking": _parked,
+        "two models": _in_turn,
+        "a killed rank": _killed,
+    }
+    for name, check in checks.items():
+        lab.check()
+        yield from possible("life", name, partial(check, config=config, wanted=wanted), lab)
+
+
+def _latent(lab: Lab, config: ParallelConfig) -> torch.Tensor:
+    path = lab.flux()
+    return lab.run(config, path, lab.request(path, AFTER)).samples
+
+
+def _again(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> tuple[str, str, float]:
+    """Run what gave ``wanted`` again; return a status, the comparison in words, and the distance."""
+    distance = relative(_latent(lab, config), wanted)
+    status = OK if distance <= EXACT[lab.device] else PROBLEM
+    return status, f"the next latent is {distance:.1e} from the one before", distance
+
+
+def _long(lab: Lab, config: ParallelConfig) -> Sample:
+    """Return a request of many steps for the loaded Flux."""
+    path = lab.flux()
+    model = lab.backend(config).models[ModelChoice(str(path))]
+    return replace(lab.request(path, LONG), model=model, **config.per_request)
+
+
+def _until_late() -> Callable[[], None]:
+    """Return a check that raises once a request takes so long that its ranks hang."""
+    end = time.monotonic() + RUN_SECONDS
+
+    def check():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no answer within {RUN_SECONDS:.0f} s: the ranks hang")
+
+    return check
+
+
+def _sample(backend: Backend, request: Sample, on_progress=lambda progress: None, cancels=lambda: False):
+    """Sample; end ranks that hang, which hear no cancel."""
+    check = _until_late()
+
+    def should_cancel() -> bool:
+        try:
+            check()
+        except TimeoutError:
+            backend.close()
+            raise
+        return cancels()
+
+    return backend.sample(request, on_progress, should_cancel)
+
+
+def _cancelled(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
+    request, backend, steps = _long(lab, config), lab.backend(config), [0]
+    result = backend.sample(request, lambda progress: steps.append(progress.step), lambda: steps[-1] >= AFTER)
+    status, text, distance = _again(lab, config, wanted)
+    values = {"life": "cancel", "after": steps[-1], "distance": distance}
+    what = f"cancel after step {steps[-1]} of {LONG}: {text}"
+    if result is not None:
+        status = PROBLEM
+        what += "; the request went on to its end"
+    elif lab.backend(config) is not backend:
+        status = PROBLEM
+        what += "; the ranks had to start again"
+    yield Finding("life", status, what, values)
+
+
+def _killed(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
+    backend = lab.backend(config)
+    if backend.process is None:  # somebody else's ranks
+        yield Finding(
+            "life", WARNING, "a killed rank: not tried, since this process has not started the ranks"
+        )
+        return
+    request, killed = _long(lab, config), []
+
+    def kill(progress):
+        if progress.step >= AFTER and not killed:
+            killed.append(time.monotonic())
+            os.kill(backend.welcome.pids[1], signal.SIGKILL)
+
+    why = ""
+    try:
+        _sample(backend, request, kill)
+    except BackendError as error:
+        why = str(error)
+    seconds = time.monotonic() - (killed or [time.monotonic()])[0]
+    status, text, distance = _again(lab, config, wanted)
+    if "rank 1" not in why or seconds > MAX_DEATH_SECONDS:
+        status = PROBLEM
+    said = why.splitlines()[0][:200] if why else "no error"
+    values = {"life": "a killed rank", "seconds": seconds, "distance": distance, "error": why}
+    yield Finding("life", status, f"rank 1 killed: after {seconds:.1f} s {said!r}; {text}", values)
+
+
+def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
+    path, backend = lab.flux(), lab.backend(config)
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    _latent(lab, config)  # the weights are there, whatever came before
+    seconds = [_seconds(lambda: _latent(lab, config))]
+    left: list[int] = []
+    choice, check = ModelChoice(str(path)), _until_late()
+    seconds.append(_seconds(lambda: left.extend(backend.unload(choice, park=True, check=check))))
+    status, text, distance = OK, "", 0.0
+
+    def again():
+        nonlocal status, text, distance
+        status, text, distance = _again(lab, config, wanted)
+
+    seconds.append(_seconds(again))
+    back = max(1e-3, seconds[2] - seconds[0])
+    rates = [size / max(1e-3, seconds[1]) / 1e9, size / back / 1e9]
+    what = (
+        f"parking of {gb(size)} a rank: to host memory {rates[0]:.1f} GB/s, back {rates[1]:.1f} GB/s; {text}"
+    )
+    if sorted(left) != list(range(lab.ranks)):
+        status = PROBLEM
+        what += f"; of {lab.ranks} ranks only {left} gave their weights up"
+    values = {"life": "parking", "bytes": size, "seconds": seconds, "distance": distance, "left": left}
+    yield Finding("life", status, what, values)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
+def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
+    """Two models that stay loaded, each twice in turn."""
+    flux, (tiny, sample, _) = lab.flux(), lab.tiny(OTHER)
+    models = {"flux": (flux, lab.request(flux, AFTER)), OTHER: (tiny, sample)}
+    keep = [ModelChoice(str(path)) for path, _ in models.values()]
+    backend, distances = lab.backend(config), []
+    firsts = {"flux": wanted}
+    for name in [*models, *models]:
+        path, request = models[name]
+        loaded = backend.load(str(path), keep=keep, check=_until_late())
+        message = replace(request, model=loaded.model, **config.per_request)
+        result = _sample(backend, message)
+        assert result is not None, "nobody has cancelled it"
+        found = result.tensors["samples"]
+        distances.append(relative(found, firsts.setdefault(name, found)))
+    status = OK if max(distances) <= EXACT[lab.device] else PROBLEM
+    text = f"two models in turn: the latents are at most {max(distances):.1e} from their first"
+    if not backend.models.keys() >= set(keep):
+        status = PROBLEM
+        text += "; they did not stay loaded"
+    yield Finding("life", status, text, {"life": "two models", "distances": distances})

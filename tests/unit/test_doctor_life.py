@@ -1,0 +1,99 @@
+"""What scripts/doctor.py --full says of the life of ranks."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import doctor_lab
+import doctor_life
+import pytest
+import torch
+from doctor_checks import OK, PROBLEM
+from doctor_stubs import StubLab
+
+from backend.client.model_choice import ModelChoice
+from backend.config import ParallelConfig
+from backend.protocol import BackendError
+
+ULYSSES = ParallelConfig(ulysses_degree=2)
+
+
+class Ranks:
+    """Ranks of which rank 1 is a real process, with one fault."""
+
+    process = object()
+
+    def __init__(self, fault):
+        self.fault, self.models = fault, {ModelChoice("flux"): "flux"}
+        self.other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self.welcome = SimpleNamespace(pids=[0, self.other.pid])
+
+    def load(self, path, keep, check):
+        kept = {choice for choice in self.models if choice in keep or self.fault != "forgets"}
+        self.models = dict.fromkeys(kept, "") | ({} if self.fault == "forgets" else {ModelChoice(path): ""})
+        return SimpleNamespace(model=path)
+
+    def unload(self, choice, park, check):
+        return [0] if self.fault == "stays" else [0, 1]
+
+    def sample(self, message, on_progress, should_cancel):
+        for step in range(1, doctor_life.LONG + 1):
+            on_progress(SimpleNamespace(step=step))
+            if self.other.poll() is not None or step > 2 and self.fault != "deaf" and self._is_dead():
+                raise BackendError("a rank ended" if self.fault == "nameless" else "rank 1 was killed")
+            if should_cancel() and self.fault != "deaf":
+                return None
+        return SimpleNamespace(tensors={"samples": torch.ones(4)})
+
+    def _is_dead(self):
+        try:
+            return self.other.wait(0.02) is not None
+        except subprocess.TimeoutExpired:
+            return False
+
+    def close(self):
+        self.other.kill()
+        self.other.wait()
+
+
+class LifeLab(StubLab):
+    def __init__(self, fault):
+        super().__init__()
+        self.fault, self.ranks_here, self.runs = fault, Ranks(fault), 0
+
+    def backend(self, config):
+        return self.ranks_here
+
+    def run(self, config, path, sample, dtype="default", **how):
+        self.runs += 1
+        return doctor_lab.Run(torch.ones(4) + (self.fault == "drifts" and self.runs > 1), 0.1)
+
+
+@pytest.mark.parametrize(
+    "fault, wrong",
+    [
+        ("", set()),
+        ("deaf", {"cancel", "a killed rank"}),
+        ("stays", {"parking"}),
+        ("forgets", {"two models"}),
+        ("nameless", {"a killed rank"}),
+        ("drifts", {"cancel", "parking", "a killed rank"}),
+    ],
+)
+def test_the_life_of_ranks_is_judged(fault, wrong):
+    lab = LifeLab(fault)
+    try:
+        found = list(doctor_life.life(lab))
+    finally:
+        lab.ranks_here.close()
+    assert {each.status for each in found} <= {OK, PROBLEM}
+    assert [each.values.get("life") for each in found] == ["cancel", "parking", "two models", "a killed rank"]
+    assert {each.values["life"] for each in found if each.status == PROBLEM} == wrong, found
+
+
+def test_ranks_that_hang_are_ended(monkeypatch):
+    monkeypatch.setattr(doctor_life, "RUN_SECONDS", 0.0)
+    lab = LifeLab("")
+    with pytest.raises(TimeoutError, match="the ranks hang"):
+        doctor_life._sample(lab.ranks_here, doctor_life._long(lab, ULYSSES))
+    assert lab.ranks_here.other.poll() is not None
