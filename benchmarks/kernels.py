@@ -24,6 +24,7 @@ from backend.config import CHOICES
 from backend.parallel.attention_kernels import attend
 from backend.parallel.kernel_choice import why_unavailable
 from backend.parallel.kernel_table import activated, fits, kernel_of
+from backend.parent_pipe import be_killed_with_parent, end_with_parent
 
 KERNELS = CHOICES["attention"][1:]
 HEAD_SIZES = (64, 128, 256)
@@ -82,7 +83,11 @@ def main():
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--kernel", choices=KERNELS, help="this one alone")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.ends_with_stdin:
+        end_with_parent()
+        be_killed_with_parent()
     for kernel in [chosen.kernel] if chosen.kernel else KERNELS:
         for head_size in HEAD_SIZES:
             for masked in (False, True):

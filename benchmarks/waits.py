@@ -31,6 +31,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.parallel import mesh
+from backend.parent_pipe import be_killed_with_parent, end_with_parent
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks, Denoiser
 
@@ -146,7 +147,11 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", help="write PREFIX.RANK")
     parser.add_argument("--skip", default="", help="methods that are not run, separated by ,")
+    parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.ends_with_stdin:
+        end_with_parent()
+        be_killed_with_parent()
     if not common.spawned():
         with tempfile.TemporaryDirectory(prefix="parallel-dit-waits-") as folder:
             write_models(Path(folder))

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import doctor_processes
-import torch
 from doctor_checks import OutOfTime
 from doctor_files import random_weights, write_quantized
 from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
 from doctor_processes import Ended
+from doctor_requests import in_batch, in_steps
 from doctor_sizes import SIZES
 from torch import Tensor
 
@@ -263,7 +263,14 @@ class Lab:
         """Run one for so many seconds, or until the minutes are over."""
         self.fresh()  # it wants the GPUs' memory
         left = max(1.0, min(seconds, self.end - time.monotonic()))
-        command = [sys.executable, BENCHMARKS / script, "--device", self.device, *options]
+        command = [
+            sys.executable,
+            BENCHMARKS / script,
+            "--ends-with-stdin",
+            "--device",
+            self.device,
+            *options,
+        ]
         # that of ranks: NCCL's way between these GPUs, and nothing that would hold them up
         config = self._placed(ParallelConfig(ulysses_degree=self.ranks))
         environment = sanitized_environment(dict(os.environ), config, self.device)
@@ -321,23 +328,6 @@ class Lab:
                 raise HungError(what, {"log": log_of_last_backend()})
 
         return check
-
-
-def in_steps(sample: Sample, steps: int) -> Sample:
-    """Return the request in so many steps of Euler."""
-    first = sample.tensors["sigmas"][0].item()
-    return replace(
-        sample, sampler="euler", tensors=sample.tensors | {"sigmas": torch.linspace(first, 0, steps + 1)}
-    )
-
-
-def in_batch(sample: Sample, batch: int) -> Sample:
-    """Return the request for ``batch`` latents of other noises; one for the request as it is."""
-    if batch == 1:
-        return sample
-    shape = sample.tensors["noise"].shape[1:]
-    noise = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch))
-    return replace(sample, tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)})
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

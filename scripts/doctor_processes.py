@@ -44,16 +44,18 @@ class Ended:
 def run(command: list, seconds: float, folder: Path, environment: dict[str, str] | None = None) -> Ended:
     """Run a program to its end, or for so many seconds, in the doctor's environment or another one. Its
     temporary files lie in ``folder``, which outlives it. What it has started ends with it, and where an
-    exception comes, as by Ctrl-C."""
+    exception comes, as by Ctrl-C. Its standard input is a pipe that closes with the doctor, however that
+    ends."""
     with tempfile.TemporaryFile(dir=folder) as errors:
         process = subprocess.Popen(
             list(map(str, command)),
             env={**(environment or os.environ), "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
             start_new_session=True,
         )
+        assert process.stdin is not None  # it was opened as a pipe
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -62,6 +64,7 @@ def run(command: list, seconds: float, folder: Path, environment: dict[str, str]
             _end(process.pid)
             with suppress(subprocess.TimeoutExpired):  # one that waits for a lost GPU cannot be ended
                 process.wait(GRACE_SECONDS)
+            process.stdin.close()
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_ERRORS))
         return Ended(code, seconds, errors.read().decode(errors="replace"))
 

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,36 @@ def test_a_program_has_its_time_and_its_errors_are_kept(tmp_path):
     assert (ended.code, ended.why) == (1, "ValueError: no link")
     where = "import sys, tempfile; sys.exit(tempfile.gettempdir())"
     assert doctor_processes.run([sys.executable, "-c", where], 600.0, tmp_path).why == str(tmp_path)
+
+
+#: The doctor, which runs a program that says its process id.
+RUNS = """
+import sys
+from pathlib import Path
+import doctor_processes
+code = "import os, sys, time; sys.path.insert(0, '..'); from backend import parent_pipe; "
+code += "parent_pipe.end_with_parent(); open(sys.argv[1], 'w').write(f'{os.getpid()};'); time.sleep(600)"
+doctor_processes.run([sys.executable, "-c", code, sys.argv[1]], 600.0, Path(sys.argv[1]).parent)
+"""
+
+
+def test_a_program_ends_with_a_doctor_that_is_killed(tmp_path):
+    """Nothing can be done then: a pipe that closes is what is left of it."""
+    file = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", RUNS, str(file)], cwd=SCRIPTS) as doctor_process:
+        while not (file.exists() and file.read_text().endswith(";")):
+            assert doctor_process.poll() is None
+            time.sleep(0.05)
+        program = psutil.Process(int(file.read_text().rstrip(";")))
+        doctor_process.kill()
+    program.wait(60)
+
+
+@pytest.mark.parametrize("name", ["waits.py", "kernels.py"])
+def test_benchmarks_of_the_doctor_end_with_their_standard_input(name):
+    command = [sys.executable, str(doctor_lab.BENCHMARKS / name), "--ends-with-stdin"]
+    ended = subprocess.run(command, input=b"", capture_output=True)
+    assert ended.returncode in (1, -signal.SIGKILL), ended.stderr
 
 
 TORCHRUN = """[rank1]: Traceback (most recent call last):

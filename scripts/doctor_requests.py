@@ -1,0 +1,24 @@
+"""Requests of scripts/doctor.py --full, made of others."""
+
+from dataclasses import replace
+
+import torch
+
+from backend.protocol import Sample
+
+
+def in_steps(sample: Sample, steps: int) -> Sample:
+    """Return the request in so many steps of Euler."""
+    first = sample.tensors["sigmas"][0].item()
+    return replace(
+        sample, sampler="euler", tensors=sample.tensors | {"sigmas": torch.linspace(first, 0, steps + 1)}
+    )
+
+
+def in_batch(sample: Sample, batch: int) -> Sample:
+    """Return the request for ``batch`` latents of other noises; one for the request as it is."""
+    if batch == 1:
+        return sample
+    shape = sample.tensors["noise"].shape[1:]
+    noise = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch))
+    return replace(sample, tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)})
