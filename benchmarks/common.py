@@ -27,6 +27,7 @@ import report
 import torch
 import torch.distributed as dist
 
+from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel.mesh import Mesh, build, single
@@ -138,9 +139,9 @@ def spawn(script: str, ranks: int, device: str, model: str | None = None, **conf
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
         if not model:
             save_model(folder, device, **config)
-        env = {**os.environ, MODEL_VARIABLE: model or folder}
-        if sys.platform == "linux":
-            env["GLOO_SOCKET_IFNAME"] = "lo"
+        # as of the backend's ranks: NCCL's way between GPUs, the allocator, hardware queues, malloc
+        started = sanitized_environment(dict(os.environ), ParallelConfig(data_parallel_degree=ranks), device)
+        env = {**started, "OMP_NUM_THREADS": "1", MODEL_VARIABLE: model or folder}
         command = [
             sys.executable,
             "-m",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from backend.client import pool
+from backend.client import nccl_settings, pool
 from backend.protocol import Ping
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -114,3 +114,30 @@ def test_scaling_measures_two_ranks(model, tmp_path):
     rows = {row["scenario"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
     assert {"pipefusion M=2", "pipefusion M=4, 28 steps (projected)", "ceiling"} <= rows.keys()
     assert all(row["seconds"]["median"] > 0 for row in rows.values())
+
+
+def test_ranks_of_benchmarks_start_as_the_backends_do(monkeypatch, tmp_path):
+    """With NCCL's way between these GPUs: else they would hang where the backend's do not."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import common
+
+    for name in nccl_settings.LINK_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    way = {"NCCL_P2P_DISABLE": "1"}
+    nccl_settings.save_way(os.environ, [0, 1], way)
+    started = []
+
+    def run(command, env):
+        started.append(env)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(common.subprocess, "run", run)
+    for device in ("cuda", "cpu"):
+        with pytest.raises(SystemExit):
+            common.spawn("any.py", 2, device, "a model")
+    gpu, cpu = started
+    assert gpu.items() >= way.items() and "NCCL_P2P_DISABLE" not in cpu
+    assert gpu["CUDA_DEVICE_MAX_CONNECTIONS"] == "32" and "MALLOC_ARENA_MAX" in cpu
+    assert {(each["OMP_NUM_THREADS"], each[common.MODEL_VARIABLE]) for each in started} == {("1", "a model")}
