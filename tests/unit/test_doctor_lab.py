@@ -9,6 +9,7 @@ import doctor_hangs
 import doctor_lab
 import doctor_runs
 import pytest
+import torch
 from doctor_checks import PROBLEM, WARNING, OutOfTime, findings
 from doctor_facts import Facts
 
@@ -18,7 +19,7 @@ from backend.config import ParallelConfig
 from backend.loading.quantized import QuantizedFiles
 from backend.loading.safetensors_files import TensorFiles
 from backend.planner.machine import Machine
-from backend.protocol import BackendError, Loaded, Sample
+from backend.protocol import BackendError, Loaded, Result, Sample
 
 
 def test_ranks_on_gpus_compute_float32_without_tf32(monkeypatch):
@@ -98,6 +99,29 @@ def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
     (found,) = findings("methods", runs, lab)
     assert "the ranks hang" in found.text and ranks.closed
     assert found.values["log"] == "Current thread ...\n" and found.values["steps"] == "rank 0 in step 1"
+    lab.close()
+
+
+def test_a_slow_compiler_is_no_hang(monkeypatch, tmp_path):
+    late = []
+
+    class Ranks:
+        closed, process = True, None
+
+        def load(self, *args, **named):
+            return Loaded("tiny", "flux")
+
+        def sample(self, message, should_cancel):
+            late.append(should_cancel())
+            return Result(tensors={"samples": torch.ones(1)})
+
+    monkeypatch.setattr(doctor_lab, "RUN_SECONDS", 0.0)
+    lab = doctor_lab.Lab("cpu", 2, 10.0)
+    monkeypatch.setattr(lab, "backend", lambda config: Ranks())
+    monkeypatch.setattr(lab, "_until", lambda *_: lambda: None)
+    for compile in ("off", "blocks", "blocks"):
+        lab.run(ParallelConfig(compile=compile), tmp_path, Sample("", "euler", 1.0, 0))
+    assert late == [True, False, True]  # its first request alone compiles
     lab.close()
 
 
