@@ -80,6 +80,9 @@ def draw(found: list, path: Path):
         drawn = doctor_steps.chart(found, path)
     except ImportError:  # of benchmarks; said already by --full itself
         return
+    except OSError as error:  # as next to /dev/stdout
+        print(f"no chart: {path} cannot be written ({error})")
+        return
     if drawn:
         print(f"wrote {path}")
 

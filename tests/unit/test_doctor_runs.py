@@ -209,3 +209,11 @@ def test_ranks_share_one_gpu_where_they_are_asked_for(monkeypatch, gpus, shares)
 def test_no_chart_without_benchmarks_is_no_traceback(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "report", None)  # importing it fails
     doctor.draw([], tmp_path / "speeds.png")
+
+
+def test_a_chart_that_cannot_be_written_is_no_traceback(tmp_path, capsys):
+    """As next to /dev/stdout."""
+    timed = doctor_checks.Finding("speed", OK, "", {"method": "ulysses", "speedup": 1.7})
+    (tmp_path / "file").write_text("")
+    doctor.draw([timed], tmp_path / "file" / "speeds.png")
+    assert "cannot be written" in capsys.readouterr().out
