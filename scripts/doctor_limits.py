@@ -1,5 +1,7 @@
 """How far latents of scripts/doctor.py --full may be apart."""
 
+import math
+
 #: Largest relative distance of exact methods from one rank in float32. GPUs choose other kernels for other
 #: shapes, which add in another order; a lost or exchanged token is off by far more.
 EXACT = {"cpu": 1e-5, "cuda": 1e-3}
@@ -9,3 +11,15 @@ USUAL = 1e-5
 STALE = 0.25
 #: bf16 of a method may be so many times as far from float32 as bf16 of one rank.
 BF16_RATIO = 3.0
+#: Largest relative distance of exact methods from one rank at real sizes, in the files' own type: float32 on
+#: the CPU, bf16 on GPUs.
+REAL_SIZE = {"cpu": 1e-5, "cuda": 5e-2}
+
+
+def compared(distance: float, stale: bool, device: str) -> tuple[bool, str]:
+    """Return whether a latent of real size is near enough to one rank's, and the distance in words."""
+    if stale:
+        return math.isfinite(distance), f"latent {distance:.1e} from one rank (stale keys and values)"
+    limit = REAL_SIZE[device]
+    # NaN is not within it
+    return distance <= limit, f"latent {distance:.1e} from one rank (limit {limit:g})"

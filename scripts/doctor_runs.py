@@ -15,7 +15,7 @@ from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative
 from doctor_life import life
-from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL
+from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL, compared
 from doctor_links import links
 from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
@@ -117,13 +117,13 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bo
     text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit})"
     text += f", bf16 {drift:.1e} from float32 (one rank in bf16: {usual:.1e})" if halves else ""
     status = OK
-    if drift > BF16_RATIO * usual + (STALE if stale else 0.0):
-        status = WARNING
+    half_limit = BF16_RATIO * usual + (STALE if stale else 0.0)
+    if drift > half_limit:
         text += "; bf16 is farther off than one rank's"
     if exact > USUAL and not stale:
         status = WARNING
         text += f"; float32 is above {USUAL:g}, as on the CPU: other kernels explain it, please report it"
-    if not (exact <= most and drift <= BF16_RATIO * usual + STALE):  # NaN is neither
+    if not (exact <= most and drift <= half_limit):  # NaN is neither
         status = PROBLEM
     yield Finding("methods", status, text, values)
 
@@ -138,13 +138,13 @@ def timed_alone(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run]:
     return lab.kept(("step", guided), measure)
 
 
-def step_seconds(lab: Lab, guided: bool) -> float | None:
-    """Return one rank's seconds a step of the mid-size Flux, None where it fails: that is tried once more
-    after speed_of_one, and not for every method."""
+def timed_or_none(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run] | None:
+    """As timed_alone, None where it fails: that is tried once more after speed_of_one, and not for every
+    method."""
 
     def measure():
         with suppress(BackendError, RefusedError, HungError):
-            return timed_alone(lab, guided)[0]
+            return timed_alone(lab, guided)
 
     return lab.kept(("step of one", guided), measure)
 
@@ -164,6 +164,7 @@ def speed(lab: Lab) -> Found:
     import scaling
 
     configs = scaling.methods(lab.ranks)
+    configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
     if lab.rates and lab.rates.differs:  # as auto divides, which the methods above do not
         parts = written(lab.rates.speeds_of(lab.ranks))
         unlike = {name: replace(configs[name], shares=parts) for name in ("ulysses", "ring", "tp")}
@@ -180,12 +181,12 @@ def speed(lab: Lab) -> Found:
 
 def _ceiling(lab: Lab) -> Found:
     path = lab.flux()
-    one = step_seconds(lab, False)
+    one = timed_or_none(lab, False)
     alone = ParallelConfig(data_parallel_degree=lab.ranks)
     together, _ = lab.step_seconds(alone, path, partial(lab.request, path, batch=lab.ranks))
     if not one:
         return
-    ceiling = lab.ranks * one / together
+    ceiling = lab.ranks * one[0] / together
     text = f"ceiling: {ceiling:.2f} times one rank, {lab.ranks} latents at once"
     yield Finding("speed", OK, text, {"method": "ceiling", "seconds": together, "speedup": ceiling})
 
@@ -195,17 +196,27 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -
     seconds, run = lab.step_seconds(config, path, partial(lab.request, path, guided=guided))
     text = f"{name}: {seconds:.4f} s a step"
     values = {"method": name, "seconds": seconds, "timed": run.timed, "sent": run.stats.get("bytes_sent")}
-    one = step_seconds(lab, guided)
+    one = timed_or_none(lab, guided)
     if not one:
         yield Finding("speed", WARNING, f"{text}; one rank could not be timed", values)
         return
-    times = one / seconds
+    alone, single = one
+    times = alone / seconds
     text += f", {times:.2f} times one rank"
     values |= {"speedup": times}
     if ceiling:
         text += f", {times / ceiling:.2f} of the ceiling"
         values |= {"of_ceiling": times / ceiling}
-    if times >= 1:
+    if whole := whole_requests(lab.size.steps, single.timed, run.timed):
+        values["whole_requests"] = whole
+        listed = ", of ".join(f"{steps} steps {ratio:.2f} times" for steps, ratio in whole.items())
+        text += f" (whole requests of {listed})"
+    values["distance"] = relative(run.samples, single.samples)
+    is_right, off = compared(values["distance"], config.has_stale_kv, lab.device)
+    text += f", {off}"
+    if not is_right:
+        yield Finding("speed", PROBLEM, text, values)
+    elif times >= 1:
         yield Finding("speed", OK, text, values)
     elif lab.rates and lab.rates.differs and not config.shares:
         yield Finding("speed", OK, f"{text}: with equal parts the slower GPU decides", values)
@@ -213,10 +224,21 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -
         yield Finding("speed", WARNING, f"{text}: slower than one rank, as on slow links", values)
 
 
+def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float]) -> dict[str, float]:
+    """Return number of steps -> how many times as fast a whole request is, with what comes before, between
+    and after steady steps: PipeFusion's warm-up, fill and drain, too. Lists: as Run.timed."""
+    if len(alone) != 4 or len(timed) != 4:
+        return {}
+    few, many = min(alone[:2]) / min(timed[:2]), min(alone[2:]) / min(timed[2:])
+    return {str(steps[0]): few, str(steps[1]): many}
+
+
 def memory(lab: Lab) -> Found:
     """The most that ranks hold while the mid-size Flux runs, against what is planned."""
     configs = {"ulysses": ParallelConfig(ulysses_degree=lab.ranks)}
     configs["pipefusion"] = ParallelConfig(pipefusion_degree=lab.ranks)
+    configs["tensor parallel"] = ParallelConfig(tensor_parallel_degree=lab.ranks)
+    configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
     for name, config in ({"one rank": ParallelConfig()} if lab.ranks == 1 else configs).items():
         lab.check()
         yield from possible("memory", name, partial(_memory, name=name, config=config), lab)

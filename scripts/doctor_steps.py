@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from doctor_checks import OK, WARNING, Finding, possible
+from doctor_checks import OK, PROBLEM, WARNING, Finding, possible
 from doctor_kernels import cut_short
-from doctor_lab import Lab
+from doctor_lab import Lab, Run, relative
+from doctor_limits import compared
 
 from backend.config import ParallelConfig
 
@@ -30,15 +31,12 @@ def shapes(lab: Lab) -> Found:
                 name: each for name, each in scaling.methods(lab.ranks).items() if each.cfg_degree == 1
             }
         path, request, what = lab.released(family)
-        one = None
+        one = []
         for name, config in configs.items():  # one rank is the first
             lab.check()
             measured = partial(_shape, name=name, config=config, path=path, request=request)
             timed = partial(measured, family=family, what=what, one=one)
-            for found in possible("shapes", f"{family}, {name}", timed, lab):
-                if config.world_size == 1:
-                    one = found.values.get("seconds")
-                yield found
+            yield from possible("shapes", f"{family}, {name}", timed, lab)
 
 
 def _shape(
@@ -49,18 +47,26 @@ def _shape(
     request: Callable,
     family: str,
     what: str,
-    one: float | None,
+    one: list[tuple[float, Run]],
 ) -> Found:
-    """``one``: the seconds of one rank, None where they are not known."""
-    seconds = lab.step_seconds(config, path, request)[0]
+    """``one``: seconds and run of one rank, which this fills; nothing where they are not known."""
+    seconds, run = lab.step_seconds(config, path, request)
     text = f"{family} ({what}), {name}: {seconds:.4f} s a step"
     values = {"method": f"{family}, {name}", "seconds": seconds}
     if config.world_size == 1:
-        one = seconds
-    if one:
-        text += f", {one / seconds:.2f} times one rank"
-        values |= {"speedup": one / seconds}
-    yield Finding("shapes", OK, text, values)
+        one.append((seconds, run))
+    if not one:
+        yield Finding("shapes", OK, text, values)
+        return
+    alone, single = one[0]
+    text += f", {alone / seconds:.2f} times one rank"
+    values |= {"speedup": alone / seconds}
+    if run is single:
+        yield Finding("shapes", OK, text, values)
+        return
+    values["distance"] = relative(run.samples, single.samples)
+    is_right, off = compared(values["distance"], config.has_stale_kv, lab.device)
+    yield Finding("shapes", OK if is_right else PROBLEM, f"{text}, {off}", values)
 
 
 def waits(lab: Lab) -> Found:
