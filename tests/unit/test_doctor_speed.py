@@ -70,3 +70,21 @@ def test_fsdp_is_timed_and_measured(monkeypatch):
     assert "FSDP" in timed
     list(doctor_runs.memory(lab))
     assert measured == [False, False, False, True]  # tensor parallelism before it
+
+
+def test_hybrids_of_pipefusion_run_with_several_patches_too(monkeypatch):
+    """Of one family, since stale keys and values tell little."""
+    found = doctor_runs.methods(4)
+    pairs = {name for name in found if " x " in name and "pp 2" in name}
+    assert {name for name in pairs if found[name].has_stale_kv} == {
+        f"{name} M=2" for name in pairs if not found[name].has_stale_kv
+    }
+    lab, ran = StubLab(), []
+    lab.ranks = 4
+    monkeypatch.setattr(doctor_runs, "reference", lambda *_: None)
+    monkeypatch.setattr(
+        doctor_runs, "_method", lambda lab, name, config, family, halves: ran.append((name, family)) or []
+    )
+    list(doctor_runs.all_methods(lab))
+    assert [family for name, family in ran if name == "cfg 2 x pp 2 M=2"] == ["flux-dev"]
+    assert len([name for name, _ in ran if name == "cfg 2 x pp 2"]) == len(doctor_runs.FAMILIES)
