@@ -23,6 +23,8 @@ Spans = Iterable[Span]
 MatrixShape = tuple[int, int]
 #: Roles that say how much of an adapter is added.
 SCALES = {"alpha", "dora_scale"}
+#: Numbers in the factors of a LoHa or LoKr for one of the matrix: with more, the matrix itself costs less.
+MAX_FACTORS = 0.5
 
 
 def matrix(shape: tuple[int, ...]) -> MatrixShape:
@@ -118,7 +120,20 @@ class Adapter(ABC):
         return _copied(cut(whole, rows, columns), device)
 
 
-class LoRA(Adapter):
+class Factored(Adapter):
+    """A difference that is a product of two matrices too, exactly."""
+
+    @property
+    @abstractmethod
+    def factor_rank(self) -> int:
+        """Return the rank of ``factors`` for all rows and columns, from the headers alone."""
+
+    @abstractmethod
+    def factors(self, rows: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (rows, rank) and (rank, columns), whose product is the difference."""
+
+
+class LoRA(Factored):
     """up @ down."""
 
     ROLES = ({"up", "down"},)
@@ -132,8 +147,11 @@ class LoRA(Adapter):
     def rank(self):
         return self.shape_of("down")[0]
 
-    def factors(self, rows: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (rows, rank) and (rank, columns), whose product is the difference."""
+    @property
+    def factor_rank(self):
+        return self.rank
+
+    def factors(self, rows, columns, device):
         return self._read("up", device, rows=rows), self._read("down", device, columns=columns)
 
     def difference(self, rows, columns, device):
@@ -167,7 +185,7 @@ class LoRAByHead(LoRA):
         return found
 
 
-class LoHa(Adapter):
+class LoHa(Factored):
     """(w1_a @ w1_b) * (w2_a @ w2_b)."""
 
     ROLES = ({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"},)
@@ -185,6 +203,18 @@ class LoHa(Adapter):
     def rank(self):
         return self.shape_of("hada_w1_b")[0]
 
+    @property
+    def factor_rank(self):
+        return math.prod(self.shape_of(right)[0] for _, right in self.products)
+
+    def factors(self, rows, columns, device):
+        """Multiply each pair of columns of the left matrices, and of rows of the right ones."""
+        one, two = (self._read(left, device, rows=rows) for left, _ in self.products)
+        up = one.unsqueeze(2) * two.unsqueeze(1)
+        one, two = (self._read(right, device, columns=columns) for _, right in self.products)
+        down = one.unsqueeze(1) * two
+        return up.flatten(1), down.flatten(0, 1)
+
     def difference(self, rows, columns, device):
         factors = [
             self._read(left, device, rows=rows) @ self._read(right, device, columns=columns)
@@ -193,7 +223,7 @@ class LoHa(Adapter):
         return factors[0] * factors[1]
 
 
-class LoKr(Adapter):
+class LoKr(Factored):
     """Kronecker product of w1 and w2, either of which may be a product of two."""
 
     ROLES = (
@@ -214,6 +244,34 @@ class LoKr(Adapter):
     def rank(self):
         roles = [role for role in ("lokr_w2_b", "lokr_w1_b") if role in self.keys]
         return self.shape_of(roles[0])[0] if roles else None
+
+    @property
+    def factor_rank(self):
+        return self._inner("lokr_w1") * self._inner("lokr_w2")
+
+    def factors(self, rows, columns, device):
+        """Multiply the left and the right matrices: kron(a @ b, c @ d) = kron(a, c) @ kron(b, d)."""
+        left, right = self._split("lokr_w1", device, sum(map(len, columns)) < self.shape[1])
+        left_two, right_two = self._split("lokr_w2", device)
+        ranks = Span(0, self.factor_rank)
+        up = torch.cat([self._block(left, left_two, span, ranks) for span in rows])
+        down = torch.cat([self._block(right, right_two, ranks, span) for span in columns], dim=1)
+        return up, down
+
+    def _inner(self, name) -> int:
+        """Return the inner size of the smallest product that w1 or w2 is: the file's, or with an identity."""
+        inner = min(self._factor_shape(name))
+        return inner if name in self.keys else min(inner, self.shape_of(f"{name}_b")[0])
+
+    def _split(self, name, device, cut_columns=False) -> tuple[Tensor, Tensor]:
+        """Return the smallest product that w1 or w2 is: of two, the one with more zeros in what is cut."""
+        inner = self._inner(name)
+        if name not in self.keys and inner == self.shape_of(f"{name}_b")[0]:
+            return self._read(f"{name}_a", device), self._read(f"{name}_b", device)
+        whole = self._factor(name, device)
+        identity = torch.eye(inner, device=device)
+        is_first = len(whole) == inner and not (cut_columns and whole.shape[1] == inner)
+        return (identity, whole) if is_first else (whole, identity)
 
     def difference(self, rows, columns, device):
         one = self._factor("lokr_w1", device)
@@ -263,9 +321,13 @@ class Difference(Adapter):
 KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
 
 
-def is_low_rank(adapter: Adapter) -> TypeGuard[LoRA]:
-    """Return whether nothing but a product of two small matrices is added."""
-    return isinstance(adapter, LoRA) and not adapter.needs_the_whole
+def is_low_rank(adapter: Adapter) -> TypeGuard[Factored]:
+    """Return whether nothing but a product of two small matrices is added. The same on all ranks, whatever
+    they hold: native products that compare values over ranks wait for each other."""
+    if not isinstance(adapter, Factored) or adapter.needs_the_whole:
+        return False
+    rows, columns = adapter.shape
+    return isinstance(adapter, LoRA) or adapter.factor_rank * (rows + columns) <= MAX_FACTORS * rows * columns
 
 
 def cut(whole: Tensor, rows: Spans | None, columns: Spans | None) -> Tensor:

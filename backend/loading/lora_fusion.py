@@ -15,7 +15,7 @@ from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
 from ..quantization.packed_weight import LowRank, PackedWeight
 from ..units import fine_gigabytes
-from .adapters import Adapter, cut, is_low_rank, matrix
+from .adapters import Adapter, LoRA, cut, is_low_rank, matrix
 from .checkpoint import Checkpoint
 from .lora_keys import Lora, LoraUse, Targets, file_state, open_lora
 from .lora_selection import Target
@@ -113,8 +113,8 @@ class FusedWeights:
             return ""
         size = sum(self.packed[name].shape.numel() * self.packed[name].dtype.itemsize for name in names)
         return (
-            f"The LoRA {Path(lora.path).name} is no plain LoRA in {len(names)} quantized layers, which are "
-            f"held a second time for it, in {fine_gigabytes(size)} a rank."
+            f"The LoRA {Path(lora.path).name} is no product of small matrices in {len(names)} quantized "
+            f"layers, which are held a second time for it, in {fine_gigabytes(size)} a rank."
         )
 
     @torch.inference_mode(False)  # parameters outlive the request that asks for them
@@ -168,12 +168,20 @@ class FusedWeights:
                 continue
             rows, columns = (sum(map(len, spans)) for spans in self._spans(name, cuts))
             if all(is_low_rank(change.adapter) for change in changes):
-                known = {change.key: self._ranks.get((name, change.key)) for change in changes}
-                ranks = {each.key: known[each.key] or each.adapter.rank or 0 for each in changes}
+                ranks = {each.key: self._held_rank(name, each, bool(quantized)) for each in changes}
                 numbers += sum(ranks.values()) * (rows + columns)
             else:
                 numbers += rows * columns
         return numbers * dtype.itemsize
+
+    def _held_rank(self, name: str, change: LoraChange, of_whole: bool) -> int:
+        """Return the rank of what a low-rank change takes next to a quantized weight, or could take before it
+        was there. ``of_whole``: the matrix is not cut, even if it is on this rank."""
+        assert is_low_rank(change.adapter), "checked by the caller"
+        has_a_part = of_whole and name.rpartition(".")[0] in self.cuts
+        if has_a_part and not isinstance(change.adapter, LoRA):  # others have blocks for rows and columns
+            return change.adapter.factor_rank
+        return self._ranks.get((name, change.key)) or change.adapter.factor_rank
 
     def held_adapter_bytes(self) -> int:
         """Count the bytes of LoRAs that are beside quantized weights now. No file is opened."""
@@ -305,9 +313,10 @@ class FusedWeights:
 
 
 def _used(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out what changes none of these rows: ComfyUI's loaders name queries, keys and values as one
-    tensor, and of the product of their three LoRAs (nodes/host/stock_loras.py) each row has a third."""
-    used = up.ne(0).any(dim=0)
+    """Leave out what changes none of these rows, or reads none of these columns: ComfyUI's loaders name
+    queries, keys and values as one tensor, and of the product of their three LoRAs
+    (nodes/host/stock_loras.py) each row has a third. A LoKr's factors have a block for each of its own."""
+    used = up.ne(0).any(dim=0) & down.ne(0).any(dim=1)
     used[:1] |= not used.any()
     return (up, down) if used.all() else (up[:, used], down[used])
 

@@ -55,7 +55,7 @@ def write(format: str, path: Path):
 
 def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
     """Id -> what ranks/packed.py finds of these runs on so many ranks."""
-    made_once(folder / "lora.safetensors", lambda path: write_mixed(path, shallow_flux()))
+    made_once(folder / "lora.safetensors", lambda path: write_mixed(path, shallow_flux(), with_factored=True))
     for format in {run.format for run in selected}:
         made_once(folder / FILES[format], partial(write, format))
     ids = [run.id for run in selected]

@@ -1,5 +1,6 @@
 """Small LoRA files in every spelling, and what they must add."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -94,9 +95,28 @@ def uso() -> tuple[dict, dict]:
     return file, added
 
 
-def write_mixed(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+def factored(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Adapters for the tiny Flux that are low-rank products in other forms: kohya's module -> role -> tensor.
+
+    LoKr with blocks for rows and with blocks for columns, of a stacked matrix too, and LoHa.
+    """
+    forms = {"double_blocks.0.img_mlp.0": (2, 8), "double_blocks.0.txt_mlp.2": (8, 2)}
+    forms |= {"double_blocks.0.txt_attn.qkv": (6, 8)}
+    found = {}
+    for name, (down, across) in forms.items():
+        rows, columns = shapes[f"{name}.weight"]
+        one, two = randn(down, across) * 0.1, randn(rows // down, 2) * 0.1
+        found[name] = {"lokr_w1": one, "lokr_w2_a": two, "lokr_w2_b": randn(2, columns // across) * 0.1}
+    for name in ("double_blocks.0.img_mlp.2", "double_blocks.1.txt_attn.qkv"):
+        rows, columns = shapes[f"{name}.weight"]
+        found[name] = {f"hada_w{i}_a": randn(rows, 4, seed=i) * 0.2 for i in (1, 2)}
+        found[name] |= {f"hada_w{i}_b": randn(4, columns, seed=i) * 0.2 for i in (1, 2)}
+    return {"lora_unet_" + name.replace(".", "_"): each for name, each in found.items()}
+
+
+def write_mixed(path: Path, shapes: Mapping[str, Sequence[int]], with_factored: bool = False) -> Path:
     """A file of every kind of adapter for the tiny Flux, whose single file has these ``shapes``: what a rank
-    cannot do with its own rows and columns alone too."""
+    cannot do with its own rows and columns alone too. ``with_factored``: those of ``factored`` too."""
     matrices = {
         name.removesuffix(".weight"): tuple(shape)
         for name, shape in shapes.items()
@@ -118,6 +138,9 @@ def write_mixed(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     rows, columns = shapes["double_blocks.1.img_mlp.2.weight"]
     tensors = {key: value for key, value in tensors.items() if not key.startswith(mlp)}
     tensors |= {f"{mlp}.lokr_w1": randn(4, 8) * 0.1, f"{mlp}.lokr_w2": randn(rows // 4, columns // 8) * 0.1}
+    for module, added in factored(shapes).items() if with_factored else ():
+        tensors = {key: value for key, value in tensors.items() if not key.startswith(f"{module}.")}
+        tensors |= {f"{module}.{role}": value for role, value in added.items()}
     tensors |= {
         f"diffusion_model.{name}.diff_b": randn(shape[0]) * 0.1
         for name, shape in matrices.items()
