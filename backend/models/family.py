@@ -154,7 +154,8 @@ class Conditioning:
     """The model arguments that a request may carry, under ComfyUI's names.
 
     accepted: their names; required: those without which a request is refused; precise: those that keep their
-    own type, as STEP_END does everywhere; ignored: those that ComfyUI sends and the model does not read.
+    own type, as STEP_END does everywhere; ignored: those that ComfyUI sends and the model does not read;
+    notes: name of one -> what a user reads after a run to which it was sent.
     widths: transformer config -> features of arguments, by name.
     text_tokens: arguments of one prompt -> text tokens of the joint sequence, which ride with patch 0.
     context_tokens: (transformer config, grid, arguments of one prompt) -> reference tokens, which
@@ -167,6 +168,7 @@ class Conditioning:
     widths: Callable[[Config], dict[str, int]]
     required: tuple[str, ...] = ("c_crossattn",)
     ignored: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     precise: tuple[str, ...] = ()
     text_tokens: Callable[[Arguments], int] = prompt_tokens
     context_tokens: Callable[[Config, Any, Arguments], int] = _no_context

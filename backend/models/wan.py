@@ -93,7 +93,7 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_hidden_states=cond["c_crossattn"],
         encoder_hidden_states_image=cond.get("clip_fea") if config["image_dim"] else None,
         timestep=timestep,
-        further=wan_inputs.padded(grid, cond),
+        further=wan_inputs.padded(config, grid, cond),
     )
 
 
@@ -228,7 +228,14 @@ LAYOUT = Layout(
     },
 )
 #: What every Wan takes.
-ACCEPTED = ("c_crossattn", "clip_fea", "time_dim_concat", "context_latents")
+ACCEPTED = ("c_crossattn", "clip_fea", "time_dim_concat", "context_latents", "reference_latent")
+#: Of files without Fun Control's convolution for a reference image, which ComfyUI ignores then, too.
+NO_REFERENCE = {
+    "conditioning.ignored": ("reference_latent",),
+    "conditioning.notes": {
+        "reference_latent": "this file has no reference convolution: the reference image is not used",
+    },
+}
 #: Of 2.2's 5B, which is given frames by a timestep of their own.
 FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
@@ -244,11 +251,11 @@ def variant(config):
     further = {
         "denoise_mask": by_frame,
         "c_concat": not by_frame or config["in_channels"] > 48,
-        "reference_latent": config.get("reference_channels"),
         "camera_conditions": config.get("camera_channels"),
     }
     accepted = (*ACCEPTED, *(name for name, has in further.items() if has))
-    return {"conditioning.accepted": accepted} | (FRAME_TIMESTEPS if by_frame else {})
+    unread = {} if config.get("reference_channels") else NO_REFERENCE
+    return {"conditioning.accepted": accepted} | unread | (FRAME_TIMESTEPS if by_frame else {})
 
 
 def attention_calls(block: Any) -> int:

@@ -259,7 +259,12 @@ class Runner:
         purpose, and what a user should be told, in sentences."""
         seconds = time.perf_counter() - started
         calls = {"model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
-        return {"seconds": seconds, **calls, "notes": self.notes()}
+        return {"seconds": seconds, **calls, "notes": [*self._unread(), *self.notes()]}
+
+    def _unread(self) -> list[str]:
+        """Return the notes on arguments of the request that the model does not read."""
+        sent = {name for arguments in self.request.conditioning.values() for name in arguments}
+        return [note for name, note in self.model.family.conditioning.notes.items() if name in sent]
 
     def drain(self):
         """Wait for every activation under way."""

@@ -68,6 +68,7 @@ GRAPHS = {
     "wan 2.1 flf2v": ("wan21-flf2v", first_and_last_frame),
     "wan 2.2 i2v": ("wan22-i2v", first_frame("WanImageToVideo", None)),
     "wan 2.2 i2v without picture": ("wan22-i2v", plain(1, 16, 3, 15, 18)),
+    "wan 2.2 i2v with an unused reference": ("wan22-i2v", references(True, negative=True)),
     "wan 2.2 ti2v": ("wan22-ti2v", given_frame),
     "wan 2.2 ti2v without picture": ("wan22-ti2v", plain(1, 48, 3, 15, 18)),
     "wan fun control": ("wan21-fun-control", fun_control(WAN_FUN, True, start_image=1, control_video=9)),

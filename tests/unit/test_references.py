@@ -1,11 +1,13 @@
 """Reference images: their positions and tokens against diffusers' own, and what is computed once."""
 
+from dataclasses import replace
+
 import diffusers
 import pytest
 import torch
 from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
 from tiny import as_folder
-from tolerance import assert_ulps
+from tolerance import assert_same_bits, assert_ulps
 from variants import request, write
 
 from backend.config import ParallelConfig
@@ -19,6 +21,19 @@ from backend.parallel.pipeline_stage import model_output
 from backend.protocol import REFERENCE_METHODS
 from backend.sampling.request import arguments_of
 from backend.sampling.step_loop import Callbacks
+
+
+def test_a_reference_that_no_weight_reads_changes_nothing_and_is_named(tmp_path):
+    """ComfyUI's Wan looks at it where the file has a convolution for it, and nowhere else."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write(tmp_path / "wan.safetensors", "wan22-i2v")), "default")
+    sample = request("wan22-i2v")
+    wanted, before = engine.sample(sample, Callbacks())
+    unread = {"positive.reference_latent": torch.ones(1, 16, 3, 5)}
+    found, stats = engine.sample(replace(sample, tensors=sample.tensors | unread), Callbacks())
+    assert_same_bits(found, wanted)
+    assert before["notes"] == []
+    assert stats["notes"] == ["this file has no reference convolution: the reference image is not used"]
 
 
 @pytest.mark.parametrize(

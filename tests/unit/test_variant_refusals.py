@@ -53,7 +53,6 @@ def opened(folder):
         ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding after"),
         ("wan21-i2v", {"clip_fea": torch.zeros(1, 25, 1024)}, "CLIP Vision model of Wan"),
         ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
-        ("wan22-i2v", {"reference_latent": torch.zeros(1, 16, 16, 16)}, "'reference_latent'"),
         (
             "wan21-fun-control",
             {"reference_latent": torch.zeros(1, 16, 8, 16)},

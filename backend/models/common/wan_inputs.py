@@ -15,9 +15,10 @@ NAMES = ("reference_latent", "time_dim_concat", "context_latents", "camera_condi
 SCALE = 8
 
 
-def given(cond) -> dict[str, Tensor]:
-    """Return those of the arguments ``cond``."""
-    return {name: value for name, value in cond.items() if name.partition(".")[0] in NAMES}
+def given(config, cond) -> dict[str, Tensor]:
+    """Return those of the arguments ``cond`` that the model reads: no image without its convolution."""
+    names = NAMES if config.get("reference_channels") else NAMES[1:]
+    return {name: value for name, value in cond.items() if name.partition(".")[0] in names}
 
 
 def _in_context(cond) -> list[Tensor]:
@@ -32,14 +33,14 @@ def _videos(cond) -> list[Tensor]:
 
 def token_count(config, grid: TokenGrid, cond) -> int:
     """Count the reference tokens: Conditioning.context_tokens."""
-    count = grid.counts[1] * grid.counts[2] if "reference_latent" in cond else 0
+    count = grid.counts[1] * grid.counts[2] if "reference_latent" in given(config, cond) else 0
     return count + sum(grid_of(latent, grid).tokens for latent in _videos(cond))
 
 
 def refusal(config, grid: TokenGrid, cond) -> str | None:
     """Return why these inputs do not fit the latent, or None."""
     sides = list(grid.shape[2:])
-    for name, value in given(cond).items():
+    for name, value in given(config, cond).items():
         kind, _, number = name.partition(".")
         if (kind == "context_latents") != number.isdecimal():
             return f"there is an input {name}; call those in context context_latents.0 and so on."
@@ -73,9 +74,9 @@ def _fits(value: Tensor, channels: int, frames: int | None, sides: list[int] | N
     return (not frames or value.shape[2] == frames) and (sides is None or list(value.shape[-2:]) == sides)
 
 
-def padded(grid: TokenGrid, cond) -> dict[str, Tensor]:
+def padded(config, grid: TokenGrid, cond) -> dict[str, Tensor]:
     """Return the inputs as the transformer's forward takes them, under ``further``."""
-    found = given(cond)
+    found = given(config, cond)
     for name, value in found.items():
         if value.ndim == 5 and name != "camera_conditions":
             found[name] = grid_of(value, grid).pad(value)
