@@ -60,6 +60,22 @@ def patch_module(transformer, config):
     embed = transformer.time_text_embed
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1)
     transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
+    transformer.register_forward_pre_hook(choose_timesteps, with_kwargs=True)
+
+
+def choose_timesteps(transformer, args, kwargs):
+    """Have the call use timestep zero, too, where its shapes have an entry for it. It has no weights: any
+    file can, and the request decides, as in ComfyUI."""
+    transformer.zero_cond_t = len(kwargs["img_shapes"][0]) > 1
+
+
+def shapes_of_times(config, grid, count, how):
+    """Return the entry of img_shapes for one sample with ``count`` reference tokens: diffusers gives timestep
+    zero to what is after the first shape. A file of Edit 2511 always computes both, for equal bits."""
+    if how == references.AT_ZERO and (count or config.get("zero_cond_t")):
+        return [(1, 1, grid.tokens), (1, 1, count)]
+    whole = [(1, 1, grid.tokens + count)]
+    return [*whole, (1, 1, 0)] if config.get("zero_cond_t") else whole
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -69,9 +85,7 @@ def forward_args(config, grid, latent, sigma, cond):
     how = references.method(cond, default_method(config))
     how = how if how in PLACES else "offset"
     count = references.token_count(config, grid, cond)
-    shapes = [(1, 1, grid.tokens + count)]
-    if how == references.AT_ZERO:  # diffusers gives timestep zero to what is after the first shape
-        shapes = [(1, 1, grid.tokens), (1, 1, count)]
+    shapes = shapes_of_times(config, grid, count, how)
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
@@ -101,15 +115,13 @@ def default_method(config):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. Only Edit 2511's blocks take two timesteps."""
-    another = "or load Qwen-Image-Edit 2511; the name of a file without its mark has to have"
-    remedy = f"{references.OTHER_METHOD}, {another} {EDIT_2511}"
-    remedy = "" if config.get("zero_cond_t") else remedy
-    return references.wrong_references(grid, cond, remedy)
+    """Return why these inputs do not run, or None."""
+    return references.wrong_references(grid, cond)
 
 
-#: Of a file whose model knows reference images by timestep zero (Edit 2511): an empty tensor, which GGUF
-#: files and merges may lack; and what their names have, since no weight is another's.
+#: Of a file whose model was trained with reference images at timestep zero (Edit 2511), the method then
+#: unless the request names one: an empty tensor, which GGUF files and merges may lack; and what their names
+#: have, since no weight is another's.
 ZERO_TIMESTEP, EDIT_2511 = "__index_timestep_zero__", "2511"
 #: Of Layered: embeds whether an image is without transparency.
 TRANSPARENCY = "time_text_embed.addition_t_embedding.weight"
@@ -179,6 +191,6 @@ FAMILY = Family(
     ),
     tensor_plan=None,
     layout=LAYOUT,
-    # two timesteps a call: nothing that one GEMM of all calls could give
+    # the text's layers would be given timestep zero in vain at every step; other files seldom have it
     variant=lambda config: {"cache.modulation": ()} if config.get("zero_cond_t") else {},
 )

@@ -48,13 +48,18 @@ class CurrentCall:
     rows: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
-    def take(self, table: Tensor, context: StepContext, prompt: str, shared: bool) -> Tensor:
-        """Return the rows of a ``table`` for the samples of ``context``; ``shared``: of its evaluation."""
+    def take(self, table: Tensor, context: StepContext, prompt: str, shared: bool, count: int) -> Tensor:
+        """Return the ``count`` rows of a ``table`` for the samples of ``context``; ``shared``: of its
+        evaluation. Twice as many as samples: those of a second timestep follow."""
         rows = self.rows[prompt, context.evaluation]
         if not shared:
-            rows = rows[context.samples]
+            if count == 2 * len(context.sample_span):
+                half = len(rows) // 2
+                rows = rows[:half][context.samples] + rows[half:][context.samples]
+            else:
+                rows = rows[context.samples]
             if len(set(rows)) == 1:  # no copy; shared rows are not samples, and a model may reshape them
-                return table[rows[0]].expand(len(context.sample_span), -1)
+                return table[rows[0]].expand(len(rows), -1)
         if rows not in self.indices:
             self.indices[rows] = torch.tensor(rows, device=table.device)
         return table[self.indices[rows]]
@@ -98,7 +103,7 @@ class CachedLayer(nn.Module):
         if context is None:
             return self.layer(*args, **kwargs)
         if self.table is not None:
-            return self.current.take(self.table, context, context.prompt, self.shared)
+            return self.current.take(self.table, context, context.prompt, self.shared, len(args[0]))
         self.calls = self.calls + 1 if self.last is context else 0
         self.last = context
         key = (context.prompt, context.sample_span, self.calls)
@@ -113,7 +118,7 @@ class CachedLayer(nn.Module):
         context = self.current.context
         if self.table is None or context is None:
             return self.layer(x)
-        return self.current.take(self.table, context, _second(context.prompt), False)
+        return self.current.take(self.table, context, _second(context.prompt), False, len(x))
 
     @property
     def bytes(self) -> int:

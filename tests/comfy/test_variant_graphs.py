@@ -53,6 +53,10 @@ GRAPHS = {
     "qwen edit": ("qwen-image-edit", references(True, negative=True)),
     "qwen edit, offset": ("qwen-image-edit", references(True, "offset")),
     "qwen edit, uxo": ("qwen-image-edit", references(True, "uxo/uno")),
+    "qwen edit, at timestep 0": (
+        "qwen-image-edit-zero",
+        references(True, "index_timestep_zero", negative=True, batch=2),
+    ),
     "qwen edit 2511": ("qwen-image-edit-2511", references(True, batch=2)),
     "qwen edit 2511, index": ("qwen-image-edit-2511", references(True, "index")),
     "qwen layered": ("qwen-image-layered", layers(pictured=True)),

@@ -71,6 +71,11 @@ IMAGE_VARIANTS = {
     "qwen-image-edit": Variant(
         "qwen-image", arguments=VIDEO_REFERENCES, negative={"c_crossattn": randn(1, 7, 64)}
     ),
+    "qwen-image-edit-zero": Variant(
+        "qwen-image",
+        arguments=VIDEO_REFERENCES | METHOD["index_timestep_zero"],
+        negative={"c_crossattn": randn(1, 7, 64)},
+    ),
     "qwen-image-edit-2511": Variant(
         "qwen-image",
         {"__index_timestep_zero__": (0,)},

@@ -6,7 +6,8 @@ import diffusers
 import pytest
 import torch
 from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
-from tiny import as_folder
+from ranks.flux_requests import shortened
+from tiny import as_folder, relative
 from tolerance import assert_same_bits, assert_ulps
 from variants import request, write
 
@@ -21,6 +22,30 @@ from backend.parallel.pipeline_stage import model_output
 from backend.protocol import REFERENCE_METHODS
 from backend.sampling.request import arguments_of
 from backend.sampling.step_loop import Callbacks
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("patches", [0, 2])
+def test_the_request_decides_whether_references_are_at_timestep_zero(patches, batch, tmp_path):
+    """Of a Qwen-Image without Edit 2511's mark, whose modulation is computed ahead: the latent is that of the
+    same weights with the mark, which compute it in every step. Requests of one timestep are as before."""
+    engine = Engine(ParallelConfig(num_pipeline_patch=patches or 1), mesh.single())
+    for model, name in (("plain", "qwen-image-edit-zero"), ("marked", "qwen-image-edit-2511")):
+        engine.load(model, str(write(tmp_path / f"{model}.safetensors", name)), "default")
+    sample = shortened(replace(request("qwen-image-edit-zero"), num_pipeline_patch=patches), 3)
+    double = {name: torch.cat([sample.tensors[name]] * batch) for name in ("noise", "latent")}
+    zero = {
+        name: replace(sample, model=name, tensors=sample.tensors | double) for name in ("plain", "marked")
+    }
+    tensors = {name: value for name, value in zero["plain"].tensors.items() if "method" not in name}
+    plain = replace(zero["plain"], tensors=tensors)
+    before, _ = engine.sample(plain, Callbacks())
+    found, _ = engine.sample(zero["plain"], Callbacks())
+    assert modulation_cache.COMPUTED["modulation"]
+    wanted, _ = engine.sample(zero["marked"], Callbacks())
+    assert not modulation_cache.COMPUTED["modulation"]
+    assert relative(found, wanted) <= 1e-5 < relative(before, wanted)
+    assert_same_bits(engine.sample(plain, Callbacks())[0], before)
 
 
 def test_a_reference_that_no_weight_reads_changes_nothing_and_is_named(tmp_path):

@@ -79,7 +79,7 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
 
 
 class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
-    """A block of two streams; those whose tokens have two timesteps (Edit 2511) stay diffusers' own."""
+    """A block of two streams; where tokens have two timesteps (Edit 2511's method) it is diffusers' own."""
 
     def forward(
         self,
@@ -91,7 +91,8 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         joint_attention_kwargs=None,
         modulate_index=None,
     ):
-        if torch.compiler.is_compiling() or self.zero_cond_t or modulate_index is not None:
+        self.zero_cond_t = modulate_index is not None  # whether temb has both, which the call decides
+        if torch.compiler.is_compiling() or self.zero_cond_t:
             given = temb, image_rotary_emb, joint_attention_kwargs, modulate_index
             streams = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
             return all_within_range(*super().forward(*streams, *given))
