@@ -24,8 +24,12 @@ FIXED_SEGMENTS = "PARALLEL_DIT_FIXED_SEGMENTS"
 
 
 def segments_grow() -> bool:
-    """Return whether this rank's allocator never waits for the whole GPU to make room."""
-    return os.environ.get(FIXED_SEGMENTS) != "1"
+    """Return whether this rank's allocator never waits for the whole GPU to make room. Ranks that torchrun
+    alone has started have torch's own settings."""
+    if FIXED_SEGMENTS in os.environ or not torch.cuda.is_available():
+        return os.environ.get(FIXED_SEGMENTS) != "1"
+    own = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:True" in each for each in own)
 
 
 def device_name(device: torch.device) -> str:

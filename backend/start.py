@@ -231,7 +231,10 @@ def device_of_some(config: ParallelConfig, device: str, ranks: int, gpus_here: i
     on = ParallelConfig(device=device).resolve_device(gpus_here)
     all_ranks = f"this machine would run {ranks} of the {config.world_size} ranks"
     if on == "cuda" and not shares_gpu() and ranks > gpus_here:
-        raise ConfigError(f"{all_ranks} and has {gpus_here} GPUs; change --nnodes or a degree.")
+        raise ConfigError(
+            f"{all_ranks} and has {gpus_here} GPU{'s' * (gpus_here != 1)}; change --nnodes or a degree, or "
+            f"set device to cpu for a small model."
+        )
     if on == "cpu" and ranks > MAX_CPU_RANKS:
         raise ConfigError(
             f"{all_ranks}, and at most {MAX_CPU_RANKS} on the CPU; change --nnodes or a degree."

@@ -140,7 +140,7 @@ def cuda(facts: Facts) -> Status:
         what += f" ({facts.cuda_error})" if facts.cuda_error else ""
         driver_version = driver[0]["driver_version"]
         return PROBLEM, f"{what}; the driver {driver_version} may be too old for it: update the driver"
-    if facts.smi[1]:
+    if facts.smi[1] and (built.cuda or built.hip):
         says = f"{name} can use no GPU ({facts.cuda_error}); {facts.smi[1]}"
         return PROBLEM, f"{says}; {_driver_remedy(facts)}"
     if facts.cuda_error:
@@ -205,7 +205,8 @@ def peers(facts: Facts) -> Status:
 
 def modes(facts: Facts) -> Iterator[Status]:
     if facts.smi[1]:
-        yield WARNING, f"modes and PCIe lanes are unknown: {facts.smi[1]}; {_driver_remedy(facts)}"
+        remedy = "" if facts.gpus else f"; {_driver_remedy(facts)}"
+        yield WARNING, f"modes and PCIe lanes are unknown: {facts.smi[1]}{remedy}"
     for gpu in facts.driver:
         where = f"GPU {gpu['index']}"
         if "exclusive" in gpu["compute_mode"].lower():

@@ -144,6 +144,8 @@ class Facts:
         command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
         try:
             answer = driver_query.answer(command, SMI_SECONDS)
+        except subprocess.TimeoutExpired:  # whose text begins with the whole command
+            return "", f"nvidia-smi did not answer within {SMI_SECONDS:g} s"
         except (OSError, subprocess.SubprocessError) as error:
             return "", f"nvidia-smi failed: {error}"[:200]
         if answer.returncode:

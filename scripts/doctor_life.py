@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from doctor_checks import OK, PROBLEM, WARNING, Finding, gb, possible
+from doctor_hangs import HungError, evidence
 from doctor_lab import RUN_SECONDS, Lab, relative
 from doctor_limits import EXACT
 
@@ -78,24 +79,29 @@ def _until_late() -> Callable[[], None]:
     return check
 
 
-def _sample(backend: Backend, request: Sample, on_progress=lambda progress: None, cancels=lambda: False):
-    """Sample; end ranks that hang, which hear no cancel."""
-    check = _until_late()
+def _sample(
+    lab: Lab, config: ParallelConfig, backend: Backend, request: Sample, on_progress=None, cancels=None
+):
+    """Sample; end ranks that hang, which hear no cancel, and raise HungError."""
+    end, shown = time.monotonic() + RUN_SECONDS, {}
 
     def should_cancel() -> bool:
-        try:
-            check()
-        except TimeoutError:
+        if time.monotonic() > end and not backend.closed:
+            shown.update(evidence(backend))
             backend.close()
-            raise
-        return cancels()
+        return backend.closed or bool(cancels and cancels())
 
-    return backend.sample(request, on_progress, should_cancel)
+    result = backend.sample(request, on_progress or (lambda progress: None), should_cancel)
+    if result is None and time.monotonic() > end:
+        lab.hung.note(config)
+        raise HungError(f"no answer within {RUN_SECONDS:.0f} s: the ranks hang", shown)
+    return result
 
 
 def _cancelled(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
     request, backend, steps = _long(lab, config), lab.backend(config), [0]
-    result = backend.sample(request, lambda progress: steps.append(progress.step), lambda: steps[-1] >= AFTER)
+    watch = partial(_sample, on_progress=lambda progress: steps.append(progress.step))
+    result = watch(lab, config, backend, request, cancels=lambda: steps[-1] >= AFTER)
     status, text, distance = _again(lab, config, wanted)
     values = {"life": "cancel", "after": steps[-1], "distance": distance}
     what = f"cancel after step {steps[-1]} of {LONG}: {text}"
@@ -124,7 +130,7 @@ def _killed(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
 
     why = ""
     try:
-        _sample(backend, request, kill)
+        _sample(lab, config, backend, request, kill)
     except BackendError as error:
         why = str(error)
     seconds = time.monotonic() - (killed or [time.monotonic()])[0]
@@ -144,6 +150,12 @@ def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
     left: list[int] = []
     choice, check = ModelChoice(str(path)), _until_late()
     seconds.append(_seconds(lambda: left.extend(backend.unload(choice, park=True, check=check))))
+    if choice not in backend.models:
+        what = "not parked but freed: the host has no room, or ranks are on the CPU"
+        yield Finding(
+            "life", WARNING, f"parking of {gb(size)} a rank: {what}", {"life": "parking", "left": left}
+        )
+        return
     status, text, distance = OK, "", 0.0
 
     def again():
@@ -180,7 +192,7 @@ def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
         path, request = models[name]
         loaded = backend.load(str(path), keep=keep, check=_until_late())
         message = replace(request, model=loaded.model, **config.per_request)
-        result = _sample(backend, message)
+        result = _sample(lab, config, backend, message)
         assert result is not None, "nobody has cancelled it"
         found = result.tensors["samples"]
         distances.append(relative(found, firsts.setdefault(name, found)))

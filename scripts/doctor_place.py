@@ -27,4 +27,7 @@ def remarks(device: str, ranks: int, facts: Facts) -> list[Finding]:
     if len(facts.usable) == 1 < ranks and facts.usable != [0]:  # ranks share the first one alone
         what = f"not run: torch has no kernels for GPU {names}, and ranks would share it"
         return [Finding("full", PROBLEM, f"{what}; run {facts.without_others} --ranks {ranks}")]
+    if 1 < len(facts.usable) < ranks:
+        what = f"not run: torch has no kernels for GPU {names}, and {ranks} ranks need {ranks} GPUs"
+        return [Finding("full", PROBLEM, f"{what}; run --full --ranks {len(facts.usable)}")]
     return [Finding("full", WARNING, f"torch has no kernels for GPU {names}: run without it")]

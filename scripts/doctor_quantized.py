@@ -36,12 +36,14 @@ def quantized(lab: Lab) -> Found:
     if importlib.util.find_spec("gguf") is None:
         text = f"{', '.join(OF_GGUF)}: not run, since gguf is not installed, which is optional"
         yield Finding("quantized", OK, text)
-    for kind in _kinds():
-        for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
-            lab.check()
-            yield from findings("quantized", partial(_quantized, kind=kind, matmul=matmul), lab)
-    yield from on_all_ranks(lab, tuple(kind for kind in KINDS if kind in _kinds()))
-    lab.forget_weights()
+    try:
+        for kind in _kinds():
+            for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
+                lab.check()
+                yield from findings("quantized", partial(_quantized, kind=kind, matmul=matmul), lab)
+        yield from on_all_ranks(lab, tuple(kind for kind in KINDS if kind in _kinds()))
+    finally:
+        lab.forget_weights()
 
 
 def _kinds() -> tuple[str, ...]:

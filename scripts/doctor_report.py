@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Names that say nothing of anybody, or stand in other words.
 COMMON = ("root", "user", "localhost", "ubuntu", "comfyui", "host")
 #: Homes that are not this user's: of another one, and on WSL that of Windows.
-OTHER_HOMES = re.compile(r"(/mnt/[a-z]/Users/)(?:[^/\n\"]{1,40}(?=/)|[^/\s\"':,;)]+)|(/home/)[^/\s\"':,;)]+")
+OTHER_HOMES = re.compile(
+    r"(/mnt/[a-z]/Users/)(?:[^/\n\\\"]{1,40}(?=/)|[^/\s\\\"':,;)]+)|(/home/)[^/\s\\\"':,;)]+"
+)
 #: Folders that say nothing of anybody; empty: the root, and a home without one.
 PUBLIC = ("", "/root", "/tmp", "/var/tmp", "/usr", "/usr/local")
 #: Lines of the log that are kept.

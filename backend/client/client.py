@@ -92,6 +92,8 @@ class BackendClient:
         self.last_word = ""
         self._is_hung = is_hung
         self._places = places
+        #: Models of which a call has ended.
+        self._called: set[str] = set()
         self._socket = open_socket(address)
         fork_guard.hold(self._socket.fileno())  # else rank 0 would not see us end
         self._let_go = weakref.finalize(self, fork_guard.let_go, self._socket.fileno())
@@ -135,7 +137,10 @@ class BackendClient:
         """
         self.send(message)
         warmup = message.warmup_steps if isinstance(message, protocol.Sample) else 0
-        timer = StepTimer(message.compile, self._places, warmup)
+        compile = message.compile
+        if isinstance(message, protocol.ModelCall) and message.model in self._called:
+            compile = "off"  # its first call has compiled
+        timer = StepTimer(compile, self._places, warmup)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
@@ -146,7 +151,9 @@ class BackendClient:
                     timer.step()
                     on_progress(reply)
                 elif reply is not None:
-                    return self._accepted(reply)
+                    result = self._accepted(reply)
+                    self._called |= {message.model} if isinstance(message, protocol.ModelCall) else set()
+                    return result
         except (BackendError, RefusedError):
             raise
         except BaseException:

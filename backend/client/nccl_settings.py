@@ -80,7 +80,8 @@ def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]
     found = cache_files.read("nccl", link_key(environment), _parsed)
     if not found:
         return WAYS[0]
-    names = set(gpu_names(gpus))
+    # earlier versions wrote numbers, which count until the GPUs are measured again
+    names = {*gpu_names(gpus), *map(str, gpus)}
     return WAYS[max((way for group, way in found.items() if len(group & names) > 1), default=0)]
 
 
@@ -89,6 +90,9 @@ def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str
     found = cache_files.read("nccl", link_key(environment), _parsed) or {}
     group = frozenset(gpu_names(gpus))
     index = WAYS.index(way)
+    numbers = frozenset(map(str, gpus))
+    if numbers != group:
+        found.pop(numbers, None)
     if found.get(group, 0) != index:
         found[group] = index
         written = {",".join(sorted(each)): its for each, its in found.items()}

@@ -24,9 +24,10 @@ class StepTimer:
         self.longest = 0.0
         self._places = places
         self._compiles = compile == "blocks"
+        #: Numbers of steps that compile, or read weights first: no measure of others.
+        self._unlike = {0, warmup} if self._compiles else {0}
         self._patience = COMPILED_SECONDS if self._compiles else FIRST_SECONDS
-        #: First steps, which are no measure of others.
-        self._unlike = 1 + warmup if self._compiles else 1
+        self._usual = MIN_SECONDS
         self._done = 0
         self._last = time.monotonic()
         self._is_reported = False
@@ -35,17 +36,16 @@ class StepTimer:
         """Note that a step has ended."""
         spent = self._spent()
         self.longest = max(self.longest, spent)
+        if self._done not in self._unlike:
+            self._usual = max(self._usual, TIMES * spent)
         self._done += 1
-        if self._done == self._unlike:
-            self._patience = MIN_SECONDS
-        elif self._done > self._unlike:
-            self._patience = max(self._patience, TIMES * spent)
+        self._patience = max(self._usual, self.compiling)
         self._last = time.monotonic()
 
     @property
     def compiling(self) -> float:
         """Return the seconds that the step under way may take to compile; 0 where it compiles nothing."""
-        return COMPILED_SECONDS if self._compiles and self._done < self._unlike else 0.0
+        return COMPILED_SECONDS if self._compiles and self._done in self._unlike else 0.0
 
     def look(self):
         """Report, once, where the ranks are if no step has ended for too long."""

@@ -96,7 +96,7 @@ class Compiler:
         self.graphs += 1
         self.seconds += time.perf_counter() - started
 
-        @wraps(found)
+        # without functools.wraps, by whose marks Dynamo of older versions would call ``found`` itself
         def begun(*args):
             self.began = True
             return found(*args)

@@ -76,9 +76,10 @@ class AutoConfig:
                 f"gpus is {text!r:.200}, numbers of GPUs, but the ranks run on the CPU; say how many."
             )
         if on_gpus and not shares_gpu() and max(indices) >= gpus_here:
+            remedy = "name others" if "," in text else "lower it"
             raise ConfigError(
                 f"gpus is {text!r:.200}, but this machine has {gpus_here} GPU{'s' * (gpus_here > 1)} "
-                f"(numbered from 0); lower it, or leave it empty for all."
+                f"(numbered from 0); {remedy}, or leave it empty for all."
             )
         if not on_gpus and len(indices) > MAX_CPU_RANKS:
             raise ConfigError(

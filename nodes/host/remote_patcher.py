@@ -7,7 +7,7 @@ import uuid
 
 import comfy.model_patcher
 import comfy.sd
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ...backend.protocol import RefusedError
 from . import stock_loras
@@ -104,8 +104,11 @@ def attach_lora_metadata(patcher: comfy.model_patcher.ModelPatcher, loras: tuple
     """Attach the metadata of the last of ``loras`` (path, strength) that has some, as ComfyUI's loaders do:
     without it an IC-LoRA's guides would be encoded at another size."""
     for path, _ in loras:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+        except (OSError, SafetensorError):
+            continue  # a load names the file, and what is wrong with it
         if metadata:
             patcher.set_attachments(LORA_METADATA, metadata)
 

@@ -172,7 +172,7 @@ def test_what_travels_with_a_request_is_of_its_message():
     "gpus, here, says",
     [
         ("2", 1, "gpus is '2', but this machine has 1 GPU (numbered from 0); lower it"),
-        ("0,5", 2, "gpus is '0,5', but this machine has 2 GPUs (numbered from 0); lower it"),
+        ("0,5", 2, "gpus is '0,5', but this machine has 2 GPUs (numbered from 0); name others"),
         ("20", 0, "gpus is '20', but on the CPU this machine runs at most 16 processes; lower gpus."),
     ],
 )

@@ -8,7 +8,8 @@ import doctor_lab
 import doctor_life
 import pytest
 import torch
-from doctor_checks import OK, PROBLEM
+from doctor_checks import OK, PROBLEM, WARNING
+from doctor_hangs import HungError
 from doctor_stubs import StubLab
 
 from backend.client.model_choice import ModelChoice
@@ -21,7 +22,7 @@ ULYSSES = ParallelConfig(ulysses_degree=2)
 class Ranks:
     """Ranks of which rank 1 is a real process, with one fault."""
 
-    process = object()
+    process, closed = object(), False
 
     def __init__(self, fault):
         self.fault, self.models = fault, {ModelChoice("flux"): "flux"}
@@ -34,6 +35,8 @@ class Ranks:
         return SimpleNamespace(model=path)
 
     def unload(self, choice, park, check):
+        if self.fault == "frees":
+            self.models.pop(choice)
         return [0] if self.fault == "stays" else [0, 1]
 
     def sample(self, message, on_progress, should_cancel):
@@ -52,6 +55,7 @@ class Ranks:
             return False
 
     def close(self):
+        self.closed = True
         self.other.kill()
         self.other.wait()
 
@@ -94,6 +98,16 @@ def test_the_life_of_ranks_is_judged(fault, wrong):
 def test_ranks_that_hang_are_ended(monkeypatch):
     monkeypatch.setattr(doctor_life, "RUN_SECONDS", 0.0)
     lab = LifeLab("")
-    with pytest.raises(TimeoutError, match="the ranks hang"):
-        doctor_life._sample(lab.ranks_here, doctor_life._long(lab, ULYSSES))
-    assert lab.ranks_here.other.poll() is not None
+    monkeypatch.setattr(doctor_life, "evidence", lambda backend: {})
+    with pytest.raises(HungError, match="the ranks hang"):
+        doctor_life._sample(lab, ULYSSES, lab.ranks_here, doctor_life._long(lab, ULYSSES))
+    assert lab.ranks_here.other.poll() is not None and lab.hung.has(ULYSSES)
+
+
+def test_weights_that_are_freed_are_not_called_parked():
+    lab = LifeLab("frees")
+    try:
+        (found,) = doctor_life._parked(lab, ULYSSES, torch.ones(4))
+    finally:
+        lab.ranks_here.close()
+    assert found.status == WARNING and "not parked but freed" in found.text and "GB/s" not in found.text

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fused_loras import STRENGTH, change, equal, fuse, parameters
-from loras import lora, uso, write_lora
+from loras import lora, uso
 from safetensors.torch import load_file, save_file
 from tiny import facts, write_checkpoint
 from tolerance import assert_ulps
@@ -11,7 +11,6 @@ from tolerance import assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.adapters import LoRAByHead
-from backend.loading.lora_keys import lora_stack
 from backend.loading.recognition import open_checkpoint
 from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import mesh
@@ -132,24 +131,6 @@ def test_a_ranks_rows_of_a_lora_by_head(tmp_path):
     rows = torch.arange(24.0).view(2, 3, 4).transpose(0, 1).flatten()
     want = torch.cat([rows[span.indices] for span in where[0]])
     assert adapter.difference(*where, torch.device("cpu")).equal(want[:, None].expand(-1, 2))
-
-
-def test_a_shard_of_fsdp_reads_its_rows_alone(folder, tmp_path):
-    engine = Engine(ParallelConfig(), mesh.single())
-    engine.load("m", str(write_checkpoint(folder / "flux-dev.safetensors")), "default")
-    path = str(
-        write_lora(tmp_path / "a.safetensors", {"double_blocks.0.img_attn.qkv": (768, 256)}, "comfyui")
-    )
-    weights = engine.models["m"].weights
-    name = "transformer_blocks.0.attn.to_k.weight"
-    changes = weights._changes(lora_stack([[path, 1.0]]))[name]
-    for some in ([], changes):
-        whole = weights._value(name, some, {}, torch.float32)
-        before = weights.checkpoint.files.bytes_read
-        rows = weights._value(name, some, {}, torch.float32, Span(64, 128))
-        assert weights.checkpoint.files.bytes_read - before == 64 * 256 * 4
-        assert torch.allclose(rows, whole[64:128], rtol=1e-6, atol=1e-6)
-    assert weights._value(name, changes, {}, torch.float32, Span(256, 256)).shape == (0, 256)
 
 
 def test_swapped_rows_of_a_tensor_parallel_rank(folder):

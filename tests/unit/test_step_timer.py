@@ -47,6 +47,15 @@ def test_a_step_that_does_not_end_is_told_once(clock, caplog, compile, steps, pa
     assert f"lives: all after {len(steps)}. " in told and "press Cancel" in told
 
 
+def test_steps_of_a_long_warm_up_compile_nothing(clock):
+    watched = StepTimer("blocks", lambda done: "", warmup=3)
+    times = []
+    for _ in range(5):
+        times.append(watched.compiling)
+        watched.step()
+    assert times == [COMPILED_SECONDS, 0, 0, COMPILED_SECONDS, 0]
+
+
 def test_nothing_is_told_of_ranks_that_nobody_sees(clock, caplog):
     watched = StepTimer("off", lambda done: "")
     clock.now = 1e6
