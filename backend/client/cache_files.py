@@ -18,8 +18,10 @@ VERSION = 18
 #: Name below the temporary folder; the user's number follows.
 FALLBACK = "pdit-cache-"
 
-#: Where a measurement would be -> what could not be written there, or is not to outlast this process.
+#: Where a measurement would be -> what could not be written there.
 _unwritten: dict[Path, str] = {}
+#: The same of what is not to outlast this process.
+_passing: dict[Path, str] = {}
 
 Measured = TypeVar("Measured")
 
@@ -41,7 +43,7 @@ def read_or_measure(
     if lasts(parsed):
         write(kind, key, found)
     else:
-        _unwritten[_path(kind, key)] = json.dumps(found)
+        _passing[_path(kind, key)] = json.dumps(found)
     return parsed
 
 
@@ -50,7 +52,7 @@ def read(kind: str, key: list, parse: Callable[[dict], Measured]) -> Measured | 
     ours."""
     path = _path(kind, key)
     try:
-        return parse(json.loads(_unwritten.get(path) or path.read_text()))
+        return parse(json.loads(_passing.get(path) or _unwritten.get(path) or path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

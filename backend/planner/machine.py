@@ -15,8 +15,8 @@ HOST_LINK = 10e9
 DIFFERENT = 1.1
 #: What is said of GPUs of one name whose speeds are further apart.
 DISTURBED = (
-    "GPUs of one name differ so where others use one during the measurement; it is measured again at the "
-    "next start."
+    "GPUs of one name differ so where others use one during the measurement, or one is slowed down (power "
+    "limit, heat); it is measured again at the next start."
 )
 #: A GPU with a smaller part of the memory of that which has most is the last to be used.
 TAKEN = 0.25

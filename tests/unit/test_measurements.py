@@ -73,7 +73,7 @@ def rates(names: tuple[str, ...], speeds: tuple[float, ...]) -> dict:
 def measured_machine(monkeypatch, *answers: dict) -> Machine:
     """The rates of two GPUs in a new process, whose probes would find ``answers`` in turn."""
     left = list(answers)
-    monkeypatch.setattr(cache_files, "_unwritten", {})  # of another process
+    monkeypatch.setattr(cache_files, "_passing", {})  # of another process
     monkeypatch.setattr(measurements, "measured_rates", lambda *_: left.pop(0))
     for _ in range(2):  # once a process at most
         machine = measurements.machine_rates("cuda", [0, 1], lambda: None, lambda line: None)
