@@ -13,7 +13,7 @@ from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
 from .benchmark_prompts import trials
 from .host import panel, queued_graph
-from .host.handle import free_weights
+from .host.models_on_ranks import free_weights
 from .host.refusals import MISTAKES, says_more
 from .host.remote_patcher import take_bypass_loras
 from .load_diffusers_clip_vae import LoadDiffusersCLIPVAE

@@ -28,14 +28,8 @@ from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host.auto_plan import as_running, one_plan
 from .host.conditioning import as_tensors, fill_zeros
-from .host.handle import (
-    ParallelDiT,
-    ensure_loaded,
-    entries_to_keep,
-    keep_rank_weights,
-    rank_weights_stay,
-    run_evicting_models,
-)
+from .host.handle import ParallelDiT, ensure_loaded
+from .host.models_on_ranks import entries_to_keep, keep_rank_weights, rank_weights_stay, run_evicting_models
 from .host.progress import NodeStatus, tolerate_preview_oom
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node

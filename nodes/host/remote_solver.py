@@ -22,7 +22,8 @@ from . import one_rank
 from .auto_plan import sample_planned
 from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
 from .guidance import skips_negative
-from .handle import ParallelDiT, ensure_loaded, entries_to_keep, keep_rank_weights, run_evicting_models
+from .handle import ParallelDiT, ensure_loaded
+from .models_on_ranks import entries_to_keep, keep_rank_weights, run_evicting_models
 from .progress import Reporter
 from .rank_weights import host_room
 from .report import run_lines, shown

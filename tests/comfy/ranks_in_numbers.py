@@ -11,7 +11,7 @@ with comfy_modules():
     from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.protocol import Loaded, RefusedError, Result, Unload, Welcome
-    from parallel_dit.nodes.host import graph_requests, handle
+    from parallel_dit.nodes.host import graph_requests, handle, models_on_ranks
 
 CONFIG = ParallelConfig(address="tcp:host:1")
 #: Elsewhere: ComfyUI's manager makes no room there.
@@ -62,7 +62,7 @@ def backend(monkeypatch):
     found = pool.Backend(CONFIG, Ranks())
     monkeypatch.setitem(pool._backends, CONFIG.topology(), found)
     monkeypatch.setattr(handle, "weightless_patcher", lambda loaded: None)
-    monkeypatch.setattr(handle, "_weights", {})
+    monkeypatch.setattr(models_on_ranks, "_weights", {})
     monkeypatch.setattr(management, "current_loaded_models", [])
     monkeypatch.setattr(graph_requests, "model_choice_of", lambda inputs: ModelChoice(inputs["model_name"]))
     yield found

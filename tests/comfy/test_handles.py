@@ -18,7 +18,7 @@ with comfy_modules():
     from parallel_dit.backend.device_memory import device_name
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import Load, RefusedError, Result, Sample, Welcome
-    from parallel_dit.nodes.host import handle
+    from parallel_dit.nodes.host import handle, models_on_ranks
     from parallel_dit.nodes.host.rank_weights import RankWeights
 
 
@@ -28,7 +28,7 @@ def test_a_model_that_the_graph_no_longer_names_makes_room(backend):
     first = handle.load(CONFIG, "/a", "default")
     run("/b")
     second = handle.load(CONFIG, "/b", "default")
-    assert backend.client.held == ["/b"] and len(handle._weights) == 1
+    assert backend.client.held == ["/b"] and len(models_on_ranks._weights) == 1
     run("/a")
     handle.ensure_loaded(first)
     assert backend.client.held == ["/a"] and first.choice != second.choice
@@ -63,7 +63,7 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
     backend.client.room = 12
     run("/c")
     request = Sample("/c", "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
-    result = handle.run_evicting_models(
+    result = models_on_ranks.run_evicting_models(
         backend, handles[2].choice, lambda all_ranks: backend.sample(request, all_ranks=all_ranks)
     )
     assert result == Result() and backend.client.held == ["/a", "/c"]
@@ -77,11 +77,11 @@ def test_the_other_model_of_a_graph_stays_without_a_handle(backend):
     for name in ("/a", "/b"):
         handle.load(CONFIG, name, "default")  # which nothing keeps
     assert backend.client.held == ["/a", "/b"]
-    assert {choice[0] for _, choice in handle._weights} == {"/a", "/b"}  # ComfyUI may take both
+    assert {choice[0] for _, choice in models_on_ranks._weights} == {"/a", "/b"}  # ComfyUI may take both
     run("/b")
     gc.collect()
     handle.load(CONFIG, "/b", "default")
-    assert backend.client.held == ["/b"] and {choice[0] for _, choice in handle._weights} == {"/b"}
+    assert backend.client.held == ["/b"] and {choice[0] for _, choice in models_on_ranks._weights} == {"/b"}
 
 
 LOADED, SAMPLED = replace(CONFIG, ulysses_degree=2), replace(CONFIG, pipefusion_degree=2)
@@ -117,10 +117,10 @@ def test_weights_under_another_topology_are_not_listed_twice(backend):
     configs = ParallelConfig(ulysses_degree=2), ParallelConfig(ring_degree=2)
     handles = [handle.ParallelDiT(config, "/a", "default", loaded, None) for config in configs]
     for each in handles:
-        handle._handles.add(each)
-        handle._register(each.config, each.choice, backend, loaded)
+        named = {(other.config.topology(), other.choice) for other in handles}
+        models_on_ranks.register(each.config.topology(), each.choice, backend, loaded, named)
     listed = [entry for entry in management.current_loaded_models if isinstance(entry.model, RankWeights)]
-    assert len(listed) == 1 and handle.entries_to_keep(backend, handles[1].choice) == listed
+    assert len(listed) == 1 and models_on_ranks.entries_to_keep(backend, handles[1].choice) == listed
 
 
 def test_models_of_a_sampling_stay_where_room_is_made(backend, monkeypatch):
@@ -128,7 +128,7 @@ def test_models_of_a_sampling_stay_where_room_is_made(backend, monkeypatch):
     used, encoder = (SimpleNamespace(model=object(), currently_used=flag) for flag in (False, True))
     monkeypatch.setattr(management, "current_loaded_models", [used, encoder])
     choice = ModelChoice("/a")
-    assert handle.entries_to_keep(backend, choice, (used.model,)) == [used]
+    assert models_on_ranks.entries_to_keep(backend, choice, (used.model,)) == [used]
 
 
 def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
@@ -136,13 +136,13 @@ def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
     backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
     run("/a")
     first = handle.load(CONFIG, "/a", "default")
-    (entry,) = handle.entries_to_keep(backend, first.choice)
+    (entry,) = models_on_ranks.entries_to_keep(backend, first.choice)
     entry.model.detach()
     assert (backend.client.held, backend.client.parked) == ([], ["/a"])
-    assert handle.free_weights() == 1 and not backend.client.parked and not backend.models
-    assert handle.free_weights() == 0
+    assert models_on_ranks.free_weights() == 1 and not backend.client.parked and not backend.models
+    assert models_on_ranks.free_weights() == 0
     handle.ensure_loaded(first)
-    assert backend.client.held == ["/a"] and handle.free_weights() == 1 and not backend.client.held
+    assert backend.client.held == ["/a"] and models_on_ranks.free_weights() == 1 and not backend.client.held
 
 
 def test_freeing_weights_has_a_deadline(backend, monkeypatch):
@@ -150,7 +150,7 @@ def test_freeing_weights_has_a_deadline(backend, monkeypatch):
     backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
     run("/a")
     first = handle.load(CONFIG, "/a", "default")
-    assert handle.entries_to_keep(backend, first.choice)
+    assert models_on_ranks.entries_to_keep(backend, first.choice)
     monkeypatch.setattr(interrupts, "PATIENCE", 0.0)
 
     def request(message, check, on_progress):
@@ -161,5 +161,5 @@ def test_freeing_weights_has_a_deadline(backend, monkeypatch):
 
     monkeypatch.setattr(backend.client, "request", request)
     with pytest.raises(interrupts.DeadlineError, match="ranks have freed nothing for 0 s"):
-        handle.free_weights(interrupts.deadline(0.0, "ranks have freed nothing"))
-    assert not any(entry.held for _, found in handle._weights.values() for entry in found)
+        models_on_ranks.free_weights(interrupts.deadline(0.0, "ranks have freed nothing"))
+    assert not any(entry.held for _, found in models_on_ranks._weights.values() for entry in found)

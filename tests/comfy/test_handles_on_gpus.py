@@ -15,7 +15,7 @@ with comfy_modules():
     from parallel_dit.backend.client.room import Room
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import RefusedError, Result, Sample, Unload, Welcome
-    from parallel_dit.nodes.host import handle, model_files, rank_weights
+    from parallel_dit.nodes.host import handle, model_files, models_on_ranks, rank_weights
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -71,7 +71,10 @@ def gpus(backend, monkeypatch):
 def held(path: str) -> dict[int, int]:
     """Rank -> bytes of a model that ComfyUI counts on its GPU."""
     entries = [
-        entry for (_, (name, *_)), (_, found) in handle._weights.items() for entry in found if name == path
+        entry
+        for (_, (name, *_)), (_, found) in models_on_ranks._weights.items()
+        for entry in found
+        if name == path
     ]
     return {rank: entry.loaded_size() for entry in entries for rank in entry.ranks}
 
@@ -92,8 +95,8 @@ def test_room_on_a_gpu_takes_the_weights_of_its_ranks(gpus, sharded):
 def sample(backend, choice) -> Result:
     """As a sampler's node does, where there is less memory than is likely needed."""
     request = Sample(choice[0], "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
-    room = handle.host_room().keeping(handle.entries_to_keep(backend, choice))
-    return handle.run_evicting_models(
+    room = handle.host_room().keeping(models_on_ranks.entries_to_keep(backend, choice))
+    return models_on_ranks.run_evicting_models(
         backend, choice, lambda all_ranks: backend.sample(request, room=room, all_ranks=all_ranks)
     )
 
@@ -135,7 +138,7 @@ def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus
     first, _ = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
     sample(gpus, first.choice)
     assert not gpus.client.unloads
-    monkeypatch.setattr(handle, "have_ranks_run_out", lambda: True)
+    monkeypatch.setattr(models_on_ranks, "have_ranks_run_out", lambda: True)
     assert sample(gpus, first.choice) == Result()
     assert gpus.client.unloads == [Unload("/b", True, waits=True)] and gpus.client.parked == ["/b"]
 

@@ -21,7 +21,7 @@ with comfy_modules():
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import Loaded, Welcome
-    from parallel_dit.nodes.host import auto_plan, handle, rank_weights
+    from parallel_dit.nodes.host import auto_plan, models_on_ranks, rank_weights
     from parallel_dit.nodes.host.rank_weights import RankWeights
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -228,9 +228,9 @@ def test_a_preview_between_two_calls_takes_no_weights(free, monkeypatch):
     """Of a sampling by Parallel Model, whose next call needs them; a rank that lacks memory may still have
     another model's."""
     ranks = OnRanks(free)
-    monkeypatch.setattr(handle, "_weights", {"dit": (None, ranks.entries)})
-    with handle.rank_weights_stay():
-        handle.keep_rank_weights(management.free_memory, 18 * GB, FIRST)
+    monkeypatch.setattr(models_on_ranks, "_weights", {"dit": (None, ranks.entries)})
+    with models_on_ranks.rank_weights_stay():
+        models_on_ranks.keep_rank_weights(management.free_memory, 18 * GB, FIRST)
         management.free_memory(18 * GB, FIRST)
         assert not ranks.freed
         rank_weights.host_room().free(18 * GB, FIRST)
@@ -241,10 +241,10 @@ def test_a_preview_between_two_calls_takes_no_weights(free, monkeypatch):
 
 def test_making_a_model_without_weights_ready_takes_none(free, monkeypatch):
     ranks = OnRanks(free)
-    monkeypatch.setattr(handle, "_weights", {"dit": (None, ranks.entries)})
+    monkeypatch.setattr(models_on_ranks, "_weights", {"dit": (None, ranks.entries)})
     free[FIRST] = GB // 10
     weightless = TextEncoder(FIRST, 1, free)
-    handle.keep_rank_weights(management.load_models_gpu, [weightless])
+    models_on_ranks.keep_rank_weights(management.load_models_gpu, [weightless])
     assert not ranks.freed
     listed = [entry.model for entry in management.current_loaded_models]
     assert all(entry in listed for entry in ranks.entries)

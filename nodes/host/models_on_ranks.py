@@ -1,0 +1,173 @@
+"""Models on the ranks, as this ComfyUI counts them: entries in the list of its memory manager, and which of
+them leave where a load or a request lacks memory."""
+
+import logging
+import os
+from collections.abc import Callable, Collection
+from contextlib import contextmanager
+from itertools import chain
+from typing import TypeVar
+
+import comfy.model_management
+
+from ...backend.client import planning
+from ...backend.client.launcher import ClosedError
+from ...backend.client.model_choice import ModelChoice
+from ...backend.client.pool import Backend
+from ...backend.dequantized_cache import have_ranks_run_out
+from ...backend.protocol import BackendError, Loaded, RefusedError
+from .graph_requests import loaded_models, unnamed
+from .queued_graph import running
+from .rank_weights import RankWeights, entries, may_hold_memory
+
+Ran = TypeVar("Ran")
+
+#: (topology, ModelChoice) of a handle -> its backend, and what ComfyUI's memory manager knows of it.
+_weights: dict[tuple, tuple[Backend, list[RankWeights]]] = {}
+
+
+def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bool], Ran], looks=True) -> Ran:
+    """Run a load or a request of ``choice``. Where ranks lack memory for it, models leave, the least recently
+    used one first, and it runs again: those that the running graph does not load, since ComfyUI's cache keeps
+    their handles alive; then its others, such as the first of two experts, which are parked. ``run`` gets
+    whether every rank is to have what it likely needs: where it ``looks``, while models are there that the
+    graph does not load, or any that leave for that. RefusedError where that is not enough."""
+    left: set[ModelChoice] = set()
+    while True:
+        others = [each for each in backend.models if each not in (choice, *left)]
+        idle = [each for each in others if may_hold_memory(_entries(backend, {each}))]
+        unneeded = unnamed(idle, running()) if looks else None
+        all_ranks = unneeded is not None or (looks and bool(idle) and _others_leave(backend, choice))
+        try:
+            return run(all_ranks)
+        except RefusedError as error:
+            unneeded = unneeded or unnamed(idle, running())
+            if not error.lacking or not idle:
+                raise
+            leaves = unneeded or idle[0]
+            parks = unneeded is None
+            check = comfy.model_management.throw_exception_if_processing_interrupted
+            if not unload(backend, leaves, park=parks, waits=parks, check=check) and not all_ranks:
+                raise
+        left.add(leaves)
+        names = [os.path.basename(each.path) for each in (leaves, choice)]
+        why = "the graph does not load it" if unneeded else "both do not fit and take turns"
+        logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
+
+
+def _others_leave(backend: Backend, choice: ModelChoice) -> bool:
+    """Return whether the others of a graph leave for what one likely needs: auto's plan counts on that, or
+    ranks have run out of memory before. Else they leave for what it needs at least."""
+    return have_ranks_run_out() or planning.takes_turns(choice, backend.config)
+
+
+def unload(
+    backend: Backend,
+    choice: ModelChoice,
+    park=True,
+    ranks: Collection[int] = (),
+    waits=False,
+    check=lambda: None,
+) -> list[int]:
+    """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
+    devices no longer hold them. Return these ranks: all where the backend has ended, of which a line in the
+    log says why."""
+    left = list(range(backend.welcome.world_size))
+    try:
+        left = backend.unload(choice, park, ranks, waits, check) if backend.alive() else left
+    except ClosedError:  # by ourselves
+        pass
+    except BackendError as error:
+        logging.warning("parallel-dit: %s", error)
+    finally:  # an interrupt is raised once they have left
+        for entry in _entries(backend, {choice}):
+            entry.held = entry.held and not set(entry.ranks) <= set(left)
+    return left
+
+
+def _entries(backend: Backend, models: Collection[ModelChoice]) -> list[RankWeights]:
+    """Return what ComfyUI's memory manager knows of these models on a backend."""
+    here = [found for (_, key), (holder, found) in _weights.items() if holder is backend and key in models]
+    return list(chain(*here))
+
+
+def register(
+    topology: tuple, choice: ModelChoice, backend: Backend, loaded: Loaded, named: Collection[tuple]
+):
+    """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries of models that have
+    left, of those that neither these ranks nor a handle know, and of these weights under another topology:
+    through such an entry the manager would take the weights that are about to be used. ``named``: (topology,
+    ModelChoice) of every handle."""
+    name = (topology, choice)
+    for other, (holder, _) in list(_weights.items()):
+        if holder is backend:  # these ranks may hold a model without a handle
+            stays = other[1] in backend.models and other[1] != choice
+        else:
+            stays = other in named
+        if other != name and not stays:
+            del _weights[other]
+
+    def free(ranks: tuple[int, ...]) -> bool:
+        return bool(unload(backend, choice, ranks=ranks))
+
+    if name not in _weights or _weights[name][0] is not backend:
+        _weights[name] = (backend, entries(loaded, backend.welcome, free))
+    for entry in _weights[name][1]:
+        entry.register()
+
+
+def free_weights(check=lambda: None) -> int:
+    """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
+    left in host memory, where no request and no sampling runs; return of how many. ``check`` may raise."""
+    every = [(choice, each, found) for (_, choice), (each, found) in list(_weights.items())]
+    busy = {id(each) for _, each, found in every if any(entry.holders for entry in found) or each.is_busy}
+    here = [
+        (choice, each) for choice, each, found in every if found and each.alive() and id(each) not in busy
+    ]
+    return sum(bool(unload(backend, choice, park=False, check=check)) for choice, backend in here)
+
+
+def entries_to_keep(
+    backend: Backend, choice: ModelChoice, used: Collection = ()
+) -> list[comfy.model_management.LoadedModel]:
+    """Return the entries of ComfyUI's list that stay where a load or a request of ``choice`` likely has too
+    little memory: weights on these ranks of all models of the running graph, such as the other one of two
+    experts, which leave only where it has too little to run at all (run_evicting_models), unless they leave
+    for what is likely; and the models ``used`` by a sampling of ComfyUI's, whose patches must stay."""
+    others = () if _others_leave(backend, choice) else loaded_models(running())
+    own = _entries(backend, {choice, *others})
+    return [
+        entry
+        for entry in comfy.model_management.current_loaded_models
+        if entry.model in own or any(entry.model is each for each in used)
+    ]
+
+
+def free_orphans(named: Collection[ModelChoice]):
+    """Free what ranks have parked of weights that no handle has ``named``, where ComfyUI has unloaded all
+    models. What has left to make room waits for the next load, which may want it under another plan."""
+    for (_, choice), (backend, found) in list(_weights.items()):
+        unloaded = any(entry.all_go for entry in found) and not any(entry.held for entry in found)
+        if unloaded and choice not in named:
+            unload(backend, choice, park=False)
+
+
+@contextmanager
+def rank_weights_stay():
+    """Keep every transformer on the ranks while ComfyUI makes room."""
+    held = [entry for _, found in _weights.values() for entry in found if entry.held]
+    for entry in held:
+        entry.holders += 1
+    try:
+        yield
+    finally:
+        for entry in held:
+            entry.holders -= 1
+            if entry.held:
+                entry.register()
+
+
+def keep_rank_weights(executor, *arguments, **options):
+    """Wrap ComfyUI's PREPARE_SAMPLING so that no transformer leaves the ranks for a weightless model."""
+    with rank_weights_stay():
+        return executor(*arguments, **options)
