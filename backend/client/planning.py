@@ -324,9 +324,3 @@ def _host_memory() -> int:
     if pool.launched() is None or key not in _history.free:
         _history.free[key] = (host_free(swap=False),)
     return _history.free[key][0]
-
-
-def keeps_weights(config: ParallelConfig) -> bool:
-    """Return whether ``backend_for(config)`` would find a running backend's weights where they belong."""
-    running = pool.launched()
-    return running is not None and running.can_become(config) and running.config.same_weights(config)

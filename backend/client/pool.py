@@ -14,9 +14,9 @@ import torch
 from .. import protocol
 from ..config import ParallelConfig
 from ..protocol import BackendError
-from .client import BackendClient
 from .connect import connect
-from .idle import Users, watch
+from .connected import Connected
+from .idle import watch
 from .interrupts import CancelledError, Watch, cancel, turn
 from .launcher import BackendProcess, ClosedError
 from .model_choice import ModelChoice
@@ -29,22 +29,8 @@ _backends: dict[tuple, "Backend"] = {}
 _folders: set[str] = set()
 
 
-class Backend:
+class Backend(Connected):
     """A connected backend, its process where we launched it, and the models that it has loaded for us."""
-
-    def __init__(self, config: ParallelConfig, client: BackendClient, process: BackendProcess | None = None):
-        self.config = config
-        self.client = client
-        self.process = process
-        self.models: dict[ModelChoice, str] = {}  # the least recently used one first
-        self.closed = False
-        self.last_used = time.monotonic()
-        self._busy = threading.Lock()
-        self.users = Users()
-
-    @property
-    def welcome(self):
-        return self.client.welcome
 
     def load(
         self,
@@ -167,58 +153,6 @@ class Backend:
         self.models = {key: model for key, model in self.models.items() if model in left}
         return interrupts
 
-    def alive(self) -> bool:
-        """Return whether the process runs and the connection is open; costs no round trip."""
-        if self.client.closed or (self.process is not None and not self.process.running):
-            return False
-        if not self._busy.acquire(blocking=False):
-            return True  # a request is under way, and finds out by itself
-        try:
-            return self.client.is_open()
-        finally:
-            self._busy.release()
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a request or a sampling of ours is under way."""
-        return self._busy.locked() or self.users.count > 0
-
-    def is_idle(self, seconds: float) -> bool:
-        """Return whether it is ours, and nobody has used it for so long."""
-        is_unused = not self.is_busy and time.monotonic() - self.last_used >= seconds
-        return self.process is not None and is_unused
-
-    def loss(self) -> str:
-        """Say why a backend ended between two requests; empty where a request said it, or we closed it."""
-        if self.closed:
-            return ""
-        if self.process is not None:
-            return self.process.failure_cause()
-        why = f": {self.client.last_word}" if self.client.last_word else "."
-        return f"The backend at {self.config.address} has hung up since the last run{why}"
-
-    def close(self):
-        """Hang up, and end the processes where they are ours."""
-        self.closed = True
-        if self.process is not None:
-            self.process.close()
-        self.client.close()
-
-    def _request(self, message, *watching):
-        return self._explained(lambda: self.client.request(message, *watching))
-
-    def _explained(self, action):
-        try:
-            return action()
-        except BackendError as error:
-            if self.process is None:
-                raise BackendError(f"{error}; the next run connects again.") from error
-            raise self.process.failure() from error
-        finally:
-            self.last_used = time.monotonic()
-            if self.client.closed:
-                self.close()
-
 
 def allow(*folders: str | os.PathLike):
     """Let backends load files below ``folders``; without a call nothing can be loaded. One that was launched
@@ -227,15 +161,20 @@ def allow(*folders: str | os.PathLike):
 
 
 def backend_for(
-    config: ParallelConfig, check=lambda: None, warn=lambda sentence: None, show=lambda line: None
+    config: ParallelConfig,
+    check=lambda: None,
+    warn=lambda sentence: None,
+    show=lambda line: None,
+    make_room=lambda: None,
 ) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
     new launch, during which ``check`` is called ten times a second and may raise to give up. A backend at an
     address that has ended since is waited for as long as for a launch.
 
     ``warn`` gets a sentence where the one at hand has ended by itself since it was last used; ``show`` a line
-    on the seconds of a launch, as often as ``check`` is called. Raises ConfigError where ``config`` cannot
-    run here, BackendError where the backend does not come up.
+    on the seconds of a launch, as often as ``check``; ``make_room()`` goes before a launch, after the end of
+    ranks that it replaces. Raises ConfigError where ``config`` cannot run here, BackendError where the
+    backend does not come up.
     """
     key = config.validate().topology()
     with turn(_lock, check):
@@ -248,7 +187,7 @@ def backend_for(
         if config.address:
             backend = Backend(config, connect(config, check, show))
         else:
-            backend = _changed(config, check) or _launch(config, check, show)
+            backend = _changed(config, check) or _launch(config, check, show, make_room)
         _backends[key] = backend
         return backend
 
@@ -328,7 +267,8 @@ def _changed(config: ParallelConfig, check) -> Backend | None:
     return None
 
 
-def _launch(config: ParallelConfig, check, show) -> Backend:
+def _launch(config: ParallelConfig, check, show, make_room) -> Backend:
+    make_room()
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
     began = time.monotonic()
     watch(close_idle)

@@ -17,7 +17,7 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.utils
 
-from ...backend.client import measurements, planning
+from ...backend.client import measurements
 from ...backend.client.launcher import ClosedError
 from ...backend.client.model_choice import ModelChoice
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, folders, launched
@@ -172,9 +172,12 @@ def _load_with_status(
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
     room = host_room() if make_room else None
-    if room and starts and not (planning.keeps_weights(config) or config.device == "cpu" or config.address):
-        room.make_for_start(config.gpu_indices)
-    backend = backend_for(config, check, status.warn, status.show)
+
+    def make_room_for_start():
+        if room and config.device != "cpu":
+            room.make_for_start(config.gpu_indices)
+
+    backend = backend_for(config, check, status.warn, status.show, make_room_for_start)
     if starts:
         status.show("opening the model")
     # what auto has placed otherwise goes on with whatever plan its next request gets

@@ -63,7 +63,7 @@ def test_a_backend_that_ended_between_runs_is_replaced_with_a_warning(warm, monk
 
     backend, another = warm(ranks), object.__new__(Backend)
     wait_readable(backend)
-    monkeypatch.setattr(pool, "_launch", lambda config, check, show: another)
+    monkeypatch.setattr(pool, "_launch", lambda config, *_: another)
     warnings = []
     try:
         assert pool.backend_for(CONFIG, warn=warnings.append) is another

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.client import idle, pool
+from backend.client import connected, idle, pool
 from backend.client.pool import Backend
 from backend.config import ConfigError, ParallelConfig
 
@@ -25,7 +25,8 @@ def backend(monkeypatch):
     client = SimpleNamespace(closed=False, close=lambda: None, is_open=lambda: True)
     found = Backend(ParallelConfig(), client, Process())
     found.now = found.last_used = 0.0
-    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: found.now))
+    for module in (pool, connected):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
     monkeypatch.setattr(pool, "_backends", {"topology": found})
     return found
 

@@ -164,3 +164,30 @@ def test_a_run_that_waits_for_another_ones_launch_can_be_interrupted():
         waits = threads.submit(pool.backend_for, ParallelConfig(device="cpu"), interrupt)
         with pytest.raises(KeyboardInterrupt):
             waits.result(60)
+
+
+def test_ranks_that_end_have_ended_before_room_is_made_for_others(monkeypatch):
+    """They may be on the same GPUs, whose memory was asked of ComfyUI's models while they still had it."""
+    done = []
+
+    def process(config, *_):
+        done.append("start")
+        raise KeyboardInterrupt
+
+    before = ParallelConfig(cfg_degree=2, gpus="0,1", device="cuda")
+    after = ParallelConfig(cfg_degree=2, gpus="1,2", device="cuda")
+    found = Backend(before, Ranks(), SimpleNamespace(running=True, models=frozenset()))
+    monkeypatch.setattr(found, "close", lambda: done.append("end"))
+    monkeypatch.setattr(ParallelConfig, "resolve_device", lambda self, gpus: "cuda")
+    monkeypatch.setattr(pool, "_folders", set())
+    monkeypatch.setattr(pool, "_backends", {before.topology(): found})
+    monkeypatch.setattr(pool, "BackendProcess", process)
+    with pytest.raises(KeyboardInterrupt):
+        pool.backend_for(after, make_room=lambda: done.append("room"))
+    assert done == ["end", "room", "start"]
+
+
+def test_ranks_that_go_on_need_no_room_for_a_start(monkeypatch):
+    ranks = backend("m")
+    monkeypatch.setattr(pool, "_backends", {ranks.config.topology(): ranks})
+    assert pool.backend_for(ranks.config, make_room=lambda: pytest.fail("room")) is ranks

@@ -1,0 +1,81 @@
+"""The life of a connected backend: who uses it, whether it lives, why it ended, and its end."""
+
+import threading
+import time
+
+from ..config import ParallelConfig
+from ..protocol import BackendError
+from .client import BackendClient
+from .idle import Users
+from .launcher import BackendProcess
+from .model_choice import ModelChoice
+
+
+class Connected:
+    """A connection to a backend, and its process where we launched it."""
+
+    def __init__(self, config: ParallelConfig, client: BackendClient, process: BackendProcess | None = None):
+        self.config = config
+        self.client = client
+        self.process = process
+        self.models: dict[ModelChoice, str] = {}  # the least recently used one first
+        self.closed = False
+        self.last_used = time.monotonic()
+        self._busy = threading.Lock()
+        self.users = Users()
+
+    @property
+    def welcome(self):
+        return self.client.welcome
+
+    def alive(self) -> bool:
+        """Return whether the process runs and the connection is open; costs no round trip."""
+        if self.client.closed or (self.process is not None and not self.process.running):
+            return False
+        if not self._busy.acquire(blocking=False):
+            return True  # a request is under way, and finds out by itself
+        try:
+            return self.client.is_open()
+        finally:
+            self._busy.release()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a request or a sampling of ours is under way."""
+        return self._busy.locked() or self.users.count > 0
+
+    def is_idle(self, seconds: float) -> bool:
+        """Return whether it is ours, and nobody has used it for so long."""
+        is_unused = not self.is_busy and time.monotonic() - self.last_used >= seconds
+        return self.process is not None and is_unused
+
+    def loss(self) -> str:
+        """Say why a backend ended between two requests; empty where a request said it, or we closed it."""
+        if self.closed:
+            return ""
+        if self.process is not None:
+            return self.process.failure_cause()
+        why = f": {self.client.last_word}" if self.client.last_word else "."
+        return f"The backend at {self.config.address} has hung up since the last run{why}"
+
+    def close(self):
+        """Hang up, and end the processes where they are ours."""
+        self.closed = True
+        if self.process is not None:
+            self.process.close()
+        self.client.close()
+
+    def _request(self, message, *watching):
+        return self._explained(lambda: self.client.request(message, *watching))
+
+    def _explained(self, action):
+        try:
+            return action()
+        except BackendError as error:
+            if self.process is None:
+                raise BackendError(f"{error}; the next run connects again.") from error
+            raise self.process.failure() from error
+        finally:
+            self.last_used = time.monotonic()
+            if self.client.closed:
+                self.close()
