@@ -49,8 +49,9 @@ from .sampling.model_runner import LoadedModel
 from .sampling.step_loop import Callbacks, RequestCancelled
 from .sampling.validation import refusing
 from .served_models import ServedModels
+from .serving.job_queue import CANCELLABLE, Job
 from .serving.progress import Previews, load_progress, progress
-from .serving.server import CANCELLABLE, Job, Server
+from .serving.server import Server
 from .serving.step_times import noted
 
 #: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
@@ -257,7 +258,7 @@ class Leader(ServedModels):
         """Denoise on all ranks."""
         self.control.broadcast(message)
         previews = Previews(message.preview_seconds, time.monotonic)
-        total = len(message.tensors["sigmas"]) - 1
+        job.total = total = len(message.tensors["sigmas"]) - 1
         tensors = {}
 
         def on_step(step, start):

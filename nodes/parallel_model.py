@@ -278,7 +278,7 @@ class RemoteTransformer(ElsewhereModule):
         sample = partial(
             backend.sample,
             self.cached_arguments.shortened(call),
-            should_cancel=status.interrupted,
+            should_cancel=partial(status.interrupted, backend=backend),
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
             room=self._room(backend, dit) if asks else None,
         )

@@ -143,12 +143,13 @@ def _sampled(
     backend: pool.Backend, request: SampleRequest, config: ParallelConfig, keep: Collection[ModelChoice]
 ):
     """Return the result of a request, and the shapes of its latents."""
-    loaded = backend.load(*request.choice, keep=[request.choice, *keep], loras=request.loras)
+    waits = partial(_show_turn, backend)
+    loaded = backend.load(*request.choice, keep=[request.choice, *keep], loras=request.loras, check=waits)
     for warning in loaded.info.get("warnings", []):
         if warning:
             print(warning, file=sys.stderr)
     message = sample_message(request, loaded, config.per_request)
-    result = backend.sample(message, _show)
+    result = backend.sample(message, _show, waits)
     assert result is not None  # nothing cancels it
     return result, message.latent_shapes
 
@@ -162,6 +163,13 @@ def _source(name: str) -> tuple[str, Path]:
 
 def _show(progress: Progress):
     _line(f"step {progress.step} of {progress.total}", end="\n" if progress.step == progress.total else "")
+
+
+def _show_turn(backend: pool.Backend) -> bool:
+    """Show for which other client's request one to ``backend`` waits; nothing cancels it."""
+    if line := backend.wait_line:
+        _line(line)
+    return False
 
 
 def _line(text: str, end: str = ""):

@@ -32,6 +32,8 @@ GREET_SECONDS = 30.0
 #: longer is given the time of CANCEL_STEPS of them, and a step that compiles COMPILED_SECONDS.
 CANCEL_SECONDS = 120.0
 CANCEL_STEPS = 2
+#: A request that waits for another client's leaves the queue within this long: no rank has a part in it.
+WITHDRAW_SECONDS = 5.0
 
 
 def open_socket(address: str) -> socket.socket:
@@ -90,6 +92,9 @@ class BackendClient:
         self.closed = False
         #: Why the backend ended, where it has said so between two requests.
         self.last_word = ""
+        #: What the request under way waits for: another client's; None once it has begun.
+        self.waiting: protocol.Waiting | None = None
+        self.waits_since = 0.0
         self._is_hung = is_hung
         self._places = places
         #: Models of which a call has ended.
@@ -108,8 +113,9 @@ class BackendClient:
         """Return the reply to a message that has one; Progress before it goes to ``on_progress``.
 
         ``check()`` is called about ten times a second. What either raises closes the connection, since the
-        reply still to come could be taken for the next one's. Raises RefusedError where the backend stays as
-        it was, BackendError where it ended. A reply of more than ``limit`` bytes is not read.
+        reply still to come could be taken for the next one's; not while the request waits for another
+        client's, which it is taken out of the queue for. Raises RefusedError where the backend stays as it
+        was, BackendError where it ended. A reply of more than ``limit`` bytes is not read.
         """
         self.send(message)
         try:
@@ -118,7 +124,9 @@ class BackendClient:
                     on_progress(reply)
                 check()
         except BaseException:
-            self.close()
+            waits = not self.closed and self.waiting is not None
+            if not (waits and isinstance(message, protocol.WITHDRAWABLE) and self._is_withdrawn()):
+                self.close()
             raise
         return self._accepted(reply)
 
@@ -146,7 +154,7 @@ class BackendClient:
             meanwhile()
             while not should_cancel():
                 reply = self._next()
-                timer.look()
+                timer.look(waits=self.waiting is not None)
                 if isinstance(reply, protocol.Progress):
                     timer.step()
                     on_progress(reply)
@@ -165,6 +173,8 @@ class BackendClient:
     def send(self, message):
         """Send a message without waiting for a reply. Raises RefusedError for one that has no frame."""
         self._check_open()
+        if not isinstance(message, protocol.Cancel):
+            self.waiting = None
         try:
             framing.send(self._socket, message)
         except protocol.ProtocolError as error:  # it has no frame, so nothing was sent
@@ -254,13 +264,34 @@ class BackendClient:
                 return
         self.close()
 
+    def _is_withdrawn(self) -> bool:
+        """Take a request that waits for another client's out of the queue. Return whether its end is read, so
+        that the connection stays usable: not where it began first, and takes long."""
+        deadline = time.monotonic() + WITHDRAW_SECONDS
+        with suppress(BackendError, RefusedError):
+            self.send(protocol.Cancel())
+            while time.monotonic() < deadline:
+                reply = self._next()
+                if reply is not None:
+                    return not isinstance(reply, protocol.Progress)
+        return False
+
     def _next(self, limit: int = framing.MAX_BODY):
-        """Return the next message, all of it, or None where none begins within POLL_SECONDS."""
+        """Return the next message, all of it, or None where none begins within POLL_SECONDS, or where it is
+        about what the request waits for (``waiting``)."""
         self._check_open()
         try:
-            return framing.receive(self._socket, limit) if self._selector.select(POLL_SECONDS) else None
+            reply = framing.receive(self._socket, limit) if self._selector.select(POLL_SECONDS) else None
         except OSError as error:
             raise self._lost(error) from error
+        if isinstance(reply, (protocol.Waiting, protocol.Begun)):
+            if self.waiting is None:
+                self.waits_since = time.monotonic()
+            self.waiting = reply if isinstance(reply, protocol.Waiting) else None
+            return None
+        if reply is not None:
+            self.waiting = None
+        return reply
 
     def _check_open(self):
         if self.closed:

@@ -5,10 +5,14 @@ import time
 
 from ..config import ParallelConfig
 from ..protocol import BackendError
+from ..units import progress_text
 from .client import BackendClient
 from .idle import Users
 from .launcher import BackendProcess
 from .model_choice import ModelChoice
+
+#: A wait that is shorter is not worth a line: each step of a client that keeps the loop is a request.
+SHOWN_SECONDS = 0.5
 
 
 class Connected:
@@ -27,6 +31,22 @@ class Connected:
     @property
     def welcome(self):
         return self.client.welcome
+
+    @property
+    def wait_line(self) -> str:
+        """Say what the request under way waits for, once it has waited a while: another client's. Empty where
+        it does not."""
+        waiting = self.client.waiting
+        if waiting is None or time.monotonic() - self.client.waits_since < SHOWN_SECONDS:
+            return ""
+        left = waiting.total - waiting.step
+        goes_on = ""
+        if waiting.total and waiting.running == "Sample":
+            goes_on = f", {left} step{'s' * (left != 1)} left"
+        elif waiting.total:
+            goes_on = f", which reads {progress_text(waiting.step, waiting.total)}"
+        others = f", {waiting.before} more before it" if waiting.before else ""
+        return f"waiting for another client's request{goes_on}{others}"
 
     def alive(self) -> bool:
         """Return whether the process runs and the connection is open; costs no round trip."""

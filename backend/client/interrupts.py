@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from ..protocol import RefusedError
+from ..protocol import WITHDRAWABLE, RefusedError
 
 #: Seconds that an interrupt waits for the reply: ranks that hang, or work for another client, send none.
 PATIENCE = 20.0
@@ -56,7 +56,8 @@ class Watch:
 
     An exception out of them closes the connection, which ends the ranks and frees all weights. A short
     request is not worth that, such as one that only names LoRAs. So its interrupt waits for the reply, at
-    most for PATIENCE seconds. Progress shows that a request is not short, and ends the wait.
+    most for PATIENCE seconds. Progress shows that a request is not short, and ends the wait. One that
+    ``is_waiting`` for another client's has not begun, and is interrupted at once if it is WITHDRAWABLE.
     """
 
     def __init__(
@@ -64,8 +65,11 @@ class Watch:
         check: Callable[[], None],
         on_progress: Callable = lambda progress: None,
         is_short: bool = True,
+        is_waiting: Callable[[], bool] = lambda: False,
     ):
         self._check = check
+        self._is_waiting = is_waiting
+        self._may_withdraw = False
         self._on_progress = on_progress
         self._is_short = is_short
         self._interrupt: BaseException | None = None
@@ -74,6 +78,7 @@ class Watch:
     def ask(self, request: Callable, message):
         """Send ``message`` by ``request`` and return its reply. A refusal is re-raised as the waiting
         interrupt, if there is one."""
+        self._may_withdraw = isinstance(message, WITHDRAWABLE)
         try:
             return request(message, self.check, self.on_progress)
         except RefusedError:
@@ -82,7 +87,10 @@ class Watch:
 
     def check(self):
         """Let the caller interrupt the request, at once or at its end."""
-        if not self._is_short:
+        if self._may_withdraw and self._is_waiting():
+            self.end()
+            self._check()
+        elif not self._is_short:
             self._check()
         elif self._interrupt is None:
             try:

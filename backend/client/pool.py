@@ -50,12 +50,12 @@ class Backend(Connected):
         ``all_ranks``: as in with_room."""
         key = ModelChoice(path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
-        leaving = Watch(check)
+        leaving = self._watch(check)
         with turn(self._busy, check):
             for other in set() if keep is None else self.models.keys() - {key, *keep}:
                 leaving.ask(self._request, protocol.Unload(self.models.pop(other)))
         leaving.end()
-        interrupts = Watch(check, on_progress, is_short=key in self.models)
+        interrupts = self._watch(check, on_progress, is_short=key in self.models)
 
         def load(message) -> protocol.Loaded:
             with turn(self._busy, check):
@@ -74,7 +74,7 @@ class Backend(Connected):
     def describe(self, message: protocol.Describe, check=lambda: None) -> protocol.Described:
         """Return what each rank would hold and send. ``check`` may interrupt a wait for others."""
         with turn(self._busy, check):
-            described = (interrupts := Watch(check)).ask(self._request, message)
+            described = (interrupts := self._watch(check)).ask(self._request, message)
         interrupts.end()
         return described
 
@@ -90,7 +90,7 @@ class Backend(Connected):
             if choice not in self.models:
                 return []
             message = protocol.Unload(self.models[choice], park, list(ranks), waits=waits)
-            done = (interrupts := Watch(check)).ask(self._request, message).stats
+            done = (interrupts := self._watch(check)).ask(self._request, message).stats
             if done["freed"]:
                 del self.models[choice]
             interrupts.end()
@@ -131,6 +131,11 @@ class Backend(Connected):
             logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
         return result
 
+    def _watch(self, *callbacks, **options) -> Watch:
+        """Return what delays interrupts of requests to this backend, but for those that wait for another
+        client's."""
+        return Watch(*callbacks, **options, is_waiting=lambda: self.client.waiting is not None)
+
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""
         return self.process is not None and self.may_load and self.config.same_ranks(config)
@@ -145,7 +150,7 @@ class Backend(Connected):
         """Run ``config`` on the same ranks and forget the models that these have freed for it. Return what
         has an interrupt of ``check``, which waits."""
         fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
-        interrupts = Watch(check)
+        interrupts = self._watch(check)
         with turn(self._busy, check):
             self.client.welcome = interrupts.ask(self._request, protocol.Arrange(fields))
             left = interrupts.ask(self._request, protocol.Ping()).models

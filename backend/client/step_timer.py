@@ -47,8 +47,11 @@ class StepTimer:
         """Return the seconds that the step under way may take to compile; 0 where it compiles nothing."""
         return COMPILED_SECONDS if self._compiles and self._done in self._unlike else 0.0
 
-    def look(self):
-        """Report, once, where the ranks are if no step has ended for too long."""
+    def look(self, waits: bool = False):
+        """Report, once, where the ranks are if no step has ended for too long. While the request ``waits``
+        for another client's no time of it passes."""
+        if waits:
+            self._last = time.monotonic()
         if self._is_reported or self._spent() < self._patience:
             return
         self._is_reported = True

@@ -224,6 +224,10 @@ class ModelCall:
     tensors: dict = field(default_factory=dict)
 
 
+#: Requests that leave the queue where a Cancel finds them waiting.
+WITHDRAWABLE = (Load, Describe, Sample, ModelCall)
+
+
 @dataclass(frozen=True)
 class Progress:
     """``step`` of ``total`` steps are done; in a Load, of the bytes that rank 0 reads of the files. tensors
@@ -246,7 +250,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop the running request of this connection at the next step."""
+    """Stop the running request of this connection at the next step. One that waits and is
+    WITHDRAWABLE is answered with Cancelled at once."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +259,24 @@ class Cancelled:
     """The request stopped at ``step``; the model stays loaded."""
 
     step: int = 0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The oldest request of this connection waits for another client's; said when it is queued, and as that
+    one goes on. ``running``: its kind, empty where it has yet to begin; ``step`` of ``total``: as in
+    Progress, of a Sample or a Load, 0 of 0 where nobody knows; ``before``: requests that wait before this
+    connection's own. A request that waits for nobody has neither this nor Begun."""
+
+    running: str = ""
+    step: int = 0
+    total: int = 0
+    before: int = 0
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The request of which Waiting was said begins."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import protocol
 from ..loading.staging import Download
-from .server import Job
+from .job_queue import Job
 
 #: Least time between two messages about a load's progress.
 LOAD_SECONDS = 0.1

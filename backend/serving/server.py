@@ -5,16 +5,15 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import psutil
 
 from .. import protocol
 from ..protocol import ProtocolError, handshake, tcp
 from ..protocol.framing import MAX_HELLO, receive, send
+from .job_queue import Job, JobQueue
 from .listener import listen
 
 #: Seconds in which a new connection must prove that it knows the token.
@@ -28,37 +27,6 @@ MAX_WAITING = 16
 FULL_SECONDS = 1.0
 #: How long a client that leaves may take to read what is still to be written.
 LEAVE_SECONDS = 5.0
-#: Requests that Cancel stops.
-CANCELLABLE = (protocol.Sample, protocol.ModelCall)
-#: Requests that are of use where who sent them has gone.
-FREEING = (protocol.Unload, protocol.Release)
-
-
-@dataclass
-class Job:
-    """A client's request, waiting or running. ``reply`` may be called from any thread."""
-
-    message: object
-    client: "Connection"
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    #: Whether the ranks have it. A job without a message is done.
-    running: bool = False
-
-    def reply(self, message):
-        """Queue a reply to the client."""
-        if isinstance(message, protocol.Failure):
-            self.client.server.last_error = message.message
-        self.client.outbox.put(message)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Return whether its client has gone, and nobody else is served by it."""
-        return self.client.gone and not isinstance(self.message, FREEING)
-
-    @property
-    def client_keeps_up(self) -> bool:
-        """Return whether no earlier reply waits; previews are left out while one does."""
-        return self.client.outbox.empty()
 
 
 class Connection:
@@ -164,9 +132,9 @@ class Connection:
         answered first; what runs ends with its step."""
         for job in self.jobs:
             job.cancelled.set()
-        with self.server.taking:
+        with self.server.jobs.taking:
             for job in self.jobs:
-                if job.running or not isinstance(job.message, CANCELLABLE):
+                if job.running or not isinstance(job.message, protocol.WITHDRAWABLE):
                     break
                 job.reply(protocol.Cancelled(0))
                 self.server.finish(job)
@@ -204,19 +172,11 @@ class Server:
         #: The last refusal.
         self.last_error = ""
         self._started = time.monotonic()
-        #: Kind of request -> how many were answered.
-        self._answered: Counter[str] = Counter()
-        #: Kind of the request under way, "" for none, and when it began.
-        self._running = ("", 0.0)
-        #: The client whose job that is.
-        self.running_for: Connection | None = None
         self.of_rank = of_rank
         self.token = token
         self.welcome = welcome
         self.models = models
-        self.jobs: queue.Queue[Job] = queue.Queue()
-        #: Held while a waiting job is given to the ranks, or cancelled.
-        self.taking = threading.Lock()
+        self.jobs = JobQueue()
         self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
         #: Clients that have not proved anything yet, in the order in which they came.
         self.strangers: dict[Connection, None] = {}
@@ -262,17 +222,7 @@ class Server:
 
     def next_job(self, timeout: float) -> Job | None:
         """Return the oldest waiting job, or None after ``timeout`` seconds without one."""
-        while True:
-            try:
-                job = self.jobs.get(timeout=timeout)
-            except queue.Empty:
-                return None
-            with self.taking:
-                job.running = job.message is not None
-            if job.running:
-                self._running = (type(job.message).__name__, time.monotonic())
-                self.running_for = job.client
-                return job
+        return self.jobs.next(timeout)
 
     def send_to_all(self, message):
         """Send a message to every client, from any thread."""
@@ -290,16 +240,18 @@ class Server:
 
     def finish(self, job: Job):
         """Mark a job as done, so that a Cancel from now on does not stop it."""
-        if job.running:
-            self._answered[self._running[0]] += 1
-            self._running = ("", 0.0)
-            self.running_for = None
-        job.message = None
+        self.jobs.finish(job)
+
+    @property
+    def running_for(self) -> Connection | None:
+        """Return the client whose request is under way."""
+        job = self.jobs.running
+        return job.client if job is not None else None
 
     def status(self) -> protocol.Report:
         """Return how the backend is, from any thread."""
         now = time.monotonic()
-        kind, since = self._running
+        kind, since = self.jobs.under_way
         return protocol.Report(
             seconds=now - self._started,
             models=self.models(),
@@ -307,7 +259,7 @@ class Server:
             running=kind,
             running_seconds=now - since if kind else 0.0,
             waiting=self.jobs.qsize(),
-            answered=dict(self._answered),
+            answered=dict(self.jobs.answered),
             last_error=self.last_error,
         )
 

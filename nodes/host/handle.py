@@ -178,6 +178,7 @@ def _load_with_status(
             room.make_for_start(config.gpu_indices)
 
     backend = backend_for(config, check, status.warn, status.show, make_room_for_start)
+    check = partial(status.check, "cancelling: the ranks end", backend)
     if starts:
         status.show("opening the model")
     # what auto has placed otherwise goes on with whatever plan its next request gets

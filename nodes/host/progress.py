@@ -9,6 +9,7 @@ import torch
 from comfy_execution.utils import get_executing_context
 from tqdm.auto import tqdm
 
+from ...backend.client.connected import Connected
 from ...backend.protocol import Progress
 from .queued_graph import queued_by
 from .report import pace
@@ -34,6 +35,7 @@ class NodeStatus:
         self.send = node_text()
         self.sentences: list[str] = []
         self.shown = ""
+        self.waits = False
 
     def __enter__(self):
         return self
@@ -58,17 +60,25 @@ class NodeStatus:
         self.sentences.append(sentence)
         self.show("")
 
-    def interrupted(self, line: str = CANCELLING) -> bool:
-        """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for."""
+    def interrupted(self, line: str = CANCELLING, backend: Connected | None = None) -> bool:
+        """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for. Else show for
+        which other client's request one to ``backend`` waits."""
+        self._show_turn(backend.wait_line if backend is not None else "")
         found = comfy.model_management.processing_interrupted()
         if found:
             self.show(line)
         return found
 
-    def check(self, line: str):
-        """Raise ComfyUI's interrupt where somebody has pressed Cancel, and show ``line``."""
-        if self.interrupted(line):
+    def check(self, line: str, backend: Connected | None = None):
+        """Raise ComfyUI's interrupt where somebody has pressed Cancel, and show ``line``; as interrupted."""
+        if self.interrupted(line, backend):
             comfy.model_management.throw_exception_if_processing_interrupted()
+
+    def _show_turn(self, line: str):
+        """Show ``line`` while there is one; what it has said is no longer true then."""
+        if line or self.waits:
+            self.show(line)
+        self.waits = bool(line)
 
 
 class Reporter:

@@ -6,6 +6,7 @@ ranks instead.
 """
 
 import importlib
+from functools import partial
 
 import comfy.model_management
 import comfy.model_patcher
@@ -66,7 +67,7 @@ class RemoteSolver:
         management = comfy.model_management
         steps = len(sigmas) - 1
         with Reporter(callback, noise, steps, disable_pbar, self.wants_denoised) as reporter:
-            interrupted = reporter.status.interrupted
+            interrupted = partial(reporter.status.interrupted, backend=self.backend)
             room = host_room().keeping(entries_to_keep(self.backend, self.dit.choice))
             result = run_evicting_models(
                 self.backend,

@@ -55,6 +55,7 @@ class Rank:
 
     welcome = client_protocol.Welcome(1, "cpu", {}, [])
     config = ClientConfig()
+    wait_line = ""
 
     def __init__(self, checkpoint: str):
         self.engine = Engine(ParallelConfig(), mesh.single())

@@ -28,6 +28,7 @@ class Ranks:
         self.parked: list[str] = []
         self.room = 10
         self.closed = False
+        self.waiting = None
 
     def request(self, message, *_):
         if isinstance(message, Unload):

@@ -307,7 +307,7 @@ def test_settings_of_the_configuration_travel(tmp_path):
         def load(self, path, weight_dtype, matmul, **named):
             return Loaded("m", "flux", {"prediction": "flow", "conditioning": ["c_crossattn"]})
 
-        def sample(self, message, show):
+        def sample(self, message, *callbacks):
             sent.append(message)
             return Result({"seconds": 1.0}, {"samples": message.tensors["noise"]})
 

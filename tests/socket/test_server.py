@@ -34,7 +34,10 @@ def test_requests_of_two_clients_queue_and_answers_find_their_way(server):
         job = server.next_job(5)
         job.reply(protocol.Loaded(job.message.path, "flux"))
         server.finish(job)
-    assert [framing.receive(client).model for client in clients] == ["/0", "/1"]
+    for index, client in enumerate(clients):
+        while isinstance(reply := framing.receive(client), (protocol.Waiting, protocol.Begun)):
+            pass
+        assert reply.model == f"/{index}"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,7 @@ def test_a_sample_that_waits_is_cancelled_at_once(server):
     runs = server.next_job(5)
     framing.send(waiting, sample())
     framing.send(waiting, protocol.Cancel())
+    assert framing.receive(waiting) == protocol.Waiting("Sample")
     assert framing.receive(waiting) == protocol.Cancelled(0)
     assert not runs.cancelled.is_set() and server.next_job(0.05) is None
     framing.send(waiting, sample())

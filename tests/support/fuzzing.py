@@ -1,9 +1,7 @@
 """What rank 0 does with a frame, without a socket and without peers: for the fuzz of the suite and the long
 one (scripts/fuzz_protocol.py). fuzz_frames.py makes the frames."""
 
-import queue
 import signal
-import threading
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +18,7 @@ from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome, framing
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
+from backend.serving.job_queue import JobQueue
 from backend.serving.named_models import NamedModels
 from backend.serving.server import Connection
 from backend.worker import Leader
@@ -70,8 +69,7 @@ class Rank0(Leader):
         self.server = SimpleNamespace(
             welcome=welcome,
             running_for=None,
-            jobs=queue.Queue(),
-            taking=threading.Lock(),
+            jobs=JobQueue(),
             models=lambda: {self.model: path},
             last_error="",
             status=lambda: Report(0.0, {self.model: path}, [], "", 0.0, 0, {}, ""),
@@ -115,8 +113,11 @@ class Rank0(Leader):
         client = Connection(None, self.server)
         client._handle(message)
         found = "answered"
-        while not self.server.jobs.empty():
-            found = self._run(self.server.jobs.get())
+        while (job := self.server.jobs.next(0)) is not None:
+            try:
+                found = self._run(job)
+            finally:
+                self.server.jobs.finish(job)
         while not client.outbox.empty():
             framing.encode(client.outbox.get())
         return found

@@ -8,8 +8,9 @@ import pytest
 from backend import worker
 from backend.admission import InsufficientMemory
 from backend.protocol import LORAS, Failure, Load, Ping, Release, Result, Sample, Shutdown, Unload
+from backend.serving.job_queue import Job
 from backend.serving.named_models import NamedModels
-from backend.serving.server import Connection, Job
+from backend.serving.server import Connection
 from backend.worker import Leader
 
 ALONE = [Unload("m"), Release([0])]

@@ -35,3 +35,21 @@ def test_room_for_other_ranks_is_made_once_those_that_end_have_ended(host, monke
     with pytest.raises(KeyboardInterrupt):
         host.handle.load(config, "/a", "default")
     assert done == ["end", [1, 2], "start"]
+
+
+def test_a_node_says_that_it_waits_for_another_client(host):
+    """Also once Cancel is pressed, and no longer once its request has begun."""
+    status = host.progress.NodeStatus()
+    shown = []
+    status.send = shown.append
+    backend = SimpleNamespace(wait_line="waiting for another client's request, 2 steps left")
+    assert not status.interrupted(backend=backend) and not status.interrupted(backend=backend)
+    backend.wait_line = ""
+    status.interrupted(backend=backend)
+    status.show("step 1/2")
+    assert not status.interrupted(backend=backend)
+    backend.wait_line = "waiting for another client's request"
+    host.management.processing_interrupted = lambda: True
+    assert status.interrupted(backend=backend)
+    first = "waiting for another client's request, 2 steps left"
+    assert shown == [first, "", "step 1/2", backend.wait_line, host.progress.CANCELLING]

@@ -9,7 +9,7 @@ from backend.client.interrupts import Watch
 from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
-from backend.protocol import RefusedError
+from backend.protocol import Load, RefusedError, Unload
 
 
 class Interrupt(Exception):
@@ -73,6 +73,7 @@ def test_a_cancelled_load_that_is_refused_is_not_tried_again():
     class Refusing:
         welcome = SimpleNamespace(devices=[])
         closed = False
+        waiting = None
 
         def request(self, message, check, on_progress):
             check()
@@ -96,6 +97,7 @@ def test_a_change_of_methods_is_whole_before_an_interrupt(caller, monkeypatch):
     class Changing:
         welcome = SimpleNamespace(device="cpu")
         closed = False
+        waiting = None
 
         def request(self, message, check, on_progress):
             check()
@@ -114,6 +116,20 @@ def test_a_change_of_methods_is_whole_before_an_interrupt(caller, monkeypatch):
         pool.backend_for(after, caller.check)
     assert asked == ["Arrange", "Ping"] and [*backend.models.values()] == ["/a"]
     assert pool.backend_for(after) is backend and pool._backends == {after.topology(): backend}
+
+
+def test_a_short_request_that_waits_for_another_client_is_interrupted_at_once(caller):
+    """No rank has begun it. One that frees memory goes on: what it did has to be noted."""
+    waits = Watch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
+    caller.tired = True
+
+    def request(message, check, on_progress):
+        check()
+
+    with pytest.raises(Interrupt):
+        waits.ask(request, Load("/a"))
+    frees = Watch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
+    frees.ask(request, Unload("/a"))
 
 
 def test_one_that_loads_weights_all_the_same_is_not_short(caller):

@@ -9,7 +9,8 @@ from tiny import golden_request, write_shallow_flux
 from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.protocol import Failure, Load, Loaded, ModelCall
-from backend.serving.server import Connection, Job
+from backend.serving.job_queue import Job
+from backend.serving.server import Connection
 
 OTHER = "another model"
 

@@ -19,6 +19,7 @@ class Ranks:
 
     welcome = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-1"])
     closed = False
+    waiting = None
 
     def is_open(self) -> bool:
         return True

@@ -1,0 +1,167 @@
+"""What a client is told while its request waits for another client's, and that it can leave the queue."""
+
+import threading
+
+import pytest
+from handshakes import TOKEN, greeted
+
+from backend import protocol
+from backend.client import connected, step_timer
+from backend.client.client import BackendClient
+from backend.client.pool import Backend
+from backend.config import ParallelConfig
+from backend.protocol import Begun, Cancelled, Load, Loaded, Progress, Result, Sample, Waiting, framing
+from backend.serving import job_queue
+
+SAMPLE = Sample("m", "euler", 1.0, 0)
+RESULT = Result()
+
+
+@pytest.fixture(autouse=True)
+def every_step_is_told(monkeypatch):
+    monkeypatch.setattr(job_queue, "WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(connected, "SHOWN_SECONDS", 0.0)
+
+
+def asked(client, message):
+    """A client whose request the server has queued."""
+    framing.send(client, message)
+    framing.send(client, protocol.Ping())
+    found = []
+    while not isinstance(reply := framing.receive(client), protocol.Pong):
+        found.append(reply)
+    return found
+
+
+def test_who_waits_is_told_for_how_long_and_when_it_begins(server):
+    busy, second, third = (greeted(server) for _ in range(3))
+    assert asked(busy, SAMPLE) == []
+    runs = server.next_job(5)
+    runs.total = 20
+    assert asked(second, Load("/a")) == [Waiting("Sample", 0, 20)]
+    assert asked(third, SAMPLE) == [Waiting("Sample", 0, 20, before=1)]
+    runs.reply(Progress(8, 20))
+    assert framing.receive(second) == Waiting("Sample", 8, 20)
+    assert framing.receive(third) == Waiting("Sample", 8, 20, before=1)
+    runs.reply(RESULT)
+    server.finish(runs)
+    runs = server.next_job(5)
+    assert framing.receive(second) == Begun()
+    assert framing.receive(third) == Waiting("Load")
+    runs.reply(Loaded("m", "flux"))
+    server.finish(runs)
+    runs = server.next_job(5)
+    runs.reply(RESULT)
+    assert [framing.receive(third) for _ in range(2)] == [Begun(), RESULT]
+
+
+def test_what_waits_for_nobody_else_has_its_replies_alone(server):
+    """A warm run, and requests of one client after another: not a message more than before. One after its own
+    is told by the replies of that one."""
+    client, idle = greeted(server), greeted(server)
+    for message, answer in ((Load("/a"), Loaded("m", "flux")), (SAMPLE, RESULT)):
+        assert asked(client, message) == []
+        job = server.next_job(5)
+        assert asked(client, message) == []
+        job.reply(Progress(1, 2))
+        job.reply(answer)
+        server.finish(job)
+        job = server.next_job(5)
+        job.reply(answer)
+        server.finish(job)
+        assert [framing.receive(client) for _ in range(3)] == [Progress(1, 2), answer, answer]
+    assert asked(idle, SAMPLE) == []
+
+
+def test_who_leaves_the_queue_is_no_longer_before_others(server):
+    busy, second, third = (greeted(server) for _ in range(3))
+    asked(busy, SAMPLE)
+    server.next_job(5)
+    asked(second, Load("/a"))
+    assert asked(third, SAMPLE) == [Waiting("Sample", before=1)]
+    assert asked(second, protocol.Cancel()) == [Cancelled(0)]
+    assert framing.receive(third) == Waiting("Sample") and server.jobs.qsize() == 1
+
+
+@pytest.fixture
+def waits(server):
+    """A Backend of this server, which another client keeps busy with a request of 20 steps, and that job."""
+    other = greeted(server)
+    asked(other, SAMPLE)
+    job = server.next_job(5)
+    job.total = 20
+    backend = Backend(ParallelConfig(address="tcp:host:1"), BackendClient(f"unix:{server.path}", TOKEN))
+    yield backend, job
+    other.close()
+    backend.close()
+
+
+def test_a_sampling_that_waits_says_so_and_can_be_cancelled(waits, server):
+    backend, job = waits
+    lines = []
+
+    def should_cancel():
+        if backend.wait_line and len(lines) < 2:
+            lines.append(backend.wait_line)
+            job.reply(Progress(19, 20))
+        return backend.wait_line.endswith("1 step left")
+
+    assert backend.sample(SAMPLE, should_cancel=should_cancel) is None
+    line = "waiting for another client's request, "
+    assert lines[0] == f"{line}20 steps left" and backend.alive() and server.jobs.qsize() == 0
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["weights", "loaded already"])
+def test_a_load_that_waits_is_interrupted_and_the_connection_stays(waits, server, known):
+    """It hung up, and of a model that is loaded only after 20 seconds; the next run connected again."""
+    backend, _ = waits
+    if known:
+        backend.models["/a", "default", "auto"] = "m"
+
+    def check():
+        if backend.wait_line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.load("/a", check=check)
+    assert backend.alive() and server.jobs.qsize() == 0 and not backend.wait_line
+    assert backend.client.request(protocol.Ping()) == protocol.Pong(["m"])
+
+
+def test_an_interrupt_that_meets_the_begin_of_a_load_ends_the_connection(waits, server, monkeypatch):
+    """As before: the ranks load."""
+    monkeypatch.setattr("backend.client.client.WITHDRAW_SECONDS", 0.3)
+    backend, job = waits
+
+    def check():
+        if backend.wait_line:
+            server.finish(job)
+            assert server.next_job(5).message == Load("/a")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.load("/a", check=check)
+    assert backend.closed
+
+
+def test_no_step_is_missed_while_another_client_is_served(waits, server, monkeypatch, caplog):
+    """Steps that do not end were reported of ranks that had not begun."""
+    monkeypatch.setattr(step_timer, "FIRST_SECONDS", 0.3)
+    backend, job = waits
+    backend.client._places = lambda done: "rank 0 in step 1"
+    looks = []
+
+    def end():
+        server.finish(job)
+        mine = server.next_job(5)
+        mine.reply(RESULT)
+        server.finish(mine)
+
+    def should_cancel():
+        looks.append(bool(backend.wait_line))
+        if len(looks) == 8:
+            threading.Thread(target=end).start()
+        return False
+
+    assert backend.sample(SAMPLE, should_cancel=should_cancel) == RESULT
+    assert sum(looks) >= 5 and not caplog.messages
