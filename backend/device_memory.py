@@ -10,6 +10,8 @@ import torch
 
 from .cgroup_limits import memory_limits
 
+#: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
+HOST_SHARE = 0.5
 #: What libraries say when an allocation fails, besides torch.OutOfMemoryError: the CPU's allocator, cuBLAS
 #: and NCCL ("Failed to CUDA calloc 8388608 bytes").
 _OUT_OF_MEMORY = (

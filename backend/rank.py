@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -188,30 +189,45 @@ class Worker:
         have room. Return the ranks that have none on their device now."""
         ranks = range(self.mesh.world_size)
         named = frozenset(rank for rank in ranks if rank in message.ranks or not message.ranks)
-        parked = self._park(message.model, named) if message.park else None
+        parked = self._park(message.model, named, message.yields) if message.park else None
         if parked is not None or message.keeps:
             return sorted(parked or ())
         self.engine.unload(message.model)
         self.forget_unloaded()
         return list(ranks)
 
-    def _park(self, name: str, ranks: frozenset[int]) -> frozenset[int] | None:
-        """Park a model on ``ranks`` if every machine has room; return all ranks on which it is parked, or
-        None. A method of its own, so that ``unload`` holds no reference to a model that it frees."""
+    def _park(self, name: str, ranks: frozenset[int], yields: list[str]) -> frozenset[int] | None:
+        """Park a model on ``ranks`` if every machine has room, once parked ones that ``yields`` names have
+        left as far as it takes; return all ranks on which it is parked, or None. One that is among them has
+        room where all of them together have. A method of its own, so that ``unload`` holds no reference to a
+        model that it frees."""
         model = self.engine.models.get(name)
         if model is None or not model.can_park:
             return None
         leaving = ranks - model.parked_on
-        here = self.machines[self.mesh.rank]
-        own = model.report.weight_bytes + model.held_lora_bytes
-        sizes = self.control.all_gather_numbers([own, min(own, parking.page_locked_bytes())])
-        of_machine = [sizes[rank] for rank in leaving if self.machines[rank] == here]
-        size = sum(weights for weights, _ in of_machine)
-        kept = sum(page_locked for _, page_locked in of_machine)
-        if not all(self.control.all_gather_object(parking.has_room(size, kept))):
-            return None
+        parked = {key for key, each in self.engine.models.items() if each.parked_on}
+        spare = [key for key in yields if key in parked and key != name]
+        while leaving and not self._has_room(model, leaving, spare if name in yields else ()):
+            if not spare:
+                return None
+            self.engine.unload(spare.pop(0))
+            self.forget_unloaded()
         self.engine.park(model, ranks)
         return model.parked_on
+
+    def _has_room(self, model: LoadedModel, leaving: Set[int], beside: Sequence[str]) -> bool:
+        """Return whether every machine has room for the weights of its ``leaving`` ranks, and for the parked
+        models ``beside``, which have theirs already."""
+        rank = self.mesh.rank
+        parked = [self.engine.models[key] for key in beside]
+        there = sum(each.report.weight_bytes for each in parked if rank in each.parked_on)
+        own = model.report.weight_bytes + model.held_lora_bytes
+        sizes = self.control.all_gather_numbers([own, min(own, parking.page_locked_bytes()), there])
+        here = [each for each, machine in enumerate(self.machines) if machine == self.machines[rank]]
+        size = sum(sizes[each][0] for each in here if each in leaving)
+        kept = sum(sizes[each][1] for each in here if each in leaving)
+        others = sum(sizes[each][2] for each in here)
+        return all(self.control.all_gather_object(parking.has_room(size + others, kept + others)))
 
     def forget_unloaded(self):
         """Keep nothing of models that are no longer loaded: a plan's checkpoint maps a whole file."""

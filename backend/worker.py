@@ -235,7 +235,8 @@ class Leader(ServedModels):
             self.control.broadcast(sent := self.named.unloading(message, job.client))
             left = self.unload(sent)
             freed = message.model not in self.engine.models or not message.park
-            job.reply(Result({"left": left, "freed": freed}))
+            dropped = [key for key in sent.yields if key not in self.engine.models]
+            job.reply(Result({"left": left, "freed": freed, "dropped": dropped}))
 
         return act
 

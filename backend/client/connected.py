@@ -23,6 +23,8 @@ class Connected:
         self.client = client
         self.process = process
         self.models: dict[ModelChoice, str] = {}  # the least recently used one first
+        #: Those that were parked since no graph loads them.
+        self.aside: set[ModelChoice] = set()
         self.closed = False
         self.last_used = time.monotonic()
         self._busy = threading.Lock()

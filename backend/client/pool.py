@@ -62,6 +62,7 @@ class Backend(Connected):
                 loaded = interrupts.ask(self._request, message)
                 replaced = self.models.pop(key, None)
                 self.models[key] = loaded.base  # now the last of them
+                self.aside.discard(key)
                 if replaced not in (None, loaded.base):  # the file has changed since
                     leaving.ask(self._request, protocol.Unload(replaced))
             return loaded
@@ -79,20 +80,28 @@ class Backend(Connected):
         return described
 
     def unload(
-        self, choice: ModelChoice, park=True, ranks: Collection = (), waits=False, check=lambda: None
+        self,
+        choice: ModelChoice,
+        park=True,
+        ranks: Collection = (),
+        waits=False,
+        check=lambda: None,
+        yields: Collection[ModelChoice] = (),
     ) -> list[int]:
         """Take a transformer off the device of every rank; ``park``: into host memory where that has room, on
-        ``ranks`` alone if there are any. Return the ranks whose devices hold nothing of it now: none where it
-        is not loaded, or while a request runs. ``check`` may interrupt a wait for others."""
+        ``ranks`` alone if there are any. ``yields``: models of which parked ones make room there, the first
+        one first. Return the ranks whose devices hold nothing of it now: none where it is not loaded, or
+        while a request runs. ``check`` may interrupt a wait for others."""
         if not self._busy.acquire(blocking=False):
             return []
         try:
             if choice not in self.models:
                 return []
-            message = protocol.Unload(self.models[choice], park, list(ranks), waits=waits)
+            spare = [self.models[each] for each in yields if each in self.models]
+            message = protocol.Unload(self.models[choice], park, list(ranks), waits=waits, yields=spare)
             done = (interrupts := self._watch(check)).ask(self._request, message).stats
-            if done["freed"]:
-                del self.models[choice]
+            gone = {*done.get("dropped", ()), *([message.model] if done["freed"] else [])}
+            self.models = {key: name for key, name in self.models.items() if name not in gone}
             interrupts.end()
             return done["left"]
         finally:

@@ -13,13 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..device_memory import host_free
+from ..device_memory import HOST_SHARE, host_free
 from ..host_memory import PAGE_LOCKED, HostMemory
 from ..quantization.packed_weight import PackedWeight, quantized
 from ..units import gigabytes
-
-#: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
-HOST_SHARE = 0.5
 
 
 def has_room(weight_bytes: int, kept: int = 0) -> bool:

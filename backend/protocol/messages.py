@@ -143,14 +143,17 @@ class Unload:
     """Free the transformer ``model`` on every rank; no error where it is not loaded. ``park``: keep its
     weights in host memory where that has room, on ``ranks`` alone (all where there are none); the next
     request for it brings them back. Where they cannot be parked, every rank frees them, unless it ``keeps``
-    the model. The Result's stats["left"] lists the ranks that have none on their device now. What parks while
-    another client's request runs is answered at once, with none, unless it ``waits``."""
+    the model. ``yields``: models that this client can do without, the least recently used first; parked ones
+    are freed for one that parks, one after another (stats["dropped"]). stats["left"] lists the ranks that
+    have none on their device now. What parks while another client's request runs is answered at once, with
+    none, unless it ``waits``."""
 
     model: str
     park: bool = False
     ranks: list = field(default_factory=list)
     keeps: bool = False
     waits: bool = False
+    yields: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ class NamedModels(WeakKeyDictionary[Connection, set[str]]):
 
     def unloading(self, message: Unload, by: Connection) -> Unload:
         """Have a client no longer use the model that it unloads; return what ranks are told: to park it at
-        most, where another client that is connected has loaded it."""
+        most, where another client that is connected has loaded it, and to free none of the like for it."""
         if not message.park:
             self.get(by, set()).discard(message.model)
-        others = (keys for client, keys in self.items() if client is not by and not client.gone)
-        is_needed = any(message.model in keys for keys in others)
-        return replace(message, park=True, keeps=True) if is_needed else message
+        of_others = (keys for client, keys in self.items() if client is not by and not client.gone)
+        needed = set[str]().union(*of_others)
+        yields = [key for key in message.yields if isinstance(key, str) and key not in needed]
+        message = replace(message, yields=yields)
+        return replace(message, park=True, keeps=True) if message.model in needed else message
 
     def forget_all_but(self, models: set[str]):
         """Forget models that are no longer loaded."""

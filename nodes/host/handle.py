@@ -1,10 +1,10 @@
 """The graph's handle of a transformer that lives in a backend.
 
 ComfyUI caches node outputs, so a handle can outlive its backend; a backend can outlive its handles too. Both
-are settled whenever a handle is used: a dead backend is launched and loaded again, weights that no handle
-names are freed. That is at the next load, or with the last handle where ComfyUI has unloaded all models (its
-Free model and node cache). A handle can outlive its model, too: where memory is short, models that the
-running graph does not name make room, and are loaded again when they are next used.
+are settled whenever a handle is used: a dead backend is launched and loaded again. Weights that no handle
+names stay, for a graph that alternates with this one: where memory is short, models that the running graph
+does not name are parked, or freed where the host has no room, and come back when they are next used. They go
+for good with the last handle where ComfyUI has unloaded all models (its Free model and node cache).
 """
 
 import logging
@@ -27,10 +27,8 @@ from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import Loaded
 from ...backend.units import progress_text
 from ..comfy_models.registry import weightless_patcher
-from .graph_requests import loaded_models
-from .models_on_ranks import entries_to_keep, free_orphans, register, run_evicting_models
+from .models_on_ranks import entries_to_keep, free_orphans, make_way, register, run_evicting_models
 from .progress import NodeStatus
-from .queued_graph import running
 from .rank_weights import host_room
 
 _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
@@ -81,6 +79,11 @@ def _track(handle: ParallelDiT) -> ParallelDiT:
     _handles.add(handle)
     weakref.finalize(handle, _free_orphans).atexit = False
     return handle
+
+
+def is_named(choice: ModelChoice) -> bool:
+    """Return whether a handle has this model."""
+    return any(handle.choice == choice for handle in _handles)
 
 
 def _free_orphans():
@@ -181,11 +184,11 @@ def _load_with_status(
     check = partial(status.check, "cancelling: the ranks end", backend)
     if starts:
         status.show("opening the model")
-    # what auto has placed otherwise goes on with whatever plan its next request gets
-    keep = {h.choice for h in _handles if h.auto is not None or h.config.topology() == config.topology()}
-    # of those of the graph ComfyUI's cache may have dropped the handles; a model in its calls keeps all,
-    # without a walk through the folders
-    keep |= loaded_models(running()) if make_room else set(backend.models)
+    if make_room:  # not for a model in its calls, without a walk through the folders
+        # what auto has placed otherwise goes on with whatever plan its next request gets
+        topology = config.topology()
+        stay = {h.choice for h in _handles if h.auto is not None or h.config.topology() == topology}
+        make_way(backend, choice, stay, check)
     bar = comfy.utils.ProgressBar(1)
 
     def show(progress):
@@ -193,10 +196,10 @@ def _load_with_status(
         status.show(f"reading {progress_text(progress.step, progress.total)}")
 
     room = room and room.keeping(entries_to_keep(backend, choice))
-    load = partial(backend.load, *choice, keep=keep, loras=loras, check=check, on_progress=show, room=room)
+    load = partial(backend.load, *choice, loras=loras, check=check, on_progress=show, room=room)
     loaded = run_evicting_models(backend, choice, lambda all_ranks: load(all_ranks=all_ranks), make_room)
     named = {(handle.config.topology(), handle.choice) for handle in _handles}
-    register(config.topology(), choice, backend, loaded, named)
+    register(config.topology(), choice, backend, loaded, named, is_named)
     if not config.address and loaded.info["device"] == "cuda":  # on the CPU a file is mapped, not read
         measurements.remember_load(choice, "cuda", loaded.info["ranks"])
     if bar.current:  # it was not there yet

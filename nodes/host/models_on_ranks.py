@@ -15,6 +15,7 @@ from ...backend.client.launcher import ClosedError
 from ...backend.client.model_choice import ModelChoice
 from ...backend.client.pool import Backend
 from ...backend.dequantized_cache import have_ranks_run_out
+from ...backend.device_memory import HOST_SHARE, host_free
 from ...backend.protocol import BackendError, Loaded, RefusedError
 from .graph_requests import loaded_models, unnamed
 from .queued_graph import running
@@ -28,8 +29,8 @@ _weights: dict[tuple, tuple[Backend, list[RankWeights]]] = {}
 
 def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bool], Ran], looks=True) -> Ran:
     """Run a load or a request of ``choice``. Where ranks lack memory for it, models leave, the least recently
-    used one first, and it runs again: those that the running graph does not load, since ComfyUI's cache keeps
-    their handles alive; then its others, such as the first of two experts, which are parked. ``run`` gets
+    used one first, and it runs again: those that the running graph does not load, but the next one may; then
+    its others, such as the first of two experts. They are parked where the host has room. ``run`` gets
     whether every rank is to have what it likely needs: where it ``looks``, while models are there that the
     graph does not load, or any that leave for that. RefusedError where that is not enough."""
     left: set[ModelChoice] = set()
@@ -45,9 +46,8 @@ def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bo
             if not error.lacking or not idle:
                 raise
             leaves = unneeded or idle[0]
-            parks = unneeded is None
             check = comfy.model_management.throw_exception_if_processing_interrupted
-            if not unload(backend, leaves, park=parks, waits=parks, check=check) and not all_ranks:
+            if not unload(backend, leaves, waits=True, check=check) and not all_ranks:
                 raise
         left.add(leaves)
         names = [os.path.basename(each.path) for each in (leaves, choice)]
@@ -74,7 +74,8 @@ def unload(
     log says why."""
     left = list(range(backend.welcome.world_size))
     try:
-        left = backend.unload(choice, park, ranks, waits, check) if backend.alive() else left
+        spare = spare_models(backend) if park else []
+        left = backend.unload(choice, park, ranks, waits, check, spare) if backend.alive() else left
     except ClosedError:  # by ourselves
         pass
     except BackendError as error:
@@ -92,12 +93,18 @@ def _entries(backend: Backend, models: Collection[ModelChoice]) -> list[RankWeig
 
 
 def register(
-    topology: tuple, choice: ModelChoice, backend: Backend, loaded: Loaded, named: Collection[tuple]
+    topology: tuple,
+    choice: ModelChoice,
+    backend: Backend,
+    loaded: Loaded,
+    named: Collection[tuple],
+    is_named: Callable[[ModelChoice], bool],
 ):
     """Tell ComfyUI's memory manager which devices now hold the weights, and drop entries of models that have
     left, of those that neither these ranks nor a handle know, and of these weights under another topology:
     through such an entry the manager would take the weights that are about to be used. ``named``: (topology,
-    ModelChoice) of every handle."""
+    ModelChoice) of every handle; ``is_named``: has a model a handle by then? One that has none, and that the
+    last graph does not load, goes with all models (Unload Models) for good."""
     name = (topology, choice)
     for other, (holder, _) in list(_weights.items()):
         if holder is backend:  # these ranks may hold a model without a handle
@@ -108,12 +115,49 @@ def register(
             del _weights[other]
 
     def free(ranks: tuple[int, ...]) -> bool:
-        return bool(unload(backend, choice, ranks=ranks))
+        all_go = any(entry.all_go for entry in _entries(backend, {choice}))
+        parks = not all_go or is_named(choice) or choice in loaded_models(running())
+        return bool(unload(backend, choice, park=parks, ranks=ranks if parks else ()))
 
     if name not in _weights or _weights[name][0] is not backend:
         _weights[name] = (backend, entries(loaded, backend.welcome, free))
     for entry in _weights[name][1]:
         entry.register()
+
+
+def spare_models(backend: Backend) -> list[ModelChoice]:
+    """Return the models of a backend that the running graph does not load, the least recently used first."""
+    needed = loaded_models(running())
+    return [each for each in backend.models if each not in needed]
+
+
+def drop_beyond_room(backend: Backend, choice: ModelChoice):
+    """On CPUs nothing parks: free models that the running graph does not load, the least recently used first,
+    until the others are no more than parked weights may be. ``choice`` is about to be used."""
+    spare = [each for each in spare_models(backend) if each != choice]
+    sizes = [sum(entry.size for entry in _entries(backend, {each})) for each in spare]
+    room = HOST_SHARE * (host_free(swap=False) + sum(sizes))
+    for index, each in enumerate(spare):
+        if sum(sizes[index:]) > room:
+            unload(backend, each, park=False)
+
+
+def park_aside(backend: Backend, choice: ModelChoice, named: Collection[ModelChoice], check):
+    """Park models of ranks that other clients use, too, once no handle has ``named`` them and the running
+    graph does not load them: ranks refuse others' requests for want of what these hold."""
+    for each in spare_models(backend):
+        if each not in (choice, *named, *backend.aside):
+            unload(backend, each, waits=True, check=check)
+            backend.aside.add(each)
+
+
+def make_way(backend: Backend, choice: ModelChoice, named: Collection[ModelChoice], check):
+    """Have models that nobody has ``named`` make way before a load of ``choice``, as far as they do not stay
+    on ranks of our own until memory lacks (run_evicting_models)."""
+    if backend.process is None:
+        park_aside(backend, choice, named, check)
+    elif backend.welcome.device == "cpu":
+        drop_beyond_room(backend, choice)
 
 
 def free_weights(check=lambda: None) -> int:

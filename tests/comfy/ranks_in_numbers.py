@@ -35,7 +35,9 @@ class Ranks:
             for names in (self.held, self.parked):
                 names[:] = [name for name in names if name != message.model]
             self.parked += [message.model] if message.park else []
-            return Result({"left": list(range(self.welcome.world_size)), "freed": not message.park})
+            return Result(
+                {"left": list(range(self.welcome.world_size)), "freed": not message.park, "dropped": []}
+            )
         if message.path not in self.held:
             self.refuse_without(6)
             self.parked = [name for name in self.parked if name != message.path]

@@ -23,15 +23,16 @@ with comfy_modules():
 
 
 def test_a_model_that_the_graph_no_longer_names_makes_room(backend):
-    """ComfyUI's cache keeps its handle; the other way round, a cached handle is loaded again."""
+    """It waits in host memory for its next prompt, whether ComfyUI's cache keeps its handle or not."""
     run("/a")
     first = handle.load(CONFIG, "/a", "default")
     run("/b")
     second = handle.load(CONFIG, "/b", "default")
-    assert backend.client.held == ["/b"] and len(models_on_ranks._weights) == 1
+    assert (backend.client.held, backend.client.parked) == (["/b"], ["/a"])
     run("/a")
     handle.ensure_loaded(first)
-    assert backend.client.held == ["/a"] and first.choice != second.choice
+    assert (backend.client.held, backend.client.parked) == (["/a"], ["/b"])
+    assert first.choice != second.choice
 
 
 def test_models_of_a_graph_take_turns_where_they_do_not_fit_together(backend):
@@ -71,7 +72,7 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
 
 def test_the_other_model_of_a_graph_stays_without_a_handle(backend):
     """As under --cache-none, where ComfyUI drops the first expert's once it was sampled: it was read again
-    in every prompt. One that no graph names goes."""
+    in every prompt. One that the graph does not name leaves ranks that others use, too, into host memory."""
     backend.client.room = 12
     run("/a", "/b")
     for name in ("/a", "/b"):
@@ -81,7 +82,8 @@ def test_the_other_model_of_a_graph_stays_without_a_handle(backend):
     run("/b")
     gc.collect()
     handle.load(CONFIG, "/b", "default")
-    assert backend.client.held == ["/b"] and {choice[0] for _, choice in models_on_ranks._weights} == {"/b"}
+    assert (backend.client.held, backend.client.parked) == (["/b"], ["/a"])
+    assert {choice[0] for _, choice in models_on_ranks._weights} == {"/a", "/b"}
 
 
 LOADED, SAMPLED = replace(CONFIG, ulysses_degree=2), replace(CONFIG, pipefusion_degree=2)
@@ -118,7 +120,7 @@ def test_weights_under_another_topology_are_not_listed_twice(backend):
     handles = [handle.ParallelDiT(config, "/a", "default", loaded, None) for config in configs]
     for each in handles:
         named = {(other.config.topology(), other.choice) for other in handles}
-        models_on_ranks.register(each.config.topology(), each.choice, backend, loaded, named)
+        models_on_ranks.register(each.config.topology(), each.choice, backend, loaded, named, handle.is_named)
     listed = [entry for entry in management.current_loaded_models if isinstance(entry.model, RankWeights)]
     assert len(listed) == 1 and models_on_ranks.entries_to_keep(backend, handles[1].choice) == listed
 

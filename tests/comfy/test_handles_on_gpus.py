@@ -109,7 +109,7 @@ def test_a_margin_leaves_the_other_expert_of_the_graph(gpus):
     assert not gpus.client.unloads and gpus.client.held == ["/a", "/b"]
     run("/b")
     sample(gpus, handles[1].choice)
-    assert gpus.client.unloads == [Unload("/a", True, [0])]
+    assert gpus.client.unloads == [Unload("/a", True, [0], yields=["/a"])]
 
 
 def test_a_model_of_another_graph_leaves_a_gpu_that_comfyui_does_not_use(gpus, monkeypatch):
@@ -127,8 +127,8 @@ def test_a_model_of_another_graph_leaves_a_gpu_that_comfyui_does_not_use(gpus, m
     assert not gpus.client.unloads and gpus.client.held == ["/a", "/b"]
     run("/b")
     assert sample(gpus, second.choice) == Result()
-    assert gpus.client.unloads == [Unload("/a")] and gpus.client.held == ["/b"]
-    assert first.choice not in gpus.models
+    assert gpus.client.unloads == [Unload("/a", True, waits=True, yields=["/a"])]
+    assert (gpus.client.held, gpus.client.parked) == (["/b"], [first.path])
 
 
 def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus, monkeypatch):

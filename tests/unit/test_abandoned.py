@@ -125,8 +125,18 @@ def test_a_model_that_another_client_has_loaded_stays_with_it(monkeypatch):
         ranks.run(Job(message, who))
         replies.append(who.outbox.get_nowait().stats)
     assert told == [Unload("m", True, [0], keeps=True), Unload("m", True, keeps=True), Unload("m")]
-    assert replies == [{"left": [0], "freed": False}, *[{"left": [0], "freed": True}] * 2]
+    assert [reply["freed"] for reply in replies] == [False, True, True]
+    assert all(reply["left"] == [0] and reply["dropped"] == [] for reply in replies)
     assert ranks.named[here] == ranks.named[other] - {"m"} and not ranks.engine.models
+
+
+def test_a_model_that_another_client_has_loaded_yields_to_nobody():
+    named, here, other = NamedModels(), client(), client()
+    named |= {here: {"m", "mine", "ours"}, other: {"ours"}}
+    message = named.unloading(Unload("m", True, yields=["ours", 5, "mine"]), here)
+    assert message == Unload("m", True, yields=["mine"])
+    other.gone = True
+    assert named.unloading(Unload("m", True, yields=["ours"]), here).yields == ["ours"]
 
 
 @pytest.mark.parametrize("message", ALONE + OTHERS, ids=lambda message: type(message).__name__)

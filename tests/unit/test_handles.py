@@ -1,9 +1,12 @@
 """Handles of models on stand-ins for ComfyUI: which models stay on the ranks, and when room is made."""
 
+import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from handles_in_numbers import handles
+import torch
+from handles_in_numbers import handles, run
 
 
 @pytest.fixture
@@ -53,3 +56,122 @@ def test_a_node_says_that_it_waits_for_another_client(host):
     assert status.interrupted(backend=backend)
     first = "waiting for another client's request, 2 steps left"
     assert shown == [first, "", "step 1/2", backend.wait_line, host.progress.CANCELLING]
+
+
+class Ranks:
+    """In a client's place: one rank with room for ``room`` models on its device; ``reads``: of files."""
+
+    def __init__(self, host, room: int):
+        self.protocol = importlib.import_module("parallel_dit.backend.protocol")
+        name = host.rank_weights.device_name(torch.device("cpu"))
+        self.welcome = self.protocol.Welcome(1, "cuda", {}, [], [name])
+        self.room = room
+        self.closed = False
+        self.waiting = None
+        self.reads: list[str] = []
+        self.held: list[str] = []
+        self.parked: list[str] = []
+        self.unloads: list = []
+
+    def is_open(self) -> bool:
+        return True
+
+    def request(self, message, *_):
+        if isinstance(message, self.protocol.Unload):
+            return self.unload(message)
+        if message.path not in (*self.held, *self.parked):
+            if len(self.held) == self.room:
+                error = self.protocol.RefusedError("rank 0 lacks memory.")
+                error.lacking = {0: 1}
+                raise error
+            self.reads.append(message.path)
+            self.held.append(message.path)
+        ranks = [{"weight_bytes": 10**9, "text": ""}]
+        info = {"ranks": ranks, "warnings": [], "device": "cuda"}
+        return self.protocol.Loaded(message.path, "flux", info)
+
+    def unload(self, message):
+        self.unloads.append(message)
+        for names in (self.held, self.parked):
+            names[:] = [name for name in names if name != message.model]
+        self.parked += [message.model] * message.park
+        return self.protocol.Result({"left": [0], "freed": not message.park, "dropped": []})
+
+
+def on_ranks(host, room: int, is_ours: bool = True):
+    """Have a backend on Ranks, launched by this ComfyUI or used by others, too; return it and its config."""
+    config = host.handle.ParallelConfig(address="" if is_ours else "tcp:host:1")
+    process = SimpleNamespace(running=True, models=host.pool._folders, close=lambda: None)
+    backend = host.pool.Backend(config, Ranks(host, room), process if is_ours else None)
+    backend.client.close = lambda: None
+    host.pool._backends[config.topology()] = backend
+    host.handle.measurements = SimpleNamespace(remember_load=lambda *_: None)
+    return backend, config
+
+
+def prompt(host, config, *names: str):
+    """Queue a graph that loads these models; the cache drops the handles of others."""
+    run(host, *names)
+    return [host.handle.load(config, name, "default") for name in names]
+
+
+def test_graphs_that_alternate_read_each_model_once(host):
+    """Its file was read again in every prompt, although both fit: their handles go with each prompt."""
+    backend, config = on_ranks(host, room=2)
+    for _ in range(3):
+        prompt(host, config, "/a")
+        prompt(host, config, "/b")
+    assert backend.client.reads == ["/a", "/b"] and not backend.client.unloads
+
+
+def test_a_model_of_another_graph_is_parked_once_memory_lacks_the_oldest_first(host):
+    backend, config = on_ranks(host, room=2)
+    for name in ("/a", "/b", "/a", "/c"):
+        prompt(host, config, name)
+    unload = backend.client.protocol.Unload
+    spare = ["/b", "/a"]  # the least recently used one goes first, on the device and in host memory
+    assert backend.client.unloads == [unload("/b", True, waits=True, yields=spare)]
+    assert backend.client.held == ["/a", "/c"] and backend.client.reads == ["/a", "/b", "/c"]
+
+
+def test_what_ranks_have_dropped_is_forgotten(host):
+    backend, config = on_ranks(host, room=3)
+    for name in ("/a", "/b", "/c"):
+        prompt(host, config, name)
+    answer = backend.client.protocol.Result({"left": [0], "freed": False, "dropped": ["/a"]})
+    backend.client.unload = lambda message: answer
+    choices = list(backend.models)
+    assert backend.unload(choices[1], yields=choices[:1]) == [0] and list(backend.models) == choices[1:]
+
+
+def test_ranks_of_others_have_a_model_of_another_graph_parked_and_once_alone(host):
+    """They would lack its memory; a warm run costs no message more."""
+    backend, config = on_ranks(host, room=2, is_ours=False)
+    for name in ("/a", "/b", "/b"):
+        prompt(host, config, name)
+    assert [each.model for each in backend.client.unloads] == ["/a"] and backend.client.parked == ["/a"]
+    prompt(host, config, "/a")
+    assert [each.model for each in backend.client.unloads] == ["/a", "/b"]
+    assert backend.client.reads == ["/a", "/b"]
+
+
+@pytest.mark.parametrize("graph, parks", [("/a", False), ("/b", True)])
+def test_unload_models_frees_what_no_graph_needs(host, graph, parks):
+    """The last graph's stays in host memory, also where no handle is left."""
+    backend, config = on_ranks(host, room=2)
+    for name in ("/b", graph):
+        prompt(host, config, name)
+    (found,) = [each for (_, key), (_, each) in host.models_on_ranks._weights.items() if key.path == "/b"]
+    found[0].all_go = True
+    assert found[0].free_weights()
+    assert backend.client.parked == ["/b"] * parks and backend.client.unloads[0].park == parks
+
+
+def test_on_cpus_models_of_other_graphs_stay_within_half_of_free_memory(host, monkeypatch):
+    """Nothing parks there."""
+    backend, config = on_ranks(host, room=9)
+    backend.client.welcome = replace(backend.client.welcome, device="cpu")
+    monkeypatch.setattr(host.models_on_ranks, "host_free", lambda swap: 2 * 10**9)
+    for name in ("/a", "/b", "/c", "/d", "/e"):
+        prompt(host, config, name)
+    assert backend.client.held == ["/c", "/d", "/e"] and not backend.client.parked

@@ -1,0 +1,60 @@
+"""Parked models that no graph needs make room in host memory for others, on one rank."""
+
+from types import SimpleNamespace
+
+import pytest
+from fake_memory import GB
+
+from backend.loading import parking
+from backend.protocol import Unload
+from backend.rank import Worker
+
+
+class Yielding(Worker):
+    """One rank of a host with ``free`` GB, on which models of 1 GB are parked."""
+
+    def __init__(self, monkeypatch, free: int, *parked: str):
+        self.mesh = SimpleNamespace(rank=0, world_size=1)
+        self.machines = [0]
+        self.control = SimpleNamespace(all_gather_object=lambda value: [value])
+        self.control.all_gather_numbers = lambda numbers: [numbers]
+        models = {name: self.model(name in parked) for name in ("m", *parked)}
+        self.engine = SimpleNamespace(models=models, park=self.park, unload=models.pop)
+        self.forget_unloaded = lambda: None
+        taken = len(parked)
+        monkeypatch.setattr(
+            parking, "host_free", lambda swap: (free + taken - sum(map(self.is_parked, models.values()))) * GB
+        )
+
+    def model(self, parked: bool):
+        ranks = frozenset({0} if parked else ())
+        report = SimpleNamespace(weight_bytes=GB)
+        return SimpleNamespace(can_park=True, parked_on=ranks, report=report, held_lora_bytes=0)
+
+    def is_parked(self, model) -> bool:
+        return bool(model.parked_on)
+
+    def park(self, model, ranks):
+        model.parked_on |= ranks
+
+    def parked(self) -> list[str]:
+        return [name for name, model in self.engine.models.items() if self.is_parked(model)]
+
+
+@pytest.mark.parametrize(
+    "free, yields, stay",
+    [
+        (2, [], ["m", "old", "new"]),
+        (1, [], ["old", "new"]),  # "m" is freed: nothing yields
+        (1, ["old", "new"], ["m", "new"]),  # needed by a graph: it takes no more than it has to
+        (4, ["old", "new", "m"], ["m", "old", "new"]),  # all three are at most half of 6
+        (3, ["old", "new", "m"], ["m", "new"]),
+        (1, ["old", "m", "new"], ["m"]),
+        (0, ["old", "new", "m", "elsewhere"], ["m"]),
+    ],
+)
+def test_models_that_no_graph_needs_yield_host_memory_the_oldest_first(monkeypatch, free, yields, stay):
+    """One of them parks where all of them together leave as much free."""
+    rank = Yielding(monkeypatch, free, "old", "new")
+    assert rank.unload(Unload("m", True, yields=yields)) == [0]
+    assert rank.parked() == stay
