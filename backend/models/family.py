@@ -1,6 +1,6 @@
 """What a model family is: data, and functions of its file. The engine reads it and never names a family."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from .blocks import Blocks
 from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
 from .key_layout import Layout
-from .latent_tokens import NestedGrid, TokenGrid
+from .latent_tokens import NestedGrid, PartialGrid, TokenGrid
 from .patterns import matches
 
 Grid = TokenGrid | NestedGrid
@@ -58,6 +58,10 @@ def _patch(config) -> tuple[int, int, int]:
     return time, height, width
 
 
+def _every_token(grid, cond) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Latent:
     """The latent that a family denoises.
@@ -68,6 +72,8 @@ class Latent:
     pixels: transformer config -> frames, and pixels along each side, of a latent pixel (T, H, W), as the
     family's VAE makes them; one frame for images.
     nested: the latents, where the model denoises several at once.
+    left_out: (grid of the first latent, arguments of one prompt) -> which of its tokens the model is not
+    given, (cells,), or None. It is asked before the arguments are checked.
     """
 
     channels: Callable[[Config], int] = _channels
@@ -75,18 +81,36 @@ class Latent:
     frames: bool | None = None
     pixels: Callable[[Config], tuple[int, int, int]] = _image_pixels
     nested: Nested | None = None
+    left_out: Callable[[TokenGrid, Arguments], Tensor | None] = _every_token
 
     @property
     def dimensions(self) -> tuple[int, ...]:
         """How many dimensions a latent may have, (B, C, [T,] H, W)."""
         return {None: (4, 5), True: (5,), False: (4,)}[self.frames]
 
-    def grid(self, config: Config, shape: tuple[int, ...], latent_shapes: list) -> Grid:
-        """Return the grid of a latent (C, [T,] H, W); of nested ones with these shapes."""
+    def grid(
+        self,
+        config: Config,
+        shape: tuple[int, ...],
+        latent_shapes: list,
+        prompts: Iterable[Arguments] = (),
+    ) -> Grid:
+        """Return the grid of a latent (C, [T,] H, W); of nested ones with these shapes. The arguments of the
+        first of ``prompts`` may leave tokens out; Conditioning.refusal sees that the others leave out the
+        same."""
+        cond = next(iter(prompts), {})
         if self.nested is None:
-            return TokenGrid(tuple(shape), self.patch(config))
+            return self._present(TokenGrid(tuple(shape), self.patch(config)), cond)
         latents = zip(latent_shapes, self.nested.patches(config))
-        return NestedGrid(tuple(TokenGrid(tuple(each), patch) for each, patch in latents), self.nested.order)
+        first, *others = (TokenGrid(tuple(each), patch) for each, patch in latents)
+        return NestedGrid((self._present(first, cond), *others), self.nested.order)
+
+    def _present(self, grid: TokenGrid, cond: Arguments) -> TokenGrid:
+        """Return the grid without the tokens that are left out."""
+        absent = self.left_out(grid, cond)
+        if absent is None or not absent.any():
+            return grid
+        return PartialGrid(grid.shape, grid.patch, (~absent).nonzero()[:, 0])
 
     def named(self, grid) -> tuple[tuple[str, int], ...]:
         """Name the nested latents of a grid, and count their tokens, as they follow each other."""

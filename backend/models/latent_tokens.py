@@ -7,7 +7,7 @@ ComfyUI says: video and audio) travel packed, (B, 1, L), and share one sequence.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -50,8 +50,14 @@ class TokenGrid:
         return t, h, w
 
     @property
-    def tokens(self) -> int:
+    def cells(self) -> int:
+        """Tokens of the whole latent."""
         return math.prod(self.counts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that solvers step and the model is given."""
+        return self.cells
 
     @property
     def features(self) -> int:
@@ -69,7 +75,12 @@ class TokenGrid:
     def padded(self) -> "TokenGrid":
         """The grid of a latent that ``pad`` has returned: what a model's own patchify and unpatchify see."""
         sides = tuple(count * step for count, step in zip(self.counts, self.patch))
-        return TokenGrid((self.shape[0], *sides[-(len(self.shape) - 1) :]), self.patch)
+        return replace(self, shape=(self.shape[0], *sides[-(len(self.shape) - 1) :]))
+
+    def select(self, values: Tensor, dim: int) -> Tensor:
+        """Return the entries of this grid's tokens; ``values`` have one for each of ``cells`` along
+        ``dim``."""
+        return values
 
     def to_tokens(self, latent: Tensor) -> Tensor:
         """Turn (B, C, [T,] H, W) into (B, N, F)."""
@@ -79,7 +90,7 @@ class TokenGrid:
         # word by word: on the CPU five times as fast as one copy with inner loops as short as a patch
         for i, j, k in product(range(pt), range(ph), range(x.shape[-1])):
             tokens[..., i, j, k] = x[:, :, :, i, :, j, :, k].permute(0, 2, 3, 4, 1)
-        return tokens.view(latent.dtype).view(latent.shape[0], self.tokens, -1)
+        return self.select(tokens.view(latent.dtype).view(latent.shape[0], self.cells, -1), 1)
 
     def to_latent(self, tokens: Tensor) -> Tensor:
         """Turn (B, N, F) into (B, C, [T,] H, W), the padding cropped."""
@@ -89,6 +100,34 @@ class TokenGrid:
         x = x.view(tokens.dtype).view(tokens.shape[0], -1, t * pt, h * ph, w * pw)
         x = x[:, :, : self.extent[0], : self.extent[1], : self.extent[2]]
         return x.reshape(tokens.shape[0], -1, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class PartialGrid(TokenGrid):
+    """A grid of which solvers and the model have some tokens alone: a latent made of them is 0 at the others.
+
+    places: (n,), rising: which of ``cells`` they are.
+    """
+
+    places: Tensor = field(compare=False)
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.places)
+
+    def select(self, values: Tensor, dim: int) -> Tensor:
+        return values.index_select(dim, self._places_on(values.device))
+
+    def to_latent(self, tokens: Tensor) -> Tensor:
+        whole = tokens.new_zeros(tokens.shape[0], self.cells, tokens.shape[2])
+        return super().to_latent(whole.index_copy_(1, self._places_on(tokens.device), tokens))
+
+    def _places_on(self, device: torch.device) -> Tensor:
+        """Copy the places to a device once: a copy from the host at each step would wait for it."""
+        if device not in self._copies:
+            self._copies[device] = self.places.to(device)
+        return self._copies[device]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The prompt is Gemma's, after a projection in the text encoder's file; the connec
 this one, as in ComfyUI.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,9 +29,9 @@ from .common.ltx2_blocks import (
 from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
-from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
+from .family import Build, Cache, Conditioning, Family, ModelIO, Noise
 from .key_layout import Layout, blocks_of
-from .ltxv import PIXELS, corners, guides, times, tokens_of_frame
+from .ltxv import LATENT, corners, guides, times, tokens_of_frame
 
 #: What ComfyUI calls the masks of the video's latent and of the audio's.
 MASKS = ("denoise_mask", "audio_denoise_mask")
@@ -89,12 +90,12 @@ def single_frames(grid, cond, device):
     marks = torch.zeros(frames, device=device)
     marks[0] = 1.0
     marks = marks.repeat_interleave(size)
-    marks[grid.tokens - guides(cond) :] = 0.0
+    marks[grid.cells - guides(cond) :] = 0.0
     first, count = (0, 0)
     if "generated_keyframes" in cond:
         first, count = cond["generated_keyframes"][0, :2].long().tolist()
     marks[first * size : (first + count) * size] = 1.0
-    return marks.view(1, -1, 1)
+    return grid.select(marks, 0).view(1, -1, 1)
 
 
 def noise_levels(grid, cond, sigma, batch, factor):
@@ -309,7 +310,7 @@ PROMPT_LAYERS = ("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), pixels=lambda config: PIXELS, nested=LATENTS),
+    latent=replace(LATENT, nested=LATENTS),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
     blocks=Blocks(

@@ -1,6 +1,8 @@
 """LTX-Video of Lightricks (0.9 to 0.9.8), text or image to video: 28 or 48 blocks; one latent pixel a token,
 the prompt read through cross-attention."""
 
+from dataclasses import replace
+
 import torch
 
 from .blocks import APART, Blocks
@@ -25,6 +27,19 @@ def tokens_of_frame(grid):
     return grid.counts[1] * grid.counts[2]
 
 
+def left_out(grid, cond):
+    """Return (cells,): where the mask is below 0, or None without guides. Guides of a smaller image (IC-LoRA)
+    are spread over the latent's frame, with such a mask in the gaps. As in ComfyUI, the first sample's mask
+    counts, wherever it is below 0: that of a guide whose strength is above 1 may be, too."""
+    mask = cond.get("denoise_mask")
+    places = cond.get("keyframe_idxs")
+    if mask is None or places is None or places.ndim != 4 or not places.shape[2]:
+        return None
+    if mask.ndim != 5 or not len(mask) or tuple(mask.shape[2:]) != grid.shape[1:]:
+        return None  # the check of shapes, which follows, refuses it
+    return (mask[0] < 0).any(dim=0).flatten()
+
+
 def corners(grid, cond, device, causal, side=0):
     """Return (1 or B, 3, tokens): where tokens begin (side 0) or end (1), in seconds and pixels; ``causal``:
     the video starts with a single frame. Guides, the last tokens, bring theirs. Two axes more say how much
@@ -45,7 +60,7 @@ def corners(grid, cond, device, causal, side=0):
         weighed = guide_weights.features(cond["guide_weights"], found.shape[2])
         batch = max(weighed.shape[0], found.shape[0])
         places = [x.expand(batch, -1, -1) for x in (*places, weighed)]
-    return torch.cat(places, dim=1)
+    return grid.select(torch.cat(places, dim=1), 2)
 
 
 def times(grid, mask, sigma, batch):
@@ -85,17 +100,14 @@ def forward_args(config, grid, latent, sigma, cond):
 def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. The mask and the guides are checked."""
     mask = cond.get("denoise_mask")
-    if mask is not None and (mask < 0).any():
-        return (
-            "the mask leaves tokens out (guides of a smaller image, as IC-LoRA takes them), which is not "
-            "supported; give the guide in the latent's size."
-        )
     frame = tokens_of_frame(grid)
-    if guides(cond) > grid.tokens or guides(cond) % frame:
+    if guides(cond) > grid.cells or guides(cond) % frame:
         return (
-            f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.tokens}, {frame} a frame: the "
+            f"keyframe_idxs has {guides(cond)} tokens, but the latent {grid.cells}, {frame} a frame: the "
             f"guides were added at another size; put LTXVCropGuides before what changes the latent's size."
         )
+    if reason := _wrong_gaps(grid, cond):
+        return reason
     if guides(cond) and mask is None:
         return (
             "keyframe_idxs has guides, but no noise mask says that their frames are given; sample the latent "
@@ -106,6 +118,26 @@ def refusal(config, grid, cond):
         return (
             f"guide_weights has {weights.shape[-1]} numbers, but must have one of at least 0 for each of the "
             f"{guides(cond)} tokens of keyframe_idxs; add the guides again."
+        )
+    return None
+
+
+def _wrong_gaps(grid, cond):
+    """Return why the model cannot be given the grid's tokens alone, or None."""
+    mask = cond.get("denoise_mask")
+    if not guides(cond) and mask is not None and (mask < 0).any():
+        return (
+            "the mask is below 0 where guides of a smaller image (IC-LoRA) have gaps, but this prompt has no "
+            "guides; connect both prompts of LTXVAddGuide, or remove guides with LTXVCropGuides."
+        )
+    if not grid.tokens:
+        return "the mask is below 0 everywhere, which leaves the model no token; sample with another mask."
+    absent = left_out(grid, cond)
+    present = torch.ones(grid.cells, dtype=torch.bool) if absent is None else ~absent.cpu()
+    if present.sum() != grid.tokens or not grid.select(present, 0).all():
+        return (
+            "its mask is below 0 at other tokens than the first prompt's; connect both prompts of the same "
+            "LTXVAddGuide, and give neither a mask of its own."
         )
     return None
 
@@ -159,10 +191,12 @@ LAYOUT = Layout(
         **under("transformer_blocks.{}.attn2", "transformer_blocks.{}.attn2", NORMS),
     },
 )
+#: What LTX-2's video has too.
+LATENT = Latent(patch=lambda config: (1, 1, 1), pixels=lambda config: PIXELS, left_out=left_out)
 FAMILY = Family(
     name="ltxv",
     transformer="LTXVideoTransformer3DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=True, pixels=lambda config: PIXELS),
+    latent=replace(LATENT, frames=True),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
     blocks=Blocks(

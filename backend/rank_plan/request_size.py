@@ -14,7 +14,7 @@ from ..planner.machine import samples_at_once
 from ..protocol import ModelCall, Sample
 from ..quantization.kernels import MatmulChoice
 from ..sampling.guidance import branch_of, names
-from ..sampling.request import arguments_of, request_config
+from ..sampling.request import arguments_of, grid_of, request_config
 from .describe import RankPlan, describe
 
 
@@ -72,7 +72,7 @@ def _size_of_sample(
     sample: Sample, config: ParallelConfig, family: Family, model_config: dict
 ) -> RequestSize:
     shape = sample.tensors["noise"].shape
-    grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
+    grid = grid_of(sample, family, model_config)
     prompts = [arguments_of(name, sample.tensors) for name in names(sample)]
     text = max(_text_tokens(family, given) for given in prompts)
     references = max(family.conditioning.context_tokens(model_config, grid, given) for given in prompts)
@@ -89,8 +89,8 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
     """Count the samples that go through the model together on each replica."""
     x = call.tensors["x"]
     channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
-    grid = family.latent.grid(model_config, (channels, *x.shape[2:]), call.latent_shapes)
     given = arguments_of("cond", call.tensors)
+    grid = family.latent.grid(model_config, (channels, *x.shape[2:]), call.latent_shapes, [given])
     references = family.conditioning.context_tokens(model_config, grid, given)
     replicas = config.data_parallel_degree * config.cfg_degree
     tokens = grid.tokens + references

@@ -85,7 +85,7 @@ def check_call(
                 f"the conditioning's {name} has batch {value.shape[0]} but the latent has {x.shape[0]}; "
                 f"use one prompt or one for each."
             )
-    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
+    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes, [arguments])
     check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
     check_patches(run, grid)
 
@@ -113,7 +113,7 @@ def build_call(
 ) -> Request:
     """Build the request of a checked call on ``device`` for some ``samples`` of its batch."""
     latent, arguments = _split(call, family, model_config)
-    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes)
+    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes, [arguments])
     batch = latent.shape[0]
     given = _samples(latent, samples, batch).to(device, torch.float32).contiguous()
     times = _samples(call.tensors["time"], samples, batch).to(device, torch.float32)

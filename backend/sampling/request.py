@@ -132,6 +132,13 @@ def arguments_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
+def grid_of(sample: Sample, family: Family, model_config: dict) -> TokenGrid | NestedGrid:
+    """Return the grid of a message's latent, whose prompts are not checked yet."""
+    prompts = (arguments_of(name, sample.tensors) for name in names(sample))
+    shape = sample.tensors["noise"].shape
+    return family.latent.grid(model_config, shape[1:], sample.latent_shapes, prompts)
+
+
 def build(
     sample: Sample,
     config: ParallelConfig,
@@ -145,7 +152,7 @@ def build(
     shape = sample.tensors["noise"].shape
     own = Span(0, shape[0]).shard(replica, config.data_parallel_degree, config.shares_of("dp"))
     samples = own.indices
-    grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
+    grid = grid_of(sample, family, model_config)
 
     def tokens(name):
         return grid.to_tokens(sample.tensors[name].to(device, torch.float32).expand(shape)[samples])

@@ -24,7 +24,7 @@ from ..shares import shard_sizes
 from ..torch_version import torch_version, unshardable
 from .guidance import branch_of, names
 from .prediction import FLOW, PREDICTIONS
-from .request import arguments_of, request_config
+from .request import arguments_of, grid_of, request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
 from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers
 
@@ -74,7 +74,7 @@ def check_sample(
     _check_solver(sample, family)
     _check_prompts(sample)
     shape = sample.tensors["noise"].shape
-    grid = family.latent.grid(model_config, shape[1:], sample.latent_shapes)
+    grid = grid_of(sample, family, model_config)
     for name in names(sample):
         given = arguments_of(name, sample.tensors)
         check_arguments(f"the {name} conditioning", given, shape[0], grid, family, model_config)

@@ -121,21 +121,43 @@ def ltxv(arguments: dict) -> dict:
     mark are dropped."""
     dropped = ("generated_keyframes", "guide_attention_entries")
     found = {key: value for key, value in arguments.items() if key not in dropped}
-    weights = [_guide_weights(guide) for guide in arguments.get("guide_attention_entries", [])]
+    guides = arguments.get("guide_attention_entries") or []
+    counts = [guide["pre_filter_count"] for guide in guides]
+    present = _present(arguments.get("denoise_mask"), sum(counts))
+    parts = zip(guides, present.split(counts))
+    weights = [_guide_weights(guide, int(part.sum())) for guide, part in parts]
     if any((each != 1.0).any() for each in weights):
-        found["guide_weights"] = torch.cat(weights, dim=1)
+        found["guide_weights"] = _placed(torch.cat(weights, dim=1), present)
     return found
 
 
-def _guide_weights(guide: dict) -> torch.Tensor:
-    """Return (1, tokens): a guide's strength, times its attention mask as ComfyUI's own model reduces it."""
+def _present(mask: torch.Tensor | None, count: int) -> torch.Tensor:
+    """Return which of the last ``count`` tokens, the guides', ComfyUI's model is given: all but the gaps of a
+    smaller guide, where the mask is below 0."""
+    if mask is None or mask[0, 0].numel() < count:  # the ranks refuse these guides
+        return torch.ones(count, dtype=torch.bool)
+    present = (mask[0] >= 0).all(dim=0).flatten().cpu()
+    return present[len(present) - count :]
+
+
+def _guide_weights(guide: dict, count: int) -> torch.Tensor:
+    """Return (1, at most ``count`` tokens): a guide's strength, times its attention mask as ComfyUI's own
+    model reduces it."""
     mask = guide.get("pixel_mask")
     if mask is None:
-        return torch.full((1, guide["pre_filter_count"]), guide["strength"], dtype=torch.float32)
+        return torch.full((1, count), guide["strength"], dtype=torch.float32)
     from comfy.ldm.lightricks.model import LTXVModel
 
     reduced = LTXVModel._downsample_mask_to_latent(mask.float().cpu(), *guide["latent_shape"])
-    return reduced[:1, : guide["pre_filter_count"]] * guide["strength"]
+    return reduced[:1, :count] * guide["strength"]
+
+
+def _placed(weights: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Return (1, tokens of guides): ``weights`` at those that are ``present``, in order, and 1 elsewhere."""
+    found = torch.ones(1, len(present))
+    places = present.nonzero()[: weights.shape[1], 0]
+    found[:, places] = weights[:, : len(places)]
+    return found
 
 
 def qwen_image21(arguments: dict) -> dict:

@@ -21,6 +21,8 @@ import variants  # noqa: E402
 SETTINGS = walk.STEPS | {"denoise": 1.0}
 
 
+#: What GetICLoRAParameters reads of a LoRA.
+FACTOR = "reference_downscale_factor"
 #: Small videos: a camera's path has 24 numbers for each pixel.
 walk.SIZE |= {"width": 64, "height": 48}
 
@@ -54,6 +56,28 @@ def at_timestep_0(case: str, prompts: dict):
     return *(placed.execute(each, "index_timestep_zero").args[0] for each in made), empty
 
 
+def smaller_guides(*audio: int):
+    """Two pictures at a reference_downscale_factor of 2, one of them weighed, for a video, and its sound of
+    shape ``audio``."""
+
+    def conditioned(case: str, prompts: dict):
+        nodes = importlib.import_module("comfy_extras.nodes_lt")
+        latent = {"samples": torch.zeros(1, 128, 2, 4, 6)}
+        given = {"vae": walk.pictures.Encoder(128, 32, 8), "iclora_parameters": {FACTOR: 2}}
+        weighed = {"strength": 0.7, "attention_mask": walk.value("MASK", "mask", case)}
+        for frame, weight in ((0, {"strength": 1.0}), (-1, weighed)):
+            image = walk.value("IMAGE", "i" * (frame + 2), case)
+            inputs = given | prompts | {"latent": latent, "image": image, "frame_idx": frame}
+            *both, latent = nodes.LTXVAddGuide.execute(**inputs, **weight).args
+            prompts = dict(zip(prompts, both))
+        if audio:
+            sound = {"samples": torch.zeros(audio)}
+            (latent,) = nodes.LTXVConcatAVLatent.execute(latent, sound).args
+        return *prompts.values(), latent
+
+    return conditioned
+
+
 def plain(*shape: int):
     return lambda case, prompts: (*prompts.values(), {"samples": torch.zeros(shape)})
 
@@ -68,6 +92,8 @@ GOLDENS = {
     "krea2-style": at_timestep_0,
     "cogvideox-1.0-i2v": pictured,
     "hunyuan-video15-meanflow": plain(1, 32, 3, 10, 11),
+    "ltxv-smaller-guides": smaller_guides(),
+    "ltx25-smaller-guides": smaller_guides(1, 8, 9, 16),
 }
 
 
@@ -83,8 +109,13 @@ def make(name: str, path: Path):
     with torch.inference_mode():
         (theirs,) = walk.nodes.KSampler().sample(model=model, **inputs())
         walk.remote_solver.sample_on_ranks("KSampler", dit, 0.0, inputs())
-        samples = model.model.latent_format.process_in(theirs["samples"])
+        latents = walk.parts(theirs["samples"])
+        samples = model.model.latent_format.process_in(latents[0])
     (request,) = rank.requests
+    if len(latents) > 1:
+        samples = torch.cat([latent.flatten(1)[:, None] for latent in latents], dim=2)
+    if "denoise_mask" in request.tensors:  # ComfyUI leaves noise in the gaps of guides, which nothing reads
+        samples = samples * (request.tensors["denoise_mask"] >= 0)
     variants.write_golden(name, request, samples)
 
 

@@ -63,6 +63,34 @@ def ltx_guides(g, positive, negative):
     return positive, negative, latent
 
 
+def ltx_smaller_guides(g, positive, negative, sides=(4, 6)):
+    """A picture and a weighed one at half the size, as an IC-LoRA's header asks for, and one at the
+    latent's."""
+    latent = g.latent(1, 128, 3, *sides, empty=True)
+    size = {"width": 32 * sides[1], "height": 32 * sides[0]}
+    half = g.one("TestIcLoraParameters", factor=2)
+    weighed = {"strength": 0.7, "attention_mask": g.one("TestMask", **size)}
+    guides = [{"strength": 1.0, "iclora_parameters": half}, weighed | {"iclora_parameters": half}, weighed]
+    for seed, guide in enumerate(guides, start=1):
+        positive, negative, latent = g.three(
+            "LTXVAddGuide",
+            positive=positive,
+            negative=negative,
+            vae=g.vae(128, 32, 8),
+            latent=latent,
+            image=g.image(**size, seed=seed),
+            frame_idx=8 * (seed - 1),
+            **guide,
+        )
+    return positive, negative, latent
+
+
+def ltx2_smaller_guides(g, positive, negative):
+    positive, negative, video = ltx_smaller_guides(g, positive, negative)
+    sound = g.latent(1, 8, 9, 16, empty=True)
+    return positive, negative, g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=sound)
+
+
 def ltx2_image(g, positive, negative):
     """A first frame, and sound with a mask."""
     video = g.one(

@@ -45,6 +45,8 @@ CASES = {
         "wan22-bernini",
         "ltxv-i2v",
         "ltx25-i2v",
+        "ltxv-smaller-guides",
+        "ltx25-smaller-guides",
         "minimax-h3-guides",
         "cogvideox-1.5-i2v",
     ],
@@ -83,7 +85,7 @@ OF_VARIANTS = {
     4: [dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2)],
 }
 #: Variants with a condition that tensor parallelism cuts by heads: how much guides are attended to.
-CUT_BY_HEADS = ("ltxv-i2v", "ltx25-i2v")
+CUT_BY_HEADS = ("ltxv-i2v", "ltx25-i2v", "ltxv-smaller-guides", "ltx25-smaller-guides")
 #: Methods of whose exact runs each family is called under one, in turn, besides Ulysses and CFG: what a call
 #: has else, samples at different times, they do not see.
 CALLED_IN_TURN = {

@@ -21,6 +21,22 @@ AV_MASK = torch.cat(
 )
 
 
+def with_gaps(mask: torch.Tensor) -> torch.Tensor:
+    """The mask with a last frame of LTXVAddGuide's for a guide of half the size and strength 0.8."""
+    found = mask.clone()
+    found[:, :, -1] = -1.8
+    found[:, :, -1, ::2, ::2] = 0.2
+    return found
+
+
+#: LTX-Video's and LTX-2's masks with such a guide, which is the last frame.
+VIDEO_GAPS = with_gaps(frames_given(128, 3, 8, 8))
+AV_GAPS = AV_GIVEN | {"denoise_mask": with_gaps(AV_GIVEN["denoise_mask"])}
+AV_GAPS_MASK = torch.cat(
+    [AV_GAPS[name].flatten(1)[:, None] for name in ("denoise_mask", "audio_denoise_mask")], dim=2
+)
+
+
 #: Two pictures of 20 rows and 6 rows of sound, for a prompt with a picture in it.
 GIVEN_ROWS = {
     "given_video": randn(1, 40, 96),
@@ -43,6 +59,16 @@ LEARNED_POSITIONS = {
     **wider("cogvideox", 2, 3),
     "patch_embed.proj.weight": (384, 32, 2, 2),
     "patch_embed.pos_embedding": (1, 226 + 1350, 384),
+}
+#: LTX-2.5's marks of single frames, and its MLPs without biases.
+LTX25 = {
+    "keyframes_abs_pos_embedding": (1, 256),
+    **{f"transformer_blocks.{i}.ff.net.{part}.bias": None for i in range(3) for part in ("0.proj", "2")},
+}
+LTX25_CONFIG = {"use_keyframes_abs_pos_embedding": True, "ff_bias": False}
+LTX25_GUIDES = {
+    "generated_keyframes": torch.tensor([[1, 1, 30]]),
+    "guide_weights": torch.linspace(0, 1.2, 30)[None],
 }
 
 VIDEO_VARIANTS = {
@@ -85,23 +111,31 @@ VIDEO_VARIANTS = {
     "ltx2-i2v": Variant("ltx2", arguments=AV_GIVEN, mask=AV_MASK),
     "ltx25-i2v": Variant(
         "ltx23",
-        {
-            "keyframes_abs_pos_embedding": (1, 256),
-            **{
-                f"transformer_blocks.{i}.ff.net.{part}.bias": None
-                for i in range(3)
-                for part in ("0.proj", "2")
-            },
-        },
+        LTX25,
         "LTXAV",
-        {"use_keyframes_abs_pos_embedding": True, "ff_bias": False},
-        arguments=AV_GIVEN
-        | {
-            "generated_keyframes": torch.tensor([[1, 1, 30]]),
-            "guide_weights": torch.linspace(0, 1.2, 30)[None],
-        },
+        LTX25_CONFIG,
+        arguments=AV_GIVEN | LTX25_GUIDES,
         negative={"guide_weights": None},
         mask=AV_MASK,
+    ),
+    "ltxv-smaller-guides": Variant(
+        "ltxv",
+        arguments={
+            "denoise_mask": VIDEO_GAPS,
+            "keyframe_idxs": torch.arange(64 * 6).reshape(1, 3, 64, 2),
+            "guide_weights": torch.linspace(0, 1.2, 64)[None],
+        },
+        negative={"guide_weights": None},
+        mask=VIDEO_GAPS,
+    ),
+    "ltx25-smaller-guides": Variant(
+        "ltx23",
+        LTX25,
+        "LTXAV",
+        LTX25_CONFIG,
+        arguments=AV_GAPS | LTX25_GUIDES,
+        negative={"guide_weights": None},
+        mask=AV_GAPS_MASK,
     ),
     "minimax-h3-guides": Variant("minimax-h3", arguments=GIVEN_ROWS, negative=dict.fromkeys(GIVEN_ROWS)),
     "cogvideox-i2v": Variant(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backend.models.latent_tokens import TokenGrid
+from backend.models.latent_tokens import NestedGrid, PartialGrid, TokenGrid
 
 SHAPES = {
     "square": ((3, 8, 6), (1, 2, 2)),
@@ -43,3 +43,21 @@ def test_tokens_there_and_back(shape, patch, dtype):
     ):
         latent = grid.to_latent(tokens)
         assert latent.dtype == dtype and latent.equal(plain)
+
+
+def test_tokens_of_a_partial_grid():
+    """They alone are counted and moved; a latent made of them has zeros at the others."""
+    places = torch.tensor([0, 3, 4, 11])
+    video = PartialGrid((2, 2, 4, 6), (1, 2, 2), places)
+    whole = TokenGrid(video.shape, video.patch)
+    latent = torch.randn(2, *video.shape)
+    tokens = video.to_tokens(latent)
+    assert (video.cells, video.tokens) == (12, 4) and tokens.equal(whole.to_tokens(latent)[:, places])
+    there = whole.to_latent(torch.zeros(2, 12, 8).index_fill_(1, places, 1.0))
+    assert video.to_latent(tokens).equal(latent * there)
+    assert video.padded.tokens == 4 and video.select(torch.arange(12), 0).equal(places)
+    nested = NestedGrid((video, TokenGrid((2, 3, 4), (1, 1, 4))), (1, 0))
+    packed = torch.randn(2, *nested.shape)
+    assert nested.tokens == 7 and nested.to_tokens(nested.to_latent(nested.to_tokens(packed))).equal(
+        nested.to_tokens(packed)
+    )

@@ -29,6 +29,7 @@ from backend.sampling.step_loop import Callbacks
 #: Variants of which tests/golden/variants has ComfyUI's latent (tests/comfy/variant_goldens.py).
 OF_COMFYUI = (
     *("cogvideox-1.0-i2v", "flux2-edit-zero", "hunyuan-video15-meanflow", "krea2-style"),
+    *("ltx25-smaller-guides", "ltxv-smaller-guides"),
     *("qwen-image-layered", "wan21-fun-camera", "wan21-fun-control", "wan22-animate"),
 )
 

@@ -216,9 +216,27 @@ class TestReferenceModel:
         return (comfy.model_patcher.ModelPatcher(model, CPU, CPU),)
 
 
+class TestIcLoraParameters:
+    """What GetICLoRAParameters reads of a LoRA's header."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("IC_LORA_PARAMETERS",), "run", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"factor": ("INT", {"default": 2})}}
+
+    def run(self, factor):
+        return ({"reference_downscale_factor": factor},)
+
+
+def in_mask(latent, mask):
+    """The values of ``latent`` without the gaps of a smaller guide, where ComfyUI leaves noise."""
+    return latent if mask is None else latent[(mask >= 0).expand_as(latent)]
+
+
 class TestLatentDistance:
     """ui text: JSON with the largest difference of two LATENTs in units of the second's standard
-    deviation."""
+    deviation, where no noise mask is below 0."""
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "test", True
 
@@ -229,8 +247,14 @@ class TestLatentDistance:
     def run(self, samples, reference):
         got, want = samples["samples"], reference["samples"]
         pairs = list(zip(got.unbind(), want.unbind(), strict=True)) if want.is_nested else [(got, want)]
-        errors = [((a - b) / b.std()).abs().max().item() if a.shape == b.shape else None for a, b in pairs]
-        error = None if None in errors else largest(errors)
+        masks = reference.get("noise_mask")
+        masks = masks.unbind() if getattr(masks, "is_nested", False) else [masks]
+        if not any(mask is not None and (mask < 0).any() for mask in masks):
+            masks = [None] * len(pairs)
+        fits = all(a.shape == b.shape for a, b in pairs)
+        parts = [(in_mask(a, m), in_mask(b, m)) for (a, b), m in zip(pairs, masks, strict=True) if fits]
+        errors = [((a - b) / b.std()).abs().max().item() for a, b in parts]
+        error = largest(errors) if fits else None
         return {"ui": {"text": [json.dumps({"shape": list(want.shape), "error": error})]}}
 
 
@@ -283,6 +307,7 @@ NODES = {
         TestClipVision,
         TestConditioningValues,
         TestReferenceModel,
+        TestIcLoraParameters,
         TestLatentDistance,
         TestBackendState,
     )
