@@ -129,6 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         end_with_parent()
     try:
         import doctor_checks as checks
+        import doctor_findings
         from doctor_facts import Facts
         from doctor_report import Report
     except ImportError as error:  # without torch there is nothing to ask
@@ -144,7 +145,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = show(checks.quick(facts), report)
         if chosen.full:
-            found += show(checks.findings("full", partial(run_backend, chosen=chosen), facts), report)
+            found += show(
+                doctor_findings.findings("full", partial(run_backend, chosen=chosen), facts), report
+            )
         ended = "complete"
     except SystemExit as end:
         ended = f"signal {end.code - 128}" if isinstance(end.code, int) and end.code > 128 else "exit"

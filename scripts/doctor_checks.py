@@ -3,17 +3,15 @@
 A finding is (status, text): ok; warning, for what costs speed or may surprise; problem, for what will fail.
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
 
-from doctor_facts import IMPORT_SECONDS, Facts
+from doctor_facts import Facts
+from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, gb
+from doctor_wheels import IMPORT_SECONDS
 
 from backend.client.exit_report import MIN_SHARED_MEMORY
 from backend.install_command import how_to_install, install_command
-from backend.protocol import RefusedError
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
 #: Least versions (README.md).
 PYTHON = (3, 11)
 #: Compute capability with bf16 tensor cores.
@@ -60,31 +58,7 @@ OPTIONAL = {
     "gguf": "GGUF files",
 }
 
-#: Words of refusals by which something is broken (backend/worker.py, sampling/).
-OF_FAULTS = ("has computed NaN", "could not be loaded (", "could not be checked (")
-
 Status = tuple[str, str]
-
-
-class OutOfTime(Exception):
-    """The minutes of --full are over: what is left is not run."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check says. ``values``: numbers for the JSON file."""
-
-    check: str
-    status: str
-    text: str
-    values: dict = field(default_factory=dict)
-
-    def as_dict(self) -> dict:
-        return asdict(self)
-
-
-def gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def python(facts: Facts) -> Status:
@@ -305,41 +279,6 @@ CHECKS: dict[str, Callable[[Facts], Status | Iterable[Status]]] = {
     "limits": limits,
     "environment": variables,
 }
-
-
-def findings(name: str, check: Callable, subject) -> Iterator[Finding]:
-    """Run one check. What it raises becomes a problem of its own, so that the others go on."""
-    try:
-        found = check(subject)
-        for each in [found] if isinstance(found, tuple) else found:
-            yield each if isinstance(each, Finding) else Finding(name, *each)
-    except OutOfTime as over:
-        yield Finding(name, WARNING, str(over))
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
-        details = {"traceback": traceback.format_exc(), **getattr(error, "evidence", {})}
-        yield Finding(name, PROBLEM, f"this check failed ({what})", details)
-
-
-def refused(name: str, what: str, refusal: RefusedError) -> Finding:
-    """Say what a refusal means: degrees that divide no heads or blocks of a model, and kernels that are not
-    there, are no fault; what fails in a load or computes no number is."""
-    if refusal.lacking:
-        return Finding(name, WARNING, f"{what}: not run ({refusal})")
-    is_fault = any(words in str(refusal) for words in OF_FAULTS)
-    return Finding(name, PROBLEM if is_fault else OK, f"{what}: not possible ({refusal})")
-
-
-def possible(name: str, what: str, check: Callable, subject) -> Iterator[Finding]:
-    """Run one check of what ranks may refuse (``refused``). ``what``: the method, in words."""
-
-    def unless_refused(subject):
-        try:
-            yield from check(subject)
-        except RefusedError as refusal:
-            yield refused(name, what, refusal)
-
-    yield from findings(name, unless_refused, subject)
 
 
 def quick(facts: Facts) -> Iterator[Finding]:

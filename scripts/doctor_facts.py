@@ -4,8 +4,6 @@ Tests give facts instead: Facts(shared_memory=64 << 20). A fact that cannot be r
 checks that need it and no other.
 """
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -13,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -22,6 +19,7 @@ from pathlib import Path
 import doctor_build
 import torch
 import torch.cuda.nccl
+from doctor_wheels import WHEELS, Wheel, is_installed, tried
 
 from backend.client import dependencies, driver_query, measurements, nccl_settings, rank_environment
 from backend.client.cache_files import cache_folder
@@ -29,23 +27,6 @@ from backend.client.exit_report import SHARED_MEMORY
 from backend.gpu_kernels import has_kernels_for
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Packages whose import is tried -> what it is imported by. A wheel built for another torch fails only then.
-WHEELS = {
-    "diffusers": "diffusers.models.transformers",
-    "yunchang": "yunchang",
-    "flash-attn": "flash_attn",
-    "flash_attn_3": "flash_attn_interface",
-    "flash-attn-4": "flash_attn.cute.interface",
-    "sageattention": "sageattention",
-    "sageattn3": "sageattn3",
-    "comfy-kitchen": "comfy_kitchen",
-    "gguf": "gguf",
-}
-#: Package -> how it is imported where that is not all of it.
-HOW = {
-    "diffusers": "from backend import lean_imports",
-    "yunchang": "from backend.parallel.ring_library import ring_library; ring_library()",
-}
 #: Fields that nvidia-smi is asked for.
 SMI_FIELDS = (
     *("index", "name", "driver_version", "compute_mode", "mig.mode.current"),
@@ -60,9 +41,6 @@ VARIABLE_PREFIXES = (
 )
 #: Variables that are no one else's business.
 SECRETS = ("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES")
-#: Version of a package without a distribution of its name.
-UNKNOWN = "of unknown version"
-IMPORT_SECONDS = 60.0
 SMI_SECONDS = 20.0
 
 
@@ -88,15 +66,6 @@ class Torch:
     archs: tuple[str, ...]
     nccl: str
     has_gloo: bool
-
-
-@dataclass(frozen=True)
-class Wheel:
-    """A package: its version, what its import raised (empty: nothing), and whether that took too long."""
-
-    version: str
-    error: str = ""
-    is_slow: bool = False
 
 
 class Facts:
@@ -294,40 +263,6 @@ def _places() -> dict[str, Path]:
     while not cache.exists():
         cache = cache.parent
     return {"temporary folder": Path(tempfile.gettempdir()), "cache folder": cache}
-
-
-def tried(name: str) -> Wheel:
-    """Import a package of WHEELS after torch, in another process."""
-    version = _version(name)
-    command = [sys.executable, "-c", f"import torch; {HOW.get(name, f'import {WHEELS[name]}')}"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return Wheel(version, is_slow=True)
-    if done.returncode == 0:
-        return Wheel(version)
-    if done.returncode < 0:
-        return Wheel(version, f"its import was ended by signal {-done.returncode}")
-    return Wheel(version, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300])
-
-
-def is_installed(name: str) -> bool:
-    """Whether a package of WHEELS is here. Two of them share the folder flash_attn, which does not tell whose
-    it is: they need a distribution of their own."""
-    top = _top(WHEELS[name])
-    shared = Counter(map(_top, WHEELS.values()))[top] > 1
-    return importlib.util.find_spec(top) is not None and not (shared and _version(name) == UNKNOWN)
-
-
-def _top(module: str) -> str:
-    return module.partition(".")[0]
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return UNKNOWN
 
 
 def _plain(value):

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import time
 
-from doctor_checks import OutOfTime
+from doctor_findings import OutOfTime
 
 from backend.client import driver_query
 from backend.client.pool import Backend

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, possible, refused
+from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible, refused
 from doctor_lab import Lab, relative
 from doctor_processes import Ended
 

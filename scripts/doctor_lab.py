@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import doctor_processes
-from doctor_checks import OutOfTime
 from doctor_files import random_weights, write_quantized
+from doctor_findings import OutOfTime
 from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
 from doctor_processes import Ended
 from doctor_requests import in_batch, in_steps

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, Finding, gb, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, gb, possible
 from doctor_hangs import HungError, evidence
 from doctor_lab import RUN_SECONDS, Lab, relative
 from doctor_limits import EXACT

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from doctor_checks import OK, PROBLEM, WARNING, Finding
+from doctor_findings import OK, PROBLEM, WARNING, Finding
 from doctor_lab import Lab
 
 from backend.client.probe_process import UnmeasuredError, hang_remedy

@@ -1,7 +1,7 @@
 """Where scripts/doctor.py --full runs, and what is said of it first."""
 
-from doctor_checks import PROBLEM, WARNING, Finding
 from doctor_facts import Facts
+from doctor_findings import PROBLEM, WARNING, Finding
 
 
 def place(device: str, ranks: int, facts: Facts) -> tuple[str, int]:

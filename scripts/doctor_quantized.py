@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from unittest.mock import patch
 
-from doctor_checks import OK, PROBLEM, WARNING, Finding, findings, gb
+from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, gb
 from doctor_lab import Lab, relative
 from doctor_quantized_ranks import KINDS, on_all_ranks
 

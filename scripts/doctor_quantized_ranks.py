@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, Finding, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, possible
 from doctor_lab import Lab, relative
 from doctor_limits import BF16_RATIO, EXACT, USUAL
 

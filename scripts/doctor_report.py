@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from doctor_checks import Finding
 from doctor_facts import Facts
+from doctor_findings import Finding
 
 from backend.client.status import log_of_last_backend
 

@@ -9,8 +9,8 @@ from itertools import combinations
 
 import doctor_lab
 import torch
-from doctor_checks import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, gb, possible
 from doctor_facts import Facts
+from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, gb, possible
 from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, in_batch, relative

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from doctor_checks import OK, PROBLEM, WARNING, Finding, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, possible
 from doctor_kernels import cut_short
 from doctor_lab import Lab, Run, relative
 from doctor_limits import compared

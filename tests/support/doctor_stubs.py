@@ -7,10 +7,11 @@ import doctor_checks
 import doctor_lab
 import doctor_runs
 import torch
-from doctor_checks import OutOfTime
-from doctor_facts import Facts, Gpu, Torch, Wheel
+from doctor_facts import Facts, Gpu, Torch
+from doctor_findings import OutOfTime
 from doctor_hangs import Hung
 from doctor_processes import Ended
+from doctor_wheels import Wheel
 
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, RefusedError, Sample

@@ -7,6 +7,7 @@ import sys
 
 import doctor
 import doctor_checks
+import doctor_findings
 import doctor_lab
 import doctor_place
 import doctor_quantized
@@ -14,9 +15,10 @@ import doctor_runs
 import doctor_steps
 import pytest
 import torch
-from doctor_checks import OK, PROBLEM, WARNING
-from doctor_facts import WHEELS, Facts, Gpu, Torch, Wheel, tried
+from doctor_facts import Facts, Gpu, Torch
+from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
+from doctor_wheels import WHEELS, Wheel, tried
 
 from backend.config import ParallelConfig
 from backend.protocol import Loaded, Result, Sample
@@ -293,9 +295,9 @@ def test_sigterm_ends_what_full_has_started(monkeypatch):
 
     def full(chosen, facts):
         try:
-            yield doctor_checks.Finding("full", OK, "running")
+            yield doctor_findings.Finding("full", OK, "running")
             os.kill(os.getpid(), signal.SIGTERM)
-            yield doctor_checks.Finding("full", PROBLEM, "still running")
+            yield doctor_findings.Finding("full", PROBLEM, "still running")
         finally:
             closed.append(True)
 

@@ -6,9 +6,10 @@ import doctor_checks
 import doctor_facts
 import pytest
 import torch
-from doctor_checks import OK, PROBLEM, WARNING
-from doctor_facts import Facts, is_installed
+from doctor_facts import Facts
+from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import machine
+from doctor_wheels import is_installed
 
 
 @pytest.mark.parametrize("installed, other", [("flash-attn", "flash-attn-4"), ("flash-attn-4", "flash-attn")])

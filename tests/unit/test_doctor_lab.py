@@ -10,8 +10,8 @@ import doctor_lab
 import doctor_runs
 import pytest
 import torch
-from doctor_checks import PROBLEM, WARNING, OutOfTime, findings
 from doctor_facts import Facts
+from doctor_findings import PROBLEM, WARNING, OutOfTime, findings
 
 from backend.client import measurements, nccl_settings, probe_process
 from backend.client.rank_environment import sanitized_environment

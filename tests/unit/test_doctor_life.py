@@ -8,7 +8,7 @@ import doctor_lab
 import doctor_life
 import pytest
 import torch
-from doctor_checks import OK, PROBLEM, WARNING
+from doctor_findings import OK, PROBLEM, WARNING
 from doctor_hangs import HungError
 from doctor_stubs import StubLab
 

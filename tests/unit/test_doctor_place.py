@@ -5,8 +5,8 @@ import os
 import doctor_checks
 import doctor_lab
 import pytest
-from doctor_checks import PROBLEM, WARNING
 from doctor_facts import Gpu
+from doctor_findings import PROBLEM, WARNING
 from doctor_place import place, remarks
 from doctor_stubs import ENDED, GPU, StubLab, full_findings, machine
 

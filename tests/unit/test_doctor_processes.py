@@ -14,7 +14,7 @@ import doctor_processes
 import doctor_steps
 import psutil
 import pytest
-from doctor_checks import OK, PROBLEM, WARNING, OutOfTime, findings
+from doctor_findings import OK, PROBLEM, WARNING, OutOfTime, findings
 from doctor_processes import Ended
 from interpreters import recording
 

@@ -4,7 +4,7 @@ import doctor_lab
 import doctor_quantized_ranks
 import pytest
 import torch
-from doctor_checks import OK, PROBLEM, WARNING
+from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import StubLab
 from safetensors import safe_open
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import doctor
 import doctor_report
 import pytest
-from doctor_checks import OK, Finding
+from doctor_findings import OK, Finding
 from doctor_report import Report, anonymous
 from doctor_stubs import machine
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import doctor
-import doctor_checks
+import doctor_findings
 import doctor_lab
 import doctor_runs
 import pytest
 import torch
-from doctor_checks import OK, PROBLEM, WARNING
+from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 
 from backend.config import ParallelConfig
@@ -136,13 +136,13 @@ def unforeseen():
 def test_a_refusal_of_what_is_broken_is_a_problem(fault):
     with pytest.raises(UnsupportedError) as error:
         fault()
-    assert doctor_checks.refused("methods", "ring", RefusedError(str(error.value))).status == PROBLEM
+    assert doctor_findings.refused("methods", "ring", RefusedError(str(error.value))).status == PROBLEM
 
 
 def test_a_refusal_for_want_of_memory_is_a_warning():
     refusal = RefusedError("rank 1 needs 30 GB")
     refusal.lacking = {1: 30}
-    assert doctor_checks.refused("speed", "ulysses", refusal).status == WARNING
+    assert doctor_findings.refused("speed", "ulysses", refusal).status == WARNING
 
 
 def test_a_native_product_that_gave_up_is_a_problem():
@@ -213,7 +213,7 @@ def test_no_chart_without_benchmarks_is_no_traceback(monkeypatch, tmp_path):
 
 def test_a_chart_that_cannot_be_written_is_no_traceback(tmp_path, capsys):
     """As next to /dev/stdout."""
-    timed = doctor_checks.Finding("speed", OK, "", {"method": "ulysses", "speedup": 1.7})
+    timed = doctor_findings.Finding("speed", OK, "", {"method": "ulysses", "speedup": 1.7})
     (tmp_path / "file").write_text("")
     doctor.draw([timed], tmp_path / "file" / "speeds.png")
     assert "cannot be written" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import doctor_runs
 import doctor_steps
 import pytest
 import torch
-from doctor_checks import OK, PROBLEM
+from doctor_findings import OK, PROBLEM
 from doctor_stubs import StubLab
 
 from backend.config import ParallelConfig

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import doctor_checks
+import doctor_findings
 import doctor_kernels
 import doctor_lab
 import doctor_runs
@@ -13,7 +13,7 @@ import released_sizes
 import tiny
 import torch
 import waits
-from doctor_checks import OK, PROBLEM, WARNING
+from doctor_findings import OK, PROBLEM, WARNING
 from doctor_hangs import Hung
 from doctor_processes import Ended
 from doctor_stubs import ENDED
@@ -75,8 +75,8 @@ def test_steady_steps_alone_are_watched(tmp_path):
 
 
 def test_the_chart_has_what_was_timed(tmp_path):
-    timed = doctor_checks.Finding("speed", OK, "", {"method": "ulysses", "speedup": 1.7})
-    assert not doctor_steps.chart([doctor_checks.Finding("disk", OK, "")], tmp_path / "none.png")
+    timed = doctor_findings.Finding("speed", OK, "", {"method": "ulysses", "speedup": 1.7})
+    assert not doctor_steps.chart([doctor_findings.Finding("disk", OK, "")], tmp_path / "none.png")
     assert doctor_steps.chart([timed], tmp_path / "speeds.png") and (tmp_path / "speeds.png").stat().st_size
     assert not (tmp_path / "none.png").exists()
 
