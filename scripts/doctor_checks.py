@@ -181,7 +181,7 @@ def modes(facts: Facts) -> Iterator[Status]:
     if facts.smi[1]:
         remedy = "" if facts.gpus else f"; {_driver_remedy(facts)}"
         yield WARNING, f"modes and PCIe lanes are unknown: {facts.smi[1]}{remedy}"
-    for gpu in facts.driver:
+    for gpu in facts.visible_driver:
         where = f"GPU {gpu['index']}"
         if "exclusive" in gpu["compute_mode"].lower():
             remedy = f"sudo nvidia-smi -i {gpu['index']} -c DEFAULT"

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 import doctor_build
+import doctor_visible
 import torch
 import torch.cuda.nccl
 from doctor_wheels import WHEELS, Wheel, is_installed, tried
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMI_FIELDS = (
     *("index", "name", "driver_version", "compute_mode", "mig.mode.current"),
     *("pcie.link.width.current", "pcie.link.width.max", "pcie.link.gen.current"),
-    *("power.limit", "temperature.gpu", "clocks.sm"),
+    *("power.limit", "temperature.gpu", "clocks.sm", "uuid"),
 )
 #: Variables that change what ranks and NCCL do.
 VARIABLE_PREFIXES = (
@@ -46,13 +47,15 @@ SMI_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA device as torch numbers it. Bytes; capability: (major, minor)."""
+    """One CUDA device as torch numbers it. Bytes; capability: (major, minor); uuid: empty where torch has
+    none."""
 
     index: int
     name: str
     memory: int
     free: int
     capability: tuple[int, int]
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,11 @@ class Facts:
         rows = [[entry.strip() for entry in line.split(",")] for line in self.smi[0].splitlines()]
         return [dict(zip(SMI_FIELDS, row)) for row in rows if len(row) == len(SMI_FIELDS)]  # else a warning
 
+    @property
+    def visible_driver(self) -> list[dict[str, str]]:
+        """The rows of ``driver`` that ranks can use: CUDA_VISIBLE_DEVICES may hide the others."""
+        return doctor_visible.visible(self.driver, [gpu.uuid for gpu in self.gpus], self.variables)
+
     @cached_property
     def topology(self) -> str:
         """The matrix of links (of nvidia-smi NV#: NVLink, PIX, PHB, SYS: PCIe), for who reads the report."""
@@ -165,7 +173,10 @@ class Facts:
         free = measurements.free_memory("cuda", indices) if indices else ()
         found = [torch.cuda.get_device_properties(index) for index in indices]
         return [
-            Gpu(index, each.name, each.total_memory, free[index], (each.major, each.minor))
+            Gpu(
+                *(index, each.name, each.total_memory, free[index], (each.major, each.minor)),
+                uuid=doctor_visible.uuid_of(index),
+            )
             for index, each in enumerate(found)
         ]
 
