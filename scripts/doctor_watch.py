@@ -4,7 +4,7 @@ import threading
 import time
 
 import psutil
-import torch
+from doctor_gpu_memory import GpuMemory
 from doctor_lab import Lab
 
 from backend.config import ParallelConfig
@@ -17,19 +17,17 @@ class Watch(threading.Thread):
 
     def __init__(self, lab: Lab, config: ParallelConfig):
         super().__init__(daemon=True)
-        self.device = lab.device
-        self.gpus = lab.gpus
         self.pids = lab.backend(config).welcome.pids
+        self.memory = GpuMemory(lab.gpus[: len(self.pids)]) if lab.device == "cuda" else None
         self.done = threading.Event()
         self.before = self.most = self.held()
         self.start()
 
     def held(self) -> list[int]:
         """Return the bytes that each rank holds now."""
-        if self.device == "cpu":
+        if self.memory is None:
             return [psutil.Process(pid).memory_info().rss for pid in self.pids]
-        rooms = [torch.cuda.mem_get_info(index) for index in self.gpus[: len(self.pids)]]
-        return [total - free for free, total in rooms]
+        return self.memory.taken()
 
     def run(self):
         while not self.done.is_set():
