@@ -19,7 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for every rank
+if (
+    "torch" not in sys.modules
+):  # else it has its threads, and the environment is another program's (the doctor)
+    os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import psutil

@@ -1,5 +1,6 @@
 """The benchmarks run and write what they say; what they measure is theirs."""
 
+import importlib.util
 import json
 import os
 import runpy
@@ -114,6 +115,16 @@ def test_scaling_measures_two_ranks(model, tmp_path):
     rows = {row["scenario"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
     assert {"pipefusion M=2", "pipefusion M=4, 28 steps (projected)", "ceiling"} <= rows.keys()
     assert all(row["seconds"]["median"] > 0 for row in rows.values())
+
+
+def test_who_imports_a_benchmark_keeps_its_threads(monkeypatch):
+    """The doctor, whose ranks and other programs inherit its environment."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    spec = importlib.util.spec_from_file_location("common_again", Path(BENCHMARKS, "common.py"))
+    assert spec and spec.loader
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 def test_ranks_of_benchmarks_start_as_the_backends_do(monkeypatch, tmp_path):
