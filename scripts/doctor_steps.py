@@ -83,6 +83,10 @@ def waits(lab: Lab) -> Found:
 
 def _waits(lab: Lab, runs: list[dict]) -> Finding:
     """Say where steady steps wait."""
+    if not any(run["steps"] for run in runs):
+        what = "nothing was measured: no method came to a steady step"
+        remedy = f"run python scripts/doctor.py --full --only waits --ranks {lab.ranks}"
+        return Finding("waits", WARNING, f"{what}; {remedy}", {"runs": runs})
     if lab.device != "cuda":
         return Finding("waits", OK, f"{len(runs)} runs of steady steps; only CUDA can say what waits")
     places: Counter[str] = Counter()

@@ -45,6 +45,17 @@ def test_waits_are_named_with_their_line(device, status, says):
     assert found.status == status and says in found.text
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("steps", [[], [0]])
+def test_waits_of_no_step_are_not_called_ok(device, steps):
+    lab = Ranks()
+    lab.device = device
+    runs = [{"method": "ulysses", "family": "flux-dev", "steps": each, "waits": {}} for each in steps]
+    lab.waits = lambda skipped: (runs, ENDED)
+    (found,) = doctor_steps.waits(lab)
+    assert found.status == WARNING and "nothing was measured" in found.text and "--only waits" in found.text
+
+
 def test_a_method_that_hangs_takes_no_other_with_it(monkeypatch):
     """In benchmarks/waits.py, which runs all in one group of ranks."""
     lab = Ranks()
