@@ -26,6 +26,8 @@ LONG, AFTER = 20, 2
 MAX_DEATH_SECONDS = 30.0
 #: A tiny model of another family, which is loaded next to the mid-size Flux.
 OTHER = "wan21-t2v"
+#: Attention heads of OTHER, of which each rank of Ulysses needs one.
+HEADS = 4
 
 Found = Iterator[Finding]
 
@@ -36,7 +38,7 @@ def life(lab: Lab) -> Found:
     if lab.ranks == 1:
         yield Finding("life", WARNING, "not run: one rank")
         return
-    config = ParallelConfig(ulysses_degree=lab.ranks)
+    config = for_both(lab.ranks)
     wanted = _latent(lab, config)
     checks: dict[str, Callable[..., Found]] = {
         "cancel": _cancelled,
@@ -47,6 +49,12 @@ def life(lab: Lab) -> Found:
     for name, check in checks.items():
         lab.check()
         yield from possible("life", name, partial(check, config=config, wanted=wanted), lab)
+
+
+def for_both(ranks: int) -> ParallelConfig:
+    """Return exact degrees that both models allow on so many ranks: a ring needs no heads."""
+    ulysses = max(degree for degree in range(1, HEADS + 1) if ranks % degree == 0)
+    return ParallelConfig(ulysses_degree=ulysses, ring_degree=ranks // ulysses)
 
 
 def _latent(lab: Lab, config: ParallelConfig) -> torch.Tensor:

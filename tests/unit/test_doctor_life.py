@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import doctor_lab
 import doctor_life
+import doctor_sizes
 import pytest
+import tiny
 import torch
 from doctor_findings import OK, PROBLEM, WARNING
 from doctor_hangs import HungError
@@ -14,7 +16,9 @@ from doctor_stubs import StubLab
 
 from backend.client.model_choice import ModelChoice
 from backend.config import ParallelConfig
+from backend.loading.recognition import open_checkpoint
 from backend.protocol import BackendError
+from backend.rank_plan.describe import describe
 
 ULYSSES = ParallelConfig(ulysses_degree=2)
 
@@ -111,3 +115,17 @@ def test_weights_that_are_freed_are_not_called_parked():
     finally:
         lab.ranks_here.close()
     assert found.status == WARNING and "not parked but freed" in found.text and "GB/s" not in found.text
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("device", doctor_sizes.SIZES)
+def test_both_models_run_on_so_many_ranks(tmp_path, ranks, device):
+    """Ulysses on all ranks would divide the tiny model's four heads by five."""
+    import common  # of benchmarks, which doctor_lab has put on the path
+
+    config = doctor_life.for_both(ranks)
+    assert config.validate().world_size == ranks
+    path = tiny.write_checkpoint(tmp_path / "tiny.safetensors", doctor_life.OTHER)
+    describe(config, open_checkpoint(str(path)), image_tokens=192, text_tokens=12)
+    flux = {"num_attention_heads": common.FLUX["num_attention_heads"], **doctor_sizes.SIZES[device].flux}
+    assert flux["num_attention_heads"] % config.ulysses_degree == 0
