@@ -4,7 +4,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
-from backend.protocol import RefusedError
+from backend.client.planning import is_memory_shortage
+from backend.protocol import BackendError, RefusedError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 #: Words of refusals by which something is broken (backend/worker.py, sampling/).
@@ -40,17 +41,41 @@ def findings(name: str, check: Callable, subject) -> Iterator[Finding]:
             yield each if isinstance(each, Finding) else Finding(name, *each)
     except OutOfTime as over:
         yield Finding(name, WARNING, str(over))
+    except (RefusedError, BackendError) as error:
+        yield short_of_memory(name, error) if is_memory_shortage(error) else _failed(name, error)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
-        details = {"traceback": traceback.format_exc(), **getattr(error, "evidence", {})}
-        yield Finding(name, PROBLEM, f"this check failed ({what})", details)
+        yield _failed(name, error)
+
+
+def _failed(name: str, error: Exception) -> Finding:
+    what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
+    details = {"traceback": traceback.format_exc(), **getattr(error, "evidence", {})}
+    return Finding(name, PROBLEM, f"this check failed ({what})", details)
+
+
+def short_of_memory(name: str, error: Exception, what: str = "") -> Finding:
+    """Say that GPUs are too small for a check, and how much it needs; ``what``: the method, in words. Ranks
+    that run out in the middle had been thought to have room."""
+    needs: dict[int, int] = getattr(error, "lacking", {})
+    first = f"{what}: " if what else ""
+    values = {"needs": needs, "error": str(error)}
+    if not needs:
+        text = f"{first}more memory was needed than was planned ({str(error).strip().splitlines()[0][:300]})"
+        remedy = (
+            "close what else uses the GPUs and run it again; if it stays, report it, with the file of --json"
+        )
+        return Finding(name, WARNING, f"{text}; {remedy}", values)
+    listed = ", ".join(f"{gb(size)} free for rank {rank}" for rank, size in sorted(needs.items()))
+    text = f"{first}not run: it needs {listed}"
+    remedy = f"smaller cards cannot run this check (--only {name}), and nothing is wrong with them"
+    return Finding(name, WARNING, f"{text}; close what else uses the GPUs; {remedy}", values)
 
 
 def refused(name: str, what: str, refusal: RefusedError) -> Finding:
     """Say what a refusal means: degrees that divide no heads or blocks of a model, and kernels that are not
     there, are no fault; what fails in a load or computes no number is."""
     if refusal.lacking:
-        return Finding(name, WARNING, f"{what}: not run ({refusal})")
+        return short_of_memory(name, refusal, what)
     is_fault = any(words in str(refusal) for words in OF_FAULTS)
     return Finding(name, PROBLEM if is_fault else OK, f"{what}: not possible ({refusal})")
 

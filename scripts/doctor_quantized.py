@@ -58,6 +58,8 @@ def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
     try:
         own, run = stored if matmul == "weight only" else _timed_file(lab, kind, matmul)
     except RefusedError as refusal:
+        if refusal.lacking:
+            raise
         is_of_gpu = any(words in str(refusal) for words in OF_GPUS)
         status = OK if is_of_gpu else WARNING
         yield Finding("quantized", status, f"{kind}, {matmul}: not possible ({refusal})")

@@ -139,10 +139,37 @@ def test_a_refusal_of_what_is_broken_is_a_problem(fault):
     assert doctor_findings.refused("methods", "ring", RefusedError(str(error.value))).status == PROBLEM
 
 
-def test_a_refusal_for_want_of_memory_is_a_warning():
-    refusal = RefusedError("rank 1 needs 30 GB")
-    refusal.lacking = {1: 30}
-    assert doctor_findings.refused("speed", "ulysses", refusal).status == WARNING
+def short_of_memory():
+    refusal = RefusedError("Rank 1 has 14 GB free and needs 30 GB")
+    refusal.lacking = {1: 30_000_000_000}
+    return refusal
+
+
+def test_a_card_that_is_too_small_for_a_check_is_no_refusal():
+    """It says which check needs how much, wherever the ranks lack it."""
+
+    class Lab(StubLab):
+        def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
+            raise short_of_memory()
+
+    found = full_findings(Lab(), "--only", "speed,methods,memory,kernels,quantized,shapes,one rank")
+    short = [each for each in found if each.check not in ("full", "memory")]
+    assert {each.check for each in short} == {
+        *("speed", "methods", "kernels", "quantized", "shapes", "one rank", "speed of one rank")
+    }
+    for each in short:
+        words = ("30.0 GB free for rank 1", f"--only {each.check}", "smaller cards", "close what else")
+        assert all(word in each.text for word in words), each.text
+        assert each.status == WARNING and "refus" not in each.text and "failed" not in each.text
+        assert each.values["needs"] == {1: 30_000_000_000}
+
+
+def test_ranks_that_run_out_in_the_middle_are_to_be_reported():
+    def fails(lab):
+        raise BackendError("rank 1 ran out of memory in the middle of a request, with 1 GB free")
+
+    (found,) = doctor_findings.findings("speed", fails, None)
+    assert found.status == WARNING and "than was planned" in found.text and "report it" in found.text
 
 
 def test_a_native_product_that_gave_up_is_a_problem():
