@@ -33,24 +33,26 @@ def gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def findings(name: str, check: Callable, subject) -> Iterator[Finding]:
-    """Run one check. What it raises becomes a problem of its own, so that the others go on."""
+def findings(name: str, check: Callable, subject, what: str = "") -> Iterator[Finding]:
+    """Run one check. What it raises becomes a finding of its own, so that the others go on. ``what``: the
+    part of the check, in words."""
     try:
         found = check(subject)
         for each in [found] if isinstance(found, tuple) else found:
             yield each if isinstance(each, Finding) else Finding(name, *each)
     except OutOfTime as over:
-        yield Finding(name, WARNING, str(over))
+        yield Finding(name, WARNING, f"{what}: {over}" if what else str(over))
     except (RefusedError, BackendError) as error:
-        yield short_of_memory(name, error) if is_memory_shortage(error) else _failed(name, error)
+        yield (short_of_memory if is_memory_shortage(error) else _failed)(name, error, what)
     except Exception as error:
-        yield _failed(name, error)
+        yield _failed(name, error, what)
 
 
-def _failed(name: str, error: Exception) -> Finding:
-    what = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
+def _failed(name: str, error: Exception, what: str) -> Finding:
+    why = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
+    text = f"{what}: this check failed ({why})" if what else f"this check failed ({why})"
     details = {"traceback": traceback.format_exc(), **getattr(error, "evidence", {})}
-    return Finding(name, PROBLEM, f"this check failed ({what})", details)
+    return Finding(name, PROBLEM, text, details)
 
 
 def short_of_memory(name: str, error: Exception, what: str = "") -> Finding:
@@ -89,4 +91,4 @@ def possible(name: str, what: str, check: Callable, subject) -> Iterator[Finding
         except RefusedError as refusal:
             yield refused(name, what, refusal)
 
-    yield from findings(name, unless_refused, subject)
+    yield from findings(name, unless_refused, subject, what)

@@ -1,5 +1,5 @@
 """What scripts/doctor.py --full runs of kernels: attention in the mid-size Flux and by itself on every head
-size, and compiled blocks against eager ones."""
+size, attention in rings, and compiled blocks against eager ones."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,9 +8,11 @@ from functools import partial
 import torch
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible, refused
 from doctor_lab import Lab, relative
+from doctor_limits import REAL_SIZE
 from doctor_processes import Ended
 
 from backend.config import CHOICES, ParallelConfig
+from backend.parallel.kernel_table import kernel_of
 from backend.protocol import RefusedError
 
 #: Attention kernels that are timed: all but auto, which is one of them.
@@ -26,7 +28,7 @@ Found = Iterator[Finding]
 
 
 def kernels(lab: Lab) -> Found:
-    """Attention kernels on one rank: seconds and distance from torch's; then each head size by itself."""
+    """Attention kernels on one rank: seconds and distance from torch's; each head size by itself; rings."""
     path = lab.flux()
     wanted = lab.run(ParallelConfig(), path, lab.request(path, 2)).samples
     here = []
@@ -37,6 +39,38 @@ def kernels(lab: Lab) -> Found:
     for kernel in here:
         lab.check()
         yield from findings("kernels", partial(_head_sizes, kernel=kernel), lab)
+    yield from in_rings(lab, here, wanted)
+
+
+def in_rings(lab: Lab, here: list[str], wanted: torch.Tensor) -> Found:
+    """Run one request in a ring of all ranks with each kernel of ``here`` that the table has for rings, which
+    merge attention by its log-sum-exp. ``wanted``: one rank's latent by torch's kernel."""
+    able = [kernel for kernel in here if kernel_of(kernel).lse]
+    if lab.ranks == 1 or not able:
+        return
+    if lab.links_failed:
+        yield Finding("kernels", WARNING, "not run in rings: the check links failed; see to it first")
+        return
+    for kernel in able:
+        lab.check()
+        tried = partial(_in_ring, kernel=kernel, wanted=wanted)
+        yield from possible("kernels", f"{kernel} in a ring", tried, lab)
+
+
+def _in_ring(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
+    path = lab.flux()
+    config = ParallelConfig(ring_degree=lab.ranks, attention=kernel)
+    distance = relative(lab.run(config, path, lab.request(path, 2)).samples, wanted)
+    most = REAL_SIZE[lab.device] if kernel_of(kernel).exact else LATENT
+    text = (
+        f"{kernel} in a ring of {lab.ranks}: latent {distance:.1e} from one rank by torch's (limit {most:g})"
+    )
+    values = {"kernel": kernel, "ring": lab.ranks, "distance": distance}
+    if distance <= most:  # NaN is not
+        yield Finding("kernels", OK, text, values)
+        return
+    remedy = f"leave attention {kernel} where ring_degree is above 1, and report it, with the file of --json"
+    yield Finding("kernels", PROBLEM, f"{text}; {remedy}", values)
 
 
 def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:

@@ -8,6 +8,7 @@ import sys
 import doctor
 import doctor_checks
 import doctor_findings
+import doctor_kernels
 import doctor_lab
 import doctor_place
 import doctor_quantized
@@ -21,6 +22,7 @@ from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 from doctor_wheels import WHEELS, Wheel, tried
 
 from backend.config import ParallelConfig
+from backend.parallel.kernel_table import KERNELS
 from backend.protocol import Loaded, Result, Sample
 
 
@@ -210,9 +212,10 @@ def test_full_compares_every_method_and_one_failure_stops_no_other():
     assert {("tensor parallel", PROBLEM), ("ulysses", OK), ("cfg", OK), ("dp", OK), ("FSDP", OK)} <= exact
     assert {("pipefusion M=1", OK), ("pipefusion M=2", OK)} <= exact
     ended = [each for each in found if "rank 1 ended" in each.text]
-    assert len(ended) == len(doctor_runs.FAMILIES) + 1 + len(doctor_steps.SHAPES) and {
-        each.status for each in ended
-    } == {PROBLEM}
+    rings = [kernel for kernel in doctor_kernels.KERNELS if KERNELS[kernel].lse]
+    assert len(ended) == len(doctor_runs.FAMILIES) + 1 + len(doctor_steps.SHAPES) + len(rings)
+    assert {each.status for each in ended} == {PROBLEM}
+    assert "ring, wan21-t2v: this check failed" in str(ended)  # with the method's name
     assert [each.status for each in found if each.check == "memory"] == [PROBLEM] * 4
     speeds = {each.values["method"]: each.values for each in found if "speedup" in each.values}
     assert speeds["wan21-t2v, ulysses"]["speedup"] == 2.0
