@@ -12,6 +12,10 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 OF_FAULTS = ("has computed NaN", "could not be loaded (", "could not be checked (")
 
 
+class NoRoomError(OSError):
+    """The disk has no room for a file: the checks that need it are not run."""
+
+
 class OutOfTime(Exception):
     """The minutes of --full are over: what is left is not run."""
 
@@ -42,6 +46,8 @@ def findings(name: str, check: Callable, subject, what: str = "") -> Iterator[Fi
             yield each if isinstance(each, Finding) else Finding(name, *each)
     except OutOfTime as over:
         yield Finding(name, WARNING, f"{what}: {over}" if what else str(over))
+    except NoRoomError as error:
+        yield Finding(name, WARNING, f"{what}: not run: {error}" if what else f"not run: {error}")
     except (RefusedError, BackendError) as error:
         yield (short_of_memory if is_memory_shortage(error) else _failed)(name, error, what)
     except Exception as error:

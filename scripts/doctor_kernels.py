@@ -131,6 +131,7 @@ def compiled(lab: Lab) -> Found:
     configs = {"one rank": ParallelConfig()}
     if lab.ranks > 1:
         configs["ulysses"] = ParallelConfig(ulysses_degree=lab.ranks)
+    lab.flux()
     for name, config in configs.items():
         lab.check()
         yield from possible("compiled", name, partial(_compiled, name=name, config=config), lab)

@@ -4,7 +4,6 @@ deadline. Tests give another Lab."""
 import json
 import math
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from doctor_findings import OutOfTime
 from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
 from doctor_processes import Ended
 from doctor_requests import in_batch, in_steps
+from doctor_room import delete, model_bytes, need_disk, quantized_bytes
 from doctor_sizes import SIZES
 from torch import Tensor
 
@@ -223,9 +223,12 @@ class Lab:
     def flux(self) -> Path:
         """Write the mid-size Flux: random weights, bf16 on GPUs, float32 on the CPU."""
         import common
+        from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
         def write():
-            self.need_room()
+            arguments = common.FLUX | self.size.flux
+            size = model_bytes(FluxTransformer2DModel, arguments, 2 if self.device == "cuda" else 4)
+            self.need_room(size, "the mid-size Flux")
             common.save_model(self.folder / "flux", self.device, **self.size.flux)
             return self.folder / "flux"
 
@@ -240,7 +243,8 @@ class Lab:
         import released_sizes
 
         def write():
-            self.need_room()
+            size = model_bytes(*released_sizes.arguments_of(family, BLOCKS), 2)
+            self.need_room(size, f"{BLOCKS} blocks of {family}")
             return released_sizes.save(family, self.folder / f"released-{family}", BLOCKS)
 
         path = self.kept(("released", family), write)
@@ -305,7 +309,7 @@ class Lab:
         """Write a file of a Flux whose blocks are quantized as ``kind``, or bf16."""
 
         def write():
-            self.need_room()
+            self.need_room(quantized_bytes(kind, self.size.width), f"the file of {kind}")
             state = self.kept(("weights",), partial(random_weights, self.size.width))
             return write_quantized(self.folder, kind, state)
 
@@ -315,13 +319,16 @@ class Lab:
         """Free the weights that quantized files are made of; another file makes them anew, the same ones."""
         self._kept.pop(("weights",), None)
 
-    def need_room(self):
-        """Raise OSError where the temporary folder has no room for all files, before the first is written, or
-        the host none for the largest model: the system would end the doctor."""
+    def drop(self, *key):
+        """Delete the file of this key after its last use; who needs it again makes it anew."""
+        if key in self._kept:
+            delete(self._kept.pop(key))
+
+    def need_room(self, size: int, what: str):
+        """Raise NoRoomError where the temporary folder has no room for a file of so many bytes, and OSError
+        where the host has none for the largest model: the system would end the doctor."""
         self.size.need_host(host_free(swap=False))
-        if ("disk",) not in self._kept:
-            self.size.need_disk(shutil.disk_usage(self.folder).free, self.folder.parent)
-            self._kept[("disk",)] = True
+        need_disk(size, what, self.folder, self.fresh)
 
     def _until(self, seconds: float, config: ParallelConfig) -> Callable[[], None]:
         """Return what raises once the minutes are over, or so many seconds from now: ranks hang."""

@@ -40,9 +40,14 @@ def quantized(lab: Lab) -> Found:
         for kind in _kinds():
             for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
                 lab.check()
-                yield from findings("quantized", partial(_quantized, kind=kind, matmul=matmul), lab)
+                timed = partial(_quantized, kind=kind, matmul=matmul)
+                yield from findings("quantized", timed, lab, f"{kind}, {matmul}")
+            if kind not in (*KINDS, CACHED_KIND):
+                lab.drop("quantized", kind)
         yield from on_all_ranks(lab, tuple(kind for kind in KINDS if kind in _kinds()))
     finally:
+        for kind in KINDS:
+            lab.drop("quantized", kind)
         lab.forget_weights()
 
 
@@ -53,6 +58,7 @@ def _kinds() -> tuple[str, ...]:
 
 def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
     seconds, _ = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
+    lab.drop("quantized", "bf16")
     # not bf16's latent: the file stands for weights of its own where they are rotated
     stored = lab.kept(("weight only", kind), lambda: _timed_file(lab, kind, "weight only"))
     try:
@@ -93,6 +99,8 @@ def dequantized_once(lab: Lab) -> Found:
     with patch.dict(os.environ, {CACHE_VARIABLE: "0"}):
         each, _ = _timed_file(lab, CACHED_KIND, "weight only")
     lab.fresh()  # the next ranks cache again
+    lab.drop("quantized", CACHED_KIND)
+    lab.forget_weights()
     values = {"kind": CACHED_KIND, "seconds": seconds, "each_pass": each, "dequantized_once": cached}
     stays = f"{gb(cached or 0)} that stay dequantized"
     text = f"{CACHED_KIND}: {seconds:.4f} s a step with {stays}, {each:.4f} s without"

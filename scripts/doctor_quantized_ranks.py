@@ -50,6 +50,7 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
                 lab.check()
                 compared = partial(_compared, name=name, config=config, kind=kind, has_lora=has_lora)
                 yield from possible("quantized", f"{kind}, {name}", compared, lab)
+        lab.drop("quantized", kind)
 
 
 def _references(lab: Lab, kind: str) -> Found:

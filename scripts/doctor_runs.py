@@ -173,6 +173,7 @@ def speed(lab: Lab) -> Found:
         parts = written(lab.rates.speeds_of(lab.ranks))
         unlike = {name: replace(configs[name], shares=parts) for name in ("ulysses", "ring", "tp")}
         configs |= {f"{name}, shares {parts}": config for name, config in unlike.items()}
+    lab.flux()  # where it cannot be made, no method has to say so
     ceiling = None
     for found in possible("speed", "ceiling", _ceiling, lab):
         ceiling = found.values.get("speedup")
@@ -243,6 +244,7 @@ def memory(lab: Lab) -> Found:
     configs["pipefusion"] = ParallelConfig(pipefusion_degree=lab.ranks)
     configs["tensor parallel"] = ParallelConfig(tensor_parallel_degree=lab.ranks)
     configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
+    lab.flux()
     for name, config in ({"one rank": ParallelConfig()} if lab.ranks == 1 else configs).items():
         lab.check()
         yield from possible("memory", name, partial(_memory, name=name, config=config), lab)
@@ -283,13 +285,15 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "waits": waits,
     "memory": memory,
     "compiled": compiled,
+    "kernels": kernels,
     "quantized": quantized,
     "dequantized once": dequantized_once,
-    "kernels": kernels,
     "shapes": shapes,
 }
 
 
+#: Those that run the mid-size Flux, whose file goes after the last of them.
+OF_FLUX = ("speed of one rank", "speed", "life", "memory", "compiled", "kernels")
 #: Those of all ranks: they would hang where links failed.
 OF_SEVERAL = ("methods", "life", "waits", "speed", "memory", "shapes", "compiled")
 #: Those of ranks that share a GPU: what they compute, and nothing that is timed.
@@ -335,7 +339,9 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
     lab = lab or Lab(device, ranks, chosen.minutes, facts.usable)
     yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")
     try:
-        for name in names:
+        for index, name in enumerate(names):
             yield from findings(name, partial(in_time, run=RUNS[name]), lab)
+            if not set(names[index + 1 :]) & set(OF_FLUX):
+                lab.drop("flux")
     finally:
         lab.close()

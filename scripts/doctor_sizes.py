@@ -1,14 +1,13 @@
 """How large models are that scripts/doctor.py --full runs."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Size:
     """What runs on a kind of device. flux: the mid-size model's arguments beside common.FLUX; side, text: its
-    latent and prompt; steps: of two requests, whose difference is timed; width: of quantized files; disk:
-    bytes of all files; host: of the largest model in host memory; slack: bytes that a rank may hold besides
+    latent and prompt; steps: of two requests, whose difference is timed; width: of quantized files; host:
+    bytes of the largest model in host memory; slack: bytes that a rank may hold besides
     what is planned."""
 
     flux: dict
@@ -16,7 +15,6 @@ class Size:
     text: int
     steps: tuple[int, int]
     width: int
-    disk: int
     host: int
     slack: int
 
@@ -25,12 +23,6 @@ class Size:
         if free < self.host:
             what = f"{free / 1e9:.1f} GB of host memory are free, less than {self.host / 1e9:.0f}"
             raise OSError(f"{what} GB that models of --full are made in; close other programs")
-
-    def need_disk(self, free: int, folder: Path):
-        """Raise OSError where so few bytes are ``free`` in ``folder``."""
-        if free < self.disk:
-            what = f"{free / 1e9:.1f} GB are free in {folder}, less than {self.disk / 1e9:.0f}"
-            raise OSError(f"{what} GB that the files of --full need; set TMPDIR to a larger disk")
 
 
 SIZES = {
@@ -48,9 +40,8 @@ SIZES = {
         text=512,
         steps=(3, 11),
         width=2048,
-        disk=15 << 30,
         host=6 << 30,
         slack=1_200_000_000,
     ),
-    "cpu": Size(dict(num_layers=2, num_single_layers=4), 32, 64, (2, 5), 256, 2 << 30, 1 << 30, 400_000_000),
+    "cpu": Size(dict(num_layers=2, num_single_layers=4), 32, 64, (2, 5), 256, 1 << 30, 400_000_000),
 }

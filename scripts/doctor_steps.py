@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from doctor_findings import OK, PROBLEM, WARNING, Finding, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible
 from doctor_kernels import cut_short
 from doctor_lab import Lab, Run, relative
 from doctor_limits import compared
@@ -21,22 +21,25 @@ Found = Iterator[Finding]
 
 def shapes(lab: Lab) -> Found:
     """Seconds a step at the shapes of Wan 14B and MiniMax-H3, of which a few blocks have random weights."""
-    import scaling
-
     for family in SHAPES:
         lab.check()
-        configs = {"one rank": ParallelConfig()}
-        if lab.ranks > 1:
-            configs |= {
-                name: each for name, each in scaling.methods(lab.ranks).items() if each.cfg_degree == 1
-            }
-        path, request, what = lab.released(family)
-        one = []
-        for name, config in configs.items():  # one rank is the first
-            lab.check()
-            measured = partial(_shape, name=name, config=config, path=path, request=request)
-            timed = partial(measured, family=family, what=what, one=one)
-            yield from possible("shapes", f"{family}, {name}", timed, lab)
+        yield from findings("shapes", partial(_of_family, family=family), lab, family)
+        lab.drop("released", family)
+
+
+def _of_family(lab: Lab, family: str) -> Found:
+    import scaling
+
+    configs = {"one rank": ParallelConfig()}
+    if lab.ranks > 1:
+        configs |= {name: each for name, each in scaling.methods(lab.ranks).items() if each.cfg_degree == 1}
+    path, request, what = lab.released(family)
+    one = []
+    for name, config in configs.items():  # one rank is the first
+        lab.check()
+        measured = partial(_shape, name=name, config=config, path=path, request=request)
+        timed = partial(measured, family=family, what=what, one=one)
+        yield from possible("shapes", f"{family}, {name}", timed, lab)
 
 
 def _shape(

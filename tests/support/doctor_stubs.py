@@ -59,6 +59,7 @@ class StubLab:
         self.closed = self.links_failed = False
         self.rates = None
         self.hung = Hung()
+        self.dropped = []
 
     def check(self):
         if self.is_late:
@@ -77,6 +78,9 @@ class StubLab:
 
     def quantized(self, kind):
         return Path(kind)
+
+    def drop(self, *key):
+        self.dropped.append(key)
 
     def forget_weights(self):
         self.forgotten = True

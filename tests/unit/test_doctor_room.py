@@ -1,0 +1,117 @@
+"""Room on the disk for the files of scripts/doctor.py --full, and how long they stay there."""
+
+import importlib.util
+import shutil
+from types import SimpleNamespace
+
+import doctor_lab
+import doctor_quantized
+import doctor_room
+import doctor_runs
+import doctor_steps
+import pytest
+from doctor_findings import OK, WARNING, NoRoomError
+from doctor_sizes import SIZES
+from doctor_stubs import StubLab, full_findings
+
+KINDS = ("bf16", *doctor_quantized.NATIVE, *doctor_quantized.OF_GGUF)
+
+
+@pytest.fixture
+def lab():
+    found = doctor_lab.Lab("cpu", 2, 10.0)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_takes_what_was_asked_for(lab, monkeypatch, kind):
+    if kind.startswith("Q"):
+        pytest.importorskip("gguf")
+    asked = []
+    monkeypatch.setattr(lab, "need_room", lambda size, what: asked.append(size))
+    written = lab.quantized(kind).stat().st_size
+    assert written < asked[0] < 2 * written
+    lab.drop("quantized", kind)
+    assert not list(lab.folder.glob(f"{kind}.*")) and lab.quantized(kind).exists()  # made anew
+    assert len(asked) == 2
+
+
+def test_the_flux_takes_what_was_asked_for(lab, monkeypatch):
+    asked = []
+    monkeypatch.setattr(lab, "need_room", lambda size, what: asked.append(size))
+    files = list(lab.flux().glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in files) == pytest.approx(asked[0], rel=0.01)
+    lab.drop("flux")
+    assert not (lab.folder / "flux").exists()
+
+
+def test_deleted_files_that_ranks_map_are_given_up_first(monkeypatch, lab):
+    free, ended = [1 << 30], []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[-1]))
+    monkeypatch.setattr(lab, "fresh", lambda: ended.append(free.append(4 << 30)))
+    lab.need_room(800_000_000, "the file of nvfp4")
+    assert not ended
+    lab.need_room(3 << 30, "the mid-size Flux")
+    assert ended
+    with pytest.raises(
+        NoRoomError, match="4.3 GB are free in .*, and the mid-size Flux needs 5.6 GB.*TMPDIR"
+    ):
+        lab.need_room(5 << 30, "the mid-size Flux")
+
+
+def test_host_memory_is_asked_for(monkeypatch, lab):
+    monkeypatch.setattr(doctor_lab, "host_free", lambda swap: SIZES["cpu"].host - 1)
+    with pytest.raises(OSError, match="close other programs"):
+        lab.need_room(1, "a file")
+
+
+def test_checks_without_room_are_named_once_and_others_run():
+    class Lab(StubLab):
+        def flux(self):
+            raise NoRoomError("2.0 GB are free in /tmp; set TMPDIR to a larger disk")
+
+        def quantized(self, kind):
+            return self.flux() if kind == "nvfp4" else super().quantized(kind)
+
+        def released(self, family):
+            return self.flux() if family == "wan21-t2v" else super().released(family)
+
+        def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
+            return StubLab.run(self, config.__class__(), path, sample, dtype, "auto", loras)
+
+        def step_seconds(self, config, path, request, **how):
+            path = self.quantized(path.name) if "matmul" in how else path
+            return super().step_seconds(config, path, request, **how)
+
+    found = full_findings(Lab())
+    left_out = [each.check for each in found if "set TMPDIR" in each.text]
+    once = list(doctor_runs.OF_FLUX)
+    assert [name for name in left_out if name not in ("quantized", "shapes")] == once
+    assert {each.status for each in found if "set TMPDIR" in each.text} == {WARNING}
+    assert any("nvfp4, native: not run" in each.text for each in found)
+    assert any("wan21-t2v: not run" in each.text for each in found)
+    assert any(each.check == "shapes" and each.status == OK for each in found)
+
+
+def test_every_file_goes_after_its_last_use(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    lab = StubLab()
+    monkeypatch.setattr(lab, "fresh", lambda: None)
+    ran = []
+
+    def noted(name, run):
+        def check(lab):
+            ran.append((name, list(lab.dropped)))
+            yield from run(lab)
+
+        return check
+
+    runs = {name: noted(name, run) for name, run in doctor_runs.RUNS.items()}
+    monkeypatch.setattr(doctor_runs, "RUNS", runs)
+    full_findings(lab)
+    for name, dropped in ran:  # none before its last use
+        assert ("flux",) not in dropped or name not in doctor_runs.OF_FLUX
+    assert {("quantized", kind) for kind in KINDS} < set(lab.dropped) and ("flux",) in lab.dropped
+    assert {("released", family) for family in doctor_steps.SHAPES} < set(lab.dropped)
+    assert ("flux",) in dict(ran)["quantized"] and doctor_room.SPARE
