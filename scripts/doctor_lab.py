@@ -9,18 +9,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import doctor_processes
-from doctor_files import random_weights, write_quantized
 from doctor_findings import OutOfTime
 from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
+from doctor_models import BENCHMARKS, Models
 from doctor_processes import Ended
-from doctor_requests import in_batch, in_steps
-from doctor_room import delete, model_bytes, need_disk, quantized_bytes
 from doctor_sizes import SIZES
 from torch import Tensor
 
@@ -29,14 +26,11 @@ from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.client.rank_environment import sanitized_environment
 from backend.client.status import log_of_last_backend
 from backend.config import ParallelConfig
-from backend.device_memory import host_free
 from backend.gpu_sharing import shares_gpu
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, Sample
 
 ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
-sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
 #: A load or a request that takes longer hangs: they take seconds.
 RUN_SECONDS = 150.0
 #: The same of the first request of compiled blocks: a slow compiler is no hang.
@@ -48,10 +42,6 @@ KERNEL_SECONDS = 120.0
 #: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
 #: no float32 limit bears. cuDNN does that by default, and containers ask for it. Ranks inherit them.
 PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
-#: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
-BLOCKS = 2
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class Run:
         return self.stats.get("notes", [])
 
 
-class Lab:
+class Lab(Models):
     """Runs requests on ``ranks`` ranks of ``device`` ("cuda" or "cpu") until ``minutes`` are over. ``gpus``:
     those that torch has kernels for, the first ones by default."""
 
@@ -108,12 +98,6 @@ class Lab:
         """Raise OutOfTime where the minutes are over."""
         if time.monotonic() > self.end:
             raise OutOfTime(f"not run: the {self.minutes:g} minutes are over; raise --minutes or use --only")
-
-    def kept(self, key: tuple, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` gave for this key, made once."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
 
     def fresh(self):
         """End the ranks: the next request starts new ones."""
@@ -198,59 +182,6 @@ class Lab:
             nccl_settings.save_way(os.environ, ranks, way)
         return found
 
-    # ------------------------------------------------------------------ models
-    def tiny(self, family: str) -> tuple[Path, Sample, Tensor]:
-        """Return a tiny model of a golden family, ComfyUI's request, and its latent (VAE units)."""
-        if not (SUPPORT / "tiny.py").exists():
-            raise FileNotFoundError(
-                "the folder tests is missing, which has the tiny models; clone the repository"
-            )
-        import families
-        import tiny
-
-        def write():
-            return tiny.write_checkpoint(self.folder / f"{family}.safetensors", family)
-
-        return self.kept(("tiny", family), write), *families.golden(f"{family}__euler_simple")
-
-    def distance_from_comfyui(self, family: str, samples: Tensor, golden: Tensor) -> float:
-        """Return the largest distance of a latent from ComfyUI's, in its standard deviations."""
-        import families
-        import tiny
-
-        return tiny.error_in_std(families.to_vae_units(family, samples), golden)
-
-    def flux(self) -> Path:
-        """Write the mid-size Flux: random weights, bf16 on GPUs, float32 on the CPU."""
-        import common
-        from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-
-        def write():
-            arguments = common.FLUX | self.size.flux
-            size = model_bytes(FluxTransformer2DModel, arguments, 2 if self.device == "cuda" else 4)
-            self.need_room(size, "the mid-size Flux")
-            common.save_model(self.folder / "flux", self.device, **self.size.flux)
-            return self.folder / "flux"
-
-        return self.kept(("flux",), write)
-
-    def released(self, family: str) -> tuple[Path, Callable[[int], Sample], str]:
-        """Return a released model of a golden family with random weights and few of its blocks, what makes a
-        request of so many steps, and both in words; on the CPU the tiny model."""
-        if self.device == "cpu":
-            path, sample, _ = self.tiny(family)
-            return path, partial(in_steps, sample), "a tiny model"
-        import released_sizes
-
-        def write():
-            size = model_bytes(*released_sizes.arguments_of(family, BLOCKS), 2)
-            self.need_room(size, f"{BLOCKS} blocks of {family}")
-            return released_sizes.save(family, self.folder / f"released-{family}", BLOCKS)
-
-        path = self.kept(("released", family), write)
-        sample = released_sizes.random_request(family)
-        return path, partial(in_steps, sample), f"{BLOCKS} blocks, {released_sizes.in_words(family)}"
-
     def waits(self, skipped: list[str]) -> tuple[list[dict], Ended]:
         """Run benchmarks/waits.py on as many ranks, without the ``skipped`` methods; return what they found,
         and how it ended."""
@@ -286,49 +217,6 @@ class Lab:
         config = self._placed(ParallelConfig(ulysses_degree=self.ranks))
         environment = sanitized_environment(dict(os.environ), config, self.device)
         return doctor_processes.run(command, left, self.folder, environment)
-
-    def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
-        """Return a request for a Flux whose configuration is in the folder ``path``."""
-        import common
-
-        sample = common.request(str(path), steps, guided, self.size.side, self.size.text)
-        return in_batch(sample, batch)
-
-    def plain_request(self, steps: int) -> Sample:
-        """Return a request for what ``quantized`` writes, a Flux without guidance."""
-        import memory
-
-        config = {"in_channels": memory.LATENT, "guidance_embeds": False}
-        config |= dict.fromkeys(("joint_attention_dim", "pooled_projection_dim"), memory.CONTEXT)
-        folder = self.folder / "request"
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config))
-        return self.request(folder, steps)
-
-    def quantized(self, kind: str) -> Path:
-        """Write a file of a Flux whose blocks are quantized as ``kind``, or bf16."""
-
-        def write():
-            self.need_room(quantized_bytes(kind, self.size.width), f"the file of {kind}")
-            state = self.kept(("weights",), partial(random_weights, self.size.width))
-            return write_quantized(self.folder, kind, state)
-
-        return self.kept(("quantized", kind), write)
-
-    def forget_weights(self):
-        """Free the weights that quantized files are made of; another file makes them anew, the same ones."""
-        self._kept.pop(("weights",), None)
-
-    def drop(self, *key):
-        """Delete the file of this key after its last use; who needs it again makes it anew."""
-        if key in self._kept:
-            delete(self._kept.pop(key))
-
-    def need_room(self, size: int, what: str):
-        """Raise NoRoomError where the temporary folder has no room for a file of so many bytes, and OSError
-        where the host has none for the largest model: the system would end the doctor."""
-        self.size.need_host(host_free(swap=False))
-        need_disk(size, what, self.folder, self.fresh)
 
     def _until(self, seconds: float, config: ParallelConfig) -> Callable[[], None]:
         """Return what raises once the minutes are over, or so many seconds from now: ranks hang."""

@@ -8,17 +8,19 @@ from functools import partial
 from itertools import combinations
 
 import doctor_lab
+import doctor_models
 import torch
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, gb, possible
 from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
-from doctor_lab import Lab, in_batch, relative
+from doctor_lab import Lab, relative
 from doctor_life import life
 from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL, compared
 from doctor_links import links
 from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
+from doctor_requests import in_batch
 from doctor_steps import shapes, waits
 from doctor_watch import Watch
 
@@ -317,7 +319,7 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
         known = ", ".join(RUNS)
         yield Finding("full", PROBLEM, f"--only {chosen.only} selects nothing; there are {known}")
         return
-    missing = [path.name for path in (doctor_lab.BENCHMARKS, doctor_lab.SUPPORT) if not path.exists()]
+    missing = [path.name for path in (doctor_models.BENCHMARKS, doctor_models.SUPPORT) if not path.exists()]
     if missing:
         what = f"of --full only {', '.join(ANYWHERE)} can run: {' and '.join(missing)} are not in this folder"
         yield Finding(

@@ -5,6 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import doctor_lab
+import doctor_models
 import doctor_quantized
 import doctor_room
 import doctor_runs
@@ -61,7 +62,7 @@ def test_deleted_files_that_ranks_map_are_given_up_first(monkeypatch, lab):
 
 
 def test_host_memory_is_asked_for(monkeypatch, lab):
-    monkeypatch.setattr(doctor_lab, "host_free", lambda swap: SIZES["cpu"].host - 1)
+    monkeypatch.setattr(doctor_models, "host_free", lambda swap: SIZES["cpu"].host - 1)
     with pytest.raises(OSError, match="close other programs"):
         lab.need_room(1, "a file")
 

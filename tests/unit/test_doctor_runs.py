@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import doctor
 import doctor_findings
 import doctor_lab
+import doctor_models
 import doctor_runs
 import pytest
 import torch
@@ -212,7 +213,7 @@ def test_degrees_that_do_not_divide_a_model_are_no_problem():
 @pytest.mark.parametrize("only, checks", [("", ["full", "full", "links", "links"]), ("methods", ["full"])])
 def test_the_registrys_archive_runs_links_alone(monkeypatch, tmp_path, only, checks):
     """It has neither tests nor benchmarks."""
-    monkeypatch.setattr(doctor_lab, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(doctor_models, "BENCHMARKS", tmp_path / "benchmarks")
     found = full_findings(StubLab(), "--only", only)
     assert [each.check for each in found] == checks
     assert [each.status for each in found] == [WARNING, *[OK] * (len(checks) - 1)]

@@ -5,6 +5,8 @@ from pathlib import Path
 import doctor_findings
 import doctor_kernels
 import doctor_lab
+import doctor_models
+import doctor_requests
 import doctor_runs
 import doctor_steps
 import kernels
@@ -80,7 +82,7 @@ def test_torchs_own_warning_is_a_wait():
 
 def test_steady_steps_alone_are_watched(tmp_path):
     path = tiny.write_checkpoint(tmp_path / "flux-dev.safetensors")
-    sample = doctor_lab.in_steps(tiny.golden_request("euler_simple")[0], 4)
+    sample = doctor_requests.in_steps(tiny.golden_request("euler_simple")[0], 4)
     seen = waits.watch(ParallelConfig(), mesh.single(), path, sample)
     assert seen == {"steps": 2, "waits": {}}  # of four, without the first and the warm-up step
 
@@ -94,7 +96,7 @@ def test_the_chart_has_what_was_timed(tmp_path):
 
 @pytest.mark.parametrize("family", doctor_steps.SHAPES)
 def test_a_released_model_is_timed_with_few_blocks(family):
-    cls, arguments = released_sizes.arguments_of(family, doctor_lab.BLOCKS)
+    cls, arguments = released_sizes.arguments_of(family, doctor_models.BLOCKS)
     with torch.device("meta"):
         model = cls(**arguments)
     whole = released_sizes.checkpoint_of(family)

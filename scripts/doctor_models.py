@@ -1,0 +1,139 @@
+"""The models that scripts/doctor.py --full runs, made when they are asked for, and requests for them."""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from doctor_files import random_weights, write_quantized
+from doctor_requests import in_batch, in_steps
+from doctor_room import delete, model_bytes, need_disk, quantized_bytes
+from doctor_sizes import Size
+from torch import Tensor
+
+from backend.device_memory import host_free
+from backend.protocol import Sample
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
+sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
+#: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
+BLOCKS = 2
+
+Made = TypeVar("Made")
+
+
+class Models:
+    """Models in a folder, for a kind of device ("cuda" or "cpu")."""
+
+    device: str
+    folder: Path
+    size: Size
+    _kept: dict[tuple, Any]
+
+    def fresh(self):
+        """End the ranks: they may have mapped deleted files."""
+        raise NotImplementedError
+
+    def kept(self, key: tuple, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` gave for this key, made once."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def tiny(self, family: str) -> tuple[Path, Sample, Tensor]:
+        """Return a tiny model of a golden family, ComfyUI's request, and its latent (VAE units)."""
+        if not (SUPPORT / "tiny.py").exists():
+            raise FileNotFoundError(
+                "the folder tests is missing, which has the tiny models; clone the repository"
+            )
+        import families
+        import tiny
+
+        def write():
+            return tiny.write_checkpoint(self.folder / f"{family}.safetensors", family)
+
+        return self.kept(("tiny", family), write), *families.golden(f"{family}__euler_simple")
+
+    def distance_from_comfyui(self, family: str, samples: Tensor, golden: Tensor) -> float:
+        """Return the largest distance of a latent from ComfyUI's, in its standard deviations."""
+        import families
+        import tiny
+
+        return tiny.error_in_std(families.to_vae_units(family, samples), golden)
+
+    def flux(self) -> Path:
+        """Write the mid-size Flux: random weights, bf16 on GPUs, float32 on the CPU."""
+        import common
+        from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+
+        def write():
+            arguments = common.FLUX | self.size.flux
+            size = model_bytes(FluxTransformer2DModel, arguments, 2 if self.device == "cuda" else 4)
+            self.need_room(size, "the mid-size Flux")
+            common.save_model(self.folder / "flux", self.device, **self.size.flux)
+            return self.folder / "flux"
+
+        return self.kept(("flux",), write)
+
+    def released(self, family: str) -> tuple[Path, Callable[[int], Sample], str]:
+        """Return a released model of a golden family with random weights and few of its blocks, what makes a
+        request of so many steps, and both in words; on the CPU the tiny model."""
+        if self.device == "cpu":
+            path, sample, _ = self.tiny(family)
+            return path, partial(in_steps, sample), "a tiny model"
+        import released_sizes
+
+        def write():
+            size = model_bytes(*released_sizes.arguments_of(family, BLOCKS), 2)
+            self.need_room(size, f"{BLOCKS} blocks of {family}")
+            return released_sizes.save(family, self.folder / f"released-{family}", BLOCKS)
+
+        path = self.kept(("released", family), write)
+        sample = released_sizes.random_request(family)
+        return path, partial(in_steps, sample), f"{BLOCKS} blocks, {released_sizes.in_words(family)}"
+
+    def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
+        """Return a request for a Flux whose configuration is in the folder ``path``."""
+        import common
+
+        sample = common.request(str(path), steps, guided, self.size.side, self.size.text)
+        return in_batch(sample, batch)
+
+    def plain_request(self, steps: int) -> Sample:
+        """Return a request for what ``quantized`` writes, a Flux without guidance."""
+        import memory
+
+        config = {"in_channels": memory.LATENT, "guidance_embeds": False}
+        config |= dict.fromkeys(("joint_attention_dim", "pooled_projection_dim"), memory.CONTEXT)
+        folder = self.folder / "request"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return self.request(folder, steps)
+
+    def quantized(self, kind: str) -> Path:
+        """Write a file of a Flux whose blocks are quantized as ``kind``, or bf16."""
+
+        def write():
+            self.need_room(quantized_bytes(kind, self.size.width), f"the file of {kind}")
+            state = self.kept(("weights",), partial(random_weights, self.size.width))
+            return write_quantized(self.folder, kind, state)
+
+        return self.kept(("quantized", kind), write)
+
+    def forget_weights(self):
+        """Free the weights that quantized files are made of; another file makes them anew, the same ones."""
+        self._kept.pop(("weights",), None)
+
+    def drop(self, *key):
+        """Delete the file of this key after its last use; who needs it again makes it anew."""
+        if key in self._kept:
+            delete(self._kept.pop(key))
+
+    def need_room(self, size: int, what: str):
+        """Raise NoRoomError where the temporary folder has no room for a file of so many bytes, and OSError
+        where the host has none for the largest model: the system would end the doctor."""
+        self.size.need_host(host_free(swap=False))
+        need_disk(size, what, self.folder, self.fresh)
