@@ -10,6 +10,7 @@ from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible, r
 from doctor_lab import Lab, relative
 from doctor_limits import REAL_SIZE
 from doctor_processes import Ended
+from doctor_time import while_time
 
 from backend.config import CHOICES, ParallelConfig
 from backend.parallel.kernel_table import kernel_of
@@ -28,18 +29,17 @@ Found = Iterator[Finding]
 
 
 def kernels(lab: Lab) -> Found:
-    """Attention kernels on one rank: seconds and distance from torch's; each head size by itself; rings."""
+    """Attention kernels on one rank: seconds and distance from torch's; rings; each head size by itself."""
     path = lab.flux()
     wanted = lab.run(ParallelConfig(), path, lab.request(path, 2)).samples
     here = []
-    for kernel in KERNELS:
-        for found in findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab):
+    for kernel in while_time(lab, KERNELS):
+        for found in findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab, kernel):
             here += [kernel] if found.values else []  # else it cannot be chosen here
             yield found
-    for kernel in here:
-        lab.check()
-        yield from findings("kernels", partial(_head_sizes, kernel=kernel), lab)
     yield from in_rings(lab, here, wanted)
+    for kernel in while_time(lab, here):
+        yield from findings("kernels", partial(_head_sizes, kernel=kernel), lab, f"{kernel} by head size")
 
 
 def in_rings(lab: Lab, here: list[str], wanted: torch.Tensor) -> Found:
@@ -51,8 +51,7 @@ def in_rings(lab: Lab, here: list[str], wanted: torch.Tensor) -> Found:
     if lab.links_failed:
         yield Finding("kernels", WARNING, "not run in rings: the check links failed; see to it first")
         return
-    for kernel in able:
-        lab.check()
+    for kernel in while_time(lab, able):
         tried = partial(_in_ring, kernel=kernel, wanted=wanted)
         yield from possible("kernels", f"{kernel} in a ring", tried, lab)
 
@@ -132,9 +131,8 @@ def compiled(lab: Lab) -> Found:
     if lab.ranks > 1:
         configs["ulysses"] = ParallelConfig(ulysses_degree=lab.ranks)
     lab.flux()
-    for name, config in configs.items():
-        lab.check()
-        yield from possible("compiled", name, partial(_compiled, name=name, config=config), lab)
+    for name in while_time(lab, configs):
+        yield from possible("compiled", name, partial(_compiled, name=name, config=configs[name]), lab)
 
 
 def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:

@@ -65,6 +65,7 @@ class Lab(Models):
     those that torch has kernels for, the first ones by default."""
 
     def __init__(self, device: str, ranks: int, minutes: float, gpus: list[int] | None = None):
+        super().__init__(minutes)
         self.device = device
         self.ranks = ranks
         first = list(range(ranks))
@@ -73,8 +74,6 @@ class Lab(Models):
         if device == "cuda" and gpus and len(gpus) >= ranks and not shares_gpu():
             self.gpus = gpus[:ranks]
         self.size = SIZES[device]
-        self.end = time.monotonic() + 60 * minutes
-        self.minutes = minutes
         self._temporary = tempfile.TemporaryDirectory(prefix="parallel-dit-doctor-")
         self.folder = Path(self._temporary.name)
         self._kept: dict[tuple, Any] = {}
@@ -93,11 +92,6 @@ class Lab(Models):
         """End the ranks and remove the files."""
         pool.close_all()
         self._temporary.cleanup()
-
-    def check(self):
-        """Raise OutOfTime where the minutes are over."""
-        if time.monotonic() > self.end:
-            raise OutOfTime(f"not run: the {self.minutes:g} minutes are over; raise --minutes or use --only")
 
     def fresh(self):
         """End the ranks: the next request starts new ones."""
@@ -122,10 +116,10 @@ class Lab(Models):
         backend = self.backend(config)
         loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS, config), **how)
         message = replace(sample, model=loaded.model, **config.per_request)
-        longest = RUN_SECONDS
-        if config.compile == "blocks" and ("ran", config.topology(), config.compile, path) not in self._kept:
-            longest = COMPILE_SECONDS
-        limit = min(time.monotonic() + longest, max(self.end, time.monotonic() + RUN_SECONDS))
+        compiles = config.compile == "blocks"
+        compiles = compiles and ("ran", config.topology(), config.compile, path) not in self._kept
+        longest = COMPILE_SECONDS if compiles else RUN_SECONDS
+        limit = self.limit(longest)
         began = time.monotonic()
         shown: dict[str, str] = {}
 
@@ -145,12 +139,22 @@ class Lab(Models):
                 raise
             result = None
         if result is None:  # which is to be said even where the minutes are over
-            self.hung.note(config)
-            remedy = hang_remedy(self.device) if self.links_failed else LINKS_FIRST
-            what = f"no answer within {limit - began:.0f} s of {config.product}: the ranks hang"
-            raise HungError(f"{what}; {remedy}" if remedy else what, shown)
+            raise self._late(config, time.monotonic() - began, longest, shown, compiles)
         self._kept[("ran", config.topology(), config.compile, path)] = True
         return Run(result.tensors["samples"], time.monotonic() - began, loaded.info, result.stats)
+
+    def _late(
+        self, config: ParallelConfig, seconds: float, longest: float, shown: dict, compiles: bool
+    ) -> Exception:
+        """Return what is to be raised of a request that was ended after so many seconds."""
+        if not self.has_hung(seconds, longest, compiles):
+            return OutOfTime(
+                f"ended after {seconds:.0f} s, when its time was over; raise --minutes or use --only"
+            )
+        self.hung.note(config)
+        remedy = hang_remedy(self.device) if self.links_failed else LINKS_FIRST
+        what = f"no answer within {seconds:.0f} s of {config.product}: the ranks hang"
+        return HungError(f"{what}; {remedy}" if remedy else what, shown)
 
     def step_seconds(
         self, config: ParallelConfig, path: Path, request: Callable[[int], Sample], **how
@@ -171,7 +175,7 @@ class Lab(Models):
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
             try:
                 found = measurements.machine_rates(
-                    self.device, ranks, self.check, lambda line: None, longest=PROBE_SECONDS
+                    self.device, ranks, self.check_end, lambda line: None, longest=PROBE_SECONDS
                 )
             except UnmeasuredError as error:
                 self.links_failed = error.of_links
@@ -202,9 +206,9 @@ class Lab(Models):
         return [json.loads(line) for line in whole.splitlines()], ended
 
     def _benchmark(self, script: str, seconds: float, *options) -> Ended:
-        """Run one for so many seconds, or until the minutes are over."""
+        """Run one for so many seconds, or until its check's time is over."""
         self.fresh()  # it wants the GPUs' memory
-        left = max(1.0, min(seconds, self.end - time.monotonic()))
+        left = max(1.0, self.limit(seconds) - time.monotonic())
         command = [
             sys.executable,
             BENCHMARKS / script,
@@ -219,15 +223,18 @@ class Lab(Models):
         return doctor_processes.run(command, left, self.folder, environment)
 
     def _until(self, seconds: float, config: ParallelConfig) -> Callable[[], None]:
-        """Return what raises once the minutes are over, or so many seconds from now: ranks hang."""
-        limit = time.monotonic() + seconds
+        """Return what raises once the time is over, or after so many seconds from now: ranks hang."""
+        began, limit = time.monotonic(), self.limit(seconds)
 
         def check():
-            self.check()
-            if time.monotonic() > limit:
-                self.hung.note(config)
-                what = f"ranks with {config.product} did not start or load within {seconds:.0f} s"
-                raise HungError(what, {"log": log_of_last_backend()})
+            spent = time.monotonic() - began
+            if time.monotonic() <= limit:
+                return
+            what = f"ranks with {config.product} did not start or load within {spent:.0f} s"
+            if not self.has_hung(spent, seconds):
+                raise OutOfTime(f"{what}, when the time was over; raise --minutes or use --only")
+            self.hung.note(config)
+            raise HungError(what, {"log": log_of_last_backend()})
 
         return check
 

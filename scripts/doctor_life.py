@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from doctor_findings import OK, PROBLEM, WARNING, Finding, gb, possible
-from doctor_hangs import HungError, evidence
+from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, gb, possible
+from doctor_hangs import LINKS_FIRST, HungError, evidence
 from doctor_lab import RUN_SECONDS, Lab, relative
 from doctor_limits import EXACT
+from doctor_time import while_time
 
 from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
@@ -46,9 +47,8 @@ def life(lab: Lab) -> Found:
         "two models": _in_turn,
         "a killed rank": _killed,
     }
-    for name, check in checks.items():
-        lab.check()
-        yield from possible("life", name, partial(check, config=config, wanted=wanted), lab)
+    for name in while_time(lab, checks):
+        yield from possible("life", name, partial(checks[name], config=config, wanted=wanted), lab)
 
 
 def for_both(ranks: int) -> ParallelConfig:
@@ -76,13 +76,13 @@ def _long(lab: Lab, config: ParallelConfig) -> Sample:
     return replace(lab.request(path, LONG), model=model, **config.per_request)
 
 
-def _until_late() -> Callable[[], None]:
+def _until_late(lab: Lab) -> Callable[[], None]:
     """Return a check that raises once a request takes so long that its ranks hang."""
-    end = time.monotonic() + RUN_SECONDS
+    began, end = time.monotonic(), lab.limit(RUN_SECONDS)
 
     def check():
         if time.monotonic() > end:
-            raise TimeoutError(f"no answer within {RUN_SECONDS:.0f} s: the ranks hang")
+            raise _late(lab, began, {})
 
     return check
 
@@ -91,7 +91,7 @@ def _sample(
     lab: Lab, config: ParallelConfig, backend: Backend, request: Sample, on_progress=None, cancels=None
 ):
     """Sample; end ranks that hang, which hear no cancel, and raise HungError."""
-    end, shown = time.monotonic() + RUN_SECONDS, {}
+    began, end, shown = time.monotonic(), lab.limit(RUN_SECONDS), {}
 
     def should_cancel() -> bool:
         if time.monotonic() > end and not backend.closed:
@@ -101,9 +101,19 @@ def _sample(
 
     result = backend.sample(request, on_progress or (lambda progress: None), should_cancel)
     if result is None and time.monotonic() > end:
-        lab.hung.note(config)
-        raise HungError(f"no answer within {RUN_SECONDS:.0f} s: the ranks hang", shown)
+        late = _late(lab, began, shown)
+        if isinstance(late, HungError):
+            lab.hung.note(config)
+        raise late
     return result
+
+
+def _late(lab: Lab, began: float, shown: dict[str, str]) -> Exception:
+    """Return what is to be raised of what was ended: it hangs, or its time was over."""
+    seconds = time.monotonic() - began
+    if lab.has_hung(seconds, RUN_SECONDS):
+        return HungError(f"no answer within {seconds:.0f} s: the ranks hang; {LINKS_FIRST}", shown)
+    return OutOfTime(f"ended after {seconds:.0f} s, when its time was over; raise --minutes or use --only")
 
 
 def _cancelled(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
@@ -156,7 +166,7 @@ def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
     _latent(lab, config)  # the weights are there, whatever came before
     seconds = [_seconds(lambda: _latent(lab, config))]
     left: list[int] = []
-    choice, check = ModelChoice(str(path)), _until_late()
+    choice, check = ModelChoice(str(path)), _until_late(lab)
     seconds.append(_seconds(lambda: left.extend(backend.unload(choice, park=True, check=check))))
     if choice not in backend.models:
         what = "not parked but freed: the host has no room, or ranks are on the CPU"
@@ -198,7 +208,7 @@ def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
     firsts = {"flux": wanted}
     for name in [*models, *models]:
         path, request = models[name]
-        loaded = backend.load(str(path), keep=keep, check=_until_late())
+        loaded = backend.load(str(path), keep=keep, check=_until_late(lab))
         message = replace(request, model=loaded.model, **config.per_request)
         result = _sample(lab, config, backend, message)
         assert result is not None, "nobody has cancelled it"

@@ -11,6 +11,7 @@ from doctor_files import random_weights, write_quantized
 from doctor_requests import in_batch, in_steps
 from doctor_room import delete, model_bytes, need_disk, quantized_bytes
 from doctor_sizes import Size
+from doctor_time import Clock
 from torch import Tensor
 
 from backend.device_memory import host_free
@@ -25,7 +26,7 @@ BLOCKS = 2
 Made = TypeVar("Made")
 
 
-class Models:
+class Models(Clock):
     """Models in a folder, for a kind of device ("cuda" or "cpu")."""
 
     device: str
@@ -135,5 +136,6 @@ class Models:
     def need_room(self, size: int, what: str):
         """Raise NoRoomError where the temporary folder has no room for a file of so many bytes, and OSError
         where the host has none for the largest model: the system would end the doctor."""
+        self.need_time(size, what)
         self.size.need_host(host_free(swap=False))
         need_disk(size, what, self.folder, self.fresh)

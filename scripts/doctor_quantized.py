@@ -10,6 +10,7 @@ from unittest.mock import patch
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, gb
 from doctor_lab import Lab, relative
 from doctor_quantized_ranks import KINDS, on_all_ranks
+from doctor_time import while_time
 
 from backend.config import ParallelConfig
 from backend.dequantized_cache import CACHE_VARIABLE
@@ -37,9 +38,8 @@ def quantized(lab: Lab) -> Found:
         text = f"{', '.join(OF_GGUF)}: not run, since gguf is not installed, which is optional"
         yield Finding("quantized", OK, text)
     try:
-        for kind in _kinds():
+        for kind in while_time(lab, _kinds()):
             for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
-                lab.check()
                 timed = partial(_quantized, kind=kind, matmul=matmul)
                 yield from findings("quantized", timed, lab, f"{kind}, {matmul}")
             if kind not in (*KINDS, CACHED_KIND):

@@ -9,6 +9,7 @@ import torch
 from doctor_findings import OK, PROBLEM, WARNING, Finding, possible
 from doctor_lab import Lab, relative
 from doctor_limits import BF16_RATIO, EXACT, USUAL
+from doctor_time import while_time
 
 from backend.config import ParallelConfig
 
@@ -40,7 +41,8 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
     if lab.links_failed:
         yield Finding("quantized", WARNING, "not run on all ranks: the check links failed")
         return
-    for kind in kinds:
+    for kind in while_time(lab, [f"{kind} on all ranks" for kind in kinds]):
+        kind = kind.split()[0]
         failed = list(possible("quantized", f"{kind}, one rank", partial(_references, kind=kind), lab))
         if failed:
             yield from failed

@@ -22,6 +22,7 @@ from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_requests import in_batch
 from doctor_steps import shapes, waits
+from doctor_time import while_time
 from doctor_watch import Watch
 
 from backend import protocol
@@ -75,8 +76,8 @@ def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
 
 def one_rank(lab: Lab) -> Found:
     """One rank against ComfyUI's latents, family by family."""
-    for family in FAMILIES:
-        yield from findings("one rank", partial(_one_rank, family=family), lab)
+    for family in while_time(lab, FAMILIES):
+        yield from findings("one rank", partial(_one_rank, family=family), lab, family)
 
 
 def _one_rank(lab: Lab, family: str) -> Found:
@@ -99,10 +100,10 @@ def all_methods(lab: Lab) -> Found:
     for family in FAMILIES:  # before the ranks change
         for dtype in ("fp32", "bf16"):
             reference(lab, family, dtype)
-    for name, config in methods(lab.ranks).items():
+    for name in while_time(lab, configs := methods(lab.ranks)):
+        config = configs[name]
         is_stale_pair = " x " in name and config.has_stale_kv  # of which one family has to do
         for family in FAMILIES[:1] if is_stale_pair else FAMILIES:
-            lab.check()
             halves = lab.ranks == 2 or family == FAMILIES[0]  # of many methods one family's bf16 has to do
             compared = partial(_method, name=name, config=config, family=family, halves=halves)
             yield from possible("methods", f"{name}, {family}", compared, lab)
@@ -180,9 +181,8 @@ def speed(lab: Lab) -> Found:
     for found in possible("speed", "ceiling", _ceiling, lab):
         ceiling = found.values.get("speedup")
         yield found
-    for name, config in configs.items():
-        lab.check()
-        timed = partial(_speed, name=name, config=config, ceiling=ceiling)
+    for name in while_time(lab, configs):
+        timed = partial(_speed, name=name, config=configs[name], ceiling=ceiling)
         yield from possible("speed", name, timed, lab)
 
 
@@ -246,10 +246,10 @@ def memory(lab: Lab) -> Found:
     configs["pipefusion"] = ParallelConfig(pipefusion_degree=lab.ranks)
     configs["tensor parallel"] = ParallelConfig(tensor_parallel_degree=lab.ranks)
     configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
+    configs = {"one rank": ParallelConfig()} if lab.ranks == 1 else configs
     lab.flux()
-    for name, config in ({"one rank": ParallelConfig()} if lab.ranks == 1 else configs).items():
-        lab.check()
-        yield from possible("memory", name, partial(_memory, name=name, config=config), lab)
+    for name in while_time(lab, configs):
+        yield from possible("memory", name, partial(_memory, name=name, config=configs[name]), lab)
 
 
 def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
@@ -292,8 +292,6 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "dequantized once": dequantized_once,
     "shapes": shapes,
 }
-
-
 #: Those that run the mid-size Flux, whose file goes after the last of them.
 OF_FLUX = ("speed of one rank", "speed", "life", "memory", "compiled", "kernels")
 #: Those of all ranks: they would hang where links failed.
@@ -342,6 +340,7 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
     yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")
     try:
         for index, name in enumerate(names):
+            lab.begin(name, names[index + 1 :])
             yield from findings(name, partial(in_time, run=RUNS[name]), lab)
             if not set(names[index + 1 :]) & set(OF_FLUX):
                 lab.drop("flux")

@@ -10,6 +10,7 @@ from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible
 from doctor_kernels import cut_short
 from doctor_lab import Lab, Run, relative
 from doctor_limits import compared
+from doctor_time import while_time
 
 from backend.config import ParallelConfig
 
@@ -21,8 +22,7 @@ Found = Iterator[Finding]
 
 def shapes(lab: Lab) -> Found:
     """Seconds a step at the shapes of Wan 14B and MiniMax-H3, of which a few blocks have random weights."""
-    for family in SHAPES:
-        lab.check()
+    for family in while_time(lab, SHAPES):
         yield from findings("shapes", partial(_of_family, family=family), lab, family)
         lab.drop("released", family)
 
@@ -35,9 +35,8 @@ def _of_family(lab: Lab, family: str) -> Found:
         configs |= {name: each for name, each in scaling.methods(lab.ranks).items() if each.cfg_degree == 1}
     path, request, what = lab.released(family)
     one = []
-    for name, config in configs.items():  # one rank is the first
-        lab.check()
-        measured = partial(_shape, name=name, config=config, path=path, request=request)
+    for name in while_time(lab, configs):  # one rank is the first
+        measured = partial(_shape, name=name, config=configs[name], path=path, request=request)
         timed = partial(measured, family=family, what=what, one=one)
         yield from possible("shapes", f"{family}, {name}", timed, lab)
 

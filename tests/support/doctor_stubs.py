@@ -11,6 +11,7 @@ from doctor_facts import Facts, Gpu, Torch
 from doctor_findings import OutOfTime
 from doctor_hangs import Hung
 from doctor_processes import Ended
+from doctor_time import Clock
 from doctor_wheels import Wheel
 
 from backend.planner.machine import Machine
@@ -46,7 +47,7 @@ def said(facts: Facts, check: str) -> list[tuple[str, str]]:
     return [(each.status, each.text) for each in doctor_checks.quick(facts) if each.check == check]
 
 
-class StubLab:
+class StubLab(Clock):
     """Ranks that answer at once: those of tensor parallelism wrongly, those of a ring not at all."""
 
     device = "cpu"
@@ -55,6 +56,7 @@ class StubLab:
     size = doctor_lab.SIZES["cpu"]
 
     def __init__(self, is_late=False):
+        super().__init__(10.0)
         self.is_late = is_late
         self.closed = self.links_failed = False
         self.rates = None
@@ -62,6 +64,7 @@ class StubLab:
         self.dropped = []
 
     def check(self):
+        super().check()
         if self.is_late:
             raise OutOfTime("not run: the 10 minutes are over")
 

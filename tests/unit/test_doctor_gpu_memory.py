@@ -50,7 +50,7 @@ def test_memory_is_read_without_a_context(monkeypatch, contexts):
     monkeypatch.setattr(doctor_gpu_memory.ctypes, "CDLL", lambda name: Driver())
     lab = SimpleNamespace(device="cuda", gpus=[0, 1, 2])
     lab.backend = lambda config: SimpleNamespace(welcome=SimpleNamespace(pids=[7, 8]))
-    watch = Watch(lab, None)  # pyright: ignore[reportArgumentType]
+    watch = Watch(lab, None)
     assert watch.before == [12 << 30, 1 << 30] and watch.stop() == [0, 0] and not contexts
 
 

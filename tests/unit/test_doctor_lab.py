@@ -6,6 +6,7 @@ import time
 import doctor_hangs
 import doctor_lab
 import doctor_runs
+import doctor_time
 import pytest
 import torch
 from doctor_facts import Facts
@@ -45,6 +46,7 @@ def gpus(monkeypatch):
 
     for name in doctor_lab.PLAIN_FLOAT32:
         monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(doctor_time, "HANG_SECONDS", 0.0)
     lab = doctor_lab.Lab("cuda", 2, 10.0)
     monkeypatch.setattr(lab, "backend", lambda config: Hanging())
     yield lab

@@ -1,0 +1,94 @@
+"""How the minutes of scripts/doctor.py --full are divided among its checks, so that it ends within them."""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from doctor_findings import OutOfTime
+
+#: Check -> seconds that it may take of ten minutes, by its starts of ranks, loads, requests and files. Their
+#: sum is above 600: each gets its part of what is left when it begins, so what one does not use others have.
+SECONDS = {
+    "links": 90,  # what the probe may take
+    "one rank": 30,
+    "speed of one rank": 60,  # a file of 3.6 GB, 12 requests
+    "speed": 150,  # eight starts, 48 requests
+    "methods": 150,  # eight starts, 72 requests of tiny models
+    "life": 45,
+    "waits": 60,
+    "memory": 45,
+    "compiled": 90,
+    "kernels": 60,
+    "quantized": 130,  # seven files, 60 timed requests, 45 of all ranks
+    "dequantized once": 30,
+    "shapes": 130,  # two files, 14 methods of six requests
+}
+#: Of a check that is not among them.
+OTHERS = 60
+#: Of the minutes, for ranks and files to go; less of few minutes.
+CLOSING_SECONDS = 20.0
+CLOSING_SHARE = 0.1
+#: A load or a request of so many seconds hangs, or it may go on to its end though its check's time is over.
+HANG_SECONDS = 60.0
+#: Making a model with random weights and writing it, which nothing interrupts.
+MAKE_SECONDS_A_GB = 10.0
+
+
+class Clock:
+    """The time until ``minutes`` are over, and that of the check under way."""
+
+    def __init__(self, minutes: float):
+        self.minutes = minutes
+        whole = 60 * minutes
+        self.end = time.monotonic() + whole - min(CLOSING_SECONDS, CLOSING_SHARE * whole)
+        self.part = ""
+        self.part_end = self.end
+
+    def begin(self, name: str, later: Iterable[str] = ()):
+        """Give the check ``name`` its part of what is left; those that come ``later`` have theirs."""
+        own = SECONDS.get(name, OTHERS)
+        left = max(0.0, self.end - time.monotonic())
+        seconds = left * own / (own + sum(SECONDS.get(each, OTHERS) for each in later))
+        self.part = name
+        self.part_seconds = seconds
+        self.part_end = time.monotonic() + seconds
+
+    def check_end(self):
+        """Raise OutOfTime where the minutes are over."""
+        if time.monotonic() > self.end:
+            raise OutOfTime(f"not run: the {self.minutes:g} minutes are over; raise --minutes or use --only")
+
+    def check(self):
+        """Raise OutOfTime where the minutes are over, or the time of the check under way."""
+        self.check_end()
+        if time.monotonic() > self.part_end:
+            over = f"not run: its {self.part_seconds:.0f} s of the {self.minutes:g} minutes are over"
+            raise OutOfTime(f'{over}; run it with --only "{self.part}", or raise --minutes')
+
+    def limit(self, longest: float) -> float:
+        """Return until when something may go on that hangs after ``longest`` seconds (monotonic)."""
+        now = time.monotonic()
+        return min(now + longest, max(self.part_end, now + HANG_SECONDS), self.end)
+
+    def has_hung(self, seconds: float, longest: float, is_slow: bool = False) -> bool:
+        """Return whether what was ended after so many ``seconds`` hangs, or only had no time; ``is_slow``: it
+        may well take ``longest``, as a compiler does."""
+        return seconds >= (longest if is_slow else min(longest, HANG_SECONDS))
+
+    def need_time(self, size: int, what: str):
+        """Raise OutOfTime where a file of so many bytes would be made beyond the end."""
+        seconds = size / 1e9 * MAKE_SECONDS_A_GB
+        left = self.end - time.monotonic()
+        if seconds > left:
+            short = f"not run: {max(0.0, left):.0f} s are left, and {what} takes about {seconds:.0f}"
+            raise OutOfTime(f"{short}; raise --minutes or use --only")
+
+
+def while_time(clock, names: Iterable[str]) -> Iterator[str]:
+    """Yield each name; raise OutOfTime with the names of those that are left once the time is over."""
+    listed = list(names)
+    for index, name in enumerate(listed):
+        try:
+            clock.check()
+        except OutOfTime as over:
+            raise OutOfTime(f"{', '.join(listed[index:])}: {over}") from None
+        yield name

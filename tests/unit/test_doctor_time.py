@@ -1,0 +1,133 @@
+"""The minutes of scripts/doctor.py --full, on a clock that does not wait."""
+
+import doctor
+import doctor_lab
+import doctor_runs
+import doctor_time
+import pytest
+from doctor_findings import WARNING, OutOfTime
+from doctor_hangs import HungError
+from doctor_stubs import StubLab, machine
+
+from backend.config import ParallelConfig
+from backend.protocol import Loaded, Sample
+
+
+class Time:
+    """A clock that stands until somebody spends seconds."""
+
+    seconds = 0.0
+
+    def monotonic(self):
+        return self.seconds
+
+
+@pytest.fixture
+def time(monkeypatch):
+    found = Time()
+    monkeypatch.setattr(doctor_time, "time", found)
+    monkeypatch.setattr(doctor_lab, "time", found)
+    return found
+
+
+class SlowLab(StubLab):
+    """Ranks each of whose requests takes so many seconds."""
+
+    def __init__(self, time, seconds):
+        super().__init__()
+        self.time, self.seconds = time, seconds
+        self.ran = {}
+
+    def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
+        self.check()
+        self.time.seconds += self.seconds
+        self.ran[self.part] = self.ran.get(self.part, 0) + 1
+        return StubLab.run(self, ParallelConfig(), path, sample, dtype, "auto", loras)
+
+    def step_seconds(self, config, path, request, **how):
+        for _ in range(5):
+            self.run(config, path, request(2))
+        return super().step_seconds(config, path, request)
+
+    def fresh(self):
+        """The ranks of nobody end."""
+
+
+#: Checks that run requests by Lab.run, of a lab whose ranks are stand-ins.
+OF_REQUESTS = (
+    *("one rank", "speed of one rank", "speed", "methods"),
+    *("compiled", "kernels", "quantized", "shapes"),
+)
+#: Those whose findings have another name, or that need gguf.
+UNSAID = {"speed of one rank", "dequantized once"}
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 9.0])
+def test_full_ends_within_its_minutes_and_every_check_has_its_part(time, seconds):
+    lab = SlowLab(time, seconds)
+    chosen = doctor.options(["--full"])
+    found = [(time.seconds, each) for each in doctor_runs.full(chosen, machine(), lab)]
+    assert found[-1][0] <= 600 - doctor_time.CLOSING_SECONDS + seconds
+    assert {each.check for _, each in found} - {"full"} >= set(doctor_runs.RUNS) - UNSAID
+    assert set(lab.ran) >= set(OF_REQUESTS)
+    if seconds > 1:
+        left_out = [each for _, each in found if "minutes are over" in each.text]
+        assert left_out and {each.status for each in left_out} == {WARNING}
+        speed = [each.text for each in left_out if each.check == "speed"]
+        assert any("FSDP: not run: its" in text and '--only "speed"' in text for text in speed)
+
+
+def test_what_one_check_does_not_use_others_have(time):
+    clock = doctor_time.Clock(10.0)
+    assert sum(doctor_time.SECONDS.values()) > 600 and list(doctor_time.SECONDS) == [
+        *(name for name in doctor_runs.RUNS)
+    ]
+    parts = {}
+    names = list(doctor_runs.RUNS)
+    for index, name in enumerate(names):
+        clock.begin(name, names[index + 1 :])
+        parts[name] = clock.part_seconds
+    assert parts["shapes"] == pytest.approx(580) and parts["links"] < 90
+    clock.begin("links")
+    assert clock.part_seconds == pytest.approx(580)  # of --only links
+
+
+def test_nothing_is_made_beyond_the_end(time):
+    clock = doctor_time.Clock(10.0)
+    clock.need_time(3_600_000_000, "the mid-size Flux")
+    time.seconds = 560.0
+    with pytest.raises(OutOfTime, match="20 s are left, and the mid-size Flux takes about 36"):
+        clock.need_time(3_600_000_000, "the mid-size Flux")
+
+
+@pytest.mark.parametrize(
+    "left, compile, spent, error",
+    [(10.0, "off", 11.0, OutOfTime), (100.0, "off", 101.0, HungError), (100.0, "blocks", 101.0, OutOfTime)],
+)
+def test_a_request_ends_with_the_minutes(monkeypatch, tmp_path, time, left, compile, spent, error):
+    """One that has only begun is no hang; nor is a compiler."""
+    ended = []
+
+    class Ranks:
+        closed, process = False, None
+
+        def load(self, *args, **named):
+            return Loaded("tiny", "flux")
+
+        def sample(self, message, should_cancel):
+            assert not should_cancel()
+            time.seconds += spent
+            assert should_cancel() and ended
+
+        def close(self):
+            ended.append(True)
+
+    lab = doctor_lab.Lab("cpu", 2, 10.0)
+    monkeypatch.setattr(lab, "backend", lambda config: Ranks())
+    monkeypatch.setattr(lab, "_until", lambda *_: lambda: None)
+    lab.end = lab.part_end = left
+    config = ParallelConfig(ulysses_degree=2, compile=compile)
+    with pytest.raises(error):
+        lab.run(config, tmp_path, Sample("", "euler", 1.0, 0))
+    assert lab.hung.has(config) == (error is HungError)
+    lab.close()
