@@ -68,8 +68,9 @@ def show(found: Iterable, report) -> list:
 def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
     """Run --full; a package that it lacks is a problem like others."""
     import doctor_runs
+    from doctor_next import advised
 
-    return doctor_runs.full(chosen, facts)
+    return map(advised, doctor_runs.full(chosen, facts))
 
 
 def draw(found: list, path: Path):
@@ -161,6 +162,8 @@ def conclude(found: list, chosen: argparse.Namespace) -> int:
     """Say how many problems there were, and what was written; return the exit status."""
     problems, warnings = (sum(each.status == status for each in found) for status in ("problem", "warning"))
     print(f"{problems} problems, {warnings} warnings")
+    if not chosen.json and any("report it" in each.text for each in found):
+        print("to report: run it again with --json doctor.json, read the file and attach it to an issue")
     if chosen.json:
         print(f"wrote {chosen.json}")
         if chosen.full:

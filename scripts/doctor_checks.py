@@ -157,7 +157,10 @@ def gpus(facts: Facts) -> Iterator[Status]:
         else:
             yield OK, text
     if len(facts.gpus) == 1:
-        yield WARNING, "one GPU: parallel methods need two or more"
+        yield (
+            WARNING,
+            "one GPU: parallel methods need two or more; ComfyUI's own nodes are as fast",
+        )
     if len({gpu.name for gpu in facts.gpus}) > 1:
         unequal = "PipeFusion's patches, cfg_degree's prompts and shard_weights stay equal"
         yield WARNING, f"the GPUs differ: auto gives each a share by speed and memory, but {unequal}"
@@ -229,7 +232,7 @@ def disks(facts: Facts) -> Iterator[Status]:
 def host(facts: Facts) -> Status:
     text = f"{gb(facts.host_memory)} of host memory are free, {facts.cores} cores"
     if facts.host_memory < HOST_MEMORY:
-        return WARNING, f"{text}; files of weights are read through it, slower where it is short"
+        return WARNING, f"{text}; close other programs: files of weights are read through it"
     if facts.cores < len(facts.gpus):
         return WARNING, f"{text}, fewer than GPUs: each rank needs a core of its own"
     return OK, text

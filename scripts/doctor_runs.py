@@ -127,7 +127,7 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bo
     half_limit = BF16_RATIO * usual + (STALE if stale else 0.0)
     if drift > half_limit:
         text += "; bf16 is farther off than one rank's"
-    if exact > USUAL and not stale:
+    if USUAL < exact <= most and not stale:
         status = WARNING
         text += f"; float32 is above {USUAL:g}, as on the CPU: other kernels explain it, please report it"
     if not (exact <= most and drift <= half_limit):  # NaN is neither

@@ -1,0 +1,42 @@
+"""What to do next about what scripts/doctor.py --full has found, where the finding itself does not say."""
+
+from dataclasses import replace
+
+from doctor_findings import OK, PROBLEM, WARNING, Finding
+
+from backend.dequantized_cache import CACHE_VARIABLE
+
+REPORT = "report it, with the file of --json"
+#: Words by which a finding says it itself.
+SAID = (
+    *("report it", "raise --minutes", "use --only", "close ", "set ", "install ", "prefer ", "see to "),
+    *("see the problems", "links fails", "links failed", "(--ranks 2)", "--device cpu", "run --full"),
+    *("run without", "clone ", "share one GPU", "hung before", "IOMMU", "BIOS"),
+)
+OTHER_METHOD = f"its pictures are wrong here: choose another method in Parallel Config, and {REPORT}"
+#: Check and status -> what to do.
+NEXT = {
+    ("one rank", PROBLEM): f"pictures of this GPU are off: update torch and the driver, then {REPORT}",
+    ("methods", PROBLEM): OTHER_METHOD,
+    ("speed", PROBLEM): OTHER_METHOD,
+    ("shapes", PROBLEM): OTHER_METHOD,
+    ("speed", WARNING): "leave it to method auto, which counts the links, or choose another method",
+    ("life", PROBLEM): f"restart ComfyUI after a cancel or a crash here, and {REPORT}",
+    ("life", WARNING): "nothing has to be done: weights are read from the file again instead",
+    ("memory", WARNING): f"auto may choose plans that do not fit here: {REPORT}",
+    ("compiled", PROBLEM): f"leave compile of Parallel Config off, and {REPORT}",
+    ("compiled", WARNING): "leave compile of Parallel Config off",
+    ("quantized", PROBLEM): f"set matmul of Load Parallel DiT to weight only for such files, and {REPORT}",
+    ("quantized", WARNING): "nothing has to be done: such files run weight only",
+    ("dequantized once", WARNING): f"set {CACHE_VARIABLE}=0 where ComfyUI starts",
+    ("kernels", PROBLEM): f"leave attention of Parallel Config on auto, and {REPORT}",
+}
+
+
+def advised(finding: Finding) -> Finding:
+    """Return a warning or problem of --full with what to do next."""
+    if finding.status == OK or any(words in finding.text for words in SAID):
+        return finding
+    is_failure = "traceback" in finding.values
+    what = REPORT if is_failure else NEXT.get((finding.check, finding.status), REPORT)
+    return replace(finding, text=f"{finding.text}; {what}")

@@ -1,0 +1,69 @@
+"""Every warning and problem of scripts/doctor.py --full says what to do next."""
+
+import doctor
+import doctor_lab
+import doctor_next
+import doctor_runs
+import pytest
+import torch
+from doctor_findings import OK, PROBLEM, WARNING, Finding
+from doctor_next import advised
+from doctor_stubs import StubLab, full_findings
+
+from backend.protocol import BackendError
+
+
+class Wrong(StubLab):
+    """GPUs whose ranks compute something else, slowly."""
+
+    device = "cuda"
+
+    def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
+        off = 1.0 * (config.world_size > 1 or matmul == "native" or config.attention != "auto")
+        return doctor_lab.Run(torch.ones(4) * (1 + off + (config.compile == "blocks")), 1.0)
+
+    def step_seconds(self, config, path, request, **how):
+        return 1.0 + (config.world_size > 1), self.run(config, path, request(2), **how)
+
+    def distance_from_comfyui(self, family, samples, golden):
+        return 1.0
+
+
+class Ending(StubLab):
+    """Ranks that end."""
+
+    def run(self, config, path, sample, dtype="default", **how):
+        raise BackendError("rank 1 ended")
+
+
+@pytest.mark.parametrize("lab", [Wrong, Ending, StubLab])
+def test_what_is_wrong_has_a_next_step(lab):
+    found = [advised(each) for each in full_findings(lab())]
+    wrong = [each for each in found if each.status != OK]
+    assert wrong and all(any(words in each.text for words in STEPS) for each in wrong)
+    assert all(each.text.count("report it") <= 1 for each in found)
+    if lab is Wrong:
+        checks = {each.check for each in wrong if each.status == PROBLEM}
+        assert checks >= {"one rank", "methods", "speed", "shapes", "compiled", "quantized", "kernels"}
+        methods = next(each.text for each in wrong if each.check == "methods")
+        assert "choose another method in Parallel Config, and report it" in methods
+
+
+#: What a reader can do.
+STEPS = ("report it", "leave ", "set ", "close ", "install", "nothing has to be done", "prefer ")
+
+
+def test_checks_of_the_table_are_checks():
+    assert {check for check, _ in doctor_next.NEXT} <= set(doctor_runs.RUNS)
+
+
+def test_a_finding_that_says_it_is_left_alone():
+    for text in ("2 GB are free; set TMPDIR to a larger disk", "not run; raise --minutes"):
+        assert advised(Finding("memory", WARNING, text)).text == text
+    assert advised(Finding("memory", OK, "fine")).text == "fine"
+
+
+def test_who_has_no_file_to_report_is_asked_for_one(monkeypatch, capsys):
+    found = [Finding("methods", PROBLEM, "off; report it, with the file of --json")]
+    doctor.conclude(found, doctor.options(["--full"]))
+    assert "--json doctor.json" in capsys.readouterr().out
