@@ -90,6 +90,15 @@ class Adapter(ABC):
         """Return whether one entry of the result depends on entries of the weight other than its own."""
         return "dora_scale" in self.keys
 
+    @property
+    def scales_rows(self) -> bool:
+        """Return whether magnitudes are of rows: each row of the result depends on that of the weight."""
+        return "dora_scale" in self.keys and self.shape_of("dora_scale") == (self.shape[0], 1)
+
+    def magnitudes(self, rows: Spans, device: torch.device) -> Tensor:
+        """Read the magnitudes of these rows, where it ``scales_rows``."""
+        return self._read("dora_scale", device, rows=rows).flatten()
+
     def add_to(self, weight: Tensor, strength: float, rows: Spans, columns: Spans) -> Tensor:
         """Return ``weight`` (float32), these rows and columns of it, with the adapter."""
         return weight + strength * self.scale * self.difference(rows, columns, weight.device)
@@ -223,84 +232,6 @@ class LoHa(Factored):
         return factors[0] * factors[1]
 
 
-class LoKr(Factored):
-    """Kronecker product of w1 and w2, either of which may be a product of two."""
-
-    ROLES = (
-        {"lokr_w1", "lokr_w2"},
-        {"lokr_w1", "lokr_w2_a", "lokr_w2_b"},
-        {"lokr_w1_a", "lokr_w1_b", "lokr_w2"},
-        {"lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"},
-    )
-    PRODUCTS = (("lokr_w1_a", "lokr_w1_b"), ("lokr_w2_a", "lokr_w2_b"))
-
-    @property
-    def size(self):
-        one = self._factor_shape("lokr_w1")
-        two = self._factor_shape("lokr_w2")
-        return one[0] * two[0], one[1] * two[1]
-
-    @property
-    def rank(self):
-        roles = [role for role in ("lokr_w2_b", "lokr_w1_b") if role in self.keys]
-        return self.shape_of(roles[0])[0] if roles else None
-
-    @property
-    def factor_rank(self):
-        return self._inner("lokr_w1") * self._inner("lokr_w2")
-
-    def factors(self, rows, columns, device):
-        """Multiply the left and the right matrices: kron(a @ b, c @ d) = kron(a, c) @ kron(b, d)."""
-        left, right = self._split("lokr_w1", device, sum(map(len, columns)) < self.shape[1])
-        left_two, right_two = self._split("lokr_w2", device)
-        ranks = Span(0, self.factor_rank)
-        up = torch.cat([self._block(left, left_two, span, ranks) for span in rows])
-        down = torch.cat([self._block(right, right_two, ranks, span) for span in columns], dim=1)
-        return up, down
-
-    def _inner(self, name) -> int:
-        """Return the inner size of the smallest product that w1 or w2 is: the file's, or with an identity."""
-        inner = min(self._factor_shape(name))
-        return inner if name in self.keys else min(inner, self.shape_of(f"{name}_b")[0])
-
-    def _split(self, name, device, cut_columns=False) -> tuple[Tensor, Tensor]:
-        """Return the smallest product that w1 or w2 is: of two, the one with more zeros in what is cut."""
-        inner = self._inner(name)
-        if name not in self.keys and inner == self.shape_of(f"{name}_b")[0]:
-            return self._read(f"{name}_a", device), self._read(f"{name}_b", device)
-        whole = self._factor(name, device)
-        identity = torch.eye(inner, device=device)
-        is_first = len(whole) == inner and not (cut_columns and whole.shape[1] == inner)
-        return (identity, whole) if is_first else (whole, identity)
-
-    def difference(self, rows, columns, device):
-        one = self._factor("lokr_w1", device)
-        two = self._factor("lokr_w2", device)
-        return torch.cat([torch.cat([self._block(one, two, r, c) for c in columns], dim=1) for r in rows])
-
-    @staticmethod
-    def _block(one, two, rows, columns):
-        """Compute the blocks of the product that meet ``rows`` and ``columns``, cut to them."""
-        height, width = two.shape
-        first = rows.lo // height
-        left = columns.lo // width
-        blocks = one[first : -(-rows.hi // height), left : -(-columns.hi // width)]
-        product = torch.kron(blocks.contiguous(), two)
-        top = first * height
-        edge = left * width
-        return product[rows.lo - top : rows.hi - top, columns.lo - edge : columns.hi - edge]
-
-    def _factor_shape(self, name):
-        if name in self.keys:
-            return self.shape_of(name)
-        return self.shape_of(f"{name}_a")[0], self.shape_of(f"{name}_b")[1]
-
-    def _factor(self, name, device):
-        if name in self.keys:
-            return self._read(name, device)
-        return self._read(f"{name}_a", device) @ self._read(f"{name}_b", device)
-
-
 class Difference(Adapter):
     """The difference itself, in the tensor's own shape or flat."""
 
@@ -318,13 +249,11 @@ class Difference(Adapter):
         return cut(whole, rows, columns)
 
 
-KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
-
-
 def is_low_rank(adapter: Adapter) -> TypeGuard[Factored]:
-    """Return whether nothing but a product of two small matrices is added. The same on all ranks, whatever
-    they hold: native products that compare values over ranks wait for each other."""
-    if not isinstance(adapter, Factored) or adapter.needs_the_whole:
+    """Return whether nothing but a product of two small matrices is added, to rows that may be scaled. The
+    same on all ranks, whatever they hold: native products that compare values over ranks wait for each
+    other."""
+    if not isinstance(adapter, Factored) or (adapter.needs_the_whole and not adapter.scales_rows):
         return False
     rows, columns = adapter.shape
     return isinstance(adapter, LoRA) or adapter.factor_rank * (rows + columns) <= MAX_FACTORS * rows * columns

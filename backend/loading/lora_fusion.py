@@ -3,7 +3,7 @@ out is gone to the last bit."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, groupby
 from pathlib import Path
 
@@ -13,12 +13,23 @@ from torch import Tensor
 from ..parallel import fsdp
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..quantization.packed_weight import LowRank, PackedWeight
+from ..quantization.added_products import LowRank
+from ..quantization.packed_weight import PackedWeight
 from ..units import fine_gigabytes
-from .adapters import Adapter, LoRA, cut, is_low_rank, matrix
+from .adapters import LoRA, cut, matrix
 from .checkpoint import Checkpoint
 from .lora_keys import Lora, LoraUse, Targets, file_state, open_lora
-from .lora_selection import Target
+from .lora_products import (
+    AddedBytes,
+    LoraChange,
+    Place,
+    added_bytes,
+    are_products,
+    first_unscaled,
+    is_product,
+    plain,
+    with_magnitudes,
+)
 from .lora_validation import check_values
 
 #: LoRAs in the order in which they are added.
@@ -27,21 +38,6 @@ Stack = tuple[LoraUse, ...]
 UNKNOWN: Stack = (LoraUse("", 0.0),)
 #: LoRAs of a model whose keys are cached: those of Qwen-Image Lightning take 0.1 s to sort.
 OPENED = 8
-
-
-@dataclass(frozen=True, eq=False)
-class LoraChange:
-    """The ``order``-th change of a stack: an adapter of one of its LoRAs, on one tensor."""
-
-    order: int
-    use: LoraUse
-    target: Target
-    adapter: Adapter
-
-    @property
-    def key(self) -> tuple:
-        """Tells an adapter of a file from others, whatever its strength."""
-        return self.use.path, self.use.stamp, *self.adapter.keys.values()
 
 
 #: Parameter -> its changes in order, on all ranks.
@@ -102,12 +98,12 @@ class FusedWeights:
 
     def cost(self, lora: Lora) -> str:
         """Say what a LoRA costs next to quantized weights, empty where it is little: adapters other than
-        low-rank ones are added to a copy of the layer in the compute dtype."""
+        products of small matrices are added to a copy of the layer in the compute dtype."""
         names = {
             name
             for target, adapter in lora.adapters
             for name in target.pieces
-            if name in self.packed and not is_low_rank(adapter)
+            if name in self.packed and not is_product(adapter)
         }
         if not names:
             return ""
@@ -155,41 +151,32 @@ class FusedWeights:
         for weight in (self.packed[name] for name in names if name in self.packed):
             weight.set_adapters({})
 
-    def adapter_bytes(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> int:
+    def adapter_bytes(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> AddedBytes:
         """Count the bytes that the LoRAs of ``stack`` take next to quantized weights, in ``dtype``: on this
         rank, or on one that holds the whole model, of which these parameters are ``quantized``."""
         cuts = {} if quantized else self.cuts
         quantized_names = quantized or self.packed
         # of UNKNOWN, no file's, the adapters next to quantized weights have gone
         found = self._changes(stack) if quantized_names and stack != UNKNOWN else {}
-        numbers = 0
+        size = AddedBytes()
         for name, changes in found.items():
-            if name not in quantized_names:
-                continue
-            rows, columns = (sum(map(len, spans)) for spans in self._spans(name, cuts))
-            if all(is_low_rank(change.adapter) for change in changes):
-                ranks = {each.key: self._held_rank(name, each, bool(quantized)) for each in changes}
-                numbers += sum(ranks.values()) * (rows + columns)
-            else:
-                numbers += rows * columns
-        return numbers * dtype.itemsize
+            if name in quantized_names:
+                ranks = self._held_ranks(name, changes, bool(quantized))
+                size += added_bytes(changes, self._place(name, cuts), dtype, ranks)
+        return size
 
-    def _held_rank(self, name: str, change: LoraChange, of_whole: bool) -> int:
-        """Return the rank of what a low-rank change takes next to a quantized weight, or could take before it
-        was there. ``of_whole``: the matrix is not cut, even if it is on this rank."""
-        assert is_low_rank(change.adapter), "checked by the caller"
+    def _held_ranks(self, name: str, changes: list[LoraChange], of_whole: bool) -> dict[tuple, int]:
+        """Return the ranks of what low-rank changes take next to a quantized weight, by their keys, once they
+        were there. ``of_whole``: the matrix is not cut, even if it is on this rank."""
         has_a_part = of_whole and name.rpartition(".")[0] in self.cuts
-        if has_a_part and not isinstance(change.adapter, LoRA):  # others have blocks for rows and columns
-            return change.adapter.factor_rank
-        return self._ranks.get((name, change.key)) or change.adapter.factor_rank
+        known = [each for each in changes if (name, each.key) in self._ranks]
+        # others than LoRAs have blocks for rows and columns
+        same = [each for each in known if isinstance(each.adapter, LoRA) or not has_a_part]
+        return {each.key: self._ranks[name, each.key] for each in same}
 
     def held_adapter_bytes(self) -> int:
         """Count the bytes of LoRAs that are beside quantized weights now. No file is opened."""
-        weights = self.packed.values()
-        held = [
-            each for weight in weights for lora in weight.adapters.values() for each in (lora.up, lora.down)
-        ]
-        return sum(each.nbytes for each in [*held, *(weight.whole for weight in weights)] if each is not None)
+        return sum(each.nbytes for weight in self.packed.values() for each in weight.beside)
 
     def _changes(self, stack: Stack) -> LoraChanges:
         found = defaultdict(list)
@@ -212,9 +199,7 @@ class FusedWeights:
 
     def _put(self, names: list[str], changes: LoraChanges):
         """Give parameters that the single file keeps in one tensor their values under ``changes``."""
-        special = [
-            name for name in names if any(change.adapter.needs_the_whole for change in changes.get(name, ()))
-        ]
+        special = [name for name in names if self._needs_the_whole(name, changes.get(name, []))]
         wholes = self._wholes(special[0], changes) if special else {}
         for name in names:
             if name in self.packed:
@@ -225,6 +210,12 @@ class FusedWeights:
             dtype = torch.float32 if name in changes else parameter.dtype
             value = self._value(name, changes.get(name, []), wholes, dtype, here)
             fsdp.assign(parameter, value.to(parameter.dtype))
+
+    def _needs_the_whole(self, name: str, changes: list[LoraChange]) -> bool:
+        """Return whether a parameter's values depend on rows or columns that are other ranks'."""
+        adapters = [change.adapter for change in changes]
+        is_special = any(adapter.needs_the_whole for adapter in adapters)
+        return is_special and not (name in self.packed and are_products(adapters))
 
     def _value(
         self,
@@ -253,26 +244,29 @@ class FusedWeights:
 
     def _set_adapters(self, weight: PackedWeight, name: str, changes: list[LoraChange], wholes):
         """Put LoRAs next to a quantized weight, or adapters of other kinds into a copy that is held whole."""
-        known = dict(weight.adapters)
-        adapters = {}
-        if not all(is_low_rank(change.adapter) for change in changes):
+        adapters = [change.adapter for change in changes]
+        if not are_products(adapters):
             weight.set_adapters({})
             value = self._value(name, changes, wholes, torch.float32)
             weight.set_adapters({}, value.to(weight.device, weight.dtype))
             return
-        rows, columns = self._spans(name, self.cuts)
+        place = self._place(name, self.cuts)
+        if first_unscaled(adapters):
+            weight.set_adapters({})
+            shard = self.cuts.get(name.rpartition(".")[0])
+            rows = replace(shard, inputs=(Span(0, place.width),)) if shard else None
+            stored = self.checkpoint.read(name, torch.float32, self.device, rows).to(weight.device)
+            found = with_magnitudes(changes, place, stored, weight.dtype)
+        else:
+            found = plain(changes, place, weight.device, weight.dtype, dict(weight.adapters))
         for change in changes:
-            if change.key not in known:
-                where = change.target.pieces[name].rows(rows, self.checkpoint.shapes[name][0])
-                assert is_low_rank(change.adapter), "checked above"
-                up, down = _used(*change.adapter.factors(where, columns, weight.device))
-                up = up * change.adapter.scale
-                self._ranks[name, change.key] = up.shape[1]
-                known[change.key] = LowRank(up.to(weight.dtype), down.to(weight.dtype), 0.0)
-            before = adapters.get(change.key)
-            strength = change.use.strength + (before.strength if before else 0.0)
-            adapters[change.key] = replace(known[change.key], strength=strength)
-        weight.set_adapters(adapters)
+            held = found.adapters.get(change.key) or found.adapters.get(change.scaled_key)
+            if isinstance(held, LowRank):
+                self._ranks[name, change.key] = held.up.shape[1]
+        weight.set_adapters(found.adapters, row_scale=found.row_scale)
+
+    def _place(self, name: str, cuts: Mapping[str, Shard]) -> Place:
+        return Place(name, *self._spans(name, cuts), *matrix(self.checkpoint.shapes[name]))
 
     def _spans(
         self, name: str, cuts: Mapping[str, Shard], here: Span | None = None
@@ -310,15 +304,6 @@ class FusedWeights:
             whole = change.adapter.applied_to(whole, change.use.strength)
             values |= {piece: whole[where] for piece, where in rows.items()}
         return values
-
-
-def _used(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out what changes none of these rows, or reads none of these columns: ComfyUI's loaders name
-    queries, keys and values as one tensor, and of the product of their three LoRAs
-    (nodes/host/stock_loras.py) each row has a third. A LoKr's factors have a block for each of its own."""
-    used = up.ne(0).any(dim=0) & down.ne(0).any(dim=1)
-    used[:1] |= not used.any()
-    return (up, down) if used.all() else (up[:, used], down[used])
 
 
 def _indices(spans: list[Span]) -> list[int]:

@@ -15,14 +15,16 @@ from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
 from ..models.key_layout import Layout, Shapes
-from .adapters import KINDS, SCALES, Adapter, LoRA, LoRAByHead, matrix
+from .adapters import SCALES, Adapter, Difference, LoHa, LoRA, LoRAByHead, matrix
 from .allowed_folders import ANYWHERE, Folders
+from .lokr import LoKr
 from .lora_selection import MisfitError, Target, check_most, once_each
 from .lora_spellings import ALIASES, DEFAULT, KEY, PREFIX, REFUSED, USO_KEYS, check_spelling, from_uso
 from .lora_validation import check_form
 from .parameter_sources import Source, sources
 from .safetensors_files import TensorFiles
 
+KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
 #: Modules that read the latent, under the names of single files and of diffusers.
 INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in", "pos_embed")
 #: Parameters that are rows of one tensor, which LoRAs can name without the rest of it.

@@ -1,8 +1,8 @@
 """The weight of a linear layer that stays as its file stores it, and the layers that hold one."""
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..device_memory import is_out_of_memory
 from ..errors import reason
 from ..opaque_ops import opaque
+from .added_products import AddedProduct, LowRank, concatenated, divide, strengths_of
 from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
 from .kernels import Kernel, MatmulChoice, MaxOverRanks, float8, mxfp8, nvfp4
 from .packed import Packed
@@ -22,58 +23,13 @@ _SCRATCH: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 FLOAT8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@dataclass
-class LowRank:
-    """A LoRA next to a weight: ``strength`` x ``up`` (rows, rank) x ``down`` (rank, columns). strengths: of
-    each rank, where it stands for several (joined)."""
-
-    up: Tensor
-    down: Tensor
-    strength: float
-    strengths: Tensor | None = None
-
-    def add_to(self, out: Tensor, x: Tensor):
-        """Add the product with ``x`` to ``out`` (..., rows) in place: nothing else of its size is made."""
-        inner = F.linear(x, self.down)
-        if self.strengths is not None:
-            inner *= self.strengths
-        rows = out.view(-1, out.shape[-1])  # a product's own memory: one row after the other
-        rows.addmm_(inner.reshape(-1, inner.shape[-1]), self.up.t(), alpha=self.strength)
-
-
-def concatenated(adapters: Sequence[LowRank]) -> LowRank | None:
-    """Concatenate several LoRAs into one product; the given ones become views of it. None for none. So the
-    outputs of a layer are read and written once, however many LoRAs there are."""
-    if len(adapters) < 2:
-        for each in adapters:  # alone, it does not keep what it was a part of
-            if each.up.untyped_storage().nbytes() > each.up.nbytes:
-                each.up, each.down = each.up.clone(), each.down.clone()
-        return adapters[0] if adapters else None
-    up = torch.cat([each.up for each in adapters], dim=1)
-    down = torch.cat([each.down for each in adapters])
-    together = LowRank(up, down, 1.0, _strengths(adapters))
-    _divide(together, adapters)
-    return together
-
-
-def _divide(together: LowRank, adapters: Sequence[LowRank]):
-    """Make adapters the parts of what stands for all of them."""
-    ranks = [len(each.down) for each in adapters]
-    for each, *parts in zip(adapters, together.up.split(ranks, dim=1), together.down.split(ranks)):
-        each.up, each.down = parts
-
-
-def _strengths(adapters: Sequence[LowRank]) -> Tensor:
-    each_rank = [each.strength for each in adapters for _ in range(len(each.down))]
-    return torch.tensor(each_rank, device=adapters[0].down.device)
-
-
 class PackedWeight(nn.Module):
     """A quantized matrix as a linear layer's ``weight``; what its file stores are its parameters.
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
-    the products, by key. whole: the weight in ``dtype`` where adapters of another kind are in it; the stored
-    one stays next to it. place: memory of its own in which the weight stays once it is dequantized
+    the products, by key. row_scale: what the stored weight's rows are multiplied by (DoRA), in float32.
+    whole: the weight in ``dtype`` where adapters of another kind are in it; the stored one stays next to it.
+    place: memory of its own in which the weight stays once it is dequantized
     (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
     max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
     """
@@ -90,7 +46,8 @@ class PackedWeight(nn.Module):
         self.max_over_token_ranks: MaxOverRanks | None = None
         self.shape = torch.Size(packed.shape)
         self._scale = _one_scale(packed) if dtype in SCALED_AFTER else None
-        self.adapters: dict[Hashable, LowRank] = {}
+        self.adapters: dict[Hashable, AddedProduct] = {}
+        self.row_scale: Tensor | None = None
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
         self.place: Tensor | None = None
@@ -119,14 +76,25 @@ class PackedWeight(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def set_adapters(self, adapters: dict[Hashable, LowRank], whole: Tensor | None = None):
+    def set_adapters(
+        self,
+        adapters: Mapping[Hashable, AddedProduct],
+        whole: Tensor | None = None,
+        row_scale: Tensor | None = None,
+    ):
         """Have these adapters added to the products, or multiply by ``whole`` instead."""
-        parts = list(adapters.values())
-        if self._joined is not None and len(parts) > 1 and [*adapters] == [*self.adapters]:
-            self._joined = replace(self._joined, strengths=_strengths(parts))
+        parts = _low_rank(adapters)
+        if self._joined is not None and len(parts) > 1 and [*parts] == [*_low_rank(self.adapters)]:
+            self._joined = replace(self._joined, strengths=strengths_of(list(parts.values())))
         else:
-            self._joined = concatenated(parts)
-        self.adapters, self.whole = adapters, whole
+            self._joined = concatenated(list(parts.values()))
+        self.adapters, self.whole, self.row_scale = dict(adapters), whole, row_scale
+
+    @property
+    def beside(self) -> list[Tensor]:
+        """What is next to the stored weight: of its adapters, or the weight as a whole."""
+        of_adapters = [tensor for each in self.adapters.values() for tensor in each.tensors]
+        return of_adapters + [each for each in (self.row_scale, self.whole) if each is not None]
 
     @property
     def format_name(self) -> str:
@@ -154,33 +122,50 @@ class PackedWeight(nn.Module):
     def effective(self) -> Tensor:
         """Return the weight with the adapters in it, in memory of its own."""
         weight = self.packed.dequantize(self.dtype) if self.whole is None else self.whole
+        if self.row_scale is not None:
+            weight = (weight * self.row_scale.unsqueeze(1)).to(weight.dtype)
         for adapter in self.adapters.values():
-            weight = weight + adapter.strength * (adapter.up @ adapter.down)
+            weight = weight + adapter.difference()
         return weight
 
     def _apply(self, fn, recurse=True):
         """Move what is next to the stored weight with it."""
         if (together := self._joined) is not None:
-            together.up, together.down = fn(together.up), fn(together.down)
+            together.move(fn)
             if together.strengths is not None:
-                together.strengths = fn(together.strengths)
-                _divide(together, list(self.adapters.values()))
+                divide(together, list(_low_rank(self.adapters).values()))
+        for each in self.adapters.values():
+            if not isinstance(each, LowRank):
+                each.move(fn)
+        self.row_scale = None if self.row_scale is None else fn(self.row_scale)
         self.whole = None if self.whole is None else fn(self.whole)
         return super()._apply(fn, recurse)
 
     def linear(self, x: Tensor, bias: Tensor | None, max_over_ranks: MaxOverRanks | None = None) -> Tensor:
         """Return x W^T + bias, (..., rows). ``max_over_ranks``: where columns are cut over ranks."""
+        within = bias if self.row_scale is None else None
         if self.whole is not None:
-            out = F.linear(x, self.whole, bias)
+            out = F.linear(x, self.whole, within)
         elif self.choice.kernel is not None and x.numel():
-            out = self._native(self.choice.kernel, x, bias, max_over_ranks)
+            out = self._native(self.choice.kernel, x, within, max_over_ranks)
         else:
             if self.max_over_token_ranks is not None:  # the other ranks wait for this one
                 self.max_over_token_ranks(x.new_zeros(()))
-            out = self._by_dequantized(x, bias)
+            out = self._by_dequantized(x, within)
+        self._adapt(out, x)
+        if bias is not None and within is None:
+            out += bias
+        return out
+
+    def _adapt(self, out: Tensor, x: Tensor):
+        """Turn the product of ``x`` with the stored weight into that with the adapters, in place."""
+        if self.row_scale is not None:
+            out *= self.row_scale
         if self._joined is not None:
             self._joined.add_to(out, x)
-        return out
+        for each in self.adapters.values():
+            if not isinstance(each, LowRank):
+                each.add_to(out, x)
 
     def multiplier(self) -> Callable[[Tensor, Tensor], None]:
         """Return a function that writes x W^T into given memory, dequantizing once (see ``multiplier``)."""
@@ -193,8 +178,7 @@ class PackedWeight(nn.Module):
                 out.copy_(self.linear(x, None))
                 return
             torch.addmm(out, x, plain.t(), beta=0, alpha=factor, out=out)
-            if self._joined is not None:
-                self._joined.add_to(out, x)
+            self._adapt(out, x)
 
         return multiply
 
@@ -265,6 +249,10 @@ class PackedWeight(nn.Module):
         if scratch is None or scratch.numel() < self.shape.numel():
             scratch = _SCRATCH[place] = torch.empty(self.shape.numel(), device=place[0], dtype=place[1])
         return scratch[: self.shape.numel()].view(self.shape)
+
+
+def _low_rank(adapters: Mapping[Hashable, AddedProduct]) -> dict[Hashable, LowRank]:
+    return {key: each for key, each in adapters.items() if isinstance(each, LowRank)}
 
 
 def quantized(modules: Iterable[nn.Module]) -> list[PackedWeight]:

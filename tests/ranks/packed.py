@@ -132,8 +132,9 @@ def sampled(engine: Engine, folder: Path) -> tuple[list[torch.Tensor], list[int]
 def beside(engine: Engine) -> int:
     """Bytes of what is beside quantized matrices on this rank."""
     packed = engine.models["tiny"].weights.packed.values()
-    factors = [x for weight in packed for each in weight.adapters.values() for x in (each.up, each.down)]
-    return sum(x.nbytes for x in factors + [weight.whole for weight in packed if weight.whole is not None])
+    found = [x for weight in packed for each in weight.adapters.values() for x in each.tensors]
+    found += [x for weight in packed for x in (weight.whole, weight.row_scale) if x is not None]
+    return sum(x.nbytes for x in found)
 
 
 def held(engine: Engine) -> dict[str, int]:

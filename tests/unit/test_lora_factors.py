@@ -12,8 +12,9 @@ from tiny import relative, shallow_flux, write_shallow_flux
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading import lora_fusion
-from backend.loading.adapters import LoHa, LoKr, is_low_rank
+from backend.loading import lora_fusion, lora_products
+from backend.loading.adapters import LoHa, is_low_rank
+from backend.loading.lokr import LoKr
 from backend.loading.lora_keys import lora_stack
 from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import mesh
@@ -84,7 +85,7 @@ def test_a_rank_holds_the_blocks_of_its_rows_or_columns(cut, tmp_path):
     adapter = LoKr(TensorFiles([tmp_path / "a.safetensors"]), {role: role for role in tensors}, (96, 64))
     spans = {"rows": (Span(0, 96),), "columns": (Span(0, 64),)}
     spans[cut] = {"rows": (Span(24, 48),), "columns": (Span(16, 32),)}[cut]
-    up, down = lora_fusion._used(*adapter.factors(spans["rows"], spans["columns"], CPU))
+    up, down = lora_products.used(*adapter.factors(spans["rows"], spans["columns"], CPU))
     assert up.shape[1] == len(down) == 4
     assert relative(up @ down, adapter.difference(spans["rows"], spans["columns"], CPU)) <= 1e-6
 
@@ -129,7 +130,8 @@ def test_they_are_beside_quantized_weights(tmp_path, monkeypatch):
     assert sum(bool(weight.adapters) for weight in packed) == 9  # queries, keys and values apart
     assert all(weight.whole is None for weight in packed)
     assert sampled(engine, "tiny").equal(bare)
-    monkeypatch.setattr(lora_fusion, "is_low_rank", lambda adapter: False)
+    for name, module in (("is_product", lora_fusion), ("is_product", lora_products)):
+        monkeypatch.setattr(module, name, lambda adapter: False)
     whole_engine, wanted, whole_bytes, _ = run()
     assert any(weight.whole is not None for weight in whole_engine.models["tiny"].weights.packed.values())
     assert whole_engine.check_loras("tiny", stack) != [""]

@@ -20,9 +20,10 @@ from backend.parallel import mesh
 from backend.planner.choose import Question, choose
 from backend.planner.machine import RESERVE, RequestEstimate
 from backend.planner.memory import held
+from backend.quantization.added_products import LowRank
 from backend.quantization.formats import PLAIN_FLOAT8
 from backend.quantization.packed import Packed
-from backend.quantization.packed_weight import LowRank, PackedWeight
+from backend.quantization.packed_weight import PackedWeight
 
 GB = 10**9
 

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from live_memory import LiveMemory
 
 from backend.quantization import kernels, matmul
+from backend.quantization.added_products import LowRank
 from backend.quantization.formats import FORMATS, hadamard
 from backend.quantization.kernels import MatmulChoice
 from backend.quantization.packed import Packed
-from backend.quantization.packed_weight import LowRank, PackedWeight, can_multiply_in_chunks, multiplier
+from backend.quantization.packed_weight import PackedWeight, can_multiply_in_chunks, multiplier
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

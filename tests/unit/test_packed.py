@@ -133,8 +133,9 @@ def lora_on(state: dict, path: Path) -> Path:
 def counted_is_held(engine: Engine, loras: list):
     """What is counted of LoRAs next to quantized weights is what they take, on one rank all of it."""
     model, stack = engine.models["tiny"], lora_stack(loras)
-    held = [x for w in packed_weights(engine).values() for a in w.adapters.values() for x in (a.up, a.down)]
-    held += [w.whole for w in packed_weights(engine).values() if w.whole is not None]
+    weights = packed_weights(engine).values()
+    held = [x for w in weights for a in w.adapters.values() for x in a.tensors]
+    held += [x for w in weights for x in (w.whole, w.row_scale) if x is not None]
     assert model.weights.stack == stack
     assert model.lora_bytes(stack) == model.lora_bytes(stack, whole=True) == sum(x.nbytes for x in held) > 0
     assert model.held_lora_bytes == model.lora_bytes(stack)
@@ -163,12 +164,14 @@ def test_loras_are_beside_the_weights(folder, state, kind):
     files = engine.models["tiny"].weights.checkpoint.files
     before, factors = (
         files.bytes_read,
-        {name: [a.up for a in w.adapters.values()] for name, w in weights.items()},
+        {name: [a.tensors[0] for a in w.adapters.values()] for name, w in weights.items()},
     )
     with_loras(engine, 0.7, 0.1)
     assert files.bytes_read == before
     assert all(
-        again.up is up for name, w in weights.items() for again, up in zip(w.adapters.values(), factors[name])
+        again.tensors[0] is up
+        for name, w in weights.items()
+        for again, up in zip(w.adapters.values(), factors[name])
     )
     assert_same_bits(steps(engine, golden("flux-dev__euler_simple")[0]), bare)
     assert not any(weight.adapters for weight in weights.values())
@@ -187,7 +190,7 @@ def test_a_lora_of_one_piece_of_a_tensor_is_held_beside_that_alone(folder, state
     for engine in (loaded(path), loaded(inflated(path, folder / "plain.safetensors"))):
         stack = lora_stack([[str(folder / "pieces.safetensors"), 0.1]])
         found.append(steps(engine, golden("flux-dev__euler_simple", engine.add_lora_stack("tiny", stack))[0]))
-        ranks = [a.up.shape[1] for w in packed_weights(engine).values() for a in w.adapters.values()]
+        ranks = [a.tensors[0].shape[1] for w in packed_weights(engine).values() for a in w.adapters.values()]
         assert sorted(ranks) == ([1, 4, 4] if len(found) == 1 else [])
     assert relative(*found) <= 1e-5
 

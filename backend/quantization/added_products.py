@@ -1,0 +1,183 @@
+"""What LoRAs add to the products of a quantized weight, held as small matrices next to it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class LowRank:
+    """A LoRA next to a weight: ``strength`` x ``up`` (rows, rank) x ``down`` (rank, columns). strengths: of
+    each rank, where it stands for several (joined)."""
+
+    up: Tensor
+    down: Tensor
+    strength: float
+    strengths: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it holds."""
+        return [self.up, self.down]
+
+    def move(self, fn: Callable[[Tensor], Tensor]):
+        """Replace what it holds, as nn.Module._apply does."""
+        self.up, self.down = fn(self.up), fn(self.down)
+        self.strengths = None if self.strengths is None else fn(self.strengths)
+
+    def difference(self) -> Tensor:
+        """Return what it adds to the weight, as a whole."""
+        return self.strength * (self.up @ self.down)
+
+    def add_to(self, out: Tensor, x: Tensor):
+        """Add the product with ``x`` to ``out`` (..., rows) in place: nothing else of its size is made."""
+        inner = F.linear(x, self.down)
+        if self.strengths is not None:
+            inner *= self.strengths
+        rows = out.view(-1, out.shape[-1])  # a product's own memory: one row after the other
+        rows.addmm_(inner.reshape(-1, inner.shape[-1]), self.up.t(), alpha=self.strength)
+
+
+@dataclass(frozen=True)
+class BlockCut:
+    """Some rows, or columns, of a Kronecker product. blocks: runs of rows of the first matrix, one block of
+    the product each; inner: runs of rows of the second. runs: those of what they make that are meant; None:
+    all."""
+
+    blocks: tuple[range, ...]
+    inner: tuple[range, ...]
+    runs: tuple[range, ...] | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """How many rows of the first matrix are needed, and of the second."""
+        return sum(map(len, self.blocks)), sum(map(len, self.inner))
+
+
+def cut_blocks(wanted: Sequence[range], size: int) -> BlockCut:
+    """Cut a Kronecker product whose second matrix has ``size`` rows to runs of its own: whole blocks, and
+    what is too much of them, unless one block has them all."""
+    wanted = [run for run in wanted if len(run)]
+    met = [range(run.start // size, -(-run.stop // size)) for run in wanted]
+    if all(each == met[0] and len(each) == 1 for each in met):
+        starts = [each.start * size for each in met]
+        inner = tuple(range(run.start - at, run.stop - at) for run, at in zip(wanted, starts))
+        return BlockCut(tuple(met[:1]), inner)
+    runs = []
+    offset = 0
+    for run, each in zip(wanted, met):
+        shift = offset - each.start * size
+        runs.append(range(run.start + shift, run.stop + shift))
+        offset += len(each) * size
+    is_all = sum(map(len, runs)) == offset
+    return BlockCut(tuple(met), (range(size),), None if is_all else tuple(runs))
+
+
+@dataclass
+class Kronecker:
+    """``strength`` x the Kronecker product of ``left`` and of the product of ``right`` (one matrix, or two),
+    next to a weight. rows, columns: runs of its rows and columns that the weight has; None: all."""
+
+    left: Tensor
+    right: tuple[Tensor, ...]
+    strength: float
+    rows: tuple[range, ...] | None = None
+    columns: tuple[range, ...] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it holds."""
+        return [self.left, *self.right]
+
+    def move(self, fn: Callable[[Tensor], Tensor]):
+        """Replace what it holds, as nn.Module._apply does."""
+        self.left, self.right = fn(self.left), tuple(map(fn, self.right))
+
+    def difference(self) -> Tensor:
+        """Return what it adds to the weight, as a whole."""
+        second = self.right[0] if len(self.right) == 1 else self.right[0] @ self.right[1]
+        whole = torch.kron(self.left, second.contiguous())
+        rows = whole if self.rows is None else torch.cat([whole[r.start : r.stop] for r in self.rows])
+        return self.strength * (rows if self.columns is None else _taken(rows, self.columns))
+
+    def add_to(self, out: Tensor, x: Tensor):
+        """Add the product with ``x`` to ``out`` (..., rows) in place. Where the rows are whole blocks,
+        nothing else of its size is made."""
+        if not (x.numel() and out.numel()):
+            return
+        rows = out.view(-1, out.shape[-1])
+        if self.rows is None and rows.is_contiguous():
+            self._add_blocks(rows, self._blocks_of(x))
+            return
+        height, width = len(self.left), len(self.right[0])
+        whole = rows.new_zeros(len(rows), height * width)
+        self._add_blocks(whole, self._blocks_of(x))
+        rows += whole if self.rows is None else _taken(whole, self.rows)
+
+    def _blocks_of(self, x: Tensor) -> Tensor:
+        """Return ``x`` as (tokens, blocks, columns of the second matrix), with zeros where it has none."""
+        x = x.reshape(-1, x.shape[-1])
+        blocks, width = self.left.shape[1], self.right[-1].shape[1]
+        if self.columns is not None:
+            whole = x.new_zeros(len(x), blocks * width)
+            own = x.split([len(run) for run in self.columns], dim=1)
+            for run, part in zip(self.columns, own):
+                whole[:, run.start : run.stop] = part
+            x = whole
+        return x.view(len(x), blocks, width)
+
+    def _add_blocks(self, out: Tensor, x: Tensor):
+        """Add to ``out`` (tokens, all rows of the blocks) the product with ``x``, first with the matrix after
+        which less is to be computed."""
+        tokens, blocks, width = x.shape
+        outer, rows = len(self.left), len(self.right[0])
+        numbers = sum(each.numel() for each in self.right)
+        if blocks * (numbers + outer * rows) <= outer * (numbers + blocks * width):
+            for each in reversed(self.right):
+                x = F.linear(x, each)
+            first = self.left.expand(tokens, outer, blocks)
+            out.view(tokens, outer, rows).baddbmm_(first, x, alpha=self.strength)
+            return
+        x = (self.left @ x).flatten(0, 1)
+        for each in reversed(self.right[1:]):
+            x = F.linear(x, each)
+        out.view(-1, rows).addmm_(x, self.right[0].t(), alpha=self.strength)
+
+
+AddedProduct = LowRank | Kronecker
+
+
+def concatenated(adapters: Sequence[LowRank]) -> LowRank | None:
+    """Concatenate several LoRAs into one product; the given ones become views of it. None for none. So the
+    outputs of a layer are read and written once, however many LoRAs there are."""
+    if len(adapters) < 2:
+        for each in adapters:  # alone, it does not keep what it was a part of
+            if each.up.untyped_storage().nbytes() > each.up.nbytes:
+                each.up, each.down = each.up.clone(), each.down.clone()
+        return adapters[0] if adapters else None
+    up = torch.cat([each.up for each in adapters], dim=1)
+    down = torch.cat([each.down for each in adapters])
+    together = LowRank(up, down, 1.0, strengths_of(adapters))
+    divide(together, adapters)
+    return together
+
+
+def divide(together: LowRank, adapters: Sequence[LowRank]):
+    """Make adapters the parts of what stands for all of them."""
+    ranks = [len(each.down) for each in adapters]
+    for each, *parts in zip(adapters, together.up.split(ranks, dim=1), together.down.split(ranks)):
+        each.up, each.down = parts
+
+
+def strengths_of(adapters: Sequence[LowRank]) -> Tensor:
+    """Return the strength of each rank of several LoRAs."""
+    each_rank = [each.strength for each in adapters for _ in range(len(each.down))]
+    return torch.tensor(each_rank, device=adapters[0].down.device)
+
+
+def _taken(x: Tensor, runs: Sequence[range]) -> Tensor:
+    """Return these runs of the last dimension, one after the other."""
+    return torch.cat([x[..., run.start : run.stop] for run in runs], dim=-1)
