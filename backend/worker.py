@@ -196,7 +196,11 @@ class Leader(ServedModels):
             self.named.setdefault(job.client, set()).add(key)
             name = self.engine.add_lora_stack(key, stack)
             model = self.engine.models[key]
-            of_loras = {"warnings": warnings, "lora_bytes": model.lora_bytes(stack, whole=True)}
+            of_loras = {
+                "warnings": warnings,
+                "notes": [lora.note for lora in model.weights.open(stack)],
+                "lora_bytes": model.lora_bytes(stack, whole=True),
+            }
             info = {**self.engine.facts(key), **of_loras, "ranks": self.reports[key]}
             job.reply(Loaded(name, model.family.name, info))
 

@@ -7,8 +7,10 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..backend.protocol import RefusedError
-from .host.handle import with_lora
+from .host.handle import ParallelDiT, with_lora
+from .host.progress import node_text
 from .host.refusals import errors_on_node
+from .host.report import shown
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
@@ -22,6 +24,7 @@ class ParallelLoRA(io.ComfyNode):
             *ALIASES,
             "lora",
             node_id="ParallelLoRA",
+            reports=True,
             display_name="Parallel LoRA",
             description="Adds a LoRA to a transformer that is loaded on several ranks. Chain several of "
             "these nodes to add several.",
@@ -59,11 +62,19 @@ class ParallelLoRA(io.ComfyNode):
         if not math.isfinite(strength):
             raise RefusedError(f"strength is {strength}; use a number.")
         if strength == 0:
-            return io.NodeOutput(dit)
+            return _reported(dit, "strength 0: nothing is added")
         path = folder_paths.get_full_path("loras", lora_name)
         if path is None:
             raise RefusedError(
                 f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh "
                 f"the page."
             )
-        return io.NodeOutput(with_lora(dit, os.path.abspath(path), strength))
+        found = with_lora(dit, os.path.abspath(path), strength)
+        return _reported(found, found.loaded.info["notes"][-1])
+
+
+def _reported(dit: ParallelDiT, line: str) -> io.NodeOutput:
+    """Return the output of a node under which ``line`` stands: one in any case, for the page keeps the one
+    before where it is given none."""
+    node_text()(line)
+    return io.NodeOutput(dit, ui=shown([line]))

@@ -31,6 +31,8 @@ INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in",
 QKV = (".to_q.weight", ".to_k.weight", ".to_v.weight")
 #: The number of a block in a key.
 BLOCK_NUMBER = re.compile(r"\.\d+\.")
+#: Keys that are named under a node, of those that are left out; the log has more.
+MAX_NAMED = 3
 #: Far beyond the node's 100, and far below what float32 holds.
 MAX_STRENGTH = 1_000_000
 
@@ -65,6 +67,17 @@ class Lora:
         if self.left_out:
             found.append(f"{len(self.left_out)} changes {of}: {'; '.join(self.left_out[:5])}.")
         return " ".join(found)
+
+    @property
+    def note(self) -> str:
+        """One short line for the graph: how much is added, and what is not."""
+        parts = [f"changes added: {len(self.adapters)}"]
+        if self.unmatched:
+            named = some(self.unmatched, MAX_NAMED)
+            parts.append(f"keys left out, for which this model has nothing: {len(self.unmatched)} ({named})")
+        if self.left_out:
+            parts.append(f"changes left out, which do not fit: {len(self.left_out)}")
+        return " · ".join(parts)
 
 
 class Targets:

@@ -102,7 +102,8 @@ class Load:
 class Loaded:
     """``model`` names the transformer with its LoRAs in later requests; ``info`` is what the client needs to
     know of it. ``info["warnings"]``: a sentence for each LoRA, empty where all of it is used;
-    ``info["lora_bytes"]``: what all of them take next to the quantized weights of the whole model.
+    ``info["notes"]``: a short line for each, of how much is added. ``info["lora_bytes"]``: what all of them
+    take next to the quantized weights of the whole model.
     ``info["ranks"]``: what the load cost each rank (LoadReport). ``info["quantized"]``: rank 0's quantized
     layers and how they multiply."""
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from ...backend.protocol import RefusedError
 from . import stock_loras
 from .handle import ParallelDiT, with_lora
+from .progress import node_text
 
 #: Attachment of a MODEL: its handle, with the LoRAs that ComfyUI's own loaders have added, and the patches of
 #: each one's file. Not an entry of transformer_options, which a guider of two models hands to both.
@@ -72,7 +73,10 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             _refused("a LoRA without a weight of this transformer")(self)
         if path:
             files = self._attached[1] | {path: patches}
-            self.set_attachments(HANDLE, (with_lora(dit, path, strength_patch), files))
+            found = with_lora(dit, path, strength_patch)
+            if found.loaded.info["warnings"][-1]:
+                node_text()(found.loaded.info["notes"][-1])
+            self.set_attachments(HANDLE, (found, files))
             self.patches_uuid = uuid.uuid4()
         return list(patches)
 
