@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..lora_bytes import LoraBytes
 from ..parallel import fsdp
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
@@ -20,7 +21,6 @@ from .adapters import LoRA, cut, matrix
 from .checkpoint import Checkpoint
 from .lora_keys import Lora, LoraUse, Targets, file_state, open_lora
 from .lora_products import (
-    AddedBytes,
     LoraChange,
     Place,
     added_bytes,
@@ -151,18 +151,18 @@ class FusedWeights:
         for weight in (self.packed[name] for name in names if name in self.packed):
             weight.set_adapters({})
 
-    def adapter_bytes(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> AddedBytes:
+    def adapter_bytes(self, stack: Stack, dtype: torch.dtype, quantized: Collection[str] = ()) -> LoraBytes:
         """Count the bytes that the LoRAs of ``stack`` take next to quantized weights, in ``dtype``: on this
         rank, or on one that holds the whole model, of which these parameters are ``quantized``."""
         cuts = {} if quantized else self.cuts
         quantized_names = quantized or self.packed
         # of UNKNOWN, no file's, the adapters next to quantized weights have gone
         found = self._changes(stack) if quantized_names and stack != UNKNOWN else {}
-        size = AddedBytes()
+        size = LoraBytes()
         for name, changes in found.items():
             if name in quantized_names:
                 ranks = self._held_ranks(name, changes, bool(quantized))
-                size += added_bytes(changes, self._place(name, cuts), dtype, ranks)
+                size = size.and_of(added_bytes(changes, self._place(name, cuts), dtype, ranks))
         return size
 
     def _held_ranks(self, name: str, changes: list[LoraChange], of_whole: bool) -> dict[tuple, int]:

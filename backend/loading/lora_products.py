@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from ..lora_bytes import LoraBytes
 from ..parallel.sequence import Span
 from ..quantization.added_products import AddedProduct, LowRank
 from .adapters import Adapter, Factored, Spans, cut, is_low_rank
@@ -53,18 +54,6 @@ class Place(NamedTuple):
         return change.target.pieces[self.name].rows(self.rows, self.height)
 
 
-class AddedBytes(NamedTuple):
-    """Bytes next to quantized weights. Tensor parallelism cuts one of two ``factors`` with a matrix, and
-    ``copies`` of it; Kronecker products are ``uncut``, but for a little."""
-
-    factors: int = 0
-    copies: int = 0
-    uncut: int = 0
-
-    def __add__(self, other: "AddedBytes") -> "AddedBytes":
-        return AddedBytes(*(mine + theirs for mine, theirs in zip(self, other)))
-
-
 class Held(NamedTuple):
     """Adapters next to a weight by key, and what its rows are multiplied by."""
 
@@ -97,12 +86,12 @@ def first_unscaled(adapters: Sequence[Adapter]) -> int:
 
 def added_bytes(
     changes: Sequence[LoraChange], place: Place, dtype: torch.dtype, ranks: Mapping[tuple, int]
-) -> AddedBytes:
+) -> LoraBytes:
     """Count what changes of a weight take next to it. ``ranks``: those that are known, by key."""
     rows, columns = (sum(map(len, spans)) for spans in (place.rows, place.columns))
     adapters = [change.adapter for change in changes]
     if not are_products(adapters):
-        return AddedBytes(copies=rows * columns * dtype.itemsize)
+        return LoraBytes(copies=rows * columns * dtype.itemsize)
     scaled = first_unscaled(adapters)
     found = {each.scaled_key: each for each in changes[:scaled]}
     found |= {each.key: each for each in changes[scaled:]}
@@ -115,7 +104,7 @@ def added_bytes(
         assert isinstance(adapter, Factored), "checked by are_products"
         factors += (ranks.get(change.key) or adapter.factor_rank) * (rows + columns)
     scale = rows * ROW_SCALE_BYTES if scaled else 0
-    return AddedBytes(factors * dtype.itemsize + scale, 0, uncut * dtype.itemsize)
+    return LoraBytes(factors * dtype.itemsize + scale, 0, uncut * dtype.itemsize)
 
 
 def low_rank(change: LoraChange, where: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from ..lora_bytes import LoraBytes
+
 #: (T, H, W) of a latent or of a patch.
 Sides = tuple[int, int, int]
 #: Bytes that CUDA, NCCL and the allocator need on each GPU besides what is counted.
@@ -208,8 +210,8 @@ class RequestEstimate:
     prompts: int = 2
     batch: int = 1
     drained: bool = False
-    loras: int = 0
-    other_loras: int = 0
+    loras: LoraBytes = LoraBytes()
+    other_loras: LoraBytes = LoraBytes()
     then: "tuple[RequestEstimate, ...] | None" = None
 
     def prompts_per_rank(self, cfg_degree: int) -> int:

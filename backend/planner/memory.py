@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ..config import ParallelConfig
+from ..lora_bytes import LoraBytes
 from .machine import RequestEstimate, samples_at_once
 from .model_shape import ModelShape, modulation_of, stages_of
 from .rank_shares import RankShare, rank_shares
@@ -67,7 +68,8 @@ def _held(
 ) -> Held:
     """Count what the rank of ``share`` holds."""
     weights = sum(_weights(each, plan, share) for each in (shape, *others))
-    weights += _loras(shape, plan, request.loras + (request.other_loras if others else 0), share)
+    loras = request.loras.and_of(request.other_loras) if others else request.loras
+    weights += _loras(shape, plan, loras, share)
     activations = _activations(shape, plan, request, share)
     transient = activations + _gathered(shape, plan) + shape.scratch
     return Held(weights, _keys(shape, plan, request, share), transient, activations)
@@ -100,15 +102,15 @@ def _own_blocks(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> ra
     return stages_of(shape, stages, plan.shares_of("pp"))[stage]
 
 
-def _loras(shape: ModelShape, plan: ParallelConfig, loras: int, share: RankShare) -> int:
-    """Return the bytes of ``loras`` next to quantized weights on a rank: of its stage's blocks; of two
-    factors, one is cut with a matrix. FSDP2 does not cut them."""
-    if not loras:
+def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: RankShare) -> int:
+    """Return the bytes of ``loras`` next to quantized weights on a rank, of its stage's blocks. FSDP2 does
+    not cut them."""
+    if not loras.total:
         return 0
     own = _own_blocks(shape, plan, share)
     weights = [block.weights for block in shape.blocks]
-    cut = (1 + share.matrices / plan.tensor_parallel_degree) / 2
-    return math.ceil(loras * cut * sum(weights[own.start : own.stop]) / max(1, sum(weights)))
+    own_loras = loras.on_rank(share.matrices / plan.tensor_parallel_degree)
+    return math.ceil(own_loras * sum(weights[own.start : own.stop]) / max(1, sum(weights)))
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:

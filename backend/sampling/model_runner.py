@@ -15,7 +15,7 @@ from ..device_memory import segments_grow
 from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights, Stack
-from ..loading.lora_products import AddedBytes
+from ..lora_bytes import LoraBytes
 from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
 from ..models.common.request_arguments import RequestArguments
@@ -107,9 +107,9 @@ class LoadedModel:
 
     def lora_bytes(self, stack: Stack, whole: bool = False) -> int:
         """Count the bytes of LoRAs next to the quantized weights of this rank, or of the ``whole`` model."""
-        return sum(self.lora_bytes_by_kind(stack, whole))
+        return self.lora_bytes_by_kind(stack, whole).total
 
-    def lora_bytes_by_kind(self, stack: Stack, whole: bool = False) -> AddedBytes:
+    def lora_bytes_by_kind(self, stack: Stack, whole: bool = False) -> LoraBytes:
         """Count ``lora_bytes`` by how tensor parallelism cuts them."""
         return self.weights.adapter_bytes(stack, self.dtype, self.choices if whole else ())
 

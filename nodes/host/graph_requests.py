@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...backend.client.model_choice import ModelChoice
+from ...backend.lora_bytes import LoraBytes
 from ...backend.planner.machine import RequestEstimate, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
@@ -73,7 +74,7 @@ def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> R
     time, *space = shape.pixels
     sides = (1 + (length - 1) // time, height // space[0], width // space[1])
     guidance = guidance_of(inputs)
-    loras, others = _lora_bytes(prompt, loader) if shape.is_quantized else (0, 0)
+    loras, others = _lora_bytes(prompt, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
     return RequestEstimate(
         image_tokens=tokens_of(sides, shape.patch),
         text_tokens=TEXT,
@@ -86,17 +87,19 @@ def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> R
     )
 
 
-def _lora_bytes(prompt: dict, loader: str) -> tuple[int, int]:
-    """Return the bytes of the LoRAs of a loader's model, and of those of others, which are on the same ranks:
-    a plain one takes about what its file does."""
-    own = others = 0
+def _lora_bytes(prompt: dict, loader: str) -> tuple[LoraBytes, LoraBytes]:
+    """Return the bytes of the LoRAs of a loader's model, and of those of others, which are on the same
+    ranks."""
+    own = others = LoraBytes()
     for key, node in prompt.items():
         strength = LORAS.get(node.get("class_type", ""))
         inputs = constants(prompt, key)
         loaders = _loaders_of(prompt, key) if strength and inputs.get(strength, 1.0) else set()
-        size = lora_size(inputs.get("lora_name", "")) if loaders else 0
-        own += size if loader in loaders else 0
-        others += size if loader not in loaders else 0
+        size = lora_size(inputs.get("lora_name", "")) if loaders else LoraBytes()
+        if loader in loaders:
+            own = own.and_of(size)
+        else:
+            others = others.and_of(size)
     return own, others
 
 

@@ -23,6 +23,7 @@ from ...backend.client.model_choice import ModelChoice
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, folders, launched
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
+from ...backend.lora_bytes import LoraBytes
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import Loaded
 from ...backend.units import progress_text
@@ -90,15 +91,14 @@ def _free_orphans():
     free_orphans({handle.choice for handle in _handles})
 
 
-def lora_bytes(handle: ParallelDiT) -> tuple[int, int]:
-    """Return the bytes that LoRAs take next to quantized weights: those of ``handle``, and those of the
-    models that stay on its ranks."""
+def lora_bytes(handle: ParallelDiT) -> tuple[LoraBytes, LoraBytes]:
+    """Return what LoRAs take next to quantized weights: those of ``handle``, and of models on its ranks."""
 
-    def of(found: ParallelDiT) -> int:
-        return found.loaded.info["lora_bytes"]
+    def of(found: ParallelDiT) -> LoraBytes:
+        return LoraBytes(*found.loaded.info["lora_bytes"])
 
-    others = (max((of(h) for h in _handles if h.choice == name), default=0) for name in handle.others)
-    return of(handle), sum(others)
+    each = ([of(h) for h in _handles if h.choice == name] for name in handle.others)
+    return of(handle), LoraBytes.of_all(max(found, key=sum) for found in each if found)
 
 
 def check_model(config: ParallelConfig, choice: ModelChoice, check: Callable[[], None]):

@@ -3,11 +3,14 @@
 import json
 import os
 import struct
+from functools import lru_cache
 
 import comfy.utils
 import folder_paths
 
 from ...backend.client.model_choice import ModelChoice
+from ...backend.loading.lora_file_bytes import file_bytes
+from ...backend.lora_bytes import LoraBytes
 from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras
 
@@ -23,6 +26,8 @@ FURTHER_TRANSFORMERS = ("transformer_2",)
 HOLD = {*INDEXES, "config.json"}
 #: Longest header of a LoRA that is read here, in bytes; models may have no longer one.
 MAX_HEADER_BYTES = 16 << 20
+#: LoRAs whose headers are counted once for each state of their files.
+MAX_LORAS = 64
 
 
 def model_paths() -> dict[str, str]:
@@ -86,22 +91,23 @@ def model_choice_of(inputs: dict) -> ModelChoice | None:
     return ModelChoice(os.path.abspath(path), **how)
 
 
-def lora_size(name: str) -> int:
-    """Return the bytes that ranks hold of a file of models/loras, two for a number; 0 where there is none of
-    that name."""
+def lora_size(name: str) -> LoraBytes:
+    """Return the bytes that ranks hold of a file of models/loras next to quantized weights; none where there
+    is none of that name."""
     path = folder_paths.get_full_path("loras", name)
-    return 0 if path is None else os.path.getsize(path) - _wide_bytes(path) // 2
+    return LoraBytes() if path is None else _bytes_of(path, os.path.getsize(path), os.path.getmtime(path))
 
 
-def _wide_bytes(path: str) -> int:
-    """Return the bytes of a file's float32 tensors; 0 for a file that is no safetensors."""
+@lru_cache(MAX_LORAS)
+def _bytes_of(path: str, size: int, _changed: float) -> LoraBytes:
+    """Count what is held of a file; ``size`` of one that cannot be read: who loads it says why."""
     try:
-        header = comfy.utils.safetensors_header(path, max_size=MAX_HEADER_BYTES)
-        tensors = json.loads(header or "{}")
-        places = [each["data_offsets"] for each in tensors.values() if each.get("dtype") == "F32"]
-        return sum(end - start for start, end in places)
-    except (ValueError, struct.error, AttributeError, KeyError, TypeError, RecursionError):
-        return 0  # who loads it says why it cannot be read
+        header = json.loads(comfy.utils.safetensors_header(path, max_size=MAX_HEADER_BYTES) or "{}")
+        header.pop("__metadata__", None)
+        found = file_bytes({key: tuple(map(int, each["shape"])) for key, each in header.items()})
+    except (ValueError, struct.error, AttributeError, IndexError, KeyError, TypeError, RecursionError):
+        return LoraBytes(size)
+    return found if found.total else LoraBytes(size)
 
 
 def model_folders() -> list[str]:

@@ -15,6 +15,7 @@ with comfy_modules():
     from parallel_dit.nodes.host.graph_requests import request_of_graph
     from parallel_dit.nodes.host.queued_graph import loader_of
 
+from backend.lora_bytes import LoraBytes
 from backend.planner.choose import METHODS
 
 #: How many, and nothing else; the second one must not be slower, so that whatever is chosen is a plan.
@@ -139,14 +140,14 @@ def test_a_cycle_of_loras_has_no_loader(origin):
 def test_loras_of_a_graph_count_beside_quantized_weights(monkeypatch):
     """As much as their files, those of the other model on the ranks too; none beside plain weights."""
     sizes = {"a.safetensors": 500, "b.safetensors": 70}
-    monkeypatch.setattr(graph_requests, "lora_size", lambda name: sizes.get(name, 0))
+    monkeypatch.setattr(graph_requests, "lora_size", lambda name: LoraBytes(sizes.get(name, 0)))
     graph = queued({"steps": 4, "cfg": 1.0, "sampler_name": "euler"})
     graph["2"]["inputs"] |= {"lora_name": "a.safetensors", "strength": 1.0}
     other = {"dit": ["2", 0], "lora_name": "b.safetensors"}
     graph["7"] = {"class_type": "ParallelLoRA", "inputs": {**other, "strength": 0.5}}
     graph["8"] = {"class_type": "ParallelLoRA", "inputs": {**other, "strength": 0}}
-    assert request_of_graph(graph, "1", replace(FLUX, is_quantized=True)).loras == 570
-    assert request_of_graph(graph, "1", FLUX).loras == 0
+    assert request_of_graph(graph, "1", replace(FLUX, is_quantized=True)).loras == LoraBytes(570)
+    assert request_of_graph(graph, "1", FLUX).loras == LoraBytes()
 
 
 def test_parallel_model_is_drained():

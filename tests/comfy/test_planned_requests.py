@@ -10,6 +10,7 @@ from published import FLUX
 
 with comfy_modules():
     from parallel_dit.backend.config import ParallelConfig
+    from parallel_dit.backend.lora_bytes import LoraBytes
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import Sample
     from parallel_dit.nodes.host import auto_plan, one_rank
@@ -32,7 +33,7 @@ def test_reference_images_are_counted(monkeypatch, references):
     """Qwen-Image-Edit, Kontext and FLUX.2 have 2 to 4 times the tokens of the latent alone."""
     given = [LATENT] * references
     monkeypatch.setattr(auto_plan, "run_planned", lambda auto, model, request, others, run: request(SHAPE))
-    monkeypatch.setattr(auto_plan, "lora_bytes", lambda dit: (0, 0))
+    monkeypatch.setattr(auto_plan, "lora_bytes", lambda dit: (LoraBytes(), LoraBytes()))
     positive = [[PROMPT, {"reference_latents": given} if given else {}]]
     latent = {"samples": LATENT.clone()}
     asked = auto_plan.sample_planned(handle(AutoConfig()), 4, 1.0, "euler", positive, latent, repr)

@@ -30,6 +30,7 @@ LAYERS = [
     "backend.torch_version",
     "backend.opaque_ops",
     "backend.units",
+    "backend.lora_bytes",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -60,7 +61,8 @@ SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.conf
 SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
     *("backend.shares", "backend.cgroup_limits", "backend.gpu_sharing", "backend.torch_version"),
-    *("backend.dequantized_cache", "backend.install_command", "backend.units"),
+    *("backend.dequantized_cache", "backend.install_command", "backend.units", "backend.lora_bytes"),
+    "backend.loading.lora_file_bytes",
 )
 STDLIB_ONLY = (
     "backend.config",
@@ -86,6 +88,8 @@ STDLIB_ONLY = (
     "backend.shares",
     "backend.torch_version",
     "backend.units",
+    "backend.lora_bytes",
+    "backend.loading.lora_file_bytes",
     "backend.loading.model_key",
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",

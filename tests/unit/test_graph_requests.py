@@ -8,6 +8,7 @@ import pytest
 from published import FLUX
 from without_comfy import on_stand_ins
 
+from backend.lora_bytes import LoraBytes
 from backend.models import FAMILIES
 
 
@@ -201,7 +202,7 @@ def test_parallel_model_for_a_scheduler_does_not_hide_the_sampler(graph):
 
 def test_loras_of_comfyuis_loaders_are_counted_on_parallel_model(graph, monkeypatch):
     sizes = {"ours": 1, "strong": 2, "chained": 4, "both": 8, "none": 16, "elsewhere": 32}
-    monkeypatch.setattr(graph, "lora_size", sizes.get)
+    monkeypatch.setattr(graph, "lora_size", lambda name: LoraBytes(sizes[name]))
 
     def lora(kind: str, name: str, strength: str, value, **inputs) -> dict:
         return {"class_type": kind, "inputs": {"lora_name": name, strength: value, **inputs}}
@@ -219,7 +220,7 @@ def test_loras_of_comfyuis_loaders_are_counted_on_parallel_model(graph, monkeypa
         "stock": {"class_type": "UNETLoader", "inputs": {}},
     }
     shape = replace(latent_of("flux"), is_quantized=True)
-    assert graph.request_of_graph(prompt, "1", shape).loras == 1 + 2 + 4 + 8
+    assert graph.request_of_graph(prompt, "1", shape).loras == LoraBytes(1 + 2 + 4 + 8)
 
 
 def test_a_cycle_of_latents_ends(graph):

@@ -16,6 +16,7 @@ from tiny import write_checkpoint
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.adapters import LoRA
+from backend.lora_bytes import LoraBytes
 from backend.parallel import mesh
 from backend.planner.choose import Question, choose
 from backend.planner.machine import RESERVE, RequestEstimate
@@ -60,9 +61,9 @@ def test_a_change_that_fails_leaves_nothing_behind(folder, tmp_path, monkeypatch
 
 
 def test_loras_beside_quantized_weights_take_room():
-    """All of them on each rank but for stages, and for the factors that are cut with a matrix."""
+    """All of them on each rank but for stages, for the factors that are cut with a matrix, and for copies."""
     plain = RequestEstimate(4096, 512, 20, 1)
-    beside = replace(plain, loras=GB)
+    beside = replace(plain, loras=LoraBytes(GB))
 
     def more(**plan) -> float:
         config = ParallelConfig(**plan)
@@ -71,6 +72,15 @@ def test_loras_beside_quantized_weights_take_room():
     assert more() == more(ulysses_degree=2, shard_weights=True) == 1
     assert more(tensor_parallel_degree=4) == pytest.approx(0.625)
     assert more(pipefusion_degree=2, num_pipeline_patch=1) == pytest.approx(0.5, abs=0.15)
+    for loras, share in (
+        (LoraBytes(copies=GB), 0.25),
+        (LoraBytes(uncut=GB), 1),
+        (LoraBytes(GB, GB, GB), 1.875),
+    ):
+        beside = replace(plain, loras=loras)
+        assert more(tensor_parallel_degree=4) == pytest.approx(share)
+        assert more() == pytest.approx(loras.total / GB)
+    beside = replace(plain, loras=LoraBytes(GB))
     room = held(FLUX, ParallelConfig(), plain).bytes / GB + 0.5
     machine = replace(L40, memory=(int(room * GB) + RESERVE,) * 2)
     assert choose(Question(FLUX, plain, machine, 2)).one.fits

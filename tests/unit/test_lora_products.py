@@ -16,6 +16,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import lora_fusion, lora_products
 from backend.loading.lokr import LoKr
+from backend.loading.lora_file_bytes import file_bytes
 from backend.loading.lora_keys import lora_stack
 from backend.loading.lora_products import are_products
 from backend.loading.safetensors_files import TensorFiles
@@ -210,6 +211,36 @@ def test_magnitudes_of_columns_need_the_whole(tmp_path):
     rows = adapter(tmp_path, small | {"dora_scale": randn(ROWS, 1).abs()})
     columns = adapter(tmp_path, small | {"dora_scale": randn(1, COLUMNS).abs()})
     assert are_products([rows]) and not are_products([columns])
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "large lokr", "loha", "large loha", "diff"])
+def test_a_file_is_planned_as_it_is_held(kind, tmp_path):
+    """From its header alone, before ranks open it: of a matrix that no other shares, to the byte."""
+    path, files = write(tmp_path)
+    name = "double_blocks.0.img_mlp.0"
+    rows, columns = shallow_flux()[f"{name}.weight"]
+    module = "lora_unet_" + name.replace(".", "_")
+    if kind in files:
+        found = load_file(files[kind])
+        tensors = {key: value for key, value in found.items() if key.startswith(f"{module}.")}
+    elif kind == "large lokr":
+        tensors = {f"{module}.lokr_w1": randn(1, 1), f"{module}.lokr_w2": randn(rows, columns)}
+    elif "loha" in kind:
+        rank = 4 if kind == "loha" else 13
+        tensors = {f"{module}.hada_w{i}_a": randn(rows, rank, seed=i) for i in (1, 2)}
+        tensors |= {f"{module}.hada_w{i}_b": randn(rank, columns, seed=i) for i in (1, 2)}
+    else:
+        tensors = {f"{module}.diff": randn(rows, columns)}
+    save_file(tensors, tmp_path / "one.safetensors")
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), "bf16", "weight only")
+    model, stack = engine.models["tiny"], lora_stack([[str(tmp_path / "one.safetensors"), 1.0]])
+    planned = file_bytes({key: value.shape for key, value in tensors.items()})
+    assert planned == model.lora_bytes_by_kind(stack, whole=True) and planned.total
+    model.weights.fuse(stack)
+    assert model.held_lora_bytes == planned.total
+    wanted = {"lora": "factors", "dora": "factors", "lokr": "uncut", "loha": "factors"}
+    assert getattr(planned, wanted.get(kind, "copies")) == planned.total
 
 
 def test_compiled_blocks_have_no_graphs_of_their_own_for_them(tmp_path, monkeypatch):

@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from without_comfy import on_stand_ins
+
+from backend.lora_bytes import LoraBytes
 
 KINDS = ("diffusion_models", "checkpoints", "diffusers", "loras")
 ENDINGS = {".safetensors", ".sft", ".ckpt", ".pt"}
@@ -94,23 +98,37 @@ def test_ranks_may_load_checkpoints(models):
     )
 
 
-@pytest.mark.parametrize("kind", ["tensor", "lists in lists", "long"])
+def safetensors_header(path, max_size=100 * 1024 * 1024):
+    """As ComfyUI's."""
+    data = Path(path).read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    return None if size > max_size else data[8 : 8 + size]
+
+
+@pytest.mark.parametrize("kind", ["no name", "no shape", "lists in lists", "long", "no safetensors"])
 def test_a_lora_whose_header_is_odd_counts_whole(models, kind, monkeypatch):
     """The ranks refuse it, and say why; nothing fails before, nor is much of it read."""
     folder, module = models
-    tensor = {"up": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+    tensor = {"m.lora_up.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+    tensor |= {"no name": {"up": {}}, "no shape": {"m.diff": {"shape": 4}}}.get(kind, {})
     header = b"[" * 100_000 if kind == "lists in lists" else json.dumps(tensor).encode()
     if kind == "long":
         header += b" " * module.MAX_HEADER_BYTES
-
-    def safetensors_header(path, max_size=100 * 1024 * 1024):
-        """As ComfyUI's."""
-        data = Path(path).read_bytes()
-        size = struct.unpack("<Q", data[:8])[0]
-        return None if size > max_size else data[8 : 8 + size]
-
-    monkeypatch.setattr(module.comfy.utils, "safetensors_header", safetensors_header)
+    monkeypatch.setattr(module.comfy.utils, "safetensors_header", safetensors_header, raising=False)
     data = struct.pack("<Q", len(header)) + header + bytes(16)
-    (folder / "loras" / "lora.safetensors").write_bytes(data)
-    narrow = 8 if kind == "tensor" else 0
-    assert module.lora_size("lora.safetensors") == len(data) - narrow
+    (folder / "loras" / "lora.safetensors").write_bytes(b"none" if kind == "no safetensors" else data)
+    size = (folder / "loras" / "lora.safetensors").stat().st_size
+    assert module.lora_size("lora.safetensors") == LoraBytes(size)
+    assert module.lora_size("another.safetensors") == LoraBytes()
+
+
+def test_a_lora_counts_as_ranks_hold_it(models, monkeypatch):
+    """Two bytes for a number of any width; once for each state of a file."""
+    folder, module = models
+    monkeypatch.setattr(module.comfy.utils, "safetensors_header", safetensors_header, raising=False)
+    path = folder / "loras" / "lora.safetensors"
+    tensors = {"m.lora_up.weight": torch.zeros(64, 4), "m.lora_down.weight": torch.zeros(4, 32)}
+    save_file(tensors, path)
+    assert module.lora_size("lora.safetensors") == LoraBytes(2 * 4 * (64 + 32))
+    monkeypatch.setattr(module.comfy.utils, "safetensors_header", None)
+    assert module.lora_size("lora.safetensors") == LoraBytes(2 * 4 * (64 + 32))

@@ -11,6 +11,7 @@ from backend import gpu_kernels, torch_version
 from backend.client import planning
 from backend.client.model_choice import ModelChoice
 from backend.config import CHOICES, ConfigError, ParallelConfig
+from backend.lora_bytes import LoraBytes
 from backend.parallel.kernel_table import kernel_of, merges
 from backend.planner.auto_config import AutoConfig
 from backend.planner.candidates import candidates
@@ -164,8 +165,8 @@ def test_a_little_doubt_costs_a_little():
 
 def test_loras_of_models_that_take_turns_are_their_own():
     shape = packed(QWEN)
-    request = RequestEstimate(4096, 512, 20, 1, loras=GB, other_loras=2 * GB)
-    own, without = (held(shape, ONE, each).weights for each in (request, replace(request, loras=0)))
+    request = RequestEstimate(4096, 512, 20, 1, loras=LoraBytes(GB), other_loras=LoraBytes(2 * GB))
+    own, without = (held(shape, ONE, each).weights for each in (request, replace(request, loras=LoraBytes())))
     assert own - without == pytest.approx(GB, rel=1e-6)
     both = held(shape, ONE, request, (shape,)).weights - held(shape, ONE, request, ()).weights
     assert both == pytest.approx(without + 2 * GB, rel=1e-6)

@@ -1,0 +1,79 @@
+"""What ranks will hold of a LoRA file next to quantized weights, from its header alone and whatever the
+model: ComfyUI's process plans with it before ranks have opened the file. Ranks count what they hold
+(lora_products.py)."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from ..lora_bytes import LoraBytes
+from .lora_spellings import KEY
+
+#: Role -> shape of a file's tensor.
+Shapes = Mapping[str, Sequence[int]]
+#: Bytes of a number on the ranks, and of a number for each row (DoRA).
+NUMBER, ROW_SCALE = 2, 4
+#: As loading/adapters.py has it: with more numbers than this share of the matrix, it is held as a whole.
+MAX_FACTORS = 0.5
+
+
+def file_bytes(shapes: Mapping[str, Sequence[int]]) -> LoraBytes:
+    """Count what is held of a file with tensors of these ``shapes``, of whose modules each is taken for a
+    quantized matrix of its own."""
+    modules: dict[str, dict] = defaultdict(dict)
+    found = LoraBytes()
+    for key, shape in shapes.items():
+        match = KEY.fullmatch(key)
+        if match is None or match.lastgroup is None:
+            found = found.and_of(LoraBytes(NUMBER * math.prod(shape)))
+        else:
+            modules[match["stem"]][match.lastgroup] = shape
+    for roles in modules.values():
+        found = found.and_of(_held(roles))
+    return found
+
+
+def _held(roles: Shapes) -> LoraBytes:
+    """Count what is held of a module."""
+    if "difference" in roles:
+        shape = roles["difference"]
+        return LoraBytes(copies=NUMBER * math.prod(shape) if len(shape) == 2 else 0)
+    names = ("lokr_w1", "lokr_w2") if any(role.startswith("lokr") for role in roles) else ()
+    lokr = [_factor(roles, name) for name in names]
+    if "hada_w1_a" in roles:
+        rows, columns, _ = _factor(roles, "hada_w1")
+        rank = math.prod(_matrix(roles.get(f"hada_w{i}_b", ()))[0] for i in (1, 2))
+    elif lokr:
+        rows, columns, rank = (one * two for one, two in zip(*lokr))
+    elif {"up", "down"} <= roles.keys():
+        (rows, _), (rank, columns) = _matrix(roles["up"]), _matrix(roles["down"])
+    else:
+        return LoraBytes(NUMBER * sum(math.prod(shape) for shape in roles.values()))
+    most = MAX_FACTORS * rows * columns
+    if lokr and "dora_scale" not in roles:
+        (outer, blocks, _), (height, width, _) = lokr
+        inner = _matrix(roles["lokr_w2_b"])[0] * (height + width) if "lokr_w2_b" in roles else math.inf
+        numbers = outer * blocks + int(min(inner, height * width))
+        if numbers <= most:
+            return LoraBytes(uncut=NUMBER * numbers)
+    is_scaled = "dora_scale" in roles
+    if is_scaled and _matrix(roles["dora_scale"]) != (rows, 1):
+        return LoraBytes(copies=NUMBER * rows * columns)
+    factors = rank * (rows + columns)
+    if "up" not in roles and factors > most:
+        return LoraBytes(copies=NUMBER * rows * columns)
+    return LoraBytes(NUMBER * factors + (ROW_SCALE * rows if is_scaled else 0))
+
+
+def _factor(roles: Shapes, name: str) -> tuple[int, int, int]:
+    """Return rows, columns and inner size of a matrix that is whole, or a product of two."""
+    if name in roles:
+        rows, columns = _matrix(roles[name])
+        return rows, columns, min(rows, columns)
+    rows, _ = _matrix(roles.get(f"{name}_a", ()))
+    inner, columns = _matrix(roles.get(f"{name}_b", ()))
+    return rows, columns, min(rows, columns, inner)
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
