@@ -28,6 +28,7 @@ from .quantization import native_trial
 from .quantization.matmul import capability_of, native_formats
 from .serving.broadcast import ControlChannel
 from .start import linked_file, ready_file, run_and_exit
+from .whole_files import replace_file
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}
@@ -338,10 +339,8 @@ def main():
 
 
 def write(machine: Machine, out: Path):
-    """Write the rates, whole or not at all."""
-    part = out.with_suffix(".part")
-    part.write_text(json.dumps(machine.as_dict()))
-    part.replace(out)
+    """Write the rates."""
+    replace_file(out, json.dumps(machine.as_dict()))
 
 
 if __name__ == "__main__":

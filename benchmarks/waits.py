@@ -34,6 +34,7 @@ from backend.parallel import mesh
 from backend.parent_pipe import be_killed_with_parent, end_with_parent
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks, Denoiser
+from backend.whole_files import replace_file
 
 #: Words of torch's warning (c10/cuda/CUDAFunctions.cpp).
 SYNCHRONIZING = "synchronizing CUDA operation"
@@ -134,9 +135,7 @@ def keep(found: list[dict], path: Path | None):
     """Write what was found so far, whole at any time."""
     if path is None:
         return
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(found))
-    new.replace(path)
+    replace_file(path, json.dumps(found))
 
 
 def main():

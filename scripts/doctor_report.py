@@ -19,6 +19,7 @@ from doctor_facts import Facts
 from doctor_findings import Finding
 
 from backend.client.status import log_of_last_backend
+from backend.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Names that say nothing of anybody, or stand in other words.
@@ -83,9 +84,7 @@ class Report:
         if self.path.exists() and not self.path.is_file() or self.path.is_symlink():  # as /dev/stdout
             self.path.write_text(text, encoding="utf-8")
             return
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(self.path)
+        replace_file(self.path, text)
 
     def close(self, ended: str):
         """Write the file for the last time."""

@@ -16,6 +16,7 @@ from ..models import discrete_schedule
 from ..planner.machine import RequestEstimate, sides_of, tokens_of
 from ..planner.model_shape import ModelShape
 from ..protocol import Loaded, Sample
+from ..whole_files import replace_file
 from .sample_request import CONDITIONING, SampleRequest, check_several, read_json, read_prompt, read_tensors
 
 #: Names under which files hold a latent: ComfyUI's SaveLatent, and ours.
@@ -157,12 +158,9 @@ def write_result(request: SampleRequest, samples: Tensor, stats: dict, shapes: S
         tensors = {LATENTS: samples}
     if path.suffix == ".latent":
         tensors = {"latent_tensor": samples, "latent_format_version_0": torch.empty(0)}
-    part = path.with_name(path.name + ".part")
     try:
-        save_file(tensors, part, about)
-        part.replace(path)
+        replace_file(path, lambda part: save_file(tensors, part, about))
     except (SafetensorError, OSError) as error:
-        part.unlink(missing_ok=True)
         raise ConfigError(
             f"out is {request.out!r}, which cannot be written ({reason(error)}); free space "
             f"there, or choose another path."

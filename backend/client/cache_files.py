@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from ..whole_files import replace_file
+
 #: Changes where what is written has another meaning.
 VERSION = 18
 #: Name below the temporary folder; the user's number follows.
@@ -63,9 +65,7 @@ def write(kind: str, key: list, found: dict):
     path = _path(kind, key)
     written = json.dumps(found)
     try:
-        new = path.with_suffix(f".{os.getpid()}.new")
-        new.write_text(written)
-        new.replace(path)
+        replace_file(path, written)
         _unwritten.pop(path, None)
     except OSError as error:
         if not _unwritten:

@@ -7,7 +7,6 @@ Where there was none, the planner's estimate stands in, by what it has measured 
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 
 import folder_paths
@@ -16,6 +15,7 @@ from ...backend.client import planning
 from ...backend.planner.machine import RequestEstimate, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample
+from ...backend.whole_files import replace_file
 from .handle import ParallelDiT
 from .image_tokens import image_tokens
 
@@ -81,11 +81,9 @@ def remember(digest: str, seconds: float):
     times = _read()
     times[digest] = min(seconds, times.pop(digest, seconds))
     file = path()
-    partial = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dict(list(times.items())[-MAX_REQUESTS:])))
-        os.replace(partial, file)
+        replace_file(file, json.dumps(dict(list(times.items())[-MAX_REQUESTS:])))
     except OSError as error:  # a full disk must not cost the latent that was just computed
         logging.warning("parallel-dit: %s cannot be written (%s)", file, error)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...backend.client.private_folder import PrivateFolder, private_folder
 from ...backend.errors import reason
 from ...backend.protocol import RefusedError
+from ...backend.whole_files import replace_file
 
 #: In front of a weight's name in ComfyUI's model.
 PREFIX = "diffusion_model."
@@ -143,17 +144,14 @@ def _saved(tensors: dict[str, Tensor]) -> str:
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return str(path)
     path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner of old temporary files may have been here
-    part = path.with_suffix(".part")
+    values = {name: value.contiguous() for name, value in tensors.items()}
     try:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, part)
-        os.replace(part, path)
+        replace_file(path, functools.partial(save_file, values))
     except (SafetensorError, OSError) as error:  # the disk is full
         raise RefusedError(
-            f"A LoRA of ComfyUI's loader could not be handed to the ranks: {part.parent} cannot be written "
+            f"A LoRA of ComfyUI's loader could not be handed to the ranks: {path.parent} cannot be written "
             f"({reason(error)}); make room there, or set TMPDIR to a folder of another disk."
         ) from None
-    finally:
-        part.unlink(missing_ok=True)
     _remove_oldest(path)
     return str(path)
 

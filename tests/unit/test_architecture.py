@@ -31,6 +31,7 @@ LAYERS = [
     "backend.opaque_ops",
     "backend.units",
     "backend.lora_bytes",
+    "backend.whole_files",
     "backend.config",
     "backend.protocol",
     "backend.models",
@@ -63,6 +64,7 @@ SHARED_FILES = (
     *("backend.shares", "backend.cgroup_limits", "backend.gpu_sharing", "backend.torch_version"),
     *("backend.dequantized_cache", "backend.install_command", "backend.units", "backend.lora_bytes"),
     "backend.loading.lora_file_bytes",
+    "backend.whole_files",
 )
 STDLIB_ONLY = (
     "backend.config",
@@ -90,6 +92,7 @@ STDLIB_ONLY = (
     "backend.units",
     "backend.lora_bytes",
     "backend.loading.lora_file_bytes",
+    "backend.whole_files",
     "backend.loading.model_key",
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",

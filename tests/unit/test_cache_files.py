@@ -44,7 +44,7 @@ def test_a_machine_is_measured_once_where_the_cache_cannot_be_written(place, mon
 
 
 def test_or_where_the_disk_is_full(tmp_path, monkeypatch, caplog):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
