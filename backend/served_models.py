@@ -1,6 +1,7 @@
 """The models of a backend that serves several clients, and which of them leave once nobody uses them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from . import start
 from .loading.checkpoint import Checkpoint
@@ -10,13 +11,20 @@ from .sampling.model_runner import LoadedModel
 from .serving.named_models import NamedModels
 
 
+class ServedFile(NamedTuple):
+    """Where a model was loaded from, and its checkpoint (opened, not loaded): requests are planned by it."""
+
+    path: str
+    checkpoint: Checkpoint
+
+
 class ServedModels(Worker):
     """Rank 0 as far as it knows who has loaded what."""
 
     def __init__(self, begun: start.Start):
         super().__init__(begun)
-        #: Loaded model -> its path, and its checkpoint (opened, not loaded) from which requests are planned.
-        self.files: dict[str, tuple[str, Checkpoint]] = {}
+        #: Of every loaded model.
+        self.files: dict[str, ServedFile] = {}
         #: Client -> the models that it has loaded.
         self.named = NamedModels()
 
@@ -54,6 +62,6 @@ class ServedModels(Worker):
 
     def _unload_all(self, keys: Sequence[str], why: str):
         for key in keys:
-            print(f"{self.files[key][0]} leaves: {why}.")
+            print(f"{self.files[key].path} leaves: {why}.")
             self.control.broadcast(unload := Unload(key))
             self.unload(unload)

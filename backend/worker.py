@@ -48,7 +48,7 @@ from .rank_plan.request_size import planned_config, size_of
 from .sampling.model_runner import LoadedModel
 from .sampling.step_loop import Callbacks, RequestCancelled
 from .sampling.validation import refusing
-from .served_models import ServedModels
+from .served_models import ServedFile, ServedModels
 from .serving.job_queue import CANCELLABLE, Job
 from .serving.progress import Previews, load_progress, progress
 from .serving.server import Server
@@ -73,7 +73,8 @@ class Leader(ServedModels):
 
     def _models(self) -> dict[str, str]:
         loaded = self.engine.models.keys() - self.engine.lora_stacks.keys()
-        return {key: self.files.get(key, ("",))[0] for key in loaded}  # one look: other threads call it
+        files = {key: self.files.get(key) for key in loaded}  # one look: other threads call it
+        return {key: file.path if file else "" for key, file in files.items()}
 
     def _of_rank(self, rank: int) -> dict:
         """Return what Report.ranks says of a rank's models and last steps, from any thread."""
@@ -177,7 +178,7 @@ class Leader(ServedModels):
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return
             if key in self.engine.models:
-                self.files[key] = message.path, checkpoint
+                self.files[key] = ServedFile(message.path, checkpoint)
             self.run(job)  # the LoRAs of what is loaded, or what refuses it by what the ranks have learnt
 
         return act
@@ -214,7 +215,7 @@ class Leader(ServedModels):
         """Return the checkpoint of a loaded model. Raises UnsupportedError."""
         base = model.partition(LORAS)[0]
         self.engine.loaded(base)
-        return self.files[base][1]
+        return self.files[base].checkpoint
 
     def plan(self, job: Job, message: Sample | ModelCall) -> Planned:
         """Plan a checked request. Raises UnsupportedError."""

@@ -9,6 +9,7 @@ at the node that does it where that can be.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from comfy_api.latest import io
 
 from ..backend.client.argument_cache import ArgumentCache
 from ..backend.client.pool import Backend
-from ..backend.client.room import Room
 from ..backend.config import ParallelConfig
 from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
@@ -133,20 +133,28 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     return patcher
 
 
+@dataclass
+class OnRanks:
+    """A backend, the model there, and the handle under its plan. models: those that a guider samples with,
+    which stay where room is made. sizes: of calls for which ComfyUI has made room."""
+
+    backend: Backend
+    loaded: Loaded
+    dit: ParallelDiT
+    models: tuple = ()
+    sizes: set[str] = field(default_factory=set)
+
+
 class RemoteTransformer(ElsewhereModule):
     """Called by ComfyUI in place of a transformer; the ranks compute its output."""
 
     def __init__(self, dit: ParallelDiT, dtype: torch.dtype, attributes: dict):
         super().__init__(dtype, attributes)
         self.dit = dit
-        #: While a sampling runs: its backend, the model there, and the handle under its plan.
-        self.held: tuple[Backend, Loaded, ParallelDiT] | None = None
+        #: What the sampling that runs holds; None outside of one.
+        self.sampling: OnRanks | None = None
         #: The handle of the MODEL that samples, with its LoRAs; None outside of a sampling.
         self.sampled: ParallelDiT | None = None
-        #: Sizes of calls for which ComfyUI has made room in this sampling; None outside of one.
-        self.asked: set | None = None
-        #: The MODELs that a guider samples with, which stay where room is made.
-        self.used: tuple = ()
         self.cached_arguments = ArgumentCache()
         #: A flow model's timestep, as ComfyUI makes it, over its noise level.
         self.time_scale = 1.0
@@ -184,22 +192,21 @@ class RemoteTransformer(ElsewhereModule):
         """Hold one live backend, and its plan, for a whole sampling; if it ends, so does the sampling."""
         guider = executor.class_obj
         size = (kwargs.get("latent_shapes") or [noise.shape])[0]
-        before = self.held, self.asked, self.used
+        before = self.sampling
         if callback:
             callback = tolerate_preview_oom(callback, NodeStatus())
         args = (denoise_mask, callback, *args)
         with errors_on_node(), one_plan(guider.model_patcher.dit, guider, size, len(sigmas) - 1) as dit:
-            self.held = (*ensure_loaded(dit), dit)
-            self.asked = set()
+            backend, loaded = ensure_loaded(dit)
             second = getattr(guider, "uncond_model_patcher", None)
-            self.used = (guider.model_patcher, *([second] if second is not None else []))
+            models = (guider.model_patcher, *([second] if second is not None else []))
+            self.sampling = OnRanks(backend, loaded, dit, models=models)
             try:
                 # between two calls it may pause, and a preview's VAE may want room
-                with self.held[0].users.one(), rank_weights_stay():
+                with backend.users.one(), rank_weights_stay():
                     return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
             finally:
-                backend = self.held[0]
-                self.held, self.asked, self.used = before
+                self.sampling = before
                 backend.release(host_room(), comfy.model_management.throw_exception_if_processing_interrupted)
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
@@ -216,7 +223,8 @@ class RemoteTransformer(ElsewhereModule):
     def _call(self, x, timestep, context=None, transformer_options=None, **arguments):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
-        backend, loaded, dit = self.held or self._as_running()
+        on_ranks = self.sampling or self._as_running()
+        backend, loaded, dit = on_ranks.backend, on_ranks.loaded, on_ranks.dit
         arguments = {"c_crossattn": context, **arguments}
         values = {name: value for name, value in arguments.items() if value is not None}
         family = family_named(loaded)
@@ -239,10 +247,10 @@ class RemoteTransformer(ElsewhereModule):
         output = self._output(backend, dit, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 
-    def _as_running(self) -> tuple[Backend, Loaded, ParallelDiT]:
-        """Return what ``held`` is within a sampling, for a call without one or in that of another MODEL."""
+    def _as_running(self) -> OnRanks:
+        """Return what a sampling holds, for a call without one or in that of another MODEL."""
         dit = as_running(self.sampled or self.dit)
-        return *ensure_loaded(dit, make_room=False), dit
+        return OnRanks(*ensure_loaded(dit, make_room=False), dit)
 
     def _output(self, backend: Backend, dit: ParallelDiT, call: ModelCall) -> torch.Tensor:
         with NodeStatus() as status:
@@ -273,24 +281,24 @@ class RemoteTransformer(ElsewhereModule):
         """Return the result of the shortened call, and whether the ranks cache what it left out. The
         first call of a size in a sampling asks ComfyUI for room: areas and longer prompts may come later."""
         found = []
+        sampling = self.sampling
         size = (*call.latent_shapes, *sorted((name, value.shape) for name, value in call.tensors.items()))
-        asks = self.asked is not None and str(size) not in self.asked
+        room = None
+        if sampling is not None and str(size) not in sampling.sizes:
+            room = host_room().keeping(entries_to_keep(backend, dit.choice, sampling.models))
         sample = partial(
             backend.sample,
             self.cached_arguments.shortened(call),
             should_cancel=partial(status.interrupted, backend=backend),
             meanwhile=lambda: found.append(self.cached_arguments.holds()),
-            room=self._room(backend, dit) if asks else None,
+            room=room,
         )
+        asks = room is not None
         result = run_evicting_models(backend, dit.choice, lambda all_ranks: sample(all_ranks=all_ranks), asks)
         # ranks that miss cached arguments have not looked at their memory
-        if self.asked is not None and result is not None and "missing" not in result.stats:
-            self.asked.add(str(size))
+        if sampling is not None and result is not None and "missing" not in result.stats:
+            sampling.sizes.add(str(size))
         return result, all(found)
-
-    def _room(self, backend: Backend, dit: ParallelDiT) -> Room:
-        """Return the room that ComfyUI makes for a sampling."""
-        return host_room().keeping(entries_to_keep(backend, dit.choice, self.used))
 
     def _check_options(self, control, options: dict[str, Any]):
         if control is not None:

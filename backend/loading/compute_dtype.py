@@ -58,6 +58,6 @@ def chosen_dtype(
 def default_dtype(checkpoint: Checkpoint, device: torch.device, capability: Capability) -> torch.dtype:
     """Return the type in which ``checkpoint`` is computed on ``device`` by default."""
     found = (checkpoint.files.quantization(key) for key in checkpoint.read_keys)
-    is_quantized = any(each is not None and each[0] is not PLAIN_FLOAT8 for each in found)
+    is_quantized = any(each is not None and each.format is not PLAIN_FLOAT8 for each in found)
     stored = None if is_quantized else checkpoint.dtype
     return compute_dtype(stored, checkpoint.family.build.dtypes, fast_dtypes(device, capability))

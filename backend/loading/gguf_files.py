@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, quoted, reason
 from ..install_command import install_command
 from ..models.key_layout import Shapes
-from ..quantization.formats import Format, Settings
+from ..quantization.formats import Quantization
 from ..quantization.gguf_blocks import gguf_format, has_finite_scales
 from ..quantization.packed import Packed
 from .gguf_header import check_gguf
@@ -44,9 +44,9 @@ class Stored:
         return self.kind not in PLAIN and len(self.shape) == 2 and self.shape[1] % self.block == 0
 
     @property
-    def quantization(self) -> tuple[Format, Settings]:
+    def quantization(self) -> Quantization:
         """Its format, and what the file says of it."""
-        return gguf_format(self.kind), {"format": self.kind}
+        return Quantization(gguf_format(self.kind), {"format": self.kind})
 
 
 class GGUFFile:
@@ -107,7 +107,7 @@ class GGUFFile:
         values = {"values": upload(blocks.flatten(1), device)}
         return Packed(*stored.quantization, values, (hi - lo) * stored.block, (kept,))
 
-    def quantization(self, key: str) -> tuple[Format, Settings] | None:
+    def quantization(self, key: str) -> Quantization | None:
         """Implement Weights.quantization."""
         stored = self._stored[key]
         return stored.quantization if stored.is_matrix else None

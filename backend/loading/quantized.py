@@ -1,7 +1,7 @@
 """ComfyUI's quantized layers, values of few bits with their scales, read as they are stored or as the weights
 that they stand for."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, quoted
 from ..models.key_layout import ALWAYS_UNREAD, Shapes
 from ..models.patterns import matches
-from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Format, scale_group
+from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Quantization, scale_group
 from ..quantization.packed import Packed
 from .mapped_file import DTYPES
 from .quantized_layers import (
@@ -147,10 +147,10 @@ class QuantizedFiles:
         layer = self._matrix(key)
         return None if layer is None else self._packed(layer, rows, columns, device)
 
-    def quantization(self, key: str) -> tuple[Format, Mapping] | None:
+    def quantization(self, key: str) -> Quantization | None:
         """Implement Weights.quantization."""
         layer = self._matrix(key)
-        return None if layer is None else (layer.format, layer.settings)
+        return None if layer is None else Quantization(layer.format, layer.settings)
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """Implement Weights.stored_sizes."""

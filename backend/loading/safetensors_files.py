@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, quoted
 from ..models.key_layout import Shapes
 from ..protocol import tensor_body
-from ..quantization.formats import Format, Settings
+from ..quantization.formats import Quantization
 from ..quantization.packed import Packed
 from .allowed_folders import ANYWHERE, Folders
 from .header_limits import check_header_sizes, check_names, shards
@@ -62,7 +62,7 @@ class Weights(Protocol):
         """Read rows and columns of a quantized matrix as they are stored; None for what is none."""
         ...
 
-    def quantization(self, key: str) -> tuple[Format, Settings] | None:
+    def quantization(self, key: str) -> Quantization | None:
         """Return the format of a quantized matrix, and what the file says of it; None for what is none."""
         ...
 

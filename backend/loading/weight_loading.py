@@ -97,7 +97,13 @@ def matrices(
             heights = (rows,) if shard is None else shard.heights
             edges = () if shard is None else shard.edges
             own = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-            found[name] = Matrix(*quantization, heights, edges or (0, columns), own)
+            found[name] = Matrix(
+                format=quantization.format,
+                settings=quantization.settings,
+                rows=heights,
+                edges=edges or (0, columns),
+                dtype=own,
+            )
     return found
 
 
@@ -108,7 +114,7 @@ def column_units(checkpoint: "Checkpoint") -> dict[str, int]:
         if name.endswith(".weight") and not source.shape:
             quantization = checkpoint.files.quantization(checkpoint.key(source))
             if quantization is not None:
-                found[name.removesuffix(".weight")] = column_unit(*quantization)
+                found[name.removesuffix(".weight")] = column_unit(quantization.format, quantization.settings)
     return found
 
 

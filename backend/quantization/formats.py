@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,13 @@ class Format:
     tiles: tuple[str, ...] = ()
     #: What it takes to dequantize with the format's usual settings (effort_of).
     effort: Effort = Effort(7.0, 3, 0.0)
+
+
+class Quantization(NamedTuple):
+    """A quantized matrix's format, and what its file says of it."""
+
+    format: Format
+    settings: Settings
 
 
 def _float8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..quantization.formats import Format, Settings, effort_of
+from ..quantization.formats import Quantization, effort_of
 from ..quantization.kernels import Kernel, MatmulChoice, chunk_bytes
 from ..quantization.packed import rows_at_once
 
@@ -122,15 +122,15 @@ def _held(
     if quantization is None:  # of a file that is plain: what is stored, and what it stands for
         moved = plain + sum(size.bytes for size in packed)
         return HeldParameter(module, block, packed, own_dtype, unpacked=plain, moved=moved, **native)
-    effort = _dequantizing(local_shape, *quantization, own_dtype)
+    effort = _dequantizing(local_shape, quantization, own_dtype)
     return HeldParameter(module, block, packed, own_dtype, unpacked=plain, **effort, **native)
 
 
-def _dequantizing(shape: torch.Size, form: Format, settings: Settings, dtype: torch.dtype) -> dict[str, int]:
+def _dequantizing(shape: torch.Size, quantization: Quantization, dtype: torch.dtype) -> dict[str, int]:
     """Return what it takes to dequantize a weight once (HeldParameter)."""
     rows, columns = shape
-    effort = effort_of(form, settings, dtype)
-    step = rows_at_once(form, columns)
+    effort = effort_of(quantization.format, quantization.settings, dtype)
+    step = rows_at_once(quantization.format, columns)
     return {
         "moved": round(rows * columns * effort.moved),
         "kernels": -(-rows // step) * effort.kernels,

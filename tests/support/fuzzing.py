@@ -18,6 +18,7 @@ from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome, framing
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
+from backend.served_models import ServedFile
 from backend.serving.job_queue import JobQueue
 from backend.serving.named_models import NamedModels
 from backend.serving.server import Connection
@@ -63,7 +64,8 @@ class Rank0(Leader):
         self.engine.load(self.model, path, "default")
         self.path = path
         self.admission = Admission(ParallelConfig(), self, self.engine.memory)
-        self.files, self.reports = {self.model: (path, engine.open_checkpoint(path))}, {self.model: []}
+        self.files = {self.model: ServedFile(path, engine.open_checkpoint(path))}
+        self.reports = {self.model: []}
         self.named = NamedModels()
         welcome = Welcome(1, "cpu", ParallelConfig().degrees, [0])
         self.server = SimpleNamespace(

@@ -8,6 +8,7 @@ import pytest
 from backend import worker
 from backend.admission import InsufficientMemory
 from backend.protocol import LORAS, Failure, Load, Ping, Release, Result, Sample, Shutdown, Unload
+from backend.served_models import ServedFile
 from backend.serving.job_queue import Job
 from backend.serving.named_models import NamedModels
 from backend.serving.server import Connection
@@ -25,7 +26,7 @@ class Ranks(Leader):
     """Rank 0, alone, with ``models`` loaded; a Sample has room beside ``room`` of them."""
 
     def __init__(self, models: list[str], room: int):
-        self.files = {model: (f"/{model}", None) for model in models}
+        self.files = {model: ServedFile(f"/{model}", cast(Any, None)) for model in models}
         self.named, self.room = NamedModels(), room
         self.mesh = SimpleNamespace(world_size=1)
         held = {model: SimpleNamespace(parked_on=frozenset()) for model in models}

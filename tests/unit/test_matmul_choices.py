@@ -237,7 +237,7 @@ def test_scales_of_inputs_are_read(folder, state):
         packed = files.packed(f"{name}.weight", slice(3, 9))
         assert packed.tensors["input_scale"].tolist() == [0.25]
         assert bool(packed.settings.get("full_precision_matrix_mult")) == is_precise
-        _, settings = files.quantization(f"{name}.weight")
+        settings = files.quantization(f"{name}.weight").settings
         assert settings == packed.settings and settings["scales"] == 1
 
 
