@@ -271,7 +271,17 @@ class Admission:
         for rank, (free, cached, is_ready, loras, *_) in enumerate(rows):
             least, likely = of_ranks[2 * rank : 2 * rank + 2]
             need = Need(least + loras, likely + loras)
-            rooms.append(RankRoom(rank, self.names[rank], need, free, cached, bool(is_ready), loras))
+            rooms.append(
+                RankRoom(
+                    rank=rank,
+                    memory=self.names[rank],
+                    need=need,
+                    free=free,
+                    cached=cached,
+                    ready=bool(is_ready),
+                    loras=loras,
+                )
+            )
         return rooms
 
 

@@ -66,7 +66,17 @@ def check_before_start(
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
         cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))  # ranks choose alike (Matrix)
         choices = choose_all(checkpoint.name, matrices(checkpoint, cuts), matmul, where, capability)
-        work = Workload(config, checkpoint, IMAGE_TOKENS, TEXT_TOKENS, 1, 1, dtype, 1, choices)
+        work = Workload(
+            config=config,
+            checkpoint=checkpoint,
+            image_tokens=IMAGE_TOKENS,
+            text_tokens=TEXT_TOKENS,
+            batch=1,
+            prompts_per_rank=1,
+            dtype=dtype,
+            calls=1,
+            choices=choices,
+        )
         check_memory(work, device, memory or [])
         check_scales(checkpoint)
 

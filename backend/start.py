@@ -81,7 +81,15 @@ def begin() -> Start:
     # the file is of one machine
     meeting = store if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else None
     folders = Folders.of(options.models)
-    return Start(options.address, config, _device(config), token, meeting, folders, beats)
+    return Start(
+        address=options.address,
+        config=config,
+        device=_device(config),
+        token=token,
+        store=meeting,
+        folders=folders,
+        beats=beats,
+    )
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -67,7 +67,14 @@ class Leader(ServedModels):
         names = self.admission.names
         config = begun.config
         degrees = config.degrees
-        welcome = Welcome(config.world_size, begun.device, degrees, self.pids, names, config.of_ranks)
+        welcome = Welcome(
+            world_size=config.world_size,
+            device=begun.device,
+            degrees=degrees,
+            pids=self.pids,
+            devices=names,
+            settings=config.of_ranks,
+        )
         self.beats = begun.beats
         self.server = Server(begun.address, begun.token, welcome, self._models, self._of_rank, self.machines)
 

@@ -67,7 +67,13 @@ class Case:
 
     def request(self, text: int) -> RequestEstimate:
         """As the planner gets it."""
-        return RequestEstimate(self.side**2 // 4, text, self.steps, 2 if self.guided else 1, self.batch)
+        return RequestEstimate(
+            image_tokens=self.side**2 // 4,
+            text_tokens=text,
+            steps=self.steps,
+            prompts=2 if self.guided else 1,
+            batch=self.batch,
+        )
 
     def sample(self, model: str, text: int) -> Sample:
         """As the ranks get it."""
@@ -91,7 +97,7 @@ QUICK = (Case(8, 8, True), Case(8, 2, False, batch=2))
 
 def options_of(case: Case, shape, machine: Machine, ranks: int, text: int) -> list[Option]:
     """Estimate one rank and every plan of ``ranks``."""
-    question = Question(shape, case.request(text), machine, ranks)
+    question = Question(shape=shape, request=case.request(text), machine=machine, gpus=ranks)
     return [option for option in question.options() if option.plan.world_size in (1, ranks)]
 
 

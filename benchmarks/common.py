@@ -127,7 +127,9 @@ def request(
         tensors[f"{branch}.y"] = torch.randn(1, config["pooled_projection_dim"], generator=generator)
         if config["guidance_embeds"]:
             tensors[f"{branch}.guidance"] = torch.full((1,), 3.5)
-    return Sample("model", "euler", 4.0 if guided else 1.0, 0, tensors=tensors, **settings)
+    return Sample(
+        model="model", sampler="euler", cfg=4.0 if guided else 1.0, seed=0, tensors=tensors, **settings
+    )
 
 
 # ---------------------------------------------------------------------- ranks

@@ -47,7 +47,7 @@ def request(steps: int, cfg: float) -> Sample:
         encoded = [shapes.encode_prompt(prompt) for prompt in prompts]
         tensors[f"{branch}.c_crossattn"] = torch.cat([text for text, _ in encoded])
         tensors[f"{branch}.y"] = torch.cat([pooled for _, pooled in encoded])
-    return Sample("demo", "euler", cfg, 1, tensors=tensors)
+    return Sample(model="demo", sampler="euler", cfg=cfg, seed=1, tensors=tensors)
 
 
 def psnr(samples: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,18 @@ def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Ro
     """Read one dry run."""
     checkpoint = model(golden).checkpoint
     size = model(golden).size
-    request = (size.image_tokens, size.text_tokens, 1, 1)
-    work = Workload(ParallelConfig(), checkpoint, *request, torch.bfloat16, 1, {}, latents=size.latents)
+    work = Workload(
+        config=ParallelConfig(),
+        checkpoint=checkpoint,
+        image_tokens=size.image_tokens,
+        text_tokens=size.text_tokens,
+        batch=1,
+        prompts_per_rank=1,
+        dtype=torch.bfloat16,
+        calls=1,
+        choices={},
+        latents=size.latents,
+    )
     unit = (size.image_tokens + size.text_tokens) * unit_bytes(work)
     plan = plans_of(golden, method, ranks)[rank]
     sp = ranks if method in ("ulysses", "ring") else 1

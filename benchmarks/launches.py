@@ -108,7 +108,7 @@ def mesh_of(config: ParallelConfig, rank: int) -> Mesh:
     sp = axes["ring"] if axes["ring"].size > 1 else axes["ulysses"]
     if axes["ring"].size > 1 and axes["ulysses"].size > 1:
         sp = axis_of("sp", ranks[(*here[:3], slice(None), slice(None), here[5])].flatten().tolist(), rank)
-    alone = Axis(None, 0, 1, (rank,))
+    alone = Axis(group=None, rank=0, size=1, ranks=(rank,))
     grid = {"tp_inputs": alone, "tp_outputs": alone, "weights": None, "control": None}
     return Mesh(META, rank, config.world_size, **axes, sp=sp, edges=edges_of(config, axes["pp"]), **grid)
 
@@ -116,7 +116,7 @@ def mesh_of(config: ParallelConfig, rank: int) -> Mesh:
 def axis_of(name: str, ranks: list[int], rank: int) -> Axis:
     """Return the place of ``rank`` in a group with a name."""
     group = f"{name}:{','.join(map(str, ranks))}" if len(ranks) > 1 else None
-    return Axis(cast(Any, group), ranks.index(rank), len(ranks), tuple(ranks))
+    return Axis(group=cast(Any, group), rank=ranks.index(rank), size=len(ranks), ranks=tuple(ranks))
 
 
 def edges_of(config: ParallelConfig, pp: Axis) -> Edges:
@@ -156,9 +156,27 @@ def load(
     stage = None
     if config.world_size > 1 or family.cache.static_text:
         stage = Stage(transformer, family, mesh, blocks)
-    report = LoadReport(mesh.rank, mesh.pp.rank, (blocks.start, blocks.stop), 0, 0, 0, 0, 0.0)
+    report = LoadReport(
+        rank=mesh.rank,
+        stage=mesh.pp.rank,
+        blocks=(blocks.start, blocks.stop),
+        bytes_read=0,
+        file_bytes=0,
+        weight_bytes=0,
+        peak_bytes=0,
+        seconds=0.0,
+    )
     weights = cast(Any, SimpleNamespace(checkpoint=checkpoint))
-    return LoadedModel(transformer, torch.bfloat16, stage, report, False, cache, weights, {})
+    return LoadedModel(
+        transformer=transformer,
+        dtype=torch.bfloat16,
+        stage=stage,
+        report=report,
+        sharded=False,
+        cache=cache,
+        weights=weights,
+        choices={},
+    )
 
 
 def request_of(family: str, batch: int = 1, steps: int = STEPS) -> Sample:
@@ -231,7 +249,14 @@ def measure(family: str, method: str, timing: bool = True) -> tuple[Launches, di
             timed = run(family, config, rank, Clock())
             microseconds = max(microseconds, timed.seconds / timed.calls * 1e6)
     total = sum(waits.values())
-    return Launches(family, method, total, round(device, 1), round(host, 1), round(microseconds)), waits
+    return Launches(
+        family=family,
+        method=method,
+        waits=total,
+        device_ops=round(device, 1),
+        cpu_ops=round(host, 1),
+        host_us=round(microseconds),
+    ), waits
 
 
 def stored() -> dict[str, dict[str, list[float]]]:

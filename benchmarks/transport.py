@@ -75,7 +75,12 @@ def connected(path: str) -> socket.socket:
 
 def round_trips(sock: socket.socket, shape: tuple, count: int) -> list[float]:
     """Milliseconds of each round trip of a float32 latent; the first, which warms up, is left out."""
-    message, found = protocol.Sample("model", "euler", 1.0, 0, tensors={"noise": torch.randn(shape)}), []
+    message, found = (
+        protocol.Sample(
+            model="model", sampler="euler", cfg=1.0, seed=0, tensors={"noise": torch.randn(shape)}
+        ),
+        [],
+    )
     for _ in range(count + 1):
         began = time.perf_counter()
         framing.send(sock, message)

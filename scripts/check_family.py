@@ -114,10 +114,10 @@ def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
         }
     )
     return Sample(
-        "model",
-        "euler",
-        3.0,
-        0,
+        model="model",
+        sampler="euler",
+        cfg=3.0,
+        seed=0,
         num_pipeline_patch=config.num_pipeline_patch,
         latent_shapes=shapes,
         tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **conditioning},

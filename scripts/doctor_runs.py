@@ -267,7 +267,15 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
     backend = lab.backend(config)
     shape = list(sample.tensors["noise"].shape[1:])
     model = backend.models[ModelChoice(str(path))]
-    described = backend.describe(protocol.Describe(model, shape, lab.size.text, 1, config.num_pipeline_patch))
+    described = backend.describe(
+        protocol.Describe(
+            model=model,
+            latent=shape,
+            text_tokens=lab.size.text,
+            prompts=1,
+            num_pipeline_patch=config.num_pipeline_patch,
+        )
+    )
     planned = [rank["device_bytes"] for rank in described.ranks]
     over = max(found - plan for found, plan in zip(most, planned))
     each = ", ".join(f"rank {i} {gb(m)} (planned {gb(p)})" for i, (m, p) in enumerate(zip(most, planned)))

@@ -130,7 +130,7 @@ def mesh_of(config: ParallelConfig, rank: int) -> Mesh:
     sizes = {"dp": 1, **config.degrees}
     place = [int(each[0]) for each in (layout(config) == rank).nonzero(as_tuple=True)]
     axes = {
-        name: Axis(None, where, sizes[name], tuple(range(sizes[name])))
+        name: Axis(group=None, rank=where, size=sizes[name], ranks=tuple(range(sizes[name])))
         for name, where in zip(config.degrees, place)
     }
     return replace(single(), rank=rank, world_size=config.world_size, **axes)

@@ -43,7 +43,7 @@ def request(model: str, prompt: str, steps: int, cfg: float, seed: int) -> Sampl
     tensors = {"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas}
     for branch, text in (("positive", prompt), ("negative", "")):
         tensors[f"{branch}.c_crossattn"], tensors[f"{branch}.y"] = shapes.encode_prompt(text)
-    return Sample(model, "euler", cfg, seed, tensors=tensors)
+    return Sample(model=model, sampler="euler", cfg=cfg, seed=seed, tensors=tensors)
 
 
 def show(progress):

@@ -48,7 +48,13 @@ def planned_request(request: SampleRequest, shape: ModelShape) -> RequestEstimat
     text = prompt["c_crossattn"].shape[1] if "c_crossattn" in prompt else 0
     steps = len(request.sigmas) - 1 if request.sigmas else request.steps
     prompts = 1 if request.cfg == 1.0 else 2
-    return RequestEstimate(tokens_of(sides_of(size), shape.patch), text, max(1, steps), prompts, batch)
+    return RequestEstimate(
+        image_tokens=tokens_of(sides_of(size), shape.patch),
+        text_tokens=text,
+        steps=max(1, steps),
+        prompts=prompts,
+        batch=batch,
+    )
 
 
 def _first_size(request: SampleRequest) -> tuple[list[int], int]:

@@ -46,7 +46,10 @@ def main(arguments: list[str]) -> int:
     token = own_token(options.token_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     machines = Machines(
-        options.nnodes, options.node_rank, options.rdzv_endpoint, options.interface
+        count=options.nnodes,
+        index=options.node_rank,
+        endpoint=options.rdzv_endpoint,
+        interface=options.interface,
     ).validate()
     leads = machines.index == 0
     if not leads and (options.address or options.config != "{}"):

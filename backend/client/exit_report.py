@@ -156,7 +156,12 @@ def _recorded_errors(folder: Path, first_rank: int):
         except ValueError:  # the rank was killed while it wrote
             continue
         seconds = float(record["extraInfo"]["timestamp"])
-        yield RankFailure(first_rank + int(path.parent.name), 1, _one_line(record["message"]), seconds)
+        yield RankFailure(
+            rank=first_rank + int(path.parent.name),
+            code=1,
+            error=_one_line(record["message"]),
+            seconds=seconds,
+        )
 
 
 def _words(folder: Path, local_rank: int, code: int) -> str:

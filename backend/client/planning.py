@@ -119,7 +119,7 @@ def _ranks(
     held = tuple(shape for each, shape in shapes if each in running.models)
     rate = question.swaps.file or FILE_RATE
     rate = math.inf if question.machine.on_host else rate  # a host maps files
-    return Ranks(now, held, last.regret, rate)
+    return Ranks(plan=now, held=held, regret=last.regret, rate=rate)
 
 
 def _as_planned(config: ParallelConfig) -> bool:
@@ -147,7 +147,9 @@ def _remember(
     regret = choice.regret
     if request.then is not None:
         regret = dict(ranks.regret) if ranks and ranks.plan.same_weights(choice.plan) else {}
-    _history.last = LastPlan(auto, choice.plan, regret, models if choice.option.swap_seconds else ())
+    _history.last = LastPlan(
+        auto=auto, plan=choice.plan, regret=regret, turns=models if choice.option.swap_seconds else ()
+    )
 
 
 def or_leanest(auto: AutoConfig, estimate: EstimateOf, run: Callable[[AutoConfig, EstimateOf], Ran]) -> Ran:
@@ -273,8 +275,17 @@ def question_of(
     tokens = asked.image_tokens * asked.batch
     left = _history.left_after(devices, tokens) if device == "cuda" else ()
     swaps = WeightSwaps(host, file, left)
-    known = (shapes[0], asked, machine, len(devices), auto.base, tuple(shapes[1:]))
-    question = Question(*known, auto.rank_shares, swaps, may_cache_dequantized())
+    question = Question(
+        shape=shapes[0],
+        request=asked,
+        machine=machine,
+        gpus=len(devices),
+        base=auto.base,
+        others=tuple(shapes[1:]),
+        shares=auto.rank_shares,
+        swaps=swaps,
+        caches_dequantized=may_cache_dequantized(),
+    )
     if machine.differs:
         models = (model, *others)
         found = measurements.shapes_of_first(models, device, devices, tuple(shapes), check, show)
@@ -295,7 +306,11 @@ def projected(config: ParallelConfig, model: ModelChoice, request: EstimateOf) -
     shape, machine = found
     machine = replace(machine, memory=measurements.usual_memory(device, indices))
     question = Question(
-        shape, request(shape), machine, len(indices), caches_dequantized=may_cache_dequantized()
+        shape=shape,
+        request=request(shape),
+        machine=machine,
+        gpus=len(indices),
+        caches_dequantized=may_cache_dequantized(),
     )
     return question.option(ParallelConfig()).seconds / question.option(config).seconds
 

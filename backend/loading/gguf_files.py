@@ -178,5 +178,5 @@ def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
             )
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         own = data[tensor.data_offset : tensor.data_offset + tensor.n_bytes]
-        found[tensor.name] = Stored(kind, shape, own, block, size)
+        found[tensor.name] = Stored(kind=kind, shape=shape, data=own, block=block, size=size)
     return found, strings

@@ -190,5 +190,5 @@ def _add(found, layout, parameters, file_name, targets):
                 next_row = row + parameters[target + leaf][0]
                 end = None if len(targets) == 1 else next_row
                 swap = target in layout.swapped
-                found[target + leaf] = Source(file_name + leaf, row, end, swap)
+                found[target + leaf] = Source(key=file_name + leaf, lo=row, hi=end, swap=swap)
                 row = next_row

@@ -178,7 +178,10 @@ class QuantizedFiles:
         if layer is None and self.files.stored(key) in FLOAT8:
             settings = {"format": FLOAT8[self.files.stored(key)]}
             layer = QuantizedLayer(
-                key.removesuffix(".weight"), PLAIN_FLOAT8, settings, self.files.shapes[key]
+                name=key.removesuffix(".weight"),
+                format=PLAIN_FLOAT8,
+                settings=settings,
+                shape=self.files.shapes[key],
             )
         is_matrix = layer is not None and len(layer.shape) == 2 and key.endswith(".weight")
         return layer if is_matrix else None
@@ -186,6 +189,18 @@ class QuantizedFiles:
     def _packed(self, layer: QuantizedLayer, rows: slice, columns: slice, device: torch.device) -> Packed:
         wanted = range(*columns.indices(layer.columns))
         covering = layer.covering(wanted)
-        piece = LayerSlice(self.files, layer, range(*rows.indices(layer.shape[0])), covering, device)
+        piece = LayerSlice(
+            files=self.files,
+            layer=layer,
+            rows=range(*rows.indices(layer.shape[0])),
+            columns=covering,
+            device=device,
+        )
         kept = range(wanted.start - covering.start, wanted.stop - covering.start)
-        return Packed(layer.format, layer.settings, piece.stored(), len(covering), (kept,))
+        return Packed(
+            format=layer.format,
+            settings=layer.settings,
+            tensors=piece.stored(),
+            columns=len(covering),
+            column_runs=(kept,),
+        )

@@ -171,7 +171,13 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> QuantizedLayer
     shape = (*shape[:-1], shape[-1] * form.values_per_element) if len(shape) > 1 else shape
     settings = {**settings, "scales": math.prod(files.shapes[f"{name}.{scale}"])}
     of_inputs = next((leaf for leaf in INPUT_SCALES if f"{name}.{leaf}" in files.shapes), "")
-    found = QuantizedLayer(name, form, settings, shape, of_inputs if kind in WITH_INPUT_SCALE else "")
+    found = QuantizedLayer(
+        name=name,
+        format=form,
+        settings=settings,
+        shape=shape,
+        input_scale=of_inputs if kind in WITH_INPUT_SCALE else "",
+    )
     _check_shape(files, found, kind)
     for each in leaves | {found.input_scale} - {""}:
         _check_scale(files, found, kind, each)

@@ -84,13 +84,23 @@ def _open_folder(folder: Path, allowed: Folders, autodetected: Mapping | None) -
     check_format(folder.name, files.shapes)
     if family is None:
         # before blocks of the configuration's sizes are run: those of the files, or it is refused
-        _ = Checkpoint(folder.name, fallback.unknown(cls), config, files).sources
+        _ = Checkpoint(name=folder.name, family=fallback.unknown(cls), config=config, files=files).sources
         family, autodetected = fallback.family(cls, config, pipeline.get("scheduler"), autodetected)
     names = {**(companion.names if companion else {}), **family.layout.moved(config)}
     keys = renamed(names, {key: key for key in files.shapes})
     config |= family.build.pipeline(pipeline)
     family = family.of(config)
-    return Checkpoint(folder.name, family, config, files, keys, False, latent_format, pipeline, autodetected)
+    return Checkpoint(
+        name=folder.name,
+        family=family,
+        config=config,
+        files=files,
+        keys=keys,
+        single_file=False,
+        latent_format=latent_format,
+        pipeline=pipeline,
+        autodetected=autodetected,
+    )
 
 
 def _open_single_file(path: Path) -> Checkpoint:
@@ -106,7 +116,9 @@ def recognise(name: str, files: Weights) -> Checkpoint:
         if keys is not None:
             shapes = {ours: files.shapes[theirs] for ours, theirs in keys.items()}
             config = _config(family.layout, shapes, name, files)
-            return Checkpoint(name, family.of(config), config, files, keys, single_file=True)
+            return Checkpoint(
+                name=name, family=family.of(config), config=config, files=files, keys=keys, single_file=True
+            )
     checkpoint = _with_diffusers_names(name, files)
     if checkpoint is not None:
         return checkpoint
@@ -146,7 +158,7 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
         try:
             config = _config(layout, shapes, name, files)
             own = keys | renamed(layout.moved(config), keys)
-            checkpoint = Checkpoint(name, family.of(config), config, files, own)
+            checkpoint = Checkpoint(name=name, family=family.of(config), config=config, files=files, keys=own)
             found.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
             why = why or (family.transformer, reason(error))

@@ -94,4 +94,6 @@ def of_scheduler(scheduler: Mapping | None) -> DiscreteSchedule | None:
             f"at most: download the folder again."
         )
     is_rescaled = bool(scheduler.get("rescale_betas_zero_snr"))
-    return DiscreteSchedule(start, end, BETA_SCHEDULES[curve], is_rescaled, steps)
+    return DiscreteSchedule(
+        start=start, end=end, kind=BETA_SCHEDULES[curve], zero_terminal_snr=is_rescaled, steps=steps
+    )

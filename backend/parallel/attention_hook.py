@@ -229,7 +229,9 @@ class Attention:
                 own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *part)
                 coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, *part)])
         opaque_ops.run_meanwhile()
-        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks, groups)
+        going = ulysses_ring.GatheredHeads(
+            heads=heads, lengths=own_lengths, axis=u, chunks=chunks, groups=groups
+        )
         for chunk, exchanges in enumerate(coming):
             own_q, *kv = (tensor for wait in exchanges for tensor in wait(q.dtype))
             if early:

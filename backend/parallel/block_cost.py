@@ -114,7 +114,15 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
             queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
         is_control = matches(f"{name}.{QUERIES[0]}", family.blocks.control_layers)
         width = query_width(module, family, config)
-        found.append(AttentionCall(queries, keys, width, key_width(module) or width, is_control))
+        found.append(
+            AttentionCall(
+                queries=queries,
+                keys=keys,
+                width=width,
+                kv_width=key_width(module) or width,
+                is_control=is_control,
+            )
+        )
     return found
 
 
@@ -139,7 +147,13 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
         else:
             is_control = matches(name, family.blocks.control_layers)
             divided = "" if matches(name, family.blocks.flop_shares) else "image"
-            found[name] = LayerTokens(True, not apart, family.blocks.latent_of(name), is_control, divided)
+            found[name] = LayerTokens(
+                image=True,
+                text=not apart,
+                latent=family.blocks.latent_of(name),
+                is_control=is_control,
+                divided=divided,
+            )
     return found
 
 

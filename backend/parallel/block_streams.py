@@ -101,7 +101,15 @@ def _token_shards(
 ) -> TokenShards:
     text = Span(0, sequence.text if with_text else 0)
     reference = Span(0, sequence.reference if with_text else 0)
-    return TokenShards(sequence, text, image or Span(0, sequence.image), rank, size, reference, shares)
+    return TokenShards(
+        sequence=sequence,
+        text=text,
+        image=image or Span(0, sequence.image),
+        sp_rank=rank,
+        sp_size=size,
+        reference=reference,
+        shares=shares,
+    )
 
 
 @dataclass
@@ -156,12 +164,12 @@ class Forward:
         if index < self.structure.entry:
             reference = max(0, min(reference, image.shape[1] - self.latent))
         return SequenceLengths(
-            0 if text is None else text.shape[1],
-            image.shape[1] - reference,
-            self.structure.family.blocks.text_position,
-            self.per_block_text,
-            self.latents,
-            reference,
+            text=0 if text is None else text.shape[1],
+            image=image.shape[1] - reference,
+            text_position=self.structure.family.blocks.text_position,
+            per_block_text=self.per_block_text,
+            latents=self.latents,
+            reference=reference,
         )
 
     def enter(self, streams: Streams) -> Streams:

@@ -116,13 +116,13 @@ class Cut:
         if not self.columns.widths:
             return Shard(outputs, (), reduce=rows_axis, heights=heights)
         return Shard(
-            outputs,
-            self.columns.spans(columns_axis),
-            self.exchanges and columns_axis is not None,
-            columns_axis,
-            rows_axis if self.exchanges else None,
-            self.columns.edges(columns_axis) if columns_axis else (),
-            heights,
+            outputs=outputs,
+            inputs=self.columns.spans(columns_axis),
+            take_input=self.exchanges and columns_axis is not None,
+            reduce=columns_axis,
+            gather=rows_axis if self.exchanges else None,
+            edges=self.columns.edges(columns_axis) if columns_axis else (),
+            heights=heights,
         )
 
 

@@ -55,7 +55,7 @@ class Axis:
 
 
 #: The axis of a process without others.
-ALONE = Axis(None, 0, 1, (0,))
+ALONE = Axis(group=None, rank=0, size=1, ranks=(0,))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
         )
     wide = {name: size for name, size in config.degrees.items() if size > 1} or {"dp": 1}
     mesh = init_device_mesh(device, tuple(wide.values()), mesh_dim_names=tuple(wide))
-    alone = Axis(None, 0, 1, (dist.get_rank(),))
+    alone = Axis(group=None, rank=0, size=1, ranks=(dist.get_rank(),))
     axes = {
         name: _axis(mesh, name, config.shares_of(name)) if name in wide else alone for name in config.degrees
     }
@@ -208,7 +208,7 @@ def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
     group = mesh.get_group(name)
     _set_pg_timeout(TIMEOUT, group)
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(group, ranks.index(dist.get_rank()), len(ranks), ranks, shares)
+    return Axis(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks, shares=shares)
 
 
 # The groups below are enumerated, not made by DeviceMesh._flatten: before torch 2.10 it finds meshes by
@@ -299,7 +299,9 @@ def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
     """Return tp as r x c ranks (tp_rows), for inputs (r) and outputs (c)."""
     tp = config.tensor_parallel_degree
     if tp == 1 or config.split_scheme != "2d":
-        return dict.fromkeys(("tp_inputs", "tp_outputs"), Axis(None, 0, 1, (dist.get_rank(),)))
+        return dict.fromkeys(
+            ("tp_inputs", "tp_outputs"), Axis(group=None, rank=0, size=1, ranks=(dist.get_rank(),))
+        )
     rows = tp_rows(tp)
     of_rows, of_columns = shares.grid_shares(config.shares_of("tp"), rows)
     grid = layout(config).reshape(-1, rows, tp // rows)
@@ -317,4 +319,6 @@ def _enumerated(groups: torch.Tensor, shares: tuple[float, ...]) -> Axis:
     lists = groups.reshape(-1, groups.shape[-1]).tolist()
     group = _own_group(dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)[0])
     ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
-    return Axis(group, ranks.index(dist.get_rank()), len(ranks), tuple(ranks), shares)
+    return Axis(
+        group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=tuple(ranks), shares=shares
+    )

@@ -192,7 +192,15 @@ def whole_sequence(
     """Return the tokens of a synchronous forward: all of them."""
     text = Span(0, sequence.text)
     image = Span(0, sequence.image)
-    return TokenShards(sequence, text, image, sp_rank, sp_size, Span(0, sequence.reference), shares)
+    return TokenShards(
+        sequence=sequence,
+        text=text,
+        image=image,
+        sp_rank=sp_rank,
+        sp_size=sp_size,
+        reference=Span(0, sequence.reference),
+        shares=shares,
+    )
 
 
 def patches(

@@ -120,7 +120,7 @@ def config_of(
         raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
     config = ParallelConfig(**fields).validate()
     if method != MANUAL and not config.address and not sets_degrees(config):
-        auto = AutoConfig(method, gpus, config, shares)
+        auto = AutoConfig(method=method, gpus=gpus, base=config, shares=shares)
         auto.devices(gpus_here)
         return auto
     many = gpus.strip()

@@ -72,7 +72,9 @@ def _held(
     weights += _loras(shape, plan, loras, share)
     activations = _activations(shape, plan, request, share)
     transient = activations + _gathered(shape, plan) + shape.scratch
-    return Held(weights, _keys(shape, plan, request, share), transient, activations)
+    return Held(
+        weights=weights, keys=_keys(shape, plan, request, share), transient=transient, activations=activations
+    )
 
 
 def _weights(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> int:

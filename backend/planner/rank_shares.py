@@ -30,6 +30,12 @@ def rank_shares(plan: ParallelConfig, batch: int) -> tuple[RankShare, ...]:
     matrices = relative_shares(plan.tensor_parallel_degree, plan.shares_of("tp"))
     places = itertools.product(*(range(size) for size in plan.degrees.values()))
     return tuple(
-        RankShare(pp, tokens[ring * plan.ulysses_degree + ulysses], heads[ulysses], matrices[tp], samples[dp])
+        RankShare(
+            stage=pp,
+            tokens=tokens[ring * plan.ulysses_degree + ulysses],
+            heads=heads[ulysses],
+            matrices=matrices[tp],
+            samples=samples[dp],
+        )
         for dp, _, pp, ring, ulysses, tp in places
     )

@@ -93,7 +93,11 @@ class Heartbeats:
         if self._memory.closed:
             return []
         beats = SLOT.iter_unpack(self._memory[: SLOT.size * self.ranks])
-        return [Beat(pid, rank, count, longest / 1000) for pid, rank, count, longest in beats if pid]
+        return [
+            Beat(pid=pid, rank=rank, count=count, longest=longest / 1000)
+            for pid, rank, count, longest in beats
+            if pid
+        ]
 
     def ring(self, place: int) -> StepRing:
         """Return the last steps of slot ``place``, for its rank to write, as long as it lives."""

@@ -82,7 +82,15 @@ def _size_of_sample(
         count = config.cfg_degree * max(Counter(map(branch_of, names(sample))).values())
     latents = family.latent.named(grid)
     controls = max(map(family.conditioning.controls, prompts))
-    return RequestSize(grid.tokens + references, text, shape[0], count, calls, latents, controls)
+    return RequestSize(
+        image_tokens=grid.tokens + references,
+        text_tokens=text,
+        batch=shape[0],
+        prompts=count,
+        calls=calls,
+        latents=latents,
+        controls=controls,
+    )
 
 
 def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict) -> RequestSize:
@@ -100,7 +108,15 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
     latents = family.latent.named(grid)
     text = _text_tokens(family, given)
     controls = family.conditioning.controls(given)
-    return RequestSize(tokens, text, samples, prompts, 1, latents, controls)
+    return RequestSize(
+        image_tokens=tokens,
+        text_tokens=text,
+        batch=samples,
+        prompts=prompts,
+        calls=1,
+        latents=latents,
+        controls=controls,
+    )
 
 
 def _text_tokens(family: Family, given: dict[str, Tensor]) -> int:

@@ -78,7 +78,17 @@ class _Measured:
 
     def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:
         plan = ParallelConfig(tensor_parallel_degree=tensor)
-        return Workload(plan, self.checkpoint, image, text, 1, 1, self.dtype, 1, self.choices)
+        return Workload(
+            config=plan,
+            checkpoint=self.checkpoint,
+            image_tokens=image,
+            text_tokens=text,
+            batch=1,
+            prompts_per_rank=1,
+            dtype=self.dtype,
+            calls=1,
+            choices=self.choices,
+        )
 
     @property
     def _sharding_needs(self) -> str:

@@ -40,9 +40,9 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
     of_rows, of_columns = grid_shares(uneven, rows)
     return replace(
         single(),
-        tp=Axis(None, rank, tp, (), uneven),
-        tp_inputs=Axis(None, row, rows, (), of_rows),
-        tp_outputs=Axis(None, column, tp // rows, (), of_columns),
+        tp=Axis(group=None, rank=rank, size=tp, ranks=(), shares=uneven),
+        tp_inputs=Axis(group=None, rank=row, size=rows, ranks=(), shares=of_rows),
+        tp_outputs=Axis(group=None, rank=column, size=tp // rows, ranks=(), shares=of_columns),
     )
 
 
@@ -211,7 +211,9 @@ class Workload:
             device = sum(each.bytes for each in here) - host
             found = self._known[tp, own] = (
                 here,
-                HeldWeights(device, host, planned_scratch_bytes(here, tokens), gathered),
+                HeldWeights(
+                    device=device, host=host, scratch=planned_scratch_bytes(here, tokens), gathered=gathered
+                ),
             )
         return found
 

@@ -202,7 +202,7 @@ def _prompt(sample, name, tokens) -> Prompt:
     strength = tokens(weight) if weight in sample.tensors else float(settings.get("strength", 1.0))
     highest = float(settings.get("from", "inf"))
     lowest = float(settings.get("until", "-inf"))
-    return Prompt(branch_of(name), strength, highest, lowest)
+    return Prompt(branch=branch_of(name), weight=strength, highest=highest, lowest=lowest)
 
 
 def _conditioning(sample, name, samples, family, dtype, device) -> dict[str, Tensor]:
@@ -260,9 +260,9 @@ def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
     """Return the solver's problem for the tokens of ``span``."""
     tokens = span.indices
     return Problem(
-        request.sigmas,
-        request.prediction,
-        lambda index: noise.draw(index)[request.own_samples, tokens],
-        lambda a, b: noise.brownian(a, b)[request.own_samples, tokens],
-        request.percent_sigmas.__getitem__,
+        sigmas=request.sigmas,
+        prediction=request.prediction,
+        noise=lambda index: noise.draw(index)[request.own_samples, tokens],
+        brownian=lambda a, b: noise.brownian(a, b)[request.own_samples, tokens],
+        percent_to_sigma=request.percent_sigmas.__getitem__,
     )

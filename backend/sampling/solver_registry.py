@@ -80,7 +80,14 @@ def _dry(
         return x * (a - b) / (a - b)  # as FreshNoise's, none from a noise level to itself
 
     steps = SOLVER_FUNCTIONS[solver](
-        x, Problem(problem.sigmas.cpu(), problem.prediction, lambda k: x, brownian, problem.percent_to_sigma)
+        x,
+        Problem(
+            sigmas=problem.sigmas.cpu(),
+            prediction=problem.prediction,
+            noise=lambda k: x,
+            brownian=brownian,
+            percent_to_sigma=problem.percent_to_sigma,
+        ),
     )
     try:
         request = next(steps)

@@ -240,8 +240,16 @@ def _request_of(
         tokens = image_tokens(sides, references, shape.patch)
         # what keeps the keys and values of text has references in it
         among_text = tokens - image_tokens(sides, (), shape.patch) if shape.static_text else 0
+        own_loras, other_loras = lora_bytes(dit)
         return RequestEstimate(
-            tokens - among_text, text + among_text, max(1, steps), prompts, batch, drained, *lora_bytes(dit)
+            image_tokens=tokens - among_text,
+            text_tokens=text + among_text,
+            steps=max(1, steps),
+            prompts=prompts,
+            batch=batch,
+            drained=drained,
+            loras=own_loras,
+            other_loras=other_loras,
         )
 
     return request

@@ -71,7 +71,9 @@ def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
         text = 0 if prompt is None else prompt.shape[1]
         prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1
         steps = len(sample.tensors["sigmas"]) - 1
-        return RequestEstimate(tokens, text, steps, prompts, noise.shape[0])
+        return RequestEstimate(
+            image_tokens=tokens, text_tokens=text, steps=steps, prompts=prompts, batch=noise.shape[0]
+        )
 
     return planning.projected(dit.config, dit.choice, request)
 

@@ -19,8 +19,15 @@ def request_line(dit: ParallelDiT, prompts: int) -> str:
     config = dit.config
     what, latent = assumed_latent(dit)
     backend, _ = ensure_loaded(dit)
-    settings = (config.num_pipeline_patch, config.stale_kv, config.wire)
-    asked = Describe(dit.loaded.model, latent, TEXT, prompts, *settings)
+    asked = Describe(
+        model=dit.loaded.model,
+        latent=latent,
+        text_tokens=TEXT,
+        prompts=prompts,
+        num_pipeline_patch=config.num_pipeline_patch,
+        stale_kv=config.stale_kv,
+        wire=config.wire,
+    )
     described = backend.describe(asked, comfy.model_management.throw_exception_if_processing_interrupted)
     for rank in described.ranks:
         logging.info("parallel-dit: for %s, %s", what, rank["text"])

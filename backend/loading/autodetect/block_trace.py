@@ -62,7 +62,7 @@ def shallow(cls: type, config: dict) -> nn.Module:
 def trace(transformer: nn.Module, arguments: dict) -> Trace:
     """Run a forward and record the arguments and results of its blocks."""
     calls: list[RecordedBlock] = []
-    found = Trace(calls, None, 0, 0, None)
+    found = Trace(blocks=calls, keys=None, heads=0, head_size=0, timestep=None)
     hooks = []
     for name, modules in transformer.named_children():
         for block in modules if isinstance(modules, nn.ModuleList) else ():

@@ -93,7 +93,7 @@ def _tried(cls: type, config_json: str) -> dict:
     first = shallow_model.run(*TRACE_SIZES[0])
     _check_inputs(cls, first)
     assert first.timestep is not None  # _check_inputs has refused a class without one
-    trial = Trial(first.timestep, first.heads, first.head_size, {})
+    trial = Trial(timestep=first.timestep, heads=first.heads, head_size=first.head_size, blocks={})
     try:
         sizes = [(shallow_model.request(counts, text)[0].tokens, text) for counts, text in TRACE_SIZES]
         facts = structure(
@@ -131,7 +131,9 @@ def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Famil
     return Family(
         name=shape.cls.__name__,
         transformer=shape.cls.__name__,
-        latent=Latent(lambda config: channels, lambda config: patch, inputs.video, pixels),
+        latent=Latent(
+            channels=lambda config: channels, patch=lambda config: patch, frames=inputs.video, pixels=pixels
+        ),
         noise=Noise(prediction(scheduler), (lambda config: schedule) if schedule else None),
         io=ModelIO(inputs, (lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens),
         blocks=Blocks(

@@ -203,7 +203,13 @@ def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: d
             for span in spans:
                 buffers.begin_evaluation(0.0)
                 tokens = slice(None) if span is None else span.indices
-                context = StepContext("positive", 0, Span(0, 1), span, span in (None, spans[1]))
+                context = StepContext(
+                    prompt="positive",
+                    evaluation=0,
+                    sample_span=Span(0, 1),
+                    image=span,
+                    with_text=span in (None, spans[1]),
+                )
                 output = cut.io.output(stage.forward(arguments, context, grid.tokens), grid)
                 error = ((output - reference)[:, tokens].norm() / reference[:, tokens].norm()).item()
                 if not error < 1e-4:
