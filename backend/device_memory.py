@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
-def check_device(device: torch.device, lost: str):
+def check_not_lost(device: torch.device, lost: str):
     """Compute a number on a device: after an illegal access, say, it computes none for this process. Raises
     RuntimeError with the words ``lost``."""
     try:

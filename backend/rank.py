@@ -20,7 +20,7 @@ from .admission import (
     out_of_memory_error,
 )
 from .config import ParallelConfig
-from .device_memory import check_device, is_out_of_memory
+from .device_memory import check_not_lost, is_out_of_memory
 from .engine import Engine
 from .errors import RAN_OUT, reason
 from .loading import parking
@@ -280,7 +280,7 @@ class Worker:
         answers = self.control.all_gather_object([own_reason, report, ran_out])
         reasons = by_rank([reason for reason, _, _ in answers])
         if own_reason and not ran_out:  # a lost GPU ends its rank now, and not in somebody's next request
-            check_device(self.mesh.device, f"the GPU was lost while the model was loaded: {own_reason}")
+            check_not_lost(self.mesh.device, f"the GPU was lost while the model was loaded: {own_reason}")
         if reasons:
             self.engine.unload(key)
             short = [rank for rank, (_, _, lacks) in enumerate(answers) if lacks]

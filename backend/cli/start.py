@@ -80,7 +80,7 @@ def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, s
         link, begin = machine_rendezvous.join(machines, token, same_everywhere(), READY_SECONDS, lambda: None)
         config = ParallelConfig(**begin["config"])
         try:
-            check_device(config, begin["device"], machines)
+            device_here(config, begin["device"], machines)
         except ConfigError as error:
             link.close(str(error))
             raise
@@ -88,14 +88,14 @@ def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, s
     config = read_config(text)
     if machines.count == 1:
         return config, config.resolve_device(torch.cuda.device_count()), None
-    device = check_device(config, config.device, machines)
+    device = device_here(config, config.device, machines)
     print(placement(config.degrees, machines.count, config.shard_weights), flush=True)
     begin = {"config": asdict(config), "device": device}
     link = machine_rendezvous.gather(machines, token, same_everywhere(), begin, READY_SECONDS, lambda: None)
     return config, device, link
 
 
-def check_device(config: ParallelConfig, device: str, machines: Machines) -> str:
+def device_here(config: ParallelConfig, device: str, machines: Machines) -> str:
     """Return "cuda" or "cpu" for the ranks of this machine; ConfigError where they do not fit on it."""
     return device_of_some(config, device, machines.ranks_here(config), torch.cuda.device_count())
 

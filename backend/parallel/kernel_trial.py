@@ -4,7 +4,7 @@ for the GPU, and cuDNN no plan for its heads. In a block that would end the rank
 import torch
 from torch import Tensor
 
-from ..device_memory import check_device, is_out_of_memory
+from ..device_memory import check_not_lost, is_out_of_memory
 from ..errors import reason
 from .attention_kernels import SDPA, give_up_flash, has_flash
 from .kernel_table import activated, flash_of_torch, kernel_of
@@ -97,5 +97,5 @@ def _why(failed: Exception, device: torch.device, lost: str) -> str:
     if is_out_of_memory(failed):
         return ""
     why = f"{type(failed).__name__}: {reason(failed, 160)}"
-    check_device(device, f"{lost} ({why})")
+    check_not_lost(device, f"{lost} ({why})")
     return why

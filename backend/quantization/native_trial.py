@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device_memory import check_device, is_out_of_memory
+from ..device_memory import check_not_lost, is_out_of_memory
 from ..errors import reason
 from .formats import FORMATS
 from .kernels import MatmulChoice
@@ -50,7 +50,7 @@ def agree(
         may_be_lost = not is_out_of_memory(error)
     answers = gather([[[*product, why] for product, why in own.items()], failure, name])
     if may_be_lost:  # this rank ends now, and not in somebody's next request
-        check_device(device, failure)
+        check_not_lost(device, failure)
     merged: dict[Product, str] = {}
     for rank, (refused, _, name) in enumerate(answers):
         where = f"on rank {rank} ({name}) " if len(answers) > 1 else ""
@@ -79,7 +79,7 @@ def _refusal(kind: str, dtype: str, device: torch.device) -> str:
             raise
         why = f"its product failed ({reason(failed, 160)})"
         lost = f"a trial of native {kind} products lost the GPU: {why}"
-        check_device(device, f"{lost}; set matmul of Load Parallel DiT to weight only")
+        check_not_lost(device, f"{lost}; set matmul of Load Parallel DiT to weight only")
         return why
     finally:
         free_scratch()  # where a CPU's weight is dequantized: it is no request's

@@ -250,7 +250,7 @@ def check_degrees(checkpoint: Checkpoint, config: ParallelConfig):
     """Refuse a configuration whose ranks cannot run a checkpoint. Raises UnsupportedError."""
     check_family(checkpoint.family, config)
     heads = checkpoint.family.blocks.heads(checkpoint.config)
-    check_model(checkpoint.name, checkpoint.block_count, heads, config)
+    check_blocks_and_heads(checkpoint.name, checkpoint.block_count, heads, config)
     held = (checkpoint.is_quantized, bool(checkpoint.family.build.float32))
     if config.shard_weights and (found := unshardable(*held)):
         weights, least = found
@@ -262,7 +262,7 @@ def check_degrees(checkpoint: Checkpoint, config: ParallelConfig):
         )
 
 
-def check_model(name: str, blocks: int, heads: int, config: ParallelConfig):
+def check_blocks_and_heads(name: str, blocks: int, heads: int, config: ParallelConfig):
     """Refuse degrees that do not fit a model of such blocks and heads. Raises UnsupportedError."""
     stages = config.pipefusion_degree
     counts = config.stage_counts

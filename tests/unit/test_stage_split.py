@@ -12,7 +12,7 @@ from backend.errors import UnsupportedError
 from backend.loading.checkpoint import Checkpoint
 from backend.models import FAMILIES
 from backend.parallel.stage_split import MAX_WEIGHTS, explicit_blocks, plan, stage_blocks
-from backend.sampling.validation import check_model
+from backend.sampling.validation import check_blocks_and_heads
 
 
 @pytest.mark.parametrize("blocks, stages", [(57, 8), (6, 4), (5, 5), (12, 1), (10, 7)])
@@ -165,7 +165,9 @@ def test_bad_lists(text, says):
 
 def test_list_that_does_not_add_up():
     with pytest.raises(UnsupportedError, match="together 11 blocks, but tiny has 12"):
-        check_model("tiny", 12, 8, ParallelConfig(pipefusion_degree=2, attn_layer_num_for_pp="5,6"))
+        check_blocks_and_heads(
+            "tiny", 12, 8, ParallelConfig(pipefusion_degree=2, attn_layer_num_for_pp="5,6")
+        )
 
 
 @pytest.mark.parametrize(
@@ -180,4 +182,4 @@ def test_list_that_does_not_add_up():
 )
 def test_degrees_that_do_not_fit_the_model(fields, says):
     with pytest.raises(UnsupportedError, match=says):
-        check_model("tiny", 12, 8, ParallelConfig(**fields))
+        check_blocks_and_heads("tiny", 12, 8, ParallelConfig(**fields))
