@@ -12,11 +12,18 @@ from .cgroup_limits import memory_limits
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
-#: What libraries say when an allocation fails, besides torch.OutOfMemoryError: the CPU's allocator, cuBLAS
-#: and NCCL ("Failed to CUDA calloc 8388608 bytes").
+#: What libraries say of a GPU without room: torch, NCCL ("Failed to CUDA calloc 8388608 bytes"), cuBLAS and
+#: cuDNN, whose handles are made at their first product.
+FULL_GPU_WORDS = (
+    *("CUDA out of memory", "CUDA error: out of memory", "CUDA calloc", "CUDA malloc"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"),
+    *("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_INITIALIZED", "DEVICE_ALLOCATION_FAILED"),
+)
+#: What they say when any allocation fails, besides torch.OutOfMemoryError; the last of the CPU's allocator.
 _OUT_OF_MEMORY = (
-    *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED"),
-    *("CUDA calloc", "CUDA malloc", "CUDA host alloc"),
+    *FULL_GPU_WORDS,
+    *("out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUDA host alloc"),
+    *("can't allocate memory", "not enough memory"),
 )
 
 

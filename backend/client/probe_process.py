@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import ParallelConfig
+from ..device_memory import FULL_GPU_WORDS
 from ..protocol import BackendError
 from . import fork_guard, nccl_settings
 from .agent_command import agent_command
@@ -49,8 +50,6 @@ SLOW_START = (
 
 #: What to do where a GPU has no memory for NCCL's buffers.
 FULL_GPU = "close what fills a GPU (nvidia-smi shows it), or list the others in gpus of Parallel Config"
-#: What says so. NCCL's "out of memory" alone may be the host's, by a way that another one replaces.
-_OF_FULL_GPU = re.compile(r"CUDA (error: )?(calloc|malloc|out of memory)")
 
 
 class UnmeasuredError(BackendError):
@@ -211,7 +210,8 @@ def _unmeasured(text: str, code: int) -> UnmeasuredError:
     last = next((line for line in text.splitlines() if "Error" in line), f"code {code}")[:300]
     if (cause := NCCL_CAUSE.search(text)) and cause[1] not in last:
         last = f"{last} ({cause[1][:200]})"
-    if _OF_FULL_GPU.search(last):
+    # NCCL's "out of memory" alone may be the host's, by a way that another one replaces
+    if any(words in last for words in FULL_GPU_WORDS):
         return UnmeasuredError(last, FULL_GPU)
     return UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))
 

@@ -20,7 +20,13 @@ def test_a_full_gpu_is_not_taken_for_a_broken_link():
 
 
 @pytest.mark.parametrize(
-    "text", ["OutOfMemoryError: CUDA out of memory.", "RuntimeError: CUDA error: out of memory"]
+    "text",
+    [
+        "OutOfMemoryError: CUDA out of memory.",
+        "RuntimeError: CUDA error: out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ],
 )
 def test_memory_is_named_without_nccl(text):
     assert "close what fills a GPU" in str(_unmeasured(text, 1))
