@@ -1,7 +1,6 @@
 """Qwen-Image 2.1 of Alibaba, with reference images: 32 blocks over one sequence of text, references and
 image, of which the image alone attends to what follows."""
 
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -21,24 +20,27 @@ SLOT = 4
 
 
 class Slots(Places):
-    """An entry of img_shapes with the positions of the whole sequence, and tokens of a ``slot``."""
+    """An entry of img_shapes with the positions of the whole sequence, tokens of a ``slot``, and where given
+    tokens may look (``before``). Made once for the steps of a request, and gone with it."""
 
-    def __init__(self, shapes, positions, slot):
+    def __init__(self, shapes, positions, slot, seen):
         super().__init__(shapes, positions)
         self.slot = slot
+        self.seen = seen
 
 
 class Slotted(theirs.QwenImage21Transformer2DModel):
     """diffusers' model with slots of as many tokens as its arguments say: one, for images whose tokens four
-    does not divide."""
+    does not divide. Blocks get the mask of what is given in the place of its segments."""
 
     def forward(self, *args, img_shapes, **kwargs):
-        own = theirs._IMG_TOKENS_PER_SLOT
+        own = theirs._IMG_TOKENS_PER_SLOT, theirs._qwenimage21_prefix_segments
         theirs._IMG_TOKENS_PER_SLOT = img_shapes[0].slot
+        theirs._qwenimage21_prefix_segments = lambda image_ids, length: [length, img_shapes[0].seen]
         try:
             return super().forward(*args, img_shapes=img_shapes, **kwargs)
         finally:
-            theirs._IMG_TOKENS_PER_SLOT = own
+            theirs._IMG_TOKENS_PER_SLOT, theirs._qwenimage21_prefix_segments = own
 
 
 class JointRotary(Rotary):
@@ -65,31 +67,18 @@ class BlockCausal:
         query = rotated(attn.norm_q, attn.to_q)
         key = rotated(attn.norm_k, attn.to_k)
         value = heads(attn.to_v).transpose(1, 2)
-        whole = segments[-1][1]
+        whole, seen = segments
         visible = None if key_valid is None else key_valid[:, None, None]
         length = token_mixing.text_tokens(whole)
-        seen = None
-        if length:
-            seen = before(tuple(segments), query.device)
-            seen = seen if visible is None else seen & visible[..., :whole]
 
         def attend(query, *keys, mask):
             return F.scaled_dot_product_attention(query, *(t.to(query.dtype) for t in keys), attn_mask=mask)
 
+        seen = seen if length else None
         given = attend(query[:, :, :length], key[:, :, :length], value[:, :, :length], mask=seen)
         image = attend(query[:, :, length:], key, value, mask=visible)
         out = torch.cat([given, image], dim=2)
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2).type_as(hidden_states)))
-
-
-@lru_cache(maxsize=2)  # of both prompts: with references they are large
-def before(segments, device):
-    """Return (1, 1, tokens, tokens), true where given tokens may look; segments: (first token, end, is it
-    text)."""
-    ends = torch.cat(
-        [torch.arange(lo + 1, hi + 1) if text else torch.full((hi - lo,), hi) for lo, hi, text in segments]
-    )
-    return (torch.arange(len(ends)) < ends[:, None])[None, None].to(device)
 
 
 def patch_module(transformer, config):
@@ -131,6 +120,25 @@ def positions(grid, cond, device):
     return torch.cat(found)
 
 
+def before(parts, mask, device):
+    """Return (1 or B, 1, tokens, tokens), true where given tokens may look: text at itself and what is before
+    it, references at all of their own image too. parts: as ``pieces``; mask: (B, text), 0 for padding, at
+    which nothing looks, or None."""
+    ends = []
+    visible = []
+    start = 0
+    for lo, hi, one in parts:
+        image = one.tokens if one is not parts[-1][2] else 0
+        text_end = start + hi - lo
+        ends += [torch.arange(start + 1, text_end + 1), torch.full((image,), text_end + image)]
+        start = text_end + image
+        if mask is not None:
+            visible += [mask[:, lo:hi].bool(), mask.new_ones(len(mask), image, dtype=torch.bool)]
+    end = torch.cat(ends).to(device)
+    seen = (torch.arange(start, device=device) < end[:, None])[None, None]
+    return seen & torch.cat(visible, dim=1)[:, None, None] if visible else seen
+
+
 def text_tokens(cond):
     """Count the tokens of text, and of the references among it."""
     return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
@@ -163,6 +171,7 @@ def _sequence(grid, cond, batch, device):
             visible += [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
         marks += [torch.zeros(hi - lo, dtype=torch.bool), torch.ones(slots, dtype=torch.bool)]
     shapes = [one.counts for *_, one in pieces(grid, cond)]
+    seen = before(pieces(grid, cond), mask, device)
     # of the latent's own slots diffusers adds those of 2 x 2
     made = grid.tokens // slot - grid.tokens // SLOT
     tokens[-1] = tokens[-1][:, :made]
@@ -172,7 +181,7 @@ def _sequence(grid, cond, batch, device):
         encoder_hidden_states=torch.cat(tokens, dim=1).expand(batch, -1, -1),
         encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None,
         img_mask=torch.cat(marks).to(device)[None],
-        img_shapes=[Slots(shapes, positions(grid, cond, device), slot)] * batch,
+        img_shapes=[Slots(shapes, positions(grid, cond, device), slot, seen)] * batch,
     )
 
 
