@@ -211,8 +211,9 @@ class Cache:
 
     modulation: their input is silu of the block's argument ``modulation_argument`` (B, D): computed ahead.
     modulation_per_sample: False where that argument is (tokens, D), the same for all samples of a batch.
-    prompt_layers: their input is the prompt alone: computed once a request. prompt_modules: the same of
-    modules of the transformer before its blocks, for the prompt and for positions. step_modules: those whose
+    prompt_layers: their input is the prompt alone: computed once a request; the model pads a shorter prompt
+    to ``padded_prompt`` tokens before them. prompt_modules: the same of modules of the transformer before its
+    blocks, for the prompt and for positions. step_modules: those whose
     input is the timestep and the prompt: computed once an evaluation, for all patches. image_modules: those
     that embed the latent's tokens, one for one.
     static_text: text does not change with the step: its tokens run through the blocks in a prompt's first
@@ -223,6 +224,7 @@ class Cache:
     modulation_argument: str = "temb"
     modulation_per_sample: bool = True
     prompt_layers: tuple[str, ...] = ()
+    padded_prompt: int = 0
     prompt_modules: tuple[str, ...] = ()
     step_modules: tuple[str, ...] = ()
     image_modules: tuple[str, ...] = ()

@@ -229,6 +229,7 @@ FAMILY = Family(
         step_modules=("time_extra_emb",),
         modulation=("norm1.linear",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
+        padded_prompt=TEXT + TEXT_T5,
     ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
     layout=LAYOUT,

@@ -26,7 +26,7 @@ from .common.ltx2_blocks import (
     levels_of,
     share_levels,
 )
-from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, connector, put_connectors
+from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, MIN_TOKENS, connector, put_connectors
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, ModelIO, Noise
@@ -307,6 +307,7 @@ LATENT_LAYERS = {
 }
 #: Keys and values of the prompt.
 PROMPT_LAYERS = ("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v")
+PROMPT_MODULES = ("caption_projection", "audio_caption_projection", "rope", "cross_attn_rope")
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
@@ -338,10 +339,7 @@ FAMILY = Family(
         precise=("frame_rate", "guide_weights"),
         refusal=refusal,
     ),
-    cache=Cache(
-        prompt_layers=PROMPT_LAYERS,
-        prompt_modules=("caption_projection", "audio_caption_projection", "rope", "cross_attn_rope"),
-    ),
+    cache=Cache(prompt_layers=PROMPT_LAYERS, padded_prompt=MIN_TOKENS, prompt_modules=PROMPT_MODULES),
     build=Build(patch_module=patch_module),
     tensor_plan={**COMMON, "*.to_gate_logits": "colwise"},
     layout=LAYOUT,

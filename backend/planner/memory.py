@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from ..config import ParallelConfig
 from ..lora_bytes import LoraBytes
 from .machine import RequestEstimate, samples_at_once
-from .model_shape import ModelShape, modulation_of, stages_of
+from .model_shape import ModelShape, modulation_of, samples_of_activations, stages_of
 from .rank_shares import RankShare, rank_shares
 
 #: Activations that a rank likely has at most, as a multiple of their estimate; admission (rank_plan/need.py)
@@ -116,20 +116,37 @@ def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: Ran
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Return the bytes of PipeFusion's buffers of stale keys and values, or of those of static text."""
+    """Return the bytes of PipeFusion's buffers of stale keys and values, or of those of static text, and of
+    prompts'."""
+    own = _own_blocks(shape, plan, share)
+    of_prompts = _of_prompts(shape, plan, request, share)
     if not plan.has_stale_kv:
-        return _static_text(shape, plan, request, share)
+        return of_prompts + _static_text(shape, plan, request, share)
     buffers = 2 if plan.stale_kv == "extrapolate" else 1
     prompts = request.prompts_per_rank(plan.cfg_degree)
     ranks = plan.tensor_parallel_degree * plan.ulysses_degree
     heads = math.ceil(shape.heads / ranks * share.matrices * share.heads)
-    own = _own_blocks(shape, plan, share)
     width = shape.heads * shape.head_size
     keys = sum(block.sent(width)[1] for block in shape.blocks[own.start : own.stop])
     keys *= shape.kv_repeats(plan)
     token = 2 * heads * keys // shape.heads * shape.itemsize
     tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    return buffers * prompts * share.samples * token * tokens
+    return of_prompts + buffers * prompts * share.samples * token * tokens
+
+
+def _of_prompts(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
+    """Return the bytes of keys and values that cross-attention caches of prompts and samples, but for those
+    that activations hold. A call has all its prompts in them."""
+    if request.drained:
+        return 0
+    own = _own_blocks(shape, plan, share)
+    features = sum(block.prompt_keys for block in shape.blocks[own.start : own.stop])
+    if plan.split_scheme == "megatron":
+        features *= share.matrices / plan.tensor_parallel_degree
+    every = share.samples * request.prompts_per_rank(plan.cfg_degree)
+    more = every - samples_of_activations(plan, share.samples)
+    text = max(request.text_tokens, shape.padded_prompt)
+    return math.ceil(2 * more * features * text * shape.itemsize)
 
 
 def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:

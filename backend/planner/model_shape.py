@@ -50,6 +50,8 @@ class BlockShape:
     keys: int = 0
     #: Long skips that travel on with what the block returns.
     skips: int = 0
+    #: Features of a prompt's keys that cross-attention caches for a request; values have as many.
+    prompt_keys: int = 0
 
     def sent(self, width: int) -> tuple[int, int]:
         """Return the features of queries and of keys that travel, in a model of that ``width``."""
@@ -99,9 +101,14 @@ class Activations:
     def of_samples(self, plan: ParallelConfig, samples: int, token: float) -> float:
         """Return what a rank holds for each token (or for all) of several samples, of which one takes
         ``token``: a pipeline of one patch takes one after the other, and keeps the latents of all."""
-        if plan.pipefusion_degree > 1 and plan.patches == 1:
-            return token + (samples - 1) * self.latents
-        return samples * token
+        at_once = samples_of_activations(plan, samples)
+        return at_once * token + (samples - at_once) * self.latents
+
+
+def samples_of_activations(plan: ParallelConfig, samples: int) -> int:
+    """Return of how many of so many samples a rank has activations at once, each with the keys and values of
+    one prompt in cross-attention, which are cached."""
+    return 1 if plan.pipefusion_degree > 1 and plan.patches == 1 else samples
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,8 @@ class ModelShape:
     to shard these weights, or empty. rings: whether ranks have ring attention. compiles: whether ranks
     on GPUs can compile blocks. head_groups: of heads that tensor parallelism leaves together, where keys and
     values have fewer than queries. static_text: keys and values of the text are kept through a request.
-    kv_heads: of keys and values; 0 for as many as queries have."""
+    kv_heads: of keys and values; 0 for as many as queries have. padded_prompt: tokens to which a shorter
+    prompt is padded before cross-attention."""
 
     name: str
     family: str
@@ -139,6 +147,7 @@ class ModelShape:
     head_groups: int = 0
     static_text: bool = False
     kv_heads: int = 0
+    padded_prompt: int = 0
 
     def __hash__(self) -> int:
         return self._hash

@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
 from ..models.blocks import APART
 from ..opaque_ops import compiles_on_gpus
-from ..parallel.block_cost import block_costs, latents_of, layer_tokens
+from ..parallel.block_cost import PROMPT, block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
 from ..parallel.matrix_cuts import Shard
 from ..parallel.ring_library import ring_unavailable
@@ -73,6 +73,7 @@ class _Measured:
             compiles=compiles_on_gpus(),
             head_groups=self._one_rank.head_groups if self._cuts else 0,
             static_text=family.cache.static_text,
+            padded_prompt=family.cache.padded_prompt,
             kv_heads=self._kv_heads,
         )
 
@@ -234,6 +235,7 @@ class _Measured:
             queries=self._features(index, "queries"),
             keys=self._features(index, "keys"),
             skips=len(self._structure.crossing(index + 1)),
+            prompt_keys=self._prompt_keys(index),
         )
 
     @cached_property
@@ -253,6 +255,12 @@ class _Measured:
             if latents.get(getattr(call, side), 1):
                 found += count * (call.width if side == "queries" else call.kv_width)
         return found or NONE
+
+    def _prompt_keys(self, index: int) -> int:
+        """Return the features of a prompt's keys that the cross-attention of a block caches."""
+        if not self.checkpoint.family.cache.prompt_layers:
+            return 0
+        return sum(call.kv_width for call in self.checkpoint.attention_calls[index] if call.keys == PROMPT)
 
     @cached_property
     def _kv_heads(self) -> int:

@@ -10,13 +10,14 @@ import torch
 
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
-from ..parallel.block_cost import AttentionCall, LayerTokens, latents_of
+from ..parallel.block_cost import PROMPT, AttentionCall, LayerTokens, latents_of
 from ..parallel.matrix_cuts import Shard, head_groups
 from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..parallel.wire_bytes import kv_heads_sent
+from ..planner.model_shape import samples_of_activations
 from ..quantization.kernels import MatmulChoice
 from ..shares import grid_shares, shard_edges, shard_sizes
 from .weights import (
@@ -236,20 +237,23 @@ class Workload:
         return place["ring"] * self.config.ulysses_degree + place["ulysses"]
 
     def kv_bytes(self, place: Place, blocks: range, patches: list[TokenShards]) -> int:
-        """Count the bytes of the K/V buffers, or of static text's keys and values in a Ulysses group."""
+        """Count the bytes of the K/V buffers, of static text's keys and values in a Ulysses group, and of
+        prompts'."""
         number = 2 * self.batch * self.prompts_per_rank * self.dtype.itemsize
+        of_prompts = self._prompt_bytes(place, blocks)
         if not self.config.has_stale_kv:
             u = self.config.ulysses_degree
             lengths = patches[0].lengths("text")
             cached = sum(lengths[place["ring"] * u : (place["ring"] + 1) * u])
             token = len(blocks) * self.heads(place) * self.head_size
-            return number * token * cached if self.family.cache.static_text else 0
+            return of_prompts + (number * token * cached if self.family.cache.static_text else 0)
         sequence = patches[0].sequence
         buffers = 2 if self.config.stale_kv == "extrapolate" else 1
         if self.is_linear:
             states = self.config.patches * self.state_bytes(place)
             tokens = sequence.image * self.width * self.dtype.itemsize
-            return buffers * self.batch * self.prompts_per_rank * len(blocks) * (states + tokens)
+            states_and_tokens = self.batch * self.prompts_per_rank * len(blocks) * (states + tokens)
+            return of_prompts + buffers * states_and_tokens
         calls = self.exchanged(blocks).items()
         features = sum(
             n * self.kv_heads(place, call) * self.call_head_size(call) * sequence.length_of(call.keys)
@@ -257,7 +261,21 @@ class Workload:
         )
         if self.family.cache.static_text:  # text attends among itself in the first steps
             features += len(blocks) * self.heads(place) * self.head_size * sequence.text
-        return buffers * number * features
+        return of_prompts + buffers * number * features
+
+    def _prompt_bytes(self, place: Place, blocks: range) -> int:
+        """Count the bytes of keys and values that cross-attention caches of prompts and samples for a
+        request, but for those that activations hold (samples_of_activations)."""
+        if not self.family.cache.prompt_layers:
+            return 0
+        found = 0
+        for call in chain.from_iterable(self.checkpoint.attention_calls[index] for index in blocks):
+            if call.keys == PROMPT:
+                size = self.call_head_size(call)
+                found += self.runs(call) * size * self._of_tensor_rank(call.kv_width // size, place)
+        more = self.batch * self.prompts_per_rank - samples_of_activations(self.config, self.batch)
+        text = max(self.text_tokens, self.family.cache.padded_prompt)
+        return 2 * more * found * text * self.dtype.itemsize
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""

@@ -8,22 +8,19 @@ from functools import partial
 import pytest
 import torch
 from fake_memory import GB, FakeMemory, on_ranks
-from families import LATENT_FORMATS, golden
+from families import golden
 from headers import opened
 from live_memory import LiveMemory
 from ranks.flux_requests import FEW, shortened
 from tiny import golden_request, write_checkpoint
-from variants import request, write
 
 from backend.admission import Admission, InsufficientMemory, RankRoom, short_ranks
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
-from backend.parallel.kv_buffers import KVBuffers
 from backend.protocol import ModelCall
 from backend.rank_plan.need import Need
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
-from backend.sampling import model_runner
 from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import Callbacks
 
@@ -32,9 +29,6 @@ SIDES = ("positive", "negative")
 #: Wan 2.2 A14B at 1280 x 720 and 81 frames, with CFG on eight stages: K/V of 14.4 GB a rank (issue).
 WAN = "wan2.2-i2v-A14B"
 WAN_SIZE = RequestSize(21 * 45 * 80, 512, batch=1, prompts=2, calls=40)
-#: Keys and values that a request holds, as a multiple of those that are planned: of families that pad text,
-#: or give it to every block anew.
-MORE_KV = {"z-image-turbo": 1.27, "hidream": 1.29, "hunyuan-video15": 1.05}
 READY = Prepared(None, None)
 FLUX_SIZE = RequestSize(4096, 512, batch=1, prompts=1, calls=28)
 
@@ -198,63 +192,6 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     config = planned_config(sample, engine.config)
     found, _ = check(config, pristine, [FakeMemory(memory.peak, kind="cpu")], size, dtype=model.dtype)
     assert found == [None]
-
-
-def recorded_buffers(monkeypatch) -> list[KVBuffers]:
-    """The buffers of every request from now on."""
-    made = []
-
-    def recorded(*arguments):
-        made.append(KVBuffers(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(model_runner, "KVBuffers", recorded)
-    return made
-
-
-@pytest.mark.parametrize("family", LATENT_FORMATS)
-def test_a_family_holds_the_keys_and_values_that_are_planned(tmp_path, family, monkeypatch):
-    """Of every attention call: VACE's control blocks and LTX-2's two latents have their own. Two patches in
-    one process hold what two stages hold together."""
-    made = recorded_buffers(monkeypatch)
-    path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
-    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
-    pristine = engine.check_load(path, "default")
-    engine.load("tiny", path, "default")
-    sample = golden(f"{family}__euler_simple")[0]
-    short = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}
-    sample = replace(sample, num_pipeline_patch=2, tensors=short)
-    engine.sample(sample, Callbacks())
-    model = engine.models["tiny"]
-    config = ParallelConfig(pipefusion_degree=2)
-    plans = size_of(sample, config, model.family, model.config).plans(config, pristine, model.dtype)
-    planned = sum(plan.kv_bytes for plan in plans)
-    assert planned <= made[0].bytes <= MORE_KV.get(family, 1.0) * planned
-
-
-def test_keys_and_values_of_every_control_video_are_planned(tmp_path, monkeypatch):
-    """Two for the positive prompt and one for the negative; the plan is that of the most for both."""
-    made = recorded_buffers(monkeypatch)
-    path = str(write(tmp_path / "tiny.safetensors", "wan21-vace-two"))
-    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
-    pristine = engine.check_load(path, "default")
-    engine.load("tiny", path, "default")
-    model = engine.models["tiny"]
-    config = ParallelConfig(pipefusion_degree=2)
-    sample = replace(request("wan21-vace-two"), num_pipeline_patch=2)
-    one = sample.tensors["negative.vace_context"]
-    found = []
-    for videos in (1, 2, 3):
-        context = {f"{side}.vace_context": one.expand(1, videos, *one.shape[2:]) for side in SIDES}
-        context |= {f"{side}.vace_strength": torch.ones(1, videos) for side in SIDES}
-        sent = replace(sample, tensors={**sample.tensors, **context, "sigmas": sample.tensors["sigmas"][:3]})
-        engine.sample(sent, Callbacks())
-        size = size_of(sent, config, model.family, model.config)
-        plans = size.plans(config, pristine, model.dtype)
-        assert size.controls == videos and sum(plan.kv_bytes for plan in plans) == made[-1].bytes
-        found.append(plans[0].bytes_per_step["pipeline"])
-    assert size_of(sample, config, model.family, model.config).controls == 2
-    assert found == [found[0] * states // 2 for states in (2, 3, 4)]
 
 
 def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(flux):

@@ -1,0 +1,142 @@
+"""Keys and values that a request holds: stale ones in buffers, and those of prompts, as they are planned."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from families import LATENT_FORMATS, golden
+from tiny import write_checkpoint
+from variants import request, write
+
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.loading.recognition import open_checkpoint
+from backend.parallel import mesh
+from backend.parallel.block_streams import block_list
+from backend.parallel.kv_buffers import KVBuffers
+from backend.parallel.modulation_cache import CachedLayer
+from backend.planner.machine import RequestEstimate
+from backend.planner.memory import held
+from backend.rank_plan import describe
+from backend.rank_plan.request_size import size_of
+from backend.rank_plan.shape_of import shape_of
+from backend.sampling import model_runner
+from backend.sampling.step_loop import Callbacks
+
+SIDES = ("positive", "negative")
+#: Keys and values that a request holds, as a multiple of those that are planned: of families that pad text,
+#: or give it to every block anew.
+MORE_KV = {"z-image-turbo": 1.27, "hidream": 1.29, "hunyuan-video15": 1.05}
+CROSS = ("ltxv", "wan21-t2v", "pixart-sigma", "sana")
+PLANS = [
+    {"cfg_degree": 2},
+    {"ulysses_degree": 2},
+    {"tensor_parallel_degree": 2},
+    {"pipefusion_degree": 2, "num_pipeline_patch": 1},
+    {"data_parallel_degree": 2},
+]
+
+
+@pytest.mark.parametrize("family", CROSS)
+def test_as_many_bytes_as_a_request_caches_are_planned(family, tmp_path):
+    """Those of the first prompt are among its activations."""
+    path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", path, "default")
+    layers = [each for each in engine.models["tiny"].cache.layers if each.kind == "prompt"]
+    keys = [each for each in layers if isinstance(each.layer, torch.nn.Linear)]
+    found = []
+    sample = golden(f"{family}__euler_simple", "tiny")[0]
+    engine.sample(sample, Callbacks(lambda step, x0: found.append(sum(each.bytes for each in keys))))
+    text = sample.tensors["positive.c_crossattn"].shape[1]
+    dtype = engine.models["tiny"].dtype
+
+    def planned(**request) -> int:
+        return describe(ParallelConfig(), open_checkpoint(path), 64, text, dtype=dtype, **request)[0].kv_bytes
+
+    assert sample.cfg != 1.0 and planned(branches=2) == found[0] / 2 > 0
+    assert planned(branches=1) == planned(branches=1, batch=2) == 0
+    assert planned(branches=2, batch=3) == 3 * planned(branches=2)
+
+
+@pytest.mark.parametrize("fields", PLANS, ids=str)
+@pytest.mark.parametrize("family", [*CROSS, "ltx2", "ltx23", "wan21-vace"])
+def test_the_planner_counts_as_ranks_do(family, fields, tmp_path):
+    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "tiny.safetensors", family)))
+    plan = ParallelConfig(**fields)
+    shape = shape_of(checkpoint, checkpoint.dtype)
+    ranks = describe(plan, checkpoint, 2048, 128, batch=2, calls=1)
+    planned = held(shape, plan, RequestEstimate(2048, 128, 20, 2, batch=2)).keys
+    assert planned == pytest.approx(max(rank.kv_bytes for rank in ranks), rel=0.01)
+    assert (planned > 0) == (family != "ltx23" and plan.cfg_degree == 1)
+
+
+def recorded_buffers(monkeypatch) -> list[KVBuffers]:
+    """The buffers of every request from now on."""
+    made = []
+
+    def recorded(*arguments):
+        made.append(KVBuffers(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(model_runner, "KVBuffers", recorded)
+    return made
+
+
+def noting_prompts(model, found: list[int]) -> Callbacks:
+    """Callbacks that note the bytes of what cross-attention caches, of a half of the prompts: planned ones of
+    the others are activations."""
+    lists = [block_list(model.transformer, name) for name in model.family.blocks.lists]
+    every = itertools.chain(*(blocks.modules() for blocks in lists))
+    layers = [each for each in every if isinstance(each, CachedLayer) and each.kind == "prompt"]
+    return Callbacks(lambda step, x0: found.append(sum(each.bytes for each in layers) // 2))
+
+
+@pytest.mark.parametrize("family", LATENT_FORMATS)
+def test_a_family_holds_the_keys_and_values_that_are_planned(tmp_path, family, monkeypatch):
+    """Of every attention call: VACE's control blocks and LTX-2's two latents have their own. Two patches in
+    one process hold what two stages hold together."""
+    made = recorded_buffers(monkeypatch)
+    path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    pristine = engine.check_load(path, "default")
+    engine.load("tiny", path, "default")
+    sample = golden(f"{family}__euler_simple")[0]
+    short = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}
+    sample = replace(sample, num_pipeline_patch=2, tensors=short)
+    model = engine.models["tiny"]
+    cached: list[int] = []
+    engine.sample(sample, noting_prompts(model, cached))
+    config = ParallelConfig(pipefusion_degree=2)
+    size = size_of(sample, config, model.family, model.config)
+    planned = sum(plan.kv_bytes for plan in size.plans(config, pristine, model.dtype))
+    held = made[0].bytes + (cached[-1] if size.prompts == 2 else 0)
+    assert planned <= held <= MORE_KV.get(family, 1.0) * planned
+
+
+def test_keys_and_values_of_every_control_video_are_planned(tmp_path, monkeypatch):
+    """Two for the positive prompt and one for the negative; the plan is that of the most for both."""
+    made = recorded_buffers(monkeypatch)
+    path = str(write(tmp_path / "tiny.safetensors", "wan21-vace-two"))
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    pristine = engine.check_load(path, "default")
+    engine.load("tiny", path, "default")
+    model = engine.models["tiny"]
+    config = ParallelConfig(pipefusion_degree=2)
+    sample = replace(request("wan21-vace-two"), num_pipeline_patch=2)
+    one = sample.tensors["negative.vace_context"]
+    found = []
+    for videos in (1, 2, 3):
+        context = {f"{side}.vace_context": one.expand(1, videos, *one.shape[2:]) for side in SIDES}
+        context |= {f"{side}.vace_strength": torch.ones(1, videos) for side in SIDES}
+        sent = replace(sample, tensors={**sample.tensors, **context, "sigmas": sample.tensors["sigmas"][:3]})
+        cached: list[int] = []
+        engine.sample(sent, noting_prompts(model, cached))
+        size = size_of(sent, config, model.family, model.config)
+        plans = size.plans(config, pristine, model.dtype)
+        assert size.controls == videos
+        assert sum(plan.kv_bytes for plan in plans) == made[-1].bytes + cached[-1]
+        found.append(plans[0].bytes_per_step["pipeline"])
+    assert size_of(sample, config, model.family, model.config).controls == 2
+    assert found == [found[0] * states // 2 for states in (2, 3, 4)]
