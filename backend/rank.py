@@ -78,7 +78,7 @@ class Worker:
         elif isinstance(message, Unload):
             self.unload(message)
         elif isinstance(message, Release):
-            self.release(message.ranks)
+            self.release(message.ranks, message.forget)
         elif isinstance(message, Arrange):
             self.arrange(ParallelConfig(**message.config))
         elif isinstance(message, Sample):
@@ -179,8 +179,10 @@ class Worker:
             self.engine.memory.release()  # only here: the error held what was computed
         raise failure
 
-    def release(self, ranks: list):
-        """Give cached memory back, on those ranks."""
+    def release(self, ranks: list, forget: str = ""):
+        """Give cached memory back, on those ranks. ``forget``: as in Release."""
+        if forget:
+            self.engine.argument_cache.forget(forget)
         if self.mesh.rank in ranks:
             self.engine.memory.release()
 

@@ -257,7 +257,7 @@ class Leader(ServedModels):
 
         def act():
             self.control.broadcast(message)
-            self.release(message.ranks)
+            self.release(message.ranks, message.forget)
             job.reply(Result())
 
         return act

@@ -207,7 +207,14 @@ class RemoteTransformer(ElsewhereModule):
                     return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
             finally:
                 self.sampling = before
-                backend.release(host_room(), comfy.model_management.throw_exception_if_processing_interrupted)
+                self._release(backend)
+
+    def _release(self, backend: Backend):
+        """Have ranks free what a VAE may need next: where they share its GPU, the arguments of the sampling
+        that has ended too, which the next one's first call sends again."""
+        check = comfy.model_management.throw_exception_if_processing_interrupted
+        if backend.release(host_room(), check, self.cached_arguments.client):
+            self.cached_arguments.reset()
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
         """Compute the output on the ranks: x (B, C, [T,] H, W), or a list of several latents, timestep (B,)

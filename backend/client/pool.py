@@ -107,13 +107,15 @@ class Backend(Connected):
         finally:
             self._busy.release()
 
-    def release(self, room: Room | None, check=lambda: None):
-        """Have ranks give cached memory back on devices that they share with this process. ``check`` may
-        interrupt a wait for others."""
+    def release(self, room: Room | None, check=lambda: None, forget: str = "") -> bool:
+        """Have ranks give cached memory back on devices that they share with this process; return whether
+        there are any. ``check`` may interrupt a wait for others; ``forget``: as in Release."""
         ranks = room.shared_ranks(self.welcome) if room else []
-        if ranks and self.alive():
-            with turn(self._busy, check):
-                self._request(protocol.Release(ranks))
+        if not ranks or not self.alive():
+            return False
+        with turn(self._busy, check):
+            self._request(protocol.Release(ranks, forget))
+        return True
 
     def sample(
         self,

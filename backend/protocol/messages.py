@@ -159,9 +159,11 @@ class Unload:
 
 @dataclass(frozen=True)
 class Release:
-    """Give the cached memory of ``ranks`` back to their devices, which others use too."""
+    """Give the cached memory of ``ranks`` back to their devices, which others use too. ``forget``: the client
+    of model calls whose cached arguments every rank frees first; empty for none."""
 
     ranks: list
+    forget: str = ""
 
 
 @dataclass(frozen=True)

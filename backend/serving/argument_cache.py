@@ -58,5 +58,9 @@ class ArgumentCache:
         while len(self.clients) > MAX_CACHED_CLIENTS:
             self.clients.pop(next(iter(self.clients)))
 
+    def forget(self, client: str):
+        """Free what is cached for a client, if anything is."""
+        self.clients.pop(client, None)
+
     def clear(self):
         self.clients.clear()

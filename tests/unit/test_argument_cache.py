@@ -1,13 +1,17 @@
 """A sampling's conditioning is sent once: what the client leaves out is what the ranks have."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
 from backend.client import argument_cache
 from backend.client.argument_cache import MAX_VALUES, MIN_BYTES, ArgumentCache
-from backend.protocol import ModelCall
+from backend.protocol import ModelCall, Release
 from backend.serving.argument_cache import MAX_CACHED_CLIENTS
 from backend.serving.argument_cache import ArgumentCache as Ranks
+from backend.worker import Leader
 
 SIZE = MIN_BYTES // 4
 
@@ -91,6 +95,32 @@ def test_ranks_keep_copies_and_a_few_clients_only():
     arrives(clients[0], ranks, call(**{"cond.c_crossattn": value}))
     value[0] = 1.0
     assert not any(kept.any() for client in ranks.clients.values() for kept in client.values())
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_ranks_free_a_clients_arguments_before_they_give_memory_back(is_leader):
+    """They lie on the GPU that ComfyUI's VAE needs next; those of others stay, and what is sent again is
+    cached again."""
+    rank = Leader.__new__(Leader)
+    rank.mesh = cast(Any, SimpleNamespace(rank=1))
+    ranks = Ranks(torch.device("cpu"))
+    freed = []
+    memory = SimpleNamespace(release=lambda: freed.append(list(ranks.clients)))
+    rank.engine = cast(Any, SimpleNamespace(argument_cache=ranks, memory=memory))
+    rank.control = cast(Any, SimpleNamespace(broadcast=lambda message: None))
+    ours, other = ArgumentCache(), ArgumentCache()
+    sent = call(**{"cond.c_crossattn": torch.randn(SIZE)})
+    for client in (ours, other):
+        arrives(client, ranks, sent)
+    message = Release([0, 1], ours.client)
+    if is_leader:
+        rank.on_release(cast(Any, SimpleNamespace(reply=lambda reply: None)), message)()
+    else:
+        rank.obey(message)
+    assert freed == [[other.client]]
+    ours.reset()
+    wires = [arrives(ours, ranks, sent)[0] for _ in range(2)]
+    assert [sorted(wire.tensors) for wire in wires] == [["cond.c_crossattn"], []]
 
 
 def test_a_refused_call_leaves_the_ranks_as_they_are():
