@@ -163,6 +163,13 @@ def test_a_little_doubt_costs_a_little():
     assert scores[0] == sure.score and scores[-1] == pytest.approx(TIGHT * sure.score)
 
 
+def test_loras_are_whole_next_to_sharded_weights():
+    with_loras, without = (
+        held(FLUX, SHARDED, RequestEstimate(4096, 512, 20, 1, loras=size)).weights for size in (GB, 0)
+    )
+    assert with_loras - without == pytest.approx(GB, abs=2)
+
+
 def test_loras_of_models_that_take_turns_are_their_own():
     shape = packed(QWEN)
     request = RequestEstimate(4096, 512, 20, 1, loras=LoraBytes(GB), other_loras=LoraBytes(2 * GB))
