@@ -195,7 +195,6 @@ class RemoteTransformer(ElsewhereModule):
         before = self.sampling
         if callback:
             callback = tolerate_preview_oom(callback, NodeStatus())
-        args = (denoise_mask, callback, *args)
         with errors_on_node(), one_plan(guider.model_patcher.dit, guider, size, len(sigmas) - 1) as dit:
             backend, loaded = ensure_loaded(dit)
             second = getattr(guider, "uncond_model_patcher", None)
@@ -204,14 +203,15 @@ class RemoteTransformer(ElsewhereModule):
             try:
                 # between two calls it may pause, and a preview's VAE may want room
                 with backend.users.one(), rank_weights_stay():
-                    return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+                    return executor(
+                        noise, latent_image, sampler, sigmas, denoise_mask, callback, *args, **kwargs
+                    )
             finally:
                 self.sampling = before
                 self._release(backend)
 
     def _release(self, backend: Backend):
-        """Have ranks free what a VAE may need next: where they share its GPU, the arguments of the sampling
-        that has ended too, which the next one's first call sends again."""
+        """Have ranks free what a VAE needs next; on its GPU cached arguments too, which next calls send."""
         check = comfy.model_management.throw_exception_if_processing_interrupted
         if backend.release(host_room(), check, self.cached_arguments.client):
             self.cached_arguments.reset()
@@ -242,13 +242,12 @@ class RemoteTransformer(ElsewhereModule):
         self._warn_of_idle_ranks(x.shape[0], dit.config)
         tensors = {"x": x, "time": timestep / self.time_scale}
         tensors |= {f"cond.{name}": value for name, value in found.items()}
-        shapes_of_samples = [list(shape[1:]) for shape in shapes]
         call = ModelCall(
             loaded.model,
             attention=dit.config.attention,
             compile=dit.config.compile,
             wire=dit.config.wire,
-            latent_shapes=shapes_of_samples,
+            latent_shapes=[list(shape[1:]) for shape in shapes],
             tensors=tensors,
         )
         output = self._output(backend, dit, call).to(x.device)

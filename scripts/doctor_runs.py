@@ -11,22 +11,20 @@ import doctor_lab
 import doctor_models
 import torch
 from doctor_facts import Facts
-from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, gb, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, possible
 from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, relative
 from doctor_life import life
 from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL, compared
 from doctor_links import links
+from doctor_memory import memory
 from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_requests import in_batch
 from doctor_steps import shapes, waits
 from doctor_time import while_time
-from doctor_watch import Watch
 
-from backend import protocol
-from backend.client.model_choice import ModelChoice
 from backend.config import AXES, ParallelConfig
 from backend.gpu_sharing import SHARED_GPU
 from backend.protocol import BackendError, RefusedError
@@ -238,50 +236,6 @@ def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float
         return {}
     few, many = min(alone[:2]) / min(timed[:2]), min(alone[2:]) / min(timed[2:])
     return {str(steps[0]): few, str(steps[1]): many}
-
-
-def memory(lab: Lab) -> Found:
-    """The most that ranks hold while the mid-size Flux runs, against what is planned."""
-    configs = {"ulysses": ParallelConfig(ulysses_degree=lab.ranks)}
-    configs["pipefusion"] = ParallelConfig(pipefusion_degree=lab.ranks)
-    configs["tensor parallel"] = ParallelConfig(tensor_parallel_degree=lab.ranks)
-    configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
-    configs = {"one rank": ParallelConfig()} if lab.ranks == 1 else configs
-    lab.flux()
-    for name in while_time(lab, configs):
-        yield from possible("memory", name, partial(_memory, name=name, config=configs[name]), lab)
-
-
-def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
-    path = lab.flux()
-    tiny, sample, _ = lab.tiny(FAMILIES[0])
-    lab.fresh()  # the allocator of ranks that ran something larger holds more
-    with suppress(RefusedError):  # too many ranks for so small a model: what they need is counted, too
-        lab.run(config, tiny, sample)  # kernels, communicators
-    watch = Watch(lab, config)
-    sample = lab.request(path, 2)
-    try:
-        lab.run(config, path, sample)
-    finally:
-        most = watch.stop()
-    backend = lab.backend(config)
-    shape = list(sample.tensors["noise"].shape[1:])
-    model = backend.models[ModelChoice(str(path))]
-    described = backend.describe(
-        protocol.Describe(
-            model=model,
-            latent=shape,
-            text_tokens=lab.size.text,
-            prompts=1,
-            num_pipeline_patch=config.num_pipeline_patch,
-        )
-    )
-    planned = [rank["device_bytes"] for rank in described.ranks]
-    over = max(found - plan for found, plan in zip(most, planned))
-    each = ", ".join(f"rank {i} {gb(m)} (planned {gb(p)})" for i, (m, p) in enumerate(zip(most, planned)))
-    status = OK if over <= lab.size.slack else WARNING
-    text = f"{name}: the most beside what an idle rank holds: {each}"
-    yield Finding("memory", status, text, {"method": name, "held": most, "planned": planned})
 
 
 #: Name -> run: what only several GPUs can tell comes first, after what it is compared with.

@@ -103,9 +103,8 @@ class Loaded:
     """``model`` names the transformer with its LoRAs in later requests; ``info`` is what the client needs to
     know of it. ``info["warnings"]``: a sentence for each LoRA, empty where all of it is used;
     ``info["notes"]``: a short line for each, of how much is added. ``info["lora_bytes"]``: what all of them
-    take next to the quantized weights of the whole model (LoraBytes).
-    ``info["ranks"]``: what the load cost each rank (LoadReport). ``info["quantized"]``: rank 0's quantized
-    layers and how they multiply."""
+    take next to the quantized weights of the whole model (LoraBytes). ``info["ranks"]``: what the load cost
+    each rank (LoadReport). ``info["quantized"]``: rank 0's quantized layers and how they multiply."""
 
     model: str
     family: str
@@ -256,8 +255,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop the running request of this connection at the next step. One that waits and is
-    WITHDRAWABLE is answered with Cancelled at once."""
+    """Stop the running request of this connection at the next step, a waiting WITHDRAWABLE one at once."""
 
 
 @dataclass(frozen=True)

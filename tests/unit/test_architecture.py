@@ -63,8 +63,7 @@ SHARED_FILES = (
     *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.device_memory"),
     *("backend.shares", "backend.cgroup_limits", "backend.gpu_sharing", "backend.torch_version"),
     *("backend.dequantized_cache", "backend.install_command", "backend.units", "backend.lora_bytes"),
-    "backend.loading.lora_file_bytes",
-    "backend.whole_files",
+    *("backend.loading.lora_file_bytes", "backend.whole_files"),
 )
 STDLIB_ONLY = (
     "backend.config",
@@ -89,11 +88,8 @@ STDLIB_ONLY = (
     "backend.planner.rank_shares",
     "backend.shares",
     "backend.torch_version",
-    "backend.units",
-    "backend.lora_bytes",
-    "backend.loading.lora_file_bytes",
-    "backend.whole_files",
-    "backend.loading.model_key",
+    *("backend.units", "backend.lora_bytes", "backend.whole_files"),
+    *("backend.loading.lora_file_bytes", "backend.loading.model_key"),
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",
     "backend.protocol.messages",

@@ -3,6 +3,7 @@
 import math
 
 import doctor_lab
+import doctor_memory
 import doctor_runs
 import doctor_steps
 import pytest
@@ -64,11 +65,11 @@ def test_whole_requests_are_reported_next_to_steady_steps():
 def test_fsdp_is_timed_and_measured(monkeypatch):
     lab, measured = TimedLab("cpu", 0.0), []
     monkeypatch.setattr(
-        doctor_runs, "_memory", lambda lab, name, config: measured.append(config.shard_weights) or []
+        doctor_memory, "_memory", lambda lab, name, config: measured.append(config.shard_weights) or []
     )
     timed = [found.values["method"] for found in doctor_runs.speed(lab)]
     assert "FSDP" in timed
-    list(doctor_runs.memory(lab))
+    list(doctor_memory.memory(lab))
     assert measured == [False, False, False, True]  # tensor parallelism before it
 
 
