@@ -10,49 +10,16 @@ where a check fails.
 """
 
 import argparse
-import json
-import math
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-os.environ["OMP_NUM_THREADS"] = "1"
-import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from backend.config import ParallelConfig
-from backend.engine import Engine
-from backend.errors import UnsupportedError
-from backend.loading.autodetect.inputs import is_video
-from backend.loading.checkpoint import Checkpoint
-from backend.loading.recognition import open_checkpoint
-from backend.parallel import mesh
-from backend.protocol import Sample
-from backend.sampling.step_loop import Callbacks
-
-METHODS = [
-    dict(cfg_degree=2),
-    dict(data_parallel_degree=2),
-    dict(ulysses_degree=2),
-    dict(ring_degree=2),
-    dict(tensor_parallel_degree=2),
-    dict(tensor_parallel_degree=2, split_scheme="row"),
-    dict(tensor_parallel_degree=2, split_scheme="column"),
-    dict(pipefusion_degree=2, num_pipeline_patch=1),
-    dict(pipefusion_degree=2, num_pipeline_patch=3),
-]
-#: Largest relative difference of exact methods (float32), and what stale keys and values may do to random
-#: weights in a few steps.
-EXACT, STALE = 1e-5, 0.25
 #: The environment variable that names the file in which the ranks meet.
 STORE_VARIABLE = "PARALLEL_DIT_CHECK_STORE"
-#: Fields of Blocks that say how blocks are taken apart.
-FACTS = ("lists", "image", "text", "returns", "text_position", "attention", "per_token")
 
 
 def options() -> argparse.Namespace:
@@ -78,133 +45,35 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def request(checkpoint: Checkpoint, chosen, config: ParallelConfig) -> Sample:
-    """Three Euler steps with two prompts, of as many samples as there are replicas."""
-    family, generator = checkpoint.family, torch.Generator().manual_seed(3)
-    frames = [chosen.frames] if is_video(checkpoint.transformer_class) else []
-    shapes = (
-        [list(map(int, part.split("x"))) for part in chosen.latents.split(",")]
-        if family.latent.nested and chosen.latents
-        else []
-    )
-    shape = (
-        (1, sum(map(math.prod, shapes)))
-        if family.latent.nested
-        else (family.latent.channels(checkpoint.config), *frames, *map(int, chosen.size.split("x")))
-    )
-    noise = torch.randn(2, *shape, generator=generator)
-    if family.noise.schedule:
-        sigmas = torch.cat([family.noise.schedule(checkpoint.config).sigmas[[-1, 700, 300]], torch.zeros(1)])
-    else:
-        sigmas = torch.tensor([1.0, 0.7, 0.4, 0.0])
-    conditioning = (
-        load_file(chosen.conditioning)
-        if chosen.conditioning
-        else {
-            f"{branch}.{name}": torch.randn(
-                1, *[chosen.text] * (name == "c_crossattn"), width, generator=generator
-            )
-            for branch in ("positive", "negative")
-            for name, width in family.conditioning.widths(checkpoint.config).items()
-        }
-        | {
-            f"{branch}.guidance": torch.tensor([3.5])
-            for branch in ("positive", "negative")
-            if "guidance" in family.conditioning.accepted
-        }
-    )
-    return Sample(
-        model="model",
-        sampler="euler",
-        cfg=3.0,
-        seed=0,
-        num_pipeline_patch=config.num_pipeline_patch,
-        latent_shapes=shapes,
-        tensors={"noise": noise, "latent": torch.zeros_like(noise), "sigmas": sigmas, **conditioning},
-    )
-
-
-def latent(model: str, chosen, config: ParallelConfig, place: mesh.Mesh) -> torch.Tensor:
-    """What one way of running gives."""
-    engine = Engine(config, place)
-    sample = request(engine.check_load(model, "fp32"), chosen, config)
-    engine.load("model", model, "fp32")
-    engine.check_sample(sample)
-    return engine.sample(sample, Callbacks())[0]
-
-
-def compare(model: str, chosen, degrees: dict, reference: torch.Tensor) -> dict:
-    """One method's difference, or why it does not run."""
-    config = ParallelConfig(**degrees)
-    row = {
-        "model": Path(model).name,
-        "method": ", ".join(f"{name} {value}" for name, value in degrees.items()),
-    }
-    try:
-        difference = latent(model, chosen, config, mesh.build(config, "cpu")) - reference
-    except UnsupportedError as reason:
-        return row | {"refused": str(reason), "passed": True}
-    error = (difference.norm() / reference.norm()).item()
-    stale = config.has_stale_kv
-    return row | {"error": error, "stale": stale, "passed": 0 < error < STALE if stale else error < EXACT}
-
-
-def facts(model: str) -> str:
-    family = open_checkpoint(model).family
-    return f"{model}: family {family.name}\n" + "\n".join(
-        f"  {name}: {getattr(family.blocks, name)}" for name in FACTS
-    )
-
-
-def check(chosen) -> list[dict]:
-    """All methods of all models; the same list on every rank."""
-    torch.set_num_threads(1)
-    rows = []
-    for model in chosen.models:
-        reference = latent(model, chosen, ParallelConfig(), mesh.single())
-        if dist.get_rank() == 0:
-            print(facts(model), flush=True)
-        for degrees in METHODS:
-            rows.append(compare(model, chosen, degrees, reference))
-            if dist.get_rank() == 0:
-                row = rows[-1]
-                outcome = "ok  " if row["passed"] else "FAIL"
-                result = row.get("refused") or format(row["error"], ".1e")
-                stale = " (stale)" if row.get("stale") else ""
-                print(f"  {outcome} {row['method']}: {result}{stale}", flush=True)
-    return rows
-
-
 def start_ranks() -> int:
     """Run this command line on two ranks that meet in files of a private folder, as the ranks of a backend
-    do; the exit status."""
+    do; the exit status. This process is their agent: it imports neither the engine nor diffusers."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as run_agent
+
     from backend.client.agent_command import rendezvous_flags
     from backend.client.rank_environment import closed_doors
 
     with tempfile.TemporaryDirectory(prefix="parallel-dit-") as folder:
-        environment = os.environ | closed_doors(dict(os.environ))
-        environment |= {"CUDA_VISIBLE_DEVICES": "", STORE_VARIABLE: f"{folder}/ranks-store"}
-        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous_flags(Path(folder))]
-        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", "--log-dir", f"{folder}/ranks"]
-        command += [__file__, *sys.argv[1:]]
-        return subprocess.run(command, env=environment).returncode
+        os.environ.update(closed_doors(dict(os.environ)))
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", STORE_VARIABLE: f"{folder}/ranks-store"}
+        arguments = [*rendezvous_flags(Path(folder)), "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+        arguments += ["--log-dir", f"{folder}/ranks", __file__, *sys.argv[1:]]
+        try:
+            run_agent(arguments)
+        except ChildFailedError:
+            return 1
+    return 0
 
 
 def main():
     chosen = options()
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, and for every rank
     if "RANK" not in os.environ:
         sys.exit(start_ranks())
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = mesh.file_store(os.environ[STORE_VARIABLE])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    rows = check(chosen)
-    leader = dist.get_rank() == 0
-    if leader and chosen.json:
-        chosen.json.write_text(json.dumps(rows))
-    dist.barrier()
-    sys.stdout.flush()
-    # at once, as a rank of a backend ends (worker.py): destructors of process groups may abort
-    os._exit(0 if all(row["passed"] for row in rows) or not leader else 1)
+    import family_ranks
+
+    family_ranks.run(chosen, os.environ[STORE_VARIABLE])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """A rank starts whatever packages diffusers finds beside it."""
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 HIDDEN = "import sys; from backend import lean_imports; assert 'transformers' not in sys.modules"
@@ -46,3 +49,22 @@ def test_broken_packages_that_no_rank_uses_are_hidden(tmp_path):
 
 def test_nothing_is_hidden_where_something_else_needs_it():
     starts(NEEDED)
+
+
+@pytest.mark.parametrize(
+    "script, heavy",
+    [
+        # benchmarks import it ahead of the engine: diffusers would come with SciPy and transformers
+        ("benchmarks/report.py", {"diffusers"}),
+        # whose process does no more than start its ranks
+        ("scripts/check_family.py", {"diffusers", "backend", "torch", "family_ranks"}),
+    ],
+)
+def test_scripts_do_not_import_what_ranks_do_without(script, heavy):
+    found = set()
+    for node in ast.parse((ROOT / script).read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).partition(".")[0])
+    assert found and not found & heavy
