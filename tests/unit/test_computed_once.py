@@ -9,7 +9,7 @@ import torch
 from diffusers.models import attention_processor
 from diffusers.models.transformers import transformer_flux, transformer_flux2
 from families import golden
-from ranks.flux_requests import STALE_STEPS, shortened
+from ranks.flux_requests import shortened
 from tiny import golden_request, write_checkpoint
 from tolerance import assert_same_bits
 from variants import VARIANTS, request, write
@@ -23,6 +23,8 @@ from backend.sampling import model_runner
 from backend.sampling.step_loop import Callbacks
 
 SIDES = ("positive", "negative")
+#: One that warms up, and two of patches: an answer can be the step's, the patch's or the step before's.
+STALE_STEPS = PATCHES = 3
 
 
 @pytest.mark.parametrize(
@@ -130,10 +132,10 @@ def test_embedders_of_the_timestep_run_once_an_evaluation(family, layers, tmp_pa
     Wan 2.2's 5B each token has a timestep: so many answers are not held from patch to patch."""
     is_variant = family in VARIANTS
     file = (write if is_variant else write_checkpoint)(tmp_path / f"{family}.safetensors", family)
-    engine = Engine(ParallelConfig(num_pipeline_patch=4), mesh.single())
+    engine = Engine(ParallelConfig(num_pipeline_patch=PATCHES), mesh.single())
     engine.load("tiny", str(file), "default")
     sample = request(family) if is_variant else golden(f"{family}__euler_simple")[0]
-    sample = shortened(replace(sample, num_pipeline_patch=4), STALE_STEPS)
+    sample = shortened(replace(sample, num_pipeline_patch=PATCHES), STALE_STEPS)
     samples, _ = engine.sample(sample, Callbacks())
     evaluations = len(sample.tensors["sigmas"]) - 1
     # modulation is computed ahead of the steps, with embeddings of its own
