@@ -168,7 +168,7 @@ class ParallelConfig:
 
     def shares_of(self, *axes: str) -> tuple[float, ...]:
         """Return each index's share on mesh ``axes``: the sum over its ranks; () where they are equal."""
-        return shares.axis_shares(self.rank_shares, tuple(self.degrees.items()), axes)
+        return shares.axis_shares(self.rank_shares, tuple(self.degrees.items()), axes) if self.shares else ()
 
     def topology(self) -> tuple:
         """Return what a running backend cannot change: all but the settings that travel with each request."""

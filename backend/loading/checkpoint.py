@@ -250,7 +250,7 @@ class Checkpoint:
 
     @cached_property
     def known_parameters(self) -> dict[tuple, list]:
-        """What rank_plan/workload.py caches of all parameters under a split: those of each rank."""
+        """What rank_plan/workload.py caches of all parameters: rank and split -> those of the rank."""
         return {}
 
     @cached_property

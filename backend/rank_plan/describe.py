@@ -118,7 +118,8 @@ def describe(
     found = []
     for rank, place in enumerate(places(config)):
         count = samples[place["dp"]]
-        key = (count, *(index for axis, index in place.items() if axis not in alike))
+        held = {**place, "tp": work.tensor_ranks_alike[place["tp"]]}
+        key = (count, *(index for axis, index in held.items() if axis not in alike))
         if key not in plans:
             plans[key] = _plan(works[count], rank, place, stages)
         found.append(replace(plans[key], rank=rank, place=place))

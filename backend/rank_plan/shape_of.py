@@ -99,8 +99,7 @@ class _Measured:
 
     @cached_property
     def _parameters(self) -> list[HeldParameter]:
-        (whole,) = held_parameters(self.checkpoint, [{}], self.dtype, self.choices)
-        return whole
+        return held_parameters(self.checkpoint, {}, self.dtype, self.choices)
 
     @cached_property
     def _cuts(self) -> dict:

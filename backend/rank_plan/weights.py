@@ -1,7 +1,7 @@
 """The weights that each rank holds: as their files store them where layers keep them so, else in a dtype."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,25 +69,25 @@ class HeldWeights:
 
 def held_parameters(
     checkpoint: Checkpoint,
-    cuts: Sequence[Mapping[str, Shard]],
+    cuts: Mapping[str, Shard],
     dtype: torch.dtype,
     choices: Mapping[str, MatmulChoice],
     bits: int = 0,
-) -> list[list[HeldParameter]]:
-    """Return every parameter as ranks with each of these ``cuts`` load it; plain ones in ``dtype``, or
+) -> list[HeldParameter]:
+    """Return every parameter as a rank with these ``cuts`` loads it; plain ones in ``dtype``, or
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
     # whole ones are the same under all configurations
     whole = checkpoint.held_whole.setdefault((dtype, bits, frozenset(choices.items())), {})
 
-    def held(name: str, own: Mapping[str, Shard]) -> HeldParameter:
-        if name.rpartition(".")[0] in own:
-            return _held(checkpoint, name, own, dtype, choices.get(name, DEQUANTIZED), bits)
+    def held(name: str) -> HeldParameter:
+        if name.rpartition(".")[0] in cuts:
+            return _held(checkpoint, name, cuts, dtype, choices.get(name, DEQUANTIZED), bits)
         if name not in whole:
             whole[name] = _held(checkpoint, name, {}, dtype, choices.get(name, DEQUANTIZED), bits)
         return whole[name]
 
-    return [[held(name, own) for name in checkpoint.parameters] for own in cuts]
+    return [held(name) for name in checkpoint.parameters]
 
 
 def _held(

@@ -201,7 +201,7 @@ class Workload:
         if found is None:
             here = [
                 each
-                for each in self._held[tp]
+                for each in self._held(tp)
                 if stages.holders.get(each.module, own) == own
                 and (each.module in stages.holders or each.block is None or each.block in stages.blocks[own])
             ]
@@ -223,14 +223,31 @@ class Workload:
         """Index among the ranks of tensor parallelism, and stage -> what is there."""
         return {}
 
-    @cached_property
-    def _held(self) -> list[list[HeldParameter]]:
-        """Return every parameter as each rank of a tensor-parallel group holds it: alike for all requests."""
+    def _held(self, tp: int) -> list[HeldParameter]:
+        """Return every parameter as the ``tp``-th rank of a tensor-parallel group holds it: alike for all
+        requests."""
         known = self.checkpoint.known_parameters
-        key = (*self._split, self.dtype, self.bits, frozenset(self.choices.items()))
+        key = (tp, *self._split, self.dtype, self.bits, frozenset(self.choices.items()))
         if key not in known:
-            known[key] = held_parameters(self.checkpoint, self._cuts, self.dtype, self.choices, self.bits)
+            known[key] = held_parameters(self.checkpoint, self._cuts[tp], self.dtype, self.choices, self.bits)
         return known[key]
+
+    @cached_property
+    def tensor_ranks_alike(self) -> list[int]:
+        """Return, for each rank of a tensor-parallel group, the first one that holds and sends as much. Only
+        itself where shares differ, and of quantized matrices, whose blocks may divide otherwise."""
+        ranks = range(self.config.tensor_parallel_degree)
+        if len(ranks) == 1 or self.config.shares or self.checkpoint.is_quantized:
+            return [*ranks]
+        first: dict[tuple, int] = {}
+        return [first.setdefault(self._piece_sizes(rank), rank) for rank in ranks]
+
+    def _piece_sizes(self, tp: int) -> tuple:
+        """Return the groups of heads of the ``tp``-th rank of a tensor-parallel group, and the size of each
+        different piece that it holds."""
+        pieces = {id(cut): cut for cut in self._cuts[tp].values()}  # layers that are cut alike share one
+        sizes = ((sum(map(len, cut.outputs)), sum(map(len, cut.inputs))) for cut in pieces.values())
+        return self._of_tensor_rank(self.head_groups, {"tp": tp}), *sizes
 
     def sp_rank(self, place: Place) -> int:
         """Return the index of the rank at ``place`` among the sequence-parallel ones."""
@@ -279,19 +296,30 @@ class Workload:
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""
-        widths = [
-            sum(
-                self.features(layer, place)
-                for i in blocks
-                for layer in self.checkpoint.modulation(self.checkpoint.block_names[i])
-            )
-            for blocks in stages.blocks
-        ]
+        widths = self._modulation_widths(place, stages)
         most = self.batch * self.prompts_per_rank
         if not (self.config.shard_weights and self.config.data_parallel_degree > 1):
             ahead = embeddings_ahead(max(widths), self.dtype)
             most = min(self.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
         return most * widths[place["pp"]] * self.dtype.itemsize
+
+    def _modulation_widths(self, place: Place, stages: Stages) -> list[int]:
+        """Return the features of every stage's modulation on the ranks of ``place``'s pieces."""
+        if place["tp"] not in self._known_widths:
+            self._known_widths[place["tp"]] = [
+                sum(
+                    self.features(layer, place)
+                    for i in blocks
+                    for layer in self.checkpoint.modulation(self.checkpoint.block_names[i])
+                )
+                for blocks in stages.blocks
+            ]
+        return self._known_widths[place["tp"]]
+
+    @cached_property
+    def _known_widths(self) -> dict[int, list[int]]:
+        """Index among the ranks of tensor parallelism -> features of each stage's modulation."""
+        return {}
 
     def features(self, layer: str, place: Place) -> int:
         """Return the width of a modulation layer's output on this rank."""

@@ -10,8 +10,10 @@ from tiny import golden_request, write_checkpoint
 
 from backend.config import ParallelConfig
 from backend.engine import Engine, describe
+from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.parallel.modulation_cache import AHEAD
+from backend.rank_plan import weights, workload
 from backend.rank_plan.request_size import size_of
 from backend.sampling.step_loop import Callbacks
 
@@ -155,6 +157,25 @@ def test_sharded_weights_divide_over_the_ranks_that_hold_the_same(checkpoint):
     assert plans(checkpoint, ulysses_degree=2, shard_weights=True)[0].weight_bytes == pytest.approx(
         whole / 2, rel=0.01
     )
+
+
+@pytest.mark.parametrize("scheme, degree, different", [("megatron", 4, 1), ("column", 3, 2), ("2d", 4, 1)])
+def test_tensor_ranks_that_hold_as_much_are_counted_once(tmp_path, monkeypatch, scheme, degree, different):
+    """Of 256 columns, three ranks have 86, 85 and 85. The plans are those of ranks that are counted one by
+    one, which took seconds of 16 ranks of a large model."""
+    path = str(write_checkpoint(tmp_path / "flux-tiny.safetensors"))
+    fields = {"tensor_parallel_degree": degree, "split_scheme": scheme}
+    counted = []
+
+    def held(*arguments):
+        counted.append(arguments)
+        return weights.held_parameters(*arguments)
+
+    monkeypatch.setattr(workload, "held_parameters", held)
+    found = plans(open_checkpoint(path), **fields)
+    assert len(counted) == different
+    monkeypatch.setattr(workload.Workload, "tensor_ranks_alike", range(degree))
+    assert plans(open_checkpoint(path), **fields) == found and len(counted) == different + degree
 
 
 def test_text_says_it_in_one_line(checkpoint):
