@@ -17,7 +17,7 @@ from released_forms import File, checkpoint_of
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import Checkpoint
-from backend.rank_plan import describe
+from backend.rank_plan import RankPlan, describe
 
 PART = Part("docs/memory.md", "memory", "scripts/memory_table.py")
 RANKS = (2, 4, 8)
@@ -72,13 +72,18 @@ FILES = (
 EXPERTS = ("Wan 2.2 A14B, one expert", "Wan 2.2 A14B, both experts")
 
 
-def gigabytes(checkpoint: Checkpoint, file: File, experts: int, **fields) -> float | None:
-    """Count what the fullest rank holds of ``experts`` such files, in 1e9 bytes; None where a degree does
-    not fit the model."""
+def planned(checkpoint: Checkpoint, file: File, **fields) -> list[RankPlan] | None:
+    """Plan every rank of a file; None where a degree does not fit the model."""
     config = ParallelConfig(**fields)
     try:
-        plans = describe(config, checkpoint, file.image, file.text, branches=1, calls=CALLS)
+        return describe(config, checkpoint, file.image, file.text, branches=1, calls=CALLS)
     except (ConfigError, UnsupportedError):
+        return None
+
+
+def gigabytes(plans: list[RankPlan] | None, experts: int) -> float | None:
+    """Count what the fullest rank holds of ``experts`` such files, in 1e9 bytes."""
+    if plans is None:
         return None
     return max(plan.device_bytes + (experts - 1) * plan.weight_bytes for plan in plans) / 1e9
 
@@ -89,12 +94,12 @@ def needs(file: File) -> Iterator[tuple[str, dict[tuple[str, int], float | None]
     counts = {file.model: 1}
     if file.model.startswith(EXPERTS[0]):
         counts[file.model.replace(*EXPERTS)] = 2
+    plans = {("one rank", 1): planned(checkpoint, file)}
+    for method, fields in METHODS.items():
+        for ranks in RANKS:
+            plans[method, ranks] = planned(checkpoint, file, **fields(ranks))
     for name, experts in counts.items():
-        found = {("one rank", 1): gigabytes(checkpoint, file, experts)}
-        for method, fields in METHODS.items():
-            for ranks in RANKS:
-                found[method, ranks] = gigabytes(checkpoint, file, experts, **fields(ranks))
-        yield name, found
+        yield name, {which: gigabytes(found, experts) for which, found in plans.items()}
 
 
 def fits(found: dict[tuple[str, int], float | None], card: int) -> str:
