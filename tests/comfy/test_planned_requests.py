@@ -25,14 +25,14 @@ def handle(auto) -> SimpleNamespace:
     format = SimpleNamespace(latent_channels=16, spacial_downscale_ratio=8)
     model = SimpleNamespace(latent_format=format)
     found = {"patcher": SimpleNamespace(model=model), "wanted": (), "others": (), "config": ParallelConfig()}
-    return SimpleNamespace(auto=auto, **found)
+    return SimpleNamespace(auto=auto, choice=None, **found)
 
 
 @pytest.mark.parametrize("references", [0, 1, 3])
 def test_reference_images_are_counted(monkeypatch, references):
     """Qwen-Image-Edit, Kontext and FLUX.2 have 2 to 4 times the tokens of the latent alone."""
     given = [LATENT] * references
-    monkeypatch.setattr(auto_plan, "run_planned", lambda auto, model, request, others, run: request(SHAPE))
+    monkeypatch.setattr(auto_plan, "run_planned", lambda auto, choice, request, others, run: request(SHAPE))
     monkeypatch.setattr(auto_plan, "lora_bytes", lambda dit: (LoraBytes(), LoraBytes()))
     positive = [[PROMPT, {"reference_latents": given} if given else {}]]
     latent = {"samples": LATENT.clone()}
