@@ -99,11 +99,11 @@ def compute(func, args: tuple, kwargs: dict | None):
 
 def _metadata(out, given: list[Tensor]):
     """Return what a result is made of again: the index of the argument that it is, or metadata."""
+    for place, tensor in enumerate(given):
+        if out is tensor:  # also a part of another tensor, or a parameter
+            return place
     if type(out) is not Tensor or out.device.type != "meta" or out.storage_offset():
         return UNKNOWN
-    for place, tensor in enumerate(given):
-        if out is tensor:
-            return place
     memory = out.untyped_storage()._cdata
     if any(memory == tensor.untyped_storage()._cdata for tensor in given):
         return UNKNOWN

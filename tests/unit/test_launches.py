@@ -12,6 +12,7 @@ import torch.nn.functional as F
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import launches  # noqa: E402 (a script, in no package)
+import meta_shapes  # noqa: E402
 from meta_device import META, Count, meta_device  # noqa: E402
 from variants import request as masked  # noqa: E402
 
@@ -122,6 +123,9 @@ OPERATIONS = {
     "broadcast": lambda x: x[:, :, None] + x[:, None],
     "transposed": lambda x: x.t() + 1,
     "in place": lambda x: x.clone().add_(1),
+    "into a part": lambda x: x.clone()[1:].add_(1),
+    "into a part, by name": lambda x: torch.add(x[1:], 1, out=x.clone()[1:]),
+    "into a parameter": lambda x: torch.nn.Parameter(x.clone(), requires_grad=False).fill_(1),
     "a product": lambda x: F.linear(x, x),
     "a view or a copy": lambda x: x.t().reshape(-1),
     "the same type": lambda x: x.to(x.dtype),
@@ -145,6 +149,16 @@ def test_remembered_results_are_torchs_own(what):
                 with Count():
                     found = OPERATIONS[what](x)
                 assert _facts(x, found) == wanted
+
+
+def test_what_is_written_into_a_part_is_remembered():
+    """torch takes milliseconds to look at it on the meta device."""
+    known = meta_shapes._KNOWN
+    known.clear()
+    x = torch.zeros(3, 3, device=META)
+    with torch.inference_mode(), Count():
+        x[1:].add_(1)
+    assert {key[0].name(): found for key, found in known.items()}["aten::add_.Tensor"] == 0
 
 
 def _facts(given: torch.Tensor, made) -> list[tuple]:
