@@ -15,7 +15,8 @@ from unittest import mock
 
 import psutil
 import torch
-from tiny import golden_request, write_checkpoint
+from shallow import shallow_request
+from tiny import write_shallow_flux
 
 from backend import protocol
 from backend.client import pool
@@ -27,7 +28,7 @@ CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
 #: Steps that a request waits behind, steps that take seconds, also where other processes want the machine,
 #: and steps that outlast every fault. With more of them a request only begins later: the modulation of all
 #: is computed first.
-SHORT, SECONDS, LONG = 20, 100, 200
+SHORT, SECONDS, LONG = 20, 250, 300
 #: A Flux of 177M parameters.
 LARGE: dict = dict(
     in_channels=64,
@@ -41,6 +42,8 @@ LARGE: dict = dict(
 )
 #: The message of a request that gives its result.
 FINISHED = "none"
+#: The golden case whose request is sampled.
+CASE = "euler_simple"
 #: Longest wait for what has to come.
 PATIENCE = 90.0
 
@@ -51,7 +54,7 @@ class Scene:
     def __init__(self, folder: Path):
         self.folder = folder
         pool.allow(folder)
-        self.checkpoint = str(write_checkpoint(folder / "model.safetensors"))
+        self.checkpoint = str(write_shallow_flux(folder / "model.safetensors"))
 
     @property
     def backend(self) -> Backend:
@@ -64,11 +67,16 @@ class Scene:
 
     @staticmethod
     def request_for(model: str, steps: int, **tensors) -> protocol.Sample:
-        """A request for ``model``; one of six steps has a golden latent."""
-        sample, _ = golden_request("euler_simple", model)
+        """A request for ``model``; ``expected`` has the latent of one of six steps."""
+        sample, _ = shallow_request(CASE, model)
         if steps != 6:
             tensors["sigmas"] = torch.linspace(1, 0, steps + 1)
         return replace(sample, num_pipeline_patch=1, tensors={**sample.tensors, **tensors})
+
+    @staticmethod
+    def expected() -> torch.Tensor:
+        """The latent of ``request``, in VAE units."""
+        return shallow_request(CASE)[1]
 
     def large_file(self) -> str:
         """A folder of 700 MB, which is read for a second where it becomes bf16."""

@@ -21,7 +21,7 @@ from live_backend import (  # noqa: F401 (fixtures)
 )
 from loras import write_mixed
 from safetensors.torch import load_file, save_file
-from tiny import error_in_std, facts, golden_request, to_vae_units, write_checkpoint
+from tiny import error_in_std, golden_request, shallow_flux, to_vae_units, write_checkpoint
 
 from backend import config, protocol
 from backend.client import pool
@@ -35,8 +35,10 @@ from backend.rank_plan import describe
 from backend.serving.broadcast import FIRST
 
 
-def test_golden_latent_through_the_socket(backend, checkpoint):
-    request, golden = request_for(backend, checkpoint, preview_seconds=1e-9)
+def test_golden_latent_through_the_socket(backend, folder):
+    whole = ModelChoice(str(write_checkpoint(folder / "whole.safetensors")))
+    sample, golden = golden_request("euler_simple", backend.load(*whole).model)
+    request = replace(sample, num_pipeline_patch=1, preview_seconds=1e-9)
     steps, shapes = [], set()
 
     def on_progress(progress):
@@ -47,6 +49,7 @@ def test_golden_latent_through_the_socket(backend, checkpoint):
     assert error_in_std(to_vae_units(result.tensors["samples"]), golden) <= 1e-4
     assert steps == [(i, 6) for i in range(1, 7)]
     assert shapes == {(1, 16, 16, 16)}
+    backend.unload(whole)
 
 
 def test_a_fork_that_ends_leaves_the_ranks_alone(backend, checkpoint):
@@ -59,8 +62,8 @@ def test_a_fork_that_ends_leaves_the_ranks_alone(backend, checkpoint):
         finally:
             os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    request, golden = request_for(backend, checkpoint)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    request, expected = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
 
 
 def test_status_has_the_model_and_the_memory_of_every_rank(backend, checkpoint):
@@ -82,8 +85,8 @@ def test_scales_of_nan_are_refused_before_any_rank_reads(backend, checkpoint, fo
         protocol.RefusedError, match="scales.safetensors: the scale 'img_in.weight_scale' holds"
     ):
         backend.load(str(folder / "scales.safetensors"))
-    request, golden = request_for(backend, checkpoint)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    request, expected = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
 
 
 def test_a_model_of_nan_is_refused_by_name(backend, checkpoint, folder):
@@ -91,7 +94,7 @@ def test_a_model_of_nan_is_refused_by_name(backend, checkpoint, folder):
     state = load_file(checkpoint)
     broken = folder / "broken.safetensors"
     save_file({**state, "img_in.weight": torch.full_like(state["img_in.weight"], torch.nan)}, broken)
-    request, golden = request_for(backend, checkpoint)
+    request, expected = request_for(backend, checkpoint)
     model = backend.load(str(broken)).model
     steps = []
     what = "broken.safetensors has computed NaN or infinity in every value, in float32: .*download it again"
@@ -100,12 +103,12 @@ def test_a_model_of_nan_is_refused_by_name(backend, checkpoint, folder):
     assert steps == [1, 2, 3, 4, 5, 6]
     with pytest.raises(protocol.RefusedError, match=what):
         backend.sample(model_call(replace(request, model=model), "flux", 1))
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
 
 
 def test_stale_pipeline_through_the_socket(backend, checkpoint):
-    request, golden = request_for(backend, checkpoint, num_pipeline_patch=4)
-    error = error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden)
+    request, expected = request_for(backend, checkpoint, num_pipeline_patch=4)
+    error = error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected)
     assert 1e-4 < error < 1
 
 
@@ -126,17 +129,16 @@ def test_previews_of_a_stale_pipeline_show_one_step_each(backend, checkpoint):
 
 
 def test_largest_seed(backend, checkpoint):
-    request, golden = request_for(backend, checkpoint, seed=(1 << 64) - 1)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    request, expected = request_for(backend, checkpoint, seed=(1 << 64) - 1)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
     stochastic = backend.sample(replace(request, sampler="euler_ancestral")).tensors["samples"]
     assert torch.isfinite(stochastic).all()
 
 
-def test_load_reports_every_rank_and_is_done_once(backend, checkpoint, folder):
+def test_load_reports_every_rank_and_is_done_once(backend, folder):
     """Progress to its end, what each rank read and holds, and nothing of it again for the same file, whatever
     settings come with the requests."""
-    copy = folder / "another.safetensors"
-    copy.write_bytes(Path(checkpoint).read_bytes())
+    copy = write_checkpoint(folder / "another.safetensors")
     seen, again = [], []
     loaded = backend.load(
         str(copy), on_progress=lambda progress: seen.append((progress.step, progress.total))
@@ -271,20 +273,20 @@ def test_bad_files_are_refused_and_the_backend_stays(backend, checkpoint, folder
         with pytest.raises(protocol.RefusedError, match=says) as error:
             backend.load(str(path))
         assert "\n" not in str(error.value), name
-    request, golden = request_for(backend, checkpoint)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    request, expected = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
 
 
 def test_loras_come_and_go_and_the_weights_stay(backend, checkpoint, folder):
     """A model with LoRAs beside the one without, sampled in turn; one that does not fit is refused."""
-    path = str(write_mixed(folder / "lora.safetensors", facts("flux-dev")["shapes"]))
-    plain, golden = request_for(backend, checkpoint)
+    path = str(write_mixed(folder / "lora.safetensors", shallow_flux()))
+    plain, expected = request_for(backend, checkpoint)
     with_lora = replace(plain, model=backend.load(checkpoint, loras=[(path, 0.8)]).model)
     weaker = replace(plain, model=backend.load(checkpoint, loras=[(path, 0.4)]).model)
     first, *between, last = (
         backend.sample(request).tensors["samples"] for request in (with_lora, weaker, plain, with_lora)
     )
-    assert error_in_std(to_vae_units(between[1]), golden) <= 1e-4
+    assert error_in_std(to_vae_units(between[1]), expected) <= 1e-4
     assert first.equal(last) and all(error_in_std(one, first) > 1e-2 for one in between)
     save_file(
         {"img_in.lora_A.weight": torch.ones(2, 128), "img_in.lora_B.weight": torch.ones(256, 2)},
@@ -302,7 +304,7 @@ def test_loras_come_and_go_and_the_weights_stay(backend, checkpoint, folder):
         backend.sample(weaker)
     models = backend.client.request(protocol.Ping()).models
     assert plain.model in models and not {with_lora.model, weaker.model} & set(models)
-    assert error_in_std(to_vae_units(backend.sample(plain).tensors["samples"]), golden) <= 1e-4
+    assert error_in_std(to_vae_units(backend.sample(plain).tensors["samples"]), expected) <= 1e-4
 
 
 def test_more_stages_than_blocks_is_refused_at_load():

@@ -36,7 +36,7 @@ from backend.config import ParallelConfig
 SOON = 60
 #: Steps that outlast what a test does to them. With more, a request only begins later: their modulation is
 #: computed first.
-LONG = 60
+LONG = 150
 #: A silent rank is found within so many seconds, and Cancel of a hung backend takes so many at most.
 DETECTED, CANCELLED = 15, 5
 
@@ -59,10 +59,10 @@ def orphans():
 def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patches):
     long, seen = long_request(backend, checkpoint, num_pipeline_patch=patches), []
     assert backend.sample(long, lambda p: seen.append(p.step), lambda: len(seen) >= 3) is None
-    assert max(seen) < 30
+    assert max(seen) < LONG / 2
     assert backend.client.request(protocol.Ping()).models == [long.model]
-    request, golden = request_for(backend, checkpoint)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    request, expected = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
 
 
 def long_request(backend, checkpoint, **changes):
@@ -114,8 +114,8 @@ def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees,
     long = long_request(backend, checkpoint, num_pipeline_patch=patches)
     step, heard = cancelled(backend, long)
     assert backend.client.request(protocol.Ping()).models == [long.model]
-    request, golden = request_for(backend, checkpoint)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    request, expected = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
     for rank in (0, 1):
         times = backend.process._heartbeats.step_times(rank)
         of_long = [time for time in times if time.request == times[-1].request - 1]
@@ -131,9 +131,9 @@ def test_degrees_change_on_the_same_ranks(checkpoint, monkeypatch):
         backend, seen = pool.backend_for(ParallelConfig(device="cpu", **degrees)), []
         left = backend.client.request(protocol.Ping()).models
         loaded = backend.load(checkpoint, on_progress=seen.append)
-        request, golden = request_for(backend, checkpoint)
+        request, expected = request_for(backend, checkpoint)
         assert backend.client.request(protocol.Ping()).models == [request.model] == [loaded.model]
-        assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+        assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
         assert backend.welcome.degrees == ParallelConfig(**degrees).degrees
         return backend, left, [rank["bytes_read"] for rank in loaded.info["ranks"]], bool(seen)
 
@@ -144,14 +144,14 @@ def test_degrees_change_on_the_same_ranks(checkpoint, monkeypatch):
     for degrees in ({"cfg_degree": 2}, {"ulysses_degree": 2}, {"ring_degree": 2}):
         same, left, read, progress = changed(**degrees)
         assert same is backend and left and read == [0, 0] and not progress
-        request, golden = request_for(backend, checkpoint)
+        request, expected = request_for(backend, checkpoint)
         packed = replace(request, wire="fp8")
         if "cfg_degree" in degrees:
             with pytest.raises(protocol.RefusedError, match="wire is fp8 but ulysses_degree and ring_degree"):
                 backend.sample(packed)
             continue
         assert pool.backend_for(ParallelConfig(device="cpu", wire="fp8", **degrees)) is backend
-        assert 1e-3 < error_in_std(to_vae_units(backend.sample(packed).tensors["samples"]), golden) < 0.1
+        assert 1e-3 < error_in_std(to_vae_units(backend.sample(packed).tensors["samples"]), expected) < 0.1
     for degrees in ({"tensor_parallel_degree": 2}, {"pipefusion_degree": 2}):
         same, left, read, progress = changed(**degrees)
         assert same is backend and not left and progress
@@ -170,8 +170,8 @@ def test_degrees_change_on_the_same_ranks(checkpoint, monkeypatch):
 def test_changes_that_cannot_be_are_refused(backend, checkpoint, config, words):
     with pytest.raises(protocol.RefusedError, match=words):
         backend.client.request(protocol.Arrange(config))
-    request, golden = request_for(backend, checkpoint)
-    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    request, expected = request_for(backend, checkpoint)
+    assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
@@ -223,10 +223,10 @@ def test_rank_killed_between_requests_is_told_and_its_log_stays(backend, caplog)
 
 
 def is_exact(checkpoint) -> bool:
-    """Does the next run, on a fresh backend if need be, give the golden latent?"""
+    """Does the next run, on a fresh backend if need be, give one process's latent?"""
     backend = pool.backend_for(CONFIG)
-    request, golden = request_for(backend, checkpoint)
-    return error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), golden) <= 1e-4
+    request, expected = request_for(backend, checkpoint)
+    return error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
 
 
 def test_a_rank_stopped_while_it_samples_is_named_and_the_next_request_works(backend, checkpoint):

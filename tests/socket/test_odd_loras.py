@@ -36,7 +36,7 @@ def test_one_engine_refuses(flux, tmp_path, name):
 
 def test_two_ranks_refuse_and_stay(backend, checkpoint, tmp_path):  # noqa: F811
     pids = backend.welcome.pids
-    plain, golden = request_for(backend, checkpoint)
+    plain, expected = request_for(backend, checkpoint)
     for number, name in enumerate(ODD):
         path = write_odd(tmp_path / f"odd{number}.safetensors", name)
         with pytest.raises(protocol.RefusedError, match=ODD[name][1]) as error:
@@ -45,22 +45,22 @@ def test_two_ranks_refuse_and_stay(backend, checkpoint, tmp_path):  # noqa: F811
     assert backend.client.request(protocol.Ping()).models == [plain.model]
     good = backend.load(checkpoint, loras=[(str(write_good(tmp_path / "good.safetensors")), 1.0)])
     changed = backend.sample(protocol.Sample(**{**vars(plain), "model": good.model})).tensors["samples"]
-    assert error_in_std(to_vae_units(changed), golden) > 1e-2  # it was added
+    assert error_in_std(to_vae_units(changed), expected) > 1e-2  # it was added
     samples = backend.sample(plain).tensors["samples"]
-    assert error_in_std(to_vae_units(samples), golden) <= 1e-4
+    assert error_in_std(to_vae_units(samples), expected) <= 1e-4
     assert backend.welcome.pids == pids and all(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_a_file_that_turns_bad_is_refused_before_the_ranks_hear(backend, checkpoint, tmp_path):  # noqa: F811
     """Its name is known from a Load that found it good."""
-    plain, golden = request_for(backend, checkpoint)
+    plain, expected = request_for(backend, checkpoint)
     path = write_good(tmp_path / "good.safetensors")
     loaded = backend.load(checkpoint, loras=[(str(path), 1.0)])
     assert loaded.info["notes"] == ["changes added: 1"]
     write_odd(path, "NaN in down")
     with pytest.raises(protocol.RefusedError, match="good.safetensors .*NaN or infinity"):
         backend.sample(protocol.Sample(**{**vars(plain), "model": loaded.model}))
-    assert error_in_std(to_vae_units(backend.sample(plain).tensors["samples"]), golden) <= 1e-4
+    assert error_in_std(to_vae_units(backend.sample(plain).tensors["samples"]), expected) <= 1e-4
 
 
 def test_values_are_read_once_for_a_file(flux, tmp_path, monkeypatch):

@@ -168,13 +168,13 @@ def test_it_is_refused_and_the_ranks_stay(says, kind, name):
 
 
 def test_a_sample_after_all_of_them_is_exact(backend, checkpoint):  # noqa: F811
-    pids, (good, golden) = backend.welcome.pids, request_for(backend, checkpoint)
+    pids, (good, expected) = backend.welcome.pids, request_for(backend, checkpoint)
     for kind, known in KINDS.items():
         for odd, _ in known.values():
             client = backend.process.wait_ready()
             answer(client, good, kind, odd)
             client.close()
-    assert error_in_std(to_vae_units(backend.sample(good).tensors["samples"]), golden) <= 1e-4
+    assert error_in_std(to_vae_units(backend.sample(good).tensors["samples"]), expected) <= 1e-4
     same_ranks(backend, pids)
 
 

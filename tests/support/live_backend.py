@@ -4,7 +4,8 @@ the next module's."""
 from dataclasses import replace
 
 import pytest
-from tiny import golden_request, write_checkpoint
+from shallow import shallow_request
+from tiny import write_shallow_flux
 
 from backend import protocol
 from backend.client import pool
@@ -15,7 +16,7 @@ CONFIG = ParallelConfig(pipefusion_degree=2, device="cpu")
 
 @pytest.fixture(scope="module")
 def checkpoint(folder):
-    return str(write_checkpoint(folder / "flux-tiny.safetensors"))
+    return str(write_shallow_flux(folder / "flux-tiny.safetensors"))
 
 
 @pytest.fixture
@@ -36,9 +37,9 @@ def free_at_the_end():
 
 def request_for(backend, checkpoint, case="euler_simple", **changes) -> tuple[protocol.Sample, object]:
     """A golden case's request for the model that ``backend`` has loaded, with ``changes`` of its fields, and
-    the golden latent."""
-    sample, golden = golden_request(case, backend.load(checkpoint).model)
-    return protocol.Sample(**{**vars(sample), "num_pipeline_patch": 1, **changes}), golden
+    the latent that one process makes of it."""
+    sample, expected = shallow_request(case, backend.load(checkpoint).model)
+    return protocol.Sample(**{**vars(sample), "num_pipeline_patch": 1, **changes}), expected
 
 
 def with_tensors(request, **tensors):
