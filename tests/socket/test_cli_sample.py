@@ -52,8 +52,8 @@ def shell(text: str, folder: Path, **environment) -> subprocess.CompletedProcess
 
 def test_the_page_example_makes_the_picture(tmp_path):
     """Ranks that auto chooses are started, by another Python than the client's, and a prompt becomes its
-    picture."""
-    python = interpreters.recording(tmp_path / "ranks-python", tmp_path / "log")
+    picture. The client is a process that imports everything itself, as users start it."""
+    python = interpreters.recording(tmp_path / "ranks-python", tmp_path / "log", forks=True)
     own = {"PARALLEL_DIT_PYTHON": str(python), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     found = shell(examples("headless.md")["sample"], tmp_path, **own)
     assert found.returncode == 0, found.stderr

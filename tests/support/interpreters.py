@@ -3,12 +3,16 @@
 import sys
 from pathlib import Path
 
+import forking
+
 from backend.client.interpreter import answer
 
 
-def recording(path: Path, log: Path) -> Path:
-    """Write a program that is this Python, and writes to ``log`` what it is asked to run."""
-    return _program(path, f'echo "$@" >> "{log}"\nexec "{sys.executable}" "$@"')
+def recording(path: Path, log: Path, forks: bool = False) -> Path:
+    """Write a program that is this Python, and writes to ``log`` what it is asked to run. ``forks``: what can
+    be forked is (tests/support/forking_agent), which nothing in our PYTHONPATH says to it."""
+    place = f'export PYTHONPATH="$PYTHONPATH:{forking.FOLDER}"\n' if forks else ""
+    return _program(path, f'echo "$@" >> "{log}"\n{place}exec "{sys.executable}" "$@"')
 
 
 def loud(path: Path) -> Path:

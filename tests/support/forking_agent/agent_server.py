@@ -1,7 +1,8 @@
 """python agent_server.py SOCKET PADDING: imports what torchrun's agents and their ranks do, once, and forks
-an agent for each process that asks through ``ask``, in the namespaces of that one (tests/support/hosts.py
-has hosts of their own). Standard input is a pipe of whoever started it: its end
-ends the server. PADDING makes room for an agent's command line, by which /proc tells whose process it is."""
+an agent, launcher, client or reader of headers for each process that asks through ``ask``, in the namespaces
+of that one (tests/support/hosts.py has hosts of their own). Standard input is a pipe of whoever started it:
+its end ends the server. PADDING makes room for an agent's command line, by which /proc tells whose process it
+is."""
 
 import ctypes
 import fcntl
@@ -30,6 +31,8 @@ OF_IMPORTS = (
     "PYTHONHASHSEED",
     "CUDA_",
 )
+#: And of those among them that are looked at later, as a group of NCCL begins.
+OF_NCCL = "TORCH_NCCL_"
 #: File descriptors of the server's own are below this number, those of an agent while they arrive are not.
 OWN = 500
 FORKED, REFUSED = b"f", b"n"
@@ -100,7 +103,7 @@ def serve(path: str):
         asking, _ = listener.accept()
         request, files = _received(asking)
         request["process"] = _process_of(asking)
-        if _imports_alike(request["environment"]):
+        if _imports_alike(request["environment"], "torch.distributed.run" in request["command"]):
             if os.fork() == 0:
                 listener.close()
                 _be_agent(request, files, asking, exit_code_of)
@@ -122,11 +125,15 @@ def _process_of(asking: socket.socket) -> int:
     return CREDENTIALS.unpack(asked_by)[0]
 
 
-def _imports_alike(environment: dict[str, str]) -> bool:
-    def seen(values) -> dict:
-        return {name: value for name, value in values.items() if name.startswith(OF_IMPORTS)}
+def _imports_alike(environment: dict[str, str], is_agent: bool) -> bool:
+    """A launcher or client, which computes nothing, may lack variables that are made for ranks."""
 
-    return seen(environment) == seen(os.environ)
+    def seen(values) -> dict:
+        names = [name for name in values if name.startswith(OF_IMPORTS) and not name.startswith(OF_NCCL)]
+        return {name: values[name] for name in names}
+
+    wanted, ours = seen(environment), seen(os.environ)
+    return wanted == ours if is_agent else wanted.items() <= ours.items()
 
 
 def _be_agent(request: dict, files: list[int], asking: socket.socket, exit_code_of):

@@ -66,8 +66,8 @@ def _be_rank(command: list[str], environment: dict[str, str], stdout, stderr, be
 
 
 def exit_code_of(command: list[str], environment: dict[str, str]) -> int:
-    """Run ``command``, [PYTHON, ..., "-m", MODULE, ...] or [PYTHON, ..., SCRIPT, ...], in this process with
-    its open files 0 to 2."""
+    """Run ``command``, [PYTHON, ..., "-m", MODULE, ...], [PYTHON, "-c", TEXT] or [PYTHON, ..., SCRIPT, ...],
+    in this process with its open files 0 to 2."""
     os.environ.clear()
     os.environ.update(environment)
     sys.path[1:1] = [place for place in _places(environment) if place not in sys.path]
@@ -88,11 +88,15 @@ def exit_code_of(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _run(command: list[str]):
-    """As Python does: options, "-m" the last of them, then what to run and its arguments."""
+    """As Python does: options, "-m" or "-c" the last of them, then what to run and its arguments."""
     at = next(i for i, word in enumerate(command) if i and not word.startswith("-"))
     sys.argv = command[at:]
     if command[at - 1] == "-m":
         runpy.run_module(command[at], run_name="__main__", alter_sys=True)
+        return
+    if command[at - 1] == "-c":
+        sys.argv[0] = "-c"
+        exec(compile(command[at], "<string>", "exec"), {"__name__": "__main__"})
         return
     sys.path[0] = str(Path(command[at]).parent)
     runpy.run_path(command[at], run_name="__main__")
