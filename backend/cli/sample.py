@@ -8,6 +8,9 @@ others run. Without --address it starts the ranks and ends them; --config has th
 inputs of Parallel Config, whose degrees are chosen for each request unless one of them is set.
 """
 
+from .. import lean_imports  # noqa: F401  # before all that imports torch and diffusers
+
+# isort: split
 import argparse
 import sys
 from collections.abc import Callable, Collection

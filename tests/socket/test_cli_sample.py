@@ -86,6 +86,7 @@ def write_request(folder: Path, backend, checkpoint) -> torch.Tensor:  # noqa: F
 
 
 def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, checkpoint):  # noqa: F811
+    """From a client that imports no transformers, which takes seconds."""
     noise = write_request(tmp_path, backend, checkpoint)
     (tmp_path / "token").write_text(backend.process._token)
     (tmp_path / "token").chmod(0o600)
@@ -94,8 +95,11 @@ def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, 
         + """ --config '{"num_pipeline_patch": 2}'""",
         tmp_path,
         F=str(tmp_path),
+        PYTHONPROFILEIMPORTTIME="1",
     )
     assert found.returncode == 0, found.stderr
+    imported = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+    assert "diffusers.models.attention" in imported and "transformers" not in imported
     sample, _ = request_for(backend, checkpoint)
     tensors = {**sample.tensors, "noise": noise}
     message = replace(sample, **DEFAULTS, seed=7, tensors=tensors)
