@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import doctor
 import doctor_findings
 import doctor_lab
+import doctor_memory
 import doctor_models
 import doctor_runs
 import pytest
@@ -205,7 +206,7 @@ def test_degrees_that_do_not_divide_a_model_are_no_problem():
     found = full_findings(lab, "--only", "methods,speed,shapes,compiled,memory")
     refused = [each for each in found if "24 heads" in each.text]
     assert {each.check for each in refused} == {"methods", "speed", "shapes", "compiled", "memory"}
-    assert not [each for each in threading.enumerate() if isinstance(each, doctor_runs.Watch)]
+    assert not [each for each in threading.enumerate() if isinstance(each, doctor_memory.Watch)]
     assert {each.status for each in found} == {OK}
     assert "tensor parallel, flux-dev: not possible" in str(refused)
 
