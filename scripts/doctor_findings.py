@@ -82,7 +82,7 @@ def short_of_memory(name: str, error: Exception, what: str = "") -> Finding:
 def refused(name: str, what: str, refusal: RefusedError) -> Finding:
     """Say what a refusal means: degrees that divide no heads or blocks of a model, and kernels that are not
     there, are no fault; what fails in a load or computes no number is."""
-    if refusal.lacking:
+    if is_memory_shortage(refusal):
         return short_of_memory(name, refusal, what)
     is_fault = any(words in str(refusal) for words in OF_FAULTS)
     return Finding(name, PROBLEM if is_fault else OK, f"{what}: not possible ({refusal})")

@@ -12,6 +12,7 @@ from doctor_lab import Lab, relative
 from doctor_quantized_ranks import KINDS, on_all_ranks
 from doctor_time import while_time
 
+from backend.client.planning import is_memory_shortage
 from backend.config import ParallelConfig
 from backend.dequantized_cache import CACHE_VARIABLE
 from backend.protocol import RefusedError
@@ -64,7 +65,7 @@ def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
     try:
         own, run = stored if matmul == "weight only" else _timed_file(lab, kind, matmul)
     except RefusedError as refusal:
-        if refusal.lacking:
+        if is_memory_shortage(refusal):
             raise
         is_of_gpu = any(words in str(refusal) for words in OF_GPUS)
         status = OK if is_of_gpu else WARNING

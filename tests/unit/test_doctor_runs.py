@@ -174,6 +174,23 @@ def test_ranks_that_run_out_in_the_middle_are_to_be_reported():
     assert found.status == WARNING and "than was planned" in found.text and "report it" in found.text
 
 
+def test_a_rank_that_runs_out_in_the_middle_is_not_called_a_refusal():
+    """It is a refusal without numbers of what lacks."""
+
+    class Lab(StubLab):
+        def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
+            if config.world_size > 1 or config.attention == "sage" or matmul == "native":
+                raise RefusedError("rank 0 ran out of memory in the middle of a request, with 1 GB free")
+            return super().run(config, path, sample, dtype, matmul)
+
+    found = full_findings(Lab(), "--only", "methods,speed,kernels,quantized,shapes")
+    short = [each for each in found if "ran out of memory" in each.text]
+    assert {each.check for each in short} == {"methods", "speed", "kernels", "quantized", "shapes"}
+    assert any("native: more memory" in each.text for each in short if each.check == "quantized")
+    for each in short:
+        assert each.status == WARNING and "than was planned" in each.text and "not possible" not in each.text
+
+
 def test_a_native_product_that_gave_up_is_a_problem():
     """Ranks go on by the dequantized weight, with its very latent."""
 
