@@ -75,8 +75,9 @@ def short_of_memory(name: str, error: Exception, what: str = "") -> Finding:
         return Finding(name, WARNING, f"{text}; {remedy}", values)
     listed = ", ".join(f"{gb(size)} free for rank {rank}" for rank, size in sorted(needs.items()))
     text = f"{first}not run: it needs {listed}"
-    remedy = f"smaller cards cannot run this check (--only {name}), and nothing is wrong with them"
-    return Finding(name, WARNING, f"{text}; close what else uses the GPUs; {remedy}", values)
+    remedy = f'close what else uses the GPUs (to try it again: --only "{name}")'
+    too_small = "smaller cards cannot run this check, and nothing is wrong with them"
+    return Finding(name, WARNING, f"{text}; {remedy}; {too_small}", values)
 
 
 def refused(name: str, what: str, refusal: RefusedError) -> Finding:

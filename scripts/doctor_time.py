@@ -62,7 +62,7 @@ class Clock:
         self.check_end()
         if time.monotonic() > self.part_end:
             over = f"not run: its {self.part_seconds:.0f} s of the {self.minutes:g} minutes are over"
-            raise OutOfTime(f'{over}; run it with --only "{self.part}", or raise --minutes')
+            raise OutOfTime(f'{over}; raise --minutes, or, to try it again: --only "{self.part}"')
 
     def limit(self, longest: float) -> float:
         """Return until when something may go on that hangs after ``longest`` seconds (monotonic)."""

@@ -160,7 +160,8 @@ def test_a_card_that_is_too_small_for_a_check_is_no_refusal():
         *("speed", "methods", "kernels", "quantized", "shapes", "one rank", "speed of one rank")
     }
     for each in short:
-        words = ("30.0 GB free for rank 1", f"--only {each.check}", "smaller cards", "close what else")
+        again = f'to try it again: --only "{each.check}"'
+        words = ("30.0 GB free for rank 1", again, "smaller cards", "close what else")
         assert all(word in each.text for word in words), each.text
         assert each.status == WARNING and "refus" not in each.text and "failed" not in each.text
         assert each.values["needs"] == {1: 30_000_000_000}
