@@ -258,6 +258,8 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
 OF_FLUX = ("speed of one rank", "speed", "life", "memory", "compiled", "kernels")
 #: Those of all ranks: they would hang where links failed.
 OF_SEVERAL = ("methods", "life", "waits", "speed", "memory", "shapes", "compiled")
+#: Those that do nothing on one rank.
+NOT_OF_ONE = ("speed", "methods", "life")
 #: Those of ranks that share a GPU: what they compute, and nothing that is timed.
 OF_SHARED = ("one rank", "methods", "waits")
 #: Those that need no folder which the registry's archive leaves out (.comfyignore).
@@ -302,7 +304,7 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
     yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")
     try:
         for index, name in enumerate(names):
-            lab.begin(name, names[index + 1 :])
+            lab.begin(name, [each for each in names[index + 1 :] if lab.ranks > 1 or each not in NOT_OF_ONE])
             yield from findings(name, partial(in_time, run=RUNS[name]), lab)
             if not set(names[index + 1 :]) & set(OF_FLUX):
                 lab.drop("flux")

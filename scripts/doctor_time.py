@@ -10,7 +10,7 @@ from doctor_findings import OutOfTime
 SECONDS = {
     "links": 90,  # what the probe may take
     "one rank": 30,
-    "speed of one rank": 60,  # a file of 3.7 GB, 12 requests
+    "speed of one rank": 120,  # a file of 3.7 GB, which takes 37 s of them, 12 requests
     "speed": 150,  # eight starts, 48 requests
     "methods": 150,  # eight starts, 72 requests of tiny models
     "life": 45,

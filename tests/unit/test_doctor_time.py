@@ -2,11 +2,13 @@
 
 import doctor
 import doctor_lab
+import doctor_room
 import doctor_runs
 import doctor_time
 import pytest
 from doctor_findings import WARNING, OutOfTime
 from doctor_hangs import HungError
+from doctor_sizes import SIZES
 from doctor_stubs import StubLab, machine
 
 from backend.config import ParallelConfig
@@ -92,6 +94,29 @@ def test_what_one_check_does_not_use_others_have(time):
     assert parts["shapes"] == pytest.approx(580) and parts["links"] < 90
     clock.begin("links")
     assert clock.part_seconds == pytest.approx(580)  # of --only links
+
+
+def test_the_flux_is_made_in_less_than_its_check_may_take(time):
+    """The file is made in the time of the first check that asks for it, and then requests run."""
+    import common  # of benchmarks, which doctor_lab has put on the path
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+
+    size = doctor_room.model_bytes(FluxTransformer2DModel, common.FLUX | SIZES["cuda"].flux, 2)
+    clock, names = doctor_time.Clock(10.0), list(doctor_runs.RUNS)
+    begun = names.index("speed of one rank")
+    time.seconds = 20.0  # of what comes before
+    clock.begin(names[begun], names[begun + 1 :])
+    assert clock.part_seconds > 1.5 * size / 1e9 * doctor_time.MAKE_SECONDS_A_GB
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checks_that_do_nothing_on_one_rank_have_no_part(time, monkeypatch, ranks):
+    lab, later = StubLab(), []
+    lab.ranks = ranks
+    monkeypatch.setattr(lab, "begin", lambda name, names=(): later.append(list(names)))
+    list(doctor_runs.full(doctor.options(["--full", "--ranks", str(ranks)]), machine(), lab))
+    wanted = [name for name in doctor_runs.RUNS if ranks > 1 or name not in ("speed", "methods", "life")]
+    assert later[0] == wanted[1:] and len(later) == len(doctor_runs.RUNS)
 
 
 def test_nothing_is_made_beyond_the_end(time):
