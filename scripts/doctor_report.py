@@ -28,6 +28,10 @@ COMMON = ("root", "user", "localhost", "ubuntu", "comfyui", "host")
 OTHER_HOMES = re.compile(
     r"(/mnt/[a-z]/Users/)(?:[^/\n\\\"]{1,40}(?=/)|[^/\s\\\"':,;)]+)|(/home/)[^/\s\\\"':,;)]+"
 )
+#: The number of one GPU in the world, as nvidia-smi, CUDA_VISIBLE_DEVICES and torch write it.
+UUID = re.compile(
+    r"(?<![0-9a-f])(GPU-|MIG-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?![0-9a-f])", re.IGNORECASE
+)
 #: Folders that say nothing of anybody; empty: the root, and a home without one.
 PUBLIC = ("", "/root", "/tmp", "/var/tmp", "/usr", "/usr/local")
 #: Lines of the log that are kept.
@@ -120,7 +124,8 @@ def finite(value: Any) -> Any:
 
 
 def anonymous(text: str) -> str:
-    """Return a text without the folders of who sends it, the user's name and the machine's."""
+    """Return a text without the folders of who sends it, the user's name, the machine's and UUIDs of GPUs."""
+    text = _without_uuids(text)
     for folder, stands_for in _folders().items():
         if folder.rstrip("/") not in PUBLIC:
             text = re.sub(rf"{re.escape(folder.rstrip('/'))}(?![\w.-]*\w)", lambda _, by=stands_for: by, text)
@@ -136,6 +141,17 @@ def anonymous(text: str) -> str:
         if len(name) > 2 and name.lower() not in COMMON:
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stands_for, text)
     return text
+
+
+def _without_uuids(text: str) -> str:
+    """Number the UUIDs as they come: who reads the report sees which GPU is which."""
+    numbers: dict[str, int] = {}
+
+    def placeholder(found: re.Match) -> str:
+        number = numbers.setdefault(found[2].lower(), len(numbers) + 1)
+        return f"{found[1] or ''}UUID-{number}"
+
+    return UUID.sub(placeholder, text)
 
 
 def _folders() -> dict[str, str]:

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import doctor
@@ -15,7 +16,7 @@ import doctor_report
 import pytest
 from doctor_findings import OK, Finding
 from doctor_report import Report, anonymous
-from doctor_stubs import machine
+from doctor_stubs import GPU, machine
 
 from backend.client import status
 
@@ -97,6 +98,26 @@ def test_nobody_is_named(monkeypatch):
     assert anonymous(text) == "PYTHON/lib, TMPDIR/a, PACK/backend, /disk7/pack-2"
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     assert anonymous("root cause") == "root cause"
+
+
+def test_no_gpu_can_be_recognized(tmp_path):
+    """Its UUID is in what nvidia-smi says, in torch's GPUs and in CUDA_VISIBLE_DEVICES."""
+    bare, other = "1A2B3C4D-0000-1111-2222-33445566778a", "1a2b3c4d-0000-1111-2222-33445566778b"
+    facts = machine(
+        gpus=[replace(GPU, uuid=bare.lower())],
+        driver=[{"uuid": f"GPU-{bare}"}, {"uuid": f"GPU-{other}"}],
+        smi=(f"0, H100, GPU-{bare}\n1, H100, GPU-{other}\n", ""),
+        topology=f"\tGPU0\n{bare}\t{other}\n",  # JSON has a letter before each
+        variables={"CUDA_VISIBLE_DEVICES": f"MIG-{other},MIG-GPU-{bare}/1/0"},
+    )
+    path = tmp_path / "doctor.json"
+    Report(path, {}, facts).close("complete")
+    found = written(path)["facts"]
+    assert "1a2b3c4d" not in path.read_text().lower()
+    assert {each["uuid"] for each in found["gpus"]} < {"UUID-1", "UUID-2"}
+    assert {each["uuid"] for each in found["driver"]} == {"GPU-UUID-1", "GPU-UUID-2"}
+    assert found["variables"]["CUDA_VISIBLE_DEVICES"].startswith("MIG-UUID-")
+    assert anonymous(f"GPU-{bare}, {bare}, GPU-{other}") == "GPU-UUID-1, UUID-1, GPU-UUID-2"
 
 
 def test_a_user_without_a_home_has_a_report(monkeypatch):
