@@ -74,7 +74,10 @@ class Lab(Models):
         if device == "cuda" and gpus and len(gpus) >= ranks and not shares_gpu():
             self.gpus = gpus[:ranks]
         self.size = SIZES[device]
-        self._temporary = tempfile.TemporaryDirectory(prefix="parallel-dit-doctor-")
+        prefix = "parallel-dit-doctor-"
+        self._temporary = tempfile.TemporaryDirectory(
+            prefix=prefix, ignore_cleanup_errors=True
+        )  # doctor_room.py
         self.folder = Path(self._temporary.name)
         self._kept: dict[tuple, Any] = {}
         #: Whether the links between ranks could not be measured.

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from doctor_findings import NoRoomError, gb
@@ -43,8 +44,10 @@ def need_disk(size: int, what: str, folder: Path, release: Callable[[], None]):
 
 
 def delete(path: Path):
-    """Delete a file, or a model's folder."""
+    """Delete a file, or a model's folder. What cannot go stays until the end: on NFS a mapped file becomes
+    .nfsXXXX, and its folder is not empty."""
     if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()

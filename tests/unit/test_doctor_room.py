@@ -1,6 +1,8 @@
 """Room on the disk for the files of scripts/doctor.py --full, and how long they stay there."""
 
+import errno
 import importlib.util
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -45,6 +47,27 @@ def test_the_flux_takes_what_was_asked_for(lab, monkeypatch):
     assert sum(file.stat().st_size for file in files) == pytest.approx(asked[0], rel=0.01)
     lab.drop("flux")
     assert not (lab.folder / "flux").exists()
+
+
+def test_files_that_cannot_be_deleted_end_nothing(monkeypatch):
+    """On NFS a file that a process maps stays as .nfsXXXX, and its folder with it."""
+    lab = doctor_lab.Lab("cpu", 2, 10.0)
+    lab._kept = {("quantized", "bf16"): lab.folder / "bf16.safetensors", ("flux",): lab.folder / "flux"}
+    (lab.folder / "flux").mkdir()
+    for file in ("bf16.safetensors", "flux/.nfs0001"):
+        (lab.folder / file).write_text("")
+
+    def busy(*args, **named):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patched:
+        for name in ("unlink", "rmdir"):
+            patched.setattr(os, name, busy)
+        lab.drop("quantized", "bf16")
+        lab.drop("flux")
+        lab.close()
+    assert not lab._kept and (lab.folder / "flux" / ".nfs0001").exists()
+    shutil.rmtree(lab.folder)
 
 
 def test_deleted_files_that_ranks_map_are_given_up_first(monkeypatch, lab):
