@@ -47,7 +47,7 @@ def quantized(lab: Lab) -> Found:
                 lab.drop("quantized", kind)
         yield from on_all_ranks(lab, tuple(kind for kind in KINDS if kind in _kinds()))
     finally:
-        for kind in KINDS:
+        for kind in ("bf16", *KINDS):  # also where their runs failed
             lab.drop("quantized", kind)
         lab.forget_weights()
 

@@ -17,6 +17,8 @@ from doctor_findings import OK, WARNING, NoRoomError
 from doctor_sizes import SIZES
 from doctor_stubs import StubLab, full_findings
 
+from backend.protocol import BackendError
+
 KINDS = ("bf16", *doctor_quantized.NATIVE, *doctor_quantized.OF_GGUF)
 
 
@@ -139,3 +141,13 @@ def test_every_file_goes_after_its_last_use(monkeypatch):
     assert {("quantized", kind) for kind in KINDS} < set(lab.dropped) and ("flux",) in lab.dropped
     assert {("released", family) for family in doctor_steps.SHAPES} < set(lab.dropped)
     assert ("flux",) in dict(ran)["quantized"] and doctor_room.SPARE
+
+
+def test_the_bf16_file_goes_where_its_timing_fails():
+    class Lab(StubLab):
+        def step_seconds(self, config, path, request, **how):
+            raise BackendError("rank 0 ended")
+
+    lab = Lab()
+    list(doctor_quantized.quantized(lab))
+    assert ("quantized", "bf16") in lab.dropped
