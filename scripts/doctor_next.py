@@ -1,5 +1,6 @@
 """What to do next about what scripts/doctor.py --full has found, where the finding itself does not say."""
 
+import re
 from dataclasses import replace
 
 from doctor_findings import OK, PROBLEM, WARNING, Finding
@@ -7,13 +8,15 @@ from doctor_findings import OK, PROBLEM, WARNING, Finding
 from backend.dequantized_cache import CACHE_VARIABLE
 
 REPORT = "report it, with the file of --json"
-#: Words by which a finding says it itself.
+#: Words by which a finding says it itself, where they begin a word ("Connection reset by peer" says nothing).
 SAID = (
     *("report it", "raise --minutes", "use --only", "close ", "set ", "install ", "prefer ", "see to "),
-    *("see the problems", "links fails", "links failed", "(--ranks 2)", "--device cpu", "run --full"),
-    *("run without", "clone ", "share one GPU", "hung before", "IOMMU", "BIOS"),
+    *("links fails", "links failed", "(--ranks 2)", "clone ", "hung before", "IOMMU", "BIOS"),
 )
+SAYS = re.compile("|".join(rf"(?<!\w){re.escape(words)}" for words in SAID))
 OTHER_METHOD = f"its pictures are wrong here: choose another method in Parallel Config, and {REPORT}"
+#: Checks whose findings say it themselves, or that have nothing to do next, unless they fail.
+SAYING = ("full", "links")
 #: Check and status -> what to do.
 NEXT = {
     ("one rank", PROBLEM): f"pictures of this GPU are off: update torch and the driver, then {REPORT}",
@@ -35,8 +38,10 @@ NEXT = {
 
 def advised(finding: Finding) -> Finding:
     """Return a warning or problem of --full with what to do next."""
-    if finding.status == OK or any(words in finding.text for words in SAID):
+    if finding.status == OK or SAYS.search(finding.text):
         return finding
     is_failure = "traceback" in finding.values
+    if finding.check in SAYING and not is_failure:
+        return finding
     what = REPORT if is_failure else NEXT.get((finding.check, finding.status), REPORT)
     return replace(finding, text=f"{finding.text}; {what}")

@@ -1,6 +1,9 @@
 """Every warning and problem of scripts/doctor.py --full says what to do next."""
 
+from dataclasses import replace
+
 import doctor
+import doctor_findings
 import doctor_lab
 import doctor_next
 import doctor_runs
@@ -8,9 +11,14 @@ import pytest
 import torch
 from doctor_findings import OK, PROBLEM, WARNING, Finding
 from doctor_next import advised
-from doctor_stubs import StubLab, full_findings
+from doctor_stubs import GPU, StubLab, full_findings, machine
 
+from backend.client.probe_process import UnmeasuredError
+from backend.gpu_sharing import SHARED_GPU
 from backend.protocol import BackendError
+
+#: A GPU that this torch has no kernels for.
+OLD = replace(GPU, capability=(6, 1))
 
 
 class Wrong(StubLab):
@@ -61,6 +69,49 @@ def test_a_finding_that_says_it_is_left_alone():
     for text in ("2 GB are free; set TMPDIR to a larger disk", "not run; raise --minutes"):
         assert advised(Finding("memory", WARNING, text)).text == text
     assert advised(Finding("memory", OK, "fine")).text == "fine"
+
+
+@pytest.mark.parametrize(
+    "facts, arguments, words",
+    [
+        (machine(), ["--only", "lonks"], "there are links"),
+        (machine(gpus=[GPU], usable=[0]), ["--ranks", "2"], "nothing is timed"),
+        (machine(gpus=[OLD, replace(GPU, index=1)]), ["--ranks", "2"], "CUDA_VISIBLE_DEVICES=1 python"),
+        (machine(gpus=[OLD]), [], "--device cpu"),
+    ],
+    ids=["a typo", "one GPU", "one of two GPUs", "no GPU"],
+)
+def test_what_was_asked_for_is_not_reported(monkeypatch, facts, arguments, words):
+    monkeypatch.setenv(SHARED_GPU, "")
+    monkeypatch.delenv(SHARED_GPU)
+    found = [advised(each) for each in full_findings(StubLab(), *arguments, facts=facts)]
+    of_full = [each.text for each in found if each.check == "full" and each.status != OK]
+    assert any(words in text for text in of_full) and not any("report it" in text for text in of_full)
+
+
+def test_links_that_fail_have_their_own_remedy():
+    class Lab(StubLab):
+        def machine(self):
+            raise UnmeasuredError("ranks did not meet", "run it anew: the machine was busy", True)
+
+    class Broken(StubLab):
+        def machine(self):
+            raise KeyError("rings")
+
+    (found,) = full_findings(Lab(), "--only", "links")[1:]
+    assert found.status == PROBLEM and advised(found).text == found.text
+    (found,) = full_findings(Broken(), "--only", "links")[1:]
+    assert advised(found).text.endswith(doctor_next.REPORT)
+
+
+def test_words_within_words_say_nothing():
+    """As in what a socket raises."""
+
+    def fails(lab):
+        raise ConnectionResetError("[Errno 104] Connection reset by peer")
+
+    (found,) = doctor_findings.findings("methods", fails, None)
+    assert advised(found).text.endswith("report it, with the file of --json")
 
 
 def test_who_has_no_file_to_report_is_asked_for_one(monkeypatch, capsys):
