@@ -9,6 +9,7 @@ import torch
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible, refused
 from doctor_lab import Lab, relative
 from doctor_limits import REAL_SIZE
+from doctor_next import OTHER_METHOD, REPORT
 from doctor_processes import Ended
 from doctor_time import while_time
 
@@ -68,7 +69,9 @@ def _in_ring(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
     if distance <= most:  # NaN is not
         yield Finding("kernels", OK, text, values)
         return
-    remedy = f"leave attention {kernel} where ring_degree is above 1, and report it, with the file of --json"
+    remedy = f"set attention to another kernel than {kernel} where ring_degree is above 1, and {REPORT}"
+    if kernel == "sdpa":  # which others fall back to
+        remedy = OTHER_METHOD
     yield Finding("kernels", PROBLEM, f"{text}; {remedy}", values)
 
 

@@ -55,6 +55,8 @@ def test_what_is_wrong_has_a_next_step(lab):
         assert checks >= {"one rank", "methods", "speed", "shapes", "compiled", "quantized", "kernels"}
         methods = next(each.text for each in wrong if each.check == "methods")
         assert "choose another method in Parallel Config, and report it" in methods
+        compiled = next(each.text for each in wrong if each.check == "compiled")
+        assert "set compile of Parallel Config to off, and report it" in compiled
 
 
 #: What a reader can do.
