@@ -14,6 +14,7 @@ from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, gb, possib
 from doctor_hangs import LINKS_FIRST, HungError, evidence
 from doctor_lab import RUN_SECONDS, Lab, relative
 from doctor_limits import EXACT
+from doctor_next import NOTHING
 from doctor_time import while_time
 
 from backend.client.model_choice import ModelChoice
@@ -37,7 +38,8 @@ def life(lab: Lab) -> Found:
     """What ranks do after a cancel, after one of them is killed, after their weights were parked, and with
     two models."""
     if lab.ranks == 1:
-        yield Finding("life", WARNING, "not run: one rank")
+        text = f"not run: one rank; it tries what several ranks do, so {NOTHING}"
+        yield Finding("life", WARNING, text)
         return
     config = for_both(lab.ranks)
     wanted = _latent(lab, config)
@@ -135,9 +137,8 @@ def _cancelled(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
 def _killed(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
     backend = lab.backend(config)
     if backend.process is None:  # somebody else's ranks
-        yield Finding(
-            "life", WARNING, "a killed rank: not tried, since this process has not started the ranks"
-        )
+        text = f"a killed rank: not tried, since this process has not started the ranks; {NOTHING}"
+        yield Finding("life", WARNING, text)
         return
     request, killed = _long(lab, config), []
 
@@ -170,6 +171,7 @@ def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
     seconds.append(_seconds(lambda: left.extend(backend.unload(choice, park=True, check=check))))
     if choice not in backend.models:
         what = "not parked but freed: the host has no room, or ranks are on the CPU"
+        what += f"; {NOTHING}: weights are read from the file again instead"
         yield Finding(
             "life", WARNING, f"parking of {gb(size)} a rank: {what}", {"life": "parking", "left": left}
         )

@@ -8,10 +8,11 @@ from doctor_findings import OK, PROBLEM, WARNING, Finding
 from backend.dequantized_cache import CACHE_VARIABLE
 
 REPORT = "report it, with the file of --json"
+NOTHING = "nothing has to be done"
 #: Words by which a finding says it itself, where they begin a word ("Connection reset by peer" says nothing).
 SAID = (
     *("report it", "raise --minutes", "use --only", "close ", "set ", "install ", "prefer ", "see to "),
-    *("links fails", "links failed", "(--ranks 2)", "clone ", "hung before", "IOMMU", "BIOS"),
+    *("links fails", "links failed", "(--ranks 2)", "clone ", "hung before", "IOMMU", "BIOS", NOTHING),
 )
 SAYS = re.compile("|".join(rf"(?<!\w){re.escape(words)}" for words in SAID))
 OTHER_METHOD = f"its pictures are wrong here: choose another method in Parallel Config, and {REPORT}"
@@ -25,12 +26,11 @@ NEXT = {
     ("shapes", PROBLEM): OTHER_METHOD,
     ("speed", WARNING): "leave it to method auto, which counts the links, or choose another method",
     ("life", PROBLEM): f"restart ComfyUI after a cancel or a crash here, and {REPORT}",
-    ("life", WARNING): "nothing has to be done: weights are read from the file again instead",
     ("memory", WARNING): f"auto may choose plans that do not fit here: {REPORT}",
     ("compiled", PROBLEM): f"set compile of Parallel Config to off, and {REPORT}",
     ("compiled", WARNING): "set compile of Parallel Config to off",
     ("quantized", PROBLEM): f"set matmul of Load Parallel DiT to weight only for such files, and {REPORT}",
-    ("quantized", WARNING): "nothing has to be done: such files run weight only",
+    ("quantized", WARNING): f"{NOTHING}: such files run weight only",
     ("dequantized once", WARNING): f"set {CACHE_VARIABLE}=0 where ComfyUI starts",
     ("kernels", PROBLEM): f"leave attention of Parallel Config on auto, and {REPORT}",
 }

@@ -12,6 +12,7 @@ import tiny
 import torch
 from doctor_findings import OK, PROBLEM, WARNING
 from doctor_hangs import HungError
+from doctor_next import advised
 from doctor_stubs import StubLab
 
 from backend.client.model_choice import ModelChoice
@@ -115,6 +116,18 @@ def test_weights_that_are_freed_are_not_called_parked():
     finally:
         lab.ranks_here.close()
     assert found.status == WARNING and "not parked but freed" in found.text and "GB/s" not in found.text
+    assert "weights are read from the file again" in advised(found).text == found.text
+
+
+def test_ranks_of_somebody_else_are_not_killed():
+    lab = LifeLab("")
+    lab.ranks_here.process = None
+    try:
+        (found,) = doctor_life._killed(lab, ULYSSES, torch.ones(4))
+        assert lab.ranks_here.other.poll() is None
+    finally:
+        lab.ranks_here.close()
+    assert found.status == WARNING and advised(found).text.endswith("nothing has to be done")
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))

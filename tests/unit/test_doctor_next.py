@@ -44,13 +44,19 @@ class Ending(StubLab):
         raise BackendError("rank 1 ended")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("lab", [Wrong, Ending, StubLab])
-def test_what_is_wrong_has_a_next_step(lab):
-    found = [advised(each) for each in full_findings(lab())]
+def test_what_is_wrong_has_a_next_step(lab, ranks):
+    here = lab()
+    here.ranks = ranks
+    found = [advised(each) for each in full_findings(here)]
     wrong = [each for each in found if each.status != OK]
     assert wrong and all(any(words in each.text for words in STEPS) for each in wrong)
     assert all(each.text.count("report it") <= 1 for each in found)
-    if lab is Wrong:
+    if ranks == 1:
+        life = [each.text for each in found if each.check == "life"]
+        assert life and not any("weights" in text or "report it" in text for text in life)
+    elif lab is Wrong:
         checks = {each.check for each in wrong if each.status == PROBLEM}
         assert checks >= {"one rank", "methods", "speed", "shapes", "compiled", "quantized", "kernels"}
         methods = next(each.text for each in wrong if each.check == "methods")
@@ -60,7 +66,10 @@ def test_what_is_wrong_has_a_next_step(lab):
 
 
 #: What a reader can do.
-STEPS = ("report it", "leave ", "set ", "close ", "install", "nothing has to be done", "prefer ")
+STEPS = (
+    *("report it", "leave ", "set ", "close ", "install", "nothing has to be done", "prefer "),
+    *("(--ranks 2)",),
+)
 
 
 def test_checks_of_the_table_are_checks():
