@@ -5,6 +5,7 @@ import doctor_quantized_ranks
 import pytest
 import torch
 from doctor_findings import OK, PROBLEM, WARNING
+from doctor_next import advised
 from doctor_stubs import StubLab
 from safetensors import safe_open
 
@@ -42,6 +43,20 @@ def test_a_quantized_file_is_compared_with_one_rank(tmp_path, wrong, lora, wante
     assert len(found) == 8 and {each.status for each in found} <= {OK, PROBLEM}
     problems = {(each.values["lora"], each.values["method"]) for each in found if each.status == PROBLEM}
     assert problems == wanted
+    for each in found:
+        if each.status == PROBLEM:
+            remedy = "choose another method in Parallel Config" if lora else "the LoRA is not applied"
+            assert remedy in each.text and advised(each).text == each.text
+
+
+def test_other_kernels_may_add_in_another_order(tmp_path):
+    """No native product does: float32 runs are weight only."""
+    lab = QuantizedLab(tmp_path, 1e-4)
+    lab.device = "cuda"
+    found = list(doctor_quantized_ranks.on_all_ranks(lab, ("Q8_0",)))
+    (off,) = [each for each in found if each.status == WARNING]
+    assert (off.values["lora"], off.values["method"]) == (True, "tensor parallel")
+    assert "other kernels explain it, please report it" in off.text and advised(off).text == off.text
 
 
 def test_links_that_failed_are_not_waited_for(tmp_path):
