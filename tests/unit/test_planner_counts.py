@@ -163,9 +163,11 @@ def test_a_little_doubt_costs_a_little():
     assert scores[0] == sure.score and scores[-1] == pytest.approx(TIGHT * sure.score)
 
 
-def test_loras_are_whole_next_to_sharded_weights():
+@pytest.mark.parametrize("loras", [LoraBytes(GB), LoraBytes(copies=GB), LoraBytes(uncut=GB)])
+def test_loras_are_whole_next_to_sharded_weights(loras):
     with_loras, without = (
-        held(FLUX, SHARDED, RequestEstimate(4096, 512, 20, 1, loras=size)).weights for size in (GB, 0)
+        held(FLUX, SHARDED, RequestEstimate(4096, 512, 20, 1, loras=each)).weights
+        for each in (loras, LoraBytes())
     )
     assert with_loras - without == pytest.approx(GB, abs=2)
 
