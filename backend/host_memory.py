@@ -2,10 +2,12 @@
 
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import reason
 
@@ -87,3 +89,25 @@ class HostMemory:
             )
             self.pinned = False
             return self._piece(size)
+
+
+@contextmanager
+def on_device(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """Copy a layer's weights to ``device``, and put the host's own ones back afterwards: nothing is copied
+    to the host."""
+    own: dict[tuple, Tensor] = {}  # by the place of the copy: a parameter's data is another object each time
+
+    def place(tensor: Tensor) -> tuple:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+
+    def copied(tensor: Tensor) -> Tensor:
+        host = tensor.data
+        copy = host.to(device, non_blocking=True)
+        own[place(copy)] = host
+        return copy
+
+    layer._apply(copied)
+    try:
+        yield
+    finally:
+        layer._apply(lambda tensor: own[place(tensor)])

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..host_memory import HostMemory
+from ..host_memory import HostMemory, on_device
 from ..opaque_ops import SECOND, opaque
 from . import comm
 from .mesh import Mesh
@@ -108,9 +108,17 @@ class CachedLayer(nn.Module):
         self.last = context
         key = (context.prompt, context.sample_span, self.calls)
         if key not in self.known:
+            self._forget_other_spans(context)
             COMPUTED[self.kind] += 1
             self.known[key] = self.layer(*args, **kwargs)
         return self.known[key]
+
+    def _forget_other_spans(self, context: StepContext):
+        """Forget answers to samples of ``context`` in other spans: a pipeline takes samples one by one,
+        and in stale steps all at once."""
+        for prompt, span, call in [*self.known]:
+            if context.regroups(prompt, span):
+                del self.known[prompt, span, call]
 
     @partial(opaque, suffix=SECOND)
     def second(self, x: Tensor) -> Tensor:
@@ -323,25 +331,3 @@ class LayerCache:
             return layer(inputs)
         with on_device(layer, inputs.device):
             return layer(inputs)
-
-
-@contextmanager
-def on_device(layer: nn.Module, device: torch.device) -> Iterator[None]:
-    """Copy a layer's weights to ``device``, and put the host's own ones back afterwards: nothing is copied
-    to the host."""
-    own: dict[tuple, Tensor] = {}  # by the place of the copy: a parameter's data is another object each time
-
-    def place(tensor: Tensor) -> tuple:
-        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
-
-    def copied(tensor: Tensor) -> Tensor:
-        host = tensor.data
-        copy = host.to(device, non_blocking=True)
-        own[place(copy)] = host
-        return copy
-
-    layer._apply(copied)
-    try:
-        yield
-    finally:
-        layer._apply(lambda tensor: own[place(tensor)])

@@ -29,3 +29,8 @@ class StepContext:
     def keys(self) -> list[tuple[str, int]]:
         """(prompt, sample) of every sample."""
         return [(self.prompt, item) for item in range(self.sample_span.lo, self.sample_span.hi)]
+
+    def regroups(self, prompt: str, span: Span) -> bool:
+        """Return whether some of the samples ``span`` of ``prompt`` are here among others than there."""
+        own = self.sample_span
+        return prompt == self.prompt and span != own and span.lo < own.hi and own.lo < span.hi

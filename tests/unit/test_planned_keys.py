@@ -16,12 +16,13 @@ from backend.parallel import mesh
 from backend.parallel.block_streams import block_list
 from backend.parallel.kv_buffers import KVBuffers
 from backend.parallel.modulation_cache import CachedLayer
+from backend.parallel.sequence import Span
 from backend.planner.machine import RequestEstimate
 from backend.planner.memory import held
 from backend.rank_plan import describe
 from backend.rank_plan.request_size import size_of
 from backend.rank_plan.shape_of import shape_of
-from backend.sampling import model_runner
+from backend.sampling import model_runner, step_loop
 from backend.sampling.step_loop import Callbacks
 
 SIDES = ("positive", "negative")
@@ -58,6 +59,30 @@ def test_as_many_bytes_as_a_request_caches_are_planned(family, tmp_path):
     assert sample.cfg != 1.0 and planned(branches=2) == found[0] / 2 > 0
     assert planned(branches=1) == planned(branches=1, batch=2) == 0
     assert planned(branches=2, batch=3) == 3 * planned(branches=2)
+
+
+@pytest.mark.parametrize("family", CROSS)
+def test_stale_steps_of_a_batch_hold_no_more_than_is_planned(family, tmp_path, monkeypatch):
+    """The first step of a pipeline takes samples one by one, the others all at once."""
+    whole = step_loop.Denoiser._micro_batches
+
+    def as_in_a_pipeline(self, patch, index, prompts):
+        contexts = whole(self, patch, index, prompts)
+        spans = [Span(i, i + 1) for i in range(self.x.shape[0])] if patch is self.whole else [None]
+        return [replace(each, sample_span=span or each.sample_span) for each in contexts for span in spans]
+
+    monkeypatch.setattr(step_loop.Denoiser, "_micro_batches", as_in_a_pipeline)
+    path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    engine.load("tiny", path, "default")
+    sample = golden(f"{family}__euler_simple", "tiny")[0]
+    tensors = sample.tensors | {
+        name: sample.tensors[name].repeat_interleave(2, 0) for name in ("noise", "latent")
+    }
+    cached: list[int] = []
+    two = replace(sample, num_pipeline_patch=2, tensors=tensors | {"sigmas": sample.tensors["sigmas"][:4]})
+    engine.sample(two, noting_prompts(engine.models["tiny"], cached))
+    assert len(cached) == 3 and len(set(cached)) == 1
 
 
 @pytest.mark.parametrize("fields", PLANS, ids=str)
