@@ -136,7 +136,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, sha
 
 def _of_prompts(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
     """Return the bytes of keys and values that cross-attention caches of prompts and samples, but for those
-    that activations hold. A call has all its prompts in them."""
+    that activations hold: a call forgets those of samples before others run."""
     if request.drained:
         return 0
     own = _own_blocks(shape, plan, share)

@@ -94,7 +94,8 @@ def _size_of_sample(
 
 
 def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict) -> RequestSize:
-    """Count the samples that go through the model together on each replica."""
+    """Count the samples that go through the model together on each replica; of those before them nothing
+    stays cached."""
     x = call.tensors["x"]
     channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
     given = arguments_of("cond", call.tensors)

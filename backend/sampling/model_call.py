@@ -197,6 +197,12 @@ class OneCall(Denoiser):
             for first in range(0, batch, size)
         ]
 
+    def _hand_over(self, patch: Patch, context: StepContext, output: Tensor | None):
+        """Bring outputs to the first stage, and forget what was computed of the samples' prompts: no other
+        samples of the call read it."""
+        super()._hand_over(patch, context, output)
+        self.runner.model.cache.forget_answers()
+
     def _collect(self, pending: Pending):
         [output] = self._take(pending).values()
         self.x = self.request.denoised(self.x, pending.evaluation.sigma, output, pending.patch.span)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import LATENT_FORMATS, golden
+from families import LATENT_FORMATS, golden, model_call
 from tiny import write_checkpoint
 from variants import request, write
 
@@ -22,6 +22,7 @@ from backend.planner.memory import held
 from backend.rank_plan import describe
 from backend.rank_plan.request_size import size_of
 from backend.rank_plan.shape_of import shape_of
+from backend.sampling import model_call as calls
 from backend.sampling import model_runner, step_loop
 from backend.sampling.step_loop import Callbacks
 
@@ -85,6 +86,25 @@ def test_stale_steps_of_a_batch_hold_no_more_than_is_planned(family, tmp_path, m
     assert len(cached) == 3 and len(set(cached)) == 1
 
 
+@pytest.mark.parametrize("family", CROSS)
+def test_samples_of_a_call_that_run_one_by_one_leave_nothing(family, tmp_path, monkeypatch):
+    """Each one's keys and values are activations while it runs, and a call may have hundreds of samples."""
+    monkeypatch.setattr(calls, "samples_at_once", lambda tokens: 1)
+    run, held = model_runner.Runner.run, []
+
+    def noted(self, *arguments):
+        output = run(self, *arguments)
+        held.append(prompt_bytes(self.model))
+        return output
+
+    monkeypatch.setattr(model_runner.Runner, "run", noted)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / "tiny.safetensors", family)), "default")
+    sample = golden(f"{family}__euler_simple", "tiny")[0]
+    engine.forward(model_call(sample, engine.models["tiny"].family.name, 3))
+    assert len(held) == 3 and len(set(held)) == 1 and held[0] > 0
+
+
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 @pytest.mark.parametrize("family", [*CROSS, "ltx2", "ltx23", "wan21-vace"])
 def test_the_planner_counts_as_ranks_do(family, fields, tmp_path):
@@ -109,13 +129,17 @@ def recorded_buffers(monkeypatch) -> list[KVBuffers]:
     return made
 
 
+def prompt_bytes(model) -> int:
+    """The bytes of what cross-attention caches of prompts now."""
+    lists = [block_list(model.transformer, name) for name in model.family.blocks.lists]
+    every = itertools.chain(*(blocks.modules() for blocks in lists))
+    return sum(each.bytes for each in every if isinstance(each, CachedLayer) and each.kind == "prompt")
+
+
 def noting_prompts(model, found: list[int]) -> Callbacks:
     """Callbacks that note the bytes of what cross-attention caches, of a half of the prompts: planned ones of
     the others are activations."""
-    lists = [block_list(model.transformer, name) for name in model.family.blocks.lists]
-    every = itertools.chain(*(blocks.modules() for blocks in lists))
-    layers = [each for each in every if isinstance(each, CachedLayer) and each.kind == "prompt"]
-    return Callbacks(lambda step, x0: found.append(sum(each.bytes for each in layers) // 2))
+    return Callbacks(lambda step, x0: found.append(prompt_bytes(model) // 2))
 
 
 @pytest.mark.parametrize("family", LATENT_FORMATS)
