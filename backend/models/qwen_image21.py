@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .blocks import JOINED, Blocks
 from .common import references, token_mixing
-from .common.request_arguments import once
+from .common.request_arguments import of_all_samples, once, once_a_request
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
 from .qwen_image import Places, Rotary
@@ -139,6 +139,19 @@ def before(parts, mask, device):
     return seen & torch.cat(visible, dim=1)[:, None, None] if visible else seen
 
 
+def request_mask(parts, cond, device):
+    """Return ``before`` of the samples of ``cond``, tokens squared: one for all prompts and samples whose
+    pieces and padding are alike, and one for all samples of a prompt whose padding differs."""
+    mask, samples = of_all_samples(cond, "attention_mask")
+    key: tuple = ("seen", *((lo, hi, one.tokens) for lo, hi, one in parts))
+    if mask is not None:
+        mask = mask.bool()
+        mask = mask[:1] if (mask == mask[:1]).all() else mask
+        key = (*key, *map(tuple, mask.tolist()))
+    found = once_a_request(cond, key, lambda: before(parts, mask, device))
+    return found if len(found) == 1 else found[samples]
+
+
 def text_tokens(cond):
     """Count the tokens of text, and of the references among it."""
     return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
@@ -171,7 +184,7 @@ def _sequence(grid, cond, batch, device):
             visible += [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
         marks += [torch.zeros(hi - lo, dtype=torch.bool), torch.ones(slots, dtype=torch.bool)]
     shapes = [one.counts for *_, one in pieces(grid, cond)]
-    seen = before(pieces(grid, cond), mask, device)
+    seen = request_mask(pieces(grid, cond), cond, device)
     # of the latent's own slots diffusers adds those of 2 x 2
     made = grid.tokens // slot - grid.tokens // SLOT
     tokens[-1] = tokens[-1][:, :made]

@@ -1,10 +1,11 @@
 """A loaded model as the step loop calls it: x in, output tokens out."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import attention_backend
@@ -169,6 +170,8 @@ class Runner:
         self.step_ends: dict[int, Tensor] = {}
         #: (prompt, lo, hi) of samples lo <= i < hi -> the prompt's arguments.
         self.prompts: dict[tuple[str, int, int], RequestArguments] = {}
+        #: What all of them share (once_a_request).
+        self.shared: dict[Hashable, Any] = {}
 
     def plan(self, sigmas: list[Tensor]):
         """Bring the times of evaluations at ``sigmas`` (0-d, CPU) to the device, before the first step."""
@@ -215,7 +218,12 @@ class Runner:
     def _prompt(self, context: StepContext) -> RequestArguments:
         key = (context.prompt, context.sample_span.lo, context.sample_span.hi)
         if key not in self.prompts:
-            self.prompts[key] = RequestArguments(self.request.arguments(context.prompt, context.samples))
+            self.prompts[key] = RequestArguments(
+                self.request.arguments(context.prompt, context.samples),
+                whole=self.request.conditioning[context.prompt],
+                samples=context.samples,
+                shared=self.shared,
+            )
         return self.prompts[key]
 
     def run(self, x: Tensor, sigma: Tensor, context: StepContext) -> Tensor | None:

@@ -1,6 +1,6 @@
 """What a family makes of a prompt and a latent's size alone, made once a request."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,16 +11,26 @@ Made = TypeVar("Made")
 class RequestArguments(dict[str, Tensor]):
     """The model arguments of one prompt and some samples, the same object at every step of a request.
 
-    cached: what ``once`` has made for them.
+    whole: those of all samples of this replica, of which these are ``samples``. cached: what ``once`` has
+    made for them. shared: what ``once_a_request`` has made.
     """
 
-    def __init__(self, arguments: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        arguments: Mapping[str, Tensor],
+        whole: Mapping[str, Tensor] | None = None,
+        samples: slice = slice(None),
+        shared: dict[Hashable, Any] | None = None,
+    ):
         super().__init__(arguments)
+        self.whole = arguments if whole is None else whole
+        self.samples = samples
         self.cached: dict[str, Any] = {}
+        self.shared = {} if shared is None else shared
 
     def at_step(self, arguments: Mapping[str, Tensor]) -> "RequestArguments":
         """Return these arguments and those of one step, with what was made of these."""
-        found = RequestArguments({**self, **arguments})
+        found = RequestArguments({**self, **arguments}, self.whole, self.samples, self.shared)
         found.cached = self.cached
         return found
 
@@ -45,3 +55,20 @@ def once(cond: Mapping[str, Tensor], name: str, make: Callable[[], Made]) -> Mad
     if name not in cond.cached:
         cond.cached[name] = make()
     return cond.cached[name]
+
+
+def once_a_request(cond: Mapping[str, Tensor], key: Hashable, make: Callable[[], Made]) -> Made:
+    """Return what ``make`` returns, computed once for all prompts and samples of a request that have ``key``:
+    for what is large. As ``once`` otherwise."""
+    if not isinstance(cond, RequestArguments):
+        return make()
+    if key not in cond.shared:
+        cond.shared[key] = make()
+    return cond.shared[key]
+
+
+def of_all_samples(cond: Mapping[str, Tensor], name: str) -> tuple[Tensor | None, slice]:
+    """Return the argument ``name`` of all samples of this replica, and which of them ``cond`` is for."""
+    if not isinstance(cond, RequestArguments):
+        return cond.get(name), slice(None)
+    return cond.whole.get(name), cond.samples
