@@ -16,7 +16,7 @@ from typing import TypeVar
 from ..whole_files import replace_file
 
 #: Changes where what is written has another meaning.
-VERSION = 19
+VERSION = 20
 #: Name below the temporary folder; the user's number follows.
 FALLBACK = "pdit-cache-"
 

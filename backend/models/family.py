@@ -168,6 +168,11 @@ def _one_control(cond) -> int:
     return 1
 
 
+def no_image_features(config, cond) -> int:
+    """Count none."""
+    return 0
+
+
 def prompt_tokens(cond: Arguments) -> int:
     """Count the tokens of the prompt; 0 without one."""
     return cond["c_crossattn"].shape[1] if "c_crossattn" in cond else 0
@@ -185,6 +190,8 @@ class Conditioning:
     context_tokens: (transformer config, grid, arguments of one prompt) -> reference tokens, which
     ModelIO.arguments puts after the latent's in the image stream.
     controls: arguments of one prompt -> its control inputs (Blocks.control_layers).
+    image_features: (transformer config, arguments of one prompt) -> tokens of an image's features, whose keys
+    and values cross-attention caches next to the prompt's; as many as is usual without arguments (None).
     refusal: as context_tokens -> why the family cannot run them, as one sentence, or None.
     """
 
@@ -197,6 +204,7 @@ class Conditioning:
     text_tokens: Callable[[Arguments], int] = prompt_tokens
     context_tokens: Callable[[Config, Any, Arguments], int] = _no_context
     controls: Callable[[Arguments], int] = _one_control
+    image_features: Callable[[Config, Arguments | None], int] = no_image_features
     refusal: Callable[[Config, Any, Arguments], str | None] = _no_refusal
 
     def cast(self, name: str, value: Tensor, device, dtype) -> Tensor:

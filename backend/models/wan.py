@@ -14,9 +14,11 @@ from .blocks import APART, Blocks
 from .common import references, wan_inputs
 from .common.header_config import transformer_config
 from .common.wan_blocks import Block, SelfAttention
-from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
+from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of, under
 
+#: Tokens of CLIP's features of an image.
+CLIP_TOKENS = 257
 #: Tokens along a side of the video, at most, where the configuration does not tell.
 MAX_SIDE_TOKENS = 1024
 
@@ -78,6 +80,20 @@ def patch_module(transformer, config):
         embedder.forward = partial(embed_image, embedder, processor)
         for block in transformer.blocks:
             block.attn2.set_processor(processor)
+
+
+def image_features(config, cond):
+    """Count the tokens of image features that cross-attention reads: CLIP's, of which learned positions may
+    leave some out, or without them the prompt a second time (ImageFirst)."""
+    if not config["image_dim"]:
+        return 0
+    positions = config.get("pos_embed_seq_len")
+    if cond is None:
+        return positions or CLIP_TOKENS
+    if "clip_fea" not in cond:
+        return prompt_tokens(cond)
+    tokens = cond["clip_fea"].shape[1]
+    return min(tokens, positions or tokens)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -286,6 +302,7 @@ FAMILY = Family(
     conditioning=Conditioning(
         accepted=(*ACCEPTED, "c_concat"),
         context_tokens=wan_inputs.token_count,
+        image_features=image_features,
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         refusal=refusal,
     ),

@@ -145,8 +145,8 @@ def _of_prompts(shape: ModelShape, plan: ParallelConfig, request: RequestEstimat
         features *= share.matrices / plan.tensor_parallel_degree
     every = share.samples * request.prompts_per_rank(plan.cfg_degree)
     more = every - samples_of_activations(plan, share.samples)
-    text = max(request.text_tokens, shape.padded_prompt)
-    return math.ceil(2 * more * features * text * shape.itemsize)
+    tokens = max(request.text_tokens, shape.padded_prompt) + shape.image_features
+    return math.ceil(2 * more * features * tokens * shape.itemsize)
 
 
 def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:

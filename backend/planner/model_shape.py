@@ -123,7 +123,8 @@ class ModelShape:
     on GPUs can compile blocks. head_groups: of heads that tensor parallelism leaves together, where keys and
     values have fewer than queries. static_text: keys and values of the text are kept through a request.
     kv_heads: of keys and values; 0 for as many as queries have. padded_prompt: tokens to which a shorter
-    prompt is padded before cross-attention."""
+    prompt is padded before cross-attention. image_features: tokens of an image that cross-attention usually
+    reads next to the prompt."""
 
     name: str
     family: str
@@ -148,6 +149,7 @@ class ModelShape:
     static_text: bool = False
     kv_heads: int = 0
     padded_prompt: int = 0
+    image_features: int = 0
 
     def __hash__(self) -> int:
         return self._hash

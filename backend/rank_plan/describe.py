@@ -94,6 +94,7 @@ def describe(
     bits: int = 0,
     latents: tuple[tuple[str, int], ...] = (),
     controls: int = 1,
+    image_features: int | None = None,
 ) -> list[RankPlan]:
     """Describe every rank of ``config`` with the transformer of ``checkpoint``.
 
@@ -102,7 +103,8 @@ def describe(
     quantized parameters multiply, by default by the dequantized weight. bits: of a value of the linear layers
     in blocks, were the file quantized; 0 for the file as it is. latents: name and tokens of nested ones, in
     the order of their tokens; without them all tokens are the first's. controls: control inputs of a prompt,
-    where the model has layers for them. Raises ConfigError and UnsupportedError as loading does.
+    where the model has layers for them. image_features: as in RequestSize. Raises ConfigError and
+    UnsupportedError as loading does.
     """
     config.validate()
     shards = shard_sizes(batch, config.data_parallel_degree, config.shares_of("dp"))
@@ -110,7 +112,8 @@ def describe(
     prompts_per_rank = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
     request = (image_tokens, text_tokens, samples[0], prompts_per_rank)
-    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, bits, latents, controls)
+    more = (bits, latents, controls, image_features)
+    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, *more)
     works = {count: replace(work, batch=count) for count in set(samples)}
     stages = checkpoint.stages(config)
     alike = ("cfg",) if config.shard_weights else ("cfg", "dp")  # where ranks hold and send the same

@@ -23,7 +23,8 @@ class RequestSize:
     """A request as rank_plan counts it. image_tokens: of the latent and of references; text_tokens: of the
     longest prompt; batch, prompts: of all replicas and both CFG branches; calls: of the model with each
     prompt; latents: name and tokens of nested ones, as they follow each other; controls: control inputs
-    (Conditioning.controls) of the prompt with most of them."""
+    (Conditioning.controls) of the prompt with most of them; image_features: Conditioning.image_features of
+    the prompt with most of them, None for as many as is usual."""
 
     image_tokens: int
     text_tokens: int
@@ -32,6 +33,7 @@ class RequestSize:
     calls: int
     latents: tuple[tuple[str, int], ...] = ()
     controls: int = 1
+    image_features: int | None = None
 
     def plans(
         self,
@@ -46,6 +48,7 @@ class RequestSize:
         size = (self.image_tokens, self.text_tokens, self.batch, max(self.prompts, config.cfg_degree))
         settings = {"dtype": dtype, "calls": self.calls, "bits": bits, "choices": choices}
         settings |= {"latents": self.latents, "controls": self.controls}
+        settings |= {"image_features": self.image_features}
         return describe(config, checkpoint, *size, **settings)
 
 
@@ -82,6 +85,7 @@ def _size_of_sample(
         count = config.cfg_degree * max(Counter(map(branch_of, names(sample))).values())
     latents = family.latent.named(grid)
     controls = max(map(family.conditioning.controls, prompts))
+    features = max(family.conditioning.image_features(model_config, given) for given in prompts)
     return RequestSize(
         image_tokens=grid.tokens + references,
         text_tokens=text,
@@ -90,6 +94,7 @@ def _size_of_sample(
         calls=calls,
         latents=latents,
         controls=controls,
+        image_features=features,
     )
 
 
@@ -109,6 +114,7 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
     latents = family.latent.named(grid)
     text = _text_tokens(family, given)
     controls = family.conditioning.controls(given)
+    features = family.conditioning.image_features(model_config, given)
     return RequestSize(
         image_tokens=tokens,
         text_tokens=text,
@@ -117,6 +123,7 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
         calls=1,
         latents=latents,
         controls=controls,
+        image_features=features,
     )
 
 

@@ -74,6 +74,7 @@ class _Measured:
             head_groups=self._one_rank.head_groups if self._cuts else 0,
             static_text=family.cache.static_text,
             padded_prompt=family.cache.padded_prompt,
+            image_features=family.conditioning.image_features(config, None),
             kv_heads=self._kv_heads,
         )
 

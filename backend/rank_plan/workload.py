@@ -64,6 +64,7 @@ class Workload:
     bits: int = 0
     latents: tuple[tuple[str, int], ...] = ()
     controls: int = 1
+    image_features: int | None = None
 
     @property
     def family(self):
@@ -291,8 +292,12 @@ class Workload:
                 size = self.call_head_size(call)
                 found += self.runs(call) * size * self._of_tensor_rank(call.kv_width // size, place)
         more = self.batch * self.prompts_per_rank - samples_of_activations(self.config, self.batch)
-        text = max(self.text_tokens, self.family.cache.padded_prompt)
-        return 2 * more * found * text * self.dtype.itemsize
+        tokens = max(self.text_tokens, self.family.cache.padded_prompt)
+        if self.image_features is None:
+            tokens += self.family.conditioning.image_features(self.checkpoint.config, None)
+        else:
+            tokens += self.image_features
+        return 2 * more * found * tokens * self.dtype.itemsize
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""

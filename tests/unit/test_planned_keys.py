@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import LATENT_FORMATS, golden, model_call
 from tiny import write_checkpoint
-from variants import request, write
+from variants import VARIANTS, request, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -62,6 +62,33 @@ def test_as_many_bytes_as_a_request_caches_are_planned(family, tmp_path):
     assert planned(branches=2, batch=3) == 3 * planned(branches=2)
 
 
+@pytest.mark.parametrize("features", [True, False])
+@pytest.mark.parametrize("name", ["wan21-i2v", "wan21-flf2v"])
+def test_features_of_an_image_are_cached_and_planned(name, features, tmp_path):
+    """Without them the prompt is read in their place, and cached twice."""
+    path = str(write(tmp_path / "tiny.safetensors", name))
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", path, "default")
+    model = engine.models["tiny"]
+    sample = request(name)
+    tensors = {key: value for key, value in sample.tensors.items() if not key.endswith("clip_fea")}
+    clip = sample.tensors["positive.clip_fea"]
+    for side in SIDES:
+        tensors[f"{side}.c_crossattn"] = sample.tensors["positive.c_crossattn"]
+        tensors |= {f"{side}.clip_fea": clip} if features else {}
+    sample = replace(sample, tensors=tensors)
+    cached: list[int] = []
+    engine.sample(sample, noting_prompts(model, cached))
+    size = size_of(sample, ParallelConfig(), model.family, model.config)
+    tokens = clip.shape[1] if features else size.text_tokens
+    assert size.image_features == tokens
+    [plan] = size.plans(ParallelConfig(), open_checkpoint(path), model.dtype)
+    assert plan.kv_bytes == cached[-1] > 0
+    usual = replace(size, image_features=None).plans(ParallelConfig(), open_checkpoint(path), model.dtype)[0]
+    of_clip = 50 if name == "wan21-flf2v" else 257  # as many as it has positions
+    assert usual.kv_bytes * (size.text_tokens + tokens) == plan.kv_bytes * (size.text_tokens + of_clip)
+
+
 @pytest.mark.parametrize("family", CROSS)
 def test_stale_steps_of_a_batch_hold_no_more_than_is_planned(family, tmp_path, monkeypatch):
     """The first step of a pipeline takes samples one by one, the others all at once."""
@@ -106,9 +133,10 @@ def test_samples_of_a_call_that_run_one_by_one_leave_nothing(family, tmp_path, m
 
 
 @pytest.mark.parametrize("fields", PLANS, ids=str)
-@pytest.mark.parametrize("family", [*CROSS, "ltx2", "ltx23", "wan21-vace"])
+@pytest.mark.parametrize("family", [*CROSS, "ltx2", "ltx23", "wan21-vace", "wan21-i2v"])
 def test_the_planner_counts_as_ranks_do(family, fields, tmp_path):
-    checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "tiny.safetensors", family)))
+    made = write if family in VARIANTS else write_checkpoint
+    checkpoint = open_checkpoint(str(made(tmp_path / "tiny.safetensors", family)))
     plan = ParallelConfig(**fields)
     shape = shape_of(checkpoint, checkpoint.dtype)
     ranks = describe(plan, checkpoint, 2048, 128, batch=2, calls=1)
