@@ -12,16 +12,21 @@ from .cgroup_limits import memory_limits
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
-#: What libraries say of a GPU without room: torch, NCCL ("Failed to CUDA calloc 8388608 bytes"), cuBLAS and
-#: cuDNN, whose handles are made at their first product.
+#: What cuBLAS and cuDNN say at their first product, for which they make a handle: on a GPU without room, and
+#: where the library itself is broken.
+HANDLE_WORDS = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
+#: What libraries say of a GPU without room, if nothing else is known: torch, NCCL ("Failed to CUDA
+#: calloc 8388608 bytes"), cuBLAS and cuDNN.
 FULL_GPU_WORDS = (
     *("CUDA out of memory", "CUDA error: out of memory", "CUDA calloc", "CUDA malloc"),
-    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"),
-    *("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_INITIALIZED", "DEVICE_ALLOCATION_FAILED"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED"),
+    *HANDLE_WORDS,
 )
+#: A handle, its workspace and its kernels take less: with this much free, it is not memory that is missing.
+MIN_HANDLE_BYTES = 10**9
 #: What they say when any allocation fails, besides torch.OutOfMemoryError; the last of the CPU's allocator.
 _OUT_OF_MEMORY = (
-    *FULL_GPU_WORDS,
+    *("CUDA calloc", "CUDA malloc"),
     *("out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUDA host alloc"),
     *("can't allocate memory", "not enough memory"),
 )
@@ -50,11 +55,28 @@ def device_name(device: torch.device) -> str:
     return f"memory of {platform.node()} {machine.read_text().strip() if machine.exists() else ''}"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that an allocation failed, on a device or on the host."""
+def is_out_of_memory(error: BaseException, in_trial: bool = False) -> bool:
+    """Return whether an error says that an allocation failed, on a device or on the host. A library's handle
+    that could not be made says so where this rank's GPU is full, and never ``in_trial``, which is there to
+    find libraries that are broken."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if any(words in text for words in _OUT_OF_MEMORY):
+        return True
+    return not in_trial and any(words in text for words in HANDLE_WORDS) and _is_full()
+
+
+def _is_full() -> bool:
+    """Return whether the GPU of this rank has no room for a library's handle."""
+    if not torch.cuda.is_initialized():  # asking would make a context
+        return False
+    try:
+        return torch.cuda.mem_get_info()[0] < MIN_HANDLE_BYTES
+    except RuntimeError:  # the GPU is lost, which says nothing of its memory
+        return False
 
 
 def check_not_lost(device: torch.device, lost: str):

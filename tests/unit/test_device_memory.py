@@ -56,9 +56,7 @@ def test_memory_of_the_cpu_does_not_touch_cuda(cuda, monkeypatch):
         RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8000 bytes."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
         RuntimeError("NCCL error: ncclUnhandledCudaError. Last error: Cuda failure 2 'out of memory'"),
@@ -70,6 +68,25 @@ def test_memory_of_the_cpu_does_not_touch_cuda(cuda, monkeypatch):
 )
 def test_what_says_that_memory_ran_out(error):
     assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
+@pytest.mark.parametrize("free, is_full", [(10**8, True), (2 * 10**9, False), (None, False)])
+def test_a_handle_that_is_not_made_is_out_of_memory_on_a_full_gpu(library, free, is_full, monkeypatch):
+    """With room the library is broken; a GPU that is lost (None) does not say. A trial never takes it for a
+    full GPU, and the probe, of which its client has the words alone, always."""
+
+    def asked():
+        if free is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return free, 24 * 10**9
+
+    error = RuntimeError(f"error: {library}_STATUS_NOT_INITIALIZED when calling `create(handle)`")
+    assert not is_out_of_memory(error)  # this process has no GPU
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
+    assert is_out_of_memory(error) == is_full and not is_out_of_memory(error, in_trial=True)
+    assert any(words in str(error) for words in device_memory.FULL_GPU_WORDS)
 
 
 @pytest.mark.parametrize(

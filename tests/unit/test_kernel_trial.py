@@ -203,6 +203,24 @@ def test_memory_that_runs_out_is_no_verdict(kernel):
     assert kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU) == ""
 
 
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
+def test_a_library_that_is_not_initialized_fails_its_trial(kernel, library, monkeypatch, capsys):
+    """Even where little memory is free: requests would fail with it in a block."""
+
+    def broken(*_):
+        raise RuntimeError(f"error: {library}_STATUS_NOT_INITIALIZED")
+
+    switched = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 24))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    kernel(broken)
+    assert "NOT_INITIALIZED" in kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU)
+    monkeypatch.setattr(kernel_trial, "SDPA", broken)
+    kernel_trial.settle(torch.bfloat16, 64, False, CPU)
+    assert switched == [False] and "NOT_INITIALIZED" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_torch_goes_on_without_cudnn_where_its_choice_fails(monkeypatch, fails, capsys):
     switched = []

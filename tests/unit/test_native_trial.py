@@ -51,11 +51,12 @@ def test_kernels_that_work_refuse_nothing(kitchen, dtype):
             failing(RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling")),
             "failed .CUBLAS_STATUS_NOT_SUPPORTED",
         ),
+        (failing(RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")), "failed .CUBLAS_STATUS_NOT_INITIALIZED"),
         (failing(TypeError("unexpected keyword")), "failed .unexpected keyword"),
         (lambda x, w: torch.zeros(len(x), w.shape[1], dtype=torch.int32), "is off by 1 of its values"),
         (lambda x, w: torch.full((len(x), w.shape[1]), float("nan")), "is off by inf of its values"),
     ],
-    ids=["an error", "another call", "zeros", "NaN"],
+    ids=["an error", "a broken library", "another call", "zeros", "NaN"],
 )
 def test_kernels_that_do_not_are_refused(kitchen, monkeypatch, product, says):
     """Once for a process: the next load asks no device again."""
