@@ -33,8 +33,10 @@ def check_numbers(tensors: dict[str, Tensor]):
 
 def check_result(result: Tensor, name: str, dtype: torch.dtype):
     """Refuse a ``result`` without any number of the model in the file ``name``, which was computed in
-    ``dtype``. Raises UnsupportedError. Where some values are numbers, ComfyUI shows what there is."""
-    if not result.numel() or torch.isfinite(result).any():
+    ``dtype``. Raises UnsupportedError. Where some values are numbers, ComfyUI shows what there is; zeros next
+    to values that are none are gaps, which the model has not computed (latent_tokens.PartialGrid)."""
+    finite = torch.isfinite(result)
+    if finite.all() or result[finite].any():
         return
     kind = dtype_name(dtype)
     remedy = "download it again"

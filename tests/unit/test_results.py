@@ -1,0 +1,28 @@
+"""Results without any number are refused, those with some are not."""
+
+import pytest
+import torch
+
+from backend.errors import UnsupportedError
+from backend.models.latent_tokens import PartialGrid
+from backend.sampling.tensor_validation import check_result
+
+NAN = float("nan")
+VIDEO = PartialGrid((2, 2, 4, 6), (1, 2, 2), torch.tensor([0, 3, 4, 11]))
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+def test_gaps_of_a_latent_are_no_numbers(value):
+    """A latent of some tokens is 0 at the others, whatever the model has computed."""
+    tokens = torch.full((1, VIDEO.tokens, VIDEO.features), value)
+    latent = VIDEO.to_latent(tokens)
+    assert torch.isfinite(latent).any()
+    with pytest.raises(UnsupportedError, match="in every value"):
+        check_result(latent, "a.safetensors", torch.float16)
+    tokens[0, 2, 1] = 0.5
+    check_result(VIDEO.to_latent(tokens), "a.safetensors", torch.float16)
+
+
+@pytest.mark.parametrize("values", [[], [0.0, 0.0], [1.0, 2.0], [NAN, 2.0]], ids=str)
+def test_results_with_numbers_pass(values):
+    check_result(torch.tensor(values), "a.safetensors", torch.float32)
