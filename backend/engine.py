@@ -215,8 +215,7 @@ class Engine:
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
         """Refuse LoRAs that do not fit the loaded model ``key``, or hold what is no number; for each a
         warning, empty where it fits in full and costs little. Raises UnsupportedError."""
-        weights = self.models[key].weights
-        return [f"{lora.warning} {weights.cost(lora)}".strip() for lora in weights.check(stack)]
+        return self.models[key].weights.check(stack)
 
     def add_lora_stack(self, key: str, stack: tuple[LoraUse, ...], digest: str = "") -> str:
         """Return a name of the loaded model ``key`` with the LoRAs of ``stack``, fused when it is sampled.

@@ -26,7 +26,6 @@ from .lora_products import (
     added_bytes,
     are_products,
     first_unscaled,
-    is_product,
     plain,
     with_magnitudes,
 )
@@ -89,27 +88,32 @@ class FusedWeights:
         self._opened[key] = lora
         return lora
 
-    def check(self, stack: Stack) -> list[Lora]:
-        """Open the LoRAs and check every value that would be added. Raises UnsupportedError."""
+    def check(self, stack: Stack) -> list[str]:
+        """Open the LoRAs and check every value that would be added. Return a warning for each, empty where it
+        fits in full and costs little. Raises UnsupportedError."""
         loras = self.open(stack)
         for use, lora in zip(stack, loras):
             check_values(lora.path, use.strength, lora.adapters)
-        return loras
+        return [f"{lora.warning} {cost}".strip() for lora, cost in zip(loras, self._costs(stack))]
 
-    def cost(self, lora: Lora) -> str:
-        """Say what a LoRA costs next to quantized weights, empty where it is little: adapters other than
-        products of small matrices are added to a copy of the layer in the compute dtype."""
-        names = {
-            name
-            for target, adapter in lora.adapters
-            for name in target.pieces
-            if name in self.packed and not is_product(adapter)
-        }
+    def _costs(self, stack: Stack) -> list[str]:
+        """Say for each LoRA what it costs next to quantized weights, empty where that is little. A layer
+        whose changes are not all products of small matrices is held a second time, in its dtype: for the
+        first LoRA with which they are not."""
+        names = [[] for _ in stack]
+        for name, changes in self._changes(stack).items():
+            adapters = [change.adapter for change in changes]
+            if name in self.packed and not are_products(adapters):
+                first = next(i for i in range(len(changes)) if not are_products(adapters[: i + 1]))
+                names[changes[first].lora].append(name)
+        return [self._cost(Path(use.path).name, layers) for use, layers in zip(stack, names)]
+
+    def _cost(self, file: str, names: list[str]) -> str:
         if not names:
             return ""
         size = sum(self.packed[name].shape.numel() * self.packed[name].dtype.itemsize for name in names)
         return (
-            f"The LoRA {Path(lora.path).name} is no product of small matrices in {len(names)} quantized "
+            f"With the LoRA {file} changes are no products of small matrices in {len(names)} quantized "
             f"layers, which are held a second time for it, in {fine_gigabytes(size)} a rank."
         )
 
@@ -181,9 +185,9 @@ class FusedWeights:
     def _changes(self, stack: Stack) -> LoraChanges:
         found = defaultdict(list)
         order = count()
-        for use, lora in zip(stack, self.open(stack)):
+        for i, (use, lora) in enumerate(zip(stack, self.open(stack))):
             for target, adapter in lora.adapters if use.strength else ():
-                change = LoraChange(next(order), use, target, adapter)
+                change = LoraChange(next(order), i, use, target, adapter)
                 for name in target.pieces:
                     found[name].append(change)
         return dict(found)

@@ -22,9 +22,10 @@ ROW_SCALE_BYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class LoraChange:
-    """The ``order``-th change of a stack: an adapter of one of its LoRAs, on one tensor."""
+    """The ``order``-th change of a stack: an adapter of its ``lora``-th LoRA, on one tensor."""
 
     order: int
+    lora: int
     use: LoraUse
     target: Target
     adapter: Adapter

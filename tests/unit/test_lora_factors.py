@@ -12,7 +12,7 @@ from tiny import relative, shallow_flux, write_shallow_flux
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading import lora_fusion, lora_products
+from backend.loading import lora_products
 from backend.loading.adapters import LoHa, is_low_rank
 from backend.loading.lokr import LoKr
 from backend.loading.lora_keys import lora_stack
@@ -130,8 +130,7 @@ def test_they_are_beside_quantized_weights(tmp_path, monkeypatch):
     assert sum(bool(weight.adapters) for weight in packed) == 9  # queries, keys and values apart
     assert all(weight.whole is None for weight in packed)
     assert sampled(engine, "tiny").equal(bare)
-    for name, module in (("is_product", lora_fusion), ("is_product", lora_products)):
-        monkeypatch.setattr(module, name, lambda adapter: False)
+    monkeypatch.setattr(lora_products, "is_product", lambda adapter: False)
     whole_engine, wanted, whole_bytes, _ = run()
     assert any(weight.whole is not None for weight in whole_engine.models["tiny"].weights.packed.values())
     assert whole_engine.check_loras("tiny", stack) != [""]

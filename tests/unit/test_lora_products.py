@@ -27,6 +27,7 @@ from backend.quantization.formats import PLAIN_FLOAT8
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight, multiplier
 from backend.sampling.step_loop import Callbacks
+from backend.units import fine_gigabytes
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 96, 64
@@ -196,10 +197,32 @@ def test_stacks_are_the_whole_differences(tmp_path, monkeypatch):
         for name, weight in effective(engine).items():
             assert relative(found[key][name], weight) <= 1e-6, (key, name)
         assert any(not weight.equal(bare[name]) for name, weight in effective(engine).items())
-    assert engine.check_loras("tiny", lora_stack([[str(files["lokr"]), 1.0], [str(files["dora"]), 1.0]])) == [
-        "",
-        "",
-    ]
+
+
+def test_a_layer_that_is_held_twice_is_the_cost_of_the_lora_that_needs_it(tmp_path):
+    """The first one with which the changes of a layer are no products, in the order of the stack; it is what
+    is then held a second time, and nothing where the strength is 0."""
+    path, files = write(tmp_path)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), "fp32", "weight only")
+    weights = engine.models["tiny"].weights
+
+    def warnings(*names: str, strength: float = 1.0) -> list[str]:
+        return engine.check_loras("tiny", lora_stack([[str(files[name]), strength] for name in names]))
+
+    for names in STACKS:
+        stack = lora_stack([[str(files[name]), 1.0] for name in names])
+        weights.fuse(stack)
+        size = sum(w.whole.nbytes for w in weights.packed.values() if w.whole is not None)
+        assert any(warnings(*names)) == bool(size)
+        assert not size or fine_gigabytes(size) in warnings(*names)[-1]
+    assert warnings("lokr", "dora", strength=0.0) == ["", ""]
+    words = "With the LoRA dora.safetensors changes are no products of small matrices in 5 quantized layers, "
+    for names in (("lokr", "dora"), ("dora", "lokr", "dora"), ("lokr", "dora", "lora")):
+        found = [warning.startswith(words) for warning in warnings(*names)]
+        at = names.index("lokr") + 1
+        assert found == [i == at for i in range(len(names))]
+        assert all(not warning for i, warning in enumerate(warnings(*names)) if i != at)
 
 
 def test_magnitudes_of_columns_need_the_whole(tmp_path):
