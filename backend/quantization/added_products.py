@@ -7,6 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: Most tokens that a Kronecker product multiplies at a time: between its matrices, and where it is cut, it
+#: makes tensors as wide as its inputs or its outputs.
+MAX_TOKENS = 4096
+
 
 @dataclass
 class LowRank:
@@ -104,11 +108,17 @@ class Kronecker:
         return self.strength * (rows if self.columns is None else _taken(rows, self.columns))
 
     def add_to(self, out: Tensor, x: Tensor):
-        """Add the product with ``x`` to ``out`` (..., rows) in place. Where the rows are whole blocks,
-        nothing else of its size is made."""
+        """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time: what is made for
+        it does not grow with them."""
         if not (x.numel() and out.numel()):
             return
         rows = out.view(-1, out.shape[-1])
+        inputs = x.reshape(-1, x.shape[-1])
+        for some_rows, some_inputs in zip(rows.split(MAX_TOKENS), inputs.split(MAX_TOKENS)):
+            self._add_to_rows(some_rows, some_inputs)
+
+    def _add_to_rows(self, rows: Tensor, x: Tensor):
+        """Add the product with ``x`` (tokens, columns) to ``rows`` (tokens, rows)."""
         if self.rows is None and rows.is_contiguous():
             self._add_blocks(rows, self._blocks_of(x))
             return
@@ -118,8 +128,8 @@ class Kronecker:
         rows += whole if self.rows is None else _taken(whole, self.rows)
 
     def _blocks_of(self, x: Tensor) -> Tensor:
-        """Return ``x`` as (tokens, blocks, columns of the second matrix), with zeros where it has none."""
-        x = x.reshape(-1, x.shape[-1])
+        """Return ``x`` (tokens, columns) as (tokens, blocks, columns of the second matrix), with zeros where
+        it has none."""
         blocks, width = self.left.shape[1], self.right[-1].shape[1]
         if self.columns is not None:
             whole = x.new_zeros(len(x), blocks * width)

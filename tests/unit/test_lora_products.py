@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import golden
+from live_memory import LiveMemory
 from loras import randn
 from quantized import plain_float8
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from backend.loading.lora_products import are_products
 from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import compiled_blocks, mesh
 from backend.parallel.sequence import Span
-from backend.quantization.added_products import Kronecker, LowRank
+from backend.quantization.added_products import MAX_TOKENS, Kronecker, LowRank
 from backend.quantization.formats import PLAIN_FLOAT8
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight, multiplier
@@ -103,6 +104,24 @@ def test_a_kronecker_product_is_added_to_parts_of_memory(tmp_path):
     assert not memory[:, ROWS:].any()
 
 
+@pytest.mark.parametrize("spans", ["all", "odd rows", "odd columns", "rows of a block"])
+@pytest.mark.parametrize("form", ["balanced", "wide w1", "tall w1", "factored"])
+@torch.inference_mode()
+def test_what_a_kronecker_product_makes_does_not_grow_with_tokens(form, spans, tmp_path):
+    """Nothing is as large as the inputs or the outputs of a long sequence, whose last tokens are fewer."""
+    rows, columns = SPANS[spans]
+    found = adapter(tmp_path, LOKR[form][0]).kronecker(rows, columns, CPU, torch.float32)
+    difference = found.difference()
+    peaks = []
+    for tokens in (MAX_TOKENS, 3 * MAX_TOKENS + 5):
+        x, out = randn(tokens, difference.shape[1]), torch.zeros(tokens, len(difference))
+        with LiveMemory() as memory:
+            found.add_to(out, x)
+        assert relative(out, x @ difference.T) <= 1e-6
+        peaks.append(memory.peak)
+    assert 0 < peaks[0] == peaks[1]
+
+
 @torch.inference_mode()
 def test_all_kinds_are_added_to_one_product(tmp_path):
     """Two that are joined, one that is not, and rows that are scaled before any is added; whichever way the
@@ -121,9 +140,10 @@ def test_all_kinds_are_added_to_one_product(tmp_path):
         out = torch.empty(5, ROWS)
         multiplier(weight)(x, out)
         assert relative(out, x @ wanted.T) <= 1e-6
-        held = [tensor.data_ptr() for tensor in weight.beside]
+        held = weight.beside  # whose memory is not given to others before it is compared
         weight._apply(torch.clone)
-        assert not set(held) & {tensor.data_ptr() for tensor in weight.beside}
+        moved = {tensor.data_ptr() for tensor in weight.beside}
+        assert not moved & {tensor.data_ptr() for tensor in held}
     weight.set_adapters({})
     assert torch.equal(weight.effective(), stored) and not weight.beside
 
