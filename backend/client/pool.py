@@ -109,13 +109,14 @@ class Backend(Connected):
 
     def release(self, room: Room | None, check=lambda: None, forget: str = "") -> bool:
         """Have ranks give cached memory back on devices that they share with this process; return whether
-        there are any. ``check`` may interrupt a wait for others; ``forget``: as in Release."""
+        they have: not where there are none, or while another client's request runs. ``check`` may interrupt
+        a wait for others; ``forget``: as in Release."""
         ranks = room.shared_ranks(self.welcome) if room else []
         if not ranks or not self.alive():
             return False
         with turn(self._busy, check):
-            self._request(protocol.Release(ranks, forget))
-        return True
+            done = self._request(protocol.Release(ranks, forget)).stats
+        return "freed" not in done  # as the answer says that comes at once
 
     def sample(
         self,

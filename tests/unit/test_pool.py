@@ -83,6 +83,14 @@ def test_nothing_is_unloaded_while_a_request_runs():
     assert not ranks.client.received and ranks.models == {KEY: "m"}
 
 
+@pytest.mark.parametrize("stats, is_done", [({}, True), ({"left": [], "freed": False}, False)])
+def test_a_release_that_another_clients_request_prevents_says_so(stats, is_done):
+    """It is answered at once, and no rank has forgotten anything: the client knows what is still there."""
+    ranks = backend("m")
+    ranks.client.unloaded = stats
+    assert ranks.release(SimpleNamespace(shared_ranks=lambda _: [0])) == is_done
+
+
 def test_an_unload_leaves_the_backend_free_for_others():
     """Also of what is not loaded, and one that fails."""
     ranks = backend("m")
