@@ -23,7 +23,7 @@ class Connected:
         self.client = client
         self.process = process
         self.models: dict[ModelChoice, str] = {}  # the least recently used one first
-        #: Those that were parked since no graph loads them.
+        #: Those that were parked on all ranks to make room, and that nobody has used since.
         self.aside: set[ModelChoice] = set()
         self.closed = False
         self.last_used = time.monotonic()

@@ -34,22 +34,32 @@ def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bo
     whether every rank is to have what it likely needs: where it ``looks``, while models are there that the
     graph does not load, or any that leave for that. RefusedError where that is not enough."""
     left: set[ModelChoice] = set()
+    backend.aside.discard(choice)  # it comes back by itself
     while True:
         others = [each for each in backend.models if each not in (choice, *left)]
-        idle = [each for each in others if may_hold_memory(_entries(backend, {each}))]
+        idle = [
+            each
+            for each in others
+            if each not in backend.aside and may_hold_memory(_entries(backend, {each}))
+        ]
         unneeded = unnamed(idle, running()) if looks else None
         all_ranks = unneeded is not None or (looks and bool(idle) and _others_leave(backend, choice))
         try:
             return run(all_ranks)
         except RefusedError as error:
+            if backend.process is None:  # another client may have brought back what we have parked
+                idle = idle or [each for each in others if each in backend.aside]
             unneeded = unneeded or unnamed(idle, running())
             if not error.lacking or not idle:
                 raise
             leaves = unneeded or idle[0]
             check = comfy.model_management.throw_exception_if_processing_interrupted
-            if not unload(backend, leaves, waits=True, check=check) and not all_ranks:
+            gone = unload(backend, leaves, waits=True, check=check)
+            if not gone and not all_ranks:
                 raise
         left.add(leaves)
+        if len(gone) == backend.welcome.world_size:  # where ComfyUI has no entries, only this says so
+            backend.aside.add(leaves)
         names = [os.path.basename(each.path) for each in (leaves, choice)]
         why = "the graph does not load it" if unneeded else "both do not fit and take turns"
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)

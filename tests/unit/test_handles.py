@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,33 @@ def test_a_model_of_another_graph_is_parked_once_memory_lacks_the_oldest_first(h
     spare = ["/b", "/a"]  # the least recently used one goes first, on the device and in host memory
     assert backend.client.unloads == [unload("/b", True, waits=True, yields=spare)]
     assert backend.client.held == ["/a", "/c"] and backend.client.reads == ["/a", "/b", "/c"]
+
+
+def test_a_model_that_is_parked_leaves_no_second_time(host):
+    """Ranks of another machine, of which ComfyUI's manager knows nothing: each load sent it off again, and
+    said so. Once it is used, it may leave again."""
+    backend, config = on_ranks(host, room=1)
+    backend.client.welcome = replace(backend.client.welcome, devices=["GPU-of-another-machine"])
+    for name in ("/a", "/b", "/c"):
+        prompt(host, config, name)
+    assert [each.model for each in backend.client.unloads] == ["/a", "/b"]
+    first = next(iter(backend.models))
+    use = partial(backend.client.held.append, first.path)
+    host.models_on_ranks.run_evicting_models(backend, first, lambda all_ranks: use())
+    backend.client.room = 2
+    prompt(host, config, "/d")
+    assert [each.model for each in backend.client.unloads[2:]] == ["/a"]
+
+
+def test_a_parked_model_that_another_client_has_brought_back_leaves_again(host):
+    backend, config = on_ranks(host, room=1, is_ours=False)
+    for name in ("/a", "/b"):
+        prompt(host, config, name)
+    backend.client.held.append("/a")
+    backend.client.held.remove("/b")
+    prompt(host, config, "/c")
+    assert [each.model for each in backend.client.unloads] == ["/a", "/b", "/a"]
+    assert backend.client.held == ["/c"]
 
 
 def test_what_ranks_have_dropped_is_forgotten(host):
