@@ -179,7 +179,7 @@ class Worker:
             self.engine.memory.release()  # only here: the error held what was computed
         raise failure
 
-    def release(self, ranks: list, forget: str = ""):
+    def release(self, ranks: list, forget: Sequence = ()):
         """Give cached memory back, on those ranks. ``forget``: as in Release."""
         if forget:
             self.engine.argument_cache.forget(forget)

@@ -9,7 +9,6 @@ at the node that does it where that can be.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from comfy_api.latest import io
 from ..backend.client.argument_cache import ArgumentCache
 from ..backend.client.pool import Backend
 from ..backend.config import ParallelConfig
-from ..backend.protocol import Loaded, ModelCall, RefusedError, Result
+from ..backend.protocol import ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host.auto_plan import as_running, one_plan
 from .host.conditioning import as_tensors, fill_zeros
@@ -34,6 +33,7 @@ from .host.progress import NodeStatus, tolerate_preview_oom
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node
 from .host.remote_patcher import RemotePatcher, attach_lora_metadata
+from .host.sampling_on_ranks import OnRanks, release
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
@@ -133,18 +133,6 @@ def remote_model(dit: ParallelDiT) -> comfy.model_patcher.ModelPatcher:
     return patcher
 
 
-@dataclass
-class OnRanks:
-    """A backend, the model there, and the handle under its plan. models: those that a guider samples with,
-    which stay where room is made. sizes: of calls for which ComfyUI has made room."""
-
-    backend: Backend
-    loaded: Loaded
-    dit: ParallelDiT
-    models: tuple = ()
-    sizes: set[str] = field(default_factory=set)
-
-
 class RemoteTransformer(ElsewhereModule):
     """Called by ComfyUI in place of a transformer; the ranks compute its output."""
 
@@ -156,6 +144,8 @@ class RemoteTransformer(ElsewhereModule):
         #: The handle of the MODEL that samples, with its LoRAs; None outside of a sampling.
         self.sampled: ParallelDiT | None = None
         self.cached_arguments = ArgumentCache()
+        #: Where these arguments are.
+        self.called: Backend | None = None
         #: A flow model's timestep, as ComfyUI makes it, over its noise level.
         self.time_scale = 1.0
         self._said = set()
@@ -208,13 +198,7 @@ class RemoteTransformer(ElsewhereModule):
                     )
             finally:
                 self.sampling = before
-                self._release(backend)
-
-    def _release(self, backend: Backend):
-        """Have ranks free what a VAE needs next; on its GPU cached arguments too, which next calls send."""
-        check = comfy.model_management.throw_exception_if_processing_interrupted
-        if backend.release(host_room(), check, self.cached_arguments.client):
-            self.cached_arguments.reset()
+                release(backend, _caches(models, backend))
 
     def forward(self, x, timestep, context=None, control=None, transformer_options=None, **arguments):
         """Compute the output on the ranks: x (B, C, [T,] H, W), or a list of several latents, timestep (B,)
@@ -287,6 +271,7 @@ class RemoteTransformer(ElsewhereModule):
         """Return the result of the shortened call, and whether the ranks cache what it left out. The
         first call of a size in a sampling asks ComfyUI for room: areas and longer prompts may come later."""
         found = []
+        self.called = backend
         sampling = self.sampling
         size = (*call.latent_shapes, *sorted((name, value.shape) for name, value in call.tensors.items()))
         room = None
@@ -348,3 +333,10 @@ class RemoteTransformer(ElsewhereModule):
             self._said.add(text)
             logging.warning("parallel-dit: %s", text)
             NodeStatus().warn(text)
+
+
+def _caches(models: tuple, backend: Backend) -> list[ArgumentCache]:
+    """Return the caches of the MODELs of a guider that have called the model on this backend."""
+    transformers = (each.model.diffusion_model for each in models)
+    ours = {id(each): each for each in transformers if isinstance(each, RemoteTransformer)}
+    return [each.cached_arguments for each in ours.values() if each.called is backend]

@@ -1,6 +1,7 @@
 """The client's record of what the ranks have cached of a sampling's conditioning, so that it is sent once."""
 
 import secrets
+from collections import deque
 from dataclasses import replace
 
 import numpy
@@ -16,6 +17,9 @@ FINGERPRINT_WORDS = 1 << 8
 MAX_VALUES = 8
 #: Bytes of those but for the newest, here and on each rank: of a video's control images one may have 200 MB.
 MAX_BYTES = 1 << 28
+#: Ids from before a reset that are still to be forgotten: ranks cache for as many clients (serving's
+#: MAX_CACHED_CLIENTS).
+MAX_EARLIER = 4
 
 
 class ArgumentCache:
@@ -26,10 +30,26 @@ class ArgumentCache:
     """
 
     def __init__(self):
-        self.reset()
+        self._earlier: deque[str] = deque(maxlen=MAX_EARLIER)
+        self._begin()
+
+    @property
+    def ids(self) -> list[str]:
+        """Return the ids under which ranks may have something cached, those from before a reset first."""
+        return [*self._earlier, *([self.client] if self.known else [])]
 
     def reset(self):
-        """Forget everything that was sent before."""
+        """Send everything again, under another id. What ranks have under this one stays until it is
+        ``forgotten``."""
+        self._earlier.extend([self.client] if self.known else [])
+        self._begin()
+
+    def forgotten(self):
+        """Begin anew: ranks have freed what they had under all ``ids``."""
+        self._earlier.clear()
+        self._begin()
+
+    def _begin(self):
         self.client = secrets.token_hex(8)
         self.count = 0
         self.known: dict[str, dict[str, tuple[torch.Tensor, numpy.ndarray]]] = {}

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
@@ -107,7 +107,7 @@ class Backend(Connected):
         finally:
             self._busy.release()
 
-    def release(self, room: Room | None, check=lambda: None, forget: str = "") -> bool:
+    def release(self, room: Room | None, check=lambda: None, forget: Sequence[str] = ()) -> bool:
         """Have ranks give cached memory back on devices that they share with this process; return whether
         they have: not where there are none, or while another client's request runs. ``check`` may interrupt
         a wait for others; ``forget``: as in Release."""
@@ -115,7 +115,7 @@ class Backend(Connected):
         if not ranks or not self.alive():
             return False
         with turn(self._busy, check):
-            done = self._request(protocol.Release(ranks, forget)).stats
+            done = self._request(protocol.Release(ranks, list(forget))).stats
         return "freed" not in done  # as the answer says that comes at once
 
     def sample(

@@ -158,11 +158,11 @@ class Unload:
 
 @dataclass(frozen=True)
 class Release:
-    """Give the cached memory of ``ranks`` back to their devices, which others use too. ``forget``: the client
-    of model calls whose cached arguments every rank frees first; empty for none."""
+    """Give the cached memory of ``ranks`` back to their devices, which others use too. ``forget``: clients
+    of model calls whose cached arguments every rank frees first."""
 
     ranks: list
-    forget: str = ""
+    forget: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)

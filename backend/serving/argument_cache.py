@@ -4,6 +4,7 @@ A client says what to cache, under which key, and what to forget. Every rank get
 order, so all cache the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -58,9 +59,9 @@ class ArgumentCache:
         while len(self.clients) > MAX_CACHED_CLIENTS:
             self.clients.pop(next(iter(self.clients)))
 
-    def forget(self, client: str):
-        """Free what is cached for a client, if anything is."""
-        self.clients.pop(client, None)
+    def forget(self, clients: Sequence):
+        """Free what is cached for some clients, if anything is."""
+        self.clients = {key: cached for key, cached in self.clients.items() if key not in clients}
 
     def clear(self):
         self.clients.clear()

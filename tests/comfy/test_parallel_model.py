@@ -12,7 +12,7 @@ from comfy_modules import comfy_modules
 from families import LATENT_FORMATS
 from pairs import CONFIG, Pair, ksampler
 from parallel_dit.backend.client import pool
-from parallel_dit.backend.protocol import BackendError, ModelCall, Ping, Release
+from parallel_dit.backend.protocol import BackendError, Ping
 from tiny import facts
 
 with comfy_modules():
@@ -24,7 +24,6 @@ with comfy_modules():
     from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
     from comfy_extras.nodes_easycache import EasyCacheNode
     from parallel_dit.backend.client import argument_cache
-    from parallel_dit.backend.client.room import Room
     from parallel_dit.nodes.comfy_models.registry import OURS
     from parallel_dit.nodes.parallel_model import remote_model
 
@@ -260,22 +259,6 @@ def test_prompts_are_sent_once(flux, monkeypatch):
         False,
         False,
     ]
-
-
-def test_arguments_leave_ranks_that_share_comfyuis_gpu_with_the_sampling(flux, monkeypatch):
-    """The next sampling sends them again in its first call, without a call more."""
-    monkeypatch.setattr(argument_cache, "MIN_BYTES", 1)
-    backend, sent = pool.backend_for(CONFIG), []
-    monkeypatch.setattr(Room, "shared_ranks", lambda room, welcome: [0])
-    request = backend.client.send
-    monkeypatch.setattr(backend.client, "send", lambda message: sent.append(message) or request(message))
-    run = ksampler(flux, steps=3, cfg=1.0)
-    for _ in range(2):
-        assert flux.error(run) <= 1e-4
-    calls = [each for each in sent if isinstance(each, ModelCall)]
-    released = [each for each in sent if isinstance(each, Release)]
-    assert [each.forget for each in released] == [calls[0].client, calls[3].client]
-    assert ["cond.c_crossattn" in each.tensors for each in calls] == 2 * [True, False, False]
 
 
 def test_a_prompt_that_changes_a_little_between_two_steps_is_sent_again(flux, monkeypatch):

@@ -61,6 +61,7 @@ LEFT_OUT = {
     "comfy/test_half_precision.py": "ComfyUI's model of every family",
     "comfy/test_lora.py": "a backend for every family",
     "comfy/test_native_products.py": "samples 20 seeds of every format; unit/test_matmul.py has the bits",
+    "comfy/test_cached_arguments.py": "a backend in ComfyUI's process",
     "comfy/test_parallel_model.py": "a backend in ComfyUI's process, for every family",
     "comfy/test_parallel_model_plans.py": "a backend in ComfyUI's process",
     "comfy/test_parallel_model_refusals.py": "a backend in ComfyUI's process",

@@ -112,15 +112,30 @@ def test_ranks_free_a_clients_arguments_before_they_give_memory_back(is_leader):
     sent = call(**{"cond.c_crossattn": torch.randn(SIZE)})
     for client in (ours, other):
         arrives(client, ranks, sent)
-    message = Release([0, 1], ours.client)
+    ours.reset()  # after Cancel or an error
+    arrives(ours, ranks, sent)
+    assert len(ranks.clients) == 3
+    message = Release([0, 1], ours.ids)
     if is_leader:
         rank.on_release(cast(Any, SimpleNamespace(reply=lambda reply: None)), message)()
     else:
         rank.obey(message)
     assert freed == [[other.client]]
-    ours.reset()
+    ours.forgotten()
+    assert not ours.ids
     wires = [arrives(ours, ranks, sent)[0] for _ in range(2)]
     assert [sorted(wire.tensors) for wire in wires] == [["cond.c_crossattn"], []]
+
+
+def test_no_more_ids_wait_than_ranks_cache_for():
+    """Where ranks share no GPU with ComfyUI, nothing is ever released."""
+    assert argument_cache.MAX_EARLIER == MAX_CACHED_CLIENTS
+    client = ArgumentCache()
+    for _ in range(2 * MAX_CACHED_CLIENTS):
+        client.shortened(call(**{"cond.c_crossattn": torch.zeros(SIZE)}))
+        client.reset()
+    client.reset()  # under this id nothing was sent
+    assert len(client.ids) == MAX_CACHED_CLIENTS
 
 
 def test_a_refused_call_leaves_the_ranks_as_they_are():

@@ -44,7 +44,7 @@ EXAMPLES = {
     "Waiting": protocol.Waiting("Sample", 3, 20, 1),
     "Begun": protocol.Begun(),
     "Failure": protocol.Failure("no", True, [[0, 1 << 40]]),
-    "Release": protocol.Release([0, 2], "0f"),
+    "Release": protocol.Release([0, 2], ["0f", "1e"]),
     "Ping": protocol.Ping(),
     "Status": protocol.Status(),
     "Report": protocol.Report(

@@ -166,9 +166,9 @@ def test_ranks_elsewhere_are_sent_one_plain_message(management):
 
 def test_shared_ranks_release_after_a_sampling_of_calls(management):
     ranks = backend(management, 0, 0)
-    assert ranks.release(Room(management, GPUS), forget="a client")
-    assert ranks.client.received == [Release([0], "a client")]
-    assert not ranks.release(Room(management, {}), forget="a client")
+    assert ranks.release(Room(management, GPUS), forget=["a client"])
+    assert ranks.client.received == [Release([0], ["a client"])]
+    assert not ranks.release(Room(management, {}), forget=["a client"])
     assert len(ranks.client.received) == 1
 
 
