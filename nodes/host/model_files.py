@@ -105,7 +105,15 @@ def _bytes_of(path: str, size: int, _changed: float) -> LoraBytes:
         header = json.loads(comfy.utils.safetensors_header(path, max_size=MAX_HEADER_BYTES) or "{}")
         header.pop("__metadata__", None)
         found = file_bytes({key: tuple(map(int, each["shape"])) for key, each in header.items()})
-    except (ValueError, struct.error, AttributeError, IndexError, KeyError, TypeError, RecursionError):
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ):
         return LoraBytes(size)
     return found if found.total else LoraBytes(size)
 
