@@ -265,15 +265,18 @@ class BackendClient:
         self.close()
 
     def _is_withdrawn(self) -> bool:
-        """Take a request that waits for another client's out of the queue. Return whether its end is read, so
-        that the connection stays usable: not where it began first, and takes long."""
+        """Take a request that waits for another client's out of the queue. Return whether its end is read,
+        and nothing of it is left: not where it began first and goes on, or has loaded what nobody here knows
+        of, or where the backend ends."""
         deadline = time.monotonic() + WITHDRAW_SECONDS
         with suppress(BackendError, RefusedError):
             self.send(protocol.Cancel())
             while time.monotonic() < deadline:
                 reply = self._next()
+                if isinstance(reply, Failure):
+                    return not reply.fatal
                 if reply is not None:
-                    return not isinstance(reply, protocol.Progress)
+                    return isinstance(reply, (protocol.Cancelled, protocol.Described))
         return False
 
     def _next(self, limit: int = framing.MAX_BODY):

@@ -10,7 +10,18 @@ from backend.client import connected, step_timer
 from backend.client.client import BackendClient
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
-from backend.protocol import Begun, Cancelled, Load, Loaded, Progress, Result, Sample, Waiting, framing
+from backend.protocol import (
+    Begun,
+    Cancelled,
+    Failure,
+    Load,
+    Loaded,
+    Progress,
+    Result,
+    Sample,
+    Waiting,
+    framing,
+)
 from backend.serving import job_queue
 
 SAMPLE = Sample("m", "euler", 1.0, 0)
@@ -142,6 +153,28 @@ def test_an_interrupt_that_meets_the_begin_of_a_load_ends_the_connection(waits, 
     with pytest.raises(KeyboardInterrupt):
         backend.load("/a", check=check)
     assert backend.closed
+
+
+@pytest.mark.parametrize(
+    "answer, stays",
+    [(Loaded("m", "flux"), False), (Failure("it ends", fatal=True), False), (Failure("no model"), True)],
+    ids=["loaded", "fatal", "refused"],
+)
+def test_an_interrupt_that_meets_the_end_of_a_load(waits, server, answer, stays):
+    """What was loaded meanwhile nobody would unload; a backend that ends is not at hand for the next run."""
+    backend, job = waits
+
+    def check():
+        if backend.wait_line:
+            server.finish(job)
+            mine = server.next_job(5)
+            mine.reply(answer)
+            server.finish(mine)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.load("/a", check=check)
+    assert backend.closed != stays and backend.alive() == stays
 
 
 def test_no_step_is_missed_while_another_client_is_served(waits, server, monkeypatch, caplog):
