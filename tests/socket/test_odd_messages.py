@@ -20,6 +20,7 @@ from backend.protocol import (
     ModelCall,
     Ping,
     RefusedError,
+    Release,
     Sample,
     Unload,
     Welcome,
@@ -209,4 +210,5 @@ def test_freeing_what_is_not_there(backend, checkpoint, stranger):  # noqa: F811
     backend.load(checkpoint)
     for name in ("", "\ud800", "a" * 100_000, "\0"):
         stranger.request(Unload(name))
+        stranger.request(Release([0, "x", []], [name, [], {}, 7]))
     same_ranks(backend, pids)
