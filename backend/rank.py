@@ -199,37 +199,47 @@ class Worker:
         return list(ranks)
 
     def _park(self, name: str, ranks: frozenset[int], yields: list[str]) -> frozenset[int] | None:
-        """Park a model on ``ranks`` if every machine has room, once parked ones that ``yields`` names have
-        left as far as it takes; return all ranks on which it is parked, or None. One that is among them has
-        room where all of them together have. A method of its own, so that ``unload`` holds no reference to a
-        model that it frees."""
+        """Park a model on ``ranks`` if every machine has room, once models that ``yields`` names have left
+        as far as it takes: those that are parked on every rank, and none where all of them do not make room.
+        Return all ranks on which it is parked, or None. One that is among them has room where all of them
+        together have. A method of its own, so that ``unload`` holds no reference to a model that it frees."""
         model = self.engine.models.get(name)
         if model is None or not model.can_park:
             return None
         leaving = ranks - model.parked_on
-        parked = {key for key, each in self.engine.models.items() if each.parked_on}
+        world_size = self.mesh.world_size
+        parked = {key for key, each in self.engine.models.items() if len(each.parked_on) == world_size}
         spare = [key for key in yields if key in parked and key != name]
-        while leaving and not self._has_room(model, leaving, spare if name in yields else ()):
-            if not spare:
+        while leaving and not self._has_room(model, leaving, beside=spare if name in yields else ()):
+            if not spare or not self._has_room(model, leaving, without=spare):
                 return None
             self.engine.unload(spare.pop(0))
             self.forget_unloaded()
         self.engine.park(model, ranks)
         return model.parked_on
 
-    def _has_room(self, model: LoadedModel, leaving: Set[int], beside: Sequence[str]) -> bool:
+    def _has_room(
+        self, model: LoadedModel, leaving: Set[int], beside: Sequence[str] = (), without: Sequence[str] = ()
+    ) -> bool:
         """Return whether every machine has room for the weights of its ``leaving`` ranks, and for the parked
-        models ``beside``, which have theirs already."""
+        models ``beside``, which have theirs already; or would have at best ``without`` such models."""
         rank = self.mesh.rank
-        parked = [self.engine.models[key] for key in beside]
-        there = sum(each.report.weight_bytes for each in parked if rank in each.parked_on)
         own = model.report.weight_bytes + model.held_lora_bytes
-        sizes = self.control.all_gather_numbers([own, min(own, parking.page_locked_bytes()), there])
-        here = [each for each, machine in enumerate(self.machines) if machine == self.machines[rank]]
-        size = sum(sizes[each][0] for each in here if each in leaving)
-        kept = sum(sizes[each][1] for each in here if each in leaving)
-        others = sum(sizes[each][2] for each in here)
-        return all(self.control.all_gather_object(parking.has_room(size + others, kept + others)))
+        page_locked = parking.page_locked_bytes()
+        there = self._parked_bytes(beside)
+        # with a model that is freed, every rank gives back what it keeps page locked
+        back = self._parked_bytes(without) + page_locked if without else 0
+        reusable = min(own, page_locked) if not without and rank in leaving else 0
+        sizes = self.control.all_gather_numbers([own if rank in leaving else 0, reusable, there, back])
+        here = [sizes[each] for each, machine in enumerate(self.machines) if machine == self.machines[rank]]
+        size, kept, others, freed = map(sum, zip(*here))
+        return all(self.control.all_gather_object(parking.has_room(size + others, kept + others + freed)))
+
+    def _parked_bytes(self, names: Sequence[str]) -> int:
+        """Return the host memory that parked models and their LoRAs take of this rank."""
+        models = [self.engine.models[name] for name in names]
+        parked = [each for each in models if self.mesh.rank in each.parked_on]
+        return sum(each.report.weight_bytes + each.held_lora_bytes for each in parked)
 
     def forget_unloaded(self):
         """Keep nothing of models that are no longer loaded: a plan's checkpoint maps a whole file."""

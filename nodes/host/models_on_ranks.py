@@ -80,8 +80,8 @@ def unload(
     check=lambda: None,
 ) -> list[int]:
     """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
-    devices no longer hold them. Return these ranks: all where the backend has ended, of which a line in the
-    log says why."""
+    devices no longer hold them, nor those of models that were freed for it. Return these ranks: all where the
+    backend has ended, of which a line in the log says why."""
     left = list(range(backend.welcome.world_size))
     try:
         spare = spare_models(backend) if park else []
@@ -93,6 +93,8 @@ def unload(
     finally:  # an interrupt is raised once they have left
         for entry in _entries(backend, {choice}):
             entry.held = entry.held and not set(entry.ranks) <= set(left)
+        for entry in _entries(backend, {key for _, key in _weights} - backend.models.keys()):
+            entry.held = False
     return left
 
 

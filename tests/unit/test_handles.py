@@ -169,7 +169,10 @@ def test_what_ranks_have_dropped_is_forgotten(host):
     answer = backend.client.protocol.Result({"left": [0], "freed": False, "dropped": ["/a"]})
     backend.client.unload = lambda message: answer
     choices = list(backend.models)
-    assert backend.unload(choices[1], yields=choices[:1]) == [0] and list(backend.models) == choices[1:]
+    (entry,) = host.models_on_ranks._entries(backend, choices[:1])
+    assert entry.held
+    assert host.models_on_ranks.unload(backend, choices[1]) == [0] and list(backend.models) == choices[1:]
+    assert not entry.held  # else ComfyUI's manager would take it to make room
 
 
 def test_ranks_of_others_have_a_model_of_another_graph_parked_and_once_alone(host):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from fake_memory import GB
 
+from backend import host_memory
 from backend.loading import parking
 from backend.protocol import Unload
 from backend.rank import Worker
@@ -58,3 +59,44 @@ def test_models_that_no_graph_needs_yield_host_memory_the_oldest_first(monkeypat
     rank = Yielding(monkeypatch, free, "old", "new")
     assert rank.unload(Unload("m", True, yields=yields)) == [0]
     assert rank.parked() == stay
+
+
+def test_none_yields_where_all_of_them_do_not_make_room(monkeypatch):
+    """They were freed in vain, and read again by the next graph."""
+    rank = Yielding(monkeypatch, 0, "old", "new")
+    rank.engine.models["m"].report.weight_bytes = 2 * GB
+    assert rank.unload(Unload("m", True, yields=["old", "new"])) == [0]
+    assert list(rank.engine.models) == rank.parked() == ["old", "new"]
+
+
+@pytest.mark.parametrize("page_locked, parks", [(GB, False), (2 * GB, True)])
+def test_what_is_page_locked_comes_back_with_those_that_yield(monkeypatch, page_locked, parks):
+    """More than the model that parks could use itself."""
+    rank = Yielding(monkeypatch, 0, "old", "new")
+    rank.engine.models["m"].report.weight_bytes = 2 * GB
+    locked = host_memory.PageLocked(reusable=page_locked)
+    monkeypatch.setattr(parking, "PAGE_LOCKED", locked)
+    free = parking.host_free
+
+    def unload(name):
+        rank.engine.models.pop(name)
+        monkeypatch.setattr(parking, "host_free", lambda swap: free(swap) + page_locked)
+        locked.reusable = 0
+
+    rank.engine.unload = unload
+    rank.unload(Unload("m", True, yields=["old", "new"]))
+    assert ("m" in rank.engine.models) == parks and ("new" in rank.engine.models) != parks
+
+
+def test_a_model_on_some_devices_does_not_yield(monkeypatch):
+    """ComfyUI counts what it has there."""
+    rank = Yielding(monkeypatch, 0, "old", "new")
+    rank.mesh.world_size = 2
+    rank.machines = [0, 0]
+    rank.control.all_gather_object = lambda value: [value] * 2
+    rank.control.all_gather_numbers = lambda numbers: [numbers] * 2
+    models = rank.engine.models
+    models["new"].parked_on |= {1}
+    monkeypatch.setattr(parking, "host_free", lambda swap: (2 if "new" in models else 4) * GB)
+    assert rank.unload(Unload("m", True, yields=["old", "new"])) == [0, 1]
+    assert rank.parked() == ["m", "old"]
