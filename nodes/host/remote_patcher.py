@@ -60,10 +60,12 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
         """Hand a plain LoRA to the ranks, as Parallel LoRA would; RefusedError for other patches. At strength
-        0, as where a LoRA is for the text encoder alone, nothing is looked at."""
+        0, as where a LoRA is for the text encoder alone, nothing is looked at. A line under the node in any
+        case: the page keeps the one before where it is given none."""
         if strength_model != 1.0:
             _refused("a patch that scales the weights")(self)
         if not strength_patch:
+            node_text()("strength 0: nothing is added")
             return list(patches)
         dit = self.dit
         path = stock_loras.write(patches, dit.loaded.info["weights"])
@@ -74,8 +76,8 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         if path:
             files = self._attached[1] | {path: patches}
             found = with_lora(dit, path, strength_patch)
-            if found.loaded.info["warnings"][-1]:
-                node_text()(found.loaded.info["notes"][-1])
+            said = (found.loaded.info[what][-1] for what in ("notes", "warnings"))
+            node_text()("\n".join(filter(None, said)))
             self.set_attachments(HANDLE, (found, files))
             self.patches_uuid = uuid.uuid4()
         return list(patches)

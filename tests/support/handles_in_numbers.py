@@ -12,7 +12,7 @@ import torch
 from without_comfy import COMFYUI, HOST, StandIn
 
 #: What handles import besides.
-FURTHER = ("comfy.model_patcher", "comfy.cli_args", "server", f"{HOST}.comfy_models.registry")
+FURTHER = ("comfy.model_patcher", "comfy.sd", "comfy.cli_args", "server", f"{HOST}.comfy_models.registry")
 
 
 class Patcher:
@@ -81,7 +81,7 @@ def handles():
                 setattr(modules[parent], child, modules[each])
         _fill(modules, graph)
         before = set(sys.modules)
-        names = ("handle", "models_on_ranks", "rank_weights", "graph_requests", "progress")
+        names = ("handle", "models_on_ranks", "rank_weights", "graph_requests", "progress", "remote_patcher")
         found = {name: importlib.import_module(f"{HOST}.host.{name}") for name in names}
         choice = found["handle"].ModelChoice
         patch.setattr(found["graph_requests"], "model_choice_of", lambda of: choice(of["model_name"]))

@@ -59,6 +59,24 @@ def test_a_node_says_that_it_waits_for_another_client(host):
     assert shown == [first, "", "step 1/2", backend.wait_line, host.progress.CANCELLING]
 
 
+@pytest.mark.parametrize("warning", ["", "The LoRA is held a second time."])
+def test_comfyuis_own_lora_loaders_show_the_note_and_what_a_lora_costs(host, warning, monkeypatch):
+    """A note alone, too: the line of an earlier file stayed under the node."""
+    info = {"notes": ["of another one", "changes added: 1"], "warnings": ["", warning], "weights": {}}
+    module, sent = host.remote_patcher, []
+    dit = SimpleNamespace(loaded=SimpleNamespace(info=info), config=SimpleNamespace(address=""))
+    monkeypatch.setattr(module, "with_lora", lambda *_: dit)
+    monkeypatch.setattr(module, "node_text", lambda: sent.append)
+    monkeypatch.setattr(module.stock_loras, "write", lambda patches, shapes: "/lora")
+    patcher = module.RemotePatcher(None, None, None)
+    patcher.get_attachment = lambda key: (dit, {})
+    patcher.set_attachments = lambda key, value: None
+    assert patcher.add_patches({"a": 1}, 0.5) == ["a"]
+    assert sent == ["changes added: 1" + f"\n{warning}" * bool(warning)]
+    patcher.add_patches({"a": 1}, 0.0)
+    assert sent[1:] == ["strength 0: nothing is added"]
+
+
 class Ranks:
     """In a client's place: one rank with room for ``room`` models on its device; ``reads``: of files."""
 
