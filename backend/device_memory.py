@@ -55,10 +55,9 @@ def device_name(device: torch.device) -> str:
     return f"memory of {platform.node()} {machine.read_text().strip() if machine.exists() else ''}"
 
 
-def is_out_of_memory(error: BaseException, in_trial: bool = False) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that an allocation failed, on a device or on the host. A library's handle
-    that could not be made says so where this rank's GPU is full, and never ``in_trial``, which is there to
-    find libraries that are broken."""
+    that could not be made says so where this rank's GPU is full; else the library is broken."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError):
@@ -66,7 +65,7 @@ def is_out_of_memory(error: BaseException, in_trial: bool = False) -> bool:
     text = str(error)
     if any(words in text for words in _OUT_OF_MEMORY):
         return True
-    return not in_trial and any(words in text for words in HANDLE_WORDS) and _is_full()
+    return any(words in text for words in HANDLE_WORDS) and _is_full()
 
 
 def _is_full() -> bool:

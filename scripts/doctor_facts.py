@@ -175,7 +175,7 @@ class Facts:
         return [
             Gpu(
                 *(index, each.name, each.total_memory, free[index], (each.major, each.minor)),
-                uuid=doctor_visible.uuid_of(index),
+                uuid=measurements.gpu_uuid(index),
             )
             for index, each in enumerate(found)
         ]

@@ -7,7 +7,8 @@ import ctypes
 from typing import Any
 
 import torch
-from doctor_visible import uuid_of
+
+from backend.client.measurements import gpu_uuid
 
 #: NVIDIA's library, which comes with the driver as nvidia-smi does.
 LIBRARY = "libnvidia-ml.so.1"
@@ -54,7 +55,7 @@ class GpuMemory:
             return []
         handles = []
         for gpu in self.gpus:
-            uuid, handle = uuid_of(gpu), ctypes.c_void_p()
+            uuid, handle = gpu_uuid(gpu), ctypes.c_void_p()
             names = [f"{prefix}-{uuid}".encode() for prefix in ("GPU", "MIG")]
             if not uuid or all(
                 self._library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) for name in names

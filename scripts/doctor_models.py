@@ -2,6 +2,7 @@
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ BLOCKS = 2
 Made = TypeVar("Made")
 
 
-class Models(Clock):
+class Models(Clock, ABC):
     """Models in a folder, for a kind of device ("cuda" or "cpu")."""
 
     device: str
@@ -34,9 +35,9 @@ class Models(Clock):
     size: Size
     _kept: dict[tuple, Any]
 
+    @abstractmethod
     def fresh(self):
         """End the ranks: they may have mapped deleted files."""
-        raise NotImplementedError
 
     def kept(self, key: tuple, make: Callable[[], Made]) -> Made:
         """Return what ``make`` gave for this key, made once."""

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 from doctor_findings import OK, PROBLEM, WARNING, Finding
+from doctor_limits import USUAL
 
 from backend.dequantized_cache import CACHE_VARIABLE
 
@@ -15,6 +16,7 @@ SAID = (
     *("links fails", "links failed", "(--ranks 2)", "clone ", "hung before", "IOMMU", "BIOS", NOTHING),
 )
 SAYS = re.compile("|".join(rf"(?<!\w){re.escape(words)}" for words in SAID))
+ABOVE_USUAL = f"float32 is above {USUAL:g}, the most on CPUs; other kernels of GPUs may explain it: {REPORT}"
 OTHER_METHOD = f"its pictures are wrong here: choose another method in Parallel Config, and {REPORT}"
 #: Checks whose findings say it themselves, or that have nothing to do next, unless they fail.
 SAYING = ("full", "links")

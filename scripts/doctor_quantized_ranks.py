@@ -9,7 +9,7 @@ import torch
 from doctor_findings import OK, PROBLEM, WARNING, Finding, possible
 from doctor_lab import Lab, relative
 from doctor_limits import BF16_RATIO, EXACT, USUAL
-from doctor_next import OTHER_METHOD, REPORT
+from doctor_next import ABOVE_USUAL, OTHER_METHOD, REPORT
 from doctor_time import while_time
 
 from backend.config import ParallelConfig
@@ -127,5 +127,5 @@ def _compared(lab: Lab, name: str, config: ParallelConfig, kind: str, has_lora: 
         text += f"; the LoRA is not applied: {REPORT}"
     elif exact > USUAL:
         status = WARNING
-        text += f"; float32 is above {USUAL:g}, as on the CPU: other kernels explain it, please report it"
+        text += f"; {ABOVE_USUAL}"
     yield Finding("quantized", status, text, values)

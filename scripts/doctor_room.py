@@ -44,8 +44,8 @@ def need_disk(size: int, what: str, folder: Path, release: Callable[[], None]):
 
 
 def delete(path: Path):
-    """Delete a file, or a model's folder. What cannot go stays until the end: on NFS a mapped file becomes
-    .nfsXXXX, and its folder is not empty."""
+    """Delete a file, or a model's folder. What cannot go stays until the end: on NFS a mapped file gets
+    another name, and its folder is not empty."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
         return

@@ -19,6 +19,7 @@ from doctor_life import life
 from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL, compared
 from doctor_links import links
 from doctor_memory import memory
+from doctor_next import ABOVE_USUAL
 from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_requests import in_batch
@@ -127,7 +128,7 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bo
         text += "; bf16 is farther off than one rank's"
     if USUAL < exact <= most and not stale:
         status = WARNING
-        text += f"; float32 is above {USUAL:g}, as on the CPU: other kernels explain it, please report it"
+        text += f"; {ABOVE_USUAL}"
     if not (exact <= most and drift <= half_limit):  # NaN is neither
         status = PROBLEM
     yield Finding("methods", status, text, values)

@@ -2,20 +2,9 @@
 
 from collections.abc import Mapping
 
-import torch
+from backend.client.measurements import bare_uuid
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: What the driver's UUIDs begin with, which torch leaves out.
-PREFIX = "gpu-"
-
-
-def uuid_of(index: int) -> str:
-    """Return the UUID of the GPU that torch numbers ``index``, empty where torch has none."""
-    return bare(str(getattr(torch.cuda.get_device_properties(index), "uuid", "")))
-
-
-def bare(uuid: str) -> str:
-    return uuid.lower().removeprefix(PREFIX)
 
 
 def visible(rows: list[dict[str, str]], uuids: list[str], variables: Mapping[str, str]) -> list[dict]:
@@ -23,10 +12,10 @@ def visible(rows: list[dict[str, str]], uuids: list[str], variables: Mapping[str
     which tell where it has them: it numbers the fastest GPU first, nvidia-smi the first slot."""
     if VISIBLE not in variables:
         return rows
-    listed = [bare(each.strip()) for each in variables[VISIBLE].split(",")]
+    listed = [bare_uuid(each.strip()) for each in variables[VISIBLE].split(",")]
     if any(each.startswith("mig-") for each in listed):  # parts of GPUs, of which nvidia-smi lists the whole
         return rows
-    by_driver = {bare(row.get("uuid", "")): row for row in rows}
+    by_driver = {bare_uuid(row.get("uuid", "")): row for row in rows}
     if uuids and all(uuid and uuid in by_driver for uuid in uuids):
         return [row for uuid, row in by_driver.items() if uuid in uuids]
     return [row for row in rows if any(_is_named(row, name) for name in listed)]
@@ -36,4 +25,4 @@ def _is_named(row: Mapping[str, str], name: str) -> bool:
     """Return whether an entry of CUDA_VISIBLE_DEVICES is this GPU: its index, or how its UUID begins."""
     if name.isdecimal():
         return row["index"] == name
-    return bool(name) and bare(row.get("uuid", "")).startswith(name)
+    return bool(name) and bare_uuid(row.get("uuid", "")).startswith(name)

@@ -172,7 +172,7 @@ def free_memory(device: str, indices: list[int], unknown: Sequence[int] = ()) ->
     free_by_gpu = _free_bytes_by_driver()
     found = []
     for index, usual in zip(indices, unknown or usual_memory(device, indices)):
-        free = free_by_gpu.get(_uuid(index), free_by_gpu.get(driver_name(os.environ, index)))
+        free = free_by_gpu.get(gpu_uuid(index), free_by_gpu.get(driver_name(os.environ, index)))
         found.append(usual if free is None else free + sum(held(index) for held in HELD))
     return tuple(found)
 
@@ -184,14 +184,14 @@ def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:
     return tuple(int(torch.cuda.get_device_properties(each).total_memory * USABLE) for each in indices)
 
 
-def _uuid(index: int) -> str:
-    """Return the UUID of the GPU that torch numbers ``index``, as _bare does; empty where torch has none.
+def gpu_uuid(index: int) -> str:
+    """Return the UUID of the GPU that torch numbers ``index``, as bare_uuid does; empty where torch has none.
     CUDA numbers the fastest GPU first and nvidia-smi the first slot, so their indices are different cards on
     a machine of mixed GPUs."""
-    return _bare(str(getattr(torch.cuda.get_device_properties(index), "uuid", "")))
+    return bare_uuid(str(getattr(torch.cuda.get_device_properties(index), "uuid", "")))
 
 
-def _bare(uuid: str) -> str:
+def bare_uuid(uuid: str) -> str:
     """Return a UUID without nvidia-smi's prefix, which torch leaves out, in lower case."""
     return uuid.lower().removeprefix("gpu-")
 
@@ -213,5 +213,5 @@ def _free_bytes_by_driver() -> dict[str, int]:
             continue  # a warning of the driver
         index, uuid, free = entries
         if free.isdecimal():
-            found |= dict.fromkeys((index, uuid, _bare(uuid)), int(free) * 1024**2)
+            found |= dict.fromkeys((index, uuid, bare_uuid(uuid)), int(free) * 1024**2)
     return found

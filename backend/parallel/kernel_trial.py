@@ -94,7 +94,7 @@ def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[
 def _why(failed: Exception, device: torch.device, lost: str) -> str:
     """Write why a trial failed; empty where memory ran out. Raises RuntimeError, which begins with ``lost``,
     where the device is lost."""
-    if is_out_of_memory(failed, in_trial=True):
+    if is_out_of_memory(failed):
         return ""
     why = f"{type(failed).__name__}: {reason(failed, 160)}"
     check_not_lost(device, f"{lost} ({why})")

@@ -47,7 +47,7 @@ def agree(
     except Exception as error:  # out of memory, a device that is lost: the other ranks wait for this one
         traceback.print_exc()
         failure = reason(error)
-        may_be_lost = not is_out_of_memory(error, in_trial=True)
+        may_be_lost = not is_out_of_memory(error)
     answers = gather([[[*product, why] for product, why in own.items()], failure, name])
     if may_be_lost:  # this rank ends now, and not in somebody's next request
         check_not_lost(device, failure)
@@ -75,7 +75,7 @@ def _refusal(kind: str, dtype: str, device: torch.device) -> str:
     try:
         error = max(_error(weight) for weight in examples(kind, getattr(torch, dtype), device))
     except Exception as failed:
-        if is_out_of_memory(failed, in_trial=True):
+        if is_out_of_memory(failed):
             raise
         why = f"its product failed ({reason(failed, 160)})"
         lost = f"a trial of native {kind} products lost the GPU: {why}"

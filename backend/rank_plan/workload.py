@@ -283,7 +283,8 @@ class Workload:
 
     def _prompt_bytes(self, place: Place, blocks: range) -> int:
         """Count the bytes of keys and values that cross-attention caches of prompts and samples for a
-        request, but for those that activations hold (samples_of_activations)."""
+        request, but for those that activations hold (samples_of_activations). An image's features
+        count in all layers: Wan Animate's of faces, which read none, are counted too large."""
         if not self.family.cache.prompt_layers:
             return 0
         found = 0

@@ -47,7 +47,10 @@ def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bo
         try:
             return run(all_ranks)
         except RefusedError as error:
-            if backend.process is None:  # another client may have brought back what we have parked
+            if (
+                backend.process is None
+            ):  # another client may have brought back what we have parked: who knows,
+                # so for what is likely alone nothing of it is asked to leave
                 idle = idle or [each for each in others if each in backend.aside]
             unneeded = unneeded or unnamed(idle, running())
             if not error.lacking or not idle:

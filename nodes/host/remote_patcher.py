@@ -60,12 +60,12 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
         """Hand a plain LoRA to the ranks, as Parallel LoRA would; RefusedError for other patches. At strength
-        0, as where a LoRA is for the text encoder alone, nothing is looked at. A line under the node in any
-        case: the page keeps the one before where it is given none."""
+        0, as where a LoRA is for the text encoder alone, nothing is looked at. Each call puts a line under
+        the node: the page keeps the one before where it is given none."""
         if strength_model != 1.0:
             _refused("a patch that scales the weights")(self)
         if not strength_patch:
-            node_text()("strength 0: nothing is added")
+            node_text()("strength 0: nothing is added to the transformer")
             return list(patches)
         dit = self.dit
         path = stock_loras.write(patches, dit.loaded.info["weights"])
@@ -80,6 +80,8 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             node_text()("\n".join(filter(None, said)))
             self.set_attachments(HANDLE, (found, files))
             self.patches_uuid = uuid.uuid4()
+        else:
+            node_text()("nothing of it is for the transformer")
         return list(patches)
 
     add_hook_patches = _refused("a LoRA hook or another hook on weights")

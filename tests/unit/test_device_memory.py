@@ -73,8 +73,8 @@ def test_what_says_that_memory_ran_out(error):
 @pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
 @pytest.mark.parametrize("free, is_full", [(10**8, True), (2 * 10**9, False), (None, False)])
 def test_a_handle_that_is_not_made_is_out_of_memory_on_a_full_gpu(library, free, is_full, monkeypatch):
-    """With room the library is broken; a GPU that is lost (None) does not say. A trial never takes it for a
-    full GPU, and the probe, of which its client has the words alone, always."""
+    """With room the library is broken; a GPU that is lost (None) does not say. The probe, of which its client
+    has the words alone, is always taken for one of a full GPU."""
 
     def asked():
         if free is None:
@@ -85,7 +85,7 @@ def test_a_handle_that_is_not_made_is_out_of_memory_on_a_full_gpu(library, free,
     assert not is_out_of_memory(error)  # this process has no GPU
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
-    assert is_out_of_memory(error) == is_full and not is_out_of_memory(error, in_trial=True)
+    assert is_out_of_memory(error) == is_full
     assert any(words in str(error) for words in device_memory.FULL_GPU_WORDS)
 
 

@@ -4,11 +4,12 @@ import ctypes
 from types import SimpleNamespace
 
 import doctor_gpu_memory
-import doctor_visible
 import pytest
 import torch
 from doctor_gpu_memory import GpuMemory, MemoryInfo
 from doctor_watch import Watch
+
+from backend.client.measurements import gpu_uuid
 
 #: UUID -> bytes in total, and free.
 CARDS = {b"GPU-aa": (16 << 30, 15 << 30), b"GPU-bb": (16 << 30, 4 << 30)}
@@ -68,4 +69,4 @@ def test_without_the_library_torch_answers(monkeypatch, contexts):
 def test_a_driver_that_no_longer_answers_is_named(contexts):
     with pytest.raises(OSError, match="restart the machine"):
         GpuMemory([0], Driver("later")).taken()
-    assert doctor_visible.uuid_of(0) == "bb" and not contexts
+    assert gpu_uuid(0) == "bb" and not contexts

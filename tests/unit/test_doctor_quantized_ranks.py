@@ -56,7 +56,7 @@ def test_other_kernels_may_add_in_another_order(tmp_path):
     found = list(doctor_quantized_ranks.on_all_ranks(lab, ("Q8_0",)))
     (off,) = [each for each in found if each.status == WARNING]
     assert (off.values["lora"], off.values["method"]) == (True, "tensor parallel")
-    assert "other kernels explain it, please report it" in off.text and advised(off).text == off.text
+    assert "other kernels of GPUs may explain it: report it" in off.text and advised(off).text == off.text
 
 
 def test_links_that_failed_are_not_waited_for(tmp_path):

@@ -52,7 +52,7 @@ def test_the_flux_takes_what_was_asked_for(lab, monkeypatch):
 
 
 def test_files_that_cannot_be_deleted_end_nothing(monkeypatch):
-    """On NFS a file that a process maps stays as .nfsXXXX, and its folder with it."""
+    """On NFS a file that a process maps stays under another name, and its folder with it."""
     lab = doctor_lab.Lab("cpu", 2, 10.0)
     lab._kept = {("quantized", "bf16"): lab.folder / "bf16.safetensors", ("flux",): lab.folder / "flux"}
     (lab.folder / "flux").mkdir()

@@ -67,14 +67,20 @@ def test_comfyuis_own_lora_loaders_show_the_note_and_what_a_lora_costs(host, war
     dit = SimpleNamespace(loaded=SimpleNamespace(info=info), config=SimpleNamespace(address=""))
     monkeypatch.setattr(module, "with_lora", lambda *_: dit)
     monkeypatch.setattr(module, "node_text", lambda: sent.append)
-    monkeypatch.setattr(module.stock_loras, "write", lambda patches, shapes: "/lora")
+    monkeypatch.setattr(
+        module.stock_loras, "write", lambda patches, shapes: "/lora" if "a" in patches else None
+    )
     patcher = module.RemotePatcher(None, None, None)
     patcher.get_attachment = lambda key: (dit, {})
     patcher.set_attachments = lambda key, value: None
     assert patcher.add_patches({"a": 1}, 0.5) == ["a"]
     assert sent == ["changes added: 1" + f"\n{warning}" * bool(warning)]
     patcher.add_patches({"a": 1}, 0.0)
-    assert sent[1:] == ["strength 0: nothing is added"]
+    patcher.add_patches({"of a text encoder": 1}, 0.5)
+    assert sent[1:] == [
+        "strength 0: nothing is added to the transformer",
+        "nothing of it is for the transformer",
+    ]
 
 
 class Ranks:
