@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import torch
 
-from ..backend.client import pool
+from ..backend.client import planning, pool
 from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import PLANNED, AutoConfig
 from ..backend.planner.choose import EXACT, MANUAL, Question
@@ -47,7 +47,7 @@ def trials(graph: dict, selected: str = "", check: Callable[[], None] = lambda: 
     found = []
     question, devices = _question(graph, loader, auto, check)
     for option in options_to_try(question, auto.method == EXACT):
-        inputs = inputs_of(auto, option.plan, devices)
+        inputs = inputs_of(auto, option.plan, question, devices)
         prompts = _prompts(graph, sampler, loader, config or CONFIG, inputs)
         found.append({"name": option.name, "inputs": inputs, "prompts": prompts, "projected": option.seconds})
     return {"sampler": sampler, "loader": loader, "config": config or "", "trials": found}
@@ -68,9 +68,9 @@ def options_to_try(question: Question, exact: bool = False) -> list[Option]:
     return [*list(found.values())[:MAX_CANDIDATES], *alone[:1]]
 
 
-def inputs_of(auto: AutoConfig, plan: ParallelConfig, devices: list[int]) -> dict:
+def inputs_of(auto: AutoConfig, plan: ParallelConfig, question: Question, devices: list[int]) -> dict:
     """Return the inputs of Parallel Config that make ``plan`` by hand."""
-    placed = auto.placed(plan, devices)
+    placed = planning.placed(auto, plan, question, devices)
     planned = {name: getattr(plan, name) for name in (*PLANNED, "shares", "compile")}
     return {"method": MANUAL, "gpus": placed.gpus, **planned}
 

@@ -26,13 +26,14 @@ class PlanHistory:
     has to leave free of what is counted, since ranks of one that left less ran out of memory; 0 where one
     runs again first, since another model may have been there. left: GPU and
     tokens of the request before -> bytes of weights that ComfyUI, short of room there, has left. tokens: of
-    the request that was planned last."""
+    the request that was planned last. shared: the GPU on which ComfyUI computes, if any."""
 
     free: dict[tuple, tuple[int, ...]] = field(default_factory=dict)
     looked: dict[tuple, float] = field(default_factory=dict)
     spared: dict[tuple, int] = field(default_factory=dict)
     left: dict[tuple[int, int], int] = field(default_factory=dict)
     tokens: int = 0
+    shared: int | None = None
     last: LastPlan | None = None
 
     def note_left(self, gpu: int, size: int):

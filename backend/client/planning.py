@@ -71,8 +71,13 @@ def plan_for(
         choice = choose(question, auto.method, ranks)
     _remember(auto, question.request, choice, ranks, (model, *others))
     first, *further = choice.lines
-    lines = (first + _why_spared(auto, model, choice.option.unit), *further)
-    return auto.placed(choice.plan, devices), lines
+    spared = _why_spared(auto, model, choice.option.unit)
+    return placed(auto, choice.plan, question, devices), (first + spared, *further)
+
+
+def placed(auto: AutoConfig, plan: ParallelConfig, question: Question, devices: list[int]) -> ParallelConfig:
+    """Return ``plan`` on the GPUs that it is for. ``question``, ``devices``: as ``question_of`` has them."""
+    return auto.placed(plan, [devices[index] for index in question.machine.order(plan.world_size)])
 
 
 def devices_of(auto: AutoConfig) -> list[int]:
@@ -110,7 +115,7 @@ def _ranks(
     if running is None or running.config.world_size > len(devices):
         return None
     now = replace(running.config, gpus="", device=auto.base.device, compile=auto.base.compile)
-    if not running.can_become(auto.placed(now, devices)):
+    if not running.can_become(placed(auto, now, question, devices)):
         return None
     last = _history.last
     if last is None or last.auto != auto or not _as_planned(now):
@@ -191,7 +196,7 @@ def spare_more(
     # others may have taken what was free: less is known to be, then, and no plan has to spare it besides
     _history.looked.pop(_memory_key(auto), None)
     question, devices = question_of(auto, model, request, others)
-    if auto.placed(plan, devices).gpus != plan.gpus:
+    if placed(auto, plan, question, devices).gpus != plan.gpus:
         question, _ = question_of(auto, model, request, others, roomiest=True)
     together, alone = (each.option(plan) for each in (question, replace(question, others=())))
     option = together if together.fits else alone  # models that take turns
@@ -219,6 +224,11 @@ def _spared_key(auto: AutoConfig, model: ModelChoice) -> tuple:
     return (*_memory_key(auto), model)
 
 
+def note_shared(gpu: int | None):
+    """Have plans use a GPU on which ComfyUI computes, if any, after others that are alike."""
+    _history.shared = gpu
+
+
 def note_left(gpu: int, size: int):
     """Have the next plans count that ComfyUI needs room on a GPU between requests of this size: it has just
     taken weights from ranks there, of which at most ``size`` bytes could have stayed. Not where the ranks run
@@ -235,8 +245,8 @@ def _why_spared(auto: AutoConfig, model: ModelChoice, unit: str) -> str:
     size = _history.spared.get(_spared_key(auto, model), 0)
     if not size:
         return ""
-    why = "ranks ran out of memory with a plan that left less"
-    return f" About {gigabytes(size)} per {unit} stay free until a restart, since {why}."
+    stays = f" About {gigabytes(size)} per {unit} stay free until a restart"
+    return f"{stays}, since ranks ran out of memory with a plan that left less."
 
 
 def _without_spared(machine: Machine, auto: AutoConfig, model: ModelChoice) -> Machine:
@@ -258,22 +268,22 @@ def question_of(
     """Return what the planner is asked for a model, with what was measured of this machine, and the devices
     in the order of its ranks: the fastest first, or the ``roomiest``. Arguments and errors as in
     ``plan_for``."""
-    gpus_here = torch.cuda.device_count()
     devices = devices_of(auto)
-    device = auto.base.resolve_device(gpus_here)
+    device = auto.base.resolve_device(torch.cuda.device_count())
     shapes = [measurements.model_shape(each, device, devices, check, show) for each in (model, *others)]
     machine = measurements.machine_rates(device, devices, check, show)
     machine = replace(machine, memory=_free_memory(device, devices))
     machine = _without_spared(machine, auto, model)
     if not auto.shares:  # whose order is that of gpus
-        order = machine.roomiest_first() if roomiest else machine.fastest_first()
+        shared = None if "," in auto.gpus else _history.shared
+        last = devices.index(shared) if shared in devices else None
+        order = (machine.roomiest_first if roomiest else machine.fastest_first)(last)
         machine = machine.ordered(order)
         devices = [devices[index] for index in order] if order else devices
     asked = request(shapes[0])
     host = _host_memory() // PARKED
     file = measurements.load_rate(model, device)
-    tokens = asked.image_tokens * asked.batch
-    left = _history.left_after(devices, tokens) if device == "cuda" else ()
+    left = _history.left_after(devices, asked.image_tokens * asked.batch) if device == "cuda" else ()
     swaps = WeightSwaps(host, file, left)
     question = Question(
         shape=shapes[0],
@@ -303,8 +313,7 @@ def projected(config: ParallelConfig, model: ModelChoice, request: EstimateOf) -
     found = measurements.known(model, device, indices)
     if found is None:
         return None
-    shape, machine = found
-    machine = replace(machine, memory=measurements.usual_memory(device, indices))
+    shape, machine = found[0], replace(found[1], memory=measurements.usual_memory(device, indices))
     question = Question(
         shape=shape,
         request=request(shape),

@@ -76,7 +76,8 @@ class PlanChoice:
         memory = f"about {gigabytes(option.bytes)} of {gigabytes(option.room)} per {option.unit}"
         if option.plan.world_size == 1:
             return memory
-        speed = f"about {self.one.seconds / option.seconds:.1f}x one {option.unit} (projected)"
+        ratio = self.one.sampling_seconds / option.sampling_seconds
+        speed = f"about {ratio:.1f}x one {option.unit} (projected)"
         if not self.one.fits:
             speed += ", which it does not fit"
         return f"{speed}, {memory}"
@@ -117,11 +118,13 @@ class Question:
 
     def of_first(self, ranks: int) -> "Question":
         """Return what is asked where the first ``ranks`` run alone."""
+        swaps = self.swaps.ordered(self.machine.order(ranks))
+        asked = replace(self, machine=self.machine.placed(ranks), swaps=swaps)
         if not self.shapes:
-            return self
+            return asked
         shape, *others = self.shapes[ranks - 1]
         others = tuple(others) if self.others else ()  # unless they wait
-        return replace(self, shape=shape, others=others, machine=self.machine.of_first(ranks), shapes=())
+        return replace(asked, shape=shape, others=others, machine=asked.machine.of_first(ranks), shapes=())
 
     def option(self, plan: ParallelConfig) -> Option:
         """Estimate one plan."""
@@ -167,8 +170,9 @@ class Question:
             return [""]
         if self.shares:
             return [written(self.shares[:ranks])]
-        speeds = self.machine.speeds_of(ranks)
-        rooms = self.machine.rooms(ranks)
+        machine = self.machine.placed(ranks)
+        speeds = machine.speeds_of(ranks)
+        rooms = machine.rooms(ranks)
         uneven = [values for values in (speeds, rooms) if max(values) > DIFFERENT * min(values) > 0]
         return [*dict.fromkeys(map(written, uneven)), ""]
 
@@ -180,7 +184,7 @@ class Question:
             for plan in candidates(self.of_first(ranks).shape, self.request, ranks, self.base, exact):
                 tried = [self.option(replace(plan, shares=each)) for each in shares]
                 # alike GPUs have other rooms, too: one has ComfyUI and a desktop
-                rooms = self.machine.rooms(ranks)
+                rooms = self.machine.placed(ranks).rooms(ranks)
                 uneven = ranks > 1 and len(set(rooms)) > 1 and not self.shares
                 # each holds about as much as the fullest: what is more than all rooms fits by no shares
                 may = uneven and min(each.bytes for each in tried) * ranks <= FILLED * sum(rooms)
@@ -193,7 +197,7 @@ class Question:
         """Return the plan with shares by which every GPU is as full as the others: what each holds whatever
         its share fills a small one most."""
         asked = self.of_first(plan.world_size)
-        shares = rooms = [max(1, room) for room in self.machine.rooms(plan.world_size)]
+        shares = rooms = [max(1, room) for room in asked.machine.rooms(plan.world_size)]
         for _ in range(FILLINGS):
             # in per cents of an even share: a few tokens more leave the weights where they are
             whole = 100 * len(shares) / sum(shares)
@@ -250,7 +254,7 @@ def _waits(question: Question, best: Option, fit_together: bool) -> tuple[str, s
         turns = f"{FASTER_TURNS if fit_together else TURNS}, so one "
         turns += "leaves the ranks" if best.rereads else "waits in host memory"
         turns += f" for the other (about {best.swap_seconds:.0f} s each time{where}, projected)"
-    ranks = [str(rank) for rank, _ in question.swaps.left_by_comfyui if rank < best.plan.world_size]
+    ranks = [str(rank) for rank, _ in question.of_first(best.plan.world_size).swaps.left_by_comfyui]
     if ranks and not best.swap_seconds:
         aside = f"{ASIDE}{' and '.join(ranks)}: this plan's weights leave room for them"
     if best.yield_seconds:

@@ -25,6 +25,8 @@ TAKEN = 0.25
 #: Further seconds of a block whose tokens are divided on GPUs, which the probe does not time: the least by
 #: which published tables are met.
 OVERHEAD = 1.5e-4
+#: What is not of the GPUs themselves: their free memory, and which of them plans take first.
+CHANGING = ("memory", "places")
 #: Samples of a call go through the model together up to this many tokens: beyond it a device is busy anyway,
 #: and memory would grow with the batch.
 TOKENS_AT_ONCE = 16384
@@ -73,6 +75,7 @@ class Machine:
     native_rates: dict[str, float] = field(default_factory=dict)
     natives: tuple[dict[str, float], ...] = ()
     links: str = ""
+    places: tuple[int, ...] = ()
 
     @property
     def differs(self) -> bool:
@@ -111,24 +114,35 @@ class Machine:
             return (1.0,) * ranks
         return tuple(each / min(self.bandwidths) for each in self.bandwidths[:ranks])
 
-    def fastest_first(self) -> list[int]:
-        """Return the indices of the GPUs, the fastest first, and last those whose memory others have taken;
-        as they are where all are alike."""
+    def fastest_first(self, shared: int | None = None) -> list[int]:
+        """Return the indices of the GPUs, the fastest first, of those alike the ``shared`` one last, on which
+        ComfyUI computes; and after all others those whose memory others have taken."""
         speeds = self.speeds_of(len(self.speeds))
         taken = [free < TAKEN * max(self.memory) for free in self.memory] or [False] * len(speeds)
-        return sorted(range(len(speeds)), key=lambda index: (taken[index], -speeds[index]))
+        return sorted(range(len(speeds)), key=lambda gpu: (taken[gpu], -speeds[gpu], gpu == shared))
 
-    def roomiest_first(self) -> list[int]:
-        """Return the indices of the GPUs, that with most free memory first, the faster one of two alike."""
-        gpus = [] if self.on_host else self.fastest_first()
+    def roomiest_first(self, shared: int | None = None) -> list[int]:
+        """Return the indices of the GPUs, that with most free memory first, and of two alike as by
+        ``fastest_first``."""
+        gpus = [] if self.on_host else self.fastest_first(shared)
         return sorted(gpus, key=lambda index: -self.memory[index])
 
     def ordered(self, order: list[int]) -> "Machine":
-        """Return the machine with its GPUs in another order."""
+        """Return the machine with its GPUs in another order, of which plans take the first. Those that are
+        alike are ranks in the order that they have here, however many they are: so all of them are the ranks
+        that degrees of one's own have."""
+        places = () if self.differs or order == sorted(order) else tuple(order)
+        return self._moved(order, places)
+
+    def _moved(self, order: Sequence[int], places: tuple[int, ...]) -> "Machine":
         each = ("names", "speeds", "bandwidths", "memory", "natives")
         known = {name: getattr(self, name) for name in each}
         moved = {name: tuple(each[i] for i in order) for name, each in known.items() if len(each) > 1}
-        return replace(self, **moved)
+        return replace(self, **moved, places=places)
+
+    def order(self, ranks: int) -> list[int]:
+        """Return the index of each GPU of the first ``ranks``, in the order of the ranks."""
+        return sorted(range(ranks), key=self.places.__getitem__) if self.places else list(range(ranks))
 
     def with_natives(self, natives: Sequence[dict[str, float]]) -> "Machine":
         """Return the machine with the native rates of each rank. Ranks multiply natively in what all of them
@@ -136,6 +150,10 @@ class Machine:
         kinds = [kind for kind in natives[0] if all(kind in of for of in natives)]
         slowest = {kind: min(of[kind] for of in natives) for kind in kinds}
         return replace(self, native_rates=slowest, natives=tuple(natives))
+
+    def placed(self, ranks: int) -> "Machine":
+        """Return the machine with its first ``ranks`` in their order."""
+        return self._moved([*self.order(ranks), *range(ranks, len(self.places))], ()) if self.places else self
 
     def of_first(self, ranks: int) -> "Machine":
         """Return the machine with the native rates of its first ``ranks``."""
@@ -165,14 +183,14 @@ class Machine:
         return tuple(size - RESERVE for size in self.memory[:ranks])
 
     def as_dict(self) -> dict:
-        """Return a dict for JSON, without the memory, which changes."""
-        return {name: value for name, value in asdict(self).items() if name != "memory"}
+        """Return a dict for JSON, without what changes: the memory, and which GPUs come first."""
+        return {name: value for name, value in asdict(self).items() if name not in CHANGING}
 
     @classmethod
     def from_dict(cls, values: dict) -> "Machine":
         """Read what ``as_dict`` made. TypeError, KeyError or ValueError for anything else."""
         known: dict[str, Any] = {
-            each.name: values[each.name] for each in fields(cls) if each.name != "memory"
+            each.name: values[each.name] for each in fields(cls) if each.name not in CHANGING
         }
         groups = {
             name: {int(size): float(rate) for size, rate in values[name].items()}

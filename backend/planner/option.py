@@ -43,6 +43,11 @@ class Option:
         return self.bytes <= self.room
 
     @property
+    def sampling_seconds(self) -> float:
+        """Return the seconds without those in which weights leave and come back, which notes name."""
+        return self.seconds - self.swap_seconds - self.yield_seconds
+
+    @property
     def _doubt(self) -> float:
         """Return how far the upper estimate exceeds the room, from 0 to 1; continuous, so that small changes
         flip no choice."""

@@ -1,6 +1,6 @@
 """Seconds in which weights leave the GPUs and come back: of models that take turns, and for ComfyUI's own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ParallelConfig
@@ -33,6 +33,13 @@ class WeightSwaps:
     host: int = 0
     file: float = 0.0
     left_by_comfyui: tuple[tuple[int, int], ...] = ()
+
+    def ordered(self, gpus: Sequence[int]) -> "WeightSwaps":
+        """Return the same where the ranks are those of ``gpus``: of each rank, which one it is here."""
+        left = (
+            (rank, size) for gpu, size in self.left_by_comfyui for rank, at in enumerate(gpus) if at == gpu
+        )
+        return replace(self, left_by_comfyui=tuple(sorted(left)))
 
     def must_reread(self, plan: ParallelConfig, leaving: int) -> bool:
         """Return whether ``leaving`` bytes of weights, on all ranks, have to be read from their file again.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import comfy.model_management
 import torch
 
 from ...backend.client import measurements, planning, pool
@@ -94,6 +95,7 @@ def _make_room(auto: AutoConfig, check: Callable[[], None] = lambda: None):
     raises where a graph has begun meanwhile, whose ranks and models those are."""
     if auto.base.resolve_device(torch.cuda.device_count()) != "cuda":
         return
+    planning.note_shared(_own_gpu())
     devices = planning.devices_of(auto)
     if pool.launched() is not None:
         # one GPU is not measured: there is nothing to choose
@@ -103,6 +105,12 @@ def _make_room(auto: AutoConfig, check: Callable[[], None] = lambda: None):
         pool.close_idle(0)
     check()
     host_room().make_for_start(devices)
+
+
+def _own_gpu() -> int | None:
+    """Return the GPU on which ComfyUI computes, as its text encoder and VAE; None for another device."""
+    device = comfy.model_management.get_torch_device()
+    return (device.index or 0) if device.type == "cuda" else None
 
 
 @contextmanager

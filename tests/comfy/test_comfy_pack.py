@@ -38,7 +38,8 @@ def test_pack_loads_quickly(comfy):
     log = comfy.log.read_text(errors="replace")
     line = next(line for line in log.splitlines() if line.endswith("custom_nodes/parallel-dit"))
     assert "IMPORT FAILED" not in log
-    assert float(re.search(r"([\d.]+) seconds", line)[1]) <= 0.5
+    # 0.2 on a quiet machine; with what only ranks import (diffusers, torch.distributed) it would be above 5
+    assert float(re.search(r"([\d.]+) seconds", line)[1]) <= 3
 
 
 @pytest.mark.parametrize("name", NODES)

@@ -13,8 +13,9 @@ from backend.client.model_choice import ModelChoice
 from backend.client.plan_history import PlanHistory
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig, unused_method
-from backend.planner.choose import ASIDE
+from backend.planner.choose import ASIDE, PlanChoice
 from backend.planner.machine import RESERVE, RequestEstimate
+from backend.planner.weight_swaps import WeightSwaps
 from backend.protocol import BackendError, RefusedError
 
 GB = 1_000_000_000
@@ -222,6 +223,33 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
     smaller = planning.question_of(auto, MODEL, lambda shape: RequestEstimate(32759, 512, 20, 2))[0]
     elsewhere = planning.question_of(AutoConfig(gpus="2,3"), MODEL, request)[0]
     assert not smaller.swaps.left_by_comfyui and not elsewhere.swaps.left_by_comfyui
+
+
+def test_comfyuis_gpu_is_the_last_to_be_used(machine, monkeypatch):
+    """Where all run, ranks are on the GPUs that degrees by hand use, so that neither starts others anew."""
+    planning.note_shared(0)
+    monkeypatch.setattr(planning, "choose", lambda *_: SimpleNamespace(plan=chosen, **vars(found)))
+    found = SimpleNamespace(lines=["why"], regret={}, option=SimpleNamespace(unit="GPU", swap_seconds=0.0))
+    placed = {}
+    for gpus in ("", "0,1,2,3"):
+        for ranks in (1, 2, GPUS):
+            chosen = ParallelConfig(ulysses_degree=ranks)
+            placed[gpus, ranks] = plan_for(AutoConfig(gpus=gpus))[0].gpus
+    assert placed == {("", 1): "1", ("", 2): "1,2", ("", 4): ""} | {
+        ("0,1,2,3", ranks): "" for ranks in (1, 2, 4)
+    }
+
+
+def test_the_factor_is_of_steps(machine):
+    """Not of weights that leave for ComfyUI's models: the notes say what these take, and one GPU has to read
+    them from its file here, where two have not."""
+    question, _ = planning.question_of(AutoConfig(gpus="2"), MODEL, request)
+    shared = replace(question, swaps=WeightSwaps(host=1, left_by_comfyui=((0, 0),)))
+    factors = []
+    for each in (question, shared):
+        one, two = (each.option(ParallelConfig(ulysses_degree=ranks)) for ranks in (1, 2))
+        factors.append(PlanChoice(two, (), one, "auto").lines[0].split(" one GPU")[0])
+    assert one.yield_seconds > 0 and factors[0] == factors[1]
 
 
 def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monkeypatch):

@@ -17,6 +17,7 @@ from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import MEMORY, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import RESERVE, Machine, RequestEstimate
+from backend.planner.weight_swaps import WeightSwaps
 from backend.rank_plan import describe
 from backend.rank_plan.workload import tensor_mesh
 from backend.sampling.model_call import samples_of_replicas
@@ -186,6 +187,21 @@ def test_a_gpu_that_others_have_taken_is_used_last():
     machine = mixed(speeds=(1.0,) * 4, gigabytes=(24, 2, 24, 23), names=("A",) * 4)
     assert machine.fastest_first() == [0, 2, 3, 1]
     assert mixed(speeds=(1.0, 1.0), gigabytes=(24, 12), names=("A", "A")).fastest_first() == [0, 1]
+
+
+def test_comfyuis_gpu_is_used_after_others_that_are_alike():
+    """It has the text encoder and VAE, for which weights leave and come back."""
+    alike = mixed(speeds=(1.0,) * 3, gigabytes=(24, 23, 22), names=("A",) * 3)
+    order = alike.fastest_first(0)
+    assert order == [1, 2, 0] and alike.fastest_first() == [0, 1, 2] and alike.roomiest_first(0) == [0, 1, 2]
+    assert mixed(speeds=(1.5, 1.0)).fastest_first(0) == [0, 1]
+    machine = alike.ordered(order)
+    rooms = [machine.placed(ranks).rooms(ranks) for ranks in (1, 2, 3)]
+    assert [[(room + RESERVE) // 10**9 for room in each] for each in rooms] == [[23], [23, 22], [24, 23, 22]]
+    question = Question(FLUX, REQUEST, machine, 3, swaps=WeightSwaps(left_by_comfyui=((2, 0),)))
+    two = question.option(ParallelConfig(ulysses_degree=2))
+    assert two.yield_seconds == 0 < question.option(ParallelConfig(ulysses_degree=3)).yield_seconds
+    assert question.of_first(3).swaps.left_by_comfyui == ((0, 0),)
 
 
 def test_shares_of_the_user_stay():
