@@ -28,6 +28,7 @@ import comfy.supported_models
 import comfyui_version
 import pack  # noqa: F401
 from cases import CASES, Case
+from discrete_cases import DISCRETE_CASES
 from parallel_dit.nodes.comfy_models.registry import OURS
 
 import nodes
@@ -86,7 +87,7 @@ def conditioning(values: dict) -> list:
 
 def make(name: str):
     """Write both files of a family."""
-    case, (family, _, run) = CASES[name], name.partition("__")
+    case, (family, _, run) = (CASES | DISCRETE_CASES)[name], name.partition("__")
     patcher, shapes = build(case)
     (HERE / f"{family}.json").write_text(
         json.dumps(
@@ -125,7 +126,7 @@ def make(name: str):
     noise = nodes.comfy.sample.prepare_noise(latent, settings["seed"])
     steps = (settings["steps"], settings["cfg"], settings["sampler"], settings["scheduler"])
     sampler = nodes.comfy.samplers.KSampler(
-        patcher, steps[0], patcher.load_device, *steps[2:], 1.0, patcher.model_options
+        patcher, steps[0], patcher.load_device, *steps[2:], settings["denoise"], patcher.model_options
     )
     with torch.inference_mode():
         samples = nodes.comfy.sample.sample(
@@ -135,6 +136,7 @@ def make(name: str):
             conditioning(prompts["positive"]),
             conditioning(prompts["negative"]),
             latent,
+            denoise=settings["denoise"],
             seed=settings["seed"],
             callback=lambda step, x0, x, total: keep(f"x0_step{step}", x0) if step + 1 == total else None,
         )

@@ -235,8 +235,8 @@ def in_mask(latent, mask):
 
 
 class TestLatentDistance:
-    """ui text: JSON with the largest difference of two LATENTs in units of the second's standard
-    deviation, where no noise mask is below 0."""
+    """ui text: JSON with the largest difference of two LATENTs and its root mean square, in units of the
+    second's standard deviation, where no noise mask is below 0."""
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "test", True
 
@@ -253,9 +253,10 @@ class TestLatentDistance:
             masks = [None] * len(pairs)
         fits = all(a.shape == b.shape for a, b in pairs)
         parts = [(in_mask(a, m), in_mask(b, m)) for (a, b), m in zip(pairs, masks, strict=True) if fits]
-        errors = [((a - b) / b.std()).abs().max().item() for a, b in parts]
-        error = largest(errors) if fits else None
-        return {"ui": {"text": [json.dumps({"shape": list(want.shape), "error": error})]}}
+        distances = [(a - b) / b.std() for a, b in parts]
+        error = largest([each.abs().max().item() for each in distances]) if fits else None
+        rms = largest([each.square().mean().sqrt().item() for each in distances]) if fits else None
+        return {"ui": {"text": [json.dumps({"shape": list(want.shape), "error": error, "rms": rms})]}}
 
 
 class TestBackendState:
