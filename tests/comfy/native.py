@@ -63,6 +63,7 @@ class Rank:
         self.requests = []
         self.users = Users()
         self.models = {}  # of others, which would leave the ranks where memory lacks
+        self.aside = set()  # and those of them that have left
 
     def sample(self, message, on_progress, should_cancel, room=None, all_ranks=False):
         """As a backend's own; nothing else wants the memory, so neither ``room`` nor ``all_ranks`` is
