@@ -22,14 +22,12 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 #: while the whole GPU is waited for, which two stages of a pipeline must not do at once: where they may, none
 #: posts receives ahead.
 _GROWING = "expandable_segments:True"
-#: glibc raises the size from which a block is memory of its own to 32 MB, as blocks are freed. Smaller ones
-#: then leave gaps, by which ranks grew by 0.6 MB per 100 requests (benchmarks/soak.py). A size that is set
-#: stays. Bytes; the user's settings count.
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": "262144",
-    "MALLOC_TRIM_THRESHOLD_": "262144",
-    "MALLOC_ARENA_MAX": "2",
-}
+#: Device -> bytes from which glibc maps a block by itself, and unused bytes at the end of its heap that go
+#: back. Sizes that are set stay: glibc raises its own to 32 MB, as blocks are freed, and smaller blocks then
+#: leave gaps, by which ranks grew by 0.6 MB per 100 requests (benchmarks/soak.py). On the CPU, where tensors
+#: come from malloc, to map each anew costs 265,000 page faults a step, a seventh of its time. There the size
+#: is the largest that glibc takes, and gaps go back when a model leaves (device_memory.release).
+_MALLOC = {"cuda": (2**18, 2**18), "cpu": (2**25, 2**26)}
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -128,6 +126,13 @@ def cores() -> int:
     return max(1, int(min(here, cpu_limit())))
 
 
+def _malloc(device: str) -> dict[str, str]:
+    """Return glibc's settings for ranks on a device; the user's count before them."""
+    mapped, trimmed = _MALLOC[device]
+    sizes = {"MALLOC_MMAP_THRESHOLD_": str(mapped), "MALLOC_TRIM_THRESHOLD_": str(trimmed)}
+    return sizes | {"MALLOC_ARENA_MAX": "2"}
+
+
 def _compiler(threads: int) -> dict[str, str]:
     """Return where compiled blocks are kept: in one folder for all ranks, private since code is loaded from
     it; and what Triton compiles, in a home that cannot be written."""
@@ -154,7 +159,7 @@ def sanitized_environment(
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
     threads = max(1, cores() // config.world_size)
-    env = _MALLOC | {"OMP_NUM_THREADS": str(threads)} | _compiler(threads) | env
+    env = _malloc(device) | {"OMP_NUM_THREADS": str(threads)} | _compiler(threads) | env
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     if sys.flags.no_user_site:  # as by python -s: packages of ~/.local are none of ours

@@ -1,11 +1,16 @@
 """Free, cached and given-back memory of a GPU that is not there, and errors that say that it ran out."""
 
+import os
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from backend import device_memory
+from backend.client.rank_environment import sanitized_environment
+from backend.config import ParallelConfig
 from backend.device_memory import DeviceMemory, is_out_of_memory
 
 GPU = torch.device("cuda", 1)
@@ -45,6 +50,41 @@ def test_memory_of_the_cpu_does_not_touch_cuda(cuda, monkeypatch):
     memory.release()
     assert (memory.free(), memory.cached(), cuda) == (11, 0, [])
     assert memory.name.startswith(f"memory of {platform.node()}")
+
+
+#: Leaves a gap of 40 MB in its heap, under a block that stays, and prints megabytes: with the gap, and after
+#: an engine's unload.
+GAP = """
+import psutil, torch
+from backend.config import ParallelConfig
+from backend.engine import Engine
+from backend.parallel import mesh
+
+def held():
+    return psutil.Process().memory_info().rss // 2**20
+
+engine = Engine(ParallelConfig(), mesh.single())
+blocks = [torch.ones(2**20) for _ in range(10)]
+above = torch.ones(2**18)
+del blocks
+before = held()
+engine.unload("model")
+print(before, held())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others give no free memory back when asked")
+def test_the_heap_of_a_cpu_rank_shrinks_when_a_model_leaves():
+    env = sanitized_environment(dict(os.environ), ParallelConfig(device="cpu"), "cpu")
+    found = subprocess.run([sys.executable, "-c", GAP], env=env, capture_output=True, text=True, check=True)
+    before, after = map(int, found.stdout.split())
+    assert before - after >= 35
+
+
+def test_without_glibc_nothing_is_trimmed(monkeypatch):
+    """musl has no malloc_trim."""
+    monkeypatch.setattr(device_memory.ctypes, "CDLL", lambda name: object())
+    device_memory.trim_heap()
 
 
 @pytest.mark.parametrize(

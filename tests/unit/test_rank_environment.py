@@ -80,6 +80,16 @@ def test_ranks_compile_in_as_many_processes_as_torch_would(here, expected, monke
     assert env["OMP_NUM_THREADS"] == str(max(1, here // 2))
 
 
+def test_malloc_maps_the_tensors_of_ranks_on_gpus_alone():
+    """On the CPU a step would take a quarter of a million page faults. The user's sizes count."""
+    on_gpus, on_cpus = (sanitized_environment({}, TWO_RANKS, device) for device in ("cuda", "cpu"))
+    assert (on_gpus["MALLOC_MMAP_THRESHOLD_"], on_gpus["MALLOC_TRIM_THRESHOLD_"]) == ("262144", "262144")
+    assert (on_cpus["MALLOC_MMAP_THRESHOLD_"], on_cpus["MALLOC_TRIM_THRESHOLD_"]) == ("33554432", "67108864")
+    assert on_gpus["MALLOC_ARENA_MAX"] == on_cpus["MALLOC_ARENA_MAX"] == "2"
+    theirs = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cpu").items()
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "name",
