@@ -13,11 +13,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only 
 # bits do not depend on where tensors lie in memory, as MKL's do on AMD's processors otherwise
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
+gc.disable()  # until all is imported, which leaves no garbage
+
 import launch  # noqa: E402 (after the environment is set)
 import tiers  # noqa: E402
 import tiny  # noqa: E402
 
 from backend.client import pool  # noqa: E402
+
+#: gc.set_threshold(): new objects after which the youngest are looked through, and how many such collections
+#: reach the next age. A built or traced model is a hundred thousand objects that stay. Python's thresholds
+#: look through all of them after every 85,000 new ones, these after 180,000.
+COLLECT_AFTER = (20_000, 2, 2)
 
 
 def pytest_addoption(parser):
@@ -48,6 +55,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """What is imported stays: no garbage collection looks through it again."""
     gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
