@@ -41,16 +41,16 @@ NO_SETTING = (
 
 
 @dataclass(frozen=True)
-class RankRoom:
+class RankMemory:
     """What one rank needs and has in one round, in bytes.
 
-    memory: name of its device. need: what it needs, ``loras`` included. free: what any process may take of
+    device: name of its memory. need: what it needs, ``loras`` included. free: what any process may take of
     the device. cached: what its own allocator can give again. ready: False where it ran out of memory
     for the request's own tensors or its LoRAs. loras: what it lacks for LoRAs next to quantized weights.
     """
 
     rank: int
-    memory: str
+    device: str
     need: Need
     free: int
     cached: int
@@ -81,26 +81,28 @@ class FatalOutOfMemory(RuntimeError):
     __module__ = SHORT
 
 
-def crowded(rooms: list[RankRoom], bound: Callable[[Need], int]) -> list[RankRoom]:
+def crowded(memories: list[RankMemory], bound: Callable[[Need], int]) -> list[RankMemory]:
     """Return the ranks on a memory that does not hold what its ranks need together by ``bound``, those with
     the largest need first."""
-    shared: dict[str, list[RankRoom]] = defaultdict(list)
-    for room in rooms:
-        shared[room.memory].append(room)
+    shared: dict[str, list[RankMemory]] = defaultdict(list)
+    for memory in memories:
+        shared[memory.device].append(memory)
     found = []
     for ranks in shared.values():
-        free = min(room.free for room in ranks) + sum(room.cached for room in ranks)
-        if sum(bound(room.need) for room in ranks) > free:
+        free = min(memory.free for memory in ranks) + sum(memory.cached for memory in ranks)
+        if sum(bound(memory.need) for memory in ranks) > free:
             found += ranks
-    return sorted(found, key=lambda room: -bound(room.need))
+    return sorted(found, key=lambda memory: -bound(memory.need))
 
 
-def short_ranks(rooms: list[RankRoom], can_make_room: Collection[int] = ()) -> list[RankRoom]:
+def short_ranks(memories: list[RankMemory], can_make_room: Collection[int] = ()) -> list[RankMemory]:
     """Return the ranks that cannot run: without room for the least that they need, or, of the ranks
     ``can_make_room`` for which the client can still make room, for what is likely."""
-    failed = [room for room in rooms if not room.ready]
-    short = failed or crowded(rooms, lambda need: need.least)
-    return short or [room for room in crowded(rooms, lambda need: need.likely) if room.rank in can_make_room]
+    failed = [memory for memory in memories if not memory.ready]
+    short = failed or crowded(memories, lambda need: need.least)
+    return short or [
+        memory for memory in crowded(memories, lambda need: need.likely) if memory.rank in can_make_room
+    ]
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Planned:
             needs[rank] = Need(needs[rank].least + size, needs[rank].likely + size)
         return replace(self, needs=needs, parked=parked)
 
-    def shortage(self, rooms: list[RankRoom], short: RankRoom) -> str:
+    def shortage(self, memories: list[RankMemory], short: RankMemory) -> str:
         """Say which rank lacks how much, and with which settings it would fit."""
         plan = self.plans[short.rank] if self.is_loaded else None
         what = (
@@ -139,7 +141,7 @@ class Planned:
         )
         stays = [self.is_loaded and rank not in self.parked for rank in range(len(self.plans))]
         held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
-        capacity = [room.free + room.cached + own for room, own in zip(rooms, held)]
+        capacity = [memory.free + memory.cached + own for memory, own in zip(memories, held)]
         found = fitting(self.config, self.checkpoint, self.size, self.dtype, capacity, self.choices)
         remedy = NO_SETTING if not found else f"It would fit with {', or '.join(found)}."
         returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
@@ -198,21 +200,25 @@ class Admission:
         self._plans.clear()
 
     def check(
-        self, planned: Planned | None, ready: bool = True, can_make_room: Collection[int] = (), lacks: int = 0
-    ) -> list[RankRoom]:
-        """Gather the rooms of all ranks in one collective, and return them. Raises InsufficientMemory on all
+        self,
+        planned: Planned | None,
+        ready: bool = True,
+        can_make_room: Collection[int] = (),
+        lacking_loras: int = 0,
+    ) -> list[RankMemory]:
+        """Gather the memory of all ranks in one collective, and return it. Raises InsufficientMemory on all
         ranks if one of them is short.
 
         planned: given on rank 0 alone. ready: False where this rank ran out of memory for the request's own
-        tensors or its LoRAs. can_make_room: ranks for which the client can still make room. lacks: bytes that
-        this rank lacks for LoRAs.
+        tensors or its LoRAs. can_make_room: ranks for which the client can still make room.
+        lacking_loras: bytes that this rank lacks for LoRAs.
         """
         self._admitted = None
-        rooms = self._gather(planned.needs if planned else [], ready, lacks)
-        short = short_ranks(rooms, can_make_room)
+        memories = self._gather(planned.needs if planned else [], ready, lacking_loras)
+        short = short_ranks(memories, can_make_room)
         if not short:
-            return rooms
-        lacking = {room.rank: room.wanted for room in short}
+            return memories
+        lacking = {memory.rank: memory.wanted for memory in short}
         # a client makes room and comes again: what would fit, which takes seconds to plan, waits for the last
         if planned is None or planned.others or any(rank in can_make_room for rank in lacking):
             loads = planned is not None and not planned.is_loaded
@@ -220,7 +226,7 @@ class Admission:
             text = _shortage(short[0], *what)
             others = " Other models are on the ranks; unload them." if planned and planned.others else ""
             raise InsufficientMemory(text + others, lacking)
-        raise InsufficientMemory(planned.shortage(rooms, short[0]), lacking)
+        raise InsufficientMemory(planned.shortage(memories, short[0]), lacking)
 
     def prepare(
         self,
@@ -228,53 +234,55 @@ class Admission:
         prepare: Callable[[], Prepared],
         parked: Collection[int],
         planned: Planned | None,
-        lacks: Callable[[], int] = lambda: 0,
+        lacking_loras: Callable[[], int] = lambda: 0,
     ) -> Prepared:
         """Return what ``prepare`` makes of a request where every rank has room for it. A call like the one
         before needs no round. ``parked``: ranks to which the model's weights have to come back first, the
-        same on every rank; ``lacks``: bytes of LoRAs next to quantized weights that come back too, or that
-        ``prepare`` has no room for. Raises InsufficientMemory."""
+        same on every rank; ``lacking_loras``: bytes of LoRAs next to quantized weights that come back too, or
+        that ``prepare`` has no room for. Raises InsufficientMemory."""
         if parked:
             self.check(
-                planned and planned.with_weights(parked), can_make_room=message.can_make_room, lacks=lacks()
+                planned and planned.with_weights(parked),
+                can_make_room=message.can_make_room,
+                lacking_loras=lacking_loras(),
             )
         about = _about(message)
         if about is not None and about == self._admitted and not message.can_make_room:
             return prepare()
         prepared = _ready_or_none(prepare, self.memory)
-        lacking = 0 if prepared is not None else lacks()
-        rooms = self.check(planned, prepared is not None, message.can_make_room, lacking)
+        lacking = 0 if prepared is not None else lacking_loras()
+        memories = self.check(planned, prepared is not None, message.can_make_room, lacking)
         self._admitted = about
         assert prepared is not None  # check() has refused what is not
-        return replace(prepared, spare=self._spare(rooms, prepared))
+        return replace(prepared, spare=self._spare(memories, prepared))
 
-    def _spare(self, rooms: list[RankRoom], prepared: Prepared) -> int:
+    def _spare(self, memories: list[RankMemory], prepared: Prepared) -> int:
         """Count what this rank may take of what is left on its device besides what all ranks there need. On
         the CPU neither swap nor what holds the pages of the model's file."""
-        own = rooms[self.control.rank]
-        here = [room for room in rooms if room.memory == own.memory]
-        free = min(room.free for room in here)
+        own = memories[self.control.rank]
+        here = [memory for memory in memories if memory.device == own.device]
+        free = min(memory.free for memory in here)
         if self.memory.device.type == "cpu":
             free = min(free, host_free(swap=False)) - len(here) * prepared.model.report.weight_bytes
         # what one rank's allocator caches is of no use to another
-        left = min(free - sum(room.wanted for room in here), free - len(here) * own.wanted) // len(here)
+        left = min(free - sum(memory.wanted for memory in here), free - len(here) * own.wanted) // len(here)
         return spare_bytes(left, own.need.likely) if self.caches_dequantized else 0
 
-    def _gather(self, needs: list[Need], ready: bool, lacks: int) -> list[RankRoom]:
-        """Gather every rank's room; ``needs``: of all ranks, on rank 0, without LoRAs that each ``lacks``."""
+    def _gather(self, needs: list[Need], ready: bool, lacking_loras: int) -> list[RankMemory]:
+        """Gather every rank's memory; ``needs``: of all ranks, on rank 0, without LoRAs that they lack."""
         ranks = len(self.names)
         given = [number for need in needs or [NOTHING] * ranks for number in (need.least, need.likely)]
-        own = [self.memory.free(), self.memory.cached(), int(ready), lacks, *given]
+        own = [self.memory.free(), self.memory.cached(), int(ready), lacking_loras, *given]
         rows = self.control.all_gather_numbers(own)
         of_ranks = rows[0][4:]  # of all ranks, as rank 0 gave them: least and likely need of each
-        rooms = []
+        memories = []
         for rank, (free, cached, is_ready, loras, *_) in enumerate(rows):
             least, likely = of_ranks[2 * rank : 2 * rank + 2]
             need = Need(least + loras, likely + loras)
-            rooms.append(
-                RankRoom(
+            memories.append(
+                RankMemory(
                     rank=rank,
-                    memory=self.names[rank],
+                    device=self.names[rank],
                     need=need,
                     free=free,
                     cached=cached,
@@ -282,7 +290,7 @@ class Admission:
                     loras=loras,
                 )
             )
-        return rooms
+        return memories
 
 
 def out_of_memory_error(rank: int, ranks: int, memory: DeviceMemory, error: BaseException) -> Exception:
@@ -318,10 +326,10 @@ def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Pre
 
 
 def _shortage(
-    room: RankRoom, what: str, result: str, plan: RankPlan | None = None, returning: int = 0
+    memory: RankMemory, what: str, result: str, plan: RankPlan | None = None, returning: int = 0
 ) -> str:
     """Say which rank lacks how much; ``returning``: bytes of weights that come back."""
-    parts = {"weights": returning, "LoRAs next to quantized weights": room.loras}
+    parts = {"weights": returning, "LoRAs next to quantized weights": memory.loras}
     if plan is not None:
         parts |= {
             "keys and values": plan.kv_bytes,
@@ -330,7 +338,9 @@ def _shortage(
             "modulation": plan.modulation_bytes,
         }
     listed = ", ".join(f"{name} {fine_gigabytes(size)}" for name, size in parts.items() if size >= 1e7)
-    need = f"{fine_gigabytes(room.need.likely)} {what}" + (f" ({listed})" if listed else "")
-    least = f", at least {fine_gigabytes(room.need.least)}," if room.need.least < room.need.likely else ""
-    free = fine_gigabytes(room.free + room.cached)
-    return f"rank {room.rank} needs about {need}{least} but {free} are free on its device, so {result}."
+    need = f"{fine_gigabytes(memory.need.likely)} {what}" + (f" ({listed})" if listed else "")
+    least = (
+        f", at least {fine_gigabytes(memory.need.least)}," if memory.need.least < memory.need.likely else ""
+    )
+    free = fine_gigabytes(memory.free + memory.cached)
+    return f"rank {memory.rank} needs about {need}{least} but {free} are free on its device, so {result}."

@@ -13,6 +13,7 @@ from . import lean_imports  # noqa: F401  # before all that imports diffusers
 from .config import ParallelConfig
 from .device_memory import DeviceMemory
 from .errors import UnsupportedError
+from .gpu_kernels import Capability
 from .host_memory import PAGE_LOCKED
 from .loading import parking
 from .loading.allowed_folders import ANYWHERE, Folders
@@ -40,7 +41,7 @@ from .rank_plan import describe
 from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_runner import LoadedModel
 from .sampling.request import build
-from .sampling.runs import Prepared, run_call, run_request
+from .sampling.runs import Prepared, call_model, run_request
 from .sampling.step_loop import Callbacks
 from .sampling.tensor_validation import check_numbers, check_result
 from .sampling.validation import check_degrees, check_sample, check_workload, refusing
@@ -64,7 +65,7 @@ class Engine:
         self.lora_stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
         capability = capability_of(mesh.device)
-        self.capabilities: set[tuple[int, int]] = {capability} if capability is not None else set()
+        self.capabilities: set[Capability] = {capability} if capability is not None else set()
         self.memory = DeviceMemory(mesh.device)
         #: What any rank does not multiply natively, and why: the same on all ranks.
         self.refused: dict[Product, str] = {}
@@ -330,7 +331,7 @@ class Engine:
         """Call the model once; return its output as ``sample`` does its latent, and statistics."""
         prepared = prepared or self.prepare_call(call)
         self.argument_cache.update(call)
-        return run_call(self.mesh, prepared, call.tensors["x"].shape[0])
+        return call_model(self.mesh, prepared, call.tensors["x"].shape[0])
 
     def check_result(self, result: Tensor, name: str):
         """Refuse what the model ``name`` has computed where no value of it is a number. Raises

@@ -2,6 +2,9 @@
 
 import torch
 
+#: Compute capability of an NVIDIA GPU: major, minor.
+Capability = tuple[int, int]
+
 
 def has_kernels(index: int) -> bool:
     """Return whether torch runs on the GPU that it numbers ``index``: an old card that drives a screen, or a
@@ -15,7 +18,7 @@ def has_kernels(index: int) -> bool:
     return has_kernels_for((properties.major, properties.minor), built)
 
 
-def has_kernels_for(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
+def has_kernels_for(capability: Capability, archs: tuple[str, ...]) -> bool:
     """Return whether a torch built for ``archs`` runs on CUDA GPUs of a compute capability: a binary for x.y
     runs on x.z >= x.y; PTX (compute_) of x.y is compiled for anything newer."""
     for arch in archs:

@@ -23,6 +23,7 @@ import torch
 from .client import interpreter
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError, quoted
+from .gpu_kernels import Capability
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
 from .loading.compute_dtype import chosen_dtype
@@ -31,13 +32,13 @@ from .loading.scale_values import check_scales
 from .loading.weight_loading import matrices
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.config_changes import named_change
-from .quantization.matmul import Capability, choose_all
+from .quantization.matmul import choose_all
 from .rank_plan.describe import places
 from .rank_plan.shape_of import shape_of
 from .rank_plan.weights import HeldWeights
 from .rank_plan.workload import Workload, tensor_mesh
 from .sampling.validation import check_degrees, refusing
-from .units import gigabytes
+from .units import coarse_gigabytes
 
 #: A process that nobody asks for so long ends; degrees are changed several times in a row.
 IDLE_SECONDS = 300.0
@@ -49,7 +50,7 @@ def check_before_start(
     weight_dtype: str = "default",
     matmul: str = "auto",
     device: str = "cpu",
-    capability: Capability = None,
+    capability: Capability | None = None,
     memory: list[int] | None = None,
     folders: Folders = ANYWHERE,
 ):
@@ -82,7 +83,7 @@ def check_before_start(
 
 
 def read_shape(
-    path: str, weight_dtype: str, matmul: str, device: str, capability: Capability, folders: Folders
+    path: str, weight_dtype: str, matmul: str, device: str, capability: Capability | None, folders: Folders
 ) -> dict:
     """Return what the planner has to know of the transformer at ``path`` (ModelShape.as_dict). Arguments are
     those of check_before_start. Raises UnsupportedError."""
@@ -105,16 +106,16 @@ def check_memory(work: Workload, device: str, memory: list[int]):
         total = sum(needed) + sum(each.host for each in held)
         if total > memory[0]:
             raise UnsupportedError(
-                f"{_weights_of(work.checkpoint)} need {gigabytes(total)} on {len(held)} ranks together, but "
-                f"this machine has {gigabytes(memory[0])}; choose a smaller or quantized file, or "
-                f"fewer ranks."
+                f"{_weights_of(work.checkpoint)} need {coarse_gigabytes(total)} on {len(held)} ranks "
+                f"together, but this machine has {coarse_gigabytes(memory[0])}; choose a smaller or "
+                f"quantized file, or fewer ranks."
             )
         return
     for rank, (size, most) in enumerate(zip(needed, memory)):
         if size > most:
             raise UnsupportedError(
-                f"{_weights_of(work.checkpoint)} need {gigabytes(size)} on rank {rank}, whose GPU has "
-                f"{gigabytes(most)}; {_remedy(work, memory)}."
+                f"{_weights_of(work.checkpoint)} need {coarse_gigabytes(size)} on rank {rank}, whose GPU has "
+                f"{coarse_gigabytes(most)}; {_remedy(work, memory)}."
             )
 
 

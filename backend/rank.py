@@ -133,13 +133,13 @@ class Worker:
         stack = self.engine.lora_stacks.get(message.model, ())
         parked = model.parked_on
 
-        def lacks() -> int:
+        def lacking_lora_bytes() -> int:
             if model.parked_on:  # the weights are to come back, where they have left
                 return model.held_lora_bytes if model.parked else 0
             return 0 if model.weights.stack == stack else model.lora_bytes(stack)
 
         try:
-            return self.admission.prepare(message, prepare, parked, planned, lacks)
+            return self.admission.prepare(message, prepare, parked, planned, lacking_lora_bytes)
         except InsufficientMemory:
             if parked:  # again, as all ranks count: some have weights back, others had no room for theirs
                 self.engine.park(model, parked)
@@ -295,7 +295,7 @@ class Worker:
             check_not_lost(self.mesh.device, f"the GPU was lost while the model was loaded: {own_reason}")
         if reasons:
             self.engine.unload(key)
-            short = [rank for rank, (_, _, lacks) in enumerate(answers) if lacks]
+            short = [rank for rank, (_, _, ran_out) in enumerate(answers) if ran_out]
             if short:  # besides what was counted: other models may leave for it
                 likely = {rank: planned.needs[rank].likely if planned else 0 for rank in short}
                 raise InsufficientMemory(f"the model could not be loaded ({'; '.join(reasons)}).", likely)

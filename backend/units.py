@@ -11,12 +11,12 @@ def fine_gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def gigabytes(size: float) -> str:
+def coarse_gigabytes(size: float) -> str:
     """Write bytes as "1.2 GB", and less than 0.1 of them as "12 MB"."""
     return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.0f} MB"
 
 
-def size_text(size: float) -> str:
+def gigabytes_or_megabytes(size: float) -> str:
     """Write bytes as "1.2 GB", and less than one of them as "12.3 MB"."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else megabytes(size)
 

@@ -73,7 +73,7 @@ SHOWN = 25
 COLUMNS = ("matrix products", "attention", "copies", "other operations", "collectives", "Python", "gloo")
 
 
-class Watch(TorchDispatchMode):
+class CpuTimeWatch(TorchDispatchMode):
     """Adds up the thread's CPU seconds inside operations, by kind."""
 
     def __init__(self):
@@ -98,10 +98,10 @@ SUMS = (*COLUMNS, "CPU", "wall clock")
 
 
 def seconds_of_watching() -> float:
-    """CPU seconds that Watch costs an operation, besides what it counts."""
+    """CPU seconds that CpuTimeWatch costs an operation, besides what it counts."""
     x = torch.zeros(1)
     spent = []
-    for watch in (Watch(), None):
+    for watch in (CpuTimeWatch(), None):
         started = time.thread_time()
         with torch.inference_mode():
             if watch:
@@ -119,7 +119,7 @@ def seconds_of_watching() -> float:
 
 def measure(action: Callable[[], object], steps: int, cost: float) -> dict[str, float]:
     """Kind -> CPU seconds of a step; "CPU" is the whole process's."""
-    watch = Watch()
+    watch = CpuTimeWatch()
     clocks = (time.perf_counter, time.process_time, time.thread_time)
     before = [clock() for clock in clocks]
     with watch:

@@ -6,8 +6,8 @@ from functools import partial
 
 from doctor_findings import OK, WARNING, Finding, gb, possible
 from doctor_lab import Lab
+from doctor_memory_watch import MemoryWatch
 from doctor_time import while_time
-from doctor_watch import Watch
 
 from backend.client.model_choice import ModelChoice
 from backend.config import ParallelConfig
@@ -36,7 +36,7 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
     lab.fresh()  # the allocator of ranks that ran something larger holds more
     with suppress(RefusedError):  # too many ranks for so small a model: what they need is counted, too
         lab.run(config, tiny, sample)  # kernels, communicators
-    watch = Watch(lab, config)
+    watch = MemoryWatch(lab, config)
     sample = lab.request(path, 2)
     try:
         lab.run(config, path, sample)

@@ -81,7 +81,7 @@ def planned(checkpoint: Checkpoint, file: File, **fields) -> list[RankPlan] | No
         return None
 
 
-def gigabytes(plans: list[RankPlan] | None, experts: int) -> float | None:
+def gigabytes_of_plans(plans: list[RankPlan] | None, experts: int) -> float | None:
     """Count what the fullest rank holds of ``experts`` such files, in 1e9 bytes."""
     if plans is None:
         return None
@@ -99,7 +99,7 @@ def needs(file: File) -> Iterator[tuple[str, dict[tuple[str, int], float | None]
         for ranks in RANKS:
             plans[method, ranks] = planned(checkpoint, file, **fields(ranks))
     for name, experts in counts.items():
-        yield name, {which: gigabytes(found, experts) for which, found in plans.items()}
+        yield name, {which: gigabytes_of_plans(found, experts) for which, found in plans.items()}
 
 
 def fits(found: dict[tuple[str, int], float | None], card: int) -> str:

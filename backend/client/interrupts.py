@@ -26,8 +26,8 @@ def turn(lock: Lock, check: Callable[[], None]) -> Iterator[None]:
 
 
 def deadline(seconds: float, what: str) -> Callable[[], None]:
-    """Return a check that raises DeadlineError, which says ``what``, in time to end a short request (Watch)
-    within so many seconds from now."""
+    """Return a check that raises DeadlineError, which says ``what``, in time to end a short request
+    (InterruptWatch) within so many seconds from now."""
     end = time.monotonic() + seconds - PATIENCE
 
     def check():
@@ -51,7 +51,7 @@ def cancel(is_wanted: Callable[[], bool]):
         raise CancelledError
 
 
-class Watch:
+class InterruptWatch:
     """Delays interrupts: ``check`` and ``on_progress`` for BackendClient.request.
 
     An exception out of them closes the connection, which ends the ranks and frees all weights. A short

@@ -105,7 +105,7 @@ class BackendProcess:
         self._say_configuration(config, device)
         self._watch = SilenceWatch(self._heartbeats, self._end_silent, device == "cuda")
         if link is not None:
-            link.watch(self._end_with_others, self._watch.ready)
+            link.watch(self._end_with_others, self._watch.limit_started)
         self._owner = os.getpid()
         atexit.register(self._close_at_exit)
 
@@ -140,13 +140,13 @@ class BackendProcess:
         second and may raise to give up. Raises BackendError, which names the cause and the log, where the
         backend ends first, or ``seconds`` pass without one more rank that is ready."""
         deadline = time.monotonic() + seconds
-        ready = self.ready
+        ready_text = self.ready_text
 
         def wait_on():
-            nonlocal deadline, ready
+            nonlocal deadline, ready_text
             check()
-            if self.ready != ready:
-                ready = self.ready
+            if self.ready_text != ready_text:
+                ready_text = self.ready_text
                 deadline = time.monotonic() + seconds
             if time.monotonic() > deadline:
                 raise _NotReady
@@ -157,11 +157,11 @@ class BackendProcess:
                 time.sleep(0.1)
         except _NotReady:
             self._private.keep()
-            self._gave_up = f"it was not ready after {seconds:.0f} s{ready}{self._links_hint()}"
+            self._gave_up = f"it was not ready after {seconds:.0f} s{ready_text}{self._links_hint()}"
             what = f"The backend gives up: {self._gave_up}"
             raise BackendError(f"{what}; the reason may be in its log, {self.log}.") from None
         self._client = client
-        self._watch.ready()
+        self._watch.limit_started()
         if self._link is not None:
             self._link.broadcast(ready=True)
         return client
@@ -179,9 +179,9 @@ class BackendProcess:
             raise self.failure() from error
 
     @property
-    def ready(self) -> str:
-        """How many ranks have imported everything and wait for the others, for a message; empty for none."""
-        return f": {found} of {self._ranks} ready" if (found := self._started) else ""
+    def ready_text(self) -> str:
+        """Say how many ranks have imported everything and wait for the others; empty for none."""
+        return f": {started} of {self._ranks} ready" if (started := self._started) else ""
 
     @property
     def _started(self) -> int:

@@ -21,7 +21,7 @@ from ..planner.machine import Machine, RequestEstimate
 from ..planner.model_shape import ModelShape
 from ..planner.placement import Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
-from ..units import gigabytes
+from ..units import coarse_gigabytes
 from . import gpu_memory, measurements, pool
 from .model_choice import ModelChoice
 from .plan_history import LastPlan, PlanHistory
@@ -245,7 +245,7 @@ def _why_spared(auto: AutoConfig, model: ModelChoice, unit: str) -> str:
     size = _history.spared.get(_spared_key(auto, model), 0)
     if not size:
         return ""
-    stays = f" About {gigabytes(size)} per {unit} stay free until a restart"
+    stays = f" About {coarse_gigabytes(size)} per {unit} stay free until a restart"
     return f"{stays}, since ranks ran out of memory with a plan that left less."
 
 

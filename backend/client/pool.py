@@ -17,7 +17,7 @@ from ..protocol import BackendError
 from .connect import connect
 from .connected import Connected
 from .idle import watch
-from .interrupts import CancelledError, Watch, cancel, turn
+from .interrupts import CancelledError, InterruptWatch, cancel, turn
 from .launcher import BackendProcess, ClosedError
 from .model_choice import ModelChoice
 from .room import Room, with_room
@@ -143,10 +143,10 @@ class Backend(Connected):
             logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
         return result
 
-    def _watch(self, *callbacks, **options) -> Watch:
+    def _watch(self, *callbacks, **options) -> InterruptWatch:
         """Return what delays interrupts of requests to this backend, but for those that wait for another
         client's."""
-        return Watch(*callbacks, **options, is_waiting=lambda: self.client.waiting is not None)
+        return InterruptWatch(*callbacks, **options, is_waiting=lambda: self.client.waiting is not None)
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""
@@ -158,7 +158,7 @@ class Backend(Connected):
         address, who started it has said from which."""
         return self.process is None or _folders <= self.process.models
 
-    def become(self, config: ParallelConfig, check=lambda: None) -> Watch:
+    def become(self, config: ParallelConfig, check=lambda: None) -> InterruptWatch:
         """Run ``config`` on the same ranks and forget the models that these have freed for it. Return what
         has an interrupt of ``check``, which waits."""
         fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
@@ -293,7 +293,7 @@ def _launch(config: ParallelConfig, check, show, make_room) -> Backend:
     process = BackendProcess(config, device, _folders)
 
     def wait():
-        show(f"starting {ranks}, {time.monotonic() - began:.0f} s{process.ready}")
+        show(f"starting {ranks}, {time.monotonic() - began:.0f} s{process.ready_text}")
         check()
 
     logging.info("parallel-dit: starting %s on %s, log %s", config.product, device, process.log)

@@ -18,6 +18,7 @@ import torch
 
 from ..config import ParallelConfig
 from ..device_memory import host_bytes
+from ..gpu_kernels import Capability
 from ..protocol import BackendError, RefusedError
 from ..torch_version import installed
 from . import cache_files, fork_guard
@@ -90,7 +91,7 @@ def read_shape(
     return _ask({**question, "folders": None, "capability": capability}, config, check)["shape"]
 
 
-def least_capability(device: str, indices: list[int]) -> tuple[int, int] | None:
+def least_capability(device: str, indices: list[int]) -> Capability | None:
     """Return the least compute capability of GPUs, by which all ranks choose types and kernels; None on the
     CPU and with ROCm."""
     if device == "cpu" or torch.version.hip:

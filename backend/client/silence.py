@@ -51,16 +51,16 @@ class SilenceWatch:
         self.heartbeats = heartbeats
         self.on_gpus = on_gpus
         self.limit = START_SECONDS
-        self._limit_of_ready = silent_seconds()
+        self._limit_once_started = silent_seconds()
         self._report = report
         self._seen: dict[int, tuple[Beat, int]] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat watch", daemon=True)
         self._thread.start()
 
-    def ready(self):
+    def limit_started(self):
         """Apply the shorter limit: the ranks have started."""
-        self.limit = self._limit_of_ready
+        self.limit = self._limit_once_started
 
     def stop(self):
         """End the looks, and wait for the one under way."""

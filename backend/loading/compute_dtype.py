@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import UnsupportedError
+from ..gpu_kernels import Capability
 from ..quantization.formats import PLAIN_FLOAT8
-from ..quantization.matmul import Capability
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint  # which imports diffusers; a probe does not need it
@@ -36,7 +36,7 @@ def compute_dtype(
     return usable[0] if usable else torch.float32
 
 
-def fast_dtypes(device: torch.device, capability: Capability) -> tuple[torch.dtype, ...]:
+def fast_dtypes(device: torch.device, capability: Capability | None) -> tuple[torch.dtype, ...]:
     """Return half precisions with fast products; ``capability``: the least of the ranks' NVIDIA GPUs, None
     where there are none. On CPUs there are none, on AMD's GPUs both."""
     if device.type != "cuda":
@@ -45,7 +45,7 @@ def fast_dtypes(device: torch.device, capability: Capability) -> tuple[torch.dty
 
 
 def chosen_dtype(
-    name: str, checkpoint: Checkpoint, device: torch.device, capability: Capability
+    name: str, checkpoint: Checkpoint, device: torch.device, capability: Capability | None
 ) -> torch.dtype:
     """Return the type that ``weight_dtype`` names, or the default. Raises UnsupportedError for another."""
     if name == "default":
@@ -55,7 +55,7 @@ def chosen_dtype(
     return WEIGHT_DTYPES[name]
 
 
-def default_dtype(checkpoint: Checkpoint, device: torch.device, capability: Capability) -> torch.dtype:
+def default_dtype(checkpoint: Checkpoint, device: torch.device, capability: Capability | None) -> torch.dtype:
     """Return the type in which ``checkpoint`` is computed on ``device`` by default."""
     found = (checkpoint.files.quantization(key) for key in checkpoint.read_keys)
     is_quantized = any(each is not None and each.format is not PLAIN_FLOAT8 for each in found)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..device_memory import HOST_SHARE, host_free
 from ..host_memory import PAGE_LOCKED, HostMemory
 from ..quantization.packed_weight import PackedWeight, quantized
-from ..units import gigabytes
+from ..units import coarse_gigabytes
 
 
 def has_room(weight_bytes: int, kept: int = 0) -> bool:
@@ -31,7 +31,7 @@ def may_page_lock(modules: Iterable[nn.Module]) -> bool:
     size = sum(each.nbytes for module in modules for each in module.parameters() if not _is_page_locked(each))
     if has_room(size * _ranks_here(), PAGE_LOCKED.reusable * _ranks_here()):
         return True
-    each = f"{gigabytes(size)} of each of {_ranks_here()} ranks"
+    each = f"{coarse_gigabytes(size)} of each of {_ranks_here()} ranks"
     print(f"Modulation weights ({each}) are not page locked, for want of host memory: they come back slower.")
     return False
 

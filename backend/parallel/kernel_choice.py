@@ -10,7 +10,8 @@ from functools import cache
 import torch
 
 from ..errors import reason
-from .kernel_table import HALF, KERNELS, Capability, Kernel, kernel_of
+from ..gpu_kernels import Capability
+from .kernel_table import HALF, KERNELS, Kernel, kernel_of
 
 
 @cache

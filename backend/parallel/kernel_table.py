@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
+from ..gpu_kernels import Capability
 from ..install_command import install_command
 
 aten = torch.ops.aten
-Capability = tuple[int, int]
 #: What packages compute in.
 HALF = (torch.float16, torch.bfloat16)
 #: Beyond every compute capability.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..config import ConfigError, ParallelConfig
 from ..shares import written
-from ..units import gigabytes
+from ..units import coarse_gigabytes
 from .candidates import candidates
 from .cost import Cost
 from .drift import penalty as drift_penalty
@@ -73,7 +73,9 @@ class PlanChoice:
         return "; ".join(filter(None, (self._figures(option), why)))
 
     def _figures(self, option: Option) -> str:
-        memory = f"about {gigabytes(option.bytes)} of {gigabytes(option.room)} per {option.unit}"
+        memory = (
+            f"about {coarse_gigabytes(option.bytes)} of {coarse_gigabytes(option.room)} per {option.unit}"
+        )
         if option.plan.world_size == 1:
             return memory
         ratio = self.one.sampling_seconds / option.sampling_seconds
@@ -338,7 +340,7 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     offloading = replace(question, base=replace(question.base, offload_modulation=True))
     if any(each.fits for each in offloading.options()):
         remedies.insert(0, "offload_modulation of Parallel Config, with which it fits")
-    needed, free, missing = map(gigabytes, (least.bytes, least.room, _missing(least)))
+    needed, free, missing = map(coarse_gigabytes, (least.bytes, least.room, _missing(least)))
     return (
         f"{shape.name} with {request.image_tokens} tokens does not fit: the leanest plan "
         f"({least.name}) needs about {needed} on {each}, which has {free} free for it, {missing} too little; "

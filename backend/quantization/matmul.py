@@ -9,15 +9,13 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError, some
+from ..gpu_kernels import Capability
 from ..torch_version import has_torch, torch_version
 from . import kernels
 from .formats import PLAIN_FLOAT8, Format, Settings, dtype_name
 from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Kernel, MatmulChoice
 from .packed_weight import PackedWeight
 
-#: Compute capability of an NVIDIA GPU; None on other devices. Of several ranks it is the least, since those
-#: that add up products must choose alike.
-Capability = tuple[int, int] | None
 #: A format and the type of its inputs, as files and torch name them.
 Product = tuple[str, str]
 
@@ -32,7 +30,7 @@ class Rule:
     """
 
     kernel: Kernel
-    capability: tuple[int, int]
+    capability: Capability
     multiple: int = 1
     torch: tuple[int, int] = (0, 0)
     everywhere: bool = False
@@ -85,8 +83,9 @@ def column_unit(form: Format, settings: Settings) -> int:
     return math.lcm(form.block(settings), rule.multiple if rule else 1)
 
 
-def capability_of(device: torch.device) -> Capability:
-    """Return the compute capability of an NVIDIA GPU."""
+def capability_of(device: torch.device) -> Capability | None:
+    """Return the compute capability of an NVIDIA GPU; None on other devices. Of several ranks the least
+    decides, since those that add up products must choose alike."""
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
@@ -96,7 +95,7 @@ def choose(
     matrix: Matrix,
     mode: str,
     device: torch.device,
-    capability: Capability = None,
+    capability: Capability | None = None,
     refused: Mapping[Product, str] = {},
 ) -> MatmulChoice:
     """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES, ``refused``: what any rank does
@@ -126,7 +125,7 @@ def _slower(rule: Rule, device: torch.device) -> str:
 
 
 def wanted(
-    matrices: Iterable[Matrix], mode: str, device: torch.device, capability: Capability
+    matrices: Iterable[Matrix], mode: str, device: torch.device, capability: Capability | None
 ) -> list[Product]:
     """Return what would be multiplied natively if every rank can: the same whatever is installed here."""
     if mode == WEIGHT_ONLY:
@@ -141,7 +140,7 @@ def wanted(
     return sorted(found)
 
 
-def native_formats(dtype: torch.dtype, device: torch.device, capability: Capability) -> list[Product]:
+def native_formats(dtype: torch.dtype, device: torch.device, capability: Capability | None) -> list[Product]:
     """Return what AUTO multiplies natively on a device, of inputs in ``dtype``, if it can."""
     name = dtype_name(dtype)
     kinds = [kind for kind, rule in RULES.items() if not _device_objection(rule, AUTO, device, capability)]
@@ -171,7 +170,7 @@ def _file_objection(matrix: Matrix, mode: str) -> str:
     return ""
 
 
-def _device_objection(rule: Rule, mode: str, device: torch.device, have: Capability) -> str:
+def _device_objection(rule: Rule, mode: str, device: torch.device, have: Capability | None) -> str:
     """Return why this device has no kernel for it; empty where it has."""
     if device.type == "cpu":
         return "" if rule.everywhere or mode == NATIVE else "this CPU has no kernel for it"
@@ -202,7 +201,7 @@ def choose_all(
     matrices: Mapping[str, Matrix],
     mode: str,
     device: torch.device,
-    capability: Capability,
+    capability: Capability | None,
     refused: Mapping[Product, str] = {},
 ) -> dict[str, MatmulChoice]:
     """Choose for every quantized layer of the checkpoint ``name``. Raises UnsupportedError where ``mode`` is

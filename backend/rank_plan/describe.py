@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ..config import ParallelConfig
+from ..gpu_kernels import Capability
 from ..loading.checkpoint import Checkpoint
 from ..loading.load_report import blocks_text
 from ..loading.weight_loading import matrices
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, MatmulChoice
-from ..quantization.matmul import Capability, choose_all
+from ..quantization.matmul import choose_all
 from ..shares import shard_sizes
 from ..units import megabytes
 from .activations import activation_bytes
@@ -136,7 +137,7 @@ def places(config: ParallelConfig) -> list[Place]:
 
 
 def automatic_choices(
-    config: ParallelConfig, checkpoint: Checkpoint, capability: Capability
+    config: ParallelConfig, checkpoint: Checkpoint, capability: Capability | None
 ) -> dict[str, MatmulChoice]:
     """Choose how quantized parameters multiply by default on NVIDIA GPUs of that compute capability (None: of
     none that is known), with what is installed here."""

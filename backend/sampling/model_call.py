@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
+from ..gpu_kernels import Capability
 from ..models.family import Family
-from ..parallel.kernel_table import Capability
 from ..parallel.mesh import ALONE, Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext

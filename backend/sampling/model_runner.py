@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..config import CHOICES, ParallelConfig
 from ..device_memory import segments_grow
+from ..gpu_kernels import Capability
 from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights, Stack
@@ -129,7 +130,7 @@ class LoadedModel:
         blocks = self.family.blocks
         return 0 if blocks.whole_only else blocks.head_size(self.config)
 
-    def facts(self, config: ParallelConfig, device: str, capabilities: Set[tuple[int, int]]) -> dict:
+    def facts(self, config: ParallelConfig, device: str, capabilities: Set[Capability]) -> dict:
         """Return what a client needs to know of the model (Loaded.info), on ranks of ``config`` with GPUs of
         these ``capabilities``."""
         where = (device, self.dtype, self.head_size, capabilities)

@@ -55,7 +55,7 @@ def with_downloads(callbacks: Callbacks, request: Request) -> Callbacks:
     return replace(callbacks, on_step=on_step)
 
 
-def run_call(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
+def call_model(mesh: Mesh, prepared: Prepared, batch: int) -> tuple[Tensor, dict]:
     """Call the model once; as Engine.forward. ``batch``: samples of all replicas."""
     comm.SENT.clear()
     request = prepared.request

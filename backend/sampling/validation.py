@@ -10,11 +10,11 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError
 from ..errors import reason as reason_of
+from ..gpu_kernels import Capability
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel import kernel_choice, kernel_table
-from ..parallel.kernel_table import Capability
 from ..parallel.ring_library import ring_unavailable
 from ..parallel.wire_bytes import FULL
 from ..planner.config_changes import named_change

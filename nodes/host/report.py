@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...backend.config import ParallelConfig
 from ...backend.protocol import Described
-from ...backend.units import size_text
+from ...backend.units import gigabytes_or_megabytes
 
 #: Key of the text in what a node shows (web/report.js reads it).
 UI_KEY = "parallel_dit"
@@ -26,7 +26,11 @@ def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]
         name = f"GPU {gpus[index]}" if gpus else f"rank {rank['rank']}"
         held = rank["weight_bytes"]
         # a card of "24 GB" has 24 GiB
-        weights = f"{held / 2**30:.1f} of {memory[index] / 2**30:.0f} GiB" if memory else size_text(held)
+        weights = (
+            f"{held / 2**30:.1f} of {memory[index] / 2**30:.0f} GiB"
+            if memory
+            else gigabytes_or_megabytes(held)
+        )
         found.append(f"{name} · {weights} · {_blocks(rank['blocks'])}")
     return found
 
@@ -46,12 +50,12 @@ def plan_line(config: ParallelConfig, prompts: int, what: str, described: Descri
     ranks = described.ranks
     more = max(rank["device_bytes"] - rank["weight_bytes"] for rank in ranks)
     sent = max(sum(rank["bytes_per_step"].values()) for rank in ranks)
-    sends = f"sends {size_text(sent)} a step" if sent else "sends nothing"
+    sends = f"sends {gigabytes_or_megabytes(sent)} a step" if sent else "sends nothing"
     packed = " (wire fp8: not exact)" if config.wire == "fp8" else ""
-    parts = [f"about {size_text(more)} more", sends + packed]
+    parts = [f"about {gigabytes_or_megabytes(more)} more", sends + packed]
     host = max(rank["host_bytes"] for rank in ranks)
     if host:
-        parts.append(f"{size_text(host)} of weights in host memory")
+        parts.append(f"{gigabytes_or_megabytes(host)} of weights in host memory")
     if config.rank_shares:
         parts += _shared(ranks)
     if config.pipefusion_degree > 1:

@@ -100,7 +100,7 @@ class RecordedWork:
         return False  # so that nobody relies on it
 
 
-class Watch(Mode):
+class OperationWatch(Mode):
     """Counts a rank's operations, and looks whether what was waited for is used at once."""
 
     def __init__(self, log: Log):
@@ -234,7 +234,7 @@ def recorded(log: Log) -> Iterator[None]:
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(dist, name, stand_in))
-        stack.enter_context(Watch(log))
+        stack.enter_context(OperationWatch(log))
         yield
 
 

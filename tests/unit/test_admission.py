@@ -14,7 +14,7 @@ from live_memory import LiveMemory
 from ranks.flux_requests import FEW, shortened
 from tiny import golden_request, write_checkpoint
 
-from backend.admission import Admission, InsufficientMemory, RankRoom, short_ranks
+from backend.admission import Admission, InsufficientMemory, RankMemory, short_ranks
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
@@ -33,8 +33,8 @@ READY = Prepared(None, None)
 FLUX_SIZE = RequestSize(4096, 512, batch=1, prompts=1, calls=28)
 
 
-def room(rank=0, least=1, likely=2, free=10, cached=0, memory="", ready=True) -> RankRoom:
-    return RankRoom(rank, memory or f"GPU-{rank}", Need(least, likely), free, cached, ready)
+def room(rank=0, least=1, likely=2, free=10, cached=0, memory="", ready=True) -> RankMemory:
+    return RankMemory(rank, memory or f"GPU-{rank}", Need(least, likely), free, cached, ready)
 
 
 def test_what_is_certain_refuses_and_what_is_likely_only_asks():

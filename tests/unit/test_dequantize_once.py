@@ -15,7 +15,7 @@ from tiny import batch_request, shallow_flux, weights_module
 
 from backend import admission as admission_module
 from backend import dequantized_cache as cache_module
-from backend.admission import Admission, InsufficientMemory, RankRoom
+from backend.admission import Admission, InsufficientMemory, RankMemory
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.dequantized_cache import CACHE_VARIABLE, may_cache_dequantized, stop_caching_dequantized
@@ -189,7 +189,7 @@ def test_loras_are_beside_what_stays(engine, folder):
 
 
 # ------------------------------------------------------------------ how much is spare
-def spare(rooms: list[RankRoom], memories: list[FakeMemory], weights: int = 0) -> list[int]:
+def spare(rooms: list[RankMemory], memories: list[FakeMemory], weights: int = 0) -> list[int]:
     """What each rank of a model of so many bytes may take."""
     report = SimpleNamespace(weight_bytes=weights)
     prepared = Prepared(cast(Any, SimpleNamespace(report=report)), cast(Any, None))
@@ -200,8 +200,8 @@ def spare(rooms: list[RankRoom], memories: list[FakeMemory], weights: int = 0) -
     return on_ranks(memories, act)[0]
 
 
-def room(rank: int, memory: str, free: int, likely: int, cached: int = 0) -> RankRoom:
-    return RankRoom(rank, memory, Need(0, likely * GB), free * GB, cached * GB)
+def room(rank: int, memory: str, free: int, likely: int, cached: int = 0) -> RankMemory:
+    return RankMemory(rank, memory, Need(0, likely * GB), free * GB, cached * GB)
 
 
 def test_most_of_what_nobody_needs_is_spare():

@@ -7,7 +7,7 @@ import doctor_gpu_memory
 import pytest
 import torch
 from doctor_gpu_memory import GpuMemory, MemoryInfo
-from doctor_watch import Watch
+from doctor_memory_watch import MemoryWatch
 
 from backend.client.measurements import gpu_uuid
 
@@ -51,7 +51,7 @@ def test_memory_is_read_without_a_context(monkeypatch, contexts):
     monkeypatch.setattr(doctor_gpu_memory.ctypes, "CDLL", lambda name: Driver())
     lab = SimpleNamespace(device="cuda", gpus=[0, 1, 2])
     lab.backend = lambda config: SimpleNamespace(welcome=SimpleNamespace(pids=[7, 8]))
-    watch = Watch(lab, None)
+    watch = MemoryWatch(lab, None)
     assert watch.before == [12 << 30, 1 << 30] and watch.stop() == [0, 0] and not contexts
 
 

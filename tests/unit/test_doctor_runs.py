@@ -224,7 +224,7 @@ def test_degrees_that_do_not_divide_a_model_are_no_problem():
     found = full_findings(lab, "--only", "methods,speed,shapes,compiled,memory")
     refused = [each for each in found if "24 heads" in each.text]
     assert {each.check for each in refused} == {"methods", "speed", "shapes", "compiled", "memory"}
-    assert not [each for each in threading.enumerate() if isinstance(each, doctor_memory.Watch)]
+    assert not [each for each in threading.enumerate() if isinstance(each, doctor_memory.MemoryWatch)]
     assert {each.status for each in found} == {OK}
     assert "tensor parallel, flux-dev: not possible" in str(refused)
 

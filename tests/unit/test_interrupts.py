@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from backend.client import interrupts, pool
-from backend.client.interrupts import Watch
+from backend.client.interrupts import InterruptWatch
 from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
@@ -34,7 +34,7 @@ def caller():
 
 
 def test_a_load_of_weights_is_interrupted_at_once(caller):
-    watch = Watch(caller.check, caller.seen.append, is_short=False)
+    watch = InterruptWatch(caller.check, caller.seen.append, is_short=False)
     watch.check()
     caller.tired = True
     with pytest.raises(Interrupt):
@@ -43,7 +43,7 @@ def test_a_load_of_weights_is_interrupted_at_once(caller):
 
 def test_a_short_request_is_interrupted_at_its_end(caller):
     """Its reply would end the connection, and the ranks."""
-    watch = Watch(caller.check, caller.seen.append, is_short=True)
+    watch = InterruptWatch(caller.check, caller.seen.append, is_short=True)
     watch.end()
     caller.tired = True
     watch.check()
@@ -57,7 +57,7 @@ def test_an_interrupt_does_not_wait_for_ever(caller, monkeypatch):
     """Ranks that hang, or work for another client, do not reply."""
     now = [0.0]
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
-    watch = Watch(caller.check, caller.seen.append, is_short=True)
+    watch = InterruptWatch(caller.check, caller.seen.append, is_short=True)
     caller.tired = True
     watch.check()
     now[0] = interrupts.PATIENCE
@@ -120,7 +120,7 @@ def test_a_change_of_methods_is_whole_before_an_interrupt(caller, monkeypatch):
 
 def test_a_short_request_that_waits_for_another_client_is_interrupted_at_once(caller):
     """No rank has begun it. One that frees memory goes on: what it did has to be noted."""
-    waits = Watch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
+    waits = InterruptWatch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
     caller.tired = True
 
     def request(message, check, on_progress):
@@ -128,19 +128,19 @@ def test_a_short_request_that_waits_for_another_client_is_interrupted_at_once(ca
 
     with pytest.raises(Interrupt):
         waits.ask(request, Load("/a"))
-    frees = Watch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
+    frees = InterruptWatch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
     frees.ask(request, Unload("/a"))
 
 
 def test_one_that_loads_weights_all_the_same_is_not_short(caller):
     """As where the file of a loaded model has changed."""
-    watch = Watch(caller.check, caller.seen.append, is_short=True)
+    watch = InterruptWatch(caller.check, caller.seen.append, is_short=True)
     watch.on_progress("read")
     assert caller.seen == ["read"]
     caller.tired = True
     with pytest.raises(Interrupt):
         watch.check()
-    again = Watch(caller.check, caller.seen.append, is_short=True)
+    again = InterruptWatch(caller.check, caller.seen.append, is_short=True)
     again.check()
     with pytest.raises(Interrupt):
         again.on_progress("read")

@@ -12,7 +12,7 @@ from backend.config import ParallelConfig
 POLL_SECONDS = 0.02
 
 
-class Watch(threading.Thread):
+class MemoryWatch(threading.Thread):
     """Samples the memory of every rank: of its GPU, all of it, or of its process on the CPU."""
 
     def __init__(self, lab: Lab, config: ParallelConfig):
