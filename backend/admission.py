@@ -87,12 +87,12 @@ def crowded(memories: list[RankMemory], bound: Callable[[Need], int]) -> list[Ra
     shared: dict[str, list[RankMemory]] = defaultdict(list)
     for memory in memories:
         shared[memory.device].append(memory)
-    found = []
+    short = []
     for ranks in shared.values():
         free = min(memory.free for memory in ranks) + sum(memory.cached for memory in ranks)
         if sum(bound(memory.need) for memory in ranks) > free:
-            found += ranks
-    return sorted(found, key=lambda memory: -bound(memory.need))
+            short += ranks
+    return sorted(short, key=lambda memory: -bound(memory.need))
 
 
 def short_ranks(memories: list[RankMemory], can_make_room: Collection[int] = ()) -> list[RankMemory]:
@@ -142,8 +142,8 @@ class Planned:
         stays = [self.is_loaded and rank not in self.parked for rank in range(len(self.plans))]
         held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
         capacity = [memory.free + memory.cached + own for memory, own in zip(memories, held)]
-        found = fitting(self.config, self.checkpoint, self.size, self.dtype, capacity, self.choices)
-        remedy = NO_SETTING if not found else f"It would fit with {', or '.join(found)}."
+        remedies = fitting(self.config, self.checkpoint, self.size, self.dtype, capacity, self.choices)
+        remedy = NO_SETTING if not remedies else f"It would fit with {', or '.join(remedies)}."
         returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
         return f"{_shortage(short, *what, plan, returning)} {remedy}"
 

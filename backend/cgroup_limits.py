@@ -26,24 +26,24 @@ NO_LIMIT = 1 << 60
 def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[int, int]]:
     """Return (limit, used) in bytes of every group with a limit that this process is in; used is without
     cached files. ``groups``: the text of /proc/self/cgroup."""
-    found = []
+    limits = []
     for controllers, path in _groups(groups):
         for name in VERSIONS.keys() & set(controllers):
             folder, limit, used, cached = VERSIONS[name]
-            found += [_limit(group, limit, used, cached) for group in _with_parents(root / folder, path)]
-    return [each for each in found if each is not None]
+            limits += [_limit(group, limit, used, cached) for group in _with_parents(root / folder, path)]
+    return [each for each in limits if each is not None]
 
 
 def cpu_limit(root: Path = ROOT, groups: str | None = None) -> float:
     """Return how many processors' time the groups of this process may take; infinity without a limit.
     ``groups`` as in memory_limits."""
-    found = [math.inf]
+    limits = [math.inf]
     for controllers, path in _groups(groups):
         if controllers == [""]:
-            found += [_cpus(group, "cpu.max") for group in _with_parents(root, path)]
+            limits += [_cpus(group, "cpu.max") for group in _with_parents(root, path)]
         elif "cpu" in controllers:
-            found += [_cpus(group, *CPU_FILES) for group in _with_parents(root / "cpu", path)]
-    return min(found)
+            limits += [_cpus(group, *CPU_FILES) for group in _with_parents(root / "cpu", path)]
+    return min(limits)
 
 
 def _groups(text: str | None) -> list[tuple[list[str], str]]:

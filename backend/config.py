@@ -158,13 +158,13 @@ class ParallelConfig:
     @property
     def rank_shares(self) -> tuple[float, ...]:
         """Each rank's share of the work; () where all are equal. ConfigError for what is no such list."""
-        found = read_shares(self.shares)
-        if found and len(found) != self.world_size:
+        shares = read_shares(self.shares)
+        if shares and len(shares) != self.world_size:
             raise ConfigError(
-                f"shares is {self.shares!r:.200}, {len(found)} number{'s' * (len(found) > 1)}, but "
+                f"shares is {self.shares!r:.200}, {len(shares)} number{'s' * (len(shares) > 1)}, but "
                 f"{self.product}. Write one for each rank, in the order of gpus, or leave it empty."
             )
-        return found
+        return shares
 
     def shares_of(self, *axes: str) -> tuple[float, ...]:
         """Return each index's share on mesh ``axes``: the sum over its ranks; () where they are equal."""
@@ -330,9 +330,9 @@ class ParallelConfig:
 def read_shares(text: str) -> tuple[float, ...]:
     """Read ``ParallelConfig.shares``; () for an empty text. ConfigError for anything but positive numbers."""
     with suppress(ValueError):
-        found = tuple(float(entry) for entry in text.split(",")) if text.strip() else ()
-        if all(math.isfinite(share) and share > 0 for share in found):
-            return found
+        shares = tuple(float(entry) for entry in text.split(",")) if text.strip() else ()
+        if all(math.isfinite(share) and share > 0 for share in shares):
+            return shares
     raise ConfigError(
         f"shares is {text!r:.200}, which is not a list of positive numbers. Write one for each GPU, like "
         f'"60,40", or leave it empty for equal shares.'

@@ -149,7 +149,7 @@ def opaque(forward: Callable, suffix: str = "") -> Callable:
 def opaque_layers(block: torch.nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the opaque layers of a block by their names, which they are told, with the features of what
     they return (module.opaque_width(); those of the input where there is no such method)."""
-    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    layers: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in block.named_modules():
         if not getattr(type(module).forward, "is_opaque", False):
             continue
@@ -157,10 +157,10 @@ def opaque_layers(block: torch.nn.Module) -> dict[str, Callable[[Tensor], Tensor
         width: Callable[[], int] | None = getattr(module, "opaque_width", None)
         second: Callable[[Tensor], Tensor] | None = getattr(module, "second", None)
         vars(module)["opaque_features"] = width() if width else 0
-        found[name] = module
+        layers[name] = module
         if second:
-            found[name + SECOND] = second
-    return found
+            layers[name + SECOND] = second
+    return layers
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())

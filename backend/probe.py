@@ -75,14 +75,14 @@ class Probe:
 
     def seconds(self, action: Callable[[], object], calls: int = CALLS) -> float:
         """Return the least seconds of ``action`` on this rank: other processes only add to them."""
-        found = []
+        times = []
         for _ in range(1 + calls):
             self._wait()
             started = time.perf_counter()
             action()
             self._wait()
-            found.append(time.perf_counter() - started)
-        return max(MICROSECOND, min(found[1:]))
+            times.append(time.perf_counter() - started)
+        return max(MICROSECOND, min(times[1:]))
 
     def check_links(self):
         """Raise LinkError on every rank unless each receives what the others send: GPUs whose driver promises
@@ -172,8 +172,8 @@ class Probe:
             F.scaled_dot_product_attention(self.q, self.q, self.q)
 
         self.control.all_gather_object(None)  # begin together
-        found = self.control.all_gather_object(self.seconds(step))
-        return tuple(max(found) / each for each in found)
+        seconds_of_ranks = self.control.all_gather_object(self.seconds(step))
+        return tuple(max(seconds_of_ranks) / each for each in seconds_of_ranks)
 
     def warm_up(self):
         """Compute for a while: a GPU that idled is slower at first, and links would seem fast next to it."""
@@ -193,12 +193,12 @@ class Probe:
         if self.kind == "cuda":
             return self.seconds(action)
         action()
-        started, calls, found = time.perf_counter(), 0, 0.0
-        while found < SPAN:
+        started, calls, elapsed = time.perf_counter(), 0, 0.0
+        while elapsed < SPAN:
             action()
             calls += 1
-            found = time.perf_counter() - started
-        return found / calls
+            elapsed = time.perf_counter() - started
+        return elapsed / calls
 
     def _wait(self):
         if self.kind == "cuda":
@@ -279,11 +279,11 @@ class Probe:
     def _rings(self) -> dict[int, float]:
         """Return ranks of a group -> bytes/s of each to the next one around, all groups at once: of four GPUs
         in two bridged pairs the links between the pairs count, which _neighbours does not use."""
-        found = {}
+        rates = {}
         x = self._message(self.sent)
         for size in self._sizes():
-            found[size] = self.sent / self._grouped(size, lambda to: comm.pass_on(x, x.shape, to, "probe")())
-        return found
+            rates[size] = self.sent / self._grouped(size, lambda to: comm.pass_on(x, x.shape, to, "probe")())
+        return rates
 
     def _sizes(self) -> list[int]:
         """Return how many ranks each measured group has."""
@@ -291,21 +291,21 @@ class Probe:
 
     def _all_to_alls(self) -> tuple[float, dict[int, float]]:
         """Return the seconds of a tiny all-to-all; ranks of a group -> bytes/s of each in a large one."""
-        found = {}
+        rates = {}
         latency = MICROSECOND
         for size in self._sizes():
             latency = self._grouped(size, partial(_all_to_all, [self._message(TINY)] * size))
             large = self._grouped(size, partial(_all_to_all, [self._message(self.sent // size)] * size))
-            found[size] = self.sent * (size - 1) / size / max(MICROSECOND, large - latency)
-        return latency, found
+            rates[size] = self.sent * (size - 1) / size / max(MICROSECOND, large - latency)
+        return latency, rates
 
     def _grouped(self, size: int, action: Callable[[mesh.Axis], object]) -> float:
         """Return the seconds of ``action`` in all groups of ``size`` ranks at once."""
         config = ParallelConfig(data_parallel_degree=self.ranks // size, ulysses_degree=size)
         groups = mesh.build(config, self.kind)
-        found = self.seconds(lambda: action(groups.ulysses))
+        seconds = self.seconds(lambda: action(groups.ulysses))
         mesh.close(groups)
-        return found
+        return seconds
 
 
 def _all_to_all(chunks: list[torch.Tensor], axis: mesh.Axis):

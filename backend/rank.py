@@ -96,9 +96,9 @@ class Worker:
         self.clock.new_request()
         timed = replace(callbacks, on_begin=self.clock.begin)
         ended: Exception | None = None
-        found: Any = None
+        result: Any = None
         try:
-            found = self._guarded(partial(self.engine.sample, message, timed, prepared))
+            result = self._guarded(partial(self.engine.sample, message, timed, prepared))
         except (RequestCancelled, RefusedByAllRanks) as error:  # whose frames hold keys and values
             ended = error.with_traceback(None)
             if isinstance(error, InsufficientMemory) and prepared.model.dequantized_bytes:
@@ -113,7 +113,7 @@ class Worker:
         )
         if ended is not None:
             raise ended
-        return found
+        return result
 
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
         """Call the model once, as run_sample. A call like the one before is not looked at again."""
@@ -160,8 +160,8 @@ class Worker:
             for size in sizes:
                 kernel_trial.settle(dtype, size, lse, self.mesh.device)
         elif kernel.call is not None and not is_tried:
-            found = [kernel_trial.failure(name, dtype, size, lse, self.mesh.device) for size in sizes]
-            failures = self.control.all_gather_object(found[0] if all(found) else "")
+            own_failures = [kernel_trial.failure(name, dtype, size, lse, self.mesh.device) for size in sizes]
+            failures = self.control.all_gather_object(own_failures[0] if all(own_failures) else "")
             self.tried[case] = kernel_trial.refusal(name, by_rank(failures))
         if self.tried.get(case):
             raise RefusedByAllRanks(self.tried[case])

@@ -24,11 +24,11 @@ def axis_shares(
     if not shares:
         return ()
     names = [name for name, _ in sizes]
-    found: dict[tuple[int, ...], float] = {}
+    by_index: dict[tuple[int, ...], float] = {}
     for share, place in zip(shares, itertools.product(*(range(size) for _, size in sizes))):
         index = tuple(place[names.index(axis)] for axis in axes)
-        found[index] = found.get(index, 0.0) + share
-    sums = tuple(found[index] for index in sorted(found))
+        by_index[index] = by_index.get(index, 0.0) + share
+    sums = tuple(by_index[index] for index in sorted(by_index))
     return sums if max(sums) > EQUAL * min(sums) else ()
 
 
@@ -47,11 +47,11 @@ def shard_edges(total: int, count: int, shares: Sequence[float] = ()) -> list[in
         return [total * index // count for index in range(count + 1)]
     whole = sum(shares)
     least = 1 if total >= count else 0
-    found = [0]
+    edges = [0]
     for index, upto in enumerate(itertools.accumulate(shares[:-1]), 1):
-        edge = max(round(total * upto / whole), found[-1] + least)
-        found.append(min(edge, total - least * (count - index)))
-    return [*found, total]
+        edge = max(round(total * upto / whole), edges[-1] + least)
+        edges.append(min(edge, total - least * (count - index)))
+    return [*edges, total]
 
 
 def shard_sizes(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:

@@ -168,19 +168,19 @@ def measure(options: list[Option], device: str, model: str, sample: Sample, give
 
     def once(plan: ParallelConfig) -> list[float]:
         loaded = Loaded(plan, device, model, sample)
-        found = loaded()
+        samples = loaded()
         loaded.close()
-        return found
+        return samples
 
     first, busy = common.interleave(
         {name: partial(once, plan) for name, plan in plans.items()}, 1, given.patience
     )
     single = {name: values[0] for name, values in first.items()}
     loaded = {name: Loaded(plans[name], device, model, sample) for name in contenders(options, single)}
-    found, more = common.interleave(loaded, given.rounds, given.patience)
+    samples, more = common.interleave(loaded, given.rounds, given.patience)
     for each in loaded.values():
         each.close()
-    return Runs(single, found, busy + more)
+    return Runs(single, samples, busy + more)
 
 
 def row_of(case: Case, options: list[Option], runs: Runs) -> dict:

@@ -59,7 +59,7 @@ def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[
         plain(model) if config.device == "cpu" else None,
     )
     message = call(backend.load(model).model)
-    found = {"prompts sent": [], "prompts cached": [], "less a forward": []}
+    of_call = {"prompts sent": [], "prompts cached": [], "less a forward": []}
     for _ in range(count + 2):
         for name, shortened in (
             ("prompts sent", lambda: message),
@@ -69,12 +69,12 @@ def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[
             result = backend.sample(shortened(), meanwhile=cached.holds)
             took = time.perf_counter() - began
             assert result is not None  # nothing cancels it
-            found[name].append(1000 * (took - result.stats["seconds"]))
+            of_call[name].append(1000 * (took - result.stats["seconds"]))
         if forward:
             began = time.perf_counter()
             forward()
-            found["less a forward"].append(1000 * (took - (time.perf_counter() - began)))
-    return {name: values[2:] for name, values in found.items() if values}
+            of_call["less a forward"].append(1000 * (took - (time.perf_counter() - began)))
+    return {name: values[2:] for name, values in of_call.items() if values}
 
 
 def plain(model: str):

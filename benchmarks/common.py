@@ -272,21 +272,21 @@ def interleave(
 ) -> tuple[dict[str, list], list[float]]:
     """Results of each scenario by round, and how busy other processes were (percent) before each. Every rank
     calls this with the same scenarios."""
-    found, busy, names = {name: [] for name in scenarios}, [], list(scenarios)
+    results, busy, names = {name: [] for name in scenarios}, [], list(scenarios)
     leader = not dist.is_initialized() or dist.get_rank() == 0
     for round in range(rounds):
         if leader:
             busy.append(wait_until_quiet(patience))
         for name in names[round % len(names) :] + names[: round % len(names)]:
             meet()
-            found[name].append(scenarios[name]())
+            results[name].append(scenarios[name]())
             if leader:
                 print(
-                    f"round {round + 1}/{rounds}: {name} {json.dumps(found[name][-1])}",
+                    f"round {round + 1}/{rounds}: {name} {json.dumps(results[name][-1])}",
                     file=sys.stderr,
                     flush=True,
                 )
-    return found, busy
+    return results, busy
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -78,16 +78,16 @@ def rows(pipeline: Pipeline, quick: bool):
     for steps, cfg in cases:
         serial = pipeline(steps, cfg, 1, steps)
         for patches, warmup in itertools.product((4,) if quick else (2, 4, 8), (1, 2)):
-            found = {}
+            errors = {}
             for stale_kv in ("reuse", "extrapolate"):
                 samples = pipeline(steps, cfg, patches, warmup, stale_kv)
                 db = psnr(samples, serial)
-                found[stale_kv] = (
+                errors[stale_kv] = (
                     db.mean().item(),
                     db.min().item(),
                     ((samples - serial).norm() / serial.norm()).item(),
                 )
-            yield steps, cfg, patches, warmup, found
+            yield steps, cfg, patches, warmup, errors
 
 
 HEAD = [
@@ -97,9 +97,9 @@ HEAD = [
 ]
 
 
-def table(found) -> str:
+def table(cases) -> str:
     lines = list(HEAD)
-    for steps, cfg, patches, warmup, results in found:
+    for steps, cfg, patches, warmup, results in cases:
         cells = [f"{mean:.1f} / {worst:.1f} | {error:.3f}" for mean, worst, error in results.values()]
         lines.append(f"| {steps} | {cfg:g} | {patches} | {warmup} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
@@ -126,11 +126,11 @@ def numbers(table: str) -> list[tuple[int, dict]]:
 def conclusion(table: str) -> str:
     """What the numbers say of ``stale_kv``, by the worst prompt, and which default follows. Raises
     AssertionError where ParallelConfig has another."""
-    found, lines = numbers(table), []
-    for warmup in sorted({warmup for warmup, _ in found}):
+    by_case, lines = numbers(table), []
+    for warmup in sorted({warmup for warmup, _ in by_case}):
         gains = [
             tuple(b - a for a, b in zip(row["reuse"], row["extrapolate"]))
-            for each, row in found
+            for each, row in by_case
             if each == warmup
         ]
         lost = [worst for _, worst in gains if worst < 0]
@@ -140,7 +140,9 @@ def conclusion(table: str) -> str:
             f"{len(gains) - len(lost)} of {len(gains)} cases"
             + (f" and loses up to {-min(lost):.1f} dB in the others." if lost else ".")
         )
-    default = "extrapolate" if all(row["extrapolate"][1] >= row["reuse"][1] for _, row in found) else "reuse"
+    default = (
+        "extrapolate" if all(row["extrapolate"][1] >= row["reuse"][1] for _, row in by_case) else "reuse"
+    )
     assert ParallelConfig().stale_kv == default, (
         f"the default of stale_kv is {ParallelConfig().stale_kv}, but by these numbers it should be "
         f"{default}:\n{table}"
@@ -159,12 +161,12 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.time()
-    found = table(rows(Pipeline(options.model), options.quick))
+    text = table(rows(Pipeline(options.model), options.quick))
     if not options.quick:  # of which nothing follows
-        followed = conclusion(found)
+        followed = conclusion(text)
         print(followed, end="")
         if options.write:
-            TABLE.write(found)
+            TABLE.write(text)
             CONCLUSION.write(followed)
     print(f"{time.time() - began:.0f} s")
 

@@ -237,9 +237,9 @@ def counted(*which) -> dict | str:
     return {name: found[name] for name in COUNTED}
 
 
-def write(found: dict[str, dict | str]):
+def write(counted_runs: dict[str, dict | str]):
     """Store runs, a line each, among those that are stored."""
-    every = stored() | found
+    every = stored() | counted_runs
     lines = (f"{json.dumps(name)}: {json.dumps(every[name])}" for name in sorted(every))
     STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -254,10 +254,10 @@ def main():
     chosen = parser.parse_args()
     for which in runs(chosen.only, chosen.methods):
         name = "/".join(map(str, which))
-        found = counted(*which)
-        print(name, found, flush=True)
+        run = counted(*which)
+        print(name, run, flush=True)
         if chosen.write:
-            write({name: found})
+            write({name: run})
 
 
 if __name__ == "__main__":

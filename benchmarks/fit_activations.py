@@ -80,28 +80,28 @@ def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Ro
     return Row(checkpoint.family.name, inside, skips, latent_bytes(work) / unit, held / unit)
 
 
-def fitted(found: list[Row]) -> tuple[dict[str, float], float]:
+def fitted(rows: list[Row]) -> tuple[dict[str, float], float]:
     """Return NUMBERS of a family, and the largest relative error."""
-    found = sorted(found, key=lambda row: row.held - row.latents)
-    counts = range(len(found) + 1)
-    best = min((program(found, count) for count in counts), key=lambda solved: solved[1])
+    rows = sorted(rows, key=lambda row: row.held - row.latents)
+    counts = range(len(rows) + 1)
+    best = min((program(rows, count) for count in counts), key=lambda solved: solved[1])
     numbers, error, outside = best
-    numbers, _, _ = program(found, outside, SLACK * error)
+    numbers, _, _ = program(rows, outside, SLACK * error)
     return {name: round(max(0.0, float(each)), DIGITS) for name, each in zip(NUMBERS, numbers)}, error
 
 
-def program(found: list[Row], outside: int, most: float | None = None) -> tuple[list[float], float, int]:
+def program(rows: list[Row], outside: int, most: float | None = None) -> tuple[list[float], float, int]:
     """Fit rows of which the first ``outside`` hold most outside of the blocks. Return the numbers, what was
     made least (infinite where nothing fits), and ``outside``. ``most``: a bound of the largest error, whose
     mean is then made least."""
-    count = len(found)
+    count = len(rows)
     errors = count if most is not None else 1
     left = []
     right = []
 
     def at_most(factors: tuple[float, ...], sign: int, index: int):
         """sign * (factors * numbers - what remains) <= error * held"""
-        row = found[index]
+        row = rows[index]
         own = np.zeros(len(NUMBERS) + errors)
         own[: len(NUMBERS)] = sign * np.array(factors)
         own[len(NUMBERS) + (index if most is not None else 0)] = -row.held
@@ -109,7 +109,7 @@ def program(found: list[Row], outside: int, most: float | None = None) -> tuple[
         is_inside = factors[-1] == 0
         right.append(sign * (row.held - row.latents - (row.skips if is_inside else 0)))
 
-    for index, row in enumerate(found):
+    for index, row in enumerate(rows):
         inside, around = (*row.inside, 0.0), (0.0, 0.0, 0.0, 0.0, 1.0)
         at_most(inside, 1, index)
         at_most(around, 1, index)

@@ -68,11 +68,11 @@ def row(kernel: str, device: str, head_size: int, masked: bool) -> dict:
     wanted = attend("auto", q.float(), k.float(), v.float(), mask)
     try:
         with activated(kernel):
-            found = attend(kernel, q, k, v, mask)
+            out = attend(kernel, q, k, v, mask)
             spent = seconds(device, lambda: attend(kernel, q, k, v, mask))
     except Exception as error:  # a wheel raises what it likes
         return {**case, "failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-    distance = ((found.float() - wanted).norm() / wanted.norm()).item()
+    distance = ((out.float() - wanted).norm() / wanted.norm()).item()
     return {**case, "seconds": spent, "distance": distance, "own": own}
 
 
@@ -91,11 +91,11 @@ def main():
     for kernel in [chosen.kernel] if chosen.kernel else KERNELS:
         for head_size in HEAD_SIZES:
             for masked in (False, True):
-                found = row(kernel, chosen.device, head_size, masked)
-                print(found, flush=True)
+                measured = row(kernel, chosen.device, head_size, masked)
+                print(measured, flush=True)
                 if chosen.json:
                     with chosen.json.open("a") as file:
-                        file.write(json.dumps(found) + "\n")
+                        file.write(json.dumps(measured) + "\n")
 
 
 if __name__ == "__main__":

@@ -84,10 +84,10 @@ def scenario(engine: Engine | None, model: str, options, action=load):
     return run
 
 
-def rows_of(found: dict[str, list], ranks: int) -> list[dict]:
+def rows_of(results: dict[str, list], ranks: int) -> list[dict]:
     """One row for each scenario and rank that loads."""
-    whole, rows = found["1 rank"][0][0][1], []
-    for name, rounds in found.items():
+    whole, rows = results["1 rank"][0][0][1], []
+    for name, rounds in results.items():
         sharers = 1 if name in ("1 rank", PARKED) else ranks
         for rank in range(sharers):
             read = rounds[0][rank][1]
@@ -158,9 +158,9 @@ def main():
     scenarios[PARKED] = scenario(engines["1 rank"], model, options, bring_back)
     for run in scenarios.values():
         run()
-    found, busy = common.interleave(scenarios, options.rounds, options.patience)
+    results, busy = common.interleave(scenarios, options.rounds, options.patience)
     if os.environ["RANK"] == "0":
-        show(rows_of(found, options.ranks), rounds=found, busy_percent=busy, options=vars(options))
+        show(rows_of(results, options.ranks), rounds=results, busy_percent=busy, options=vars(options))
     common.leave()
 
 

@@ -214,7 +214,7 @@ def main():
         sys.exit(f"There can be no hosts: {why}.")
     if options.quick:
         SIDE[0], TEXT[0] = 16, 32
-    found: dict[str, tuple[str, ...]] = {}
+    rows: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as model:
         common.save_model(model, **(SMALL if options.quick else {}))
         if options.wire:
@@ -227,10 +227,10 @@ def main():
             with ExitStack() as stack:
                 ranks = Ranks(stack, count, Path(model), options.steps)
                 for name in chosen:
-                    found[name] = row(measured(ranks, name, methods[name], options.rounds))
-    print(table(found))
+                    rows[name] = row(measured(ranks, name, methods[name], options.rounds))
+    print(table(rows))
     if options.write:
-        PART.write(table(PART.rows() | found))
+        PART.write(table(PART.rows() | rows))
 
 
 if __name__ == "__main__":

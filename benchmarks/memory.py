@@ -70,10 +70,10 @@ def shapes(width: int) -> dict[str, tuple[int, ...]]:
         layers |= {f"{block}.linear1": (7 * width, width), f"{block}.linear2": (width, 5 * width)}
         layers[f"{block}.modulation.lin"] = (3 * width, width)
         norms.append(f"{block}.norm")
-    found: dict[str, tuple[int, ...]] = {}
+    of_tensors: dict[str, tuple[int, ...]] = {}
     for name, shape in layers.items():
-        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    return found | {f"{norm}.{kind}_norm.scale": (HEAD,) for norm in norms for kind in ("query", "key")}
+        of_tensors |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return of_tensors | {f"{norm}.{kind}_norm.scale": (HEAD,) for norm in norms for kind in ("query", "key")}
 
 
 def write_files(folder: Path, width: int):
@@ -178,15 +178,15 @@ def scenario(engine: Engine | None, path: Path, device: str):
     return run
 
 
-def rows_of(found: dict[str, list], paths: list[Path], width: int) -> list[dict]:
+def rows_of(results: dict[str, list], paths: list[Path], width: int) -> list[dict]:
     """One row for each format and method: the worst of the ranks."""
     rows = []
     for method, fields in METHODS.items():
         ranks = ParallelConfig(**fields).world_size
         for path in paths:
-            rounds = [loads[:ranks] for loads in found[f"{method}, {path.stem}"]]
-            plain = [loads[:ranks] for loads in found[f"{method}, {BF16}"]]
-            whole = found[f"one rank, {path.stem}"][0][0][4]
+            rounds = [loads[:ranks] for loads in results[f"{method}, {path.stem}"]]
+            plain = [loads[:ranks] for loads in results[f"{method}, {BF16}"]]
+            whole = results[f"one rank, {path.stem}"][0][0][4]
             stored = stored_bytes(path, width)
             # FSDP's weights keep their whole shape
             divided = ranks if fields.get("shard_weights") else 1
@@ -260,10 +260,10 @@ def main():
     }
     for run in scenarios.values():
         run()
-    found, busy = common.interleave(scenarios, chosen.rounds, chosen.patience)
+    results, busy = common.interleave(scenarios, chosen.rounds, chosen.patience)
     if os.environ["RANK"] == "0":
-        rows = rows_of(found, paths, chosen.width)
-        show(rows, rounds=found, busy_percent=busy, options=vars(chosen))
+        rows = rows_of(results, paths, chosen.width)
+        show(rows, rounds=results, busy_percent=busy, options=vars(chosen))
     common.leave()
 
 

@@ -35,14 +35,14 @@ COPIES = {"to", "_to_copy", "copy_"}
 
 def tensors_in(value) -> list[Tensor]:
     """Return the tensors of nested arguments."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     # no generator: this is called several times for every operation
     for element in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(element, Tensor):
-            found.append(element)
+            tensors.append(element)
         elif isinstance(element, (list, tuple)):
-            found += tensors_in(element)
-    return found
+            tensors += tensors_in(element)
+    return tensors
 
 
 def given_to(args: tuple, kwargs: dict | None) -> list[Tensor]:

@@ -82,18 +82,18 @@ def compute(func, args: tuple, kwargs: dict | None):
             key += (tuple(named), _key_of(tuple(named.values()), tensors))
     except NotPlain:
         return func(*args, **named)
-    found = _KNOWN.get(key)
-    if found is None:
+    known = _KNOWN.get(key)
+    if known is None:
         out = func(*args, **named)
         if len(_KNOWN) >= MAX_KNOWN:
             _KNOWN.clear()
         _KNOWN[key] = _metadata(out, tensors)
         return out
-    if found is UNKNOWN:
+    if known is UNKNOWN:
         return func(*args, **named)
-    if isinstance(found, int):
-        return tensors[found]
-    shape, stride, dtype = found
+    if isinstance(known, int):
+        return tensors[known]
+    shape, stride, dtype = known
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 

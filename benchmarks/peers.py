@@ -76,18 +76,20 @@ def measured(contenders: dict[str, Callable[[], torch.Tensor]], options: argpars
     return Contest(seconds, cpu, difference, busy)
 
 
-def show(found: Contest, options: argparse.Namespace):
+def show(results: Contest, options: argparse.Namespace):
     """Print a row for each, and write the numbers, all over those of the first."""
-    base, ours, *_ = found.seconds
+    base, ours, *_ = results.seconds
     goal = ONE_RANK_OR_COMPILED if options.ranks == 1 or options.compile else ULYSSES
-    ratios = {name: common.ratios(seconds, found.seconds[base]) for name, seconds in found.seconds.items()}
-    by_cpu = {name: common.ratios(seconds, found.cpu[base]) for name, seconds in found.cpu.items()}
+    ratios = {
+        name: common.ratios(seconds, results.seconds[base]) for name, seconds in results.seconds.items()
+    }
+    by_cpu = {name: common.ratios(seconds, results.cpu[base]) for name, seconds in results.cpu.items()}
     title = "one rank" if options.ranks == 1 else f"Ulysses, {options.ranks} ranks"
     goals = {ours: [f"<= {goal:.2f}", report.outcome(ratios[ours]["median"] <= goal)]}
     rows = [
         [
             name,
-            report.shown(common.spread(found.seconds[name]), 3),
+            report.shown(common.spread(results.seconds[name]), 3),
             report.shown(ratio, 3),
             report.shown(by_cpu[name], 3),
             *goals.get(name, ["", ""]),
@@ -95,7 +97,7 @@ def show(found: Contest, options: argparse.Namespace):
         for name, ratio in ratios.items()
     ]
     report.table([title, "seconds", f"x {base}", "by CPU", "goal", ""], rows)
-    print(f"largest relative difference of the latents: {found.difference:.1e}")
+    print(f"largest relative difference of the latents: {results.difference:.1e}")
     report.write(
         f"peers-{options.ranks}{'-compiled' if options.compile else ''}",
         f"Our time over {base}'s, {title}",
@@ -103,9 +105,9 @@ def show(found: Contest, options: argparse.Namespace):
         [report.Bar(name, **ratio, goal=goal if name == ours else None) for name, ratio in ratios.items()],
         ratio=ratios[ours],
         by_cpu=by_cpu[ours],
-        difference=found.difference,
-        rounds=found.seconds,
-        busy_percent=found.busy,
+        difference=results.difference,
+        rounds=results.seconds,
+        busy_percent=results.busy,
         options=vars(options),
     )
 
@@ -125,9 +127,9 @@ def main():
     if not common.spawned():
         common.spawn(__file__, options.ranks, options.device, options.model)
     common.hold_to_one_core(options.device)
-    found = contest(options, os.environ[common.MODEL_VARIABLE])
+    results = contest(options, os.environ[common.MODEL_VARIABLE])
     if os.environ["RANK"] == "0":
-        show(found, options)
+        show(results, options)
     common.leave()
 
 

@@ -37,7 +37,7 @@ def sampled(backend, message, seconds: float) -> dict:
 def costs(config: ParallelConfig, model: str, rounds: int, steps: int) -> dict[str, list[float]]:
     """Percent of sampling, of each round."""
     pool.allow(model)
-    backend, found = pool.backend_for(config), {"made": [], "slower": [], "CPU": []}
+    backend, percents = pool.backend_for(config), {"made": [], "slower": [], "CPU": []}
     message = common.request(
         model,
         steps,
@@ -55,10 +55,10 @@ def costs(config: ParallelConfig, model: str, rounds: int, steps: int) -> dict[s
         def both(name, a, b):
             return a[name] + b[name]
 
-        found["made"].append(100 * both("preview_seconds", shown, again) / both("seconds", shown, again))
+        percents["made"].append(100 * both("preview_seconds", shown, again) / both("seconds", shown, again))
         for name, clock in (("slower", "seconds"), ("CPU", "cpu")):
-            found[name].append(100 * (both(clock, shown, again) / both(clock, first, last) - 1))
-    return found
+            percents[name].append(100 * (both(clock, shown, again) / both(clock, first, last) - 1))
+    return percents
 
 
 def measure(rounds: int, steps: int, device: str, ways: list[str]) -> dict[str, list[float]]:

@@ -82,9 +82,9 @@ class DryFiles(HeaderFiles):
         if key in self._data:
             return super().read(key)
         whole = torch.empty(self.shapes[key], dtype=dtype or self.dtype(key), device="meta")
-        found = whole[rows, columns].contiguous() if whole.ndim > 1 else whole[rows]
-        self.bytes_read += found.nbytes
-        return found
+        part = whole[rows, columns].contiguous() if whole.ndim > 1 else whole[rows]
+        self.bytes_read += part.nbytes
+        return part
 
     def packed(self, key, rows=None, columns=None, device=None):
         """Nothing is quantized here."""
@@ -115,8 +115,8 @@ def request_of(
     prompt."""
     size = RELEASED[family]
     size = replace(size, latents=latents or size.latents)
-    found = golden_request("euler_simple") if family == "flux-dev" else golden(f"{family}__euler_simple")
-    sample = found[0]
+    stored = golden_request("euler_simple") if family == "flux-dev" else golden(f"{family}__euler_simple")
+    sample = stored[0]
     tensors = {
         key: _argument(key.partition(".")[2], value, sample, checkpoint, size)
         for key, value in sample.tensors.items()

@@ -52,19 +52,19 @@ class Run:
 
 def methods(ranks: int) -> dict[str, ParallelConfig]:
     """The ways to use ``ranks`` ranks."""
-    found = (
+    ways = (
         {"cfg": ParallelConfig(cfg_degree=2)}
         if ranks == 2
         else {"cfg x ulysses": ParallelConfig(cfg_degree=2, ulysses_degree=ranks // 2)}
         if ranks % 2 == 0
         else {}
     )
-    found |= {
+    ways |= {
         "ulysses": ParallelConfig(ulysses_degree=ranks),
         "ring": ParallelConfig(ring_degree=ranks),
         "tp": ParallelConfig(tensor_parallel_degree=ranks),
     }
-    return found | {
+    return ways | {
         f"pipefusion M={patches}": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=patches)
         for patches in (ranks, 2 * ranks)
     }
@@ -72,7 +72,7 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
 
 def runs(options, model: str) -> dict[str, Run]:
     """Every scenario; engines of one topology are shared."""
-    rank, found, engines = int(os.environ["RANK"]), {}, {}
+    rank, scenarios, engines = int(os.environ["RANK"]), {}, {}
     steps = 2 if options.quick else options.steps
 
     def request(config, guided):
@@ -91,7 +91,7 @@ def runs(options, model: str) -> dict[str, Run]:
         if config.topology() not in engines:
             engines[config.topology()] = common.engine(config, options.device, model)
         guided = config.cfg_degree == 2
-        found[name] = Run(
+        scenarios[name] = Run(
             engines[config.topology()], request(config, guided), "1 rank, cfg" if guided else "1 rank"
         )
     one = common.alone(options.device, model)
@@ -99,10 +99,10 @@ def runs(options, model: str) -> dict[str, Run]:
     def idle(engine):
         return engine if rank == 0 else None
 
-    found["1 rank"] = Run(idle(one), request(ParallelConfig(), False), "1 rank")
-    if any(run.reference == "1 rank, cfg" for run in found.values()):
-        found["1 rank, cfg"] = Run(idle(one), request(ParallelConfig(), True), "1 rank, cfg")
-    return found | {CEILING: Run(one, request(ParallelConfig(), False), "1 rank")}
+    scenarios["1 rank"] = Run(idle(one), request(ParallelConfig(), False), "1 rank")
+    if any(run.reference == "1 rank, cfg" for run in scenarios.values()):
+        scenarios["1 rank, cfg"] = Run(idle(one), request(ParallelConfig(), True), "1 rank, cfg")
+    return scenarios | {CEILING: Run(one, request(ParallelConfig(), False), "1 rank")}
 
 
 def measure(run: Run, device: str) -> dict[str, float]:
@@ -124,20 +124,20 @@ def measure(run: Run, device: str) -> dict[str, float]:
 def measure_on_all(run: Run, name: str, device: str) -> dict[str, float]:
     """As ``measure`` with the CPU seconds of the busiest rank; the ceiling's step is what all ranks together
     need for one."""
-    found = measure(run, device)
-    steps, cpu = zip(*common.of_all_ranks(found["step"], found["cpu"]))
+    own = measure(run, device)
+    steps, cpu = zip(*common.of_all_ranks(own["step"], own["cpu"]))
     if name != CEILING:
-        return {**found, "cpu": max(cpu)}
+        return {**own, "cpu": max(cpu)}
     rate = sum(1 / step for step in steps)
     return {"step": 1 / rate, "whole": WHOLE / rate, "cpu": max(cpu) / len(cpu)}
 
 
-def rows_of(found: dict[str, list[dict]], scenarios: dict[str, Run], ranks: int) -> list[dict]:
+def rows_of(results: dict[str, list[dict]], scenarios: dict[str, Run], ranks: int) -> list[dict]:
     """One row for each scenario, and one for each projected run: seconds, speed-up, part of the ceiling, and
     whether that is its goal."""
 
     def values(name, key):
-        return [result[key] for result in found[name]]
+        return [result[key] for result in results[name]]
 
     ceiling, rows = common.ratios(values("1 rank", "step"), values(CEILING, "step")), []
     for name, run in scenarios.items():
@@ -204,13 +204,13 @@ def main():
         name: lambda name=name, run=run: measure_on_all(run, name, options.device)
         for name, run in scenarios.items()
     }
-    found, busy = common.interleave(actions, options.rounds, options.patience)
+    results, busy = common.interleave(actions, options.rounds, options.patience)
     if os.environ["RANK"] == "0":
         show(
-            rows_of(found, scenarios, options.ranks),
+            rows_of(results, scenarios, options.ranks),
             ranks=options.ranks,
             busy_percent=busy,
-            rounds=found,
+            rounds=results,
             options=vars(options),
         )
     common.leave()

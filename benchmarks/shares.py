@@ -111,15 +111,15 @@ def work(config: ParallelConfig, model: str, tokens: int, text: int) -> list[str
     ]
 
 
-def row_of(method: str, ways: dict[str, Way], found: dict[str, list[float]], parts: list[str]) -> dict:
+def row_of(method: str, ways: dict[str, Way], results: dict[str, list[float]], parts: list[str]) -> dict:
     """Compare the rounds of a method's two ways; exact ones have the same latent."""
     equal, uneven = (way.latent for way in ways.values())
     return {
         "method": method,
-        "ratio": common.ratios(found["equal"], found["shares"]),
+        "ratio": common.ratios(results["equal"], results["shares"]),
         "difference": ((equal - uneven).norm() / equal.norm()).item(),
         "parts": parts,
-        "seconds": found,
+        "seconds": results,
     }
 
 
@@ -161,10 +161,10 @@ def main():
             uneven = replace(config, shares=given).validate()
             pair = {"equal": config, "shares": uneven}
             ways = {name: Way(each, model, sample, run) for name, each in pair.items()}
-            found, percent = common.interleave(ways, options.rounds, options.patience)
+            results, percent = common.interleave(ways, options.rounds, options.patience)
             busy += percent
             parts = work(uneven, model, options.side**2 // 4, options.text)
-            rows.append(row_of(method, ways, found, parts))
+            rows.append(row_of(method, ways, results, parts))
     if rank == 0:
         show(rows, given, busy_percent=busy, options=vars(options))
     common.leave()

@@ -162,17 +162,17 @@ def soak(options: argparse.Namespace, folder: str) -> dict[str, list[dict[str, f
     backend = pool.backend_for(ParallelConfig(device="cpu", **degree))
     requests = Requests(backend, folder)
     processes = {f"rank {i}": pid for i, pid in enumerate(backend.welcome.pids)} | {"client": "self"}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
+    usages: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
     began = time.monotonic()
     for number in range(1, options.requests + 1):
         requests(number)
         if number % options.every == 0:
             for name, pid in processes.items():
-                found[name].append(usage(pid))
-            now = ", ".join(f"{name} {values[-1]['memory']:.1f} MB" for name, values in found.items())
+                usages[name].append(usage(pid))
+            now = ", ".join(f"{name} {values[-1]['memory']:.1f} MB" for name, values in usages.items())
             print(f"{number} requests, {time.monotonic() - began:.0f} s: {now}", file=sys.stderr, flush=True)
     assert process_beats(backend), "no rank beats"
-    return found
+    return usages
 
 
 def process_beats(backend: Backend) -> bool:
@@ -199,12 +199,12 @@ def main():
         options.requests, options.every, warm = 40, 8, 1
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
         try:
-            found = soak(options, folder)
+            usages = soak(options, folder)
         finally:
             pool.close_all()
     grown = {}
     print(f"\n{options.way}, per {options.every} requests, after the first {warm * options.every}:")
-    for name, values in found.items():
+    for name, values in usages.items():
         slopes = {kind: slope([value[kind] for value in values[warm:]]) for kind in KINDS}
         grown[name] = slopes["memory"]
         print(f"{name:8}" + "".join(f"{kind} {slopes[kind]:+.3f} {unit}   " for kind, unit in KINDS.items()))

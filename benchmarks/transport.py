@@ -75,7 +75,7 @@ def connected(path: str) -> socket.socket:
 
 def round_trips(sock: socket.socket, shape: tuple, count: int) -> list[float]:
     """Milliseconds of each round trip of a float32 latent; the first, which warms up, is left out."""
-    message, found = (
+    message, times = (
         protocol.Sample(
             model="model", sampler="euler", cfg=1.0, seed=0, tensors={"noise": torch.randn(shape)}
         ),
@@ -85,8 +85,8 @@ def round_trips(sock: socket.socket, shape: tuple, count: int) -> list[float]:
         began = time.perf_counter()
         framing.send(sock, message)
         framing.receive(sock)
-        found.append(1000 * (time.perf_counter() - began))
-    return found[1:]
+        times.append(1000 * (time.perf_counter() - began))
+    return times[1:]
 
 
 def measure_latents(count: int) -> dict[str, list[float]]:
@@ -104,7 +104,7 @@ def requeue(config: ParallelConfig, model: str, count: int) -> list[float]:
     """Milliseconds around each one-step request of a Flux latent of 1024 px that the engine does not count as
     its own."""
     pool.allow(model)
-    backend, found = pool.backend_for(config), []
+    backend, times = pool.backend_for(config), []
     backend.load(model)
     for _ in range(count + 2):
         message = common.request(model, 1, side=128)
@@ -113,8 +113,8 @@ def requeue(config: ParallelConfig, model: str, count: int) -> list[float]:
         result = backend.sample(replace(message, model=backend.load(model).model))
         took = time.perf_counter() - began
         assert result is not None  # nothing cancels it
-        found.append(1000 * (took - result.stats["seconds"]))
-    return found[2:]
+        times.append(1000 * (took - result.stats["seconds"]))
+    return times[2:]
 
 
 def measure_requeue(count: int, device: str) -> dict[str, list[float]]:
@@ -130,9 +130,9 @@ def measure_requeue(count: int, device: str) -> dict[str, list[float]]:
             pool.close_all()
 
 
-def show(found: dict[str, list[float]], goals: dict[str, float], unit: str) -> list[tuple]:
+def show(times: dict[str, list[float]], goals: dict[str, float], unit: str) -> list[tuple]:
     """Print the rows (label, spread, goal) and return them."""
-    rows = [(name, common.spread(values), goals[name]) for name, values in found.items()]
+    rows = [(name, common.spread(values), goals[name]) for name, values in times.items()]
     if rows:
         report.table(
             ["", unit, "goal", ""],

@@ -112,7 +112,7 @@ def rank(
     import doctor_runs
     import families
 
-    found = []
+    lines = []
     for method, config in doctor_runs.methods(ranks).items():
         if method in skipped:
             continue
@@ -125,17 +125,17 @@ def rank(
             request = replace(batch, sampler="euler", tensors=batch.tensors | sigmas)
             seen = watch(config, groups, folder / f"{family}.safetensors", request)
             if seen is not None:
-                found.append({"method": method, "family": family, **seen})
+                lines.append({"method": method, "family": family, **seen})
         mesh.close(groups)
-        write(found)
-    return found
+        write(lines)
+    return lines
 
 
-def keep(found: list[dict], path: Path | None):
+def keep(lines: list[dict], path: Path | None):
     """Write what was found so far, whole at any time."""
     if path is None:
         return
-    replace_file(path, json.dumps(found))
+    replace_file(path, json.dumps(lines))
 
 
 def main():
@@ -159,9 +159,9 @@ def main():
     path = Path(f"{chosen.json}.{number}") if chosen.json else None
     models = Path(os.environ[common.MODEL_VARIABLE])
     skipped = tuple(chosen.skip.split(","))
-    found = rank(chosen.ranks, chosen.device, models, partial(keep, path=path), skipped)
+    lines = rank(chosen.ranks, chosen.device, models, partial(keep, path=path), skipped)
     if number == "0":
-        for line in found:
+        for line in lines:
             print(line)
     common.leave()
 

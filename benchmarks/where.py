@@ -125,14 +125,14 @@ def measure(action: Callable[[], object], steps: int, cost: float) -> dict[str, 
     with watch:
         action()
     wall, process, thread = (clock() - then for clock, then in zip(clocks, before))
-    found = {**dict.fromkeys(COLUMNS, 0.0), **watch.seconds}
+    seconds_of = {**dict.fromkeys(COLUMNS, 0.0), **watch.seconds}
     watching = cost * watch.calls
-    found["Python"] = max(0.0, thread - sum(watch.seconds.values()) - watching)
-    found["gloo"] = process - thread
-    found["CPU"] = process - watching
-    found["wall clock"] = wall
-    found |= dict(sorted(watch.names.items(), key=itemgetter(1), reverse=True)[:SHOWN])
-    return {kind: seconds / steps for kind, seconds in found.items()}
+    seconds_of["Python"] = max(0.0, thread - sum(watch.seconds.values()) - watching)
+    seconds_of["gloo"] = process - thread
+    seconds_of["CPU"] = process - watching
+    seconds_of["wall clock"] = wall
+    seconds_of |= dict(sorted(watch.names.items(), key=itemgetter(1), reverse=True)[:SHOWN])
+    return {kind: seconds / steps for kind, seconds in seconds_of.items()}
 
 
 def actions(options, model: str, sample):
@@ -176,24 +176,24 @@ def main():
     every = dict(actions(options, model, sample))
     for action in every.values():
         action()  # touches every weight
-    found = {method: [] for method in every}
+    results = {method: [] for method in every}
     for _ in range(options.rounds):
         for method, action in every.items():
             common.meet()
-            found[method].append(measure(action, options.steps, cost))
+            results[method].append(measure(action, options.steps, cost))
     if os.environ["RANK"] == "0":
-        show(found, options)
+        show(results, options)
     common.leave()
 
 
-def show(found: dict[str, list[dict[str, float]]], options):
+def show(results: dict[str, list[dict[str, float]]], options):
     rows = []
-    for method, rounds in found.items():
+    for method, rounds in results.items():
         cells = [statistics.median(each[kind] for each in rounds) for kind in SUMS]
         rows.append([method, *(f"{seconds * 1000:.0f}" for seconds in cells)])
     report.table(["ms a step", *SUMS], rows)
     if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1))
+        Path(options.json).write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -60,23 +60,23 @@ def of_demo(steps: int) -> Sample:
 
 def errors(meshes: dict[str, mesh.Mesh], path: str, request) -> dict[str, list[str]]:
     """Method -> the relative error of the latent after each of STEPS, on rank 0. Raises UnsupportedError."""
-    found = {}
+    of_method = {}
     for method, groups in meshes.items():
         engine = Engine(METHODS[method], groups)
         engine.load("model", path, "default")
-        found[method] = []
+        of_method[method] = []
         for steps in STEPS:
             message = request(steps)
             packed = replace(message, wire="fp8")
             engine.check_sample(packed)
             full, rounded = (engine.sample(each, Callbacks())[0] for each in (message, packed))
-            found[method].append(f"{relative(rounded, full):.3f}")
-    return found
+            of_method[method].append(f"{relative(rounded, full):.3f}")
+    return of_method
 
 
-def row(name: str, found: dict[str, list[str]]) -> tuple[str, ...]:
+def row(name: str, errors_of: dict[str, list[str]]) -> tuple[str, ...]:
     """Return a line of the table."""
-    return (name, *(each for method in METHODS for each in found[method]))
+    return (name, *(each for method in METHODS for each in errors_of[method]))
 
 
 def main():

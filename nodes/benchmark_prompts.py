@@ -44,13 +44,15 @@ def trials(graph: dict, selected: str = "", check: Callable[[], None] = lambda: 
     graph = {key: graph[key] for key in ancestors(graph, [sampler])}
     config = source(graph, loader, "config")
     auto = _auto(_config_of(graph, config))
-    found = []
+    entries = []
     question, devices = _question(graph, loader, auto, check)
     for option in options_to_try(question, auto.method == EXACT):
         inputs = inputs_of(auto, option.plan, question, devices)
         prompts = _prompts(graph, sampler, loader, config or CONFIG, inputs)
-        found.append({"name": option.name, "inputs": inputs, "prompts": prompts, "projected": option.seconds})
-    return {"sampler": sampler, "loader": loader, "config": config or "", "trials": found}
+        entries.append(
+            {"name": option.name, "inputs": inputs, "prompts": prompts, "projected": option.seconds}
+        )
+    return {"sampler": sampler, "loader": loader, "config": config or "", "trials": entries}
 
 
 def options_to_try(question: Question, exact: bool = False) -> list[Option]:
@@ -59,13 +61,13 @@ def options_to_try(question: Question, exact: bool = False) -> list[Option]:
     same methods do not fit without it. ``exact``: of those whose result is one rank's."""
     fitting = sorted((each for each in question.options(exact) if each.fits), key=attrgetter("score"))
     whole = {each.mechanisms for each in fitting}
-    found: dict[frozenset, Option] = {}
+    best: dict[frozenset, Option] = {}
     for option in fitting:
         saves_nothing = option.plan.shard_weights and option.mechanisms - {"shard_weights"} in whole
         if option.plan.world_size == question.gpus > 1 and not saves_nothing:
-            found.setdefault(option.mechanisms, option)
+            best.setdefault(option.mechanisms, option)
     alone = [each for each in fitting if each.plan.world_size == 1]
-    return [*list(found.values())[:MAX_CANDIDATES], *alone[:1]]
+    return [*list(best.values())[:MAX_CANDIDATES], *alone[:1]]
 
 
 def inputs_of(auto: AutoConfig, plan: ParallelConfig, question: Question, devices: list[int]) -> dict:

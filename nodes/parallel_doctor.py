@@ -92,12 +92,12 @@ class ParallelDoctor(io.ComfyNode):
             lines = run([sys.executable, str(DOCTOR), "--json", str(file), "--ends-with-stdin", *options])
             if not file.exists():
                 raise BackendError(f"the doctor ended without a report: {' '.join(lines[-3:])[-400:]}")
-            found = json.loads(file.read_text())
-            report = json.dumps(found, indent=1)
+            findings = json.loads(file.read_text())
+            report = json.dumps(findings, indent=1)
         shown_lines = [line for line in lines if not line.startswith("wrote ")]
-        if found["ended"] != "complete":
+        if findings["ended"] != "complete":
             shown_lines.append(
-                f"problem  the doctor ended too soon ({found['ended']}): this is what it had found"
+                f"problem  the doctor ended too soon ({findings['ended']}): this is what it had found"
             )
         return io.NodeOutput("\n".join(shown_lines), report, ui=shown(shown_lines))
 

@@ -69,8 +69,8 @@ class ParallelLoRA(io.ComfyNode):
                 f"lora_name is {lora_name!r}, which is no file in models/loras; put it there and refresh "
                 f"the page."
             )
-        found = with_lora(dit, os.path.abspath(path), strength)
-        return _reported(found, found.loaded.info["notes"][-1])
+        changed = with_lora(dit, os.path.abspath(path), strength)
+        return _reported(changed, changed.loaded.info["notes"][-1])
 
 
 def _reported(dit: ParallelDiT, line: str) -> io.NodeOutput:

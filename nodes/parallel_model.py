@@ -161,11 +161,11 @@ class RemoteTransformer(ElsewhereModule):
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """Name the weights as ComfyUI's model does, without values: its LoRA loaders look for the names."""
-        found = OrderedDict() if destination is None else destination
-        found.update(
+        names = OrderedDict() if destination is None else destination
+        names.update(
             (prefix + name, torch.empty(0, device="meta")) for name in self.dit.loaded.info["weights"]
         )
-        return found
+        return names
 
     def hold_backend(
         self,
@@ -221,11 +221,11 @@ class RemoteTransformer(ElsewhereModule):
         family = family_named(loaded)
         if "step_end" in loaded.info["conditioning"]:
             values |= _step_end(transformer_options or {})
-        found = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
-        found = fill_zeros(found, x.shape[0], family, loaded.info["config"])
+        given = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
+        given = fill_zeros(given, x.shape[0], family, loaded.info["config"])
         self._warn_of_idle_ranks(x.shape[0], dit.config)
         tensors = {"x": x, "time": timestep / self.time_scale}
-        tensors |= {f"cond.{name}": value for name, value in found.items()}
+        tensors |= {f"cond.{name}": value for name, value in given.items()}
         call = ModelCall(
             loaded.model,
             attention=dit.config.attention,
@@ -270,7 +270,7 @@ class RemoteTransformer(ElsewhereModule):
     ) -> tuple[Result | None, bool]:
         """Return the result of the shortened call, and whether the ranks cache what it left out. The
         first call of a size in a sampling asks ComfyUI for room: areas and longer prompts may come later."""
-        found = []
+        holds = []
         self.called = backend
         sampling = self.sampling
         size = (*call.latent_shapes, *sorted((name, value.shape) for name, value in call.tensors.items()))
@@ -281,7 +281,7 @@ class RemoteTransformer(ElsewhereModule):
             backend.sample,
             self.cached_arguments.shortened(call),
             should_cancel=partial(status.interrupted, backend=backend),
-            meanwhile=lambda: found.append(self.cached_arguments.holds()),
+            meanwhile=lambda: holds.append(self.cached_arguments.holds()),
             room=room,
         )
         asks = room is not None
@@ -289,7 +289,7 @@ class RemoteTransformer(ElsewhereModule):
         # ranks that miss cached arguments have not looked at their memory
         if sampling is not None and result is not None and "missing" not in result.stats:
             sampling.sizes.add(str(size))
-        return result, all(found)
+        return result, all(holds)
 
     def _check_options(self, control, options: dict[str, Any]):
         if control is not None:

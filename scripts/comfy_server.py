@@ -141,9 +141,9 @@ class ComfyServer:
             status, reply = self.post("/prompt", {"prompt": prompt, "client_id": client})
             run.node_errors = reply.get("node_errors", {})
             if status != 200:
-                found = [error for node in run.node_errors.values() for error in node["errors"]]
+                errors = [error for node in run.node_errors.values() for error in node["errors"]]
                 run.status = "rejected"
-                run.message = found[0]["details"] if found else json.dumps(reply)
+                run.message = errors[0]["details"] if errors else json.dumps(reply)
                 return run
             while not run.status:
                 assert time.monotonic() - began < seconds, f"the graph still runs after {seconds} s"

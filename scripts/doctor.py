@@ -53,10 +53,10 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def show(found: Iterable, report) -> list:
+def show(findings: Iterable, report) -> list:
     """Print findings as they come, and write them into the ``report``; return them."""
     shown = []
-    for finding in found:
+    for finding in findings:
         lead = f"{finding.status:8} {finding.check:18} "
         print(textwrap.fill(finding.text, COLUMNS, initial_indent=lead, subsequent_indent=" " * len(lead)))
         sys.stdout.flush()
@@ -73,12 +73,12 @@ def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
     return map(advised, doctor_runs.full(chosen, facts))
 
 
-def draw(found: list, path: Path):
+def draw(findings: list, path: Path):
     """Write the chart of --full, where anything was timed."""
     try:
         import doctor_steps
 
-        drawn = doctor_steps.chart(found, path)
+        drawn = doctor_steps.chart(findings, path)
     except ImportError:  # of benchmarks; said already by --full itself
         return
     except OSError as error:  # as next to /dev/stdout
@@ -142,11 +142,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"problem  json               {chosen.json} cannot be written ({error}); name another file")
         return 1
-    found, ended = [], "interrupted"
+    findings, ended = [], "interrupted"
     try:
-        found = show(checks.quick(facts), report)
+        findings = show(checks.quick(facts), report)
         if chosen.full:
-            found += show(
+            findings += show(
                 doctor_findings.findings("full", partial(run_backend, chosen=chosen), facts), report
             )
         ended = "complete"
@@ -155,19 +155,21 @@ def main(arguments: list[str] | None = None) -> int:
         raise
     finally:
         report.close(ended)
-    return conclude(found, chosen)
+    return conclude(findings, chosen)
 
 
-def conclude(found: list, chosen: argparse.Namespace) -> int:
+def conclude(findings: list, chosen: argparse.Namespace) -> int:
     """Say how many problems there were, and what was written; return the exit status."""
-    problems, warnings = (sum(each.status == status for each in found) for status in ("problem", "warning"))
+    problems, warnings = (
+        sum(each.status == status for each in findings) for status in ("problem", "warning")
+    )
     print(f"{problems} problems, {warnings} warnings")
-    if not chosen.json and any("report it" in each.text for each in found):
+    if not chosen.json and any("report it" in each.text for each in findings):
         print("to report: run it again with --json doctor.json, read the file and attach it to an issue")
     if chosen.json:
         print(f"wrote {chosen.json}")
         if chosen.full:
-            draw(found, chosen.json.with_suffix(".png"))
+            draw(findings, chosen.json.with_suffix(".png"))
     return 1 if problems else 0
 
 

@@ -32,9 +32,9 @@ def version_of(folder: Path) -> str:
     """Return the commit of the pack in a folder, or its version where that is no clone."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
-        if found.returncode == 0:
-            return found.stdout.strip()
+        described = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
+        if described.returncode == 0:
+            return described.stdout.strip()
         return re.findall(r'^version = "(.*)"', (folder / "pyproject.toml").read_text(), re.MULTILINE)[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"

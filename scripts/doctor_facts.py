@@ -171,13 +171,13 @@ class Facts:
             return []
         indices = list(range(torch.cuda.device_count()))
         free = measurements.free_memory("cuda", indices) if indices else ()
-        found = [torch.cuda.get_device_properties(index) for index in indices]
+        properties = [torch.cuda.get_device_properties(index) for index in indices]
         return [
             Gpu(
                 *(index, each.name, each.total_memory, free[index], (each.major, each.minor)),
                 uuid=measurements.gpu_uuid(index),
             )
-            for index, each in enumerate(found)
+            for index, each in enumerate(properties)
         ]
 
     @cached_property

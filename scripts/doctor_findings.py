@@ -41,8 +41,8 @@ def findings(name: str, check: Callable, subject, what: str = "") -> Iterator[Fi
     """Run one check. What it raises becomes a finding of its own, so that the others go on. ``what``: the
     part of the check, in words."""
     try:
-        found = check(subject)
-        for each in [found] if isinstance(found, tuple) else found:
+        result = check(subject)
+        for each in [result] if isinstance(result, tuple) else result:
             yield each if isinstance(each, Finding) else Finding(name, *each)
     except OutOfTime as over:
         yield Finding(name, WARNING, f"{what}: {over}" if what else str(over))

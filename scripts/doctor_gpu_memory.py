@@ -41,13 +41,13 @@ class GpuMemory:
         if not self.is_by_driver:
             rooms = [torch.cuda.mem_get_info(index) for index in self.gpus]
             return [total - free for free, total in rooms]
-        found = []
+        sizes = []
         for handle in self._handles:
             info = MemoryInfo()
             if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(info)):
                 raise OSError("the driver no longer answers (nvmlDeviceGetMemoryInfo); restart the machine")
-            found.append(info.total - info.free)
-        return found
+            sizes.append(info.total - info.free)
+        return sizes
 
     def _found(self) -> list[ctypes.c_void_p]:
         """Return NVML's handle of each GPU, of all or of none: it numbers GPUs by their slots."""

@@ -35,9 +35,9 @@ def kernels(lab: Lab) -> Found:
     wanted = lab.run(ParallelConfig(), path, lab.request(path, 2)).samples
     here = []
     for kernel in while_time(lab, KERNELS):
-        for found in findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab, kernel):
-            here += [kernel] if found.values else []  # else it cannot be chosen here
-            yield found
+        for finding in findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab, kernel):
+            here += [kernel] if finding.values else []  # else it cannot be chosen here
+            yield finding
     yield from in_rings(lab, here, wanted)
     for kernel in while_time(lab, here):
         yield from findings("kernels", partial(_head_sizes, kernel=kernel), lab, f"{kernel} by head size")

@@ -177,17 +177,17 @@ class Lab(Models):
         ranks = self.gpus
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
             try:
-                found = measurements.machine_rates(
+                measured = measurements.machine_rates(
                     self.device, ranks, self.check_end, lambda line: None, longest=PROBE_SECONDS
                 )
             except UnmeasuredError as error:
                 self.links_failed = error.of_links
                 raise
             way = nccl_settings.saved_way(os.environ, ranks)
-        self.rates = found
+        self.rates = measured
         if self.device == "cuda":
             nccl_settings.save_way(os.environ, ranks, way)
-        return found
+        return measured
 
     def waits(self, skipped: list[str]) -> tuple[list[dict], Ended]:
         """Run benchmarks/waits.py on as many ranks, without the ``skipped`` methods; return what they found,
@@ -242,7 +242,7 @@ class Lab(Models):
         return check
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
+def relative(latent: Tensor, wanted: Tensor) -> float:
     """Return the relative distance of two latents, infinite where one has no numbers."""
-    distance = ((found - wanted).norm() / wanted.norm()).item()
+    distance = ((latent - wanted).norm() / wanted.norm()).item()
     return distance if math.isfinite(distance) else math.inf

@@ -214,8 +214,8 @@ def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
         message = replace(request, model=loaded.model, **config.per_request)
         result = _sample(lab, config, backend, message)
         assert result is not None, "nobody has cancelled it"
-        found = result.tensors["samples"]
-        distances.append(relative(found, firsts.setdefault(name, found)))
+        samples = result.tensors["samples"]
+        distances.append(relative(samples, firsts.setdefault(name, samples)))
     status = OK if max(distances) <= EXACT[lab.device] else PROBLEM
     text = f"two models in turn: the latents are at most {max(distances):.1e} from their first"
     if not backend.models.keys() >= set(keep):

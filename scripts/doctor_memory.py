@@ -55,7 +55,7 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
         )
     )
     planned = [rank["device_bytes"] for rank in described.ranks]
-    over = max(found - plan for found, plan in zip(most, planned))
+    over = max(held - plan for held, plan in zip(most, planned))
     each = ", ".join(f"rank {i} {gb(m)} (planned {gb(p)})" for i, (m, p) in enumerate(zip(most, planned)))
     status = OK if over <= lab.size.slack else WARNING
     text = f"{name}: the most beside what an idle rank holds: {each}"

@@ -85,11 +85,11 @@ def _end(session: int):
 
 def _members(session: int) -> set[psutil.Process]:
     """Return the processes of a session and their descendants; torchrun gives each rank a session."""
-    found: set[psutil.Process] = set()
+    processes: set[psutil.Process] = set()
     for each in psutil.process_iter():
         try:
             if os.getsid(each.pid) == session:
-                found |= {each, *each.children(recursive=True)}
+                processes |= {each, *each.children(recursive=True)}
         except (OSError, psutil.Error):
             continue  # it has ended
-    return found
+    return processes

@@ -147,22 +147,22 @@ def _without_uuids(text: str) -> str:
     """Number the UUIDs as they come: who reads the report sees which GPU is which."""
     numbers: dict[str, int] = {}
 
-    def placeholder(found: re.Match) -> str:
-        number = numbers.setdefault(found[2].lower(), len(numbers) + 1)
-        return f"{found[1] or ''}UUID-{number}"
+    def placeholder(match: re.Match) -> str:
+        number = numbers.setdefault(match[2].lower(), len(numbers) + 1)
+        return f"{match[1] or ''}UUID-{number}"
 
     return UUID.sub(placeholder, text)
 
 
 def _folders() -> dict[str, str]:
     """Return folder -> what stands for it, the longest first: one may lie in another."""
-    found = {
+    stand_ins = {
         os.path.expanduser("~"): "~",
         tempfile.gettempdir(): "TMPDIR",
         sys.prefix: "PYTHON",
         str(ROOT): "PACK",
     }
-    return {folder: found[folder] for folder in sorted(found, key=len, reverse=True)}
+    return {folder: stand_ins[folder] for folder in sorted(stand_ins, key=len, reverse=True)}
 
 
 def _user() -> str:

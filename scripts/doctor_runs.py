@@ -44,24 +44,24 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
     """Return every method that ``ranks`` ranks allow, and every pair of methods where they make a grid."""
     if ranks == 1:
         return {"one rank": ParallelConfig()}
-    found = {"dp": ParallelConfig(data_parallel_degree=ranks)}
-    found["ulysses"] = ParallelConfig(ulysses_degree=ranks)
-    found["ring"] = ParallelConfig(ring_degree=ranks)
-    found["tensor parallel"] = ParallelConfig(tensor_parallel_degree=ranks)
-    found["FSDP"] = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
-    found["pipefusion M=1"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1)
-    found[f"pipefusion M={ranks}"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=ranks)
+    configs = {"dp": ParallelConfig(data_parallel_degree=ranks)}
+    configs["ulysses"] = ParallelConfig(ulysses_degree=ranks)
+    configs["ring"] = ParallelConfig(ring_degree=ranks)
+    configs["tensor parallel"] = ParallelConfig(tensor_parallel_degree=ranks)
+    configs["FSDP"] = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
+    configs["pipefusion M=1"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1)
+    configs[f"pipefusion M={ranks}"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=ranks)
     if ranks == 2:
-        found["cfg"] = ParallelConfig(cfg_degree=2)
+        configs["cfg"] = ParallelConfig(cfg_degree=2)
     if ranks >= 4 and ranks % 2 == 0:
         for first, second in combinations(("cfg", "pp", "ring", "ulysses", "tp"), 2):
             patches = ParallelConfig(num_pipeline_patch=1 if "pp" in (first, second) else 0)
             pair = {AXES[first]: 2, AXES[second]: ranks // 2}
             name = f"{first} 2 x {second} {ranks // 2}"
-            found[name] = replace(patches, **pair)
+            configs[name] = replace(patches, **pair)
             if stages := pair.get(AXES["pp"]):
-                found[f"{name} M={stages}"] = replace(found[name], num_pipeline_patch=stages)
-    return found
+                configs[f"{name} M={stages}"] = replace(configs[name], num_pipeline_patch=stages)
+    return configs
 
 
 def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
@@ -177,9 +177,9 @@ def speed(lab: Lab) -> Found:
         configs |= {f"{name}, shares {parts}": config for name, config in unlike.items()}
     lab.flux()  # where it cannot be made, no method has to say so
     ceiling = None
-    for found in possible("speed", "ceiling", _ceiling, lab):
-        ceiling = found.values.get("speedup")
-        yield found
+    for finding in possible("speed", "ceiling", _ceiling, lab):
+        ceiling = finding.values.get("speedup")
+        yield finding
     for name in while_time(lab, configs):
         timed = partial(_speed, name=name, config=configs[name], ceiling=ceiling)
         yield from possible("speed", name, timed, lab)

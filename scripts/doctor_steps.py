@@ -102,13 +102,13 @@ def _waits(lab: Lab, runs: list[dict]) -> Finding:
     return Finding("waits", WARNING, text, {"runs": runs})
 
 
-def chart(found: Iterable[Finding], path: Path) -> bool:
+def chart(findings: Iterable[Finding], path: Path) -> bool:
     """Draw how many times one rank's speed every timed method has; return whether there was any."""
     import report
 
     bars = [
         report.Bar(each.values["method"], *[each.values["speedup"]] * 3)
-        for each in found
+        for each in findings
         if "speedup" in each.values
     ]
     if bars:

@@ -34,7 +34,7 @@ FULL_HEAD = (
 def golden_files() -> dict[str, list[str]]:
     """Family -> names of the golden files (tests/golden) whose checkpoint it is, and how far the farthest of
     their latents is (golden_distances.json)."""
-    found: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
     distances = json.loads((ROOT / "tests/golden_distances.json").read_text())
     for path in sorted((ROOT / "tests/golden").glob("*.json")):
         shapes = json.loads(path.read_text())["shapes"]
@@ -42,8 +42,8 @@ def golden_files() -> dict[str, list[str]]:
         if not names:
             continue
         largest = max(distance for case, distance in distances.items() if case.split("__")[0] == path.stem)
-        found.setdefault(names[0], []).append(f"{path.stem} ({largest:.0e})")
-    return found
+        files.setdefault(names[0], []).append(f"{path.stem} ({largest:.0e})")
+    return files
 
 
 def title_of(module) -> str:

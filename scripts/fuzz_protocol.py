@@ -85,11 +85,11 @@ class Coverage:
 
 def _lines(code: CodeType, top: bool = True) -> set[int]:
     """Those of the functions inside ``code``; what runs at the import is left out."""
-    found = set() if top else {line for _, _, line in code.co_lines() if line}
+    lines = set() if top else {line for _, _, line in code.co_lines() if line}
     for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
         is_class = "__qualname__" in inner.co_names
-        found |= _lines(inner, is_class)
-    return found
+        lines |= _lines(inner, is_class)
+    return lines
 
 
 def good_frames(rank0: Rank0) -> list[bytes]:

@@ -46,11 +46,11 @@ def _texts(info: dict) -> dict:
 
 def paths_of(texts: dict, prefix: str = "") -> set[str]:
     """Return the dotted path of every text."""
-    found = set()
+    paths = set()
     for key, value in texts.items():
         path = f"{prefix}{key}"
-        found |= paths_of(value, f"{path}.") if isinstance(value, dict) else {path}
-    return found
+        paths |= paths_of(value, f"{path}.") if isinstance(value, dict) else {path}
+    return paths
 
 
 def read(language: str, file: str = "nodeDefs.json") -> dict:

@@ -62,9 +62,9 @@ def inputs_of(info: dict, values: dict) -> tuple[list[tuple[str, str]], list[tup
                 names = [f"{name}.{inner}" for inner in options["template"]["names"]]
                 linked += [(name, one[0]) for name in names[: 1 + sum(name in values for name in names)]]
                 continue
-            found = widgets_of(name, kind, options)
-            widgets += found
-            if not found and not options.get("hidden"):
+            of_input = widgets_of(name, kind, options)
+            widgets += of_input
+            if not of_input and not options.get("hidden"):
                 linked.append((name, kind))
     return linked, widgets
 

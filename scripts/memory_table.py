@@ -99,14 +99,16 @@ def needs(file: File) -> Iterator[tuple[str, dict[tuple[str, int], float | None]
         for ranks in RANKS:
             plans[method, ranks] = planned(checkpoint, file, **fields(ranks))
     for name, experts in counts.items():
-        yield name, {which: gigabytes_of_plans(found, experts) for which, found in plans.items()}
+        yield name, {which: gigabytes_of_plans(of_file, experts) for which, of_file in plans.items()}
 
 
-def fits(found: dict[tuple[str, int], float | None], card: int) -> str:
+def fits(needs_of: dict[tuple[str, int], float | None], card: int) -> str:
     """Write the fewest cards of ``card`` GiB that hold a model, and by which methods."""
     room = (card * 2**30 - RESERVED) / 1e9
     for ranks in (1, *RANKS):
-        methods = [name for (name, count), need in found.items() if count == ranks and need and need <= room]
+        methods = [
+            name for (name, count), need in needs_of.items() if count == ranks and need and need <= room
+        ]
         if methods:
             return f"{ranks}: {', '.join(methods)}" if ranks > 1 else "1"
     return "no"
@@ -115,11 +117,11 @@ def fits(found: dict[tuple[str, int], float | None], card: int) -> str:
 def rows(file: File) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return the lines of a file in both tables."""
     source = "derived" if file.form or file.header.endswith("Model") else "released"
-    found = []
+    lines = []
     for name, need in needs(file):
         cells = (f"{value:.1f}" if value else "-" for value in need.values())
-        found.append(((name, source, *cells), (name, *(fits(need, card) for card in CARDS))))
-    return found
+        lines.append(((name, source, *cells), (name, *(fits(need, card) for card in CARDS))))
+    return lines
 
 
 def tables(files: tuple[File, ...] = FILES) -> str:

@@ -178,10 +178,10 @@ def _ready(work: Work, rank: int, stage_of, done, ranks, stages: int) -> float |
         needed = [(each, other) for each in last for other in ranks[each] if _comes_before(other, work)]
     ends = []
     for source, wanted in needed:
-        found = [each.end for each in done[source] if _same(each, wanted)]
-        if not found:
+        ends_of_source = [each.end for each in done[source] if _same(each, wanted)]
+        if not ends_of_source:
             return None
-        ends += found
+        ends += ends_of_source
     return max(ends, default=0.0)
 
 

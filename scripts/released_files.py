@@ -37,14 +37,14 @@ def write(name: str, rows: dict):
 def taken() -> list[tuple[str, ...]]:
     """Return a row for each file that is taken."""
     comfy = read("comfy.json")
-    found = []
+    rows = []
     for file, row in read("released.json").items():
         if isinstance(row, list):
             family, parameters, left = row
             name, kinds, settings, latent = comfy[file]
             sampling = f"{kinds[0].removeprefix('ModelSampling')} {shown(settings)}".strip()
-            found.append((file, family, name, str(parameters), shown_names(left), sampling, latent))
-    return found
+            rows.append((file, family, name, str(parameters), shown_names(left), sampling, latent))
+    return rows
 
 
 def shown(settings: dict) -> str:
@@ -71,15 +71,15 @@ def loras() -> list[tuple[str, ...]]:
     """Return a row for each list of keys: what it changes, or its refusal."""
     ours = read("lora_patches.json")
     theirs = read("comfy_loras.json")
-    found = []
+    rows = []
     for name, rules in read("loras.json").items():
         row = ours[name]
         taken = isinstance(row, list)
         changed, left = (
             (str(row[0]), str(row[1])) if taken else ("refused", row.partition(".safetensors ")[2])
         )
-        found.append((name, rules["model"], changed, str(theirs[name]), left))
-    return found
+        rows.append((name, rules["model"], changed, str(theirs[name]), left))
+    return rows
 
 
 def listed() -> str:

@@ -74,31 +74,31 @@ def is_matrix(key: str, shape: list[int]) -> bool:
 
 def fp8(tensors: Tensors, settings: dict[str, str]) -> Tensors:
     """Scaled fp8: E4M3 values under one scale, with the scale of inputs."""
-    found = dict(tensors)
+    quantized = dict(tensors)
     for key, (_, shape) in tensors.items():
         if is_matrix(key, shape):
             layer = key.removesuffix(".weight")
-            found |= {key: ("F8_E4M3", shape), f"{layer}.weight_scale": ("F32", [])}
-            _describe(found, settings, layer, {"format": "float8_e4m3fn"})
-    return found
+            quantized |= {key: ("F8_E4M3", shape), f"{layer}.weight_scale": ("F32", [])}
+            _describe(quantized, settings, layer, {"format": "float8_e4m3fn"})
+    return quantized
 
 
 def int8(tensors: Tensors, settings: dict[str, str]) -> Tensors:
     """int8 with a scale for each row; rotated (ConvRot) where groups divide the rows."""
-    found = dict(tensors)
+    quantized = dict(tensors)
     for key, (_, shape) in tensors.items():
         if is_matrix(key, shape):
             layer = key.removesuffix(".weight")
-            found |= {key: ("I8", shape), f"{layer}.weight_scale": ("F32", [shape[0], 1])}
+            quantized |= {key: ("I8", shape), f"{layer}.weight_scale": ("F32", [shape[0], 1])}
             rotation = {"convrot": True, "convrot_groupsize": ROTATED} if shape[1] % ROTATED == 0 else {}
-            _describe(found, settings, layer, {"format": "int8_tensorwise", **rotation})
-    return found
+            _describe(quantized, settings, layer, {"format": "int8_tensorwise", **rotation})
+    return quantized
 
 
-def _describe(found: Tensors, settings: dict[str, str], layer: str, description: dict):
+def _describe(quantized: Tensors, settings: dict[str, str], layer: str, description: dict):
     text = json.dumps(description)
     settings[f"{layer}.comfy_quant"] = text
-    found[f"{layer}.comfy_quant"] = ("U8", [len(text)])
+    quantized[f"{layer}.comfy_quant"] = ("U8", [len(text)])
 
 
 def gguf_tensors(tensors: Tensors, kind: str) -> Tensors:
@@ -106,11 +106,11 @@ def gguf_tensors(tensors: Tensors, kind: str) -> Tensors:
     import gguf
 
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    found: Tensors = {}
+    quantized: Tensors = {}
     for key, (_, shape) in tensors.items():
         fits = is_matrix(key, shape) and shape[1] % block == 0
-        found[key] = (kind if fits else "F16" if len(shape) > 1 else "F32", shape)
-    return found
+        quantized[key] = (kind if fits else "F16" if len(shape) > 1 else "F32", shape)
+    return quantized
 
 
 #: Form of a safetensors file -> what makes it; other forms are types of GGUF.

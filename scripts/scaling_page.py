@@ -81,13 +81,13 @@ def fitted(case: Case) -> Machine:
 def published() -> list[tuple[Case, str, float, float]]:
     """Return (case, plan, published seconds, projected seconds) of every plan of several GPUs that stands
     next to one GPU's."""
-    found = []
+    of_plans = []
     for case in (each for each in CASES if "1" in each.seconds):
         machine = fitted(case)
         plans = {name: plan for name, plan in case.plans.items() if name != "1"}
         costs = {name: Cost(case.model, plan, machine, case.request) for name, plan in plans.items()}
-        found += [(case, name, case.seconds[name], cost.total) for name, cost in costs.items()]
-    return found
+        of_plans += [(case, name, case.seconds[name], cost.total) for name, cost in costs.items()]
+    return of_plans
 
 
 def errors() -> list[float]:
@@ -103,11 +103,11 @@ def published_table() -> str:
         what = f"{request.image_tokens} tokens, {request.steps} steps"
         numbers = (f"{seconds:.2f}", f"{projected:.2f}", f"{projected / seconds - 1:+.1%}")
         rows.append((case.model.name, what, case.machine.name, name, case.source, *numbers))
-    found = errors()
+    off = errors()
     summary = (
-        f"{len(found)} plans of several GPUs: median error **{found[len(found) // 2]:.1%}**, mean "
-        f"{sum(found) / len(found):.1%}, largest {found[-1]:.1%}; "
-        f"{sum(error <= GOAL for error in found)} within {GOAL:.0%}.\n"
+        f"{len(off)} plans of several GPUs: median error **{off[len(off) // 2]:.1%}**, mean "
+        f"{sum(off) / len(off):.1%}, largest {off[-1]:.1%}; "
+        f"{sum(error <= GOAL for error in off)} within {GOAL:.0%}.\n"
     )
     head = ("model", "request", "GPU", "plan", "source", "published s", "projected s", "error")
     return f"{markdown(head, rows)}\n{summary}"
@@ -149,14 +149,14 @@ class Model:
         ring = ranks if method == "ring" else 1
         lengths = (self.size.image_tokens, self.size.text_tokens)
         heads = plan.heads * tp / self.shape.heads
-        found = 0.0
+        total = 0.0
         for block in self.shape.blocks[slice(*plan.blocks)]:
             text_is_joint = self.shape.joint
             for text, image in plan.patches:
                 linear = block.linear(image, text if text_is_joint else lengths[1])
-                found += linear * (1 - block.cut + block.cut / tp)
-            found += block.attention(*lengths) * heads / tp / ring
-        return found
+                total += linear * (1 - block.cut + block.cut / tp)
+            total += block.attention(*lengths) * heads / tp / ring
+        return total
 
 
 @cache
@@ -175,10 +175,10 @@ def plans_of(family: str, method: str, ranks: int) -> list[RankPlan]:
 
 
 # ------------------------------------------------------------------ projected seconds
-def question(found: Model, machine: Machine, gpus: int, gib: int) -> Question:
+def question(about: Model, machine: Machine, gpus: int, gib: int) -> Question:
     """Ask the planner about a model on a machine."""
     with_memory = replace(machine, memory=(gib * GIB,) * gpus)
-    return Question(found.shape, found.request, with_memory, gpus)
+    return Question(about.shape, about.request, with_memory, gpus)
 
 
 def step(asked: Question, option: Option) -> float:
@@ -204,12 +204,12 @@ def cell(asked: Question, option: Option | None, one: float) -> str:
     return f"{seconds:.3f}{times}{'' if option.fits else ' !'}"
 
 
-def same_published(found: Model, machine: Machine, gpus: int) -> str:
+def same_published(about: Model, machine: Machine, gpus: int) -> str:
     """Write the least published seconds a step of the same model, tokens and GPUs."""
     best: list[tuple[float, str]] = []
     for case in CASES:
-        same = SAME.get(case.model.name) == found.family and case.machine.name == machine.name
-        if same and case.request.image_tokens == found.request.image_tokens and "1" in case.seconds:
+        same = SAME.get(case.model.name) == about.family and case.machine.name == machine.name
+        if same and case.request.image_tokens == about.request.image_tokens and "1" in case.seconds:
             best += [
                 (seconds / case.request.steps, name)
                 for name, seconds in case.seconds.items()
@@ -221,8 +221,8 @@ def same_published(found: Model, machine: Machine, gpus: int) -> str:
 def projected_row(family: str, name: str) -> tuple[str, ...]:
     """Return the line of a model on a machine."""
     machine, gpus, gib = MACHINES[name]
-    found = model(family)
-    asked = question(found, machine, gpus, gib)
+    about = model(family)
+    asked = question(about, machine, gpus, gib)
     alone = asked.option(ParallelConfig())
     one = step(asked, alone)
     methods = [cell(asked, by_method(asked, field), one) for field in dry_run.METHODS.values()]
@@ -231,9 +231,9 @@ def projected_row(family: str, name: str) -> tuple[str, ...]:
         chosen = (option.name, cell(asked, option, one))
     except ConfigError:
         chosen = ("does not fit", "")
-    request = found.request
+    request = about.request
     tokens = f"{request.image_tokens} + {request.text_tokens}"
-    published_step = same_published(found, machine, gpus)
+    published_step = same_published(about, machine, gpus)
     return family, tokens, str(request.prompts), cell(asked, alone, one), *methods, *chosen, published_step
 
 
@@ -248,7 +248,7 @@ def projected_table(name: str) -> str:
 def counted_cell(family: str, method: str, ranks: int) -> str:
     """Write GB of weights and of keys and values, GB sent, TMAC of the busiest rank, and its share over an
     even one."""
-    found = model(family)
+    about = model(family)
     try:
         plans = plans_of(family, method, ranks)
     except (ConfigError, UnsupportedError):
@@ -256,7 +256,7 @@ def counted_cell(family: str, method: str, ranks: int) -> str:
     weights = max(plan.weight_bytes for plan in plans) / 1e9
     kv = max(plan.kv_bytes for plan in plans) / 1e9
     sent = max(sum(plan.bytes_per_step.values()) for plan in plans) / 1e9
-    work = [found.macs(plan, method, ranks) for plan in plans]
+    work = [about.macs(plan, method, ranks) for plan in plans]
     held = f"{weights:.1f}" + (f" + {kv:.1f}" if kv >= 0.05 else "")
     return f"{held}, {sent:.2f}, {max(work) / 1e12:.2f}, {max(work) * ranks / sum(work):.2f}"
 

@@ -110,14 +110,14 @@ def zoom(size: tuple[float, float], window: tuple[int, int]) -> float:
 
 def splits(nodes: list[dict]) -> list[list[Column]]:
     """The lowest way to put nodes, in their order, into one column, into two, and into three."""
-    found = []
+    lowest = []
     for count in range(1, min(3, len(nodes)) + 1):
         ways = [
             [Column(nodes[a:b]) for a, b in zip((0, *cuts), (*cuts, len(nodes)), strict=True)]
             for cuts in combinations(range(1, len(nodes)), count - 1)
         ]
-        found.append(min(ways, key=lambda columns: max(column.height for column in columns)))
-    return found
+        lowest.append(min(ways, key=lambda columns: max(column.height for column in columns)))
+    return lowest
 
 
 @dataclass
@@ -186,16 +186,18 @@ def best_layout(nodes: list[dict], note: str) -> Layout:
     """Return the layout that opens at the largest zoom; of those within a hundredth the one whose groups have
     the fewest columns, and whose note is at the left."""
     grouped = [(group, [node for node in nodes if group_of(node) is group]) for group in GROUPS]
-    present = [(group, found) for group, found in grouped if found]
+    present = [(group, columns_of_group) for group, columns_of_group in grouped if columns_of_group]
     count = len(present)
     unders = [(0, 1), (0, 0), (0, 2), (count - 2, 2), (count - 1, 1)]
-    choices = [[(group, columns) for columns in splits(found)] for group, found in present]
+    choices = [
+        [(group, columns) for columns in splits(columns_of_group)] for group, columns_of_group in present
+    ]
     ways = [(parts, under) for under in unders for parts in product(*choices)]
 
     def rank(way) -> tuple[float, int]:
         parts, under = way
-        found = Layout(list(parts), under, note)
-        return -round(zoom(found.size, WINDOW), 2), sum(len(columns) for _, columns in parts)
+        columns_of_group = Layout(list(parts), under, note)
+        return -round(zoom(columns_of_group.size, WINDOW), 2), sum(len(columns) for _, columns in parts)
 
     parts, under = min(ways, key=rank)
     return Layout(list(parts), under, note)

@@ -58,14 +58,14 @@ def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, r
     first, result = timed(lambda: backend.sample(message))
     every = [timed(lambda: backend.sample(message))[0] for _ in range(rounds)]
     steps = len(message.tensors["sigmas"]) - 1
-    found = {
+    numbers = {
         "model": Path(request.model).name,
         "latent": list(result.tensors["samples"].shape),
         "steps": steps,
     }
-    found |= {"load_seconds": round(load, 3), "first_seconds": round(first, 3)}
-    found |= spread("seconds", every)
-    return found | {"seconds_per_step": round(statistics.median(every) / steps, 4)}
+    numbers |= {"load_seconds": round(load, 3), "first_seconds": round(first, 3)}
+    numbers |= spread("seconds", every)
+    return numbers | {"seconds_per_step": round(statistics.median(every) / steps, 4)}
 
 
 def timed(action) -> tuple:

@@ -74,10 +74,10 @@ def read_requests(text: str, folder: Path) -> list[SampleRequest]:
     """Return the requests of a JSON text, an object or a list of them, whose paths begin at ``folder``.
     ConfigError, which says what is wrong with which, for anything else."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"the request is no JSON ({error}); see docs/headless.md.") from error
-    entries = found if isinstance(found, list) else [found]
+    entries = parsed if isinstance(parsed, list) else [parsed]
     if not entries:
         raise ConfigError("the list of requests is empty; name at least one.")
     return [_request(entry, f"request {i + 1}", folder) for i, entry in enumerate(entries)]
@@ -193,21 +193,21 @@ def read_tensors(path: str) -> dict[str, Tensor]:
 def read_prompt(path: str, accepted: list[str]) -> dict[str, Tensor]:
     """Return the model arguments of a file by ComfyUI's names; lists are KEY.0, KEY.1, ... ConfigError for a
     name that the model does not take."""
-    found = {CONDITIONING.get(name, name): tensor for name, tensor in read_tensors(path).items()}
-    unknown = [name for name in found if name.split(".")[0] not in accepted]
+    tensors = {CONDITIONING.get(name, name): tensor for name, tensor in read_tensors(path).items()}
+    unknown = [name for name in tensors if name.split(".")[0] not in accepted]
     if unknown:
         takes = ", ".join(accepted)
         raise ConfigError(f"{quoted(path)} has {quoted(unknown[0])}; this model takes {takes}.")
-    return found
+    return tensors
 
 
 def read_json(path: str, name: str) -> dict:
     """Return a diffusers configuration: a file, or NAME in a folder. ConfigError where there is none."""
     file = Path(path) / name if Path(path).is_dir() else Path(path)
     try:
-        found = json.loads(file.read_text())
+        parsed = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{quoted(str(file))} cannot be read ({error}); name diffusers' {name}.") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ConfigError(f"{quoted(str(file))} holds no object; name diffusers' {name}.")
-    return found
+    return parsed

@@ -106,20 +106,20 @@ def _latents(request: SampleRequest) -> list[Tensor]:
     ConfigError for a file without one."""
     if request.sizes:
         return [torch.zeros(request.batch, *size) for size in request.sizes]
-    found = read_tensors(request.latent)
-    names = _latent_names(request.latent, found)
+    tensors = read_tensors(request.latent)
+    names = _latent_names(request.latent, tensors)
     if len(names) > 1:
         check_several(request, quoted(Path(request.latent).name), len(names))
-    return [_of_batch(found[name].float(), request) for name in names]
+    return [_of_batch(tensors[name].float(), request) for name in names]
 
 
 def _latent_names(path: str, names: Collection[str]) -> list[str]:
     """Return which tensors of a file are its latents: one, or ``samples.0``, ``samples.1``, ..."""
     several = [f"{LATENTS}.{index}" for index in range(len(names)) if f"{LATENTS}.{index}" in names]
-    found = [name for name in LATENT_NAMES if name in names][:1] or several
-    if not found:
+    latents = [name for name in LATENT_NAMES if name in names][:1] or several
+    if not latents:
         raise ConfigError(f"{path} holds {', '.join(names)}; a latent is {LATENT_NAMES[0]}.")
-    return found
+    return latents
 
 
 def _of_batch(samples: Tensor, request: SampleRequest) -> Tensor:

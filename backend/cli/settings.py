@@ -19,13 +19,13 @@ Plan = ParallelConfig | AutoConfig
 
 def read_config(text: str) -> ParallelConfig:
     """Return the ParallelConfig of a JSON object of its fields. Raises ConfigError."""
-    found = read_entries(text, FIELDS)
-    if type(found.get("gpus")) is int:  # a number of GPUs, as auto has it
-        like = f'{{"ulysses_degree": {found["gpus"]}}}'
+    entries = read_entries(text, FIELDS)
+    if type(entries.get("gpus")) is int:  # a number of GPUs, as auto has it
+        like = f'{{"ulysses_degree": {entries["gpus"]}}}'
         raise ConfigError(
-            f'gpus is {found["gpus"]}; start takes degrees, like {like}, or gpus as a list, like "0,2".'
+            f'gpus is {entries["gpus"]}; start takes degrees, like {like}, or gpus as a list, like "0,2".'
         )
-    return ParallelConfig(**found).validate()
+    return ParallelConfig(**entries).validate()
 
 
 def read_settings(text: str, welcome: Welcome) -> ParallelConfig:
@@ -49,12 +49,12 @@ def read_plan(text: str) -> Plan:
 def read_entries(text: str, names: Sequence[str], why: str = "") -> dict:
     """Return a JSON object with entries of these ``names`` alone. Raises ConfigError."""
     try:
-        found = json.loads(text)
+        entries = json.loads(text)
     except ValueError as error:
         raise ConfigError(
             f"--config is no JSON ({error}); write it like '{{\"ulysses_degree\": 2}}'."
         ) from error
-    unknown = [name for name in found if name not in names] if isinstance(found, dict) else [text]
+    unknown = [name for name in entries if name not in names] if isinstance(entries, dict) else [text]
     if unknown:
         raise ConfigError(f"--config has {unknown[0]!r:.80}; its entries are {', '.join(names)}{why}.")
-    return found
+    return entries

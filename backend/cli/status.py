@@ -85,11 +85,11 @@ def status(client: BackendClient, prometheus: bool) -> str:
     if prometheus:
         return metrics(report)
     degrees = client.welcome.degrees
-    found = {"degrees": degrees, "device": client.welcome.device, **asdict(report)}
+    state = {"degrees": degrees, "device": client.welcome.device, **asdict(report)}
     machines = 1 + max(rank["machine"] for rank in report.ranks)
     if machines > 1:
-        found["placement"] = placement(degrees, machines)
-    return json.dumps(found, indent=1)
+        state["placement"] = placement(degrees, machines)
+    return json.dumps(state, indent=1)
 
 
 def metrics(report: Report) -> str:

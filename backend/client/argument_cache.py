@@ -70,10 +70,10 @@ class ArgumentCache:
                 continue
             known = self.known.setdefault(name, {})
             fingerprint = _fingerprint(value)
-            found = next((key for key, each in known.items() if _is_alike(each, value, fingerprint)), None)
-            if found:
-                cached[name] = found
-                self.taken.append((known[found][0], value))
+            alike = next((key for key, each in known.items() if _is_alike(each, value, fingerprint)), None)
+            if alike:
+                cached[name] = alike
+                self.taken.append((known[alike][0], value))
                 continue
             cache[name] = f"{name} {self.count}"
             self.count += 1

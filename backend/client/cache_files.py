@@ -33,19 +33,19 @@ def read_or_measure(
     key: list,
     measure: Callable[[], dict],
     parse: Callable[[dict], Measured],
-    lasts: Callable[[Measured], bool] = lambda found: True,
+    lasts: Callable[[Measured], bool] = lambda measured: True,
 ) -> Measured:
     """Return what ``parse`` makes of the file of ``kind`` and ``key``, or of a new measurement, which is
     written where it ``lasts``, and else counts until this process ends."""
     before = read(kind, key, parse)
     if before is not None:
         return before
-    found = measure()
-    parsed = parse(found)
+    measured = measure()
+    parsed = parse(measured)
     if lasts(parsed):
-        write(kind, key, found)
+        write(kind, key, measured)
     else:
-        _passing[_path(kind, key)] = json.dumps(found)
+        _passing[_path(kind, key)] = json.dumps(measured)
     return parsed
 
 
@@ -59,11 +59,11 @@ def read(kind: str, key: list, parse: Callable[[dict], Measured]) -> Measured | 
         return None
 
 
-def write(kind: str, key: list, found: dict):
-    """Write ``found`` to the file of ``kind`` and ``key``; where the disk takes nothing, keep it until this
-    process ends."""
+def write(kind: str, key: list, measured: dict):
+    """Write ``measured`` to the file of ``kind`` and ``key``; where the disk takes nothing, keep it until
+    this process ends."""
     path = _path(kind, key)
-    written = json.dumps(found)
+    written = json.dumps(measured)
     try:
         replace_file(path, written)
         _unwritten.pop(path, None)
@@ -100,16 +100,16 @@ def _is_usable(folder: Path) -> bool:
     """Return whether this user may write there, and no other one: code is loaded from it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return False
-    own = os.getuid() if hasattr(os, "getuid") else found.st_uid
-    if found.st_uid == own:
+    own = os.getuid() if hasattr(os, "getuid") else status.st_uid
+    if status.st_uid == own:
         with suppress(OSError):  # of a disk that knows no modes
-            folder.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
+            folder.chmod(stat.S_IMODE(status.st_mode) & ~0o077)
         is_ours = True
     else:  # who is root in a container has folders of the host's users
-        is_ours = 0 in (own, found.st_uid) and not found.st_mode & 0o022
+        is_ours = 0 in (own, status.st_uid) and not status.st_mode & 0o022
     return is_ours and os.access(folder, os.W_OK | os.X_OK)
 
 
@@ -130,8 +130,8 @@ def _private(place: Path) -> Path:
     folder = place / f"{FALLBACK}{os.getuid()}"
     with suppress(FileExistsError):  # of an earlier process, or somebody else's
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if is_own and stat.S_IMODE(found.st_mode) == 0o700:
+    status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if is_own and stat.S_IMODE(status.st_mode) == 0o700:
         return folder
     return Path(tempfile.mkdtemp(prefix=FALLBACK, dir=place))

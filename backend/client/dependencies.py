@@ -89,14 +89,14 @@ def _asked(python: str, requirements: Path) -> dict:
         asked = subprocess.run(
             command, cwd=PACK, env=environment, capture_output=True, text=True, timeout=ASK_SECONDS
         )
-        found = answered(asked.stdout.splitlines())
-        if found is None:
+        answer = answered(asked.stdout.splitlines())
+        if answer is None:
             raise ValueError(asked.stderr.strip().rpartition("\n")[2] or f"it ended with {asked.returncode}")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = f"{VARIABLE} names {python}, which could not be asked for its packages"
         raise BackendError(f"{what} ({error!s:.200}); it has to be Python 3.11 or newer.") from error
-    _require_python(found["python"], f"{python} ({VARIABLE})", "set it")
-    return found
+    _require_python(answer["python"], f"{python} ({VARIABLE})", "set it")
+    return answer
 
 
 def unmet_requirements(requirements: Path = REQUIREMENTS) -> list[str]:

@@ -84,18 +84,18 @@ def killed_by(number: int) -> str:
 def failures(folder: Path, first_rank: int = 0, machine: str = "") -> list[RankFailure]:
     """Return what is recorded in a backend's folder (backend.log, ranks/) of the ranks of this ``machine``,
     which are numbered from ``first_rank``."""
-    found = {failure.rank: failure for failure in _recorded_errors(folder, first_rank)}
+    by_rank = {failure.rank: failure for failure in _recorded_errors(folder, first_rank)}
     log = _log(folder)
     for rank, code in _exit_codes(log).items():
-        known = found.get(rank) or RankFailure(rank, error=_words(folder, rank - first_rank, code))
-        found[rank] = replace(known, code=code)
+        known = by_rank.get(rank) or RankFailure(rank, error=_words(folder, rank - first_rank, code))
+        by_rank[rank] = replace(known, code=code)
     first = _seen_first(log)
-    return [replace(each, is_first=each.rank == first, machine=machine) for each in found.values()]
+    return [replace(each, is_first=each.rank == first, machine=machine) for each in by_rank.values()]
 
 
-def cause_among(found: list[RankFailure]) -> RankFailure | None:
+def cause_among(failures: list[RankFailure]) -> RankFailure | None:
     """Return the failure from which the others followed."""
-    causes = [failure for failure in found if failure.is_cause] or found
+    causes = [failure for failure in failures if failure.is_cause] or failures
 
     def order(failure: RankFailure):
         # a signal from outside leaves no time: what the others recorded followed from it

@@ -215,11 +215,13 @@ class BackendProcess:
         self._private.keep()
         self._wait_for_report()
         silence = self.silence
-        found = failures(self.folder, self.machines.index * self._ranks, self.machines.name)
-        found = [each for each in found if each.rank not in self._killed or each.code != -signal.SIGKILL]
+        of_ranks = failures(self.folder, self.machines.index * self._ranks, self.machines.name)
+        of_ranks = [
+            each for each in of_ranks if each.rank not in self._killed or each.code != -signal.SIGKILL
+        ]
         if self._link is not None:
-            silence, found = self._link.conclude(silence, found)
-        cause = silence or cause_among(found)
+            silence, of_ranks = self._link.conclude(silence, of_ranks)
+        cause = silence or cause_among(of_ranks)
         status = self._agent.poll()
         disk = full_disk(self.folder)
         if cause is None and status is None:
@@ -325,13 +327,13 @@ class BackendProcess:
 
     def _signal_ranks(self, number: int) -> set[int]:
         """Signal the ranks that live: processes whose command line has our folder, whose name is random."""
-        found = set()
+        living = set()
         for beat in self._heartbeats.read():
             if belongs_to_backend(beat.pid, self.folder):
                 with suppress(ProcessLookupError):
                     os.kill(beat.pid, number)
-                    found.add(beat.rank)
-        return found
+                    living.add(beat.rank)
+        return living
 
     def _wait(self, seconds: float) -> bool:
         try:

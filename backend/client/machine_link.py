@@ -66,12 +66,12 @@ class Peer:
         if len(self._buffer) > limit or any(len(line) > limit for line in lines):
             raise ConnectionError("it sent too long a line")
         try:
-            found = [json.loads(line) for line in lines]
+            messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):  # of lists in lists
             raise ConnectionError("it sent what is no JSON") from None
-        if not all(isinstance(each, dict) for each in found):
+        if not all(isinstance(each, dict) for each in messages):
             raise ConnectionError("it sent what is no message")
-        return found
+        return messages
 
     def has_hung_up(self) -> bool:
         """Look whether the other end has closed the connection, without taking what it has sent."""
@@ -137,11 +137,11 @@ class Link:
                 lambda: all(p.gone or p.looks > SLOW or wanted in p.said for p in self.peers),
                 REPORT_SECONDS if leads else 2 * REPORT_SECONDS,
             )
-        found = [peer.said[wanted] for peer in self.peers if wanted in peer.said]
-        sentences = [silence, *(str(each["silence"]) for each in found)]
+        reports = [peer.said[wanted] for peer in self.peers if wanted in peer.said]
+        sentences = [silence, *(str(each["silence"]) for each in reports)]
         silence = next(filter(None, sentences), "")
         known = {each.rank: each for each in failures}
-        known |= {fields["rank"]: RankFailure(**fields) for each in found for fields in each["failures"]}
+        known |= {fields["rank"]: RankFailure(**fields) for each in reports for fields in each["failures"]}
         summary = {"silence": silence, "failures": [asdict(each) for each in known.values()]}
         if leads:
             self.broadcast(summary=summary)

@@ -96,9 +96,9 @@ class _Handshakes:
         none is missing, nobody else is let in."""
         with self._lock:
             self._drop_ended()
-            found = [index for index in range(1, self.machines.count) if index not in self.peers]
-            self._ended = not found
-        return found
+            missing = [index for index in range(1, self.machines.count) if index not in self.peers]
+            self._ended = not missing
+        return missing
 
     def end(self):
         """End the handshakes that are under way."""
@@ -176,13 +176,13 @@ def _check_endpoint(machines: Machines):
     """Refuse an endpoint that is an address of another network than the interface, where the others would
     find nobody. Debian has a machine's own name at 127.0.1.1, wherever others find it."""
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(machines.host, None, socket.AF_INET)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(machines.host, None, socket.AF_INET)}
     except OSError:
         return  # a name that others know: the link says whether they come
-    if machines.address not in found and not any(str(each).startswith("127.") for each in found):
+    if machines.address not in addresses and not any(str(each).startswith("127.") for each in addresses):
         raise ConfigError(
-            f"--rdzv-endpoint {machines.endpoint} is {', '.join(sorted(map(str, found)))}, but --interface "
-            f"{machines.interface} is {machines.address} on this machine; give every machine "
+            f"--rdzv-endpoint {machines.endpoint} is {', '.join(sorted(map(str, addresses)))}, but "
+            f"--interface {machines.interface} is {machines.address} on this machine; give every machine "
             f"{machines.address}:{machines.link_port - 1}."
         )
 

@@ -106,27 +106,27 @@ def crossing(degrees: dict[str, int], machines: int) -> dict[str, bool]:
     that speak most often are the last to cross. ``degrees``: sizes, slowest first.
     """
     here = math.prod(degrees.values()) // machines
-    found = {}
+    crosses = {}
     span = 1
     for axis, size in reversed(degrees.items()):
         span *= size
         if size > 1:
-            found[axis] = machines > 1 and here % span != 0
-    return found
+            crosses[axis] = machines > 1 and here % span != 0
+    return crosses
 
 
 def placement(degrees: dict[str, int], machines: int, shard_weights: bool = False) -> str:
     """Return some sentences on which methods stay inside a machine and which cross the network."""
-    found = crossing(degrees, machines)
-    inside = [f"{AXES[axis]} {degrees[axis]}" for axis in found if not found[axis]]
-    across = [f"{AXES[axis]} {degrees[axis]}" for axis in found if found[axis]]
+    crosses = crossing(degrees, machines)
+    inside = [f"{AXES[axis]} {degrees[axis]}" for axis in crosses if not crosses[axis]]
+    across = [f"{AXES[axis]} {degrees[axis]}" for axis in crosses if crosses[axis]]
     parts = [f"inside a machine {', '.join(inside)}"] if inside else []
     parts += [f"across machines {', '.join(across)}"] if across else []
     here = math.prod(degrees.values()) // machines
     text = f"{machines} machines of {here} rank{'s' * (here > 1)} each: {'; '.join(parts)}."
-    slow = [AXES[axis] for axis in EVERY_BLOCK if found.get(axis)]
+    slow = [AXES[axis] for axis in EVERY_BLOCK if crosses.get(axis)]
     if slow:
         text += f" Every block waits for the network, by {' and '.join(slow)}; raise another degree instead."
-    if shard_weights and any(found.get(axis) for axis in ("dp", "ring", "ulysses")):
+    if shard_weights and any(crosses.get(axis) for axis in ("dp", "ring", "ulysses")):
         text += " Every block's weights come over the network, by shard_weights."
     return text

@@ -73,9 +73,9 @@ def model_shape(
         return read_shape(*choice, device, indices, check)
 
     key = _shape_key(choice, device, indices)
-    found = cache_files.read_or_measure("shape", key, measure, ModelShape.from_dict)
+    shape = cache_files.read_or_measure("shape", key, measure, ModelShape.from_dict)
     # one object for all that are equal: the planner looks up by it a thousand times
-    return _shapes.setdefault(found, found)
+    return _shapes.setdefault(shape, shape)
 
 
 def shapes_of_first(
@@ -90,15 +90,15 @@ def shapes_of_first(
     of which the least capability decides; ``whole``: those on all. Empty where all are these. Arguments and
     errors as above."""
     by_capability = {least_capability(device, indices): whole}
-    found = []
+    of_first = []
     for ranks in range(1, len(indices) + 1):
         first = indices[:ranks]
         capability = least_capability(device, first)
         if capability not in by_capability:
             shapes = (model_shape(each, device, first, check, show) for each in choices)
             by_capability[capability] = tuple(shapes)
-        found.append(by_capability[capability])
-    return tuple(found) if len(by_capability) > 1 else ()
+        of_first.append(by_capability[capability])
+    return tuple(of_first) if len(by_capability) > 1 else ()
 
 
 def known(choice: ModelChoice, device: str, indices: list[int]) -> tuple[ModelShape, Machine] | None:
@@ -170,11 +170,11 @@ def free_memory(device: str, indices: list[int], unknown: Sequence[int] = ()) ->
     if device == "cpu":
         return (host_free(swap=False),)
     free_by_gpu = _free_bytes_by_driver()
-    found = []
+    free_bytes = []
     for index, usual in zip(indices, unknown or usual_memory(device, indices)):
         free = free_by_gpu.get(gpu_uuid(index), free_by_gpu.get(driver_name(os.environ, index)))
-        found.append(usual if free is None else free + sum(held(index) for held in HELD))
-    return tuple(found)
+        free_bytes.append(usual if free is None else free + sum(held(index) for held in HELD))
+    return tuple(free_bytes)
 
 
 def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:
@@ -206,12 +206,12 @@ def _free_bytes_by_driver() -> dict[str, int]:
         return {}
     if answer.returncode:
         return {}
-    found = {}
+    free_bytes = {}
     for line in answer.stdout.splitlines():
         entries = [entry.strip() for entry in line.split(",")]
         if len(entries) != len(SMI_FIELDS):
             continue  # a warning of the driver
         index, uuid, free = entries
         if free.isdecimal():
-            found |= dict.fromkeys((index, uuid, bare_uuid(uuid)), int(free) * 1024**2)
-    return found
+            free_bytes |= dict.fromkeys((index, uuid, bare_uuid(uuid)), int(free) * 1024**2)
+    return free_bytes

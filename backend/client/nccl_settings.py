@@ -77,25 +77,25 @@ def gpu_names(gpus: Sequence[int]) -> list[str]:
 def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]:
     """Return the way that probes found for groups of GPUs of which at least two are among ``gpus``; empty
     where NCCL's own choice works, or none has run."""
-    found = cache_files.read("nccl", link_key(environment), _parsed)
-    if not found:
+    ways = cache_files.read("nccl", link_key(environment), _parsed)
+    if not ways:
         return WAYS[0]
     # earlier versions wrote numbers, which count until the GPUs are measured again
     names = {*gpu_names(gpus), *map(str, gpus)}
-    return WAYS[max((way for group, way in found.items() if len(group & names) > 1), default=0)]
+    return WAYS[max((way for group, way in ways.items() if len(group & names) > 1), default=0)]
 
 
 def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str]):
     """Have all ranks that start on two or more of ``gpus`` use ``way``."""
-    found = cache_files.read("nccl", link_key(environment), _parsed) or {}
+    ways = cache_files.read("nccl", link_key(environment), _parsed) or {}
     group = frozenset(gpu_names(gpus))
     index = WAYS.index(way)
     numbers = frozenset(map(str, gpus))
     if numbers != group:
-        found.pop(numbers, None)
-    if found.get(group, 0) != index:
-        found[group] = index
-        written = {",".join(sorted(each)): its for each, its in found.items()}
+        ways.pop(numbers, None)
+    if ways.get(group, 0) != index:
+        ways[group] = index
+        written = {",".join(sorted(each)): its for each, its in ways.items()}
         cache_files.write("nccl", link_key(environment), written)
 
 
@@ -106,7 +106,7 @@ def words(way: Mapping[str, str]) -> str:
 
 def _parsed(values: dict) -> dict[frozenset[str], int]:
     """Return names of GPUs -> place of their way in WAYS."""
-    found = {frozenset(group.split(",")): int(way) for group, way in values.items()}
-    if any(not 0 <= way < len(WAYS) for way in found.values()):
+    ways = {frozenset(group.split(",")): int(way) for group, way in values.items()}
+    if any(not 0 <= way < len(WAYS) for way in ways.values()):
         raise ValueError("not one of WAYS")
-    return found
+    return ways

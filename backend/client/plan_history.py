@@ -45,9 +45,9 @@ class PlanHistory:
     def left_after(self, devices: list[int], tokens: int) -> tuple[tuple[int, int], ...]:
         """Return (rank, bytes of weights) for each GPU on which ComfyUI has left so many after requests of no
         more than ``tokens``."""
-        found: dict[int, int] = {}
+        weights: dict[int, int] = {}
         for (gpu, before), size in self.left.items():
             if gpu in devices and before <= tokens:
                 rank = devices.index(gpu)
-                found[rank] = min(size, found.get(rank, size))
-        return tuple(sorted(found.items()))
+                weights[rank] = min(size, weights.get(rank, size))
+        return tuple(sorted(weights.items()))

@@ -84,10 +84,10 @@ def devices_of(auto: AutoConfig) -> list[int]:
     """Return the GPUs, or the ranks of the CPU, that ``auto`` may use on this machine: where it lists none,
     those that torch has kernels for, if any. ConfigError as AutoConfig.devices."""
     gpus_here = torch.cuda.device_count()
-    found = auto.devices(gpus_here)
+    devices = auto.devices(gpus_here)
     if auto.gpus.strip() or auto.shares.strip() or auto.base.resolve_device(gpus_here) == "cpu":
-        return found
-    return [index for index in found if has_kernels(index)] or found
+        return devices
+    return [index for index in devices if has_kernels(index)] or devices
 
 
 def _why_alone(auto: AutoConfig, devices: list[int]) -> str:
@@ -298,8 +298,8 @@ def question_of(
     )
     if machine.differs:
         models = (model, *others)
-        found = measurements.shapes_of_first(models, device, devices, tuple(shapes), check, show)
-        question = replace(question, shapes=found)
+        of_first = measurements.shapes_of_first(models, device, devices, tuple(shapes), check, show)
+        question = replace(question, shapes=of_first)
     return question, devices
 
 
@@ -310,10 +310,10 @@ def projected(config: ParallelConfig, model: ModelChoice, request: EstimateOf) -
         return None
     device = config.resolve_device(torch.cuda.device_count())
     indices = config.gpu_indices if device == "cuda" else list(range(config.world_size))
-    found = measurements.known(model, device, indices)
-    if found is None:
+    known = measurements.known(model, device, indices)
+    if known is None:
         return None
-    shape, machine = found[0], replace(found[1], memory=measurements.usual_memory(device, indices))
+    shape, machine = known[0], replace(known[1], memory=measurements.usual_memory(device, indices))
     question = Question(
         shape=shape,
         request=request(shape),

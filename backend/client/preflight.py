@@ -145,15 +145,15 @@ class _Reader:
             pipes[0].flush()
         except OSError:  # nobody had asked for a while
             return None
-        found = self.waiting.submit(answered, pipes[1])
-        while not found.done():
-            wait([found], POLL_SECONDS)
+        answer = self.waiting.submit(answered, pipes[1])
+        while not answer.done():
+            wait([answer], POLL_SECONDS)
             try:
                 check()
             except BaseException:
                 self.process.kill()
                 raise
-        return found.result()
+        return answer.result()
 
     def close(self):
         """Close the pipes of a process that has ended, before their numbers are others'."""
@@ -183,16 +183,16 @@ def _ask(question: dict, config: ParallelConfig, check) -> dict:
     """Return the answer; RefusedError where that is a refusal."""
     global _reader
     with turn(_lock, check):
-        found = _reader.ask(question, check) if _reader else None
-        if found is None:
+        answer = _reader.ask(question, check) if _reader else None
+        if answer is None:
             dead, _reader = _reader, None  # the next line may raise
             if dead is not None:
                 dead.close()
             reader = _reader = _Reader(config)
-            found = reader.ask(question, check)
-            if found is None:
+            answer = reader.ask(question, check)
+            if answer is None:
                 what = "The model's headers could not be read, and ranks would fail likewise"
                 raise BackendError(f"{what}: {reader.last_words()}")
-    if found["refused"]:
-        raise RefusedError(found["refused"])
-    return found
+    if answer["refused"]:
+        raise RefusedError(answer["refused"])
+    return answer

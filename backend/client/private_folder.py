@@ -169,8 +169,8 @@ def _remove_abandoned(folder: Path):
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found = os.fstat(lock)
-        if not found.st_size or time.time() - found.st_mtime > KEEP_SECONDS:
+        status = os.fstat(lock)
+        if not status.st_size or time.time() - status.st_mtime > KEEP_SECONDS:
             _remove(folder)
     except OSError:
         pass  # its launcher holds the lock

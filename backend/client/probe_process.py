@@ -87,7 +87,7 @@ def measured_rates(
     failed = []
     for way in ways:
         try:
-            found = _probed(config, device, way, check, longest, is_last=way is ways[-1])
+            rates = _probed(config, device, way, check, longest, is_last=way is ways[-1])
         except UnmeasuredError as error:
             failed.append(error)
             if way is ways[-1] or not error.of_links:
@@ -97,7 +97,7 @@ def measured_rates(
             continue
         if device == "cuda":
             nccl_settings.save_way(os.environ, config.gpu_indices, way)
-        return found | {"links": _links(way, failed[0]) if failed else ""}
+        return rates | {"links": _links(way, failed[0]) if failed else ""}
     raise AssertionError("there is always a way")
 
 

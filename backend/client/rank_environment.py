@@ -83,16 +83,16 @@ def allocator_settings(parent: dict) -> dict:
     """Return the allocator's settings for ranks on GPUs: the user's, and segments that grow, unless these say
     otherwise. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out.
     None of ours on WSL, where the first allocation fails under drivers before R615 (pytorch issue 192330)."""
-    found = {}
+    settings = {}
     grows = sys.platform == "linux" and "microsoft" not in platform.release().lower()
     for name in _ALLOCATOR:
         parts = [part.strip() for part in parent.get(name, "").split(",")]
         users = [part for part in parts if part and not part.startswith("backend:")]
         if users:
             is_said = any(part.startswith("expandable_segments") for part in users)
-            found[name] = ",".join(users if is_said or not grows else [*users, _GROWING])
-    if found or not grows:
-        return found
+            settings[name] = ",".join(users if is_said or not grows else [*users, _GROWING])
+    if settings or not grows:
+        return settings
     return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
 
 

@@ -83,13 +83,15 @@ class SilenceWatch:
     def silent(self, seconds: float) -> str:
         """Return what is known of the ranks that have not beaten for ``seconds``; empty where all have, or
         have ended, which is for torchrun to tell."""
-        found = []
+        sentences = []
         for beat, looks in list(self._seen.values()):
             state = process_state(beat.pid)
             if looks * LOOK_SECONDS >= self._patience(seconds, state) and state not in ("Z", "X", ""):
                 known = STATES.get(state, RUNS)
-                found.append(f"rank {beat.rank} has been silent for {looks * LOOK_SECONDS:.0f} s ({known})")
-        return " and ".join(found)
+                sentences.append(
+                    f"rank {beat.rank} has been silent for {looks * LOOK_SECONDS:.0f} s ({known})"
+                )
+        return " and ".join(sentences)
 
     def places(self, done: int) -> str:
         """Say in which step of a request, of which ``done`` steps have ended, each rank here is."""

@@ -62,9 +62,9 @@ def rank_state(backend: Backend, pid: int, is_working: bool) -> str:
 def log_of_last_backend() -> str:
     """Return the end of the newest log that there still is of a backend that this process has started."""
     for path in reversed(list(LOGS)):
-        found = end_of(path)
-        if found:
-            return found
+        text = end_of(path)
+        if text:
+            return text
     return ""
 
 
@@ -72,10 +72,10 @@ def end_of(path: Path) -> str:
     """Return the end of the log in a private folder; empty where it has gone, or is no file of one."""
     try:
         with os.fdopen(open_within(path.parent, path.name, os.O_RDONLY), "rb") as log:
-            found = os.fstat(log.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(log.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 return ""
-            log.seek(max(0, found.st_size - LOG_BYTES))
+            log.seek(max(0, status.st_size - LOG_BYTES))
             return log.read(LOG_BYTES).decode(errors="replace")
     except OSError:  # its backend has ended as it was asked to
         return ""

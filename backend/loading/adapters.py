@@ -181,7 +181,7 @@ class LoRAByHead(LoRA):
 
     def _stored_rows(self, rows: Spans) -> list[Span]:
         """Return where the file has these rows of all q, all k, all v."""
-        found = []
+        stored = []
         for span in rows:
             row = span.lo
             while row < span.hi:
@@ -189,9 +189,9 @@ class LoRAByHead(LoRA):
                 number, offset = divmod(inside, self.head)
                 first = (3 * number + part) * self.head + offset
                 length = min(self.head - offset, span.hi - row)
-                found.append(Span(first, first + length))
+                stored.append(Span(first, first + length))
                 row += length
-        return found
+        return stored
 
 
 class LoHa(Factored):

@@ -257,19 +257,19 @@ class Checkpoint:
     def sources(self) -> dict[str, Source]:
         """Parameter -> where it is read from. Raises UnsupportedError where the file lacks some."""
         shapes = self.shapes
-        found = self._found(shapes)
+        sources = self._found(shapes)
         # tables that are buffers can be computed
-        missing = [name for name in self.parameters if name not in found]
+        missing = [name for name in self.parameters if name not in sources]
         if missing:
             raise UnsupportedError(
                 f"{self.name} lacks {len(missing)} of {len(shapes)} tensors that {self.family.name} needs, "
                 f"first {some(missing)}; the file is incomplete or of another variant."
             )
-        for name, source in found.items():
+        for name, source in sources.items():
             check_shape(
                 self.name, self.family.name, name, source, self.files.shapes[self.key(source)], shapes[name]
             )
-        return found
+        return sources
 
     def _found(self, parameters: Shapes) -> dict[str, Source]:
         """Return those of ``parameters`` that the file has, and where."""

@@ -161,7 +161,7 @@ def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
         }
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise unreadable(path.name, "GGUF", reason(error)) from None
-    found = {}
+    tensors = {}
     for tensor in reader.tensors:
         kind = tensor.tensor_type.name
         if kind not in PLAIN and tensor.tensor_type not in dequantize_functions:
@@ -178,5 +178,5 @@ def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
             )
         block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         own = data[tensor.data_offset : tensor.data_offset + tensor.n_bytes]
-        found[tensor.name] = Stored(kind=kind, shape=shape, data=own, block=block, size=size)
-    return found, strings
+        tensors[tensor.name] = Stored(kind=kind, shape=shape, data=own, block=block, size=size)
+    return tensors, strings

@@ -21,16 +21,16 @@ def file_bytes(shapes: Mapping[str, Sequence[int]]) -> LoraBytes:
     """Count what is held of a file with tensors of these ``shapes``, of whose modules each is taken for a
     quantized matrix of its own."""
     modules: dict[str, dict] = defaultdict(dict)
-    found = LoraBytes()
+    total = LoraBytes()
     for key, shape in shapes.items():
         match = KEY.fullmatch(key)
         if match is None or match.lastgroup is None:
-            found = found.and_of(LoraBytes(NUMBER * math.prod(shape)))
+            total = total.and_of(LoraBytes(NUMBER * math.prod(shape)))
         else:
             modules[match["stem"]][match.lastgroup] = shape
     for roles in modules.values():
-        found = found.and_of(_held(roles))
-    return found
+        total = total.and_of(_held(roles))
+    return total
 
 
 def _held(roles: Shapes) -> LoraBytes:

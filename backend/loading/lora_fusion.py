@@ -161,9 +161,9 @@ class FusedWeights:
         cuts = {} if quantized else self.cuts
         quantized_names = quantized or self.packed
         # of UNKNOWN, no file's, the adapters next to quantized weights have gone
-        found = self._changes(stack) if quantized_names and stack != UNKNOWN else {}
+        changes_of = self._changes(stack) if quantized_names and stack != UNKNOWN else {}
         size = LoraBytes()
-        for name, changes in found.items():
+        for name, changes in changes_of.items():
             if name in quantized_names:
                 ranks = self._held_ranks(name, changes, bool(quantized))
                 size = size.and_of(added_bytes(changes, self._place(name, cuts), dtype, ranks))
@@ -183,14 +183,14 @@ class FusedWeights:
         return sum(each.nbytes for weight in self.packed.values() for each in weight.beside)
 
     def _changes(self, stack: Stack) -> LoraChanges:
-        found = defaultdict(list)
+        changes = defaultdict(list)
         order = count()
         for i, (use, lora) in enumerate(zip(stack, self.open(stack))):
             for target, adapter in lora.adapters if use.strength else ():
                 change = LoraChange(next(order), i, use, target, adapter)
                 for name in target.pieces:
-                    found[name].append(change)
-        return dict(found)
+                    changes[name].append(change)
+        return dict(changes)
 
     def _concerning(self, name: str, changes: LoraChanges) -> list[LoraChange]:
         """Return all changes on which a parameter's value depends, in order."""
@@ -260,14 +260,14 @@ class FusedWeights:
             shard = self.cuts.get(name.rpartition(".")[0])
             rows = replace(shard, inputs=(Span(0, place.width),)) if shard else None
             stored = self.checkpoint.read(name, torch.float32, self.device, rows).to(weight.device)
-            found = with_magnitudes(changes, place, stored, weight.dtype)
+            added = with_magnitudes(changes, place, stored, weight.dtype)
         else:
-            found = plain(changes, place, weight.device, weight.dtype, dict(weight.adapters))
+            added = plain(changes, place, weight.device, weight.dtype, dict(weight.adapters))
         for change in changes:
-            held = found.adapters.get(change.key) or found.adapters.get(change.scaled_key)
+            held = added.adapters.get(change.key) or added.adapters.get(change.scaled_key)
             if isinstance(held, LowRank):
                 self._ranks[name, change.key] = held.up.shape[1]
-        weight.set_adapters(found.adapters, row_scale=found.row_scale)
+        weight.set_adapters(added.adapters, row_scale=added.row_scale)
 
     def _place(self, name: str, cuts: Mapping[str, Shard]) -> Place:
         return Place(name, *self._spans(name, cuts), *matrix(self.checkpoint.shapes[name]))

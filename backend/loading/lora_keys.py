@@ -60,13 +60,13 @@ class Lora:
     def warning(self) -> str:
         """A sentence on the unmatched keys and one on what is left out, empty where there are none."""
         of = f"of the LoRA {Path(self.path).name} were not loaded"
-        found = []
+        sentences = []
         if self.unmatched:
             what = f"{len(self.unmatched)} keys {of}, because this model has nothing of their names"
-            found.append(f"{what}: {some(self.unmatched, 20)}.")
+            sentences.append(f"{what}: {some(self.unmatched, 20)}.")
         if self.left_out:
-            found.append(f"{len(self.left_out)} changes {of}: {'; '.join(self.left_out[:5])}.")
-        return " ".join(found)
+            sentences.append(f"{len(self.left_out)} changes {of}: {'; '.join(self.left_out[:5])}.")
+        return " ".join(sentences)
 
     @property
     def note(self) -> str:
@@ -114,16 +114,16 @@ class Targets:
         names.append(self.layout.spell(f"{names[0]}_weight", "_").removesuffix("_weight"))
         names += [names[0].replace(other, ours) for other, ours in ALIASES]
         orders = (self.ours, self.theirs) if prefix[1] else (self.theirs, self.ours)
-        return next((found[name] for name in names for found in orders if name in found), None)
+        return next((targets[name] for name in names for targets in orders if name in targets), None)
 
     @property
     def examples(self) -> str:
         """Modules under their first and second names, for messages."""
         examples = []
-        for found in (self.theirs, self.ours):
+        for targets in (self.theirs, self.ours):
             names = [
                 target.name.removesuffix(".weight")
-                for name, target in found.items()
+                for name, target in targets.items()
                 if name == target.name.replace(".", "_") and ".0." in target.name and min(target.shape) > 1
             ]
             examples += sorted(names, key=lambda name: "att" not in name)[:2]
@@ -182,11 +182,11 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
     modules = defaultdict(dict)
     unmatched = []
     for key in files.shapes:
-        found = KEY.fullmatch(from_uso(key) if is_uso else key)
-        if found is None or found.lastgroup in modules[found["stem"]]:
+        match = KEY.fullmatch(from_uso(key) if is_uso else key)
+        if match is None or match.lastgroup in modules[match["stem"]]:
             unmatched.append(key)
         else:
-            modules[found["stem"]][found.lastgroup] = key
+            modules[match["stem"]][match.lastgroup] = key
     adapters = []
     misfits = []
     for stem, keys in modules.items():
@@ -219,7 +219,9 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
     if "refused" in keys:
         match = KEY.fullmatch(keys["refused"])
         assert match  # the key was sorted by this pattern
-        kind, remedy = next(found for word, found in REFUSED.items() if word in match["refused"])
+        kind, remedy = next(
+            remedy_of_word for word, remedy_of_word in REFUSED.items() if word in match["refused"]
+        )
         what = f"the LoRA {name} has {quoted(keys['refused'])} ({kind}), which is not supported"
         raise UnsupportedError(f"{what}; {remedy}.")
     if "difference" in keys:  # which counts alone in ComfyUI, too

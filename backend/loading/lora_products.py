@@ -94,10 +94,10 @@ def added_bytes(
     if not are_products(adapters):
         return LoraBytes(copies=rows * columns * dtype.itemsize)
     scaled = first_unscaled(adapters)
-    found = {each.scaled_key: each for each in changes[:scaled]}
-    found |= {each.key: each for each in changes[scaled:]}
+    by_key = {each.scaled_key: each for each in changes[:scaled]}
+    by_key |= {each.key: each for each in changes[scaled:]}
     factors = uncut = 0
-    for key, change in found.items():
+    for key, change in by_key.items():
         adapter = change.adapter
         if key == change.key and is_kronecker(adapter):
             uncut += adapter.held_numbers(place.stored_rows(change), place.columns)

@@ -28,14 +28,14 @@ class Target:
     head: int = 0
 
 
-def once_each(found: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target, Adapter]], list[Target]]:
+def once_each(adapters: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target, Adapter]], list[Target]]:
     """Split adapters into those to add and the targets of others: of several that change one parameter, that
     of the largest tensor counts. Files of Z-Image have a stacked tensor and, once more, its parts under names
     that ComfyUI does not know (diffusers' converter drops them as redundant)."""
     taken = set()
     kept = []
     twice = []
-    for target, adapter in sorted(found, key=lambda each: -len(each[0].pieces)):
+    for target, adapter in sorted(adapters, key=lambda each: -len(each[0].pieces)):
         if taken.isdisjoint(target.pieces):
             taken |= target.pieces.keys()
             kept.append((target, adapter))

@@ -47,7 +47,7 @@ class Source:
 
 def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     """Return parameter name -> Source, for a transformer with these parameter shapes."""
-    found = {name: Source(name) for name in parameters}
+    by_name = {name: Source(name) for name in parameters}
     numbers = (int(part) for name in parameters for part in name.split(".") if part.isdigit())
     blocks = range(1 + max(numbers, default=0))
     last = [_number_last(name, parameters) for name in layout.swapped]
@@ -56,8 +56,8 @@ def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     for file_name, targets in layout.names.items():
         for i in map(str, blocks if "{}" in file_name else [0]):
             modules = targets.replace("{}", i).split()
-            _add(found, layout, parameters, file_name.replace("{}", i), modules)
-    return found
+            _add(by_name, layout, parameters, file_name.replace("{}", i), modules)
+    return by_name
 
 
 def check_shape(
@@ -140,13 +140,13 @@ def _whole(files: Weights, key: str, height: int) -> Shard:
 
 def numbered(names: Iterable[str]) -> dict[str, list[str]]:
     """Return names with {} in the place of a number -> the numbers that are there, as written."""
-    found = defaultdict(list)
+    numbers = defaultdict(list)
     for name in names:
         parts = name.split(".")
         for i, part in enumerate(parts):
             if is_number(part):
-                found[".".join([*parts[:i], "{}", *parts[i + 1 :]])].append(part)
-    return found
+                numbers[".".join([*parts[:i], "{}", *parts[i + 1 :]])].append(part)
+    return numbers
 
 
 def from_diffusers(
@@ -154,7 +154,7 @@ def from_diffusers(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a file of ``layout``, from those of a file with diffusers' own names: rows of
     stacked modules are added up. ``blocks``: ``numbered(parameters)``."""
-    found = {}
+    renamed = {}
     left = dict(parameters)
     for file_name, targets in layout.names.items():
         first = targets.split()[0]
@@ -164,8 +164,8 @@ def from_diffusers(
                 if all(name in left for name in names):
                     shapes = [left.pop(name) for name in names]
                     rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []
-                    found[file_name.replace("{}", i) + leaf] = (*rows, *shapes[0][1:])
-    return left | found
+                    renamed[file_name.replace("{}", i) + leaf] = (*rows, *shapes[0][1:])
+    return left | renamed
 
 
 def _number_last(name: str, parameters: Shapes) -> str:
@@ -177,11 +177,11 @@ def _number_last(name: str, parameters: Shapes) -> str:
     return f"{blocks}{max(numbers)}{rest}"
 
 
-def _add(found, layout, parameters, file_name, targets):
+def _add(by_name, layout, parameters, file_name, targets):
     if targets[0] in parameters:  # whole tensors, named in full
         pattern = re.sub(r"\.\d+\.", ".{}.", targets[0])
         shape = parameters[targets[0]] if pattern in layout.reshaped else None
-        found[targets[0]] = Source(file_name, shape=shape)
+        by_name[targets[0]] = Source(file_name, shape=shape)
         return
     for leaf in (".weight", ".bias"):
         row = 0
@@ -190,5 +190,5 @@ def _add(found, layout, parameters, file_name, targets):
                 next_row = row + parameters[target + leaf][0]
                 end = None if len(targets) == 1 else next_row
                 swap = target in layout.swapped
-                found[target + leaf] = Source(key=file_name + leaf, lo=row, hi=end, swap=swap)
+                by_name[target + leaf] = Source(key=file_name + leaf, lo=row, hi=end, swap=swap)
                 row = next_row

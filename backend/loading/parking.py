@@ -56,11 +56,11 @@ class StoredCopies:
 
     def take(self, modules: Iterable[nn.Module]) -> dict[int, Tensor]:
         """Let go of the copies of these modules' weights; return parameter's id -> its copy."""
-        found = {}
+        taken = {}
         for weight in quantized(modules):
             copies = self._copies.pop(weight, ())
-            found |= {id(parameter): copy for parameter, copy in zip(weight.parameters(), copies)}
-        return found
+            taken |= {id(parameter): copy for parameter, copy in zip(weight.parameters(), copies)}
+        return taken
 
     def forget(self):
         """Let go of all: their memory is kept for the next weights (PAGE_LOCKED)."""

@@ -37,17 +37,17 @@ class LayerSlice:
 
     def stored(self) -> dict[str, Tensor]:
         """Read what the file stores, by role (quantization/formats.py)."""
-        found = {"values": self._values()}
+        tensors = {"values": self._values()}
         for leaf in self.layer.format.leaves:
             if f"{self.layer.name}.{leaf}" in self.files.shapes:
                 role, read = READERS[leaf]
                 if leaf == "weight_scale" and self.layer.format.tiles:
                     role = "block_scales"
                     read = LayerSlice._block_scales
-                found[role] = read(self, leaf)
+                tensors[role] = read(self, leaf)
         if self.layer.input_scale:
-            found["input_scale"] = self._scale(self.layer.input_scale)
-        return found
+            tensors["input_scale"] = self._scale(self.layer.input_scale)
+        return tensors
 
     def _values(self) -> Tensor:
         packed = self.layer.format.values_per_element
@@ -158,16 +158,16 @@ class QuantizedFiles:
         if layer is None:
             return None
         width = sum(len(layer.covering(run)) for run in columns)
-        found = [StoredSize(rows, rows * width // layer.format.values_per_element * self._itemsize(key))]
+        sizes = [StoredSize(rows, rows * width // layer.format.values_per_element * self._itemsize(key))]
         for leaf in layer.format.leaves:
             scale = f"{layer.name}.{leaf}"
             shape = self.files.shapes.get(scale)
             if shape is not None:
                 length, count = layer.scale_size(leaf, shape, rows, width)
-                found.append(StoredSize(length, count * self._itemsize(scale)))
+                sizes.append(StoredSize(length, count * self._itemsize(scale)))
         if layer.input_scale:
-            found.append(StoredSize(1, self._itemsize(f"{layer.name}.{layer.input_scale}")))
-        return found
+            sizes.append(StoredSize(1, self._itemsize(f"{layer.name}.{layer.input_scale}")))
+        return sizes
 
     def _itemsize(self, key: str) -> int:
         return DTYPES[self.files.stored(key)].itemsize

@@ -85,7 +85,7 @@ ONE_SHAPE = {
 def find_layers(files: TensorFiles) -> list[QuantizedLayer]:
     """Return the quantized layers of ``files``, checked. Raises UnsupportedError."""
     in_header = dict(_described_in_header(files))
-    found = dict(in_header)
+    settings_of = dict(in_header)
     marker = next((key for key in files.shapes if key.rpartition(".")[2] == "scaled_fp8"), None)
     # ComfyUI's convention: two numbers in the marker ask for products in full precision
     is_precise = marker is not None and math.prod(files.shapes[marker]) == 2
@@ -95,19 +95,21 @@ def find_layers(files: TensorFiles) -> list[QuantizedLayer]:
         if leaf == "comfy_quant":
             settings = _settings(files, key, _bytes(files, key))
             _check_once(files, name, in_header.get(name, settings), settings)
-            found[name] = settings
-        elif leaf in ("scale_weight", "weight_scale") and name not in found and files.shapes.get(weight):
+            settings_of[name] = settings
+        elif (
+            leaf in ("scale_weight", "weight_scale") and name not in settings_of and files.shapes.get(weight)
+        ):
             if files.stored(weight) in FLOAT8:
                 precise = {"full_precision_matrix_mult": True} if is_precise else {}
-                found[name] = {"format": FLOAT8[files.stored(weight)], **precise}
+                settings_of[name] = {"format": FLOAT8[files.stored(weight)], **precise}
             elif leaf == "weight_scale" and files.stored(weight) == "I8":  # as lightx2v's converter writes it
-                found[name] = {"format": "int8_tensorwise"}
+                settings_of[name] = {"format": "int8_tensorwise"}
             elif leaf == "scale_weight" and marker is not None:
-                found[name] = {"format": "scaled plain"}
-        elif leaf == "weight_scale_2" and name not in found and files.shapes.get(weight):
+                settings_of[name] = {"format": "scaled plain"}
+        elif leaf == "weight_scale_2" and name not in settings_of and files.shapes.get(weight):
             if files.stored(weight) == "U8":
-                found[name] = {"format": "nvfp4"}
-    return [_checked(files, name, settings) for name, settings in found.items()]
+                settings_of[name] = {"format": "nvfp4"}
+    return [_checked(files, name, settings) for name, settings in settings_of.items()]
 
 
 def _check_once(files: TensorFiles, name: str, first: Mapping, second: Mapping):
@@ -171,17 +173,17 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> QuantizedLayer
     shape = (*shape[:-1], shape[-1] * form.values_per_element) if len(shape) > 1 else shape
     settings = {**settings, "scales": math.prod(files.shapes[f"{name}.{scale}"])}
     of_inputs = next((leaf for leaf in INPUT_SCALES if f"{name}.{leaf}" in files.shapes), "")
-    found = QuantizedLayer(
+    checked = QuantizedLayer(
         name=name,
         format=form,
         settings=settings,
         shape=shape,
         input_scale=of_inputs if kind in WITH_INPUT_SCALE else "",
     )
-    _check_shape(files, found, kind)
-    for each in leaves | {found.input_scale} - {""}:
-        _check_scale(files, found, kind, each)
-    return found
+    _check_shape(files, checked, kind)
+    for each in leaves | {checked.input_scale} - {""}:
+        _check_scale(files, checked, kind, each)
+    return checked
 
 
 def _check_shape(files: TensorFiles, layer: QuantizedLayer, kind: str):

@@ -141,7 +141,7 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
     among LTX-2's) it is the one with most of the file's tensors. Raises UnsupportedError where a family's
     names are there but no configuration of it has these shapes.
     """
-    found = []
+    candidates = []
     why = None
     bare = {
         prefix: {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
@@ -159,12 +159,12 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
             config = _config(layout, shapes, name, files)
             own = keys | renamed(layout.moved(config), keys)
             checkpoint = Checkpoint(name=name, family=family.of(config), config=config, files=files, keys=own)
-            found.append((len(checkpoint.sources), checkpoint))
+            candidates.append((len(checkpoint.sources), checkpoint))
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
             why = why or (family.transformer, reason(error))
-    if why and not found:
+    if why and not candidates:
         raise UnsupportedError(
             f"{name} has the names of diffusers' {why[0]}, but its shapes do not tell the configuration "
             f"({why[1]}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
         )
-    return max(found, key=lambda candidate: candidate[0])[1] if found else None
+    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else None

@@ -58,15 +58,15 @@ def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict:
         what = f"{_with_folders(path)} has more than {most:,} bytes"
         raise UnsupportedError(f"{what}, which no configuration needs; download it again.")
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         why = f"{_with_folders(path)} is no JSON ({reason(error)})"
         raise UnsupportedError(f"{why}; download it again.") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise UnsupportedError(
-            f"{_with_folders(path)} holds {quoted(found)} and no names; download it again."
+            f"{_with_folders(path)} holds {quoted(parsed)} and no names; download it again."
         )
-    return found
+    return parsed
 
 
 def _with_folders(path: Path) -> str:

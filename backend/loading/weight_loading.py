@@ -84,7 +84,7 @@ def matrices(
 ) -> dict[str, Matrix]:
     """Return the parameters that stay quantized, from headers, cut over ranks as ``shards`` are; ``dtype``:
     in which the model computes."""
-    found = {}
+    of_parameter = {}
     for name, source in checkpoint.sources.items():
         where, _, leaf = name.rpartition(".")
         module = checkpoint.transformer.get_submodule(where)
@@ -97,25 +97,25 @@ def matrices(
             heights = (rows,) if shard is None else shard.heights
             edges = () if shard is None else shard.edges
             own = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-            found[name] = Matrix(
+            of_parameter[name] = Matrix(
                 format=quantization.format,
                 settings=quantization.settings,
                 rows=heights,
                 edges=edges or (0, columns),
                 dtype=own,
             )
-    return found
+    return of_parameter
 
 
 def column_units(checkpoint: "Checkpoint") -> dict[str, int]:
     """Return linear layer -> neighbouring columns that must not be cut apart, where it is quantized."""
-    found = {}
+    units = {}
     for name, source in checkpoint.sources.items():
         if name.endswith(".weight") and not source.shape:
             quantization = checkpoint.files.quantization(checkpoint.key(source))
             if quantization is not None:
-                found[name.removesuffix(".weight")] = column_unit(quantization.format, quantization.settings)
-    return found
+                units[name.removesuffix(".weight")] = column_unit(quantization.format, quantization.settings)
+    return units
 
 
 def _fill(

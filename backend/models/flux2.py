@@ -68,10 +68,10 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Return the arguments of Flux2Transformer2DModel; RoPE has four equal axes."""
-    found = config_of(shapes)
-    head = found["attention_head_dim"]
+    config = config_of(shapes)
+    head = config["attention_head_dim"]
     axis = head // 4 // 2 * 2
-    return found | dict(
+    return config | dict(
         timestep_guidance_channels=shapes["time_in.in_layer.weight"][1],
         mlp_ratio=shapes["double_blocks.0.img_mlp.2.weight"][1] / shapes["img_in.weight"][0],
         guidance_embeds="guidance_in.in_layer.weight" in shapes,

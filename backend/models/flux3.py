@@ -33,7 +33,7 @@ def forward_args(config, grid, latent, sigma, cond):
     batch = latent.shape[0]
     device = latent.device
     text = cond["c_crossattn"]
-    found = references.grids(grid, cond)
+    grids = references.grids(grid, cond)
     numbers = torch.arange(text.shape[1], device=device)[:, None]
     arguments = dict(
         hidden_states=grid.to_tokens(latent),
@@ -42,9 +42,9 @@ def forward_args(config, grid, latent, sigma, cond):
         img_ids=positions(grid, 0, device),
         txt_ids=torch.nn.functional.pad(numbers, (3, 0)),
     )
-    if found:
+    if grids:
         arguments["image_cond_hidden_states"] = torch.cat(references.tokens(grid, cond), dim=1)
-        ids = [positions(one, -i, device) for i, one in enumerate(found, 1)]
+        ids = [positions(one, -i, device) for i, one in enumerate(grids, 1)]
         arguments["image_cond_ids"] = torch.cat(ids)
     return arguments
 

@@ -112,12 +112,12 @@ ACCEPTED = ("c_crossattn", "txt_byt5", "attention_mask", "guidance")
 def variant(config):
     """Return what a configuration changes of the family: the distilled model is told where a step ends
     (MeanFlow), and reads guidance."""
-    found = {}
+    changes = {}
     if config["use_meanflow"]:
-        found["conditioning.accepted"] = (*ACCEPTED, STEP_END)
+        changes["conditioning.accepted"] = (*ACCEPTED, STEP_END)
     if config["guidance_embeds"]:
-        found["conditioning.ignored"] = ()
-    return found
+        changes["conditioning.ignored"] = ()
+    return changes
 
 
 FAMILY = hunyuan_video.FAMILY.changed(

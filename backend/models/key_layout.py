@@ -89,9 +89,11 @@ class Layout:
         for prefix in PREFIXES:
             if not self.spellings and any(prefix + key not in keys for key in self.signature):
                 continue  # without a look at each key, of which there may be many
-            found = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
-            if all(key in found for key in self.signature) and not any(key in found for key in self.absent):
-                return found
+            spelled = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
+            if all(key in spelled for key in self.signature) and not any(
+                key in spelled for key in self.absent
+            ):
+                return spelled
         return None
 
     def as_in(self, keys: Collection[str]) -> "Layout":

@@ -100,13 +100,13 @@ def single_frames(grid, cond, device):
 
 def noise_levels(grid, cond, sigma, batch, factor):
     """Return what Levels takes of latents with a mask: the few levels times ``factor``, and each token's."""
-    found = {}
+    of_latents = {}
     for part, latent, name in zip(grid.grids, LATENTS.names, MASKS):
         if name in cond:
             tokens = part.to_tokens(cond[name].float())[..., 0]
             levels, indices = levels_of(once(cond, name, partial(distinct, tokens)), sigma, batch)
-            found[latent] = (levels * factor, indices)
-    return found
+            of_latents[latent] = (levels * factor, indices)
+    return of_latents
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -129,8 +129,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
     marks = {}
     if config.get("use_keyframes_abs_pos_embedding"):
-        found = once(cond, "marks", lambda: single_frames(grid.grids[0], cond, latent.device))
-        marks["video_keyframes_mask"] = found
+        frames = once(cond, "marks", lambda: single_frames(grid.grids[0], cond, latent.device))
+        marks["video_keyframes_mask"] = frames
     return dict(
         hidden_states=grid.grids[0].to_tokens(video),
         audio_hidden_states=grid.grids[1].to_tokens(audio),
@@ -239,13 +239,13 @@ def metadata(strings):
     """Return what Lightricks' own configuration says."""
     stated = transformer_config(strings)
     precision = stated.get("frequencies_precision")
-    found = {
+    values = {
         "rope_type": stated.get("rope_type"),
         "cross_attn_timestep_scale_multiplier": multiplier(stated, "av_ca_timestep_scale_multiplier"),
         "timestep_scale_multiplier": multiplier(stated, "timestep_scale_multiplier"),
         "rope_double_precision": None if precision is None else precision == "float64",
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 BLOCK = "transformer_blocks.{}"

@@ -51,14 +51,16 @@ def corners(grid, cond, device, causal, side=0):
     ]
     if causal:
         axes[0] = (axes[0] + 1 - PIXELS[0]).clamp(min=0)
-    found = torch.cartesian_prod(*axes).T[None]
+    places_of_tokens = torch.cartesian_prod(*axes).T[None]
     if guides(cond):
         stated = cond["keyframe_idxs"][..., side].float().trunc()
-        found = torch.cat([found[:, :, : -guides(cond)].expand(stated.shape[0], -1, -1), stated], dim=2)
-    places = [found[:, :1] * (1.0 / frame_rate), found[:, 1:]]
+        places_of_tokens = torch.cat(
+            [places_of_tokens[:, :, : -guides(cond)].expand(stated.shape[0], -1, -1), stated], dim=2
+        )
+    places = [places_of_tokens[:, :1] * (1.0 / frame_rate), places_of_tokens[:, 1:]]
     if "guide_weights" in cond:
-        weighed = guide_weights.features(cond["guide_weights"], found.shape[2])
-        batch = max(weighed.shape[0], found.shape[0])
+        weighed = guide_weights.features(cond["guide_weights"], places_of_tokens.shape[2])
+        batch = max(weighed.shape[0], places_of_tokens.shape[0])
         places = [x.expand(batch, -1, -1) for x in (*places, weighed)]
     return grid.select(torch.cat(places, dim=1), 2)
 

@@ -111,13 +111,13 @@ def _sequence(grid, cond, device):
     given = cond["given_positions"][0] if len(references) else torch.empty(0, 3)
     origin = float(cond["origin"].reshape(-1)[0]) if "origin" in cond else text_length
     places = positions(grid, text_length, given, origin)
-    found = dict(
+    arguments = dict(
         timestep_indices=moments,
         token_tags=tags,
         position_ids=places,
         **{f"{name}_indices": (kinds == kind).nonzero()[:, 0] for name, kind in KINDS.items()},
     )
-    return {name: value.to(device) for name, value in found.items()}
+    return {name: value.to(device) for name, value in arguments.items()}
 
 
 def text_tokens(cond):

@@ -102,11 +102,11 @@ def pieces(grid, cond):
 def positions(grid, cond, device):
     """Return (tokens, 3): text counts on all three axes, an image stands still on the first and counts from
     the middle on the others, where images of odd sides and of even ones agree."""
-    found = []
+    places = []
     start = 0
     for lo, hi, one in pieces(grid, cond):
         text = torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)
-        found.append(text[:, None].expand(-1, 3))
+        places.append(text[:, None].expand(-1, 3))
         start += hi - lo
         middle = [
             count - count // 2 - (count % 2 - made % 2) / 2 for count, made in zip(one.counts, grid.counts)
@@ -115,9 +115,9 @@ def positions(grid, cond, device):
             torch.full((1,), start, device=device, dtype=torch.float32),
             *(torch.arange(one.counts[i], device=device) - middle[i] for i in (1, 2)),
         ]
-        found.append(torch.cartesian_prod(*axes))
+        places.append(torch.cartesian_prod(*axes))
         start += max(one.counts)
-    return torch.cat(found)
+    return torch.cat(places)
 
 
 def before(parts, mask, device):
@@ -148,8 +148,8 @@ def request_mask(parts, cond, device):
         mask = mask.bool()
         mask = mask[:1] if (mask == mask[:1]).all() else mask
         key = (*key, *map(tuple, mask.tolist()))
-    found = once_a_request(cond, key, lambda: before(parts, mask, device))
-    return found if len(found) == 1 else found[samples]
+    masks = once_a_request(cond, key, lambda: before(parts, mask, device))
+    return masks if len(masks) == 1 else masks[samples]
 
 
 def text_tokens(cond):
@@ -200,7 +200,7 @@ def _sequence(grid, cond, batch, device):
 
 def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. The pieces of the sequence have to fit."""
-    found = references.grids(grid, cond)
+    grids = references.grids(grid, cond)
     length = cond["c_crossattn"].shape[1]
     wrong = references.wrong_references(grid, cond)
     if wrong:
@@ -216,9 +216,9 @@ def refusal(config, grid, cond):
             "same places; sample the prompts one after the other."
         )
     slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
-    if len(slots) > len(found) or slots != sorted(slots) or not all(0 <= slot <= length for slot in slots):
+    if len(slots) > len(grids) or slots != sorted(slots) or not all(0 <= slot <= length for slot in slots):
         return (
-            f"image_slots is {slots}, but it is where each of the {len(found)} references stands among "
+            f"image_slots is {slots}, but it is where each of the {len(grids)} references stands among "
             f"the {length} tokens of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
         )
     mask = cond.get("attention_mask")

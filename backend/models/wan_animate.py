@@ -178,18 +178,18 @@ FACE = {
 def face_names(config):
     """Return Layout.names of the face attentions and of the face's encoder, whose blocks are numbered from
     1."""
-    found = {}
+    names = {}
     for number in range(config["num_layers"] // EVERY):
-        found |= under(f"face_adapter.fuser_blocks.{number}", f"blocks.{EVERY * number}.face", FACE)
+        names |= under(f"face_adapter.fuser_blocks.{number}", f"blocks.{EVERY * number}.face", FACE)
     blocks = len(config["motion_encoder_channel_sizes"]) - 1
-    found[f"{ENCODER}.{blocks + 1}.weight"] = "motion_encoder.conv_out.weight"
+    names[f"{ENCODER}.{blocks + 1}.weight"] = "motion_encoder.conv_out.weight"
     for i in range(1, blocks + 1):
         ours = f"motion_encoder.res_blocks.{i - 1}"
         for name, at in (("conv1", 0), ("conv2", 1)):
-            found[f"{ENCODER}.{i}.{name}.{at}.weight"] = f"{ours}.{name}.weight"
-            found[f"{ENCODER}.{i}.{name}.{at + 1}.bias"] = f"{ours}.{name}.act_fn.bias"
-        found[f"{ENCODER}.{i}.skip.1.weight"] = f"{ours}.conv_skip.weight"
-    return found
+            names[f"{ENCODER}.{i}.{name}.{at}.weight"] = f"{ours}.{name}.weight"
+            names[f"{ENCODER}.{i}.{name}.{at + 1}.bias"] = f"{ours}.{name}.act_fn.bias"
+        names[f"{ENCODER}.{i}.skip.1.weight"] = f"{ours}.conv_skip.weight"
+    return names
 
 
 def moved(config):

@@ -119,10 +119,10 @@ CONTROL = {
 
 def control_names(config):
     """Return Layout.names of the control blocks: the number of one in the file is not that of its block."""
-    found = {}
+    names = {}
     for number, block in enumerate(config["vace_layers"]):
-        found |= under(f"vace_blocks.{number}", f"blocks.{block}.control", CONTROL)
-    return found
+        names |= under(f"vace_blocks.{number}", f"blocks.{block}.control", CONTROL)
+    return names
 
 
 def moved(config):

@@ -278,7 +278,7 @@ class Attention:
         where = (*where, call.context.sample_span.lo)
         if len(tokens.text):
             is_text = tokens.positions("joint", own) < tokens.sequence.text
-            text_at, image_at = (found.nonzero().flatten().to(kv.device) for found in (is_text, ~is_text))
+            text_at, image_at = (each.nonzero().flatten().to(kv.device) for each in (is_text, ~is_text))
             self.static_text[where] = kv.index_select(3, text_at)
             kv = kv.index_select(3, image_at)
         kv = torch.cat([self.static_text[where], kv], dim=3)

@@ -104,7 +104,7 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
     modules, in order."""
     modules = [(name, module) for name, module in block.named_modules() if is_attention(module)]
     kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
-    found = []
+    calls = []
     for (name, module), kind in zip(modules, kinds):
         queries, keys = (kind, kind) if isinstance(kind, str) else kind
         if kind in ("cross", "linear"):
@@ -114,7 +114,7 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
             queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
         is_control = matches(f"{name}.{QUERIES[0]}", family.blocks.control_layers)
         width = query_width(module, family, config)
-        found.append(
+        calls.append(
             AttentionCall(
                 queries=queries,
                 keys=keys,
@@ -123,7 +123,7 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
                 is_control=is_control,
             )
         )
-    return found
+    return calls
 
 
 def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens]:
@@ -137,24 +137,24 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
         or bool(of_text)
     )
     once = (*family.cache.prompt_layers, *family.cache.modulation)
-    found = {}
+    of_layer = {}
     for name in names:
         if matches(name, once):
-            found[name] = LayerTokens(False, False)
+            of_layer[name] = LayerTokens(False, False)
         elif name in of_text:
             joint = family.blocks.text_position is not None  # else each rank has the whole prompt
-            found[name] = LayerTokens(False, True, divided="text" if joint else "")
+            of_layer[name] = LayerTokens(False, True, divided="text" if joint else "")
         else:
             is_control = matches(name, family.blocks.control_layers)
             divided = "" if matches(name, family.blocks.flop_shares) else "image"
-            found[name] = LayerTokens(
+            of_layer[name] = LayerTokens(
                 image=True,
                 text=not apart,
                 latent=family.blocks.latent_of(name),
                 is_control=is_control,
                 divided=divided,
             )
-    return found
+    return of_layer
 
 
 def _linear(block, blocks, family, config, image, text, latents) -> int:

@@ -149,11 +149,11 @@ class Forward:
                 text_tokens = both.shape[1] - self.latent - self.reference
             else:
                 text_tokens = self.tokens.carried_text + self.tokens.sequence.per_block_text
-            found = structure.split(both, text_tokens)
+            split = structure.split(both, text_tokens)
         else:
             text = call[blocks.text] if blocks.text and index >= structure.entry else None
-            found = {"image": blocks.adapter.image(blocks, call), "text": text}
-        return found if enters else self._cut_whole_streams(found)
+            split = {"image": blocks.adapter.image(blocks, call), "text": text}
+        return split if enters else self._cut_whole_streams(split)
 
     def sequence(self, index: int, streams: Streams) -> SequenceLengths:
         """Measure the sequence of streams that enter at block ``index``; references come with the text, or

@@ -33,19 +33,19 @@ def cache_layers(
     for name, stage in stages.owners.items():
         widths[stage] += layer_features(transformer.get_submodule(name))
     cache = LayerCache(offload_device, dtype, mesh)
-    found: dict[str, CachedLayer] = {}
+    layers: dict[str, CachedLayer] = {}
     for name, kind in _wanted(transformer, blocks, family, mesh.pp.is_first):
         parent = transformer.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         shared = not family.cache.modulation_per_sample
-        found[name] = CachedLayer(getattr(parent, leaf), kind, cache.current, shared)
-        setattr(parent, leaf, found[name])
-    cache.layers = list(found.values())
+        layers[name] = CachedLayer(getattr(parent, leaf), kind, cache.current, shared)
+        setattr(parent, leaf, layers[name])
+    cache.layers = list(layers.values())
     cache.width = max(
         widths.values(), default=sum(layer_features(cached.layer) for cached in cache.modulations)
     )
     if stages.holders != stages.owners:
-        _place_hosted(cache, transformer, stages, found)
+        _place_hosted(cache, transformer, stages, layers)
     return cache
 
 
@@ -70,14 +70,14 @@ def _wanted(
     ]
 
 
-def _place_hosted(cache: LayerCache, transformer: nn.Module, stages: Stages, found: dict[str, CachedLayer]):
+def _place_hosted(cache: LayerCache, transformer: nn.Module, stages: Stages, layers: dict[str, CachedLayer]):
     """Note which layers this stage holds for others, and which others hold for it."""
     pp = cache.mesh.pp
     for stage in range(pp.size):
         hosted = [name for name in stages.hosted(pp.rank) if stages.owners[name] == stage]
         elsewhere = [name for name in stages.hosted(stage) if stages.owners[name] == pp.rank]
         cache.hosted.append([transformer.get_submodule(name) for name in hosted])
-        cache.hosted_elsewhere.append([found[name] for name in elsewhere])
+        cache.hosted_elsewhere.append([layers[name] for name in elsewhere])
 
 
 def first_block_argument(transformer: nn.Module, family: Family, arguments: dict, name: str) -> Tensor:

@@ -90,16 +90,16 @@ class Compiler:
         started = time.perf_counter()
         try:
             with in_order() if BACKEND == INDUCTOR else nullcontext():
-                found = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+                run_graph = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
         except torch._dynamo.exc.SkipFrame as error:
             raise RuntimeError(str(error)) from error
         self.graphs += 1
         self.seconds += time.perf_counter() - started
 
-        # without functools.wraps, by whose marks Dynamo of older versions would call ``found`` itself
+        # without functools.wraps, by whose marks Dynamo of older versions would call ``run_graph`` itself
         def begun(*args):
             self.began = True
-            return found(*args)
+            return run_graph(*args)
 
         return begun
 

@@ -41,8 +41,8 @@ def why_unavailable(
     kernel = kernel_of(name)
     if kernel.call is None:
         return None
-    found = _not_able(name, kernel, device, dtype, head_size, set(capabilities), ring)
-    return found or _not_active(name, kernel) or _not_importable(name, kernel)
+    objection = _not_able(name, kernel, device, dtype, head_size, set(capabilities), ring)
+    return objection or _not_active(name, kernel) or _not_importable(name, kernel)
 
 
 def _not_able(name, kernel, device, dtype, head_size, capabilities, ring) -> str | None:
@@ -69,10 +69,10 @@ def _not_able(name, kernel, device, dtype, head_size, capabilities, ring) -> str
         )
     unknown = sorted(gpu for gpu in capabilities if not kernel.has_gpu(gpu))
     if unknown:
-        found = ", ".join(f"{major}.{minor}" for major, minor in unknown)
+        gpus = ", ".join(f"{major}.{minor}" for major, minor in unknown)
         return (
             f"attention is {name}, which has kernels for GPUs of compute capability {kernel.gpus_in_words}, "
-            f"and there are GPUs of {found}; set attention to auto."
+            f"and there are GPUs of {gpus}; set attention to auto."
         )
     if ring and not kernel.lse:
         able = ", ".join(other for other, row in KERNELS.items() if row.lse)

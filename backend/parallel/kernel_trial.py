@@ -27,9 +27,9 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
     try:
         wanted = SDPA(q.float(), k.float(), v.float(), scale=scale)
         with activated(name):
-            found = [call(q, k, v, scale, each) for each in sorted({False, lse})]
-        error = _error([out for out, _ in found], wanted)
-        sums = found[-1][1] if lse else None
+            outputs = [call(q, k, v, scale, each) for each in sorted({False, lse})]
+        error = _error([out for out, _ in outputs], wanted)
+        sums = outputs[-1][1] if lse else None
         changed = not all(map(torch.equal, (q, k, v), _numbers(dtype, head_size, device)))
     except Exception as failed:  # a wheel raises what it likes
         return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")

@@ -171,14 +171,14 @@ def cut_plan(
             f"column or 2d."
         )
     groups = _check_heads(layers, ranks, uneven)
-    found = {}
+    cuts = {}
     for name, layer in layers.items():
         cut = _megatron(layers, name, _style(styles, name))
         if cut is None and isinstance(layer, nn.Linear) and _is_modulation(name, family):
             cut = _whole(layer, "column", 1)
         if cut is not None:
-            found[name] = cut
-    return CutPlan(_between_blocks(layers, found, family, units, groups if uneven else 0))
+            cuts[name] = cut
+    return CutPlan(_between_blocks(layers, cuts, family, units, groups if uneven else 0))
 
 
 def _style(styles: Mapping, name: str):
@@ -221,8 +221,8 @@ def _head_counts(attention: nn.Module) -> list[int]:
     if not queries:
         return []
     counts = [getattr(attention, key, None) for key in HEAD_COUNTS]
-    found = [count for count in counts if isinstance(count, int)]
-    return [*found, keys * found[0] // queries] if found and keys else found
+    known = [count for count in counts if isinstance(count, int)]
+    return [*known, keys * known[0] // queries] if known and keys else known
 
 
 def _check_heads(layers: Mapping[str, nn.Module], ranks: int, uneven: bool) -> int:

@@ -237,22 +237,22 @@ def _edges(config: ParallelConfig, device: torch.device) -> Edges:
     if stages == 1:
         return Edges()
     own = dist.get_rank()
-    found: dict[tuple[int, int], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     pipelines = layout(config).movedim(2, -1).reshape(-1, stages).tolist()
     for source in range(stages):
         for ranks in pipelines:
             pair = (ranks[source], ranks[(source + 1) % stages])
             group = _edge(pair, device)
             if own in pair:
-                found[pair] = _own_group(group)
-    for (sender, receiver), group in found.items():
+                groups[pair] = _own_group(group)
+    for (sender, receiver), group in groups.items():
         _connect(sender, receiver, group, device)
     line = next(ranks for ranks in pipelines if own in ranks)
     place = line.index(own)
     return Edges(
-        None if place == 0 else found[line[place - 1], own],
-        None if place == stages - 1 else found[own, line[place + 1]],
-        found.get((line[-1], line[0])) if own in (line[0], line[-1]) else None,
+        None if place == 0 else groups[line[place - 1], own],
+        None if place == stages - 1 else groups[own, line[place + 1]],
+        groups.get((line[-1], line[0])) if own in (line[0], line[-1]) else None,
     )
 
 

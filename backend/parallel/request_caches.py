@@ -117,12 +117,12 @@ class Masks:
         cuts = cuts_of(mask, self._cuts)
         which = (id(tokens), kind, queries, keys)
         if which not in cuts:
-            found = mask
+            selected = mask
             if keys is not None and mask.shape[-1] > 1:
-                found = select(found, -1, self.positions.of(tokens, kind, mask.device, keys))
+                selected = select(selected, -1, self.positions.of(tokens, kind, mask.device, keys))
             if mask.shape[-2] > 1:
-                found = select(found, -2, self.positions.of(tokens, kind, mask.device, queries))
-            cuts[which] = tokens, found
+                selected = select(selected, -2, self.positions.of(tokens, kind, mask.device, queries))
+            cuts[which] = tokens, selected
         return cuts[which][1]
 
     def cut_static_text(self, tokens: TokenShards, mask: Tensor, ranks: range) -> Tensor:

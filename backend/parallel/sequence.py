@@ -159,13 +159,13 @@ class TokenShards:
     def leading(self, count: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
         """Count this rank's tokens among the first ``count`` of ``kinds`` ("text" | "image") of consecutive
         streams."""
-        found: list[int] = []
+        counts: list[int] = []
         before = 0
         for kind in kinds:
             span = self.local.text if kind == "text" else self.local.image
-            found.append(max(0, min(count - before, span.hi) - span.lo))
+            counts.append(max(0, min(count - before, span.hi) - span.lo))
             before += self.sequence.text if kind == "text" else self.sequence.image
-        return tuple(found)
+        return tuple(counts)
 
     def _shard_positions(self, kind: str, shard: TokenShard) -> torch.Tensor:
         whole = self.sequence

@@ -86,10 +86,10 @@ def stage_blocks(
     if not costs:
         return [range(0)] * stages
     speeds = relative_shares(stages, shares)
-    found = _cheapest(costs, speeds, weights, most) if weights else None
-    found = found or _cheapest(costs, speeds, [0] * len(costs), 0.0)
-    assert found is not None, "without a limit on weights there is always a split"
-    return found
+    ranges = _cheapest(costs, speeds, weights, most) if weights else None
+    ranges = ranges or _cheapest(costs, speeds, [0] * len(costs), 0.0)
+    assert ranges is not None, "without a limit on weights there is always a split"
+    return ranges
 
 
 def _cheapest(costs: list[float], speeds: list[float], weights: list[int], most: float) -> list[range] | None:
@@ -111,15 +111,15 @@ def _with_stage(
     best: dict[int, tuple], stage: int, speed: float, upto: list[float], heavy: list[int], most: float
 ) -> dict[int, tuple]:
     """Return the best plans of ``stage`` stages from those of one less. ``speed``, ``most``: of the last."""
-    found = {}
+    plans_to = {}
     for end in range(stage, len(upto)):
         plans = []
         for start in range(stage - 1, end):
             if start in best and heavy[end] - heavy[start] <= most:
                 plans.append(_extend(best[start], (upto[end] - upto[start]) / speed, end))
         if plans:
-            found[end] = min(plans)
-    return found
+            plans_to[end] = min(plans)
+    return plans_to
 
 
 def _extend(plan, cost, end):

@@ -35,13 +35,13 @@ class StaticInputs:
         if self.context is not context:
             self.context = context
             self.copied.clear()
-        found = {}
+        arguments = {}
         for name, value in call.items():
             leaves, structure = _pytree.tree_flatten(value)
             kept = name in streams
             placed = [leaf if kept else self._placed((index, name, i), leaf) for i, leaf in enumerate(leaves)]
-            found[name] = _pytree.tree_unflatten(placed, structure)
-        return found
+            arguments[name] = _pytree.tree_unflatten(placed, structure)
+        return arguments
 
     def _placed(self, argument: tuple, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -126,16 +126,16 @@ class FirstChoice(nn.Module):
         return tuple(each if each is None else comm.broadcast(each, (self.tp,)) for each in output)
 
 
-def apply(transformer: nn.Module, found: Mapping[str, Shard], family, scheme: str, tp: Axis):
-    """Replace every layer in ``found`` by its sharded module, and set the heads that attention has left."""
+def apply(transformer: nn.Module, shards: Mapping[str, Shard], family, scheme: str, tp: Axis):
+    """Replace every layer in ``shards`` by its sharded module, and set the heads that attention has left."""
     blocks = [block for name in family.blocks.lists for block in block_list(transformer, name)]
     groups = head_groups(module for block in blocks for module in block.modules())
-    for name, shard in found.items():
+    for name, shard in shards.items():
         whole = transformer.get_submodule(name)
         is_linear = isinstance(whole, nn.Linear)
         sharded = ShardedLinear(whole, shard) if is_linear else ShardedNorm(whole, shard)
         transformer.set_submodule(name, sharded)
-    modules = (found for block in blocks for found in block.named_modules())
+    modules = (shards for block in blocks for shards in block.named_modules())
     for router in [module for name, module in modules if matches(name, family.blocks.routers)]:
         router.add_module("first_choice", choice := FirstChoice(tp))  # where regroup finds it
         router.register_forward_hook(choice)

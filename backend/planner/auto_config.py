@@ -53,14 +53,14 @@ class AutoConfig:
     def devices(self, gpus_here: int) -> list[int]:
         """Return the GPUs that may be used on a machine with so many, or the ranks of the CPU. ConfigError
         for what is no such list, for more than there are, and for shares of others."""
-        found = self._devices(gpus_here)
+        devices = self._devices(gpus_here)
         shares = self.rank_shares
-        if shares and len(shares) != len(found):
+        if shares and len(shares) != len(devices):
             raise ConfigError(
-                f"shares is {self.shares!r:.200}, {len(shares)} numbers, but there {_ranks(len(found))} to "
+                f"shares is {self.shares!r:.200}, {len(shares)} numbers, but there {_ranks(len(devices))} to "
                 f"use (gpus is {self.gpus!r:.200}). Write one number for each, or leave shares empty."
             )
-        return found
+        return devices
 
     def _devices(self, gpus_here: int) -> list[int]:
         on_gpus = self.base.resolve_device(gpus_here) == "cuda"

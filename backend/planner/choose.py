@@ -180,7 +180,7 @@ class Question:
 
     def options(self, exact: bool = False) -> list[Option]:
         """Estimate every plan of one to ``gpus`` ranks; ``exact``: of those whose result is one GPU's."""
-        found = []
+        options = []
         for ranks in range(1, self.gpus + 1):
             shares = self._shares(ranks)
             for plan in candidates(self.of_first(ranks).shape, self.request, ranks, self.base, exact):
@@ -192,8 +192,8 @@ class Question:
                 may = uneven and min(each.bytes for each in tried) * ranks <= FILLED * sum(rooms)
                 if may and not any(each.fits for each in tried):
                     tried.append(self.option(self._filling_alike(plan)))
-                found += tried
-        return found
+                options += tried
+        return options
 
     def _filling_alike(self, plan: ParallelConfig) -> ParallelConfig:
         """Return the plan with shares by which every GPU is as full as the others: what each holds whatever
@@ -213,13 +213,13 @@ class Question:
     def in_turns(self, exact: bool = False) -> list[Option]:
         """Estimate every plan with one model at a time on the ranks, and the seconds in which they change:
         one that has left for ComfyUI's models does not leave once more for the next of the ranks'."""
-        found = []
+        options = []
         for each in replace(self, others=(), swaps=replace(self.swaps, left_by_comfyui=())).options(exact):
             asked = self.of_first(each.plan.world_size)
             models = (asked.shape, each.plan, self.request, asked.others)
             swap, reads = self.swaps.swap(*models, self.machine.host_link)
-            found.append(replace(each, seconds=each.seconds + swap, swap_seconds=swap, rereads=reads))
-        return found
+            options.append(replace(each, seconds=each.seconds + swap, swap_seconds=swap, rereads=reads))
+        return options
 
 
 def choose(question: Question, method: str = AUTO, running: Ranks | None = None) -> PlanChoice:
@@ -291,13 +291,13 @@ def _settled(
 ) -> tuple[Option, dict[Placement, float]]:
     """Return the option to take, and Ranks.regret after it."""
     later = [_considered(replace(question, request=each), method)[0] for each in question.request.then or ()]
-    further = [{each.plan: each.score for each in found if each.fits} for found in later]
-    found = {each.plan: each for each in ranked(options, method)}
+    further = [{each.plan: each.score for each in by_plan if each.fits} for by_plan in later]
+    by_plan = {each.plan: each for each in ranked(options, method)}
     if running:  # to stay may be slower than one GPU, where to leave takes longer
-        found |= {each.plan: each for each in options if each.fits and running.plan.same_weights(each.plan)}
-    scores = {plan: each.score for plan, each in found.items()}
+        by_plan |= {each.plan: each for each in options if each.fits and running.plan.same_weights(each.plan)}
+    scores = {plan: each.score for plan, each in by_plan.items()}
     plan, regret = choose_placement(scores, further, running, question.request)
-    return found[plan], regret
+    return by_plan[plan], regret
 
 
 def _why_not(question: Question, best: Option, fastest: Option, running: Ranks | None) -> str:
@@ -315,12 +315,12 @@ def _why_not(question: Question, best: Option, fastest: Option, running: Ranks |
 def _runners_up(ordered: list[Option], best: Option) -> tuple[Option, ...]:
     """Return the best option of each other set of methods, in order."""
     seen = {best.mechanisms}
-    found = []
+    runners_up = []
     for option in ordered:
         if option.mechanisms not in seen:
             seen.add(option.mechanisms)
-            found.append(option)
-    return tuple(found[:RUNNERS_UP])
+            runners_up.append(option)
+    return tuple(runners_up[:RUNNERS_UP])
 
 
 def _what_lacks(question: Question, options: list[Option]) -> str:

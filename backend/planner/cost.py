@@ -80,21 +80,21 @@ class Cost:
         """Return for each stage the seconds of its rank that is last, as a multiple of those that the slowest
         GPU takes for an even share."""
         speeds = self.machine.speeds_of(self.plan.world_size)
-        found = [0.0] * self.plan.pipefusion_degree
+        loads = [0.0] * self.plan.pipefusion_degree
         for each, speed in zip(rank_shares(self.plan, self.request.batch), speeds):
             share = each.tokens * each.matrices * each.samples / self._samples
-            found[each.stage] = max(found[each.stage], share / speed)
-        return found
+            loads[each.stage] = max(loads[each.stage], share / speed)
+        return loads
 
     @cached_property
     def _reading(self) -> list[float]:
         """Return for each stage the seconds in which its last rank reads its weights, as a multiple of those
         that the slowest memory takes for an even share."""
         memories = self.machine.bandwidths_of(self.plan.world_size)
-        found = [0.0] * self.plan.pipefusion_degree
+        multiples = [0.0] * self.plan.pipefusion_degree
         for each, memory in zip(rank_shares(self.plan, self.request.batch), memories):
-            found[each.stage] = max(found[each.stage], each.matrices / memory)
-        return found
+            multiples[each.stage] = max(multiples[each.stage], each.matrices / memory)
+        return multiples
 
     @cached_property
     def _samples(self) -> int:

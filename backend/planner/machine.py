@@ -201,17 +201,22 @@ class Machine:
             {str(kind): float(rate) for kind, rate in each.items()}
             for each in (values["native_rates"], *values["natives"])
         )
-        found = cls(**{**known, **lists, **groups, "native_rates": native, "natives": tuple(natives)})
-        numbers = [getattr(found, each.name) for each in fields(cls) if each.type is float]
-        numbers += [*found.speeds, *found.bandwidths, *found.all_to_all.values(), *found.rings.values()]
+        machine = cls(**{**known, **lists, **groups, "native_rates": native, "natives": tuple(natives)})
+        numbers = [getattr(machine, each.name) for each in fields(cls) if each.type is float]
+        numbers += [
+            *machine.speeds,
+            *machine.bandwidths,
+            *machine.all_to_all.values(),
+            *machine.rings.values(),
+        ]
         rates = [rate for each in (native, *natives) for rate in each.values()]
         numbers += rates
         if (
             not all(math.isfinite(number) and number >= 0 for number in numbers)
-            or min(found.gemm, found.host_link, *rates) <= 0
+            or min(machine.gemm, machine.host_link, *rates) <= 0
         ):
             raise ValueError("rates are positive numbers")
-        return found
+        return machine
 
 
 @dataclass(frozen=True)

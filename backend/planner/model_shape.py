@@ -214,7 +214,7 @@ def stages_of(shape: ModelShape, degree: int, shares: tuple[float, ...] = ()) ->
 
 def modulation_of(shape: ModelShape, degree: int, shares: tuple[float, ...] = ()) -> list[int]:
     """Return the bytes of modulation that each of ``degree`` stages holds, for its own blocks or others'."""
-    found = [0] * degree
+    sizes = [0] * degree
     for index, stage in _split(shape, degree, shares).holders.items():
-        found[stage] += shape.blocks[int(index)].modulation
-    return found
+        sizes[stage] += shape.blocks[int(index)].modulation
+    return sizes

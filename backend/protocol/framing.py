@@ -150,9 +150,9 @@ def _read_tensors(sock, cls: type, size: int) -> tuple[dict, bytes, list[memoryv
     if not length or bodies.LENGTH.unpack(length)[0] > min(MAX_HEADER, left):
         raise ProtocolError(f"the body of a {cls.__name__} is shorter than its table")
     table = length + _read(sock, bodies.LENGTH.unpack(length)[0])
-    found = _places(cls, table, size - len(table))
+    places = _places(cls, table, size - len(table))
     data = _read_data(sock, size - len(table))
-    return bodies.unpack(found, data), table, [data.numpy().data] if len(data) else []
+    return bodies.unpack(places, data), table, [data.numpy().data] if len(data) else []
 
 
 def _read(sock, size: int) -> bytes:

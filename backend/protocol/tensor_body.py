@@ -84,16 +84,16 @@ def places(text: bytes, size: int) -> list[Place]:
     if not isinstance(table, dict):
         raise ValueError("the table of tensors is no JSON object")
     table.pop("__metadata__", None)
-    found = [_place(name, entry) for name, entry in table.items()]
-    found.sort(key=lambda place: (place.lo, place.hi))
+    in_order = [_place(name, entry) for name, entry in table.items()]
+    in_order.sort(key=lambda place: (place.lo, place.hi))
     at = 0
-    for place in found:
+    for place in in_order:
         if place.lo != at:
             raise ValueError(f"the tensor {place.name!r} begins at byte {place.lo}, the last ends at {at}")
         at = place.hi
     if at != size:
         raise ValueError(f"the tensors fill {at} bytes of {size}")
-    return found
+    return in_order
 
 
 def _place(name: str, entry: dict) -> Place:
@@ -122,10 +122,10 @@ def _are_sizes(numbers) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
 
 
-def unpack(found: list[Place], data: Tensor) -> dict[str, Tensor]:
+def unpack(in_order: list[Place], data: Tensor) -> dict[str, Tensor]:
     """Return the tensors at their places of ``data`` (uint8), as views of it."""
     tensors = {}
-    for place in found:
+    for place in in_order:
         values = data[place.lo : place.hi]
         # a byte that is neither 0 nor 1 is no bool to index with
         values = values != 0 if place.dtype is torch.bool else values.view(place.dtype)

@@ -125,11 +125,11 @@ def small_kernels(name: str) -> str:
     module, missing = kitchen()
     if module is None:
         return missing
-    found = module.list_backends().get("hip" if torch.version.hip else "cuda", {})
-    if found.get("disabled"):
+    state = module.list_backends().get("hip" if torch.version.hip else "cuda", {})
+    if state.get("disabled"):
         return f"torch is for CUDA {torch.version.cuda} and comfy-kitchen's own kernels for {CUDA}"
-    if name not in found.get("capabilities", ()):
-        return found.get("unavailable_reason") or f"comfy-kitchen has no {name} for it"
+    if name not in state.get("capabilities", ()):
+        return state.get("unavailable_reason") or f"comfy-kitchen has no {name} for it"
     return ""
 
 

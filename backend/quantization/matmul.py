@@ -130,14 +130,14 @@ def wanted(
     """Return what would be multiplied natively if every rank can: the same whatever is installed here."""
     if mode == WEIGHT_ONLY:
         return []
-    found = set()
+    products = set()
     for matrix in matrices:
         rule = RULES.get(matrix.product[0])
         if rule is None or _file_objection(matrix, mode):
             continue
         if not (_device_objection(rule, mode, device, capability) or _shape_objection(matrix, rule)):
-            found.add(matrix.product)
-    return sorted(found)
+            products.add(matrix.product)
+    return sorted(products)
 
 
 def native_formats(dtype: torch.dtype, device: torch.device, capability: Capability | None) -> list[Product]:

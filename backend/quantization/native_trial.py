@@ -93,15 +93,15 @@ def _error(weight: PackedWeight) -> float:
     kernel = weight.choice.kernel
     assert kernel is not None, "given below"
     plain = weight.packed.dequantize(weight.dtype)
-    found = [0.0]
+    errors = [0.0]
     for tokens in TOKENS:
         x = _numbers(tokens, SIZE).to(weight.device, weight.dtype)
         for bias in (None, _numbers(SIZE).to(weight.device, weight.dtype)):
             wanted = F.linear(x, plain, bias).float()
             for max_over_ranks in MAX_OVER_RANKS_CASES:
                 off = kernel(x, weight, bias, max_over_ranks).float() - wanted
-                found.append((off.norm() / wanted.norm()).item())
-    return max(found) if all(error == error for error in found) else float("inf")
+                errors.append((off.norm() / wanted.norm()).item())
+    return max(errors) if all(error == error for error in errors) else float("inf")
 
 
 def examples(kind: str, dtype: torch.dtype, device: torch.device, size: int = SIZE) -> list[PackedWeight]:

@@ -50,25 +50,25 @@ FLOAT32 = 4
 
 def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
     """Estimate the most activations of the rank at ``place``, of all samples of one prompt."""
-    found = _fitted(work)
-    if found is None:
+    fitted = _fitted(work)
+    if fitted is None:
         return _by_layers(work, place, stages)
     tokens = relative_shares(work.config.sp_degree, work.config.shares_of("ring", "ulysses"))[
         work.sp_rank(place)
     ]
     matrices = relative_shares(work.config.tensor_parallel_degree, work.config.shares_of("tp"))[place["tp"]]
     skipped = long_skips(work.checkpoint, stages.blocks[place["pp"]]) * _stream(work)
-    token = found.on_rank(work.config, skipped, tokens, matrices)
-    held = found.of_samples(work.config, work.batch, token)
+    token = fitted.on_rank(work.config, skipped, tokens, matrices)
+    held = fitted.of_samples(work.config, work.batch, token)
     return math.ceil((work.image_tokens + work.text_tokens) * held)
 
 
 def activations_of(work: Workload, two: Workload | None) -> Activations:
     """Return the activations of one rank for each token. ``two``: the same work on ranks of which two cut
     matrices, None where they cannot."""
-    found = _fitted(work)
-    if found is not None:
-        return found
+    fitted = _fitted(work)
+    if fitted is not None:
+        return fitted
     tokens = work.image_tokens + work.text_tokens
     of_ranks = (_by_layers(each, FIRST, each.checkpoint.stages(each.config)) for each in (work, two or work))
     whole, half = of_ranks

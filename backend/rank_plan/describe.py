@@ -119,15 +119,15 @@ def describe(
     stages = checkpoint.stages(config)
     alike = ("cfg",) if config.shard_weights else ("cfg", "dp")  # where ranks hold and send the same
     plans: dict[tuple, RankPlan] = {}
-    found = []
+    of_ranks = []
     for rank, place in enumerate(places(config)):
         count = samples[place["dp"]]
         held = {**place, "tp": work.tensor_ranks_alike[place["tp"]]}
         key = (count, *(index for axis, index in held.items() if axis not in alike))
         if key not in plans:
             plans[key] = _plan(works[count], rank, place, stages)
-        found.append(replace(plans[key], rank=rank, place=place))
-    return found
+        of_ranks.append(replace(plans[key], rank=rank, place=place))
+    return of_ranks
 
 
 def places(config: ParallelConfig) -> list[Place]:

@@ -69,7 +69,7 @@ def fitting(
     """Return the first MAX_REMEDIES remedies with which weights and request fit into the ``capacity`` of
     every rank, in bytes; each likely need counts, so that what is named does run. ``choices``: as in
     describe."""
-    found = []
+    texts = []
     for remedy in remedies(config, size, checkpoint.is_quantized):
         try:
             check_degrees(checkpoint, remedy.config.validate())
@@ -79,7 +79,7 @@ def fitting(
             continue  # the model or the other settings forbid it
         needs = (plan.weight_bytes + request_need(plan).likely for plan in plans)
         if all(need <= room for need, room in zip(needs, capacity)):
-            found.append(remedy.text)
-        if len(found) == MAX_REMEDIES:
+            texts.append(remedy.text)
+        if len(texts) == MAX_REMEDIES:
             break
-    return found
+    return texts

@@ -124,14 +124,14 @@ class _Measured:
             return block_costs(checkpoint.transformer, checkpoint.family, checkpoint.config, image, text)
 
         points = [counts(*tokens) for tokens in ((1, 0), (2, 0), (0, 1), (0, 2), (1, 1))]
-        found = []
+        polynomials = []
         for one, two, prompt, prompts, both in zip(*points):
             image_pairs = (two - 2 * one) / 2
             text_pairs = (prompts - 2 * prompt) / 2
-            found.append(
+            polynomials.append(
                 (one - image_pairs, prompt - text_pairs, image_pairs, both - one - prompt, text_pairs)
             )
-        return found
+        return polynomials
 
     @cached_property
     def _by_block(self) -> list[Counter[str]]:
@@ -140,11 +140,11 @@ class _Measured:
         "kernels". Values of its "matrices", and by format of those that multiply natively."""
         names = self.checkpoint.block_names
         modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
-        found = [Counter[str]() for _ in names]
+        by_block = [Counter[str]() for _ in names]
         for name, each in zip(self.checkpoint.parameters, self._parameters):
             if each.block is None:
                 continue
-            counts = found[each.block]
+            counts = by_block[each.block]
             if each.module in modulation:
                 counts["modulation"] += each.bytes
                 continue
@@ -157,7 +157,7 @@ class _Measured:
             counts["matrices"] += math.prod(shape) if len(shape) > 1 else 0
             if each.kernel in NATIVE_FORMATS:
                 counts[NATIVE_FORMATS[each.kernel]] += math.prod(shape)
-        return found
+        return by_block
 
     def _native(self, sizes: Counter[str]) -> dict[str, Any]:
         """Return the format of which a block multiplies most natively, and its share of the values of
@@ -170,11 +170,11 @@ class _Measured:
     def _reducing(self) -> list[dict[str, Shard]]:
         """Return the layers of every block whose outputs tensor parallelism sums, and what it leaves of
         each."""
-        found: list[dict[str, Shard]] = [{} for _ in self.checkpoint.block_names]
+        reducing: list[dict[str, Shard]] = [{} for _ in self.checkpoint.block_names]
         for module, cut in self._cuts.items():
             if cut.reduce:
-                found[self.checkpoint.layer_blocks[module]][module] = cut
-        return found
+                reducing[self.checkpoint.layer_blocks[module]][module] = cut
+        return reducing
 
     def _reduced(self, index: int) -> tuple[int, int]:
         """Return the numbers of an image token and of a text token that tensor parallelism sums in a
@@ -183,15 +183,15 @@ class _Measured:
         layers = self.checkpoint.transformer.get_submodule(block)
         blocks = block.rpartition(".")[0]
         tokens_of = layer_tokens(layers, blocks, self.checkpoint.family)
-        found = [0, 0]
+        counts = [0, 0]
         for module, cut in self._reducing[index].items():
             inner = module.removeprefix(f"{block}.")
             family = self.checkpoint.family
             numbers = cut.reduced_features * family.blocks.flop_share(inner, self.checkpoint.config)
             for stream, tokens in enumerate(((1, 0), (0, 1))):
                 latents = latents_of(family, tokens[0])
-                found[stream] += round(tokens_of[inner].count(*tokens, latents) * numbers)
-        return found[0], found[1]
+                counts[stream] += round(tokens_of[inner].count(*tokens, latents) * numbers)
+        return counts[0], counts[1]
 
     def _whole_block(self) -> BlockShape:
         """Return a transformer that cannot be cut as one block: a token of the image meets every matrix.
@@ -250,11 +250,11 @@ class _Measured:
         """Return the features of the attention calls of a block whose ``side`` is of image tokens; NONE
         without any."""
         latents = latents_of(self.checkpoint.family, 1)
-        found = 0
+        features = 0
         for call, count in self._one_rank.exchanged(range(index, index + 1)).items():
             if latents.get(getattr(call, side), 1):
-                found += count * (call.width if side == "queries" else call.kv_width)
-        return found or NONE
+                features += count * (call.width if side == "queries" else call.kv_width)
+        return features or NONE
 
     def _prompt_keys(self, index: int) -> int:
         """Return the features of a prompt's keys that the cross-attention of a block caches."""

@@ -14,23 +14,23 @@ from .workload import Place, Workload
 
 def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> Counter[str]:
     """Count the bytes that the rank at ``place`` sends in one step, by mechanism (comm.SENT)."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     blocks = stages.blocks[place["pp"]]
     for patch in patches:
         # in the steady state static text is cached
         now = replace(patch, text=Span(0, 0)) if work.family.cache.static_text else patch
         if work.is_linear:
-            found += _mixing(work, place, len(blocks), now)
+            sizes += _mixing(work, place, len(blocks), now)
         else:
-            found += _attention(work, place, blocks, now, patch)
+            sizes += _attention(work, place, blocks, now, patch)
         if place["pp"] < work.config.pipefusion_degree - 1:
-            found["pipeline"] += _samples(work) * work.width * _carried(work, blocks.stop, now)
-        found += _outputs(work, place, len(now.local.image), len(now.image))
+            sizes["pipeline"] += _samples(work) * work.width * _carried(work, blocks.stop, now)
+        sizes += _outputs(work, place, len(now.local.image), len(now.image))
     prompts = work.prompts_per_rank * work.dtype.itemsize
-    found["tensor"] = _tensor_parallel(work, place, stages, patches) * prompts
+    sizes["tensor"] = _tensor_parallel(work, place, stages, patches) * prompts
     hosted = stages.hosted(place["pp"])
-    found["modulation"] = sum(work.features(name, place) for name in hosted) * prompts
-    return found
+    sizes["modulation"] = sum(work.features(name, place) for name in hosted) * prompts
+    return sizes
 
 
 def _samples(work: Workload) -> int:
@@ -51,13 +51,13 @@ def _attention(
     work: Workload, place: Place, blocks: range, now: TokenShards, patch: TokenShards
 ) -> Counter[str]:
     """Count the all-to-all of Ulysses, and all keys and values of the patch that travel around the ring."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for call, count in work.exchanged(blocks).items():
         row = head_bytes(work.call_head_size(call), work.dtype.itemsize, work.config.wire)
         head = count * work.batch * work.prompts_per_rank * row
         ulysses, ring = _call(work, place, call, now, patch)
-        found += Counter(ulysses=head * ulysses, ring=head * ring)
-    return found
+        sizes += Counter(ulysses=head * ulysses, ring=head * ring)
+    return sizes
 
 
 def _call(
@@ -108,13 +108,13 @@ def _outputs(work: Workload, place: Place, own: int, tokens: int) -> Counter[str
     channels = latent.channels(work.checkpoint.config)
     patch = latent.patch(work.checkpoint.config)
     features = 4 * work.batch * work.prompts_per_rank * channels * math.prod(patch)
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     if config.pipefusion_degree > 1 and place["pp"] == config.pipefusion_degree - 1:
-        found["outputs"] += own * features
+        sizes["outputs"] += own * features
     if place["pp"] == 0:
-        found["outputs"] += own * features * (config.sp_degree - 1)
-        found["cfg"] += tokens * features * (config.cfg_degree - 1)
-    return found
+        sizes["outputs"] += own * features * (config.sp_degree - 1)
+        sizes["cfg"] += tokens * features * (config.cfg_degree - 1)
+    return sizes
 
 
 def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> int:

@@ -165,11 +165,11 @@ class Workload:
 
     def exchanged(self, blocks: range) -> Counter[AttentionCall]:
         """Count the calls of ``blocks`` by kind, without those whose keys every rank has."""
-        found: Counter[AttentionCall] = Counter()
+        counts: Counter[AttentionCall] = Counter()
         for call in chain.from_iterable(self.checkpoint.attention_calls[index] for index in blocks):
             if not call.is_local:
-                found[call] += self.runs(call)
-        return found
+                counts[call] += self.runs(call)
+        return counts
 
     def runs(self, part: AttentionCall | LayerTokens) -> int:
         """Count how often an attention call or a layer runs in a forward."""
@@ -198,8 +198,8 @@ class Workload:
         every rank with its part of the matrices and its stage."""
         tp = place["tp"]
         own = place["pp"]
-        found = self._known.get((tp, own))
-        if found is None:
+        held = self._known.get((tp, own))
+        if held is None:
             here = [
                 each
                 for each in self._held(tp)
@@ -211,13 +211,13 @@ class Workload:
             tokens = self.batch * -(-(self.image_tokens + self.text_tokens) // self.config.sp_degree)
             gathered = gathered_bytes(here) if self.config.shard_weights else 0
             device = sum(each.bytes for each in here) - host
-            found = self._known[tp, own] = (
+            held = self._known[tp, own] = (
                 here,
                 HeldWeights(
                     device=device, host=host, scratch=planned_scratch_bytes(here, tokens), gathered=gathered
                 ),
             )
-        return found
+        return held
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], tuple[list[HeldParameter], HeldWeights]]:
@@ -287,18 +287,18 @@ class Workload:
         count in all layers: Wan Animate's of faces, which read none, are counted too large."""
         if not self.family.cache.prompt_layers:
             return 0
-        found = 0
+        width = 0
         for call in chain.from_iterable(self.checkpoint.attention_calls[index] for index in blocks):
             if call.keys == PROMPT:
                 size = self.call_head_size(call)
-                found += self.runs(call) * size * self._of_tensor_rank(call.kv_width // size, place)
+                width += self.runs(call) * size * self._of_tensor_rank(call.kv_width // size, place)
         more = self.batch * self.prompts_per_rank - samples_of_activations(self.config, self.batch)
         tokens = max(self.text_tokens, self.family.cache.padded_prompt)
         if self.image_features is None:
             tokens += self.family.conditioning.image_features(self.checkpoint.config, None)
         else:
             tokens += self.image_features
-        return 2 * more * found * tokens * self.dtype.itemsize
+        return 2 * more * width * tokens * self.dtype.itemsize
 
     def modulation_bytes(self, place: Place, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""

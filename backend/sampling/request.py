@@ -161,10 +161,10 @@ def build(
     reference_tokens = {}
     patch0_tokens = 0
     for name in names(sample):
-        found = _conditioning(sample, name, samples, family, dtype, device)
-        text = family.conditioning.text_tokens(found) if family.blocks.text_position else 0
-        conditioning[name] = found
-        reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, found)
+        arguments = _conditioning(sample, name, samples, family, dtype, device)
+        text = family.conditioning.text_tokens(arguments) if family.blocks.text_position else 0
+        conditioning[name] = arguments
+        reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, arguments)
         patch0_tokens = max(patch0_tokens, text + reference_tokens[name])
     return Request(
         config=request_config(sample, config),

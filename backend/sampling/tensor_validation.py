@@ -173,6 +173,6 @@ def _wrong_size(name, value, widths, sizes, grid) -> str | None:
             if size != what:
                 return f"has shape {shape}, but ({', '.join(map(str, known))}) is needed."
         elif sizes.setdefault(what, (name, size))[1] != size:
-            other, found = sizes[what]
-            return f"has {size} {what} but {other} has {found}; encode the prompt again."
+            other, its_size = sizes[what]
+            return f"has {size} {what} but {other} has {its_size}; encode the prompt again."
     return None

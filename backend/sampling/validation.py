@@ -252,8 +252,8 @@ def check_degrees(checkpoint: Checkpoint, config: ParallelConfig):
     heads = checkpoint.family.blocks.heads(checkpoint.config)
     check_blocks_and_heads(checkpoint.name, checkpoint.block_count, heads, config)
     held = (checkpoint.is_quantized, bool(checkpoint.family.build.float32))
-    if config.shard_weights and (found := unshardable(*held)):
-        weights, least = found
+    if config.shard_weights and (unsharded := unshardable(*held)):
+        weights, least = unsharded
         change = named_change(config, partial(check_degrees, checkpoint), sharded=False)
         otherwise = f"set {change}, which divides them too" if change else "switch shard_weights off"
         raise UnsupportedError(

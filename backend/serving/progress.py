@@ -35,12 +35,12 @@ class Previews:
         """Return a preview that has arrived, as x0, if there is one. Where none is on its way and one is due,
         ``start`` it: on the CPU it arrives at once, from a GPU after this step or a later one."""
         began = self.clock()
-        found = self._arrived()
+        preview = self._arrived()
         if self.coming is None and self.due():
             self.coming = start()
-            found = found or self._arrived()
+            preview = preview or self._arrived()
         self.spent += self.clock() - began
-        return found
+        return preview
 
     def _arrived(self) -> dict[str, Tensor]:
         x0 = self.coming.arrived() if self.coming else None

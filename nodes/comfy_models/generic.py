@@ -26,19 +26,19 @@ class GenericModel(comfy.model_base.BaseModel):
     """Hands on the parts of a CONDITIONING that the transformer takes, and whatever it has of references."""
 
     def extra_conds(self, reference_latents=None, reference_latents_method=None, **kwargs):
-        found = super().extra_conds(**kwargs)
+        conds = super().extra_conds(**kwargs)
         accepted = self.model_config.unet_config["accepted"]
         for key, (name, kind) in ARGUMENTS.items():
             if kwargs.get(key) is not None and name in accepted:
-                found[name] = kind(kwargs[key])
+                conds[name] = kind(kwargs[key])
         if "guidance" in accepted:
-            found["guidance"] = comfy.conds.CONDRegular(torch.FloatTensor([kwargs.get("guidance", 3.5)]))
+            conds["guidance"] = comfy.conds.CONDRegular(torch.FloatTensor([kwargs.get("guidance", 3.5)]))
         if reference_latents is not None:
             latents = [self.process_latent_in(latent) for latent in reference_latents]
-            found["ref_latents"] = comfy.conds.CONDList(latents)
+            conds["ref_latents"] = comfy.conds.CONDList(latents)
         if reference_latents_method is not None:
-            found["ref_latents_method"] = comfy.conds.CONDConstant(reference_latents_method)
-        return found
+            conds["ref_latents_method"] = comfy.conds.CONDConstant(reference_latents_method)
+        return conds
 
 
 class GenericConfig(comfy.supported_models_base.BASE):

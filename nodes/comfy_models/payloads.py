@@ -39,11 +39,11 @@ def ltx2(arguments: dict) -> dict:
     frames = arguments.get("generated_keyframes")
     if text.shape[2] % 2:  # mark_unfinished has marked it
         arguments = {**arguments, "c_crossattn": text[..., :-1], "unprocessed_ltxav_embeds": True}
-    found = ltxv(arguments)
+    tensors = ltxv(arguments)
     if frames:
         names = ("first_latent_frame", "num_keyframes", "tokens_per_frame")
-        found["generated_keyframes"] = torch.tensor([[frames[name] for name in names]])
-    return found
+        tensors["generated_keyframes"] = torch.tensor([[frames[name] for name in names]])
+    return tensors
 
 
 #: Reference tokens of ComfyUI's MiniMax-H3 layout, which are not denoised -> video (0) or audio (2).
@@ -76,7 +76,7 @@ def minimax_h3(arguments: dict) -> dict:
     if {"denoise_mask", "audio_denoise_mask"} & arguments.keys():
         raise RefusedError(MINIMAX_MASKED)
     payload = arguments.get("minimax_payload", {})
-    found = {key: value for key, value in arguments.items() if key != "minimax_payload"}
+    tensors = {key: value for key, value in arguments.items() if key != "minimax_payload"}
     further = sorted(payload.keys() - MINIMAX_KNOWN)
     if further:
         raise RefusedError(
@@ -85,11 +85,11 @@ def minimax_h3(arguments: dict) -> dict:
         )
     tags = payload.get("text_token_tags")
     if tags is not None and (tags != 1).any():
-        found["text_tags"] = tags.reshape(1, -1)
+        tensors["text_tags"] = tags.reshape(1, -1)
     layout = payload.get("layout")
     segments = layout.segments if layout else []
     references = [segment for segment in segments if segment[2] in MINIMAX_REFERENCES]
-    return found | _minimax_references(payload, layout, references) if references else found
+    return tensors | _minimax_references(payload, layout, references) if references else tensors
 
 
 def _minimax_references(payload: dict, layout, references: list[tuple[int, int, str]]) -> dict:
@@ -120,15 +120,15 @@ def ltxv(arguments: dict) -> dict:
     """Return the weight of every guide's token as a tensor, unless all are 1. Frames that only later versions
     mark are dropped."""
     dropped = ("generated_keyframes", "guide_attention_entries")
-    found = {key: value for key, value in arguments.items() if key not in dropped}
+    tensors = {key: value for key, value in arguments.items() if key not in dropped}
     guides = arguments.get("guide_attention_entries") or []
     counts = [guide["pre_filter_count"] for guide in guides]
     present = _present(arguments.get("denoise_mask"), sum(counts))
     parts = zip(guides, present.split(counts))
     weights = [_guide_weights(guide, int(part.sum())) for guide, part in parts]
     if any((each != 1.0).any() for each in weights):
-        found["guide_weights"] = _placed(torch.cat(weights, dim=1), present)
-    return found
+        tensors["guide_weights"] = _placed(torch.cat(weights, dim=1), present)
+    return tensors
 
 
 def _present(mask: torch.Tensor | None, count: int) -> torch.Tensor:
@@ -154,20 +154,20 @@ def _guide_weights(guide: dict, count: int) -> torch.Tensor:
 
 def _placed(weights: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Return (1, tokens of guides): ``weights`` at those that are ``present``, in order, and 1 elsewhere."""
-    found = torch.ones(1, len(present))
+    placed = torch.ones(1, len(present))
     places = present.nonzero()[: weights.shape[1], 0]
-    found[:, places] = weights[:, : len(places)]
-    return found
+    placed[:, places] = weights[:, : len(places)]
+    return placed
 
 
 def qwen_image21(arguments: dict) -> dict:
     """Return the places of the references as a tensor, the same for every sample. As in ComfyUI's own
     transformer, places of missing images are left out and every token of the prompt is seen."""
-    found = {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")}
+    tensors = {key: value for key, value in arguments.items() if key not in ("attention_mask", "image_slots")}
     slots = arguments.get("image_slots", ())[: len(arguments.get("ref_latents", ()))]
     if slots:
-        found["image_slots"] = torch.tensor([slots], dtype=torch.long)
-    return found
+        tensors["image_slots"] = torch.tensor([slots], dtype=torch.long)
+    return tensors
 
 
 def wan_vace(arguments: dict) -> dict:

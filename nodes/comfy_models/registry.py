@@ -168,13 +168,13 @@ class ElsewhereModule(torch.nn.Module):
 
 
 def _supported_model(name: str) -> Callable[[dict], Any]:
-    found: Any = OURS.get(name) or getattr(comfy.supported_models, name, None)
-    if found is None:
+    model: Any = OURS.get(name) or getattr(comfy.supported_models, name, None)
+    if model is None:
         raise RefusedError(
             f"this ComfyUI has no {name}, the class of models that the transformer is of, which came with "
             f"a later version; update ComfyUI."
         )
-    return found
+    return model
 
 
 def family_named(loaded: Loaded) -> ComfyFamily:

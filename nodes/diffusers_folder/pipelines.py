@@ -147,13 +147,15 @@ def _encode(pipeline, name: str, text: str, negative: bool, device: torch.device
     arguments |= {"prompt": "", "negative_prompt": text} if separate else {"prompt": text}
     arguments |= {"device": device, "do_classifier_free_guidance": separate}
     try:
-        found = pipeline.encode_prompt(**{key: arguments[key] for key in arguments if key in accepted})
+        encoded = pipeline.encode_prompt(**{key: arguments[key] for key in arguments if key in accepted})
     except NameError as error:  # diffusers leaves out the import of a package that is not there
         raise RefusedError(
             f"{name} cleans prompts with the package {error.name}, which ComfyUI's Python does not have; "
             f"run: {install_command([str(error.name)])}"
         ) from error
-    named = {key: value for key, value in zip(RETURNS[name], found, strict=True) if key and value is not None}
+    named = {
+        key: value for key, value in zip(RETURNS[name], encoded, strict=True) if key and value is not None
+    }
     return {
         KEYS[key.removeprefix("negative_")]: value
         for key, value in named.items()

@@ -67,11 +67,11 @@ class DiffusersCLIP:
                 f"do not fit on {device}; choose device cpu in Load CLIP and VAE."
             ) from reason
 
-        found = {}
+        tensors = {}
         for key, value in values.items():
             dtype = torch.float32 if value.is_floating_point() else value.dtype
-            found[key] = value.to(management.intermediate_device(), dtype)
-        return found
+            tensors[key] = value.to(management.intermediate_device(), dtype)
+        return tensors
 
     def __getattr__(self, name: str):
         raise AttributeError(

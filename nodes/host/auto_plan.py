@@ -158,15 +158,15 @@ def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterato
     size = _size_of_calls(shape, guider)
     request = _request_of(dit, size, references, text, steps, prompts, drained=True)
     if dit.auto is None or _under_way:
-        found = as_running(dit)
+        planned = as_running(dit)
     else:
-        found = run_planned(dit.auto, dit.choice, request, dit.others, partial(with_plan, dit))
-    _under_way.append(found)
+        planned = run_planned(dit.auto, dit.choice, request, dit.others, partial(with_plan, dit))
+    _under_way.append(planned)
     try:
-        yield found
+        yield planned
     except (BackendError, RefusedError) as error:
         if dit.auto is not None and planning.is_memory_shortage(error):
-            planning.spare_more(dit.auto, dit.choice, request, dit.others, found.config)
+            planning.spare_more(dit.auto, dit.choice, request, dit.others, planned.config)
         raise
     finally:
         _under_way.pop()

@@ -92,7 +92,7 @@ def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, tor
 
     RefusedError, which says that ``name`` sets it, for one that the backend does not take.
     """
-    found = {}
+    tensors = {}
     for key, value in arguments.items():
         if key not in accepted:
             raise RefusedError(
@@ -100,17 +100,17 @@ def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, tor
                 f"{', '.join(accepted)}); {_remedy(key)}."
             )
         if isinstance(value, list) and all(isinstance(part, torch.Tensor) for part in value):
-            found |= {f"{key}.{i}": part for i, part in enumerate(value)}
+            tensors |= {f"{key}.{i}": part for i, part in enumerate(value)}
         elif key == "ref_latents_method" and value in REFERENCE_METHODS:
-            found[key] = torch.tensor(REFERENCE_METHODS.index(value))
+            tensors[key] = torch.tensor(REFERENCE_METHODS.index(value))
         elif isinstance(value, (bool, int, float, torch.Tensor)):
-            found[key] = torch.as_tensor(value)
+            tensors[key] = torch.as_tensor(value)
         else:
             raise RefusedError(
                 f"{name} gives the model {key!r} as {type(value).__name__} ({value!r:.80}), where the "
                 f"backend takes a tensor; {_remedy(key)}."
             )
-    return found
+    return tensors
 
 
 def _of_batch(cond: dict, batch: int) -> dict[str, comfy.conds.CONDRegular]:
@@ -125,12 +125,12 @@ def _in_one_batch(own: dict, other: dict) -> dict:
     """Return the values of ``own`` as in ComfyUI's batch with ``other``: for one batch of two lengths it
     repeats the shorter prompt, which joint attention notices."""
     together = comfy.samplers.cond_equal_size(own, other)
-    found = {key: cond.cond for key, cond in own.items()}
+    values = {key: cond.cond for key, cond in own.items()}
     for key, cond in own.items():
         text = together and isinstance(cond, comfy.conds.CONDCrossAttn)
         if text and cond.cond.shape != other[key].cond.shape:
-            found[key] = cond.concat([other[key]])[: len(cond.cond)]
-    return found
+            values[key] = cond.concat([other[key]])[: len(cond.cond)]
+    return values
 
 
 def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:

@@ -149,10 +149,10 @@ def _upstream(prompt: dict, node: str, words: tuple[str, ...]) -> Iterator[tuple
 def _latent(prompt: dict, sampler: str) -> dict:
     """Return what the nodes before a sampler's latent say of it, the nearest first: those that join video and
     audio, or another sampler, say nothing."""
-    found: dict = {}
+    known: dict = {}
     for key, _ in _upstream(prompt, sampler, LATENT):
-        found = {**constants(prompt, key), **found}
-    return found
+        known = {**constants(prompt, key), **known}
+    return known
 
 
 def _number(inputs: dict, name: str, default: int) -> int:

@@ -94,8 +94,8 @@ def _free_orphans():
 def lora_bytes(handle: ParallelDiT) -> tuple[LoraBytes, LoraBytes]:
     """Return what LoRAs take next to quantized weights: those of ``handle``, and of models on its ranks."""
 
-    def of(found: ParallelDiT) -> LoraBytes:
-        return LoraBytes(*found.loaded.info["lora_bytes"])
+    def of(dit: ParallelDiT) -> LoraBytes:
+        return LoraBytes(*dit.loaded.info["lora_bytes"])
 
     each = ([of(h) for h in _handles if h.choice == name] for name in handle.others)
     return of(handle), LoraBytes.of_all(max(found, key=sum) for found in each if found)

@@ -104,7 +104,7 @@ def _bytes_of(path: str, size: int, _changed: float) -> LoraBytes:
     try:
         header = json.loads(comfy.utils.safetensors_header(path, max_size=MAX_HEADER_BYTES) or "{}")
         header.pop("__metadata__", None)
-        found = file_bytes({key: tuple(map(int, each["shape"])) for key, each in header.items()})
+        held = file_bytes({key: tuple(map(int, each["shape"])) for key, each in header.items()})
     except (
         ArithmeticError,
         AttributeError,
@@ -115,7 +115,7 @@ def _bytes_of(path: str, size: int, _changed: float) -> LoraBytes:
         struct.error,
     ):
         return LoraBytes(size)
-    return found if found.total else LoraBytes(size)
+    return held if held.total else LoraBytes(size)
 
 
 def model_folders() -> list[str]:

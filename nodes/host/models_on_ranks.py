@@ -178,10 +178,10 @@ def make_way(backend: Backend, choice: ModelChoice, named: Collection[ModelChoic
 def free_weights(check=lambda: None) -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
     left in host memory, where no request and no sampling runs; return of how many. ``check`` may raise."""
-    every = [(choice, each, found) for (_, choice), (each, found) in list(_weights.items())]
-    busy = {id(each) for _, each, found in every if any(entry.holders for entry in found) or each.is_busy}
+    every = [(choice, each, entries) for (_, choice), (each, entries) in list(_weights.items())]
+    busy = {id(each) for _, each, entries in every if any(entry.holders for entry in entries) or each.is_busy}
     here = [
-        (choice, each) for choice, each, found in every if found and each.alive() and id(each) not in busy
+        (choice, each) for choice, each, entries in every if entries and each.alive() and id(each) not in busy
     ]
     return sum(bool(unload(backend, choice, park=False, check=check)) for choice, backend in here)
 
@@ -214,7 +214,7 @@ def free_orphans(named: Collection[ModelChoice]):
 @contextmanager
 def rank_weights_stay():
     """Keep every transformer on the ranks while ComfyUI makes room."""
-    held = [entry for _, found in _weights.values() for entry in found if entry.held]
+    held = [entry for _, entries in _weights.values() for entry in entries if entry.held]
     for entry in held:
         entry.holders += 1
     try:

@@ -55,8 +55,8 @@ def projected(digest: str, dit: ParallelDiT, sample: Sample) -> float | None:
     known = (digest, dit.config)
     for oldest in list(_projected)[:-MAX_REQUESTS]:
         del _projected[oldest]
-    if known not in _projected and (found := _projection(dit, sample)) is not None:
-        _projected[known] = found
+    if known not in _projected and (times := _projection(dit, sample)) is not None:
+        _projected[known] = times
     return _projected.get(known)
 
 

@@ -34,7 +34,7 @@ def status() -> dict:
 
 
 def _backend(backend: pool.Backend) -> dict:
-    found = {
+    facts = {
         "what": in_words(backend.welcome.degrees),
         "device": backend.welcome.device,
         "ours": backend.process is not None,
@@ -44,7 +44,7 @@ def _backend(backend: pool.Backend) -> dict:
     try:
         status = report(backend)
     except BackendError as error:
-        return {**found, "problem": str(error)}
+        return {**facts, "problem": str(error)}
     gpus = backend.config.gpu_indices if backend.process and backend.welcome.device == "cuda" else []
     memory = _gpu_memory(tuple(gpus))
     ranks = []
@@ -53,7 +53,7 @@ def _backend(backend: pool.Backend) -> dict:
         device = {"gpu": gpus[index], **memory[index]} if gpus else {}
         ranks.append({**rank, **device, "state": state})
     return {
-        **found,
+        **facts,
         "ranks": ranks,
         "models": [os.path.basename(path) for path in status.models.values()],
         "running": status.running,

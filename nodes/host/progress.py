@@ -64,10 +64,10 @@ class NodeStatus:
         """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for. Else show for
         which other client's request one to ``backend`` waits."""
         self._show_turn(backend.wait_line if backend is not None else "")
-        found = comfy.model_management.processing_interrupted()
-        if found:
+        is_cancelled = comfy.model_management.processing_interrupted()
+        if is_cancelled:
             self.show(line)
-        return found
+        return is_cancelled
 
     def check(self, line: str, backend: Connected | None = None):
         """Raise ComfyUI's interrupt where somebody has pressed Cancel, and show ``line``; as interrupted."""

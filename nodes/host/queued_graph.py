@@ -92,15 +92,15 @@ def source(graph: dict, node: str, name: str) -> str | None:
 
 def ancestors(graph: dict, nodes: Iterable[str]) -> set[str]:
     """Return the ids of nodes and of all that they depend on."""
-    found: set[str] = set()
+    ids: set[str] = set()
     waiting = list(nodes)
     while waiting:
         key = waiting.pop()
-        if key not in found:
-            found.add(key)
+        if key not in ids:
+            ids.add(key)
             linked = [source(graph, key, name) for name in _used_inputs(graph, key)]
             waiting += [each for each in linked if each is not None]
-    return found
+    return ids
 
 
 def executed(graph: dict, node: str) -> dict:
@@ -127,8 +127,8 @@ def _loader_before(graph: dict, node: str | None, seen: frozenset[str]) -> str |
     if kind == "LoadParallelDiT":
         return node
     names = ("dit",) if kind in THROUGH else _sides(graph, node) if kind in SWITCHES else ()
-    found = {_loader_before(graph, source(graph, node, name), seen | {node}) for name in names}
-    return found.pop() if len(found) == 1 else None
+    loaders = {_loader_before(graph, source(graph, node, name), seen | {node}) for name in names}
+    return loaders.pop() if len(loaders) == 1 else None
 
 
 def _used_inputs(graph: dict, node: str) -> Iterable[str]:

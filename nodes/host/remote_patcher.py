@@ -75,10 +75,10 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             _refused("a LoRA without a weight of this transformer")(self)
         if path:
             files = self._attached[1] | {path: patches}
-            found = with_lora(dit, path, strength_patch)
-            said = (found.loaded.info[what][-1] for what in ("notes", "warnings"))
+            patched = with_lora(dit, path, strength_patch)
+            said = (patched.loaded.info[what][-1] for what in ("notes", "warnings"))
             node_text()("\n".join(filter(None, said)))
-            self.set_attachments(HANDLE, (found, files))
+            self.set_attachments(HANDLE, (patched, files))
             self.patches_uuid = uuid.uuid4()
         else:
             node_text()("nothing of it is for the transformer")

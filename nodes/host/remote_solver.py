@@ -132,14 +132,14 @@ class RemoteSolver:
         accepted = self.loaded.info["conditioning"]
         batch = noise.shape[0]
         branches = ["positive"] if skips_negative(guider.cfg, self.sampler_name) else ["positive", "negative"]
-        found = [
+        conds = [
             (branch, index, cond) for branch in branches for index, cond in enumerate(guider.conds[branch])
         ]
         prompts = {}
         tensors = {}
-        for branch, index, cond in found:
+        for branch, index, cond in conds:
             name = f"{branch}{index + 1}" if index else branch
-            others = [other for _, _, other in found if other is not cond]
+            others = [other for _, _, other in conds if other is not cond]
             other = others[0] if len(others) == 1 else None
             arguments = model_arguments(branch, cond, batch, accepted, family, other)
             for key, value in fill_zeros(arguments, batch, family, config).items():

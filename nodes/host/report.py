@@ -21,7 +21,7 @@ def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]
     ``ranks``: LoadReports as dictionaries. ``gpus``: number of each rank's GPU; ``memory``: bytes of each.
     Both are empty where ranks have none, or are elsewhere.
     """
-    found = []
+    lines = []
     for index, rank in enumerate(ranks):
         name = f"GPU {gpus[index]}" if gpus else f"rank {rank['rank']}"
         held = rank["weight_bytes"]
@@ -31,8 +31,8 @@ def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]
             if memory
             else gigabytes_or_megabytes(held)
         )
-        found.append(f"{name} · {weights} · {_blocks(rank['blocks'])}")
-    return found
+        lines.append(f"{name} · {weights} · {_blocks(rank['blocks'])}")
+    return lines
 
 
 def _blocks(blocks: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ def flag_lines(arguments: Mapping[str, Any], chosen: Mapping[str, str], info: di
     if info["device"] != "cuda":
         return []
     fast = {feature.value for feature in arguments["fast"]}
-    found = [
+    lines = [
         f"ComfyUI runs with --{name.replace('_', '-')}, which {what}."
         for name, what in AGAINST.items()
         if arguments.get(name)
@@ -48,11 +48,11 @@ def flag_lines(arguments: Mapping[str, Any], chosen: Mapping[str, str], info: di
             continue
         words = f"--fast {name}" if name in fast else f"--{name.replace('_', '-')}"
         if same is None:
-            found.append(f"ComfyUI runs with {words}, which the ranks do not have.")
+            lines.append(f"ComfyUI runs with {words}, which the ranks do not have.")
         elif chosen[same[0]] in OPEN and _changes(*same, info):
             remedy = f"set {same[0]} of {NODES[same[0]]} to {same[1]}{NEEDS.get(same[1], '')}"
-            found.append(f"ComfyUI runs with {words}, the ranks do not; {remedy}.")
-    return found
+            lines.append(f"ComfyUI runs with {words}, the ranks do not; {remedy}.")
+    return lines
 
 
 def _changes(name: str, value: str, info: dict) -> bool:

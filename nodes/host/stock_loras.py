@@ -29,9 +29,9 @@ _REMEDY = "add the file with Parallel LoRA, before Parallel Model, or use ComfyU
 
 @functools.cache
 def _private() -> PrivateFolder:
-    found = private_folder()
-    atexit.register(found.close)
-    return found
+    folder = private_folder()
+    atexit.register(folder.close)
+    return folder
 
 
 def folder() -> str:
@@ -65,9 +65,9 @@ def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
             tensors[PREFIX + _difference(name)] = change
         else:
             raise _refusal(name, f"a patch of the kind {_kind(patch)}")
-    for name, found in products.items():
+    for name, of_weight in products.items():
         module = PREFIX + name.removesuffix(".weight")
-        up, down = _joined(found, shapes[name])
+        up, down = _joined(of_weight, shapes[name])
         tensors |= {f"{module}.lora_up.weight": up, f"{module}.lora_down.weight": down}
     return _saved(tensors) if tensors else None
 
@@ -118,18 +118,18 @@ def _factors(name: str, adapter: comfy.weight_adapter.LoRAAdapter) -> tuple[Tens
 
 
 def _joined(
-    found: list[tuple[tuple[Tensor, Tensor], tuple[int, int, int] | None]], shape: list[int]
+    products: list[tuple[tuple[Tensor, Tensor], tuple[int, int, int] | None]], shape: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Return one product of several that are added, each to rows (dimension, first, count) of a weight."""
     ups = []
-    for (up, _), offset in found:
+    for (up, _), offset in products:
         if offset is not None:
             _, first, count = offset
             up = torch.nn.functional.pad(up, (0, 0, first, shape[0] - first - count))
         ups.append(up)
     dtype = max((up.dtype for up in ups), key=lambda dtype: dtype.itemsize)
     up = torch.cat([up.to(dtype) for up in ups], dim=1)
-    return up.contiguous(), torch.cat([down.to(dtype) for (_, down), _ in found]).contiguous()
+    return up.contiguous(), torch.cat([down.to(dtype) for (_, down), _ in products]).contiguous()
 
 
 def _saved(tensors: dict[str, Tensor]) -> str:

@@ -47,9 +47,9 @@ class FakeRanks:
         self.given[rank] = value
         if self.barrier.wait() == 0:
             self.rounds += 1
-        found = list(self.given)
+        answers = list(self.given)
         self.barrier.wait()  # before somebody gives the next
-        return found
+        return answers
 
 
 class _Dispatcher:
@@ -69,17 +69,17 @@ def on_ranks(memories: list[FakeMemory], act) -> tuple[list, FakeRanks]:
     """Run act(rank, control, memory) on a thread for each memory; what each returned or raised, and the
     ranks."""
     ranks = FakeRanks(len(memories))
-    found: list = [None] * len(memories)
+    results: list = [None] * len(memories)
 
     def run(rank: int):
         try:
-            found[rank] = act(rank, ranks.control(rank), memories[rank])
+            results[rank] = act(rank, ranks.control(rank), memories[rank])
         except Exception as error:
-            found[rank] = error
+            results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(memories))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found, ranks
+    return results, ranks

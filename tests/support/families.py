@@ -185,15 +185,15 @@ def model_call(sample: Sample, family: str, batch: int) -> ModelCall:
 
 def arguments(family: str, stored: dict, branch: str) -> dict[str, torch.Tensor]:
     """The model arguments that ComfyUI makes of a CONDITIONING."""
-    found = {
+    values = {
         key.removeprefix(f"{branch}."): value for key, value in stored.items() if key.startswith(f"{branch}.")
     }
-    found = {
+    values = {
         ARGUMENTS.get(key, key): value.reshape(1) if key == "guidance" else value
-        for key, value in found.items()
+        for key, value in values.items()
     }
-    further = FURTHER[family](found) if family in FURTHER else {}
-    return found | further
+    further = FURTHER[family](values) if family in FURTHER else {}
+    return values | further
 
 
 def to_model_space(family: str, latent: torch.Tensor, shapes: list | tuple = ()) -> torch.Tensor:

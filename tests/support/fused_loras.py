@@ -31,9 +31,9 @@ def change(flux, path, tensors, strength=STRENGTH) -> dict[str, torch.Tensor]:
     """What a file changes of the tiny Flux, by parameter."""
     plain = parameters(flux)
     fuse(flux, (write(path, tensors), strength))
-    found = {
+    changes = {
         name: value - plain[name] for name, value in parameters(flux).items() if not value.equal(plain[name])
     }
     fuse(flux)
     assert equal(parameters(flux), plain)
-    return found
+    return changes

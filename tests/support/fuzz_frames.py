@@ -158,8 +158,8 @@ def seeds(model: str, path: str, sample: Sample) -> list[bytes]:
     for kind in MESSAGES.values():
         names = {field.name: plain[field.type] for field in fields(kind) if field.name != "tensors"}
         messages.append(kind(**names))
-    found = [b"".join(map(bytes, framing.encode(message))) for message in messages]
-    return found[:5] * REQUESTS + found[5:]
+    frames = [b"".join(map(bytes, framing.encode(message))) for message in messages]
+    return frames[:5] * REQUESTS + frames[5:]
 
 
 class Mutator:

@@ -114,15 +114,15 @@ class Rank0(Leader):
             return "no frame"
         client = Connection(None, self.server)
         client._handle(message)
-        found = "answered"
+        outcome = "answered"
         while (job := self.server.jobs.next(0)) is not None:
             try:
-                found = self._run(job)
+                outcome = self._run(job)
             finally:
                 self.server.jobs.finish(job)
         while not client.outbox.empty():
             framing.encode(client.outbox.get())
-        return found
+        return outcome
 
     def _run(self, job):
         if isinstance(job.message, Shutdown):

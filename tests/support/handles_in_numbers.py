@@ -82,12 +82,16 @@ def handles():
         _fill(modules, graph)
         before = set(sys.modules)
         names = ("handle", "models_on_ranks", "rank_weights", "graph_requests", "progress", "remote_patcher")
-        found = {name: importlib.import_module(f"{HOST}.host.{name}") for name in names}
-        choice = found["handle"].ModelChoice
-        patch.setattr(found["graph_requests"], "model_choice_of", lambda of: choice(of["model_name"]))
+        modules_of_host = {name: importlib.import_module(f"{HOST}.host.{name}") for name in names}
+        choice = modules_of_host["handle"].ModelChoice
+        patch.setattr(
+            modules_of_host["graph_requests"], "model_choice_of", lambda of: choice(of["model_name"])
+        )
         pool = importlib.import_module("parallel_dit.backend.client.pool")
         patch.setattr(pool, "_backends", {})
-        yield SimpleNamespace(**found, pool=pool, management=modules["comfy.model_management"], graph=graph)
+        yield SimpleNamespace(
+            **modules_of_host, pool=pool, management=modules["comfy.model_management"], graph=graph
+        )
         for name in set(sys.modules) - before:
             if name.startswith(HOST):
                 del sys.modules[name]

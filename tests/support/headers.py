@@ -73,12 +73,12 @@ def opened(name: str) -> Checkpoint:
 
 def unfold(folded: dict) -> dict[str, tuple[str, list[int]]]:
     """Return key -> (type, shape) of folded tensors."""
-    found = {}
+    shapes = {}
     for pattern, entries in folded.items():
         for dtype, shape, numbers in entries:
             count = range(numbers) if isinstance(numbers, int) else numbers or [""]
-            found |= {pattern.replace("{}", str(i), 1): (dtype, shape) for i in count}
-    return found
+            shapes |= {pattern.replace("{}", str(i), 1): (dtype, shape) for i in count}
+    return shapes
 
 
 def fold(tensors: dict) -> dict:
@@ -89,7 +89,7 @@ def fold(tensors: dict) -> dict:
         pattern = NUMBER.sub("{}", key, count=1)
         groups[pattern][dtype, tuple(shape)].append(int(number[0]) if number else None)
     return {
-        pattern: [[dtype, list(shape), _numbers(found)] for (dtype, shape), found in shapes.items()]
+        pattern: [[dtype, list(shape), _numbers(numbers)] for (dtype, shape), numbers in shapes.items()]
         for pattern, shapes in groups.items()
     }
 
@@ -109,8 +109,8 @@ def write_sparse(path: Path, tensors: Tensors, metadata: dict | None = None) -> 
     return path
 
 
-def _numbers(found: list):
-    if found == [None]:
+def _numbers(numbers: list):
+    if numbers == [None]:
         return None
-    found = sorted(found)
-    return len(found) if found == list(range(len(found))) else found
+    numbers = sorted(numbers)
+    return len(numbers) if numbers == list(range(len(numbers))) else numbers

@@ -105,14 +105,14 @@ class Hosts:
     def listening(self, index: int) -> set[tuple[str, int]]:
         """Return (address, port) of every TCP port that is open on a host; "any" for every interface."""
         tables = run("ip", "netns", "exec", self.names[index], "cat", "/proc/net/tcp", "/proc/net/tcp6")
-        found = set()
+        ports = set()
         for words in map(str.split, tables.splitlines()):
             if words[3] != LISTENS:
                 continue
             address, port = words[1].split(":")
             parts = [str(int(address[-8:][i : i + 2], 16)) for i in (6, 4, 2, 0)]
-            found.add((".".join(parts) if address.strip("0") else "any", int(port, 16)))
-        return found
+            ports.add((".".join(parts) if address.strip("0") else "any", int(port, 16)))
+        return ports
 
     def close(self):
         """End what runs on the hosts, and remove them."""

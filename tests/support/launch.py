@@ -45,7 +45,7 @@ AT_ONCE = 3
 def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, Future]:
     """Run ``jobs`` in their order, AT_ONCE of them, in threads that do not outlive the tests; what comes of
     each, or its error."""
-    found = {key: Future() for key in jobs}
+    futures = {key: Future() for key in jobs}
     waiting = queue.SimpleQueue()
     for item in jobs.items():
         waiting.put(item)
@@ -57,13 +57,13 @@ def in_background(jobs: dict[Hashable, Callable[[], object]]) -> dict[Hashable, 
             except queue.Empty:
                 return
             try:
-                found[key].set_result(job())
+                futures[key].set_result(job())
             except Exception as error:  # of the tests that ask for it
-                found[key].set_exception(error)
+                futures[key].set_exception(error)
 
     for _ in range(AT_ONCE):
         threading.Thread(target=work, daemon=True).start()
-    return found
+    return futures
 
 
 def run_ranks(program: str, ranks: int, folder: Path, *arguments: object) -> Any:

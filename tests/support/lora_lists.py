@@ -96,7 +96,7 @@ def key_lists() -> dict[str, KeyList]:
 def keys_of(entry: KeyList) -> dict[str, tuple[str, list[int]]]:
     """Return key -> (type, shape) of a list."""
     spelling = SPELLINGS[entry.spelling]
-    found = {}
+    shapes = {}
     for module, shape in modules_of(entry.model, entry.names).items():
         if not any(fnmatchcase(module, pattern) for pattern in entry.modules):
             continue
@@ -107,8 +107,8 @@ def keys_of(entry: KeyList) -> dict[str, tuple[str, list[int]]]:
         stem = spelling.prefix + module.replace(".", spelling.separator)
         for role, end in spelling.ends.items():
             if (role in OF_VECTORS) == (len(shape) == 1):
-                found[stem + end] = ("BF16", list(shape_of(role, rows, columns)))
-    return found | {key: ("BF16", []) for pattern in entry.also for key in numbered(pattern)}
+                shapes[stem + end] = ("BF16", list(shape_of(role, rows, columns)))
+    return shapes | {key: ("BF16", []) for pattern in entry.also for key in numbered(pattern)}
 
 
 def shape_of(role: str, rows: int, columns: list[int]) -> Shape:

@@ -102,16 +102,16 @@ def factored(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, torch.T
     """
     forms = {"double_blocks.0.img_mlp.0": (2, 8), "double_blocks.0.txt_mlp.2": (8, 2)}
     forms |= {"double_blocks.0.txt_attn.qkv": (6, 8)}
-    found = {}
+    roles = {}
     for name, (down, across) in forms.items():
         rows, columns = shapes[f"{name}.weight"]
         one, two = randn(down, across) * 0.1, randn(rows // down, 2) * 0.1
-        found[name] = {"lokr_w1": one, "lokr_w2_a": two, "lokr_w2_b": randn(2, columns // across) * 0.1}
+        roles[name] = {"lokr_w1": one, "lokr_w2_a": two, "lokr_w2_b": randn(2, columns // across) * 0.1}
     for name in ("double_blocks.0.img_mlp.2", "double_blocks.1.txt_attn.qkv"):
         rows, columns = shapes[f"{name}.weight"]
-        found[name] = {f"hada_w{i}_a": randn(rows, 4, seed=i) * 0.2 for i in (1, 2)}
-        found[name] |= {f"hada_w{i}_b": randn(4, columns, seed=i) * 0.2 for i in (1, 2)}
-    return {"lora_unet_" + name.replace(".", "_"): each for name, each in found.items()}
+        roles[name] = {f"hada_w{i}_a": randn(rows, 4, seed=i) * 0.2 for i in (1, 2)}
+        roles[name] |= {f"hada_w{i}_b": randn(4, columns, seed=i) * 0.2 for i in (1, 2)}
+    return {"lora_unet_" + name.replace(".", "_"): each for name, each in roles.items()}
 
 
 def write_mixed(path: Path, shapes: Mapping[str, Sequence[int]], with_factored: bool = False) -> Path:

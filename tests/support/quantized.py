@@ -41,12 +41,12 @@ def plain_float8(state: dict, pattern: re.Pattern = MATRICES) -> dict:
 
 def legacy_fp8(state: dict) -> dict:
     """ "Scaled fp8": X.scale_weight, X.scale_input and the marker scaled_fp8."""
-    found = {**state, "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    tensors = {**state, "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
     for key in matrices(state):
-        found[key], scale = float8(state[key])
+        tensors[key], scale = float8(state[key])
         name = key.removesuffix(".weight")
-        found[f"{name}.scale_weight"], found[f"{name}.scale_input"] = scale, torch.ones(())
-    return found
+        tensors[f"{name}.scale_weight"], tensors[f"{name}.scale_input"] = scale, torch.ones(())
+    return tensors
 
 
 def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> tuple[dict, dict]:
@@ -104,30 +104,30 @@ def described(
 ) -> tuple[dict, dict]:
     """(state, metadata) with every matrix of the blocks in ``kind``, described in X.comfy_quant tensors or in
     the header. ``rowwise``: every other one in float8 has a scale for each row."""
-    found, layers = dict(state), {}
+    tensors, layers = dict(state), {}
     for seed, key in enumerate(matrices(state, pattern)):
         name = key.removesuffix(".weight")
         leaves, settings = layer(state[key], kind, seed, rowwise=rowwise and kind in FLOAT8 and seed % 2 == 1)
-        found |= {f"{name}.{leaf}": value for leaf, value in leaves.items()}
+        tensors |= {f"{name}.{leaf}": value for leaf, value in leaves.items()}
         layers[name] = {"format": kind, **settings}
     if in_header:
-        return found, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+        return tensors, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
     texts = {
         f"{name}.comfy_quant": torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
         for name, text in layers.items()
     }
-    return found | texts, {}
+    return tensors | texts, {}
 
 
 def weights_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Name -> parameter, on this rank; of a quantized weight what it stands for, with what is beside it."""
-    found = {name: p.detach() for name, p in transformer.named_parameters() if not p.is_meta}
+    weights = {name: p.detach() for name, p in transformer.named_parameters() if not p.is_meta}
     for name, weight in list(transformer.named_modules()):
         if not isinstance(weight, PackedWeight):
             continue
-        found = {key: value for key, value in found.items() if not key.startswith(f"{name}.")}
-        found[name] = weight.effective()
-    return {name.replace(".layer.", ".").replace(".block.", "."): value for name, value in found.items()}
+        weights = {key: value for key, value in weights.items() if not key.startswith(f"{name}.")}
+        weights[name] = weight.effective()
+    return {name.replace(".layer.", ".").replace(".block.", "."): value for name, value in weights.items()}
 
 
 def write_scaled(
@@ -136,12 +136,12 @@ def write_scaled(
     """A safetensors file of ``kind``: legacy, header (fp8 described in the header), plain float8 or one of
     KINDS; ``rowwise`` as in described."""
     if kind in ("legacy", "plain float8"):
-        found, metadata = (legacy_fp8(state) if kind == "legacy" else plain_float8(state, pattern)), {}
+        tensors, metadata = (legacy_fp8(state) if kind == "legacy" else plain_float8(state, pattern)), {}
     else:
-        found, metadata = described(
+        tensors, metadata = described(
             state, FIRST if kind == "header" else kind, kind == "header", pattern, rowwise
         )
-    save_file(found, path, metadata)
+    save_file(tensors, path, metadata)
     return path
 
 

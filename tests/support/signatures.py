@@ -71,7 +71,7 @@ def of_case(case: str) -> Signature:
 
 def representatives(cases: list[str]) -> dict[Signature, str]:
     """Signature -> the first of the cases that have it."""
-    found = {}
+    first = {}
     for case in cases:
-        found.setdefault(of_case(case), case)
-    return found
+        first.setdefault(of_case(case), case)
+    return first

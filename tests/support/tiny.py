@@ -160,12 +160,12 @@ def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> Path:
 
 def diffusers_state(checkpoint) -> dict[str, torch.Tensor]:
     """The loaded parameters of a checkpoint under the names of the diffusers class."""
-    found = {}
+    tensors = {}
     moved = checkpoint.family.layout.moved(checkpoint.config)
     for name, value in checkpoint.transformer.state_dict().items():
         here = next((prefix for prefix in moved if name.startswith(prefix)), "")
-        found[moved.get(here, "") + name.removeprefix(here)] = value.contiguous()
-    return found
+        tensors[moved.get(here, "") + name.removeprefix(here)] = value.contiguous()
+    return tensors
 
 
 def as_folder(file: Path, **entries) -> Path:

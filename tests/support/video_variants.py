@@ -23,10 +23,10 @@ AV_MASK = torch.cat(
 
 def with_gaps(mask: torch.Tensor) -> torch.Tensor:
     """The mask with a last frame of LTXVAddGuide's for a guide of half the size and strength 0.8."""
-    found = mask.clone()
-    found[:, :, -1] = -1.8
-    found[:, :, -1, ::2, ::2] = 0.2
-    return found
+    gaps = mask.clone()
+    gaps[:, :, -1] = -1.8
+    gaps[:, :, -1, ::2, ::2] = 0.2
+    return gaps
 
 
 #: LTX-Video's and LTX-2's masks with such a guide, which is the last frame.

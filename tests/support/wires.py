@@ -250,7 +250,7 @@ def differences(logs: list[Log]) -> list[str]:
                     received[operation.group, message.peer, log.rank].append(message.what)
                 else:
                     shared[operation.group].setdefault(log.rank, []).append(message.what)
-    found = []
+    lines = []
     for key in sorted({*sent, *received}):
         group, source, to = key
         if sent[key] != received[key]:
@@ -258,18 +258,18 @@ def differences(logs: list[Log]) -> list[str]:
             at = next(
                 (i for i, (a, b) in enumerate(pairs) if a != b), min(len(sent[key]), len(received[key]))
             )
-            found.append(
+            lines.append(
                 f"{group}: {source} sends {to} {sent[key][at : at + 1]} as number {at}, which expects "
                 f"{received[key][at : at + 1]}"
             )
     for group, programs in shared.items():
         first = programs.get(ranks_of(group)[0])
-        found += [
+        lines += [
             f"{group}: rank {rank} does not take part as the first one does"
             for rank in ranks_of(group)
             if programs.get(rank) != first
         ]
-    return found
+    return lines
 
 
 def deadlock(logs: list[Log]) -> str | None:

@@ -44,6 +44,6 @@ def on_stand_ins(name: str):
                 setattr(sys.modules[parent], child, module)
         before = set(sys.modules)
         yield importlib.import_module(f"{HOST}.{name}")
-        for found in set(sys.modules) - before:
-            if found.startswith(HOST):
-                del sys.modules[found]
+        for imported in set(sys.modules) - before:
+            if imported.startswith(HOST):
+                del sys.modules[imported]

@@ -62,16 +62,16 @@ def shallow(cls: type, config: dict) -> nn.Module:
 def trace(transformer: nn.Module, arguments: dict) -> Trace:
     """Run a forward and record the arguments and results of its blocks."""
     calls: list[RecordedBlock] = []
-    found = Trace(blocks=calls, keys=None, heads=0, head_size=0, timestep=None)
+    trace_of_run = Trace(blocks=calls, keys=None, heads=0, head_size=0, timestep=None)
     hooks = []
     for name, modules in transformer.named_children():
         for block in modules if isinstance(modules, nn.ModuleList) else ():
             hooks += _watch(name, block, calls)
     for module in transformer.modules():
         if type(module).__name__.endswith("Timesteps"):
-            hooks.append(module.register_forward_pre_hook(partial(_note_timestep, found)))
+            hooks.append(module.register_forward_pre_hook(partial(_note_timestep, trace_of_run)))
     attend = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _watched(attend, calls, found)
+    F.scaled_dot_product_attention = _watched(attend, calls, trace_of_run)
     try:
         with torch.inference_mode():
             transformer(**arguments, return_dict=False)
@@ -79,7 +79,7 @@ def trace(transformer: nn.Module, arguments: dict) -> Trace:
         F.scaled_dot_product_attention = attend
         for hook in hooks:
             hook.remove()
-    return found
+    return trace_of_run
 
 
 def _watch(name: str, block: nn.Module, calls: list[RecordedBlock]):
@@ -101,21 +101,21 @@ def _watch(name: str, block: nn.Module, calls: list[RecordedBlock]):
     return hooks
 
 
-def _note_timestep(found: Trace, module: nn.Module, args: tuple):
+def _note_timestep(trace: Trace, module: nn.Module, args: tuple):
     """Note the timestep, times the layer's own scale: some classes take 0..1 and multiply there."""
-    if found.timestep is None:
-        found.timestep = args[0].flatten()[0].item() * getattr(module, "scale", 1)
+    if trace.timestep is None:
+        trace.timestep = args[0].flatten()[0].item() * getattr(module, "scale", 1)
 
 
-def _watched(attend: Callable, calls: list[RecordedBlock], found: Trace) -> Callable:
+def _watched(attend: Callable, calls: list[RecordedBlock], trace: Trace) -> Callable:
     def watched(query, key, value, attn_mask=None, *args, **kwargs):
         if calls and not calls[-1].outputs:  # inside a block
             calls[-1].attention.append((query.shape[2], key.shape[2]))
             calls[-1].masks += [] if attn_mask is None else [attn_mask]
-            if found.keys is None:
-                found.heads = query.shape[1]
-                found.head_size = query.shape[3]
-                found.keys = key.clone()
+            if trace.keys is None:
+                trace.heads = query.shape[1]
+                trace.head_size = query.shape[3]
+                trace.keys = key.clone()
         return attend(query, key, value, attn_mask, *args, **kwargs)
 
     return watched

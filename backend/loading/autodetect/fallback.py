@@ -80,8 +80,8 @@ def family(
     """
     trial = trial or _tried(cls, json.dumps(config, sort_keys=True))
     held = Trial(**_tuples(dict(trial)))
-    found = _described(Shape(cls, config, inputs_of(cls, config)), scheduler, held)
-    return found, dict(trial)
+    described = _described(Shape(cls, config, inputs_of(cls, config)), scheduler, held)
+    return described, dict(trial)
 
 
 @lru_cache(maxsize=4)

@@ -57,13 +57,13 @@ def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another:
 def _streams(call: RecordedBlock, again: RecordedBlock, sizes) -> dict[str, str]:
     """Return kind of stream -> argument, of the 3-dimensional ones that the block returns in that shape."""
     shapes = {tuple(output.shape) for output in call.outputs if isinstance(output, Tensor)}
-    found = {}
+    streams = {}
     for name, value in call.arguments.items():
         if isinstance(value, Tensor) and value.ndim == 3 and tuple(value.shape) in shapes:
             kind = _kind((value.shape[1], again.arguments[name].shape[1]), sizes)
             if kind:
-                found.setdefault(kind, name)
-    return found
+                streams.setdefault(kind, name)
+    return streams
 
 
 def _kind(tokens: tuple[int, int], sizes) -> str | None:
@@ -123,14 +123,14 @@ def _layers(calls, sizes) -> dict:
             for pair in zip(tokens, again.layers[name]):
                 kinds.setdefault(name, set()).add("none" if pair == (1, 1) else _kind(pair, sizes))
     return dict(
-        text_layers=tuple(name for name, found in kinds.items() if found == {"text"}),
-        flop_shares=tuple(name for name, found in kinds.items() if found == {"none"}),
+        text_layers=tuple(name for name, passing in kinds.items() if passing == {"text"}),
+        flop_shares=tuple(name for name, passing in kinds.items() if passing == {"none"}),
     )
 
 
 def _per_token(calls, streams, sizes, texts) -> dict:
     """Return arguments, besides streams and masks, with an entry for every token -> kind and dimension."""
-    found = {}
+    arguments = {}
     for call, again in calls:
         masks = {mask.data_ptr() for mask in call.masks}
         for name, value in call.arguments.items():
@@ -146,10 +146,10 @@ def _per_token(calls, streams, sizes, texts) -> dict:
                 if len(counted) < len(places) or len({dim for _, dim in counted}) > 1:
                     raise CannotCut(f"its blocks take {name!r}, of which only some tensors count every token")
                 kinds = tuple(kind for kind, _ in counted)
-                found[name] = (kinds if len(set(kinds)) > 1 else kinds[0], counted[0][1])
+                arguments[name] = (kinds if len(set(kinds)) > 1 else kinds[0], counted[0][1])
     if not texts:  # the prompt itself is whole on every rank
-        found = {name: place for name, place in found.items() if place[0] != "text"}
-    return found
+        arguments = {name: place for name, place in arguments.items() if place[0] != "text"}
+    return arguments
 
 
 def _listed(value) -> list | tuple:

@@ -52,11 +52,11 @@ class WeighedPositions:
         rotary: Any = super().forward(*before, places[:, :AXES], **kwargs)  # pyright: ignore
         if places.shape[1] == AXES:
             return rotary
-        found = places[:, AXES:] if places.ndim == 3 else places[:, AXES:, :, 0]
-        found = found.transpose(1, 2)
+        weights = places[:, AXES:] if places.ndim == 3 else places[:, AXES:, :, 0]
+        weights = weights.transpose(1, 2)
         if rotary[0].ndim == 3:
-            return (*rotary, found.repeat(1, 1, self.heads))
-        return (*rotary, found[:, None].expand(-1, self.heads, -1, -1))
+            return (*rotary, weights.repeat(1, 1, self.heads))
+        return (*rotary, weights[:, None].expand(-1, self.heads, -1, -1))
 
 
 class VideoPositions(WeighedPositions, LTXVideoRotaryPosEmbed):

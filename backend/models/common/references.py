@@ -86,13 +86,13 @@ def tokens(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[Tensor]:
     return [reference.to_tokens(latent) for reference, latent in zip(grids(grid, cond), references(cond))]
 
 
-def corners(grid: TokenGrid, found: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
+def corners(grid: TokenGrid, references: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
     """Return (number, row, column), in tokens, where the top left corner of each reference is; the latent's
     own is at (0, 0, 0)."""
     placed = []
     height = width = 0
     _, ph, pw = grid.patch
-    for number, reference in enumerate(found, 1):
+    for number, reference in enumerate(references, 1):
         _, h, w = reference.extent
         index = 1
         row = 0

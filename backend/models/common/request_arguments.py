@@ -30,9 +30,9 @@ class RequestArguments(dict[str, Tensor]):
 
     def at_step(self, arguments: Mapping[str, Tensor]) -> "RequestArguments":
         """Return these arguments and those of one step, with what was made of these."""
-        found = RequestArguments({**self, **arguments}, self.whole, self.samples, self.shared)
-        found.cached = self.cached
-        return found
+        of_step = RequestArguments({**self, **arguments}, self.whole, self.samples, self.shared)
+        of_step.cached = self.cached
+        return of_step
 
 
 def distilled_guidance(config: Mapping[str, Any], cond: Mapping[str, Tensor], batch: int) -> Tensor | None:

@@ -76,11 +76,11 @@ def _fits(value: Tensor, channels: int, frames: int | None, sides: list[int] | N
 
 def padded(config, grid: TokenGrid, cond) -> dict[str, Tensor]:
     """Return the inputs as the transformer's forward takes them, under ``further``."""
-    found = given(config, cond)
-    for name, value in found.items():
+    inputs = given(config, cond)
+    for name, value in inputs.items():
         if value.ndim == 5 and name != "camera_conditions":
-            found[name] = grid_of(value, grid).pad(value)
-    return found
+            inputs[name] = grid_of(value, grid).pad(value)
+    return inputs
 
 
 class CameraResidual(nn.Module):

@@ -72,12 +72,12 @@ def _is_inherited(file: int) -> bool:
 
 def _exactly(server: socket.socket, count: int) -> bytes:
     """So many bytes, or none where the agent has been killed."""
-    found = b""
-    while len(found) < count:
-        if not (more := server.recv(count - len(found))):
+    received = b""
+    while len(received) < count:
+        if not (more := server.recv(count - len(received))):
             return b""
-        found += more
-    return found
+        received += more
+    return received
 
 
 def serve(path: str):
