@@ -121,8 +121,8 @@ def state_over_ranks(keys: Tensor, values: Tensor) -> Tensor:
     return RUNNING.linear_state(keys, values)
 
 
-def text_tokens(whole: int) -> int:
-    """Count local text tokens in the place of token_mixing.text_tokens, as ``attention``."""
+def local_text_tokens(whole: int) -> int:
+    """Count local text tokens in the place of token_mixing.local_text_tokens, as ``attention``."""
     return whole if RUNNING.text is None else RUNNING.text.shape[0] - 2
 
 

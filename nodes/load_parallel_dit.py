@@ -120,9 +120,9 @@ class LoadParallelDiT(io.ComfyNode):
     @errors_on_node()
     def execute(cls, model_name, config=None, weight_dtype="default", matmul="auto") -> io.NodeOutput:
         key = cls.hidden.unique_id
-        prompt = executed(cls.hidden.prompt or {}, key)
+        graph = executed(cls.hidden.prompt or {}, key)
         config = config or AutoConfig()
-        guidance = guidance_of_samplers(prompt, key)
+        guidance = guidance_of_samplers(graph, key)
         if isinstance(config, ParallelConfig):
             for cfg, sampler_name in guidance:
                 config.check_guidance(cfg, not skips_negative(cfg, sampler_name))
@@ -137,26 +137,26 @@ class LoadParallelDiT(io.ComfyNode):
         if isinstance(config, AutoConfig) or not config.address:
             require_dependencies(python=ranks_python())
         pool.allow(*model_folders())
-        dit = _load(config, choice, prompt, key)
+        dit = _load(config, choice, graph, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
         line = request_line(dit, max(prompts, dit.config.cfg_degree))
-        lines = [*_unused(config, prompt, key), *dit.lines, *loaded_lines(dit), line]
+        lines = [*_unused(config, graph, key), *dit.lines, *loaded_lines(dit), line]
         node_text()("\n".join(lines))
         return io.NodeOutput(dit, ui=shown(lines))
 
 
-def _unused(config: ParallelConfig | AutoConfig, prompt: dict, key: str) -> list[str]:
+def _unused(config: ParallelConfig | AutoConfig, graph: dict, key: str) -> list[str]:
     """Return a line where the Parallel Config of the loader ``key`` names a method and sets degrees too."""
-    method = values(prompt, source(prompt, key, "config") or "").get("method", MANUAL)
+    method = values(graph, source(graph, key, "config") or "").get("method", MANUAL)
     line = unused_method(method, config) if isinstance(config, ParallelConfig) else ""
     return [line] if line else []
 
 
-def _load(config: ParallelConfig | AutoConfig, choice: ModelChoice, prompt: dict, key: str) -> ParallelDiT:
+def _load(config: ParallelConfig | AutoConfig, choice: ModelChoice, graph: dict, key: str) -> ParallelDiT:
     """Load a model on the ranks of ``config``, or on those that are the best for what the graph says."""
     if isinstance(config, ParallelConfig):
         return handle.load(config, *choice)
-    others = {other for inputs in other_loaders(prompt, key) if (other := model_choice_of(inputs))}
+    others = {other for inputs in other_loaders(graph, key) if (other := model_choice_of(inputs))}
     further = tuple(sorted(others - {choice}))
 
     def planned(auto: AutoConfig, request: planning.EstimateOf) -> ParallelDiT:
@@ -167,7 +167,7 @@ def _load(config: ParallelConfig | AutoConfig, choice: ModelChoice, prompt: dict
 
         return run_planned(auto, choice, request, further, run)
 
-    return planning.or_leanest(config, partial(request_of_graph, prompt, key), planned)
+    return planning.or_leanest(config, partial(request_of_graph, graph, key), planned)
 
 
 def guidance_of_samplers(graph: dict, loader: str) -> list[tuple[float, str]]:

@@ -131,14 +131,14 @@ class ComfyServer:
             return error.code, json.loads(error.read() or "{}")
 
     def run(
-        self, prompt: dict, at_step=lambda step: None, seconds: float = 240, at_text=lambda text: None
+        self, graph: dict, at_step=lambda step: None, seconds: float = 240, at_text=lambda text: None
     ) -> Run:
-        """Queue ``prompt`` and follow it to its end; ``at_step(step)`` is called after every step,
+        """Queue ``graph`` and follow it to its end; ``at_step(step)`` is called after every step,
         ``at_text(text)`` with every text under a node."""
         client, run, began = uuid.uuid4().hex, Run(), time.monotonic()
         websocket = WebSocket("127.0.0.1", self.port, f"/ws?clientId={client}")
         try:
-            status, reply = self.post("/prompt", {"prompt": prompt, "client_id": client})
+            status, reply = self.post("/prompt", {"prompt": graph, "client_id": client})
             run.node_errors = reply.get("node_errors", {})
             if status != 200:
                 errors = [error for node in run.node_errors.values() for error in node["errors"]]
@@ -150,7 +150,7 @@ class ComfyServer:
                 received = websocket.receive(1.0)
                 if received is not None:
                     texts = len(run.texts)
-                    self._take(run, prompt, reply["prompt_id"], *received, at_step)
+                    self._take(run, graph, reply["prompt_id"], *received, at_step)
                     for text in run.texts[texts:]:
                         at_text(text)
         finally:
@@ -160,7 +160,7 @@ class ComfyServer:
         return run
 
     @staticmethod
-    def _take(run: Run, prompt: dict, prompt_id: str, is_text: bool, payload: bytes, at_step):
+    def _take(run: Run, graph: dict, prompt_id: str, is_text: bool, payload: bytes, at_step):
         if not is_text:
             run.previews += payload[:4] == b"\0\0\0\1"
             if payload[:4] == b"\0\0\0\3":
@@ -170,7 +170,7 @@ class ComfyServer:
         kind, data = message["type"], message["data"]
         if data.get("prompt_id", prompt_id) != prompt_id:
             return
-        if kind == "progress" and prompt[data["node"]]["class_type"].startswith("LoadParallel"):
+        if kind == "progress" and graph[data["node"]]["class_type"].startswith("LoadParallel"):
             run.loaded.append((data["value"], data["max"]))
         elif kind == "progress":
             run.steps.append((data["value"], data["max"]))

@@ -186,7 +186,7 @@ class Conditioning:
     own type, as STEP_END does everywhere; ignored: those that ComfyUI sends and the model does not read;
     notes: name of one -> what a user reads after a run to which it was sent.
     widths: transformer config -> features of arguments, by name.
-    text_tokens: arguments of one prompt -> text tokens of the joint sequence, which ride with patch 0.
+    count_text_tokens: arguments of one prompt -> text tokens of the joint sequence, which ride with patch 0.
     context_tokens: (transformer config, grid, arguments of one prompt) -> reference tokens, which
     ModelIO.arguments puts after the latent's in the image stream.
     controls: arguments of one prompt -> its control inputs (Blocks.control_layers).
@@ -201,7 +201,7 @@ class Conditioning:
     ignored: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     precise: tuple[str, ...] = ()
-    text_tokens: Callable[[Arguments], int] = prompt_tokens
+    count_text_tokens: Callable[[Arguments], int] = prompt_tokens
     context_tokens: Callable[[Config, Any, Arguments], int] = _no_context
     controls: Callable[[Arguments], int] = _one_control
     image_features: Callable[[Config, Arguments | None], int] = no_image_features

@@ -55,7 +55,7 @@ def forward_args(config, grid, latent, sigma, cond):
     )
 
 
-def text_tokens(cond):
+def count_text_tokens(cond):
     """Count the tokens of both kinds of text."""
     return sum(cond[name].shape[1] for name in ("c_crossattn", "txt_byt5") if name in cond)
 
@@ -138,7 +138,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
                 "txt_byt5": config["text_embed_2_dim"],
             },
             ignored=("guidance",),
-            text_tokens=text_tokens,
+            count_text_tokens=count_text_tokens,
         ),
         "cache.prompt_modules": ("rope", "context_embedder_2"),
         "build": Build(patch_module=patch_module, only=ONLY),

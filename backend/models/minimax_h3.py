@@ -120,7 +120,7 @@ def _sequence(grid, cond, device):
     return {name: value.to(device) for name, value in arguments.items()}
 
 
-def text_tokens(cond):
+def count_text_tokens(cond):
     """Count the tokens before the audio: of text, and references."""
     return cond["c_crossattn"].shape[1] + (cond["given_tags"].shape[1] if "given_tags" in cond else 0)
 
@@ -268,7 +268,7 @@ FAMILY = Family(
         accepted=("c_crossattn", "text_tags", *REFERENCES, "origin"),
         widths=lambda config: {"c_crossattn": config["text_dim"]},
         precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
-        text_tokens=text_tokens,
+        count_text_tokens=count_text_tokens,
         refusal=refusal,
     ),
     cache=Cache(

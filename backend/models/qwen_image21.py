@@ -69,7 +69,7 @@ class BlockCausal:
         value = heads(attn.to_v).transpose(1, 2)
         whole, seen = segments
         visible = None if key_valid is None else key_valid[:, None, None]
-        length = token_mixing.text_tokens(whole)
+        length = token_mixing.local_text_tokens(whole)
 
         def attend(query, *keys, mask):
             return F.scaled_dot_product_attention(query, *(t.to(query.dtype) for t in keys), attn_mask=mask)
@@ -152,7 +152,7 @@ def request_mask(parts, cond, device):
     return masks if len(masks) == 1 else masks[samples]
 
 
-def text_tokens(cond):
+def count_text_tokens(cond):
     """Count the tokens of text, and of the references among it."""
     return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
 
@@ -275,7 +275,7 @@ FAMILY = Family(
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
         widths=lambda config: {"c_crossattn": config["context_in_dim"]},
-        text_tokens=text_tokens,
+        count_text_tokens=count_text_tokens,
         refusal=refusal,
     ),
     cache=Cache(static_text=True, prompt_modules=("txt_in", "pos_embed")),

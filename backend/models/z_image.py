@@ -33,7 +33,7 @@ def forward_args(config, grid, latent, sigma, cond):
     )
 
 
-def text_tokens(cond):
+def count_text_tokens(cond):
     """Count the tokens of the padded prompt."""
     return -(-cond["c_crossattn"].shape[1] // MULTIPLE) * MULTIPLE
 
@@ -47,7 +47,7 @@ def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. Position tables have an end; the text, padded, comes
     first, and the image stands after it."""
     most = tuple(config["axes_lens"])
-    needed = (text_tokens(cond) + 2, *grid.counts[1:])
+    needed = (count_text_tokens(cond) + 2, *grid.counts[1:])
     if all(a <= b for a, b in zip(needed, most)):
         return None
     return (
@@ -133,7 +133,7 @@ FAMILY = Family(
         accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
         widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
         ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
-        text_tokens=text_tokens,
+        count_text_tokens=count_text_tokens,
         context_tokens=padding,
         refusal=refusal,
     ),

@@ -29,7 +29,7 @@ class TokenMixing:
         opaque_ops.RUNNING.linear_state = self.linear_state
         token_mixing.linear_state = opaque_ops.state_over_ranks
         token_mixing.with_halo = self.with_halo
-        token_mixing.text_tokens = opaque_ops.text_tokens
+        token_mixing.local_text_tokens = opaque_ops.local_text_tokens
         token_mixing.has_text = self.has_text
 
     def uninstall(self):

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..opaque_ops import text_tokens
+from ..opaque_ops import local_text_tokens
 from ..quantization.packed_weight import PackedWeight
 from . import comm
 from .mesh import Axis
@@ -30,5 +30,5 @@ def regroup(modules: Iterable[nn.Module], sp: Axis):
 
 def _amax_over_tokens(amax: Tensor, axis: Axis, of_text: bool) -> Tensor:
     """Return the largest of every rank's ``amax``; a rank that has a dummy token for its text has none."""
-    own = torch.zeros_like(amax) if of_text and not text_tokens(1) else amax
+    own = torch.zeros_like(amax) if of_text and not local_text_tokens(1) else amax
     return comm.all_reduce_max(own, axis, "scales")

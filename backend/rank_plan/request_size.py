@@ -130,6 +130,6 @@ def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model
 def _text_tokens(family: Family, given: dict[str, Tensor]) -> int:
     """Count the tokens of a prompt that blocks read, in the image's sequence or next to it."""
     if family.blocks.text_position:
-        return family.conditioning.text_tokens(given)
+        return family.conditioning.count_text_tokens(given)
     text = given.get("c_crossattn")
     return text.shape[1] if text is not None and text.ndim == 3 else 0

@@ -162,7 +162,7 @@ def build(
     patch0_tokens = 0
     for name in names(sample):
         arguments = _conditioning(sample, name, samples, family, dtype, device)
-        text = family.conditioning.text_tokens(arguments) if family.blocks.text_position else 0
+        text = family.conditioning.count_text_tokens(arguments) if family.blocks.text_position else 0
         conditioning[name] = arguments
         reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, arguments)
         patch0_tokens = max(patch0_tokens, text + reference_tokens[name])

@@ -34,51 +34,49 @@ SPLIT = "SplitSigmas"
 SIGMA = re.compile(r"[-+]?(?:\d*\.*\d+)")
 
 
-def other_loaders(prompt: dict, key: str) -> list[dict]:
+def other_loaders(graph: dict, key: str) -> list[dict]:
     """Return the values of the other loaders of a graph, whose models stay on the same ranks."""
-    others = [other for other, node in prompt.items() if other != key and node.get("class_type") == LOADER]
-    return [values(prompt, other) for other in others]
+    others = [other for other, node in graph.items() if other != key and node.get("class_type") == LOADER]
+    return [values(graph, other) for other in others]
 
 
-def loaded_models(prompt: dict) -> set[ModelChoice]:
+def loaded_models(graph: dict) -> set[ModelChoice]:
     """Return what the loaders of a graph load, as far as constants tell it."""
-    found = (
-        model_choice_of(values(prompt, key)) for key in prompt if prompt[key].get("class_type") == LOADER
-    )
+    found = (model_choice_of(values(graph, key)) for key in graph if graph[key].get("class_type") == LOADER)
     return {choice for choice in found if choice}
 
 
-def unnamed(models: list[ModelChoice], prompt: dict) -> ModelChoice | None:
+def unnamed(models: list[ModelChoice], graph: dict) -> ModelChoice | None:
     """Return the first of some models that no loader of a graph loads."""
-    needed = loaded_models(prompt) if models else set()
+    needed = loaded_models(graph) if models else set()
     return next((model for model in models if model not in needed), None)
 
 
-def request_of_graph(prompt: dict, key: str, shape: ModelShape) -> RequestEstimate:
+def request_of_graph(graph: dict, key: str, shape: ModelShape) -> RequestEstimate:
     """Return the request of the first sampler that the loader ``key`` feeds, and those of its others as
     ``then``, as far as constants tell them."""
-    fed = [other for other, node in prompt.items() if _samples(node) and loader_of(prompt, other) == key]
-    fed = [other for other in fed if not _is_for_a_schedule(prompt, other)]
-    fed.sort(key=partial(_is_model, prompt))
-    first, *others = (_request_of(prompt, key, sampler, shape) for sampler in fed or [""])
+    fed = [other for other, node in graph.items() if _samples(node) and loader_of(graph, other) == key]
+    fed = [other for other in fed if not _is_for_a_schedule(graph, other)]
+    fed.sort(key=partial(_is_model, graph))
+    first, *others = (_request_of(graph, key, sampler, shape) for sampler in fed or [""])
     return replace(first, then=tuple(others))
 
 
-def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> RequestEstimate:
-    drained = _is_model(prompt, sampler)
-    sampler = _sampler_of(prompt, sampler) if drained else sampler
-    inputs = constants(prompt, sampler)
-    latent = _latent(prompt, sampler)
+def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> RequestEstimate:
+    drained = _is_model(graph, sampler)
+    sampler = _sampler_of(graph, sampler) if drained else sampler
+    inputs = constants(graph, sampler)
+    latent = _latent(graph, sampler)
     usual = VIDEO if shape.is_video else IMAGE
     length, height, width = (_number(latent, name, usual[name]) for name in ("length", "height", "width"))
     time, *space = shape.pixels
     sides = (1 + (length - 1) // time, height // space[0], width // space[1])
     guidance = guidance_of(inputs)
-    loras, others = _lora_bytes(prompt, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
+    loras, others = _lora_bytes(graph, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
     return RequestEstimate(
         image_tokens=tokens_of(sides, shape.patch),
         text_tokens=TEXT,
-        steps=_steps(prompt, sampler, inputs),
+        steps=_steps(graph, sampler, inputs),
         prompts=1 if (skips_negative(*guidance) if guidance else drained) else 2,
         batch=_number(latent, "batch_size", 1),
         drained=drained,
@@ -87,14 +85,14 @@ def _request_of(prompt: dict, loader: str, sampler: str, shape: ModelShape) -> R
     )
 
 
-def _lora_bytes(prompt: dict, loader: str) -> tuple[LoraBytes, LoraBytes]:
+def _lora_bytes(graph: dict, loader: str) -> tuple[LoraBytes, LoraBytes]:
     """Return the bytes of the LoRAs of a loader's model, and of those of others, which are on the same
     ranks."""
     own = others = LoraBytes()
-    for key, node in prompt.items():
+    for key, node in graph.items():
         strength = LORAS.get(node.get("class_type", ""))
-        inputs = constants(prompt, key)
-        loaders = _loaders_of(prompt, key) if strength and inputs.get(strength, 1.0) else set()
+        inputs = constants(graph, key)
+        loaders = _loaders_of(graph, key) if strength and inputs.get(strength, 1.0) else set()
         size = lora_size(inputs.get("lora_name", "")) if loaders else LoraBytes()
         if loader in loaders:
             own = own.and_of(size)
@@ -103,55 +101,55 @@ def _lora_bytes(prompt: dict, loader: str) -> tuple[LoraBytes, LoraBytes]:
     return own, others
 
 
-def _loaders_of(prompt: dict, lora: str) -> set[str | None]:
+def _loaders_of(graph: dict, lora: str) -> set[str | None]:
     """Return the loaders to whose transformers on the ranks a node's LoRA is added."""
-    if source(prompt, lora, "dit"):
-        return {loader_of(prompt, lora)}
-    model = source(prompt, lora, "model")
-    models = [key for key in ancestors(prompt, [model]) if _is_model(prompt, key)] if model else []
-    return {loader_of(prompt, key) for key in models}
+    if source(graph, lora, "dit"):
+        return {loader_of(graph, lora)}
+    model = source(graph, lora, "model")
+    models = [key for key in ancestors(graph, [model]) if _is_model(graph, key)] if model else []
+    return {loader_of(graph, key) for key in models}
 
 
 def _samples(node: dict) -> bool:
     return node["class_type"].startswith(SAMPLERS) or node["class_type"] == MODEL
 
 
-def _is_model(prompt: dict, key: str) -> bool:
-    return prompt.get(key, {}).get("class_type") == MODEL
+def _is_model(graph: dict, key: str) -> bool:
+    return graph.get(key, {}).get("class_type") == MODEL
 
 
-def _is_for_a_schedule(prompt: dict, key: str) -> bool:
+def _is_for_a_schedule(graph: dict, key: str) -> bool:
     """Return whether a Parallel Model is there for the schedule of a sampler on the ranks alone."""
-    sampler = prompt.get(_sampler_of(prompt, key), {}) if _is_model(prompt, key) else {}
+    sampler = graph.get(_sampler_of(graph, key), {}) if _is_model(graph, key) else {}
     return sampler.get("class_type", "").startswith(SAMPLERS)
 
 
-def _sampler_of(prompt: dict, model: str) -> str:
+def _sampler_of(graph: dict, model: str) -> str:
     """Return the first sampler of the MODEL of a Parallel Model; an empty word where there is none."""
-    others = [other for other in prompt if source(prompt, other, "latent_image")]
-    return next((other for other in others if model in ancestors(prompt, [other])), "")
+    others = [other for other in graph if source(graph, other, "latent_image")]
+    return next((other for other in others if model in ancestors(graph, [other])), "")
 
 
-def _upstream(prompt: dict, node: str, words: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+def _upstream(graph: dict, node: str, words: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     """Yield a node and those before it, along one link of each, and the number of the output that is linked:
     of the inputs whose names have one of ``words``, those of the first word first."""
     seen = set()
     output = 0
-    while node in prompt and node not in seen:
+    while node in graph and node not in seen:
         seen.add(node)
         yield node, output
-        inputs = prompt[node]["inputs"]
+        inputs = graph[node]["inputs"]
         named = [name for word in words for name in inputs if word in name]
-        linked = (inputs[name] for name in named if source(prompt, node, name))
+        linked = (inputs[name] for name in named if source(graph, node, name))
         node, output = next(linked, ("", 0))
 
 
-def _latent(prompt: dict, sampler: str) -> dict:
+def _latent(graph: dict, sampler: str) -> dict:
     """Return what the nodes before a sampler's latent say of it, the nearest first: those that join video and
     audio, or another sampler, say nothing."""
     known: dict = {}
-    for key, _ in _upstream(prompt, sampler, LATENT):
-        known = {**constants(prompt, key), **known}
+    for key, _ in _upstream(graph, sampler, LATENT):
+        known = {**constants(graph, key), **known}
     return known
 
 
@@ -160,25 +158,25 @@ def _number(inputs: dict, name: str, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
-def _steps(prompt: dict, sampler: str, inputs: dict) -> int:
+def _steps(graph: dict, sampler: str, inputs: dict) -> int:
     """Return the steps that a sampler with these ``inputs`` makes, or those of the sigmas that it is
     given."""
-    if source(prompt, sampler, "sigmas"):
-        return _scheduled(prompt, sampler) or STEPS
+    if source(graph, sampler, "sigmas"):
+        return _scheduled(graph, sampler) or STEPS
     steps = _number(inputs, "steps", STEPS)
     return max(1, min(_number(inputs, "end_at_step", steps), steps) - _number(inputs, "start_at_step", 0))
 
 
-def _scheduled(prompt: dict, sampler: str) -> int:
+def _scheduled(graph: dict, sampler: str) -> int:
     """Count the steps of a sampler's sigmas, from the node that makes them to it; 0 where that takes a
     run."""
     steps = 0
-    for key, output in reversed(list(_upstream(prompt, sampler, ("sigmas",)))):
-        inputs = constants(prompt, key)
+    for key, output in reversed(list(_upstream(graph, sampler, ("sigmas",)))):
+        inputs = constants(graph, key)
         text = inputs.get("sigmas")
         listed = len(SIGMA.findall(text)) - 1 if isinstance(text, str) else 0
         steps = _number(inputs, "steps", max(listed, 0)) or steps
-        if prompt[key].get("class_type") == SPLIT:
+        if graph[key].get("class_type") == SPLIT:
             first = min(_number(inputs, "step", 0), steps)
             steps = steps - first if output else first or steps
     return steps

@@ -31,7 +31,7 @@ def with_halo(x: Tensor, width: int) -> Halo:
     return Halo(x, 0, 0)
 
 
-def text_tokens(whole: int) -> int:
+def local_text_tokens(whole: int) -> int:
     """Count the local text tokens, of ``whole`` in the sequence."""
     return whole
 
@@ -46,6 +46,6 @@ def has_text() -> bool:
 ALONE = {
     "linear_state": linear_state,
     "with_halo": with_halo,
-    "text_tokens": text_tokens,
+    "local_text_tokens": local_text_tokens,
     "has_text": has_text,
 }
