@@ -209,8 +209,7 @@ class Engine:
 
     def compute_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
         """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
-        capability = min(self.capabilities, default=None)
-        return chosen_dtype(weight_dtype, checkpoint, self.mesh.device, capability)
+        return chosen_dtype(weight_dtype, checkpoint, self.mesh.device, min(self.capabilities, default=None))
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:
@@ -272,18 +271,22 @@ class Engine:
         model = self.loaded(message.model)
         asked = ("num_pipeline_patch", "stale_kv", "wire")
         config = replace(self.config, **{name: getattr(message, name) for name in asked})
-        tokens = check_workload(message, config, checkpoint.family, checkpoint.config)
+        tokens = check_workload(message, config, family=checkpoint.family, model_config=checkpoint.config)
         request = {"branches": message.prompts, "dtype": model.dtype, "choices": model.choices}
         plans = describe(config, checkpoint, tokens, message.text_tokens, **request)
         return tokens, [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling
+    def _checked_by(self, model: LoadedModel) -> dict:
+        """Return what check_sample and check_call need of a loaded model and of the ranks."""
+        of_model = {"family": model.family, "model_config": model.config, "dtype": model.dtype}
+        return {**of_model, "device": self.mesh.device.type, "capabilities": self.capabilities}
+
     @refusing("the request")
     def check_sample(self, sample: Sample):
         """Refuse a request that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
         model = self.loaded(sample.model)
-        device = self.mesh.device.type
-        check_sample(sample, self.config, model.family, model.config, model.dtype, device, self.capabilities)
+        check_sample(sample, self.config, **self._checked_by(model))
 
     @torch.inference_mode()
     def prepare_sample(self, sample: Sample) -> Prepared:
@@ -310,18 +313,15 @@ class Engine:
         """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
         model = self.loaded(call.model)
         check_numbers(call.tensors)
-        filled = self.argument_cache.filled(call)
-        device = self.mesh.device.type
-        check_call(filled, self.config, model.family, model.config, model.dtype, device, self.capabilities)
+        check_call(self.argument_cache.filled(call), self.config, **self._checked_by(model))
 
     @torch.inference_mode()
     def prepare_call(self, call: ModelCall) -> Prepared:
         """Fuse the model's LoRAs and place one call's tensors on this rank. No collective."""
         model = self.fused(call.model)
         mesh = self.mesh
-        batch = call.tensors["x"].shape[0]
         replica = mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank
-        samples = samples_of_replicas(batch, mesh)[replica]
+        samples = samples_of_replicas(call.tensors["x"].shape[0], mesh)[replica]
         filled = self.argument_cache.filled(call)
         request = build_call(filled, model.family, model.config, model.dtype, mesh.device, samples)
         return Prepared(model, request)

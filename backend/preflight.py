@@ -66,7 +66,9 @@ def check_before_start(
         check_degrees(checkpoint, config.validate())
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
         cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))  # ranks choose alike (Matrix)
-        choices = choose_all(checkpoint.name, matrices(checkpoint, cuts), matmul, where, capability)
+        choices = choose_all(
+            checkpoint.name, matrices(checkpoint, cuts), mode=matmul, device=where, capability=capability
+        )
         work = Workload(
             config=config,
             checkpoint=checkpoint,
@@ -91,7 +93,9 @@ def read_shape(
     folders.check(path)
     with refusing("the model"), torch.inference_mode():
         checkpoint = open_checkpoint(path, folders)
-        choices = choose_all(checkpoint.name, matrices(checkpoint, {}), matmul, where, capability)
+        choices = choose_all(
+            checkpoint.name, matrices(checkpoint, {}), mode=matmul, device=where, capability=capability
+        )
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
         return shape_of(checkpoint, dtype, choices).as_dict()
 

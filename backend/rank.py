@@ -275,7 +275,7 @@ class Worker:
         ran_out = False
         try:
             how = (message.weight_dtype, message.matmul, message.autodetected)
-            check_same(message.path, contents[self.mesh.rank], contents[0])
+            check_same(message.path, own=contents[self.mesh.rank], first=contents[0])
             self.engine.load(key, message.path, *how, on_progress)
             check_unchanged(message, own)
             print(self.engine.models[key].report)

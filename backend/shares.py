@@ -56,7 +56,7 @@ def shard_edges(total: int, count: int, shares: Sequence[float] = ()) -> list[in
 
 def shard_sizes(total: int, count: int, shares: Sequence[float] = ()) -> list[int]:
     """Return how many things each shard of ``shard_edges`` has."""
-    return [end - start for start, end in itertools.pairwise(shard_edges(total, count, shares))]
+    return [end - start for start, end in itertools.pairwise(shard_edges(total, count=count, shares=shares))]
 
 
 def relative_shares(count: int, shares: Sequence[float] = ()) -> list[float]:

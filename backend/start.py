@@ -224,7 +224,7 @@ def _device(config: ParallelConfig) -> str:
     if here == ranks:
         device = config.resolve_device(gpus)
     else:
-        device = device_of_some(config, config.device, here, gpus)
+        device = device_of_some(config, device=config.device, ranks=here, gpus_here=gpus)
     if device == "cuda" and not mesh.dist.is_nccl_available():
         raise ConfigError(
             "device is cuda, but this torch was built without NCCL, through which GPUs talk; install torch "

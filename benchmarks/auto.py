@@ -83,16 +83,16 @@ class Case:
 
 
 CASES = (
-    Case(32, 8, False),
-    Case(32, 8, True),
-    Case(32, 4, True),
-    Case(64, 4, False),
-    Case(48, 4, False, batch=2),
-    Case(48, 8, False),
-    Case(16, 8, True),
-    Case(64, 4, True),
+    Case(side=32, steps=8, guided=False),
+    Case(side=32, steps=8, guided=True),
+    Case(side=32, steps=4, guided=True),
+    Case(side=64, steps=4, guided=False),
+    Case(side=48, steps=4, guided=False, batch=2),
+    Case(side=48, steps=8, guided=False),
+    Case(side=16, steps=8, guided=True),
+    Case(side=64, steps=4, guided=True),
 )
-QUICK = (Case(8, 8, True), Case(8, 2, False, batch=2))
+QUICK = (Case(side=8, steps=8, guided=True), Case(side=8, steps=2, guided=False, batch=2))
 
 
 def options_of(case: Case, shape, machine: Machine, ranks: int, text: int) -> list[Option]:
@@ -195,7 +195,7 @@ def row_of(case: Case, options: list[Option], runs: Runs) -> dict:
         "chosen": chosen,
         "best": best,
         "of_best": of_best,
-        "by_cpu": runs.ratio(chosen, best_by_cpu, 1),
+        "by_cpu": runs.ratio(chosen, best_by_cpu, kind=1),
         "speedup": runs.ratio(one, chosen),
         "met": of_best["median"] <= GOAL,
         "once": runs.once,
@@ -234,7 +234,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=10.0, help="begin no case after so many")
     options = common.parse(parser)
     if not common.spawned():
-        common.spawn(__file__, options.ranks, options.device, options.model, **SMALL)
+        common.spawn(__file__, ranks=options.ranks, device=options.device, model=options.model, **SMALL)
     model = os.environ[common.MODEL_VARIABLE]
     started = time.monotonic()
     with torch.inference_mode():

@@ -111,9 +111,9 @@ def program(rows: list[Row], outside: int, most: float | None = None) -> tuple[l
 
     for index, row in enumerate(rows):
         inside, around = (*row.inside, 0.0), (0.0, 0.0, 0.0, 0.0, 1.0)
-        at_most(inside, 1, index)
-        at_most(around, 1, index)
-        at_most(around if index < outside else inside, -1, index)
+        at_most(inside, sign=1, index=index)
+        at_most(around, sign=1, index=index)
+        at_most(around if index < outside else inside, sign=-1, index=index)
     cost = [0.0] * len(NUMBERS) + [1.0] * errors
     bounds = [(0, None)] * len(NUMBERS) + [(0, most)] * errors
     solved = linprog(cost, left, right, bounds=bounds)

@@ -60,7 +60,9 @@ def row(kernel: str, device: str, head_size: int, masked: bool) -> dict:
     """Measure one kernel; a failure is its reason, so that the others go on."""
     case = {"kernel": kernel, "head_size": head_size, "masked": masked}
     capabilities = [torch.cuda.get_device_capability()] if device == "cuda" else []
-    why = why_unavailable(kernel, device, SIZES[device][1], head_size, capabilities)
+    why = why_unavailable(
+        kernel, device=device, dtype=SIZES[device][1], head_size=head_size, capabilities=capabilities
+    )
     if why:
         return {**case, "unavailable": why}
     q, k, v, mask = inputs(device, head_size, masked)

@@ -152,7 +152,9 @@ def load(
         blocks = stages.blocks[mesh.pp.rank]
     names = [name for index, name in enumerate(checkpoint.block_names) if index in blocks]
     hosts = stages or cast(Any, SimpleNamespace(owners={}, holders={}))
-    cache = cache_layers(transformer, names, family, META, torch.bfloat16, hosts, mesh)
+    cache = cache_layers(
+        transformer, names, family, offload_device=META, dtype=torch.bfloat16, stages=hosts, mesh=mesh
+    )
     stage = None
     if config.world_size > 1 or family.cache.static_text:
         stage = Stage(transformer, family, mesh, blocks)

@@ -138,7 +138,7 @@ def main():
     )
     options = common.parse(parser)
     if not common.spawned():
-        common.spawn(__file__, options.ranks, options.device, options.model)
+        common.spawn(__file__, ranks=options.ranks, device=options.device, model=options.model)
     model = os.environ[common.MODEL_VARIABLE]
 
     def make(config):

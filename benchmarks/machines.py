@@ -103,7 +103,9 @@ class Ranks:
         """Change the degrees; return what samples once and says the seconds of a step."""
         config = ParallelConfig(device="cpu", **degrees)
         self.client.request(protocol.Arrange(asdict(config)))
-        loaded = self.client.request(protocol.Load(self.model, "default", [], "auto"))
+        loaded = self.client.request(
+            protocol.Load(self.model, weight_dtype="default", loras=[], matmul="auto")
+        )
         made = common.request(self.model, self.steps, guided=True, side=SIDE[0], text=TEXT[0])
         request = replace(made, model=loaded.model, num_pipeline_patch=config.num_pipeline_patch)
 

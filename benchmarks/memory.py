@@ -243,7 +243,7 @@ def main():
     if not common.spawned():
         with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
             write_files(Path(folder), chosen.width)
-            common.spawn(__file__, 2, chosen.device, folder)
+            common.spawn(__file__, ranks=2, device=chosen.device, model=folder)
     paths = sorted(Path(os.environ[common.MODEL_VARIABLE]).iterdir())
     engines: dict[str, Engine | None] = {}
     for method, fields in METHODS.items():

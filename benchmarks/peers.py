@@ -125,7 +125,7 @@ def main():
             show(contest(options, options.model or folder), options)
         return
     if not common.spawned():
-        common.spawn(__file__, options.ranks, options.device, options.model)
+        common.spawn(__file__, ranks=options.ranks, device=options.device, model=options.model)
     common.hold_to_one_core(options.device)
     results = contest(options, os.environ[common.MODEL_VARIABLE])
     if os.environ["RANK"] == "0":

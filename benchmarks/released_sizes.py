@@ -104,7 +104,7 @@ def checkpoint_of(family: str) -> Checkpoint:
     """Open the released model of a golden family, without its weights."""
     name = RELEASED[family].header
     header = released().get(name, {"metadata": {}, "data": {}})
-    files = DryFiles(name, tensors_of(name), header["metadata"] or {}, header["data"])
+    files = DryFiles(name, tensors=tensors_of(name), metadata=header["metadata"] or {}, data=header["data"])
     return recognise(name, cast(Any, files))
 
 

@@ -197,7 +197,7 @@ def main():
     )
     options = common.parse(parser)
     if not common.spawned():
-        common.spawn(__file__, options.ranks, options.device, options.model)
+        common.spawn(__file__, ranks=options.ranks, device=options.device, model=options.model)
     common.hold_to_one_core(options.device)
     scenarios = runs(options, os.environ[common.MODEL_VARIABLE])
     actions = {

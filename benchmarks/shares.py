@@ -133,7 +133,13 @@ def show(rows: list[dict], given: str, **facts):
         ],
     )
     bars = [
-        report.Bar(row["method"], row["ratio"]["median"], row["ratio"]["low"], row["ratio"]["high"], goal=1.0)
+        report.Bar(
+            row["method"],
+            median=row["ratio"]["median"],
+            low=row["ratio"]["low"],
+            high=row["ratio"]["high"],
+            goal=1.0,
+        )
         for row in rows
     ]
     report.write(
@@ -148,7 +154,7 @@ def main():
     parser.add_argument("--shares", help="instead of those by one timed step, like 67,33")
     options = common.parse(parser)
     if not common.spawned():
-        common.spawn(__file__, 2, "cpu", options.model, **MODEL)
+        common.spawn(__file__, ranks=2, device="cpu", model=options.model, **MODEL)
     model = os.environ[common.MODEL_VARIABLE]
     rank = int(os.environ["RANK"])
     common.hold_to_one_core("cpu")

@@ -154,7 +154,7 @@ def main():
     if not common.spawned():
         with tempfile.TemporaryDirectory(prefix="parallel-dit-waits-") as folder:
             write_models(Path(folder))
-            common.spawn(__file__, chosen.ranks, chosen.device, folder)
+            common.spawn(__file__, ranks=chosen.ranks, device=chosen.device, model=folder)
     number = os.environ["RANK"]
     path = Path(f"{chosen.json}.{number}") if chosen.json else None
     models = Path(os.environ[common.MODEL_VARIABLE])

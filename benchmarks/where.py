@@ -169,7 +169,7 @@ def main():
             subprocess.run([*shell, sys.executable, *sys.argv], env={**os.environ, SHAPED: "1"}).returncode
         )
     if not common.spawned():
-        common.spawn(__file__, options.ranks, options.device, options.model)
+        common.spawn(__file__, ranks=options.ranks, device=options.device, model=options.model)
     model = os.environ[common.MODEL_VARIABLE]
     sample = common.request(model, options.steps, side=options.side, text=options.text)
     cost = seconds_of_watching()

@@ -89,7 +89,7 @@ def main():
     options = parser.parse_args()
     demo = str(common.ROOT / "demo" / "shapes-flux")
     if not common.spawned():
-        common.spawn(__file__, 2, "cpu", demo)
+        common.spawn(__file__, ranks=2, device="cpu", model=demo)
     torch.set_num_threads(1)
     families = list(LATENT_FORMATS)[: 2 if options.quick else None]
     meshes = {method: mesh.build(config, "cpu") for method, config in METHODS.items()}

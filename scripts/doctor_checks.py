@@ -193,7 +193,7 @@ def modes(facts: Facts) -> Iterator[Status]:
             yield PROBLEM, f"{where} is cut by MIG, between whose parts NCCL cannot send; switch MIG off"
         width, most = gpu["pcie.link.width.current"], gpu["pcie.link.width.max"]
         if width.isdecimal() and most.isdecimal() and int(width) < int(most):
-            yield _lanes(where, int(width), int(most), len(facts.driver))
+            yield _lanes(where, width=int(width), most=int(most), count=len(facts.driver))
     if facts.driver:
         yield OK, "compute modes, MIG and PCIe lanes were looked at"
 

@@ -106,12 +106,12 @@ def with_lora(scene: Scene, path: Path) -> torch.Tensor:
 
 def another_lora(scene: Scene) -> Outcome:
     """Another LoRA is written into the file of one that is in the weights: the next run has the new one."""
-    before = with_lora(scene, lora_file(scene, "lora.safetensors", 1))
-    wanted = with_lora(scene, lora_file(scene, "other.safetensors", 2))
+    before = with_lora(scene, lora_file(scene, "lora.safetensors", seed=1))
+    wanted = with_lora(scene, lora_file(scene, "other.safetensors", seed=2))
     assert not torch.allclose(before, wanted)
-    again = with_lora(scene, lora_file(scene, "lora.safetensors", 1))
+    again = with_lora(scene, lora_file(scene, "lora.safetensors", seed=1))
     assert torch.equal(before, again), "a LoRA that was taken out has left something"
-    path = lora_file(scene, "lora.safetensors", 2)
+    path = lora_file(scene, "lora.safetensors", seed=2)
     began = time.monotonic()
 
     def run() -> str:
@@ -124,7 +124,7 @@ def bad_lora(change: Callable[[Path], object]) -> Callable[[Scene], Outcome]:
     """Change the file of a LoRA that is in the weights to what is no LoRA, and run once more."""
 
     def make(scene: Scene) -> Outcome:
-        path = lora_file(scene, "lora.safetensors", 1)
+        path = lora_file(scene, "lora.safetensors", seed=1)
         with_lora(scene, path)
         change(path)
         began = time.monotonic()
@@ -136,7 +136,7 @@ def bad_lora(change: Callable[[Path], object]) -> Callable[[Scene], Outcome]:
 def lora_gone_bad_after_its_load(scene: Scene) -> Outcome:
     """The file is cut short between the load that named it and the sample that needs it."""
     backend = scene.backend
-    path = lora_file(scene, "late.safetensors", 3)
+    path = lora_file(scene, "late.safetensors", seed=3)
     model = backend.load(scene.checkpoint, loras=[(str(path), 0.5)]).model
     backend.sample(scene.request())  # takes other LoRAs out
     os.truncate(path, path.stat().st_size // 2)

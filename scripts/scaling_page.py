@@ -72,7 +72,7 @@ def fitted(case: Case) -> Machine:
         machine = replace(
             case.machine, gemm=case.machine.gemm * factor, attention=case.machine.attention * factor
         )
-        slower = Cost(case.model, case.plans["1"], machine, case.request).total > case.seconds["1"]
+        slower = Cost(case.model, case.plans["1"], machine, request=case.request).total > case.seconds["1"]
         low, high = (factor, high) if slower else (low, factor)
     return machine
 
@@ -85,7 +85,7 @@ def published() -> list[tuple[Case, str, float, float]]:
     for case in (each for each in CASES if "1" in each.seconds):
         machine = fitted(case)
         plans = {name: plan for name, plan in case.plans.items() if name != "1"}
-        costs = {name: Cost(case.model, plan, machine, case.request) for name, plan in plans.items()}
+        costs = {name: Cost(case.model, plan, machine, request=case.request) for name, plan in plans.items()}
         of_plans += [(case, name, case.seconds[name], cost.total) for name, cost in costs.items()]
     return of_plans
 
@@ -183,14 +183,14 @@ def question(about: Model, machine: Machine, gpus: int, gib: int) -> Question:
 
 def step(asked: Question, option: Option) -> float:
     """Return the projected seconds of a steady step."""
-    return Cost(asked.shape, option.plan, asked.machine, asked.request).step(option.plan.patches)
+    return Cost(asked.shape, option.plan, asked.machine, request=asked.request).step(option.plan.patches)
 
 
 def by_method(asked: Question, field: str) -> Option | None:
     """Return the plan that gives all GPUs to one method; None where it does not fit the model."""
     stages = asked.gpus if field == "pipefusion_degree" else 0
     wanted = replace(ParallelConfig(), **{field: asked.gpus})
-    plans = candidates(asked.shape, asked.request, asked.gpus, asked.base)
+    plans = candidates(asked.shape, asked.request, ranks=asked.gpus, base=asked.base)
     found = (each for each in plans if (each.degrees, each.num_pipeline_patch) == (wanted.degrees, stages))
     return next(map(asked.option, found), None)
 

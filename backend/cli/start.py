@@ -97,7 +97,9 @@ def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, s
 
 def device_here(config: ParallelConfig, device: str, machines: Machines) -> str:
     """Return "cuda" or "cpu" for the ranks of this machine; ConfigError where they do not fit on it."""
-    return device_of_some(config, device, machines.ranks_here(config), torch.cuda.device_count())
+    return device_of_some(
+        config, device=device, ranks=machines.ranks_here(config), gpus_here=torch.cuda.device_count()
+    )
 
 
 def same_everywhere() -> dict:

@@ -200,7 +200,7 @@ def _listener(address: str, port: int, whose: str) -> socket.socket:
 def _proved(connection: socket.socket, host: str, token: str) -> Peer:
     """Return a machine that has proved itself in HELLO_SECONDS. OSError for one that has not."""
     deadline = time.monotonic() + HELLO_SECONDS
-    peer = Peer(connection, -1, host)
+    peer = Peer(connection, index=-1, name=host)
 
     def ask(key: str) -> Any:
         return peer.ask(key, deadline - time.monotonic())
@@ -210,8 +210,15 @@ def _proved(connection: socket.socket, host: str, token: str) -> Peer:
     if not isinstance(index, int) or not isinstance(theirs, str) or not handshake.is_nonce(theirs):
         raise ConnectionError("it is no launcher")
     nonce = handshake.new_nonce()
-    peer.send({"nonce": nonce, "proof": handshake.proof(token, f"{ROLE} 0", theirs, nonce)})
-    if not handshake.is_proof(str(ask("proof")), token, f"{ROLE} {index}", theirs, nonce):
+    peer.send(
+        {
+            "nonce": nonce,
+            "proof": handshake.proof(token, f"{ROLE} 0", client_nonce=theirs, backend_nonce=nonce),
+        }
+    )
+    if not handshake.is_proof(
+        str(ask("proof")), token=token, role=f"{ROLE} {index}", client_nonce=theirs, backend_nonce=nonce
+    ):
         raise ConnectionError("it does not know the token")
     peer.index = index
     peer.name = f"machine {index} ({host})"
@@ -261,7 +268,7 @@ def _connected(machines: Machines, deadline: float, seconds: float, check: Check
         check()
         try:
             connection = socket.create_connection(target, 2.0, (machines.address, 0))
-            return Peer(connection, 0, machines.leader)
+            return Peer(connection, index=0, name=machines.leader)
         except OSError as error:
             if time.monotonic() > deadline:
                 why = f"machine 0 was not reached at {target[0]}:{target[1]} in {seconds:.0f} s ({error})"
@@ -281,9 +288,15 @@ def _prove(peer: Peer, machines: Machines, token: str, hello: dict) -> str:
         proof = str(peer.ask("proof", deadline - time.monotonic()))
     except (TimeoutError, ConnectionResetError) as error:
         return str(error)
-    if not handshake.is_proof(proof, token, f"{ROLE} 0", nonce, theirs):
+    if not handshake.is_proof(proof, token=token, role=f"{ROLE} 0", client_nonce=nonce, backend_nonce=theirs):
         raise BackendError(f"{peer.name} does not know this token, so nothing was sent to it.")
-    peer.send({"proof": handshake.proof(token, f"{ROLE} {machines.index}", nonce, theirs)})
+    peer.send(
+        {
+            "proof": handshake.proof(
+                token, f"{ROLE} {machines.index}", client_nonce=nonce, backend_nonce=theirs
+            )
+        }
+    )
     return ""
 
 

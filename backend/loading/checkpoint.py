@@ -267,7 +267,12 @@ class Checkpoint:
             )
         for name, source in sources.items():
             check_shape(
-                self.name, self.family.name, name, source, self.files.shapes[self.key(source)], shapes[name]
+                file=self.name,
+                family=self.family.name,
+                name=name,
+                source=source,
+                have=self.files.shapes[self.key(source)],
+                want=shapes[name],
             )
         return sources
 
@@ -309,8 +314,10 @@ class Checkpoint:
         source = self.sources[name]
         key = self.key(source)
         if shard is None:
-            return read_whole(self.files, key, source, dtype, device)
-        return read_shard(self.files, key, source, shard, self.shapes[name][0], dtype, device)
+            return read_whole(self.files, key, source, dtype=dtype, device=device)
+        return read_shard(
+            self.files, key, source, shard=shard, height=self.shapes[name][0], dtype=dtype, device=device
+        )
 
     def read_packed(self, name: str, device: torch.device, shard: Shard | None = None) -> Packed | None:
         """Read what ``read`` would as the file stores it; None where it is no quantized matrix."""

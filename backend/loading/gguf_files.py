@@ -160,7 +160,7 @@ def _open(path: Path) -> tuple[dict[str, Stored], Mapping[str, str]]:
             if field.types == [gguf.GGUFValueType.STRING]
         }
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
-        raise unreadable(path.name, "GGUF", reason(error)) from None
+        raise unreadable(path.name, kind="GGUF", why=reason(error)) from None
     tensors = {}
     for tensor in reader.tensors:
         kind = tensor.tensor_type.name

@@ -50,8 +50,8 @@ class _Header:
             self.refuse(f"its version is {version}")
         tensors = self.number("<Q")
         fields = self.number("<Q")
-        self.few("tensors", tensors, MAX_GGUF_TENSORS)
-        self.few("metadata entries", fields, MAX_METADATA)
+        self.few("tensors", count=tensors, most=MAX_GGUF_TENSORS)
+        self.few("metadata entries", count=fields, most=MAX_METADATA)
         for _ in range(fields):
             self.field()
         if not (0 < self.alignment <= 1 << 16 and self.alignment & (self.alignment - 1) == 0):
@@ -80,7 +80,7 @@ class _Header:
             each = self.number("<I")
             count = self.number("<Q")
             self.entries += count
-            self.few("entries in arrays of its metadata", self.entries, MAX_ARRAY_ENTRIES)
+            self.few("entries in arrays of its metadata", count=self.entries, most=MAX_ARRAY_ENTRIES)
             for _ in range(count):
                 self.value(each, inside=True)
         else:
@@ -125,7 +125,7 @@ class _Header:
             )
 
     def refuse(self, why: str):
-        raise unreadable(self.name, "GGUF", why)
+        raise unreadable(self.name, kind="GGUF", why=why)
 
 
 def _text(name: bytes) -> str:

@@ -54,7 +54,7 @@ def check_header_sizes(paths: Iterable[Path]):
         if size < 8 or header > size - 8:
             _refuse_other_kinds(path.name, start)
             why = f"its header would have {header:,} bytes and the file has {size:,}"
-            raise unreadable(path.name, "safetensors", why)
+            raise unreadable(path.name, kind="safetensors", why=why)
         total += header
         if total > MAX_HEADER_BYTES:
             raise UnsupportedError(

@@ -69,7 +69,13 @@ class LoKr(Factored):
         else:
             right = (cut(self._factor("lokr_w2", device), inner_rows, inner_columns),)
         tensors = [each.to(dtype) for each in right]
-        return Kronecker((self.scale * left).to(dtype), tuple(tensors), 1.0, row_cut.runs, column_cut.runs)
+        return Kronecker(
+            (self.scale * left).to(dtype),
+            tuple(tensors),
+            strength=1.0,
+            rows=row_cut.runs,
+            columns=column_cut.runs,
+        )
 
     @property
     def _kept_inner(self) -> int:

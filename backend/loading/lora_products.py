@@ -105,7 +105,7 @@ def added_bytes(
         assert isinstance(adapter, Factored), "checked by are_products"
         factors += (ranks.get(change.key) or adapter.factor_rank) * (rows + columns)
     scale = rows * ROW_SCALE_BYTES if scaled else 0
-    return LoraBytes(factors * dtype.itemsize + scale, 0, uncut * dtype.itemsize)
+    return LoraBytes(factors=factors * dtype.itemsize + scale, copies=0, uncut=uncut * dtype.itemsize)
 
 
 def low_rank(change: LoraChange, where: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def plain(
                 made = change.adapter.kronecker(where, place.columns, device, dtype)
             else:
                 up, down = used(*low_rank(change, where, place.columns, device))
-                made = LowRank(up.to(dtype), down.to(dtype), 0.0)
+                made = LowRank(up.to(dtype), down.to(dtype), strength=0.0)
             known[change.key] = made
         before = adapters.get(change.key)
         strength = change.use.strength + (before.strength if before else 0.0)
@@ -162,7 +162,7 @@ def with_magnitudes(changes: Sequence[LoraChange], place: Place, weight: Tensor,
     adapters: dict[Hashable, AddedProduct] = {}
     for change, (up, down) in zip(changes, factors):
         up, down = used(up, down)
-        adapters[change.scaled_key] = LowRank(up.to(dtype), down.to(dtype), change.use.strength)
+        adapters[change.scaled_key] = LowRank(up.to(dtype), down.to(dtype), strength=change.use.strength)
     rest, _ = plain(changes[last:], place, device, dtype, {})
     return Held(adapters | rest, row_scale.flatten())
 

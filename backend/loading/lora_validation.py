@@ -58,7 +58,7 @@ def check_values(path: str, strength: float, adapters: Iterable[tuple[object, Ad
     adapter) of the file at ``path``, each tensor of which is read once. Raises UnsupportedError."""
     where = Path(path)
     stamp = where.stat()
-    known = _largest_values(path, stamp.st_mtime_ns, stamp.st_size)
+    known = _largest_values(path, changed=stamp.st_mtime_ns, size=stamp.st_size)
     for _, adapter in adapters:
         for role, key in adapter.keys.items():
             if key not in known:

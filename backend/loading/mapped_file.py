@@ -38,7 +38,7 @@ class MappedFile:
                 self.entries: dict = json.loads(file.read(self._begin - 8))
                 self._bytes = mapped(file)
         except (SafetensorError, OSError, ValueError) as error:
-            raise unreadable(path.name, "safetensors", reason(error)) from None
+            raise unreadable(path.name, kind="safetensors", why=reason(error)) from None
         self.entries.pop("__metadata__", None)
 
     def tensor(self, key: str) -> Tensor:

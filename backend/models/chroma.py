@@ -23,7 +23,7 @@ def patch_module(transformer, config):
     """Keep timesteps from being rounded, and embed the request's guidance; diffusers' own is always 0."""
     reader = transformer.distilled_guidance_layer.in_proj
     embed = transformer.time_text_embed
-    keep_timestep(transformer, embed, reader, 1000.0)
+    keep_timestep(transformer, embed, reader, factor=1000.0)
 
     call = call_state(transformer, {"guidance": None})
     embed.guidance_proj.register_forward_pre_hook(lambda module, args: (call.guidance,))

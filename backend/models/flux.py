@@ -34,7 +34,7 @@ def patch_module(transformer, config):
     embed = transformer.time_text_embed
     if config["guidance_embeds"]:
         embed.__class__ = Condition
-    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
+    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, factor=1000.0)
 
 
 def forward_args(config, grid, latent, sigma, cond):

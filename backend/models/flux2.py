@@ -241,7 +241,7 @@ REPLACED = {
 def patch_module(transformer, config):
     """Keep timesteps from being rounded, and let references be at timestep 0."""
     embed = transformer.time_guidance_embed
-    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, 1000.0)
+    keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, factor=1000.0)
     replace_classes(transformer, REPLACED)
 
 

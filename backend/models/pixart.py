@@ -170,7 +170,7 @@ LAYOUT = Layout(
         "blocks.{}.mlp.fc2": f"{BLOCK}.ff.net.2",
     },
 )
-SCHEDULE = DiscreteSchedule(0.0001, 0.02, "sqrt_linear")
+SCHEDULE = DiscreteSchedule(start=0.0001, end=0.02, kind="sqrt_linear")
 FAMILY = Family(
     name="pixart",
     transformer="PixArtTransformer2DModel",

@@ -208,7 +208,7 @@ class Attention:
         in_common = (call, mask, scale, keys, own)
         if u.size == 1:
             return self._of_own_heads(q, (k, v), *in_common, where)
-        groups = kv_heads_sent(heads, k.shape[1], u.size, u.shares)
+        groups = kv_heads_sent(heads=heads, kv_heads=k.shape[1], ranks=u.size, shares=u.shares)
         if groups != k.shape[1]:  # no rank has part of a group
             k, v = (t.repeat_interleave(groups // t.shape[1], 1) for t in (k, v))
         own_lengths = [lengths[i] for i in own]
@@ -216,7 +216,7 @@ class Attention:
         chunks = 1
         if self.buffers is None:  # of a patch there is less to hide
             tokens = call.tokens.sequence.length_of(queries)
-            chunks = ulysses_ring.head_chunks(heads, q.shape[0], tokens, u, groups)
+            chunks = ulysses_ring.head_chunks(heads, batch=q.shape[0], tokens=tokens, axis=u, groups=groups)
         early = call.values
         call.values = None
         sent = [pack(tensor, self.wire) for tensor in ((q, k) if early else (q, k, v))]
@@ -302,4 +302,6 @@ class Attention:
             came[self.mesh.ring.rank] = both  # own keys and values did not travel
             kv = torch.cat([unpack(each, both.dtype) for each in came], dim=3).unbind()
         positions = self.positions.of(call.tokens, kind, kv[0].device)
-        return buffers.refresh(where, kv, positions, call.tokens.sequence.length_of(kind), call.context)
+        return buffers.refresh(
+            where, kv, positions=positions, total=call.tokens.sequence.length_of(kind), context=call.context
+        )

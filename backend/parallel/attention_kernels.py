@@ -137,7 +137,7 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
         efficient = aten._scaled_dot_product_efficient_attention
         out, lse, *_ = efficient(q, k, v, mask, True, 0.0, False, scale=scale)
         return out.to(dtype), lse[..., : q.shape[2]]  # this kernel pads the rows of lse to a multiple of 32
-    return flash_of_torch(q, k, v, scale, True)
+    return flash_of_torch(q, k, v, scale=scale, lse=True)
 
 
 @cache

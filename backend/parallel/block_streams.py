@@ -87,7 +87,9 @@ def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
 
 def token_shards(context: StepContext, sequence: SequenceLengths, with_text: bool, sp: Axis) -> TokenShards:
     """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
-    return _token_shards(context.image, sequence, with_text, sp.rank, sp.size, sp.shares)
+    return _token_shards(
+        context.image, sequence, with_text=with_text, rank=sp.rank, size=sp.size, shares=sp.shares
+    )
 
 
 @lru_cache(maxsize=1024)  # one object for each patch, with the lengths that it has counted

@@ -11,8 +11,9 @@ from ..models.patterns import matches
 from .block_streams import block_list
 from .mesh import Mesh
 from .modulation_cache import CachedLayer, LayerCache, layer_features
-from .pipeline_stage import StagedBlock, StageDone, positional_names
+from .pipeline_stage import StageDone
 from .stage_split import Stages
+from .staged_block import StagedBlock, positional_names
 
 
 def cache_layers(

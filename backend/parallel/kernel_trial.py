@@ -58,7 +58,7 @@ def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
     if not lse or dtype == torch.float32 or not has_flash(device):
         return
     try:
-        flash_of_torch(q, k, v, head_size**-0.5, True)[0].sum().item()
+        flash_of_torch(q, k, v, scale=head_size**-0.5, lse=True)[0].sum().item()
     except Exception as failed:
         if why := _why(failed, device, lost):
             print(f"torch's flash kernel failed ({why}), and rings go on without it")

@@ -314,7 +314,7 @@ def _between_blocks(
                 for width in cut.columns.widths:
                     wanted[width] = math.lcm(wanted[width], units.get(name, 1))
             is_attention = any(parent in attentions for parent in _parents(name))
-            fixed |= _of_heads(cut, is_attention, groups > 0)
+            fixed |= _of_heads(cut, in_attention=is_attention, uneven=groups > 0)
         sizes = {width: unit for width, unit in wanted.items() if unit > 1 and width not in fixed}
         if groups:
             sizes |= {width: width // groups for width in fixed if width % groups == 0}

@@ -148,8 +148,8 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
     control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
     built = Mesh(
         local,
-        dist.get_rank(),
-        dist.get_world_size(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
         **axes,
         sp=_sp_axis(config, axes),
         **_tp_grid(config),
@@ -250,9 +250,9 @@ def _edges(config: ParallelConfig, device: torch.device) -> Edges:
     line = next(ranks for ranks in pipelines if own in ranks)
     place = line.index(own)
     return Edges(
-        None if place == 0 else groups[line[place - 1], own],
-        None if place == stages - 1 else groups[own, line[place + 1]],
-        groups.get((line[-1], line[0])) if own in (line[0], line[-1]) else None,
+        before=None if place == 0 else groups[line[place - 1], own],
+        after=None if place == stages - 1 else groups[own, line[place + 1]],
+        outputs=groups.get((line[-1], line[0])) if own in (line[0], line[-1]) else None,
     )
 
 

@@ -6,7 +6,6 @@ local block receives; the last one sends and ends the forward. The model's own e
 which only the tokens of this forward carry values.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from .early_values import watch_values
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
 from .sequence import SequenceLengths, Span, TokenShards
+from .staged_block import StagedBlock
 from .static_addresses import ENABLED, StaticInputs
 from .step_context import StepContext
 from .wire_bytes import FULL
@@ -88,7 +88,12 @@ class Stage:
         self.attention = Attention(mesh, blocks.head_size(config) if blocks.values else 0)
         self.pipe = None
         if mesh.pp.size > 1:
-            self.pipe = Pipe(mesh.edges.before, mesh.edges.after, "pipeline", keeps_buffers=True)
+            self.pipe = Pipe(
+                incoming=mesh.edges.before,
+                outgoing=mesh.edges.after,
+                mechanism="pipeline",
+                keeps_buffers=True,
+            )
 
     @property
     def own_blocks(self) -> list[nn.Module]:
@@ -172,7 +177,13 @@ class Stage:
         per_block_text = self.adapter.per_block_text(arguments)
         positions = self.attention.positions
         self.current = Forward(
-            self.structure, context, latent, reference, per_block_text, positions, self.cuts
+            self.structure,
+            context,
+            latent=latent,
+            reference=reference,
+            per_block_text=per_block_text,
+            positions=positions,
+            cuts=self.cuts,
         )
         try:
             return model_output(self.transformer, self.family, arguments)
@@ -255,7 +266,15 @@ class Stage:
             call[family.blocks.text_mask] = None  # attention applies it instead
         kinds = family.blocks.attention
         static = family.cache.static_text
-        attention = BlockCall(index, forward.context, forward.tokens, kinds, dummy, static, mask)
+        attention = BlockCall(
+            index,
+            context=forward.context,
+            tokens=forward.tokens,
+            kinds=kinds,
+            dummy=dummy,
+            static_text=static,
+            text_mask=mask,
+        )
         self.attention.call = attention
         RUNNING.text = text_count_tensor(len(forward.tokens.local.text))
         if self.static:
@@ -319,32 +338,3 @@ class Stage:
         both = image if text is None else torch.cat([text, image], dim=1)
         skips = [forward.skips[source] for source in self.structure.crossing(self.blocks.stop)]
         pipe.send(torch.cat([both, *skips], dim=2) if skips else both, self.mesh.pp.neighbour(1))
-
-
-def positional_names(block: nn.Module) -> list[str]:
-    """List the parameters that a block may be given by position."""
-    parameters = inspect.signature(block.forward).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-
-class StagedBlock(nn.Module):
-    """A block of the transformer, or the place of one that lives on another stage."""
-
-    def __init__(self, stage: Stage, index: int, block: nn.Module):
-        super().__init__()
-        self.names = positional_names(block)
-        self.index = index
-        self.block = block if index in stage.blocks else None
-        # in lists: neither the stage nor a block without weights is a submodule
-        self.stage = [stage]
-        self.original = [block]
-
-    def __getattr__(self, name):
-        """Return what a model's forward reads of its blocks."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.original[0], name)
-
-    def forward(self, *args, **kwargs):
-        return self.stage[0].run_block(self.index, self.block, self.names, args, kwargs)

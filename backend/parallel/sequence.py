@@ -29,7 +29,7 @@ class Span:
 
     def shard(self, index: int, count: int, shares: tuple[float, ...] = ()) -> "Span":
         """Return the ``index``-th of ``count`` shards, cut by ``shares``, or equally (shares.shard_edges)."""
-        lo, hi = shard_edges(len(self), count, shares)[index : index + 2]
+        lo, hi = shard_edges(len(self), count=count, shares=shares)[index : index + 2]
         return Span(self.lo + lo, self.lo + hi)
 
 
@@ -216,7 +216,7 @@ def patches(
     if count > 1:
         most = sequence.image - (count - 1) * sp_size
         first = max(sp_size, min(round(sequence.joint / count) - not_denoised, most))
-    whole = whole_sequence(sequence, sp_rank, sp_size, shares)
+    whole = whole_sequence(sequence, sp_rank=sp_rank, sp_size=sp_size, shares=shares)
     rest = replace(whole, text=Span(0, 0), reference=Span(0, 0), image=Span(first, sequence.image))
     later = [replace(rest, image=rest.image.shard(i, count - 1)) for i in range(count - 1)]
     return [replace(whole, image=Span(0, first)), *later]

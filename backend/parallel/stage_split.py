@@ -46,7 +46,7 @@ def plan(
     means = [portion * mean for portion in relative_shares(stages, shares)]
     blocks = explicit_blocks(counts)
     if not counts:
-        blocks = stage_blocks(costs, stages, weights, MAX_WEIGHTS * mean, shares)
+        blocks = stage_blocks(costs, stages=stages, weights=weights, most=MAX_WEIGHTS * mean, shares=shares)
     owners = {name: stage for stage, own in enumerate(blocks) for i in own for name in modulation[i]}
     sizes = {name: size for layers in modulation for name, size in layers.items()}
     held = [sum(weights[i] for i in own) for own in blocks]
@@ -86,8 +86,8 @@ def stage_blocks(
     if not costs:
         return [range(0)] * stages
     speeds = relative_shares(stages, shares)
-    ranges = _cheapest(costs, speeds, weights, most) if weights else None
-    ranges = ranges or _cheapest(costs, speeds, [0] * len(costs), 0.0)
+    ranges = _cheapest(costs, speeds, weights=weights, most=most) if weights else None
+    ranges = ranges or _cheapest(costs, speeds, weights=[0] * len(costs), most=0.0)
     assert ranges is not None, "without a limit on weights there is always a split"
     return ranges
 
@@ -100,7 +100,7 @@ def _cheapest(costs: list[float], speeds: list[float], weights: list[int], most:
     ends = range(1, len(costs) + 1)
     best = {i: _extend(none, upto[i] / speeds[0], i) for i in ends if heavy[i] <= most * speeds[0]}
     for stage, speed in enumerate(speeds[1:], 2):
-        best = _with_stage(best, stage, speed, upto, heavy, most * speed)
+        best = _with_stage(best, stage, speed=speed, upto=upto, heavy=heavy, most=most * speed)
     if len(costs) not in best:
         return None
     cuts = best[len(costs)][2]

@@ -65,9 +65,9 @@ class TokenMixing:
         (state,) = buffers.refresh(
             where,
             [shares.flatten(2)[:, None]],
-            slice(here[0], here[-1] + 1),
-            len(buffers.spans),
-            call.context,
+            positions=slice(here[0], here[-1] + 1),
+            total=len(buffers.spans),
+            context=call.context,
         )
         return state.sum(dim=2).view(shares.shape[0], *shares.shape[2:])
 
@@ -83,7 +83,7 @@ class TokenMixing:
         if call is None or (buffers is None and self.sp.size == 1):
             if call is not None:
                 call.next()
-            return Halo(x, 0, 0)
+            return Halo(x, first=0, before=0)
         where = call.next()[1]
         tokens = call.tokens
         total = tokens.sequence.image
@@ -91,12 +91,18 @@ class TokenMixing:
         near = _near(own, width, total)
         if buffers is None:
             spans = [shard.image for shard in tokens.shards]
-            return Halo(self._halo(x, spans, near, width, total), near.lo, own.lo - near.lo)
+            return Halo(
+                self._halo(x, spans=spans, near=near, width=width, total=total),
+                first=near.lo,
+                before=own.lo - near.lo,
+            )
         shapes = [(x.shape[0], length, x.shape[2]) for length in tokens.lengths("image")]
         fresh = torch.cat(comm.all_gather(x, shapes, self.sp, "halo"), dim=1)
         positions = tokens.image.indices
-        (whole,) = buffers.refresh(where, [fresh[:, None]], positions, total, call.context)
-        return Halo(whole[:, 0, near.indices], near.lo, own.lo - near.lo)
+        (whole,) = buffers.refresh(
+            where, [fresh[:, None]], positions=positions, total=total, context=call.context
+        )
+        return Halo(whole[:, 0, near.indices], first=near.lo, before=own.lo - near.lo)
 
     def _halo(self, x: Tensor, spans: list[Span], near: Span, width: int, total: int) -> Tensor:
         """Return the tokens ``near`` this rank's, from whichever ranks have them."""

@@ -33,7 +33,7 @@ def head_chunks(heads: int, batch: int, tokens: int, axis: Axis, groups: int = 0
     All ranks must find the same, so no property of a GPU counts.
     """
     groups = groups or heads
-    least = min(shard_sizes(groups, axis.size, axis.shares)) // 2 * (heads // groups)
+    least = min(shard_sizes(groups, count=axis.size, shares=axis.shares)) // 2 * (heads // groups)
     return 2 if least * batch * -(-tokens // TILE) >= TILES_OF_A_CHUNK and least else 1
 
 
@@ -56,7 +56,7 @@ def scatter_heads(
     groups = groups or heads
     widths = [tensor.shape[1] // groups for tensor in tensors]  # heads of a group
     ends = [*accumulate(widths)]
-    shards = shard_sizes(groups, axis.size, axis.shares)
+    shards = shard_sizes(groups, count=axis.size, shares=axis.shares)
     counts = [len(Span(0, shard).shard(chunk, chunks)) for shard in shards]
     row = ends[-1] * batch * size  # numbers of a token and group
     sent = [tokens * count * row for count in counts]
@@ -134,7 +134,7 @@ class GatheredHeads:
         """Return how many heads each rank has in a chunk, by default in that which is sent next."""
         chunk = len(self.under_way) if chunk is None else chunk
         groups = self.groups or self.heads
-        shards = shard_sizes(groups, self.axis.size, self.axis.shares)
+        shards = shard_sizes(groups, count=self.axis.size, shares=self.axis.shares)
         return [len(Span(0, shard).shard(chunk, self.chunks)) * self.heads // groups for shard in shards]
 
 
@@ -167,7 +167,7 @@ def ring_attend(
         if lengths[source] and q.shape[2]:
             here = unpack(travelling, dtype) if hop else kv
             block, block_lse = attend_lse(
-                kernel, q, here[0], here[1], masks[source] if masks else None, scale
+                kernel, q, here[0], here[1], mask=masks[source] if masks else None, scale=scale
             )
             before = lse
             out, lse = merge(out, lse, block.transpose(1, 2), block_lse)

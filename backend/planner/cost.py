@@ -166,7 +166,7 @@ class Cost:
         heads = self.shape.heads // self.plan.tensor_parallel_degree
         u = self.plan.ulysses_degree
         shares = self.plan.shares_of("ulysses")
-        each = zip(shard_sizes(heads, u, shares), relative_shares(u, shares))
+        each = zip(shard_sizes(heads, count=u, shares=shares), relative_shares(u, shares))
         return max(count * u / heads / portion for count, portion in each)
 
     def _read(self, blocks: tuple[BlockShape, ...]) -> float:

@@ -171,7 +171,12 @@ class ModelShape:
         tp = plan.tensor_parallel_degree if plan.split_scheme == "megatron" else 1  # others leave all heads
         own = max(1, self.kv_heads // tp)
         heads = own * self.heads // self.kv_heads
-        return kv_heads_sent(heads, own, plan.ulysses_degree, plan.shares_of("ulysses")) // own
+        return (
+            kv_heads_sent(
+                heads=heads, kv_heads=own, ranks=plan.ulysses_degree, shares=plan.shares_of("ulysses")
+            )
+            // own
+        )
 
     @property
     def weights(self) -> int:

@@ -24,7 +24,7 @@ class RankShare:
 def rank_shares(plan: ParallelConfig, batch: int) -> tuple[RankShare, ...]:
     """Return the share of every rank of a plan with ``batch`` samples."""
     replicas = plan.data_parallel_degree
-    samples = [max(1, size) for size in shard_sizes(batch, replicas, plan.shares_of("dp"))]
+    samples = [max(1, size) for size in shard_sizes(batch, count=replicas, shares=plan.shares_of("dp"))]
     tokens = relative_shares(plan.sp_degree, plan.shares_of("ring", "ulysses"))
     heads = relative_shares(plan.ulysses_degree, plan.shares_of("ulysses"))
     matrices = relative_shares(plan.tensor_parallel_degree, plan.shares_of("tp"))

@@ -41,5 +41,5 @@ def proof(token: str, role: str, client_nonce: str, backend_nonce: str) -> str:
 
 def is_proof(received: str, token: str, role: str, client_nonce: str, backend_nonce: str) -> bool:
     """Return whether ``received`` is that proof; takes the same time wherever the two differ."""
-    expected = proof(token, role, client_nonce, backend_nonce)
+    expected = proof(token, role, client_nonce=client_nonce, backend_nonce=backend_nonce)
     return hmac.compare_digest(received.encode(errors="replace"), expected.encode())

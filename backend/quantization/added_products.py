@@ -77,7 +77,7 @@ def cut_blocks(wanted: Sequence[range], size: int) -> BlockCut:
         runs.append(range(run.start + shift, run.stop + shift))
         offset += len(each) * size
     is_all = sum(map(len, runs)) == offset
-    return BlockCut(tuple(met), (range(size),), None if is_all else tuple(runs))
+    return BlockCut(blocks=tuple(met), inner=(range(size),), runs=None if is_all else tuple(runs))
 
 
 @dataclass
@@ -170,7 +170,7 @@ def concatenated(adapters: Sequence[LowRank]) -> LowRank | None:
         return adapters[0] if adapters else None
     up = torch.cat([each.up for each in adapters], dim=1)
     down = torch.cat([each.down for each in adapters])
-    together = LowRank(up, down, 1.0, strengths_of(adapters))
+    together = LowRank(up, down, strength=1.0, strengths=strengths_of(adapters))
     divide(together, adapters)
     return together
 

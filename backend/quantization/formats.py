@@ -179,7 +179,7 @@ def rotation(settings: Settings) -> int | None:
 
 def rotation_size(settings: Settings) -> int:
     """Return the group size of a rotated layer's rotation. Raises UnsupportedError."""
-    size = _setting(settings, "convrot_groupsize", 256)
+    size = _setting(settings, "convrot_groupsize", default=256)
     if size not in (4**power for power in range(1, 7)):  # 4 to MAX_ROTATED
         raise UnsupportedError(
             f"a layer is rotated in groups of {quoted(size)} values, and a power of four up to "
@@ -191,7 +191,7 @@ def rotation_size(settings: Settings) -> int:
 def scale_group(settings: Settings) -> int:
     """Return how many neighbours in a row of an asym_w4a8_int8 layer have one scale. Raises
     UnsupportedError."""
-    size = _setting(settings, "group_size", 16)
+    size = _setting(settings, "group_size", default=16)
     if not isinstance(size, int) or not 4 <= size <= MAX_ROTATED or (16 % size and size % 16):
         raise UnsupportedError(
             f"a layer has scales of groups of {quoted(size)} values, and 4, 8 and multiples of 16 up to "

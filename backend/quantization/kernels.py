@@ -174,7 +174,7 @@ def _int8_in_chunks(
         sums = _kitchen().mm_int8(quantized, values.t()).float()  # its integers are freed here
         return sums.mul_(row_scales * scale).to(x.dtype)
 
-    return _in_chunks(x, len(values), bias, chunks, product)
+    return _in_chunks(x, columns=len(values), bias=bias, chunks=chunks, product=product)
 
 
 def _row_amax(rows: Tensor) -> Tensor:
@@ -245,7 +245,9 @@ def mxfp8(
         arguments = (quantized, tensors["values"], scales, block_scales)
         return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
-    return _in_chunks(x, weight.shape[0], after, _block_chunks(rows, "quantize_mxfp8"), product)
+    return _in_chunks(
+        x, columns=weight.shape[0], bias=after, chunks=_block_chunks(rows, "quantize_mxfp8"), product=product
+    )
 
 
 def nvfp4(
@@ -274,7 +276,9 @@ def nvfp4(
         )
         return _kitchen().scaled_mm_nvfp4(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
-    return _in_chunks(x, weight.shape[0], after, _block_chunks(rows, "quantize_nvfp4"), product)
+    return _in_chunks(
+        x, columns=weight.shape[0], bias=after, chunks=_block_chunks(rows, "quantize_nvfp4"), product=product
+    )
 
 
 def _in_chunks(

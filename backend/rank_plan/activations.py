@@ -122,7 +122,9 @@ def _by_layers(work: Workload, place: Place, stages: Stages) -> int:
     sequence = work.sequence
     position = sequence.text_position
     uneven = work.config.shares_of("ring", "ulysses")
-    shards = whole_sequence(sequence, work.sp_rank(place), work.config.sp_degree, uneven)
+    shards = whole_sequence(
+        sequence, sp_rank=work.sp_rank(place), sp_size=work.config.sp_degree, shares=uneven
+    )
     own = shards.local
     nested = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
     text = len(own.text) if position else work.text_tokens
@@ -130,7 +132,9 @@ def _by_layers(work: Workload, place: Place, stages: Stages) -> int:
     controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
     names = work.checkpoint.block_names
     blocks = {_kind(work, names[i], place): names[i] for i in stages.blocks[place["pp"]]}
-    inside = [_live(work, name, place, own.stream, text, nested) for name in blocks.values()]
+    inside = [
+        _live(work, name, place, image=own.stream, text=text, latents=nested) for name in blocks.values()
+    ]
     within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
     within += long_skips(work.checkpoint, stages.blocks[place["pp"]]) * stream * own.stream
     tokens = sequence.joint if position else work.image_tokens + text

@@ -108,7 +108,7 @@ def describe(
     UnsupportedError as loading does.
     """
     config.validate()
-    shards = shard_sizes(batch, config.data_parallel_degree, config.shares_of("dp"))
+    shards = shard_sizes(batch, count=config.data_parallel_degree, shares=config.shares_of("dp"))
     samples = [max(1, size) for size in shards]
     prompts_per_rank = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
@@ -144,7 +144,13 @@ def automatic_choices(
     if capability is None:
         return {}
     cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))
-    return choose_all(checkpoint.name, matrices(checkpoint, cuts), AUTO, torch.device("cuda"), capability)
+    return choose_all(
+        checkpoint.name,
+        matrices(checkpoint, cuts),
+        mode=AUTO,
+        device=torch.device("cuda"),
+        capability=capability,
+    )
 
 
 def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:

@@ -85,7 +85,7 @@ class Workload:
         position = self.family.blocks.text_position
         latents = self.latents or tuple(latents_of(self.family, self.image_tokens).items())
         text = self.text_tokens if position else 0
-        return SequenceLengths(text, self.image_tokens, position, latents=latents)
+        return SequenceLengths(text=text, image=self.image_tokens, text_position=position, latents=latents)
 
     @property
     def is_linear(self) -> bool:
@@ -101,7 +101,9 @@ class Workload:
         tp = self.config.tensor_parallel_degree
         if tp == 1 or self.config.split_scheme != "megatron":
             return heads
-        first, end = shard_edges(self.head_groups, tp, self.config.shares_of("tp"))[place["tp"] :][:2]
+        first, end = shard_edges(self.head_groups, count=tp, shares=self.config.shares_of("tp"))[
+            place["tp"] :
+        ][:2]
         return heads * (end - first) // self.head_groups
 
     @cached_property
@@ -114,19 +116,23 @@ class Workload:
     def heads(self, place: Place) -> int:
         """Count the attention heads of the rank at ``place``."""
         uneven = self.config.shares_of("ulysses")
-        return shard_sizes(self.all_heads(place), self.config.ulysses_degree, uneven)[place["ulysses"]]
+        return shard_sizes(self.all_heads(place), count=self.config.ulysses_degree, shares=uneven)[
+            place["ulysses"]
+        ]
 
     def all_kv_heads(self, place: Place, call: AttentionCall) -> int:
         """Count the heads of keys and values that go through Ulysses from the rank at ``place``."""
         own = self._of_tensor_rank(call.kv_width // self.call_head_size(call), place)
         uneven = self.config.shares_of("ulysses")
-        return kv_heads_sent(self.all_heads(place), own, self.config.ulysses_degree, uneven)
+        return kv_heads_sent(
+            heads=self.all_heads(place), kv_heads=own, ranks=self.config.ulysses_degree, shares=uneven
+        )
 
     def kv_heads(self, place: Place, call: AttentionCall) -> int:
         """Count the heads of keys and values of the rank at ``place`` in an attention call."""
         every = self.all_kv_heads(place, call)
         u = self.config.ulysses_degree
-        return shard_sizes(every, u, self.config.shares_of("ulysses"))[place["ulysses"]]
+        return shard_sizes(every, count=u, shares=self.config.shares_of("ulysses"))[place["ulysses"]]
 
     @property
     def width(self) -> int:

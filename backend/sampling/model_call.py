@@ -96,7 +96,7 @@ def samples_of_replicas(batch: int, mesh: Mesh) -> list[list[int]]:
     many too under sharded weights: replicas gather these together, once a micro-batch."""
     replicas = mesh.dp.size * mesh.cfg.size
     if mesh.replica_shares and mesh.weights is None and batch >= replicas:
-        ends = shard_edges(batch, replicas, mesh.replica_shares)
+        ends = shard_edges(batch, count=replicas, shares=mesh.replica_shares)
         return [list(range(start, end)) for start, end in pairwise(ends)]
     count = -(-batch // replicas)
     samples = [min(sample, batch - 1) for sample in range(replicas * count)]

@@ -75,7 +75,7 @@ class Request:
     @property
     def patch_spans(self) -> list[Span]:
         """The image tokens of every patch, balanced over the joint sequence."""
-        whole = SequenceLengths(self.patch0_tokens, self.grid.tokens, "first")
+        whole = SequenceLengths(text=self.patch0_tokens, image=self.grid.tokens, text_position="first")
         return [patch.image for patch in patches(whole, self.config.patches, sp_size=self.config.sp_degree)]
 
     def arguments(self, prompt: str, samples: slice) -> dict[str, Tensor]:

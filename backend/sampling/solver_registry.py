@@ -94,7 +94,7 @@ def _dry(
         for denoised in cycle(values):
             yield request
             denoised = denoised + 0 * request[0]
-            request = steps.send(solver_input(solver, denoised, denoised))
+            request = steps.send(solver_input(solver, denoised=denoised, negative=denoised))
     except StopIteration as end:
         return end.value
     raise AssertionError("cycle() does not end")

@@ -94,7 +94,7 @@ class Denoiser:
         self.prompts = self._own(tuple(request.prompts))
         self.first_stage = mesh.pp.is_first
         edge = mesh.edges.outputs
-        self.outputs = Pipe(edge, edge, "outputs") if mesh.pp.size > 1 else None
+        self.outputs = Pipe(incoming=edge, outgoing=edge, mechanism="outputs") if mesh.pp.size > 1 else None
         self.pending: deque[Pending] = deque()
         self.stop_broadcasts: list[tuple[dist.Work, Tensor]] = []
         self._plan_patches()
@@ -111,8 +111,10 @@ class Denoiser:
     def _plan_patches(self):
         request = self.request
         states = [SolverState(span) for span in request.patch_spans]
-        self.whole = Patch(Span(0, request.grid.tokens), states, True)
-        self.patches = [Patch(state.span, [state], index == 0) for index, state in enumerate(states)]
+        self.whole = Patch(Span(0, request.grid.tokens), states, with_text=True)
+        self.patches = [
+            Patch(state.span, [state], with_text=index == 0) for index, state in enumerate(states)
+        ]
 
     def run(self) -> Tensor:
         """Denoise; return the latent as tokens (B, N, F), valid on the first stage. Raises
@@ -240,7 +242,9 @@ class Denoiser:
         for state in pending.patch.states:
             tokens = slice(state.span.lo - span.lo, state.span.hi - span.lo)
             uncond = predictions[-1][:, tokens]
-            self._step(state, solver_input(self.request.solver, denoised[:, tokens], uncond))
+            self._step(
+                state, solver_input(self.request.solver, denoised=denoised[:, tokens], negative=uncond)
+            )
         if pending.closes_step:
             self.callbacks.on_step(pending.evaluation.step + 1, self.x0)
 

@@ -108,7 +108,7 @@ def check_kernel(
         return
     head_size = family.blocks.head_size(model_config)
     reason = kernel_choice.why_unavailable(
-        config.attention, device, dtype, head_size, capabilities, kernel_table.merges(config)
+        config.attention, device, dtype, head_size, capabilities, ring=kernel_table.merges(config)
     )
     if reason:
         raise UnsupportedError(reason)
@@ -291,7 +291,7 @@ def check_blocks_and_heads(name: str, blocks: int, heads: int, config: ParallelC
         )
     if config.ring_degree > 1 and (reason := ring_unavailable()):
         raise UnsupportedError(reason)
-    local = min(shard_sizes(heads, tp, uneven)) if by_heads else heads
+    local = min(shard_sizes(heads, count=tp, shares=uneven)) if by_heads else heads
     if config.ulysses_degree > local:
         whose = f"each tensor-parallel rank of {name}" if local != heads else name
         raise UnsupportedError(

@@ -94,7 +94,7 @@ class Connection:
             )
         nonce = handshake.new_nonce()
         token = self.server.token
-        ours = handshake.proof(token, handshake.BACKEND, hello.nonce, nonce)
+        ours = handshake.proof(token, handshake.BACKEND, client_nonce=hello.nonce, backend_nonce=nonce)
         send(self.connection, protocol.Challenge(nonce, ours))
         try:
             answer = receive(self.connection, limit=MAX_HELLO)
@@ -102,7 +102,7 @@ class Connection:
             self.server.log_stranger("did not answer this backend's proof; its token may be another")
             raise
         if not isinstance(answer, protocol.Proof) or not handshake.is_proof(
-            answer.proof, token, handshake.CLIENT, hello.nonce, nonce
+            answer.proof, token=token, role=handshake.CLIENT, client_nonce=hello.nonce, backend_nonce=nonce
         ):
             self.server.log_stranger("does not know this backend's token")
             raise ProtocolError("the token is not this backend's; connections without it are closed.")

@@ -68,7 +68,9 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
     inputs = constants(graph, sampler)
     latent = _latent(graph, sampler)
     usual = VIDEO if shape.is_video else IMAGE
-    length, height, width = (_number(latent, name, usual[name]) for name in ("length", "height", "width"))
+    length, height, width = (
+        _number(latent, name, default=usual[name]) for name in ("length", "height", "width")
+    )
     time, *space = shape.pixels
     sides = (1 + (length - 1) // time, height // space[0], width // space[1])
     guidance = guidance_of(inputs)
@@ -78,7 +80,7 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
         text_tokens=TEXT,
         steps=_steps(graph, sampler, inputs),
         prompts=1 if (skips_negative(*guidance) if guidance else drained) else 2,
-        batch=_number(latent, "batch_size", 1),
+        batch=_number(latent, "batch_size", default=1),
         drained=drained,
         loras=loras,
         other_loras=others,
@@ -163,8 +165,12 @@ def _steps(graph: dict, sampler: str, inputs: dict) -> int:
     given."""
     if source(graph, sampler, "sigmas"):
         return _scheduled(graph, sampler) or STEPS
-    steps = _number(inputs, "steps", STEPS)
-    return max(1, min(_number(inputs, "end_at_step", steps), steps) - _number(inputs, "start_at_step", 0))
+    steps = _number(inputs, "steps", default=STEPS)
+    return max(
+        1,
+        min(_number(inputs, "end_at_step", default=steps), steps)
+        - _number(inputs, "start_at_step", default=0),
+    )
 
 
 def _scheduled(graph: dict, sampler: str) -> int:
@@ -175,8 +181,8 @@ def _scheduled(graph: dict, sampler: str) -> int:
         inputs = constants(graph, key)
         text = inputs.get("sigmas")
         listed = len(SIGMA.findall(text)) - 1 if isinstance(text, str) else 0
-        steps = _number(inputs, "steps", max(listed, 0)) or steps
+        steps = _number(inputs, "steps", default=max(listed, 0)) or steps
         if graph[key].get("class_type") == SPLIT:
-            first = min(_number(inputs, "step", 0), steps)
+            first = min(_number(inputs, "step", default=0), steps)
             steps = steps - first if output else first or steps
     return steps

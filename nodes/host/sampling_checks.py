@@ -32,10 +32,10 @@ def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: l
         dit.config.check_guidance(cfg, not skipped)
     name = dit.loaded.family
     family = family_named(dit.loaded)
-    check_conditioning("positive", positive, name, family)
+    check_conditioning("positive", positive, family_name=name, family=family)
     if skipped:
         negative = positive
-    check_conditioning("negative", negative, name, family)
+    check_conditioning("negative", negative, family_name=name, family=family)
     check_latent(latent, dit.patcher.model.latent_format, family.latents)
     if dit.auto is None:
         dit.config.check_batch(latent["samples"].shape[0])

@@ -85,6 +85,7 @@ STDLIB_ONLY = (
     "backend.planner.memory",
     "backend.planner.model_shape",
     "backend.planner.option",
+    "backend.planner.question",
     "backend.planner.rank_shares",
     "backend.shares",
     "backend.torch_version",

@@ -21,7 +21,7 @@ from backend.engine import Engine
 from backend.parallel import compiled_blocks, mesh, static_addresses
 from backend.parallel.attention_kernels import SDPA
 from backend.parallel.kv_buffers import KVBuffers
-from backend.parallel.pipeline_stage import StagedBlock
+from backend.parallel.staged_block import StagedBlock
 from backend.quantization.packed_weight import PackedWeight
 from backend.sampling.step_loop import Callbacks
 

@@ -8,7 +8,7 @@ from headers import opened
 from published import L40
 
 from backend.config import ParallelConfig
-from backend.planner import choose as choose_module
+from backend.planner import question as asking
 from backend.planner.choose import Question
 from backend.planner.cost import Cost
 from backend.planner.machine import RequestEstimate
@@ -64,7 +64,7 @@ def test_a_plan_that_has_room_is_faster(flux):
 def test_the_planner_leaves_as_much_as_the_ranks_do(flux, monkeypatch):
     """Beside what is likely, all of which but the weights may be more."""
     asked = []
-    monkeypatch.setattr(choose_module, "spare_bytes", lambda left, likely: asked.append((left, likely)) or 0)
+    monkeypatch.setattr(asking, "spare_bytes", lambda left, likely: asked.append((left, likely)) or 0)
     question = Question(flux, REQUEST, replace(L40, memory=(40 * GB,)), 1)
     option = question.option(PLAN)
     needs = held(flux, PLAN, REQUEST)

@@ -80,7 +80,7 @@ def family(
     """
     trial = trial or _tried(cls, json.dumps(config, sort_keys=True))
     held = Trial(**_tuples(dict(trial)))
-    described = _described(Shape(cls, config, inputs_of(cls, config)), scheduler, held)
+    described = _described(Shape(cls, config, inputs_of(cls, config)), scheduler=scheduler, trial=held)
     return described, dict(trial)
 
 
@@ -159,12 +159,12 @@ def _checked(shape: "Shape", trial: Trial, shallow_model: "_ShallowModel") -> Tr
     """Check patches of the trial's blocks; give blocks that fail on an empty text stream a dummy token."""
     request = shallow_model.request(*TRACE_SIZES[0])
     try:
-        check_cut(shallow_model.transformer, _described(shape, None, trial), *request)
+        check_cut(shallow_model.transformer, _described(shape, scheduler=None, trial=trial), *request)
     except CannotCut:
         if trial.blocks["text"] is None:
             raise
         trial = replace(trial, blocks={**trial.blocks, "needs_text_token": True})
-        check_cut(shallow_model.transformer, _described(shape, None, trial), *request)
+        check_cut(shallow_model.transformer, _described(shape, scheduler=None, trial=trial), *request)
     return trial
 
 

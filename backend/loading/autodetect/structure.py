@@ -198,7 +198,12 @@ def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: d
         try:
             spans = [
                 None,
-                *(tokens.image for tokens in cut_patches(SequenceLengths(0, grid.tokens, None), patches)),
+                *(
+                    tokens.image
+                    for tokens in cut_patches(
+                        SequenceLengths(text=0, image=grid.tokens, text_position=None), patches
+                    )
+                ),
             ]
             for span in spans:
                 buffers.begin_evaluation(0.0)

@@ -28,7 +28,7 @@ def linear_state(keys: Tensor, values: Tensor) -> Tensor:
 
 def with_halo(x: Tensor, width: int) -> Halo:
     """Return the local image tokens x (B, n, F) with up to ``width`` neighbours on either side."""
-    return Halo(x, 0, 0)
+    return Halo(x, first=0, before=0)
 
 
 def local_text_tokens(whole: int) -> int:

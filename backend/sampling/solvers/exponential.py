@@ -184,7 +184,11 @@ def sa_solver(x: Tensor, problem: Problem) -> Steps:
 def _adams(x, lambdas, sigmas, i, h, tau, history, knots) -> Tensor:
     """Step i, from the state ``x``, by the polynomial through the newest predictions of ``history``, at the
     half log SNRs ``knots``."""
-    weights = sigmas[i + 1] * lambdas[i + 1].exp() * _adams_weights(knots, lambdas[i], lambdas[i + 1], tau)
+    weights = (
+        sigmas[i + 1]
+        * lambdas[i + 1].exp()
+        * _adams_weights(knots, start=lambdas[i], end=lambdas[i + 1], tau=tau)
+    )
     x = sigmas[i + 1] / sigmas[i] * (-(tau**2) * h).exp() * x
     return x + weighted(weights, history[-len(knots) :])
 

@@ -31,7 +31,7 @@ def lms(x: Tensor, problem: Problem) -> Steps:
 
     def change(i, slopes):
         knots = times[i - len(slopes) + 1 : i + 1][::-1]
-        weights = [_lagrange_integral(knots, j, times[i], times[i + 1]) for j in range(len(slopes))]
+        weights = [_lagrange_integral(knots, j, start=times[i], end=times[i + 1]) for j in range(len(slopes))]
         return weighted(weights, slopes)
 
     return _by_slopes(x, problem, change)

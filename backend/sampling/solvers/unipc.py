@@ -21,7 +21,7 @@ def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
     alphas, stds, lambdas = _vp(times)
     x = x / torch.sqrt(1.0 + times[0] ** 2.0)
     order = min(_ORDER, steps - 1)
-    data = [(yield from _data(x, times, alphas, stds, 0))]
+    data = [(yield from _data(x, times, alphas, stds, k=0))]
     # with one step ComfyUI's order is 0: it never leaves the first level, and so do we
     for k in range(1, steps + 1 if order else 0):
         used = k if k < order else min(order, steps + 1 - k)
@@ -31,7 +31,7 @@ def uni_pc(x: Tensor, problem: Problem, variant: str = "bh1") -> Steps:
         if k == steps:
             x = update(None)
         else:
-            newest = yield from _data(update(None), times, alphas, stds, k)
+            newest = yield from _data(update(None), times, alphas, stds, k=k)
             x = update(newest)
             data = [newest, *data][:order]
     x = x / alphas[-1]
