@@ -110,7 +110,7 @@ def mesh_of(config: ParallelConfig, rank: int) -> Mesh:
         sp = axis_of("sp", ranks[(*here[:3], slice(None), slice(None), here[5])].flatten().tolist(), rank)
     alone = Axis(group=None, rank=0, size=1, ranks=(rank,))
     grid = {"tp_inputs": alone, "tp_outputs": alone, "weights": None, "control": None}
-    return Mesh(META, rank, config.world_size, **axes, sp=sp, edges=edges_of(config, axes["pp"]), **grid)
+    return Mesh(META, rank, config.world_size, **axes, sp=sp, edges=edges_of(axes["pp"]), **grid)
 
 
 def axis_of(name: str, ranks: list[int], rank: int) -> Axis:
@@ -119,7 +119,7 @@ def axis_of(name: str, ranks: list[int], rank: int) -> Axis:
     return Axis(group=cast(Any, group), rank=ranks.index(rank), size=len(ranks), ranks=tuple(ranks))
 
 
-def edges_of(config: ParallelConfig, pp: Axis) -> Edges:
+def edges_of(pp: Axis) -> Edges:
     """Return names for the groups between stages."""
     if pp.size == 1:
         return Edges()

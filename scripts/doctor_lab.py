@@ -103,7 +103,7 @@ class Lab(Models):
     def backend(self, config: ParallelConfig) -> pool.Backend:
         """Return a live backend of that configuration, on this device."""
         pool.allow(self.folder)
-        return pool.backend_for(self._placed(config), self._until(RUN_SECONDS, config))
+        return pool.backend_for(self._placed(config), self._until(config))
 
     def _placed(self, config: ParallelConfig) -> ParallelConfig:
         """Return a configuration on this device, on the GPUs that are used."""
@@ -117,7 +117,7 @@ class Lab(Models):
         self.check()
         self.hung.check(config)
         backend = self.backend(config)
-        loaded = backend.load(str(path), dtype, keep=(), check=self._until(RUN_SECONDS, config), **how)
+        loaded = backend.load(str(path), dtype, keep=(), check=self._until(config), **how)
         message = replace(sample, model=loaded.model, **config.per_request)
         compiles = config.compile == "blocks"
         compiles = compiles and ("ran", config.topology(), config.compile, path) not in self._kept
@@ -225,16 +225,16 @@ class Lab(Models):
         environment = sanitized_environment(dict(os.environ), config, self.device)
         return doctor_processes.run(command, left, self.folder, environment)
 
-    def _until(self, seconds: float, config: ParallelConfig) -> Callable[[], None]:
-        """Return what raises once the time is over, or after so many seconds from now: ranks hang."""
-        began, limit = time.monotonic(), self.limit(seconds)
+    def _until(self, config: ParallelConfig) -> Callable[[], None]:
+        """Return what raises once the time is over, or RUN_SECONDS from now: ranks hang."""
+        began, limit = time.monotonic(), self.limit(RUN_SECONDS)
 
         def check():
             spent = time.monotonic() - began
             if time.monotonic() <= limit:
                 return
             what = f"ranks with {config.product} did not start or load within {spent:.0f} s"
-            if not self.has_hung(spent, seconds):
+            if not self.has_hung(spent, RUN_SECONDS):
                 raise OutOfTime(f"{what}, when the time was over; raise --minutes or use --only")
             self.hung.note(config)
             raise HungError(what, {"log": log_of_last_backend()})

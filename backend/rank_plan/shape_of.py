@@ -78,13 +78,13 @@ class _Measured:
             kv_heads=self._kv_heads,
         )
 
-    def _work(self, tensor: int = 1, image: int = IMAGE, text: int = TEXT) -> Workload:
+    def _work(self, tensor: int = 1) -> Workload:
         plan = ParallelConfig(tensor_parallel_degree=tensor)
         return Workload(
             config=plan,
             checkpoint=self.checkpoint,
-            image_tokens=image,
-            text_tokens=text,
+            image_tokens=IMAGE,
+            text_tokens=TEXT,
             batch=1,
             prompts_per_rank=1,
             dtype=self.dtype,
