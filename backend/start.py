@@ -1,9 +1,10 @@
 """How a rank begins, from its command line, configuration, token and meeting place, and how it ends.
 
-The launcher (client/launcher.py) holds the write end of a pipe that is standard input of every rank. Rank 0
-reads its first line, {"token": ..., "config": ...}. Neither is ever on a command line, in a file or in an
-environment, which other programs can read. A backend that is started by hand gets the configuration on the
-command line and the token from a private file or the environment (docs/security.md).
+The launcher (client/launcher.py) holds the write end of a pipe that is standard input of every rank. The
+first rank of each machine reads one line, {"token", "config"}, and passes the configuration on through the
+ranks' store, a file in their private folder. The token goes to rank 0 alone: never on a command line, in a
+file or in an environment. A backend that is started by hand gets the configuration on the command line and
+the token from a private file or the environment (docs/security.md).
 """
 
 import argparse
@@ -36,7 +37,7 @@ except ImportError:  # Windows, which writes no core dumps here
     resource = None
 
 TOKEN_VARIABLE = "PARALLEL_DIT_TOKEN"
-#: Key of the ranks' store under which rank 0 leaves the configuration that it has read.
+#: Key of the ranks' store under which the first rank of a machine leaves the configuration that it has read.
 _CONFIG_KEY = "parallel-dit/config"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...protocol.solver_names import FIRST_PERCENT
 from ..prediction import FLOW, Prediction
 
-#: (x, sigma, step) -> what answer() returns -> the final x.
+#: Yields (x, sigma, step); is sent the prediction, or (guided, negative's) for *_cfg_pp; returns the final x.
 Steps = Generator[tuple[Tensor, Tensor, int], Any, Tensor]
 
 
