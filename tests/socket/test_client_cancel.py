@@ -76,7 +76,7 @@ def test_cancel_while_nothing_arrives(serve):
     asked = []
     began = time.monotonic()
     assert client.sample(sample_message(), should_cancel=lambda: asked.append(1) or len(asked) > 3) is None
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_result_that_crosses_cancel(serve):
@@ -95,7 +95,7 @@ def test_result_that_crosses_cancel(serve):
 def test_a_step_that_does_not_end_is_left_and_is_no_error(serve, monkeypatch):
     monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.3)
     release = threading.Event()
-    client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
+    client = BackendClient(serve(lambda connection: release.wait(120)), TOKEN)
     assert client.sample(sample_message(), should_cancel=lambda: True) is None
     release.set()
     assert client.closed
@@ -147,10 +147,10 @@ def test_cancel_does_not_wait_for_ranks_that_hang(serve):
     asked = []
     began = time.monotonic()
     client = BackendClient(
-        serve(lambda connection: release.wait(10)), TOKEN, is_hung=lambda: asked.append(1) or len(asked) > 3
+        serve(lambda connection: release.wait(120)), TOKEN, is_hung=lambda: asked.append(1) or len(asked) > 3
     )
     assert client.sample(sample_message(), should_cancel=lambda: True) is None
-    assert time.monotonic() - began < 5 and client.closed
+    assert time.monotonic() - began < 60 and client.closed
     release.set()
 
 
@@ -174,7 +174,7 @@ def test_check_that_raises_closes(serve):
         raise Stop
 
     release = threading.Event()
-    client = BackendClient(serve(lambda connection: release.wait(10)), TOKEN)
+    client = BackendClient(serve(lambda connection: release.wait(120)), TOKEN)
     with pytest.raises(Stop):
         client.request(Load("/m"), stop)
     release.set()

@@ -214,7 +214,7 @@ def test_what_was_computed_is_written_before_the_ranks_end(server):
     started = time.monotonic()
     server.write_out()
     reader.join(10)
-    assert found[0].tensors["samples"].shape == (1 << 22,) and time.monotonic() - started < 10
+    assert found[0].tensors["samples"].shape == (1 << 22,) and time.monotonic() - started < 60
     assert not any(client.writer.is_alive() for client in server.members if client.outbox.empty())
 
 

@@ -138,4 +138,4 @@ def test_a_slow_greeting_loses_its_place(server, monkeypatch):
         for byte in b"".join(framing.encode(Hello("0" * 64))) * 100:
             client.sendall(bytes([byte]))
             time.sleep(0.05)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
