@@ -109,7 +109,8 @@ def cancelled(backend, request) -> tuple[int, float]:
     ids=str,
 )
 def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees, patches):
-    """No rank begins a step but the one before which all end, once rank 0 has heard of the Cancel."""
+    """All ranks end before the same step. Rank 0 begins no other one once it has heard of the Cancel; the
+    others may be steps late then."""
     backend = pool.backend_for(ParallelConfig(device="cpu", **degrees))
     long = long_request(backend, checkpoint, num_pipeline_patch=patches)
     step, heard = cancelled(backend, long)
@@ -117,10 +118,11 @@ def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees,
     request, expected = request_for(backend, checkpoint)
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
     for rank in (0, 1):
-        times = backend.process._heartbeats.step_times(rank)
-        of_long = [time for time in times if time.request == times[-1].request - 1]
+        begun = backend.process._heartbeats.step_times(rank)
+        of_long = [each for each in begun if each.request == begun[-1].request - 1]
         assert of_long[-1].step == step
-        assert rank or not [time for time in of_long if time.begin > heard and time.step != step]
+        if rank == 0:
+            assert not [each for each in of_long if each.begin > heard and each.step != step]
 
 
 def test_degrees_change_on_the_same_ranks(checkpoint, monkeypatch):

@@ -12,6 +12,7 @@ import doctor_kernels
 import doctor_lab
 import doctor_place
 import doctor_quantized
+import doctor_report
 import doctor_runs
 import doctor_steps
 import pytest
@@ -196,12 +197,21 @@ def own_signals():
 
 @pytest.mark.parametrize(("changes", "status"), [({}, 0), ({"loopback": "denied"}, 1)])
 def test_the_report_has_every_finding_and_fact(monkeypatch, tmp_path, capsys, changes, status):
-    monkeypatch.setattr("doctor_facts.Facts", lambda: machine(topology="GPU0 NV18", **changes))
+    facts = machine(topology="GPU0 NV18", **changes)
+    monkeypatch.setattr("doctor_facts.Facts", lambda: facts)
     out = tmp_path / "report.json"
     assert doctor.main(["--json", str(out)]) == status
     report = json.loads(out.read_text())
-    assert {each["check"] for each in report["findings"]} == set(doctor_checks.CHECKS)
-    assert report["facts"]["gpus"][1]["capability"] == [9, 0] and report["facts"]["topology"] == "GPU0 NV18"
+    found = report["findings"]
+    whole = {
+        "facts": facts.as_dict(),
+        "findings": [
+            each.as_dict() | {"seconds": at["seconds"]}
+            for each, at in zip(doctor_checks.quick(facts), found, strict=True)
+        ],
+    }
+    assert {key: report[key] for key in whole} == json.loads(json.dumps(doctor_report.finite(whole)))
+    assert {each["check"] for each in found} == set(doctor_checks.CHECKS)
     assert f"{status} problems, 0 warnings" in capsys.readouterr().out
 
 

@@ -40,7 +40,9 @@ def test_shards_follow_shares_and_none_is_empty(total, given):
     sizes = [end - start for start, end in pairwise(ends)]
     assert ends[0] == 0 and ends[-1] == total and min(sizes) >= (total >= count)
     wanted = [total * share / sum(given) for share in given] or [total / count] * count
-    assert total < 1000 or all(abs(size - want) <= 3 for size, want in zip(sizes, wanted))
+    # each other share may give up one, so that none is empty
+    bound = 1 if min(wanted) >= 1 else count
+    assert all(abs(size - want) < bound for size, want in zip(sizes, wanted))
 
 
 def test_the_share_of_an_index_is_that_of_its_ranks():
@@ -113,7 +115,7 @@ def test_more_share_is_more_work(checkpoint):
 
 
 def test_heads_are_whole(checkpoint):
-    """A tensor-parallel rank's queries, keys, values and norms are of the same heads."""
+    """A tensor-parallel rank's queries, keys, values and rows of the output are of the same heads."""
     config = ParallelConfig(tensor_parallel_degree=2, shares="70,30")
     plan = checkpoint.cut_plan(config)
     size = checkpoint.family.blocks.head_size(checkpoint.config)
