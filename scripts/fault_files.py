@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from backend import protocol
 
-#: A layer that every block order has, and the size of its matrix in the tiny checkpoint.
+#: A layer of the tiny checkpoint that no block order lacks.
 LAYER = "img_in"
 
 
@@ -36,7 +36,8 @@ def of_nan(scene: Scene) -> Outcome:
     """Weights of NaN, seen in the result."""
     path = scene.folder / "nan.safetensors"
     state = load_file(scene.checkpoint)
-    save_file({**state, "img_in.weight": torch.full_like(state["img_in.weight"], torch.nan)}, path)
+    weight = f"{LAYER}.weight"
+    save_file({**state, weight: torch.full_like(state[weight], torch.nan)}, path)
     request = protocol.Sample(**{**vars(scene.request()), "model": scene.backend.load(str(path)).model})
     began = time.monotonic()
     return measured(lambda: scene.backend.sample(request), lambda: began)

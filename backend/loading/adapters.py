@@ -1,7 +1,8 @@
 """The kinds of adapters in a LoRA file, each of which gives any rows and columns of its difference.
 
-The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.09685), LoHa and LoKr (arXiv
-2309.14859), whole differences, and DoRA's magnitudes (arXiv 2402.09353) in the form of LyCORIS.
+The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.09685), LoHa (arXiv
+2309.14859), whole differences, and DoRA's magnitudes (arXiv 2402.09353) in the form of LyCORIS. LoKr is in
+lokr.py.
 """
 
 import math

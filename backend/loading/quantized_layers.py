@@ -1,7 +1,9 @@
 """Quantized layers of a safetensors file: what it says of each, checked before anything is read.
 
-A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata; older
-files ("scaled fp8") just have X.scale_weight next to float8 values.
+A layer X names its format in the tensor X.comfy_quant (JSON) or in the header's _quantization_metadata.
+Others show it by their tensors: X.scale_weight or X.weight_scale next to float8 values ("scaled fp8"),
+X.weight_scale next to int8 values (lightx2v), X.weight_scale_2 next to bytes (nvfp4), and X.scale_weight next
+to plain values where the file has the marker scaled_fp8.
 """
 
 import json
@@ -22,7 +24,7 @@ DESCRIPTIONS = ("comfy_quant", "scaled_fp8")
 WITH_INPUT_SCALE = ("float8_e4m3fn", "nvfp4")
 #: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
 TILE_ROWS, TILE_BLOCKS = 128, 4
-#: Of scales: those of whole rows and matrices, and of groups of columns.
+#: File types of scales: of a row or the whole matrix; of a group of columns.
 PLAIN = ("F32", "BF16", "F16")
 GROUP_SCALES = (*PLAIN, "F8_E4M3", "U8")
 #: End of refusals.
