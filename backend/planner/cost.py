@@ -184,7 +184,7 @@ class Cost:
         """Return what is dequantized in a pass, in the mean of a request's, as a share of all: what stays so
         (quantization/dequantize_once.py) is in the first one alone."""
         made = max(sum(block.unpacked for block in blocks) for blocks in self._stages)
-        if not made or self.request.drained or self.request.steps < 2:
+        if not made or self.request.drained:
             return 1.0
         stay = min(1.0, self.spare * self.plan.tensor_parallel_degree / made)
         return 1 - stay + stay / self._passes

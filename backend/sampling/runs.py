@@ -33,12 +33,14 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     model = prepared.model
     request = prepared.request
     started = time.perf_counter()
-    # of a single step, weights are not dequantized again
-    spare = prepared.spare if len(request.sigmas) > 2 else 0
-    repeated = model.dequantized_every_step if spare else []
-    with dequantized_once(repeated, spare) as model.dequantized_bytes, running(model, request) as runner:
+    with running(model, request) as runner:
         denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
-        tokens = _all_replicas(mesh, denoiser.run(), request)
+        # a single call of the model dequantizes each weight once anyway
+        spare = prepared.spare if denoiser.planned_calls > 1 else 0
+        repeated = model.dequantized_every_step if spare else []
+        with dequantized_once(repeated, spare) as model.dequantized_bytes:
+            tokens = denoiser.run()
+        tokens = _all_replicas(mesh, tokens, request)
         if denoised:
             last = _all_replicas(mesh, denoiser.x0, request)
             callbacks.on_denoised(request.grid.to_latent(last).cpu())

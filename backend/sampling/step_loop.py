@@ -99,6 +99,16 @@ class Denoiser:
         self.stop_broadcasts: list[tuple[dist.Work, Tensor]] = []
         self._plan_patches()
         self._begin()
+        self.plan = self._plan()
+
+    @property
+    def planned_calls(self) -> int:
+        """The calls of the model that this rank makes at least: those of a request without patches."""
+        calls = 0
+        for index, evaluation in enumerate(self.plan):
+            prompts = self._own(self.request.prompts_at(evaluation.sigma))
+            calls += len(self._micro_batches(self.whole, index, prompts))
+        return calls
 
     def _begin(self):
         request = self.request
@@ -119,7 +129,7 @@ class Denoiser:
     def run(self) -> Tensor:
         """Denoise; return the latent as tokens (B, N, F), valid on the first stage. Raises
         RequestCancelled."""
-        plan = self._plan()
+        plan = self.plan
         self.runner.plan([evaluation.sigma for evaluation in plan])
         self._modulate_ahead(plan)
         if self.first_stage:

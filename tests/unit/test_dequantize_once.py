@@ -68,11 +68,23 @@ def engine(folder, state):
     return loaded(folder, state, "int8_tensorwise")
 
 
-def run(engine: Engine, spare: int, name: str = "tiny", steps: int = STEPS, callbacks: Callbacks = QUIET):
+def run(
+    engine: Engine,
+    spare: int,
+    name: str = "tiny",
+    steps: int = STEPS,
+    callbacks: Callbacks = QUIET,
+    solver: str = "euler_ancestral",
+    prompts: int = 2,
+):
     """The latent and the statistics."""
     sample = batch_request(1)
     tensors = {**sample.tensors, "sigmas": sample.tensors["sigmas"][: steps + 1]}
-    sample = replace(sample, model=name, num_pipeline_patch=PATCHES, warmup_steps=1, tensors=tensors)
+    if prompts == 1:
+        tensors = {key: value for key, value in tensors.items() if not key.startswith("negative")}
+    sample = replace(
+        sample, model=name, sampler=solver, num_pipeline_patch=PATCHES, warmup_steps=1, tensors=tensors
+    )
     prepared = replace(engine.prepare_sample(sample), spare=spare)
     return engine.sample(sample, callbacks, prepared)
 
@@ -155,8 +167,15 @@ def test_nothing_stays_after_cancel(engine):
     assert all(weight.place is None for weight in weights(engine))
 
 
-def test_of_one_step_nothing_stays(engine):
-    assert run(engine, ALL, steps=1)[1]["dequantized_once"] == 0
+@pytest.mark.parametrize("solver, prompts, calls", [("euler", 1, 1), ("euler", 2, 2), ("heun", 1, 2)])
+def test_of_one_step_they_stay_where_the_model_is_called_again(engine, made, solver, prompts, calls):
+    """For the negative prompt, or for a solver that asks twice in a step."""
+    wanted, stats = run(engine, spare=0, steps=1, solver=solver, prompts=prompts)
+    assert stats["model_calls"] == calls and set(times(made, engine)) == {calls}
+    made.clear()
+    found, stats = run(engine, spare=ALL, steps=1, solver=solver, prompts=prompts)
+    assert found.equal(wanted)
+    assert set(times(made, engine)) == {1} and (stats["dequantized_once"] > 0) == (calls > 1)
 
 
 def test_memory_that_cannot_be_had_is_done_without(engine, monkeypatch):

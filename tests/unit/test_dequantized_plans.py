@@ -43,6 +43,7 @@ def test_the_planner_counts_the_first_pass_alone(flux):
     assert seconds(made, drained) == seconds(made, single) == pytest.approx(moved)
     twice = replace(REQUEST, prompts=2)
     assert seconds(made, twice) == pytest.approx(moved / 8)
+    assert seconds(made, replace(twice, steps=1)) == pytest.approx(moved / 2)
     pipeline = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=3, warmup_steps=1)
     assert Cost(flux, pipeline, L40, REQUEST)._passes == 1 + 3 * 3
 
