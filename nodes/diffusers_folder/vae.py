@@ -83,27 +83,32 @@ class DiffusersVAE(comfy.sd.VAE):
         self.model_size()
 
     def decode_tiled_(self, samples, tile_x=None, tile_y=None, overlap=None):
-        """Decode in tiles as ComfyUI does, for any number of channels. ComfyUI falls back to it, with tiles
-        of 512 pixels, where memory does not suffice."""
+        """Decode in tiles as ComfyUI does, for any number of channels: the mean of three passes with tiles of
+        other shapes. ComfyUI falls back to it, with tiles of 512 pixels, where memory does not suffice."""
         ratio = self.upscale_ratio
         assert isinstance(ratio, int)  # ComfyUI has another method for the tiles of videos
         side = 512 // ratio
+        width = tile_x or side
+        height = tile_y or side
 
         def decode(tile):
             return self.first_stage_model.decode(tile.to(self.device, self.vae_dtype)).float()
 
-        return self.process_output(
-            comfy.utils.tiled_scale(
+        def one_pass(width, height):
+            return comfy.utils.tiled_scale(
                 samples,
                 decode,
-                tile_x or side,
-                tile_y or side,
+                width,
+                height,
                 side // 4 if overlap is None else overlap,
                 upscale_amount=ratio,
                 out_channels=self.output_channels,
                 output_device=self.output_device,
             )
-        )
+
+        high = one_pass(width // 2, height * 2)
+        wide = one_pass(width * 2, height // 2)
+        return self.process_output((high + wide + one_pass(width, height)) / 3.0)
 
     def _measure(self, vae):
         """Set channels and scales, from what the decoder makes of latents of 2 x 2 cells (and 2 and 3 frames)

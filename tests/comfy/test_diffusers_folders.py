@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 with comfy_modules():
+    import comfy.sd
     from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes.diffusers_folder import pipelines
     from parallel_dit.nodes.diffusers_folder.text_encoder import diffusers_clips
@@ -128,6 +129,21 @@ def test_vae(folder, name):
         torch.testing.assert_close(encoded, want, atol=1e-5, rtol=1e-5)
         cropped = vae.encode(pixels[:, :-3, :-1])  # not a multiple of the scale
         assert cropped.shape == (*latent.shape[:-2], 3, 5)
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, time, _) in LATENTS.items() if time is None])
+def test_tiles_are_comfyuis(folder, name):
+    """The mean of its three passes. ComfyUI's own has three channels alone: two more are cut off."""
+    channels, *_, colours = LATENTS[name]
+    vae = DiffusersVAE(pipelines.open_vae(folder(name), torch.float32))
+    latent = torch.randn(2, channels, 9, 13, generator=torch.Generator().manual_seed(3))
+    sides = {"tile_x": 4, "tile_y": 4, "overlap": 1}
+    with torch.inference_mode():
+        found = vae.decode_tiled_(latent, **sides)
+        decode = vae.first_stage_model.decode
+        vae.first_stage_model.decode = lambda tile: decode(tile)[:, :3]
+        want = comfy.sd.VAE.decode_tiled_(vae, latent, **sides)
+    assert found.shape[1] == colours and torch.equal(found[:, :3], want)
 
 
 def test_flux3_latents_are_the_models(folder):
