@@ -1,5 +1,6 @@
-"""Rank 0 tells the others bodies of all sizes, faster than they can copy them; every rank says what it
-heard. Then all of them measure their rates for the planner."""
+"""What ranks do together besides sampling: rank 0 broadcasts bodies of all sizes, faster than the others can
+copy them; rounds of admission and of parking with made-up memory; noise where GPUs differ; gathers; time-outs
+of every group; the probe of ranks that compute in unlike types; and the rates for the planner."""
 
 import json
 from dataclasses import replace

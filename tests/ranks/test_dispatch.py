@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks arrives, through shared memory or by broadcast."""
+"""What ranks do together besides sampling (dispatch.py), and the memory through which rank 0 broadcasts."""
 
 from datetime import timedelta
 
@@ -13,25 +13,57 @@ from backend.serving import shared_memory
 from backend.serving.shared_memory import SharedBuffer
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_hears_every_byte(ranks, tmp_path):
-    results = run_ranks("ranks.dispatch", ranks, tmp_path)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)], ids="{} ranks".format)
+def ranks(request) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def results(ranks, tmp_path_factory) -> dict:
+    """What the program has found on so many ranks; one run for all tests."""
+    return run_ranks("ranks.dispatch", ranks, tmp_path_factory.mktemp("dispatch"))
+
+
+def test_every_rank_receives_every_byte(results):
     assert all(results["shared"]["right"]) and all(results["by broadcast"]["right"])
+
+
+def test_some_bodies_go_through_shared_memory(results):
     assert results["shared"]["shared"] >= 1 and results["by broadcast"]["shared"] is None
-    # every rank decides the same of the same numbers, in one collective, and the backend goes on
+
+
+def test_every_rank_decides_alike_in_one_collective(ranks, results):
+    """Of the same numbers; and the backend goes on after a refusal."""
     refusal = {str(ranks - 1): 11 * 10**9}
     assert results["admission"] == {"decided": [[refusal, "admitted"]] * ranks, "collectives": 1}
-    # the weights of a rank that is parked alone come back; of all, those without room leave all as they were
+
+
+def test_parked_weights_come_back_where_there_is_room(ranks, results):
+    """Those of a rank that is parked alone; of all, those without room leave all as they were."""
     last, every = ranks - 1, list(range(ranks))
     alone = [[last], [last], "prepared", []]
     assert results["parks"] == [alone + [every, every, every[:-1], every]] * ranks
-    # other GPUs draw other numbers from the same seed
+
+
+def test_noise_is_rank_0s_where_gpus_differ(ranks, results):
+    """Other GPUs draw other numbers from the same seed."""
     assert results["noise"] == [[True, True, True]] * ranks
+
+
+def test_a_gather_of_equal_tensors_has_each_in_its_place(ranks, results):
     assert results["gathered"] == [[True, True]] * ranks
-    # what the probe measures links by is the same on all, whichever type each computes in
+
+
+def test_the_probe_sends_as_much_whichever_type_a_rank_computes_in(ranks, results):
     assert results["unlike"] == [results["unlike"][0]] * ranks and all(results["unlike"][0].values())
-    # ranks may work for that long while their peers wait, on every axis
+
+
+def test_ranks_wait_for_hours_on_every_axis(results):
+    """Their peers may work for that long."""
     assert results["timeouts"] == [mesh.TIMEOUT.total_seconds()] and mesh.TIMEOUT >= timedelta(hours=1)
+
+
+def test_rates_are_measured(ranks, results):
     rates = Machine.from_dict(results["rates"])
     assert rates.ranks == ranks and rates.on_host and set(rates.all_to_all) == set(rates.rings) == {ranks}
     slowest = min(rates.gemm, rates.attention, rates.bandwidth, rates.p2p, *rates.all_to_all.values())
