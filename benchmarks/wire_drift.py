@@ -22,7 +22,7 @@ import torch
 sys.path[:0] = [str(common.ROOT / "tests"), str(common.ROOT / "tests/support"), str(common.ROOT / "scripts")]
 from families import LATENT_FORMATS, golden
 from page_parts import Part, markdown
-from ranks.families import shortened
+from ranks.family_runs import shortened
 from tiny import relative, write_checkpoint
 
 from backend.config import ParallelConfig

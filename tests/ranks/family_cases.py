@@ -1,5 +1,5 @@
-"""What ranks/families.py runs: cases under configurations, of which the fast tier takes some. Data alone, so
-that tests are collected without diffusers' transformers."""
+"""What ranks/family_runs.py runs: cases under configurations, of which the fast tier takes some. Data alone,
+so that tests are collected without diffusers' transformers."""
 
 import os
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from backend.config import ParallelConfig
 FAMILIES = [family for family in LATENT_FORMATS if family != "flux-dev"]
 #: Variants that are others with more channels, pixels or weights.
 OTHER_NUMBERS = ("wan22-i2v-low", "ltx2-i2v", "wan22-animate", "cogvideox-void")
-#: World size -> cases; on two ranks also prompts with hidden rows, where the family takes a mask, of one row,
-#: so that the other rank has a dummy token for its text, or none, and none, where the family can do without.
+#: World size -> cases; on two ranks also prompts with hidden tokens, where the family takes a mask, of one
+#: token, so that the other rank has a dummy token for its text, or none, and none, where the family can do
+#: without.
 CASES = {
     2: [
         *FAMILIES,

@@ -33,13 +33,13 @@ NEW_SOLVERS = {
 }
 #: Every solver, and a mask, with stale keys and values.
 STALE_SOLVERS = "stale, every solver"
-#: Cases of 60 image rows, of which bytes are counted, and variants that describe() does not speak of.
+#: Cases of 60 image tokens, of which bytes are counted, and variants that describe() does not speak of.
 COUNTED, UNDESCRIBED = {"size20x12", EVEN_BATCH}, {"all warm-up"}
 #: What is no traffic, among the bytes that are counted.
 KEPT = "modulation ahead"
-#: Rows of the model calls: fewer than there are groups of ranks, as many, and a number that they do not share
-#: evenly.
-CALLS = {f"call of {rows} rows": rows for rows in (1, 2, 5)}
+#: Samples of the model calls: fewer than there are groups of ranks, as many, and a number that they do not
+#: share evenly.
+CALLS = {f"call of {count} samples": count for count in (1, 2, 5)}
 UNEVEN_CALL = list(CALLS)[-1]
 
 

@@ -63,9 +63,9 @@ def mixed_prompts(solver: str):
     of STALE_STEPS; the negative one ends with that step."""
     sample = replace(golden_request("heun_simple")[0], sampler=solver)
     tensors, sigmas = dict(sample.tensors), shortened(sample, STALE_STEPS).tensors["sigmas"]
-    for name, rows in (("positive2", 9), ("positive3", 12)):
+    for name, tokens in (("positive2", 9), ("positive3", 12)):
         tensors |= {
-            f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :rows],
+            f"{name}.c_crossattn": -0.7 * tensors["positive.c_crossattn"][:, :tokens],
             f"{name}.y": tensors["negative.y"],
             f"{name}.guidance": tensors["positive.guidance"],
         }

@@ -88,7 +88,7 @@ def call(engine: Engine, case: str):
 def described(
     config: ParallelConfig, checkpoint: Checkpoint, steps: int, batch: int, dtype: torch.dtype | None = None
 ) -> list[dict[str, int]]:
-    """What describe() says that every rank sends in ``steps`` of 60 image and 12 text rows, and keeps of
+    """What describe() says that every rank sends in ``steps`` of 60 image and 12 text tokens, and keeps of
     modulation."""
     plans = describe(config, checkpoint, 60, 12, batch, calls=steps, dtype=dtype)
     replicas = (
@@ -244,7 +244,7 @@ def in_float64(config: ParallelConfig, groups: mesh.Mesh, checkpoint: str) -> En
 
 def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
     """The runs with float8 on the wire, against one process that rounds what ranks would send. One rank
-    traces compiled blocks, as in ranks/families.py, and under shares each method's other one."""
+    traces compiled blocks, as in ranks/family_runs.py, and under shares each method's other one."""
     compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
     found, alone_on = [], cache(partial(in_float64, ParallelConfig(num_pipeline_patch=2), mesh.single()))
     unrounded = {}

@@ -12,9 +12,9 @@ from variants import VARIANTS
 
 
 def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
-    """Id -> what ranks/families.py finds of these runs on so many ranks."""
+    """Id -> what ranks/family_runs.py finds of these runs on so many ranks."""
     ids = [run.id for run in selected]
-    found = {row["id"]: row for row in run_ranks("ranks.families", ranks, folder, str(folder), ids)}
+    found = {row["id"]: row for row in run_ranks("ranks.family_runs", ranks, folder, str(folder), ids)}
     assert found.keys() == set(ids)
     return found
 

@@ -26,7 +26,7 @@ from backend.parallel import mesh
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = [
-    *("ranks.dispatch", "ranks.matrix", "ranks.families", "ranks.packed", "ranks.native_int8"),
+    *("ranks.dispatch", "ranks.matrix", "ranks.family_runs", "ranks.packed", "ranks.native_int8"),
     "ranks.fixed_segments",
 ]
 #: Ranks give way to the tests of one process and of tests/socket, which run at the same time and must not be

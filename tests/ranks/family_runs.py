@@ -43,10 +43,10 @@ TRANSFORMERS = [
 ]  # imported before ranks are forked
 
 STEPS, MASKED = 2, 5
-#: Most rows of latent pixels and rows of text of a request: no ComfyUI is compared here. Text of a fixed
+#: Most rows of latent pixels and tokens of text of a request: no ComfyUI is compared here. Text of a fixed
 #: length is longer.
 SIDE, TEXT, FIXED = 8, 20, 80
-#: Rows of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
+#: Samples of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
 
@@ -54,15 +54,15 @@ CALLED, ALONE = 3, 2
 UNLIKE = 1e-3
 
 
-def rows_called(run_: Run) -> int:
-    """How many rows of a batch the model is called with."""
+def samples_called(run_: Run) -> int:
+    """How many samples of a batch the model is called with."""
     if not run_.is_called:
         return 0
     return CALLED if run_.config.cfg_degree > 1 else ALONE
 
 
 def request(case: str, config: ParallelConfig):
-    """The first steps of a family's golden case or of a variant; FAMILY+mask hides the prompt's last rows,
+    """The first steps of a family's golden case or of a variant; FAMILY+mask hides the prompt's last tokens,
     FAMILY+one leaves its first one, FAMILY+image is called without one."""
     family, _, change = case.partition("+")
     sample = (
@@ -89,8 +89,9 @@ def request(case: str, config: ParallelConfig):
 def shortened(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a request with fewer tokens; text of a fixed length stays as it is."""
     return {
+        # the end, since Flux.2's text begins with padding
         name: value[:, -TEXT:] if name.endswith("c_crossattn") and value.shape[1] > FIXED else value
-        for name, value in cropped(tensors, SIDE).items()  # Flux.2's text begins with padding
+        for name, value in cropped(tensors, SIDE).items()
     }
 
 
@@ -119,25 +120,25 @@ def load(engine: Engine, family: str, folder: str):
         engine.load(family, f"{folder}/{family.partition('+')[0]}.safetensors", "default")
 
 
-def run(engine: Engine, family: str, rows: int, samples: bool = True):
+def run(engine: Engine, family: str, count: int, samples: bool = True):
     sample = request(family, engine.config)
     if not samples:
-        return None, called(engine, family, sample, rows)
+        return None, called(engine, family, sample, count)
     engine.check_sample(sample)
     latents, _ = engine.sample(sample, Callbacks())
     # latents cropped of their padding are views, which gloo does not broadcast
-    return latents.contiguous(), called(engine, family, sample, rows)
+    return latents.contiguous(), called(engine, family, sample, count)
 
 
-def called(engine: Engine, name: str, sample: Sample, rows: int):
-    """One call of the model with the first ``rows`` of the batch."""
-    if not rows:
+def called(engine: Engine, name: str, sample: Sample, count: int):
+    """One call of the model with the first ``count`` samples of the batch."""
+    if not count:
         return None
     call = model_call(sample, engine.models[name].family.name, CALLED)
     call = replace(
         call,
         tensors={
-            name: value[:rows] if value.ndim and value.shape[0] == CALLED else value
+            name: value[:count] if value.ndim and value.shape[0] == CALLED else value
             for name, value in call.tensors.items()
         },
     )
@@ -183,7 +184,7 @@ def disturb_routers(engine: Engine):
 
 def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
     """What a run is judged by, against what the single process computed."""
-    count = rows_called(run_)
+    count = samples_called(run_)
     return dict(
         id=run_.id,
         bytes_read=engine.models[run_.case].report.bytes_read,
@@ -214,7 +215,7 @@ def main(folder: str, selected: list[str], out: str):
         engine.rearrange(config, meshes[config])
         if case not in engine.models:
             load(engine, case, folder)
-        count = rows_called(run_)
+        count = samples_called(run_)
         samples, output = run(engine, case, count, run_.samples)
         compiled = None
         if samples is not None:
@@ -225,7 +226,7 @@ def main(folder: str, selected: list[str], out: str):
             dist.broadcast(samples, 0)  # ranks share the work of the references
         if count:
             assert output is not None  # it was called
-            if rank != 0:  # rank 0 has all rows
+            if rank != 0:  # rank 0 has all samples
                 output = output.new_empty(count, *output.shape[1:])
             dist.broadcast(output, 0)
         if cases.index(case) % world == rank:
@@ -236,6 +237,6 @@ def main(folder: str, selected: list[str], out: str):
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, found)
     if rank == 0:
-        Path(out).write_text(json.dumps([row for rows in everyone for row in rows]))
+        Path(out).write_text(json.dumps([row for of_rank in everyone for row in of_rank]))
     dist.barrier()
     dist.destroy_process_group()
