@@ -1,4 +1,7 @@
-"""Writes numbers of bytes for people, in the decimal units that file managers use. Standard library only."""
+"""Writes numbers for people: bytes in the decimal units that file managers use, and blocks. Standard library
+only."""
+
+from collections.abc import Sequence
 
 
 def megabytes(size: float) -> str:
@@ -25,3 +28,9 @@ def progress_text(done: float, total: float) -> str:
     """Write "3.1 of 11.9 GB", or MB of what is small."""
     unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
     return f"{done / size:.1f} of {total / size:.1f} {unit}"
+
+
+def blocks_text(blocks: Sequence[int]) -> str:
+    """Write a stage's blocks (first, last + 1); a transformer that runs whole counts none."""
+    first, end = blocks
+    return f"blocks {first}-{end - 1}" if end > first else "all blocks"

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..units import megabytes
-
-
-def blocks_text(blocks: tuple[int, int]) -> str:
-    """Write a stage's blocks (first, last + 1) for people; a transformer that runs whole counts none."""
-    return f"blocks {blocks[0]}-{blocks[1] - 1}" if blocks[1] > blocks[0] else "all blocks"
+from ..units import blocks_text, megabytes
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ import torch
 from ..config import ParallelConfig
 from ..gpu_kernels import Capability
 from ..loading.checkpoint import Checkpoint
-from ..loading.load_report import blocks_text
 from ..loading.weight_loading import matrices
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, MatmulChoice
 from ..quantization.matmul import choose_all
 from ..shares import shard_sizes
-from ..units import megabytes
+from ..units import blocks_text, megabytes
 from .activations import activation_bytes
 from .traffic import sent
 from .workload import Place, Workload, tensor_mesh

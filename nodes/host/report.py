@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...backend.config import ParallelConfig
 from ...backend.protocol import Described
-from ...backend.units import gigabytes_or_megabytes
+from ...backend.units import blocks_text, gigabytes_or_megabytes
 
 #: Key of the text in what a node shows (web/report.js reads it).
 UI_KEY = "parallel_dit"
@@ -31,13 +31,8 @@ def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]
             if memory
             else gigabytes_or_megabytes(held)
         )
-        lines.append(f"{name} · {weights} · {_blocks(rank['blocks'])}")
+        lines.append(f"{name} · {weights} · {blocks_text(rank['blocks'])}")
     return lines
-
-
-def _blocks(blocks: Sequence[int]) -> str:
-    first, end = blocks
-    return f"blocks {first}–{end - 1}" if end > first else "all blocks"
 
 
 def quantized_lines(quantized: Sequence[dict]) -> list[str]:

@@ -14,7 +14,7 @@ RANK = {"rank": 0, "weight_bytes": int(12.3 * 2**30), "blocks": (0, 29)}
 def test_a_line_a_rank():
     ranks = [RANK, {**RANK, "rank": 1, "blocks": (29, 57)}]
     lines = report.rank_lines(ranks, [0, 3], [24 * 2**30] * 2)
-    assert lines == ["GPU 0 · 12.3 of 24 GiB · blocks 0–28", "GPU 3 · 12.3 of 24 GiB · blocks 29–56"]
+    assert lines == ["GPU 0 · 12.3 of 24 GiB · blocks 0-28", "GPU 3 · 12.3 of 24 GiB · blocks 29-56"]
 
 
 def test_ranks_without_gpus():
