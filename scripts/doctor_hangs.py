@@ -60,9 +60,9 @@ def evidence(backend: Backend) -> dict[str, str]:
     process = backend.process
     if process is None:
         return {}
-    process.say_places()
+    process.dump_stacks()
     time.sleep(WRITE_SECONDS)
-    return {"log": end_of(process.log), "nvidia-smi": _smi(), "steps": process.places(0)}
+    return {"log": end_of(process.log), "nvidia-smi": _smi(), "steps": process.steps_of_ranks(0)}
 
 
 def _smi() -> str:

@@ -251,8 +251,8 @@ class BackendClient:
         return reply
 
     def _cancel(self, timer: StepTimer):
-        """Have the ranks stop, whose steps ``timer`` has seen, and wait until they have. Hang up on those
-        that do not: who cancels is interrupted in any case, which is no error."""
+        """Ask the ranks to stop, whose steps ``timer`` has seen, and wait for it. Hang up if they do not;
+        that is no error, since the caller is being cancelled anyway."""
         self.send(protocol.Cancel())
         deadline = time.monotonic() + max(CANCEL_SECONDS, CANCEL_STEPS * timer.longest, timer.compiling)
         while time.monotonic() < deadline and not self._is_hung():

@@ -27,7 +27,7 @@ from .machine_link import Link
 from .pack_version import require_same_pack
 from .private_folder import LOGS, private_folder
 from .rank_environment import sanitized_environment
-from .silence import CANCEL_SECONDS, SilenceWatch, belongs_to_backend, silent_seconds
+from .silence import CANCEL_SILENT_SECONDS, SilenceWatch, belongs_to_backend, silent_seconds
 
 #: A rank starts within seconds on a warm disk and minutes on a cold network one; so long none may be added to
 #: those that are ready.
@@ -38,8 +38,8 @@ EXIT_REPORT_SECONDS = 20.0
 #: After another machine's ranks have ended, ours have this long to see it, and other clients to be told.
 GRACE_SECONDS = 2.0
 TELL_SECONDS = 1.5
-#: In which ranks write where their threads are.
-PLACES_SECONDS = 0.3
+#: In which ranks write the stacks of their threads.
+DUMP_SECONDS = 0.3
 #: Why this machine ends its ranks where no client asked for that.
 NOBODY_ASKED = "it was told to end"
 
@@ -241,7 +241,7 @@ class BackendProcess:
             if self._ended_elsewhere:
                 self._kill_ranks()
 
-    def places(self, done: int) -> str:
+    def steps_of_ranks(self, done: int) -> str:
         """Say in which step each rank here is, as SilenceWatch does."""
         return self._watch.places(done)
 
@@ -295,7 +295,7 @@ class BackendProcess:
 
     def _is_hung(self) -> bool:
         """Return whether a rank has been silent for so long that nobody waits for it who wants to stop."""
-        self.silence = self.silence or self._watch.silent(CANCEL_SECONDS)
+        self.silence = self.silence or self._watch.silent(CANCEL_SILENT_SECONDS)
         return bool(self.silence)
 
     def _end_silent(self, silence: str):
@@ -303,8 +303,8 @@ class BackendProcess:
         if self._closing:
             return
         self.silence = silence
-        self.say_places()
-        time.sleep(PLACES_SECONDS)
+        self.dump_stacks()
+        time.sleep(DUMP_SECONDS)
         if self._is_served and self._client is not None and not self._client.closed:
             with suppress(BackendError):  # rank 0 tells the clients of this address, unless it hangs itself
                 self._client.send(Shutdown(f"The backend ends because {silence}."))
@@ -317,7 +317,7 @@ class BackendProcess:
             self._end_silent(silence)
         self._ended_elsewhere = True
 
-    def say_places(self):
+    def dump_stacks(self):
         """Have every rank write into the log where its threads are, also one that hangs in one of them."""
         if hasattr(signal, "SIGUSR1"):
             self._signal_ranks(signal.SIGUSR1)

@@ -22,7 +22,7 @@ VARIABLE = "PARALLEL_DIT_SILENT_SECONDS"
 #: While ranks start: creating contexts on many GPUs may hold the GIL for long.
 START_SECONDS = 60.0
 #: Somebody waits for Cancel, and ends a rank that is silent for this long.
-CANCEL_SECONDS = 3.0
+CANCEL_SILENT_SECONDS = 3.0
 #: On a GPU a process that is not stopped has so many times as long, up to MAX_SECONDS: where a GPU waits
 #: for a peer, the host goes on until CUDA's queue of kernels is full, and then waits in a launch, which holds
 #: the GIL where inductor or comfy-kitchen launches.

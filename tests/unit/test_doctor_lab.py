@@ -69,9 +69,9 @@ def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
 
     class Process:
         log = tmp_path / "backend.log"
-        places = staticmethod(lambda done: "rank 0 in step 1")
+        steps_of_ranks = staticmethod(lambda done: "rank 0 in step 1")
 
-        def say_places(self):
+        def dump_stacks(self):
             self.log.write_text("Current thread ...\n")
 
     class Hanging:
