@@ -210,7 +210,7 @@ class Worker:
         world_size = self.mesh.world_size
         parked = {key for key, each in self.engine.models.items() if len(each.parked_on) == world_size}
         spare = [key for key in yields if key in parked and key != name]
-        while leaving and not self._has_room(model, leaving, beside=spare if name in yields else ()):
+        while leaving and not self._has_room(model, leaving, next_to=spare if name in yields else ()):
             if not spare or not self._has_room(model, leaving, without=spare):
                 return None
             self.engine.unload(spare.pop(0))
@@ -219,14 +219,14 @@ class Worker:
         return model.parked_on
 
     def _has_room(
-        self, model: LoadedModel, leaving: Set[int], beside: Sequence[str] = (), without: Sequence[str] = ()
+        self, model: LoadedModel, leaving: Set[int], next_to: Sequence[str] = (), without: Sequence[str] = ()
     ) -> bool:
         """Return whether every machine has room for the weights of its ``leaving`` ranks, and for the parked
-        models ``beside``, which have theirs already; or would have at best ``without`` such models."""
+        models ``next_to`` them, which have theirs already; or would have at best ``without`` such models."""
         rank = self.mesh.rank
         own = model.report.weight_bytes + model.held_lora_bytes
         page_locked = parking.page_locked_bytes()
-        there = self._parked_bytes(beside)
+        there = self._parked_bytes(next_to)
         # with a model that is freed, every rank gives back what it keeps page locked
         back = self._parked_bytes(without) + page_locked if without else 0
         reusable = min(own, page_locked) if not without and rank in leaving else 0

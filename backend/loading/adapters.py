@@ -66,7 +66,7 @@ class Adapter(ABC):
         return [pair for pair in self.PRODUCTS if self.keys.keys() >= set(pair)]
 
     @property
-    def outer(self) -> set[MatrixShape]:
+    def elementwise_sizes(self) -> set[MatrixShape]:
         """Sizes of the matrices that are multiplied entry by entry, which must be one."""
         return {self.size}
 
@@ -206,7 +206,7 @@ class LoHa(Factored):
         return self.shape_of("hada_w1_a")[0], self.shape_of("hada_w1_b")[1]
 
     @property
-    def outer(self):
+    def elementwise_sizes(self):
         return {(self.shape_of(left)[0], self.shape_of(right)[1]) for left, right in self.products}
 
     @property

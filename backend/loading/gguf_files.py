@@ -39,7 +39,7 @@ class Stored:
     size: int
 
     @property
-    def is_matrix(self) -> bool:
+    def has_whole_blocks(self) -> bool:
         """Return whether it is a quantized matrix whose rows are whole blocks."""
         return self.kind not in PLAIN and len(self.shape) == 2 and self.shape[1] % self.block == 0
 
@@ -94,7 +94,7 @@ class GGUFFile:
     def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
         """Implement Weights.packed; None too where rows hold no whole blocks."""
         stored = self._stored[key]
-        if not stored.is_matrix:
+        if not stored.has_whole_blocks:
             return None
         first, last, _ = rows.indices(stored.shape[0])
         left, right, _ = columns.indices(stored.shape[1])
@@ -110,12 +110,12 @@ class GGUFFile:
     def quantization(self, key: str) -> Quantization | None:
         """Implement Weights.quantization."""
         stored = self._stored[key]
-        return stored.quantization if stored.is_matrix else None
+        return stored.quantization if stored.has_whole_blocks else None
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """Implement Weights.stored_sizes."""
         stored = self._stored[key]
-        if not stored.is_matrix:
+        if not stored.has_whole_blocks:
             return None
         blocks = sum(-(-run.stop // stored.block) - run.start // stored.block for run in columns)
         return [StoredSize(rows, rows * blocks * stored.size)]

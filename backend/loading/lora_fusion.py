@@ -180,7 +180,7 @@ class FusedWeights:
 
     def held_adapter_bytes(self) -> int:
         """Count the bytes of LoRAs that are beside quantized weights now. No file is opened."""
-        return sum(each.nbytes for weight in self.packed.values() for each in weight.beside)
+        return sum(each.nbytes for weight in self.packed.values() for each in weight.added_tensors)
 
     def _changes(self, stack: Stack) -> LoraChanges:
         changes = defaultdict(list)

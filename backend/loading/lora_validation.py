@@ -25,7 +25,7 @@ def check_form(name: str, adapter: Adapter):
     """Refuse an adapter of the file ``name`` whose shapes or types are wrong. Raises UnsupportedError."""
     for role, key in adapter.keys.items():
         allowed = (*FLOATING, *INTEGERS) if role == "alpha" else FLOATING
-        stored = adapter.files.stored(key)
+        stored = adapter.files.stored_dtype(key)
         if stored not in allowed:
             what = f"stored as {stored}, but {', '.join(allowed)} are what is added"
             raise _malformed(name, f"{_describe(adapter, role)} and {what}")
@@ -46,9 +46,9 @@ def _check_products(name: str, adapter: Adapter):
             raise _malformed(name, f"{both}, whose inner sizes {inner} and {other} differ")
         if not inner:
             raise _malformed(name, f"{_describe(adapter, left)}, which is of rank 0")
-    if len(adapter.outer) > 1:
+    if len(adapter.elementwise_sizes) > 1:
         key = adapter.keys[adapter.products[0][0]]
-        sizes = " and ".join(map(_times, sorted(adapter.outer)))
+        sizes = " and ".join(map(_times, sorted(adapter.elementwise_sizes)))
         what = f"the factors of {key!r:.120} are of {sizes}, which cannot be multiplied one by one"
         raise _malformed(name, what)
 

@@ -35,7 +35,7 @@ class LayerSlice:
     columns: range
     device: torch.device
 
-    def stored(self) -> dict[str, Tensor]:
+    def read(self) -> dict[str, Tensor]:
         """Read what the file stores, by role (quantization/formats.py)."""
         tensors = {"values": self._values()}
         for leaf in self.layer.format.leaves:
@@ -144,17 +144,17 @@ class QuantizedFiles:
 
     def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
         """Implement Weights.packed."""
-        layer = self._matrix(key)
+        layer = self._quantized_matrix(key)
         return None if layer is None else self._packed(layer, rows, columns, device)
 
     def quantization(self, key: str) -> Quantization | None:
         """Implement Weights.quantization."""
-        layer = self._matrix(key)
+        layer = self._quantized_matrix(key)
         return None if layer is None else Quantization(layer.format, layer.settings)
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """Implement Weights.stored_sizes."""
-        layer = self._matrix(key)
+        layer = self._quantized_matrix(key)
         if layer is None:
             return None
         width = sum(len(layer.covering(run)) for run in columns)
@@ -170,13 +170,13 @@ class QuantizedFiles:
         return sizes
 
     def _itemsize(self, key: str) -> int:
-        return DTYPES[self.files.stored(key)].itemsize
+        return DTYPES[self.files.stored_dtype(key)].itemsize
 
-    def _matrix(self, key: str) -> QuantizedLayer | None:
+    def _quantized_matrix(self, key: str) -> QuantizedLayer | None:
         """Return the layer of a quantized matrix; float8 without scales is one too."""
         layer = self.layers.get(key)
-        if layer is None and self.files.stored(key) in FLOAT8:
-            settings = {"format": FLOAT8[self.files.stored(key)]}
+        if layer is None and self.files.stored_dtype(key) in FLOAT8:
+            settings = {"format": FLOAT8[self.files.stored_dtype(key)]}
             layer = QuantizedLayer(
                 name=key.removesuffix(".weight"),
                 format=PLAIN_FLOAT8,
@@ -200,7 +200,7 @@ class QuantizedFiles:
         return Packed(
             format=layer.format,
             settings=layer.settings,
-            tensors=piece.stored(),
+            tensors=piece.read(),
             columns=len(covering),
             column_runs=(kept,),
         )

@@ -101,15 +101,17 @@ def find_layers(files: TensorFiles) -> list[QuantizedLayer]:
         elif (
             leaf in ("scale_weight", "weight_scale") and name not in settings_of and files.shapes.get(weight)
         ):
-            if files.stored(weight) in FLOAT8:
+            if files.stored_dtype(weight) in FLOAT8:
                 precise = {"full_precision_matrix_mult": True} if is_precise else {}
-                settings_of[name] = {"format": FLOAT8[files.stored(weight)], **precise}
-            elif leaf == "weight_scale" and files.stored(weight) == "I8":  # as lightx2v's converter writes it
+                settings_of[name] = {"format": FLOAT8[files.stored_dtype(weight)], **precise}
+            elif (
+                leaf == "weight_scale" and files.stored_dtype(weight) == "I8"
+            ):  # as lightx2v's converter writes it
                 settings_of[name] = {"format": "int8_tensorwise"}
             elif leaf == "scale_weight" and marker is not None:
                 settings_of[name] = {"format": "scaled plain"}
         elif leaf == "weight_scale_2" and name not in settings_of and files.shapes.get(weight):
-            if files.stored(weight) == "U8":
+            if files.stored_dtype(weight) == "U8":
                 settings_of[name] = {"format": "nvfp4"}
     return [_checked(files, name, settings) for name, settings in settings_of.items()]
 
@@ -125,8 +127,8 @@ def _check_once(files: TensorFiles, name: str, first: Mapping, second: Mapping):
 
 def _bytes(files: TensorFiles, key: str) -> bytes:
     shape = files.shapes[key]
-    if math.prod(shape) > MAX_SETTINGS_BYTES or files.stored(key) != "U8":
-        what = f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored(key)}"
+    if math.prod(shape) > MAX_SETTINGS_BYTES or files.stored_dtype(key) != "U8":
+        what = f"{files.name}: {quoted(key)} has shape {quoted(shape)} of {files.stored_dtype(key)}"
         raise UnsupportedError(
             f"{what}, and describes a layer in {MAX_SETTINGS_BYTES:,} bytes at most; {BAD_CONVERSION}."
         )
@@ -153,7 +155,7 @@ def _described_in_header(files: TensorFiles):
 
 def _checked(files: TensorFiles, name: str, settings: Mapping) -> QuantizedLayer:
     kind = settings.get("format")
-    stored = files.stored(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
+    stored = files.stored_dtype(f"{name}.weight") if f"{name}.weight" in files.shapes else "nothing"
     layer = f"{files.name}: the layer {quoted(name)}"
     if not isinstance(kind, str) or kind not in FORMATS:
         raise UnsupportedError(
@@ -225,6 +227,6 @@ def _check_scale(files: TensorFiles, layer: QuantizedLayer, kind: str, leaf: str
         types = GROUP_SCALES
     else:
         types = PLAIN
-    if files.stored(key) not in types:
-        what = f"{files.name}: the scale {quoted(key)} is stored as {files.stored(key)}"
+    if files.stored_dtype(key) not in types:
+        what = f"{files.name}: the scale {quoted(key)} is stored as {files.stored_dtype(key)}"
         raise UnsupportedError(f"{what}, and {kind} has {', '.join(types)}; use another file of this model.")

@@ -10,8 +10,7 @@ from ..errors import UnsupportedError, quoted, reason
 
 #: Bytes of a configuration; published ones have a few thousand.
 MAX_CONFIG_BYTES = 1 << 20
-#: Where a pipeline's folder says of which class it is: the pipelines of one class, and those that are made of
-#: blocks.
+#: Where a pipeline's folder says of which class it is: a DiffusionPipeline's, a ModularPipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
 
 
@@ -46,7 +45,7 @@ def check_regular(folder: Path):
 
 
 def is_pipeline(folder: Path) -> bool:
-    """Return whether ``folder`` is a diffusers pipeline's, of one class or made of blocks."""
+    """Return whether ``folder`` is a diffusers DiffusionPipeline's or ModularPipeline's."""
     return any((folder / name).is_file() for name in INDEXES)
 
 

@@ -95,13 +95,13 @@ class TensorFiles:
 
     def dtype(self, key: str) -> torch.dtype:
         """Implement Weights.dtype; packed integers are refused."""
-        name = self.stored(key)
+        name = self.stored_dtype(key)
         if name not in FLOATING:
             what = f"the tensor {quoted(key)} is stored as {name}, a quantization that is not supported"
             raise UnsupportedError(f"{what}; use a bf16, fp16, fp32, fp8 or GGUF file.")
         return FLOATING[name]
 
-    def stored(self, key: str) -> str:
+    def stored_dtype(self, key: str) -> str:
         """Return the file's own name of a tensor's dtype ("BF16", "U8", ...)."""
         return self._where[key].entries[key]["dtype"]
 

@@ -7,7 +7,7 @@ host reads the next piece of the file while the one before it travels.
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,8 @@ class Staging:
         return out
 
 
-@lru_cache(maxsize=1)
-def _staging(device: torch.device) -> Staging | None:
+@cache
+def _staging() -> Staging | None:
     """Return the buffers of this rank, which has one device; None where the system lets no memory be page
     locked, as WSL 2 and containers may."""
     try:
@@ -58,7 +58,7 @@ def _staging(device: torch.device) -> Staging | None:
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor of a mapped file on ``device``; on the CPU the tensor itself."""
     place = torch.device(device)
-    staging = _staging(place) if place.type == "cuda" else None
+    staging = _staging() if place.type == "cuda" else None
     return staging.copy(tensor, place) if staging else tensor.to(place)
 
 

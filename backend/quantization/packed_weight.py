@@ -91,7 +91,7 @@ class PackedWeight(nn.Module):
         self.adapters, self.whole, self.row_scale = dict(adapters), whole, row_scale
 
     @property
-    def beside(self) -> list[Tensor]:
+    def added_tensors(self) -> list[Tensor]:
         """What is next to the stored weight: of its adapters, or the weight as a whole."""
         of_adapters = [tensor for each in self.adapters.values() for tensor in each.tensors]
         return of_adapters + [each for each in (self.row_scale, self.whole) if each is not None]

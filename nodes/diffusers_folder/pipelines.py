@@ -35,8 +35,8 @@ RETURNS = {
     "OvisImagePipeline": (*_BOTH, None, None),
     "QwenImage21Pipeline": ("prompt_embeds", "prompt_embeds_mask", None),
 }
-#: Pipelines made of blocks whose block "text_encoder" gives ``prompt_embeds``.
-OF_BLOCKS = ("Flux3ModularPipeline", "Flux3DistilledModularPipeline")
+#: ModularPipelines whose block "text_encoder" gives ``prompt_embeds``.
+MODULAR = ("Flux3ModularPipeline", "Flux3DistilledModularPipeline")
 #: diffusers' name -> key of a CONDITIONING.
 KEYS = {
     "prompt_embeds": "cond",
@@ -71,10 +71,10 @@ def pipeline_class(folder: Path) -> str:
             f"VAE; download the whole folder that is published for diffusers, not its transformer alone."
         )
     name = index.get("_class_name")
-    if name not in (*RETURNS, *OF_BLOCKS):
+    if name not in (*RETURNS, *MODULAR):
         raise RefusedError(
             f"the folder {folder.name} is of {quoted(name)}, and nothing here says how that encodes "
-            f"prompts; known are {', '.join((*RETURNS, *OF_BLOCKS))}. Use ComfyUI's own loaders (CLIPLoader, "
+            f"prompts; known are {', '.join((*RETURNS, *MODULAR))}. Use ComfyUI's own loaders (CLIPLoader, "
             f"VAELoader) where it has that model's encoders."
         )
     return name
@@ -89,7 +89,7 @@ def open_text(folder: Path) -> TextPipeline:
     """Open the text encoders of a pipeline's folder on the CPU and in the precision of their files.
     RefusedError where a part is missing or cannot be read."""
     name = pipeline_class(folder)
-    return (_open_blocks if name in OF_BLOCKS else _open_pipeline)(folder, name)
+    return (_open_blocks if name in MODULAR else _open_pipeline)(folder, name)
 
 
 def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:

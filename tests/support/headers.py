@@ -45,7 +45,7 @@ class HeaderFiles:
     def dtype(self, key):
         return FLOATING[self._types[key]]
 
-    def stored(self, key):
+    def stored_dtype(self, key):
         return self._types[key]
 
     def read(self, key, rows=None, columns=None, dtype=None, device=None):

@@ -140,12 +140,12 @@ def test_all_kinds_are_added_to_one_product(tmp_path):
         out = torch.empty(5, ROWS)
         multiplier(weight)(x, out)
         assert relative(out, x @ wanted.T) <= 1e-6
-        held = weight.beside  # whose memory is not given to others before it is compared
+        held = weight.added_tensors  # whose memory is not given to others before it is compared
         weight._apply(torch.clone)
-        moved = {tensor.data_ptr() for tensor in weight.beside}
+        moved = {tensor.data_ptr() for tensor in weight.added_tensors}
         assert not moved & {tensor.data_ptr() for tensor in held}
     weight.set_adapters({})
-    assert torch.equal(weight.effective(), stored) and not weight.beside
+    assert torch.equal(weight.effective(), stored) and not weight.added_tensors
 
 
 def write(folder: Path) -> tuple[Path, dict[str, Path]]:

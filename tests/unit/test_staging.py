@@ -85,7 +85,7 @@ def test_each_gpu_tensor_goes_through_the_buffers(monkeypatch):
             asked.append(device)
             return tensor
 
-    monkeypatch.setattr(staging, "_staging", lambda device: Recorded())
+    monkeypatch.setattr(staging, "_staging", lambda: Recorded())
     upload(torch.zeros(2), "cuda:1")
     assert asked == [torch.device("cuda:1")]
 
@@ -101,7 +101,7 @@ def test_parameters_go_through_the_buffers_where_they_are_on_the_cpu(monkeypatch
             sent.append(tensor.shape)
             return torch.full_like(tensor, 3)
 
-    monkeypatch.setattr(staging, "_staging", lambda device: Recorded())
+    monkeypatch.setattr(staging, "_staging", lambda: Recorded())
     upload_parameters(block, CPU)
     assert not sent
     upload_parameters(block, torch.device("cuda"))

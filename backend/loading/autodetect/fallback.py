@@ -80,7 +80,7 @@ def family(
     """
     trial = trial or _tried(cls, json.dumps(config, sort_keys=True))
     held = Trial(**_tuples(dict(trial)))
-    described = _described(Shape(cls, config, inputs_of(cls, config)), scheduler=scheduler, trial=held)
+    described = _described(ClassInputs(cls, config, inputs_of(cls, config)), scheduler=scheduler, trial=held)
     return described, dict(trial)
 
 
@@ -88,7 +88,7 @@ def family(
 def _tried(cls: type, config_json: str) -> dict:
     """Run a shallow copy; return its Trial as JSON holds it."""
     config: dict = json.loads(config_json)
-    shape = Shape(cls, config, inputs_of(cls, config))
+    shape = ClassInputs(cls, config, inputs_of(cls, config))
     shallow_model = _ShallowModel(shape)
     first = shallow_model.run(*TRACE_SIZES[0])
     _check_inputs(cls, first)
@@ -103,11 +103,11 @@ def _tried(cls: type, config_json: str) -> dict:
             lambda: shallow_model.run(*TRACE_SIZES[0], seed=1),
         )
         return asdict(_checked(shape, replace(trial, blocks=facts), shallow_model))
-    except CannotCut as reason:
-        return asdict(replace(trial, whole_only=str(reason)))
+    except CannotCut as refusal:
+        return asdict(replace(trial, whole_only=str(refusal)))
 
 
-def _described(shape: "Shape", scheduler: Mapping | None, trial: Trial) -> Family:
+def _described(shape: "ClassInputs", scheduler: Mapping | None, trial: Trial) -> Family:
     """Make the Family of what its configuration, scheduler and trial tell."""
     schedule = of_scheduler(scheduler)
     # functions below hold on to these alone
@@ -155,7 +155,7 @@ def _no_share(config) -> int:
     return 0
 
 
-def _checked(shape: "Shape", trial: Trial, shallow_model: "_ShallowModel") -> Trial:
+def _checked(shape: "ClassInputs", trial: Trial, shallow_model: "_ShallowModel") -> Trial:
     """Check patches of the trial's blocks; give blocks that fail on an empty text stream a dummy token."""
     request = shallow_model.request(*TRACE_SIZES[0])
     try:
@@ -192,7 +192,7 @@ def _patch_of(config: Mapping) -> tuple[int, int, int]:
     return time, height, width
 
 
-class Shape:
+class ClassInputs:
     """What a class's configuration tells of its latent and its inputs."""
 
     def __init__(self, cls: type, config: Mapping, inputs: Inputs):
@@ -216,7 +216,7 @@ class Shape:
 class _ShallowModel:
     """The shallow copy and its requests."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ClassInputs):
         self.shape = shape
         accepted = inspect.signature(shape.cls.__init__).parameters
         arguments = {key: value for key, value in shape.config.items() if key in accepted}

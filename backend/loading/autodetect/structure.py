@@ -21,8 +21,8 @@ class CannotCut(Exception):
 
 
 def structure(small: Trace, large: Trace, sizes: list[tuple[int, int]], another: Callable[[], Trace]) -> dict:
-    """Return fields of Blocks, from forwards of two sizes; of flop_shares the layers alone, which no token
-    passes. Raises CannotCut where they are of no known form.
+    """Return fields of Blocks, from forwards of two sizes. ``flop_shares`` is a tuple here: the layers that
+    no token passes (fallback.py gives each a share of 0). Raises CannotCut where they are of no known form.
 
     sizes: (image tokens, text tokens) of the two; another: runs the small one with another latent.
     """
