@@ -53,11 +53,9 @@ def call(model: str) -> ModelCall:
 def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[float]]:
     """Milliseconds of each call."""
     pool.allow(model)
-    backend, cached, forward = (
-        pool.backend_for(config),
-        ArgumentCache(),
-        plain(model) if config.device == "cpu" else None,
-    )
+    backend = pool.backend_for(config)
+    cached = ArgumentCache()
+    forward = plain(model) if config.device == "cpu" else None
     message = call(backend.load(model).model)
     of_call = {"prompts sent": [], "prompts cached": [], "less a forward": []}
     for _ in range(count + 2):
@@ -80,12 +78,11 @@ def overheads(config: ParallelConfig, model: str, count: int) -> dict[str, list[
 def plain(model: str):
     """A forward of the transformer at ``model``, by itself, on the CPU in float32, with the inputs of
     ``call`` in the form that it takes."""
-    transformer, tensors = (
-        FluxTransformer2DModel.from_pretrained(model, torch_dtype=torch.float32).eval(),
-        call(model).tensors,
-    )
+    transformer = FluxTransformer2DModel.from_pretrained(model, torch_dtype=torch.float32).eval()
+    tensors = call(model).tensors
     grid = TokenGrid(SHAPE[1:], (1, 2, 2))
-    tokens, positions = grid.to_tokens(tensors["x"]), torch.zeros(grid.tokens, 3)
+    tokens = grid.to_tokens(tensors["x"])
+    positions = torch.zeros(grid.tokens, 3)
     prompt = tensors["cond.c_crossattn"]
     return lambda: transformer(
         hidden_states=tokens,

@@ -20,6 +20,7 @@ import tempfile
 import threading
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import common
 import report
@@ -135,9 +136,19 @@ def anonymous_bytes() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
-def load(engine: Engine, path: Path, device: str) -> tuple[float, int, int, int, int]:
-    """Load a file: seconds, peak host bytes, bytes of all weights, bytes of quantized layers here, and the
-    numbers that these stand for."""
+class Load(NamedTuple):
+    """What a load took on one rank. quantized_bytes: of the quantized layers here, which stand for so many
+    ``numbers``. All are 0 on a rank that the method leaves out, and floats, as ranks gather them."""
+
+    seconds: float = 0.0
+    host_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    quantized_bytes: float = 0.0
+    numbers: float = 0.0
+
+
+def load(engine: Engine, path: Path, device: str) -> Load:
+    """Load a file, and unload it."""
 
     def action():
         engine.load("model", str(path), "bf16")
@@ -159,7 +170,9 @@ def load(engine: Engine, path: Path, device: str) -> tuple[float, int, int, int,
     weight_bytes = model.report.weight_bytes
     del model, packed
     engine.unload("model")
-    return seconds, most, weight_bytes, held, numbers
+    return Load(
+        seconds=seconds, host_bytes=most, weight_bytes=weight_bytes, quantized_bytes=held, numbers=numbers
+    )
 
 
 def quantized_layers(transformer: nn.Module, hosted) -> list[PackedWeight]:
@@ -173,7 +186,9 @@ def scenario(engine: Engine | None, path: Path, device: str):
 
     def run():
         common.meet()
-        return common.of_all_ranks(*(load(engine, path, device) if engine else (0.0,) * 5))
+        return [
+            Load(*each) for each in common.of_all_ranks(*(load(engine, path, device) if engine else Load()))
+        ]
 
     return run
 
@@ -186,21 +201,23 @@ def rows_of(results: dict[str, list], paths: list[Path], width: int) -> list[dic
         for path in paths:
             rounds = [loads[:ranks] for loads in results[f"{method}, {path.stem}"]]
             plain = [loads[:ranks] for loads in results[f"{method}, {BF16}"]]
-            whole = results[f"one rank, {path.stem}"][0][0][4]
+            whole = results[f"one rank, {path.stem}"][0][0].numbers
             stored = stored_bytes(path, width)
             # FSDP's weights keep their whole shape
             divided = ranks if fields.get("shard_weights") else 1
-            shares = [stored * rank[4] / whole / divided for rank in rounds[0] if rank[4]]
-            held = [rank[3] / share for rank, share in zip(rounds[0], shares)]
-            slowest = [max(rank[0] for rank in loads) for loads in rounds]
+            shares = [stored * rank.numbers / whole / divided for rank in rounds[0] if rank.numbers]
+            held = [rank.quantized_bytes / share for rank, share in zip(rounds[0], shares)]
+            slowest = [max(rank.seconds for rank in loads) for loads in rounds]
             rows.append(
                 {
                     "scenario": f"{method}, {path.stem}",
                     "held_over_stored": max(held, default=None),
-                    "weight_bytes": max(rank[2] for rank in rounds[0]),
-                    "host_bytes": max(rank[1] for loads in rounds for rank in loads),
+                    "weight_bytes": max(rank.weight_bytes for rank in rounds[0]),
+                    "host_bytes": max(rank.host_bytes for loads in rounds for rank in loads),
                     "seconds": common.spread(slowest),
-                    "over_bf16": common.ratios(slowest, [max(rank[0] for rank in loads) for loads in plain]),
+                    "over_bf16": common.ratios(
+                        slowest, [max(rank.seconds for rank in loads) for loads in plain]
+                    ),
                 }
             )
     return rows

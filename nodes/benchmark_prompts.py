@@ -56,8 +56,8 @@ def trials(graph: dict, selected: str = "", check: Callable[[], None] = lambda: 
 
 
 def options_to_try(question: Question, exact: bool = False) -> list[Option]:
-    """Return the best plan that fits of each set of methods on all ranks, best first, then one rank alone:
-    ranks that start anew for it come last. shard_weights, which saves memory and no time, is tried where the
+    """Return the best plan that fits of each set of methods on all ranks, best first, then one rank alone,
+    last, since new ranks start for it. shard_weights, which saves memory and no time, is tried where the
     same methods do not fit without it. ``exact``: of those whose result is one rank's."""
     fitting = sorted((each for each in question.options(exact) if each.fits), key=attrgetter("score"))
     whole = {each.mechanisms for each in fitting}
@@ -99,7 +99,7 @@ def _config_of(graph: dict, node: str | None) -> ParallelConfig | AutoConfig:
 
 
 def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
-    """Return what leaves the degrees open on as many ranks, with the shares of their GPUs that it has.
+    """Return auto on the GPUs of a config whose degrees are set, keeping its shares.
     ConfigError for ranks of somebody else."""
     if isinstance(config, AutoConfig):
         return config

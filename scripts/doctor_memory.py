@@ -58,5 +58,5 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
     over = max(held - plan for held, plan in zip(most, planned))
     each = ", ".join(f"rank {i} {gb(m)} (planned {gb(p)})" for i, (m, p) in enumerate(zip(most, planned)))
     status = OK if over <= lab.size.slack else WARNING
-    text = f"{name}: the most beside what an idle rank holds: {each}"
+    text = f"{name}: the most on top of an idle rank's memory: {each}"
     yield Finding("memory", status, text, {"method": name, "held": most, "planned": planned})

@@ -14,7 +14,7 @@ POSITION_SCALE = 0.5
 
 
 def patch_module(transformer, config):
-    """Compute modulation once per stream instead of once per token, as diffusers does."""
+    """Compute modulation once per stream; diffusers does it once per token."""
     single = transformer.single_stream_modulations
     for layer in (*transformer.early_stream_modulations.values(), single.txt, transformer.norm_out.linear):
         layer.register_forward_pre_hook(lambda layer, args: (args[0][:, :1],))

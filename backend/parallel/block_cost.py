@@ -1,6 +1,6 @@
-"""FLOPs of each block, by which stages are balanced: multiplications of a typical call, from weight shapes.
+"""Multiply-adds (MACs) of each block, by which stages are balanced: of a typical call, from weight shapes.
 
-A token costs a linear layer or a convolution as many multiplications as it has weights, times its FLOP share
+A token costs a linear layer or a convolution as many MACs as it has weights, times its FLOP share
 (Blocks.flop_shares). The two matrix products of attention cost 2 x queries x keys x width. Which tokens pass
 a layer say Blocks.lists, Blocks.text_layers, Cache.prompt_layers and Cache.modulation.
 """
@@ -35,14 +35,14 @@ def block_costs(
     text: int = TEXT_TOKENS,
     latents: Latents | None = None,
 ) -> list[int]:
-    """Count the multiplications of every block in pipeline order, for ``image`` and ``text`` tokens.
+    """Count the MACs of every block in pipeline order, for ``image`` and ``text`` tokens.
     ``latents``: tokens of each of nested latents; without them all are the first's."""
     latents = latents or latents_of(family, image)
     return [
-        _linear(block, blocks, family, config, image, text, latents)
-        + _attention(block, blocks, family, config, image, text, latents)
-        for blocks in family.blocks.lists
-        for block in block_list(transformer, blocks)
+        _linear(block, list_name, family, config, image, text, latents)
+        + _attention(block, list_name, family, config, image, text, latents)
+        for list_name in family.blocks.lists
+        for block in block_list(transformer, list_name)
     ]
 
 
@@ -99,8 +99,8 @@ class AttentionCall:
 OUTSIDE = LayerTokens(True, False, divided="image")
 
 
-def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> list[AttentionCall]:
-    """Return the attention calls of a ``block`` of the list ``blocks``: one kind for each of its attention
+def attention_calls(block: nn.Module, list_name: str, family, config: Mapping) -> list[AttentionCall]:
+    """Return the attention calls of a ``block`` of the list ``list_name``: one kind for each of its attention
     modules, in order."""
     modules = [(name, module) for name, module in block.named_modules() if is_attention(module)]
     kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
@@ -110,7 +110,7 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
         if kind in ("cross", "linear"):
             queries = family.blocks.latent_of(f"{name}.{QUERIES[0]}") or "image"
             keys = PROMPT if kind == "cross" else STATE
-        if family.blocks.lists[blocks] == IMAGE_ONLY:
+        if family.blocks.lists[list_name] == IMAGE_ONLY:
             queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
         is_control = matches(f"{name}.{QUERIES[0]}", family.blocks.control_layers)
         width = query_width(module, family, config)
@@ -126,14 +126,14 @@ def attention_calls(block: nn.Module, blocks: str, family, config: Mapping) -> l
     return calls
 
 
-def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens]:
-    """Return layer of a ``block`` of the list ``blocks`` -> the tokens that pass it."""
+def layer_tokens(block: nn.Module, list_name: str, family) -> dict[str, LayerTokens]:
+    """Return layer of a ``block`` of the list ``list_name`` -> the tokens that pass it."""
     names = [name for name, _ in block.named_modules()]
     of_text = {name for name in names if matches(name, family.blocks.text_layers)}
     apart = (
         family.cache.static_text
         or family.blocks.text_position is None
-        or family.blocks.lists[blocks] == IMAGE_ONLY
+        or family.blocks.lists[list_name] == IMAGE_ONLY
         or bool(of_text)
     )
     once = (*family.cache.prompt_layers, *family.cache.modulation)
@@ -157,13 +157,13 @@ def layer_tokens(block: nn.Module, blocks: str, family) -> dict[str, LayerTokens
     return of_layer
 
 
-def _linear(block, blocks, family, config, image, text, latents) -> int:
+def _linear(block, list_name, family, config, image, text, latents) -> int:
     layers = {
         name: module.weight
         for name, module in block.named_modules()
         if getattr(module, "weight", None) is not None and module.weight.ndim > 1
     }
-    tokens = layer_tokens(block, blocks, family)
+    tokens = layer_tokens(block, list_name, family)
     return sum(
         round(weight.numel() * family.blocks.flop_share(name, config))
         * tokens[name].count(image, text, latents)
@@ -171,11 +171,11 @@ def _linear(block, blocks, family, config, image, text, latents) -> int:
     )
 
 
-def _attention(block, blocks, family, config, image, text, latents) -> int:
+def _attention(block, list_name, family, config, image, text, latents) -> int:
     size = family.blocks.head_size(config)
     return sum(
         2 * call.width * call.pairs(image, text, latents, size)
-        for call in attention_calls(block, blocks, family, config)
+        for call in attention_calls(block, list_name, family, config)
     )
 
 

@@ -8,10 +8,10 @@ import torch
 from ...backend.protocol import RefusedError
 
 
-def mark_unfinished(config: dict):
-    """Return what takes the place of ComfyUI's connectors, which are on the ranks.
+def connectors_stand_in(config: dict):
+    """Return a function in the place of ComfyUI's connectors, which are on the ranks.
 
-    It pads a prompt that they have yet to finish by one feature, where its width does not show that.
+    It marks a prompt that they have yet to finish by one more feature, where its width does not show that.
     """
 
     def connectors(states, unprocessed=False):
@@ -21,13 +21,13 @@ def mark_unfinished(config: dict):
     return connectors
 
 
-def read_of_ltx2(config: dict) -> dict:
+def ltx2_transformer_attributes(config: dict) -> dict:
     """Return what ComfyUI's LTXAV reads of its transformer: what takes the place of its connectors, and, for
     guides in context windows, how a latent becomes tokens and where these are in pixels."""
     from comfy.ldm.lightricks.symmetric_patchifier import SymmetricPatchifier
 
     return {
-        "preprocess_text_embeds": mark_unfinished(config),
+        "preprocess_text_embeds": connectors_stand_in(config),
         "patchifier": SymmetricPatchifier(1, start_end=True),
         "vae_scale_factors": (8, 32, 32),
         "causal_temporal_positioning": True,
@@ -37,7 +37,7 @@ def read_of_ltx2(config: dict) -> dict:
 def ltx2(arguments: dict) -> dict:
     text = arguments["c_crossattn"]
     frames = arguments.get("generated_keyframes")
-    if text.shape[2] % 2:  # mark_unfinished has marked it
+    if text.shape[2] % 2:  # connectors_stand_in has marked it
         arguments = {**arguments, "c_crossattn": text[..., :-1], "unprocessed_ltxav_embeds": True}
     tensors = ltxv(arguments)
     if frames:
@@ -117,8 +117,8 @@ def _minimax_references(payload: dict, layout, references: list[tuple[int, int, 
 
 
 def ltxv(arguments: dict) -> dict:
-    """Return the weight of every guide's token as a tensor, unless all are 1. Frames that only later versions
-    mark are dropped."""
+    """Return the arguments of LTX-Video and LTX-2: guides become ``guide_weights``, the weight of each of
+    their tokens, unless all are 1. Generated keyframes are dropped, which ``ltx2`` alone sends."""
     dropped = ("generated_keyframes", "guide_attention_entries")
     tensors = {key: value for key, value in arguments.items() if key not in dropped}
     guides = arguments.get("guide_attention_entries") or []

@@ -134,7 +134,7 @@ FAMILIES = {
         refuses=("concat_mask",),  # taken for a mask of both latents
         latents=(128, 8),
         translate=arguments.ltx2,
-        reads=arguments.read_of_ltx2,
+        reads=arguments.ltx2_transformer_attributes,
     ),
     "minimax-h3": ComfyFamily(
         "MiniMaxH3",

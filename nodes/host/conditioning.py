@@ -133,7 +133,7 @@ def _in_one_batch(own: dict, other: dict) -> dict:
     return values
 
 
-def mixing(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
+def limits_and_weight(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
     """Return (entry of Sample.prompts, weight by position or None) of a prompt.
 
     ``cond``: as comfy.samplers.process_conds leaves it. ``noise``: (B, C, [T,] H, W). The weight

@@ -21,7 +21,7 @@ from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
 from ..comfy_models.registry import family_named
 from . import one_rank
 from .auto_plan import sample_planned
-from .conditioning import fill_zeros, latent_shapes, mixing, model_arguments
+from .conditioning import fill_zeros, latent_shapes, limits_and_weight, model_arguments
 from .guidance import skips_negative
 from .handle import ParallelDiT, ensure_loaded
 from .models_on_ranks import entries_to_keep, keep_rank_weights, run_evicting_models
@@ -144,7 +144,7 @@ class RemoteSolver:
             arguments = model_arguments(branch, cond, batch, accepted, family, other)
             for key, value in fill_zeros(arguments, batch, family, config).items():
                 tensors[f"{name}.{key}"] = value
-            prompts[name], weight = mixing(cond, noise)
+            prompts[name], weight = limits_and_weight(cond, noise)
             if weight is not None:
                 tensors[f"weight.{name}"] = weight
         return prompts, tensors

@@ -1,4 +1,5 @@
-"""Plans of auto after ranks have run out of memory."""
+"""Plans of auto that depend on memory: after ranks have run out of it, with models that take turns, and with
+memory that others take or give back."""
 
 import math
 from dataclasses import replace
@@ -90,7 +91,7 @@ def test_what_was_spared_is_forgotten(machine):
     assert plan_for() == (first, lines) and not planning.spare_no_more(AutoConfig(), MODEL)
 
 
-def test_it_is_of_one_model_on_these_gpus(machine):
+def test_a_shortage_counts_for_its_model_and_gpus(machine):
     first, _ = plan_for()
     spare_more(first)
     assert planning.plan_for(AutoConfig(), ModelChoice("other"), request)[0] == first

@@ -68,7 +68,7 @@ def test_ranks_without_tokens_or_heads_send_nothing(tokens, heads):
     assert unpack(pack(x, FP8), x.dtype).shape == x.shape
 
 
-def test_it_is_refused_where_nothing_would_travel():
+def test_wire_fp8_is_refused_where_nothing_would_travel():
     with pytest.raises(ConfigError, match="wire is fp8 but ulysses_degree and ring_degree are 1"):
         ParallelConfig(cfg_degree=2, wire="fp8").validate()
     for name in ("ulysses_degree", "ring_degree"):
@@ -83,7 +83,7 @@ def test_linear_attention_is_refused():
     check_wire(config, FAMILIES["flux"])
 
 
-def test_auto_never_takes_it():
+def test_auto_never_takes_wire_fp8():
     """A graph that asks for it has chosen by hand; what auto plans with is in full."""
     found = config_of(2, ulysses_degree=2, wire="fp8", device="cpu")
     assert isinstance(found, ParallelConfig) and found.wire == "fp8"

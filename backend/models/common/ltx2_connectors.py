@@ -28,14 +28,14 @@ def finish(connector, prompt):
     return connector(F.pad(prompt[..., :-1], (0, 0, 0, spare)), mask)[0]
 
 
-class Prompt(PixArtAlphaTextProjection):
+class ConnectedProjection(PixArtAlphaTextProjection):
     """LTX-2's projection of a prompt, after its connector."""
 
     def forward(self, prompt):
         return super().forward(finish(self.connector, prompt))
 
 
-class Unprojected(nn.Module):
+class ConnectorOnly(nn.Module):
     """The connector alone, in the projection's place: 2.3's prompts have the blocks' width."""
 
     def forward(self, prompt):
@@ -46,9 +46,9 @@ def put_connectors(transformer, config):
     """Put the connectors of ``config`` in front of the projections of the prompt, or in their place."""
     for name, sizes in zip(("caption_projection", "audio_caption_projection"), config.get("connectors", ())):
         if config["use_prompt_embeddings"]:
-            getattr(transformer, name).__class__ = Prompt
+            getattr(transformer, name).__class__ = ConnectedProjection
         else:
-            setattr(transformer, name, Unprojected())
+            setattr(transformer, name, ConnectorOnly())
             transformer.register_to_config(use_prompt_embeddings=True)
         getattr(transformer, name).connector = LTX2ConnectorTransformer1d(**{"rope_type": "split", **sizes})
 
@@ -68,7 +68,7 @@ def connector(shapes, name):
 
 
 def pipeline_connectors(config):
-    """Return the same of the connectors' folder of a diffusers pipeline."""
+    """Return ``connectors``, the arguments of both, from the configuration of a pipeline's folder of them."""
 
     def arguments(kind):
         return dict(
