@@ -33,7 +33,7 @@ from .loading.weight_loading import matrices
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.config_changes import named_change
 from .quantization.matmul import choose_all
-from .rank_plan.describe import places
+from .rank_plan.describe import mesh_indices
 from .rank_plan.shape_of import shape_of
 from .rank_plan.weights import HeldWeights
 from .rank_plan.workload import Workload, tensor_mesh
@@ -129,7 +129,7 @@ def _weights_of(checkpoint: Checkpoint) -> str:
 
 def _held(work: Workload) -> list[HeldWeights]:
     stages = work.checkpoint.stages(work.config)
-    return [work.weights(place, stages) for place in places(work.config)]
+    return [work.weights(place, stages) for place in mesh_indices(work.config)]
 
 
 def _on_device(held: list[HeldWeights]) -> list[int]:

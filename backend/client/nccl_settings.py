@@ -40,7 +40,7 @@ WAYS = (
     {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 )
 #: The driver of NVIDIA's GPUs, and their places in the machine; absent on WSL and on others' machines.
-DRIVER, PLACES = Path("/proc/driver/nvidia/version"), Path("/proc/driver/nvidia/gpus")
+DRIVER, GPUS_OF_DRIVER = Path("/proc/driver/nvidia/version"), Path("/proc/driver/nvidia/gpus")
 #: On WSL a file of the driver's, which changes with it.
 OF_WSL = Path("/usr/lib/wsl/lib/libcuda.so.1")
 
@@ -49,7 +49,7 @@ def link_key(environment: Mapping[str, str]) -> list:
     """Return what the links of this machine depend on: settings of ``environment``, torch, the driver, the
     slots of GPUs, and room in shared memory."""
     settings = [environment.get(name) for name in LINK_SETTINGS]
-    slots = sorted(os.listdir(PLACES)) if PLACES.is_dir() else []
+    slots = sorted(os.listdir(GPUS_OF_DRIVER)) if GPUS_OF_DRIVER.is_dir() else []
     return [settings, torch.__version__, packages_changed(), _driver(), slots, lacks_shared_memory()]
 
 

@@ -60,7 +60,7 @@ class FusedWeights:
             for name, weight in checkpoint.transformer.named_modules()
             if isinstance(weight, PackedWeight)
         }
-        self.places = {
+        self.owners = {
             name: (checkpoint.transformer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, parameter in checkpoint.transformer.named_parameters()
             if not parameter.is_meta and name.rpartition(".")[0] not in self.packed
@@ -129,7 +129,7 @@ class FusedWeights:
         if stack == self.stack:
             return
         changes = self._changes(stack)
-        held = [name for name in changes if name in self.places or name in self.packed]
+        held = [name for name in changes if name in self.owners or name in self.packed]
         wanted = {name: tuple(change.use for change in self._concerning(name, changes)) for name in held}
         changed = [name for name in {**self._held, **wanted} if self._held.get(name) != wanted.get(name)]
 
@@ -209,7 +209,7 @@ class FusedWeights:
             if name in self.packed:
                 self._set_adapters(self.packed[name], name, changes.get(name, []), wholes)
                 continue
-            parameter = getattr(*self.places[name])
+            parameter = getattr(*self.owners[name])
             here = fsdp.own_rows(parameter)
             dtype = torch.float32 if name in changes else parameter.dtype
             value = self._value(name, changes.get(name, []), wholes, dtype, here)

@@ -42,7 +42,7 @@ def forward_args(config, grid, latent, sigma, cond):
     image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, "offset")
-    how = how if how in references.PLACES else "offset"
+    how = how if how in references.METHODS else "offset"
     image = grid.to_tokens(references.with_channels(latent, cond))
     return dict(
         hidden_states=torch.cat([image, *references.tokens(grid, cond)], dim=1),

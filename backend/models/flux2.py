@@ -33,7 +33,7 @@ def forward_args(config, grid, latent, sigma, cond):
     text = cond["c_crossattn"]
     how = references.method(cond, "index")
     at_zero = how == references.AT_ZERO and bool(references.references(cond))
-    placed = how if how in (*references.PLACES, references.AT_ZERO) else "offset"
+    placed = how if how in (*references.METHODS, references.AT_ZERO) else "offset"
 
     def image_positions():
         image = references.all_positions(grid, cond, placed, device)

@@ -15,7 +15,7 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
 
 #: Ways to place references that ComfyUI's Qwen-Image knows; it takes every other one for "offset".
-PLACES = ("index", references.AT_ZERO, "negative_index")
+METHODS = ("index", references.AT_ZERO, "negative_index")
 
 
 class Places(Sequence):
@@ -83,7 +83,7 @@ def forward_args(config, grid, latent, sigma, cond):
     the timestep by 1000 itself."""
     batch = latent.shape[0]
     how = references.method(cond, default_method(config))
-    how = how if how in PLACES else "offset"
+    how = how if how in METHODS else "offset"
     count = references.token_count(config, grid, cond)
     shapes = shapes_of_times(config, grid, count, how)
     return dict(

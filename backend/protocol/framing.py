@@ -54,7 +54,7 @@ def decode(header: bytes, table: bytes, data: Tensor):
     ``data``. Raises ProtocolError."""
     cls, values = _open(header)
     if table:
-        values["tensors"] = bodies.unpack(_places(cls, table, len(data)), data)
+        values["tensors"] = bodies.unpack(_entries(cls, table, len(data)), data)
     return _message(cls, values)
 
 
@@ -92,10 +92,10 @@ def _message(cls: type, values: dict):
     return message
 
 
-def _places(cls: type, table: bytes, size: int) -> list[bodies.Place]:
+def _entries(cls: type, table: bytes, size: int) -> list[bodies.Entry]:
     """Return where the tensors of a ``cls`` lie in ``size`` bytes of data. Raises ProtocolError."""
     try:
-        return bodies.places(table[bodies.LENGTH.size :], size)
+        return bodies.entries(table[bodies.LENGTH.size :], size)
     except (ValueError, RecursionError) as error:
         why = f"the body of a {cls.__name__} is no safetensors of this protocol: {error}"
         raise ProtocolError(why) from None
@@ -150,9 +150,9 @@ def _read_tensors(sock, cls: type, size: int) -> tuple[dict, bytes, list[memoryv
     if not length or bodies.LENGTH.unpack(length)[0] > min(MAX_HEADER, left):
         raise ProtocolError(f"the body of a {cls.__name__} is shorter than its table")
     table = length + _read(sock, bodies.LENGTH.unpack(length)[0])
-    places = _places(cls, table, size - len(table))
+    entries = _entries(cls, table, size - len(table))
     data = _read_data(sock, size - len(table))
-    return bodies.unpack(places, data), table, [data.numpy().data] if len(data) else []
+    return bodies.unpack(entries, data), table, [data.numpy().data] if len(data) else []
 
 
 def _read(sock, size: int) -> bytes:

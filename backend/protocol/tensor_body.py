@@ -35,7 +35,7 @@ MAX_ELEMENTS = 1 << 40
 
 
 @dataclass(frozen=True)
-class Place:
+class Entry:
     """Where a tensor lies: bytes lo <= byte < hi of the data."""
 
     name: str
@@ -78,13 +78,13 @@ def _adjoin(first: Tensor, then: Tensor) -> bool:
     return same and first.storage_offset() + len(first) == then.storage_offset()
 
 
-def places(text: bytes, size: int) -> list[Place]:
+def entries(text: bytes, size: int) -> list[Entry]:
     """Return the tensors of a table's JSON; ValueError unless they fill ``size`` bytes without overlap."""
     table = json.loads(text)
     if not isinstance(table, dict):
         raise ValueError("the table of tensors is no JSON object")
     table.pop("__metadata__", None)
-    in_order = [_place(name, entry) for name, entry in table.items()]
+    in_order = [_checked_entry(name, entry) for name, entry in table.items()]
     in_order.sort(key=lambda place: (place.lo, place.hi))
     at = 0
     for place in in_order:
@@ -96,7 +96,7 @@ def places(text: bytes, size: int) -> list[Place]:
     return in_order
 
 
-def _place(name: str, entry: dict) -> Place:
+def _checked_entry(name: str, entry: dict) -> Entry:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of the tensor {name!r} is not a dtype, a shape and offsets")
     shape = entry["shape"]
@@ -115,14 +115,14 @@ def _place(name: str, entry: dict) -> Place:
     lo, hi = offsets
     if math.prod(shape) * dtype.itemsize != hi - lo or lo % dtype.itemsize:
         raise ValueError(f"the tensor {name!r} of shape {shape} does not fit bytes {lo} to {hi}")
-    return Place(name, dtype, tuple(shape), lo, hi)
+    return Entry(name, dtype, tuple(shape), lo, hi)
 
 
 def _are_sizes(numbers) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
 
 
-def unpack(in_order: list[Place], data: Tensor) -> dict[str, Tensor]:
+def unpack(in_order: list[Entry], data: Tensor) -> dict[str, Tensor]:
     """Return the tensors at their places of ``data`` (uint8), as views of it."""
     tensors = {}
     for place in in_order:

@@ -29,7 +29,7 @@ class PackedWeight(nn.Module):
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
     the products, by key. row_scale: what the stored weight's rows are multiplied by (DoRA), in float32.
     whole: the weight in ``dtype`` where adapters of another kind are in it; the stored one stays next to it.
-    place: memory of its own in which the weight stays once it is dequantized
+    buffer: memory of its own in which the weight stays once it is dequantized
     (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
     max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
     """
@@ -50,8 +50,9 @@ class PackedWeight(nn.Module):
         self.row_scale: Tensor | None = None
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
-        self.place: Tensor | None = None
-        self._placed: str | None = None  # what the weight in ``place`` is without; None: it is not there yet
+        self.buffer: Tensor | None = None
+        #: What the weight in ``buffer`` is without; None: it is not there yet.
+        self._buffered: str | None = None
         self._empty = replace(packed, tensors={})
         self._dtypes = {role: tensor.dtype for role, tensor in packed.tensors.items()}
         for role, tensor in packed.tensors.items():
@@ -106,9 +107,9 @@ class PackedWeight(nn.Module):
         """What it takes to dequantize it."""
         return effort_of(self._empty.format, self._empty.settings, self.dtype)
 
-    def stay(self, place: Tensor | None):
-        """Have the weight stay in ``place`` from its next product on; None: be dequantized for each."""
-        self.place, self._placed = place, None
+    def stay(self, buffer: Tensor | None):
+        """Have the weight stay in ``buffer`` from its next product on; None: be dequantized for each."""
+        self.buffer, self._buffered = buffer, None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -234,12 +235,12 @@ class PackedWeight(nn.Module):
     def dequantized(self, but: str = "") -> Tensor:
         """Return the weight in memory that it has until another one is dequantized, or of its own, without
         what is stored as ``but``."""
-        if self.place is not None and self._placed == but:
-            return self.place
+        if self.buffer is not None and self._buffered == but:
+            return self.buffer
         packed = self.packed
         packed = replace(packed, tensors={role: x for role, x in packed.tensors.items() if role != but})
-        out = packed.dequantize(self.dtype, self._scratch() if self.place is None else self.place)
-        self._placed = but
+        out = packed.dequantize(self.dtype, self._scratch() if self.buffer is None else self.buffer)
+        self._buffered = but
         return out
 
     def _scratch(self) -> Tensor:

@@ -119,7 +119,7 @@ def describe(
     alike = ("cfg",) if config.shard_weights else ("cfg", "dp")  # where ranks hold and send the same
     plans: dict[tuple, RankPlan] = {}
     of_ranks = []
-    for rank, place in enumerate(places(config)):
+    for rank, place in enumerate(mesh_indices(config)):
         count = samples[place["dp"]]
         held = {**place, "tp": work.tensor_ranks_alike[place["tp"]]}
         key = (count, *(index for axis, index in held.items() if axis not in alike))
@@ -129,7 +129,7 @@ def describe(
     return of_ranks
 
 
-def places(config: ParallelConfig) -> list[Place]:
+def mesh_indices(config: ParallelConfig) -> list[Place]:
     """Return where each rank stands: its index on every mesh axis."""
     indices = itertools.product(*map(range, config.degrees.values()))
     return [dict(zip(config.degrees, place)) for place in indices]

@@ -127,7 +127,7 @@ def test_each_is_made_once_with_the_same_bits(folder, state, kind, made):
     assert sum(made.values()) - sum(times(made, engine)) == others  # those of cached answers
     taken = sum(weight.shape.numel() * weight.dtype.itemsize for weight in weights(engine))
     assert taken <= stats["dequantized_once"] <= 1.01 * taken
-    assert all(weight.place is None for weight in weights(engine))
+    assert all(weight.buffer is None for weight in weights(engine))
 
 
 def test_modulation_is_made_once_anyway(engine):
@@ -154,8 +154,8 @@ def test_what_takes_longest_stays(folder, state, monkeypatch):
     size = sum(weight.shape.numel() * weight.dtype.itemsize for weight in slow)
     with dequantized_once([*fast, *slow], size + 512 * len(slow)) as taken:
         assert taken >= size
-        assert all(weight.place is not None for weight in slow)
-        assert any(weight.place is None for weight in fast)
+        assert all(weight.buffer is not None for weight in slow)
+        assert any(weight.buffer is None for weight in fast)
 
 
 def test_nothing_stays_after_cancel(engine):
@@ -164,7 +164,7 @@ def test_nothing_stays_after_cancel(engine):
 
     with pytest.raises(RequestCancelled):
         run(engine, ALL, callbacks=Callbacks(on_begin=lambda step: step and stop()))
-    assert all(weight.place is None for weight in weights(engine))
+    assert all(weight.buffer is None for weight in weights(engine))
 
 
 @pytest.mark.parametrize("solver, prompts, calls", [("euler", 1, 1), ("euler", 2, 2), ("heun", 1, 2)])
@@ -191,7 +191,7 @@ def test_memory_that_cannot_be_had_is_done_without(engine, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("backend.quantization.dequantize_once.torch.empty", refused)
         with dequantized_once(weights(engine), ALL) as taken:
-            assert taken == 0 and all(weight.place is None for weight in weights(engine))
+            assert taken == 0 and all(weight.buffer is None for weight in weights(engine))
     assert run(engine, spare=ALL)[0].equal(wanted)
 
 

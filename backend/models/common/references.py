@@ -11,7 +11,7 @@ from ..latent_tokens import TokenGrid
 from .request_arguments import once
 
 #: Ways to place references that Flux knows; it takes every other one for "offset".
-PLACES = ("offset", "index", "uxo")
+METHODS = ("offset", "index", "uxo")
 #: The method under which the tokens of references are modulated by timestep 0.
 AT_ZERO = "index_timestep_zero"
 #: The remedy where a method does not exist (wrong_references).
