@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from backend.parallel import mesh
@@ -117,11 +118,27 @@ def _rank(rank: int, program: str, world: int, folder: Path, nice: int, argument
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    share_gloo_device()
     store = mesh.file_store(str(folder / "store"))  # where the ranks meet
     dist.init_process_group("gloo", timeout=mesh.TIMEOUT, store=store, rank=rank, world_size=world)
     assert program in sys.modules, f"the fork server could not import {program}"
     gc.freeze()  # what is imported stays: no collection looks through it again
     importlib.import_module(program).main(*arguments)
+
+
+def share_gloo_device():
+    """Have all process groups of this process send through one device of gloo. A device of each would have a
+    thread that wakes every 10 ms, and a program makes dozens of groups that mostly wait."""
+    device = ProcessGroupGloo.create_device(interface="lo")
+    of_torch = ProcessGroupGloo.__init__
+
+    def init(self, store, rank: int, size: int, timeout):
+        options = ProcessGroupGloo._Options()
+        options._devices = [device]
+        options._timeout = timeout
+        of_torch(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init
 
 
 def _end_with_parent():
