@@ -98,21 +98,19 @@ def find_layers(files: TensorFiles) -> list[QuantizedLayer]:
             settings = _settings(files, key, _bytes(files, key))
             _check_once(files, name, in_header.get(name, settings), settings)
             settings_of[name] = settings
-        elif (
-            leaf in ("scale_weight", "weight_scale") and name not in settings_of and files.shapes.get(weight)
-        ):
-            if files.stored_dtype(weight) in FLOAT8:
+        elif name in settings_of or not files.shapes.get(weight):
+            continue
+        elif leaf in ("scale_weight", "weight_scale"):
+            stored = files.stored_dtype(weight)
+            if stored in FLOAT8:
                 precise = {"full_precision_matrix_mult": True} if is_precise else {}
-                settings_of[name] = {"format": FLOAT8[files.stored_dtype(weight)], **precise}
-            elif (
-                leaf == "weight_scale" and files.stored_dtype(weight) == "I8"
-            ):  # as lightx2v's converter writes it
+                settings_of[name] = {"format": FLOAT8[stored], **precise}
+            elif leaf == "weight_scale" and stored == "I8":  # as lightx2v's converter writes it
                 settings_of[name] = {"format": "int8_tensorwise"}
             elif leaf == "scale_weight" and marker is not None:
                 settings_of[name] = {"format": "scaled plain"}
-        elif leaf == "weight_scale_2" and name not in settings_of and files.shapes.get(weight):
-            if files.stored_dtype(weight) == "U8":
-                settings_of[name] = {"format": "nvfp4"}
+        elif leaf == "weight_scale_2" and files.stored_dtype(weight) == "U8":
+            settings_of[name] = {"format": "nvfp4"}
     return [_checked(files, name, settings) for name, settings in settings_of.items()]
 
 
