@@ -1,7 +1,6 @@
 """What a queued graph says of a request before its sampler runs: constants of the nodes after a loader."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -10,15 +9,13 @@ from ...backend.lora_bytes import LoraBytes
 from ...backend.planner.machine import RequestEstimate, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from .guidance import guidance_of, skips_negative
+from .latent_sizes import GraphSizes, LatentSize
 from .model_files import lora_size, model_choice_of
-from .queued_graph import ancestors, constants, loader_of, source, values
+from .queued_graph import ancestors, constants, loader_of, positive, source, upstream, values
 
 #: Assumed of what is linked and not known: an image or a video, 20 steps, both prompts.
-IMAGE = {"width": 1024, "height": 1024, "length": 1}
-VIDEO = {"width": 832, "height": 480, "length": 81}
+IMAGE, VIDEO = LatentSize(1024, 1024, 1), LatentSize(832, 480, 81)
 STEPS, TEXT = 20, 512
-#: Words in the names of inputs through which a latent comes: video before audio, latents before images.
-LATENT = ("video_latent", "latent", "samples", "pixels", "image")
 LOADER, MODEL, SAMPLERS = "LoadParallelDiT", "ParallelModel", "ParallelSampler"
 #: Nodes that add a LoRA -> their input of its strength; all but the first count on Parallel Model alone.
 LORAS = {
@@ -28,8 +25,9 @@ LORAS = {
     "LoraLoaderBypass": "strength_model",
     "LoraLoaderBypassModelOnly": "strength_model",
 }
-#: Its first output has the steps up to its input ``step``, the second one those after it.
-SPLIT = "SplitSigmas"
+#: Nodes whose first output has the first steps, the second one the others: the one up to its input ``step``,
+#: the other one all but the part ``denoise``.
+SPLIT, SPLIT_BY_PART = "SplitSigmas", "SplitSigmasDenoise"
 #: Numbers in a text of sigmas, as ComfyUI's ManualSigmas reads them.
 SIGMA = re.compile(r"[-+]?(?:\d*\.*\d+)")
 
@@ -66,21 +64,16 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
     drained = _is_model(graph, sampler)
     sampler = _sampler_of(graph, sampler) if drained else sampler
     inputs = constants(graph, sampler)
-    latent = _latent(graph, sampler)
-    usual = VIDEO if shape.is_video else IMAGE
-    length, height, width = (
-        _number(latent, name, default=usual[name]) for name in ("length", "height", "width")
-    )
-    time, *space = shape.pixels
-    sides = (1 + (length - 1) // time, height // space[0], width // space[1])
+    sizes = GraphSizes(graph, shape.pixels, VIDEO if shape.is_video else IMAGE)
+    latent = sizes.of(sampler)
     guidance = guidance_of(inputs)
     loras, others = _lora_bytes(graph, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
     return RequestEstimate(
-        image_tokens=tokens_of(sides, shape.patch),
+        image_tokens=tokens_of(sizes.sides(latent), shape.patch),
         text_tokens=TEXT,
         steps=_steps(graph, sampler, inputs),
         prompts=1 if (skips_negative(*guidance) if guidance else drained) else 2,
-        batch=_number(latent, "batch_size", default=1),
+        batch=latent.batch,
         drained=drained,
         loras=loras,
         other_loras=others,
@@ -132,44 +125,16 @@ def _sampler_of(graph: dict, model: str) -> str:
     return next((other for other in others if model in ancestors(graph, [other])), "")
 
 
-def _upstream(graph: dict, node: str, words: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Yield a node and those before it, along one link of each, and the number of the output that is linked:
-    of the inputs whose names have one of ``words``, those of the first word first."""
-    seen = set()
-    output = 0
-    while node in graph and node not in seen:
-        seen.add(node)
-        yield node, output
-        inputs = graph[node]["inputs"]
-        named = [name for word in words for name in inputs if word in name]
-        linked = (inputs[name] for name in named if source(graph, node, name))
-        node, output = next(linked, ("", 0))
-
-
-def _latent(graph: dict, sampler: str) -> dict:
-    """Return what the nodes before a sampler's latent say of it, the nearest first: those that join video and
-    audio, or another sampler, say nothing."""
-    known: dict = {}
-    for key, _ in _upstream(graph, sampler, LATENT):
-        known = {**constants(graph, key), **known}
-    return known
-
-
-def _number(inputs: dict, name: str, default: int) -> int:
-    value = inputs.get(name)
-    return value if isinstance(value, int) and value > 0 else default
-
-
 def _steps(graph: dict, sampler: str, inputs: dict) -> int:
     """Return the steps that a sampler with these ``inputs`` makes, or those of the sigmas that it is
     given."""
     if source(graph, sampler, "sigmas"):
         return _scheduled(graph, sampler) or STEPS
-    steps = _number(inputs, "steps", default=STEPS)
+    steps = positive(inputs, "steps", default=STEPS)
     return max(
         1,
-        min(_number(inputs, "end_at_step", default=steps), steps)
-        - _number(inputs, "start_at_step", default=0),
+        min(positive(inputs, "end_at_step", default=steps), steps)
+        - positive(inputs, "start_at_step", default=0),
     )
 
 
@@ -177,12 +142,21 @@ def _scheduled(graph: dict, sampler: str) -> int:
     """Count the steps of a sampler's sigmas, from the node that makes them to it; 0 where that takes a
     run."""
     steps = 0
-    for key, output in reversed(list(_upstream(graph, sampler, ("sigmas",)))):
+    for key, output in reversed(list(upstream(graph, sampler, ("sigmas",)))):
         inputs = constants(graph, key)
         text = inputs.get("sigmas")
         listed = len(SIGMA.findall(text)) - 1 if isinstance(text, str) else 0
-        steps = _number(inputs, "steps", default=max(listed, 0)) or steps
-        if graph[key].get("class_type") == SPLIT:
-            first = min(_number(inputs, "step", default=0), steps)
-            steps = steps - first if output else first or steps
+        steps = positive(inputs, "steps", default=max(listed, 0)) or steps
+        first = _first_half(graph[key].get("class_type"), inputs, steps)
+        if first is not None:
+            steps = (steps - first if output else first) or steps
     return steps
+
+
+def _first_half(kind: str | None, inputs: dict, steps: int) -> int | None:
+    """Count the steps that a node with these ``inputs`` puts into the first of its two schedules; None where
+    it does not split them."""
+    if kind == SPLIT:
+        return min(positive(inputs, "step", default=0), steps)
+    part = inputs.get("denoise") if kind == SPLIT_BY_PART else None
+    return None if part is None else steps - round(steps * part)

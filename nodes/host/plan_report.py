@@ -56,11 +56,11 @@ def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
     ratio = getattr(format, "spacial_downscale_ratio", 8)
     video = format.latent_dimensions == 3
     if not video or family.images:
-        size = IMAGE["width"]
+        size = IMAGE.width
         side = size // ratio
         what = f"{size} x {size}" if known else f"latent {side} x {side}"
         return what, [format.latent_channels, *([1] if video else []), side, side]
-    width, height, frames = (VIDEO[name] for name in ("width", "height", "length"))
+    width, height, frames = VIDEO.width, VIDEO.height, VIDEO.length
     time = 1 + (frames - 1) // getattr(format, "temporal_downscale_ratio", 4)
     sides = [time, height // ratio, width // ratio]
     what = f"{frames} frames of {width} x {height}" if known else f"latent {' x '.join(map(str, sides))}"

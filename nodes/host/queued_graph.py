@@ -103,6 +103,30 @@ def ancestors(graph: dict, nodes: Iterable[str]) -> set[str]:
     return ids
 
 
+def upstream(graph: dict, node: str, words: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """Yield a node and those before it, along one link of each, and the number of the output that is linked:
+    of the inputs whose names have one of ``words``, those of the first word first; of a Switch the side that
+    it takes, the first where that takes a run."""
+    seen = set()
+    output = 0
+    while node in graph and node not in seen:
+        seen.add(node)
+        yield node, output
+        inputs = graph[node]["inputs"]
+        if graph[node].get("class_type") in SWITCHES:
+            named = list(_sides(graph, node))
+        else:
+            named = [name for word in words for name in inputs if word in name]
+        linked = (inputs[name] for name in named if source(graph, node, name))
+        node, output = next(linked, ("", 0))
+
+
+def positive(inputs: dict, name: str, default: int) -> int:
+    """Return the constant input ``name``, a number from 1 up; ``default`` where it is not one."""
+    value = inputs.get(name)
+    return value if isinstance(value, int) and value > 0 else default
+
+
 def executed(graph: dict, node: str) -> dict:
     """Return what ComfyUI runs of a graph, output nodes and all that they depend on; the whole graph where
     this leaves out ``node``, which runs."""

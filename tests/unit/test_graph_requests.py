@@ -127,6 +127,7 @@ def scheduled(nodes: dict, output: int = 0) -> dict:
     return prompt | nodes
 
 
+PARTS = {"class_type": "SplitSigmasDenoise", "inputs": {"sigmas": ["scheduler", 0], "denoise": 0.4}}
 SCHEDULER = {"class_type": "BasicScheduler", "inputs": {"steps": 12}}
 SPLIT = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["scheduler", 0], "step": 5}}
 AGAIN = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["split", 1], "step": 4}}
@@ -144,12 +145,25 @@ OPEN = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["scheduler", 0], "ste
         ({"split": SPLIT, "scheduler": SCHEDULER}, 0, 5),
         ({"split": SPLIT, "scheduler": SCHEDULER}, 1, 7),
         ({"again": AGAIN, "split": SPLIT, "scheduler": SCHEDULER}, 1, 3),
+        ({"parts": PARTS, "scheduler": SCHEDULER}, 0, 7),
+        ({"parts": PARTS, "scheduler": SCHEDULER}, 1, 5),
         ({"open": OPEN, "scheduler": SCHEDULER, "size": {"class_type": "Length", "inputs": {}}}, 0, 12),
         ({"listed": LISTED}, 0, 3),
         ({"linked": LINKED, "text": TEXT}, 0, 2),
         ({"linked": LINKED, "text": {"class_type": "Words", "inputs": {}}}, 0, 20),
     ],
-    ids=["further node", "first half", "second half", "split twice", "split", "text", "linked", "unknown"],
+    ids=[
+        "further node",
+        "first half",
+        "second half",
+        "split twice",
+        "high",
+        "low",
+        "split",
+        "text",
+        "linked",
+        "unknown",
+    ],
 )
 def test_the_steps_of_sigmas_are_counted(graph, nodes, output, steps):
     """Sigmas that are listed counted as 20 steps, half of a schedule as all of it."""

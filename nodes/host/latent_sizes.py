@@ -1,0 +1,187 @@
+"""The size of a latent before its graph runs: what nodes between its source and a sampler make of it."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ...backend.planner.machine import Sides
+from .queued_graph import constants, positive, source, upstream
+
+#: Words in the names of inputs through which a latent comes: video before audio, latents before images.
+LATENT = ("video_latent", "latent", "samples", "pixels", "image", "input")
+#: Inputs of ComfyUI's nodes that keep the ratio of the sides, by what they give: a factor of both sides,
+#: MEGA pixels, the longer side, the shorter one.
+FACTOR = ("scale_by", "resize_type.multiplier")
+MEGAPIXELS = ("megapixels", "resize_type.megapixels")
+LONGER = ("largest_size", "longer_edge", "resize_type.longer_size")
+SHORTER = ("resize_type.shorter_size",)
+MEGA = 1024 * 1024
+#: Hands on the sides of an image.
+MEASURE = "GetImageSize"
+#: What names of upscaling models have: x2, 4x, x1.5.
+TIMES = re.compile(r"(?<![\d.])(\d(?:\.\d)?)x(?!\d)|x(\d(?:\.\d)?)(?!\d)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class LatentSize:
+    """Pixels a side, frames and samples of a latent, or of the images that become one."""
+
+    width: int
+    height: int
+    length: int
+    batch: int = 1
+
+    def scaled(self, factor: float) -> "LatentSize":
+        """Return it with ``factor`` times the pixels a side."""
+        width, height = (max(1, round(side * factor)) for side in (self.width, self.height))
+        return replace(self, width=width, height=height)
+
+    def with_megapixels(self, megapixels: float) -> "LatentSize":
+        """Return it with so many pixels in the same ratio."""
+        return self.scaled(math.sqrt(megapixels * MEGA / (self.width * self.height)))
+
+
+class GraphSizes:
+    """Sizes that a queued graph gives its latents, for a model whose latent has a value for so many
+    ``pixels`` (T, H, W); ``usual``: of a source that does not tell its own."""
+
+    def __init__(self, prompt: dict, pixels: Sides, usual: LatentSize):
+        self.prompt, self.pixels, self.usual = prompt, pixels, usual
+
+    def of(self, node: str, seen: frozenset[str] = frozenset()) -> LatentSize:
+        """Return the size after a node; of a sampler that of its latent. ``seen``: nodes after it, for a
+        cycle, which ComfyUI itself refuses."""
+        chain = [key for key, _ in upstream(self.prompt, node, LATENT)]
+        size = self.usual
+        for index, key in reversed(list(enumerate(chain))):
+            if key not in seen:
+                size = self._after(key, size, seen | {*chain[: index + 1]})
+        return size
+
+    def sides(self, size: LatentSize) -> Sides:
+        """Return (T, H, W) of the latent of this size."""
+        time, *space = self.pixels
+        return (1 + (size.length - 1) // time, size.height // space[0], size.width // space[1])
+
+    def _after(self, key: str, size: LatentSize, seen: frozenset[str]) -> LatentSize:
+        """Return what a node makes of the size of its input."""
+        kind = self.prompt[key].get("class_type", "")
+        inputs = constants(self.prompt, key)
+        if kind in BATCHES:
+            return self._joined(key, size, seen)
+        if kind in CHANGES:
+            return CHANGES[kind](self, size, inputs, self._model_name(key))
+        ratio = _by_ratio(inputs, size)
+        return size.scaled(ratio) if ratio else self._with_own(key, inputs, size, seen)
+
+    def _with_own(self, key: str, inputs: dict, size: LatentSize, seen: frozenset[str]) -> LatentSize:
+        """Return the size with the sides that a node gives; a side of 0 follows from the ratio."""
+        prefix = "resize_type." if "resize_type" in inputs else ""
+        width, height = (self._side(key, f"{prefix}{name}", inputs, seen) for name in ("width", "height"))
+        if prefix:  # it has the one side that it sets
+            width, height = width or 0, height or 0
+        if width and height == 0:
+            height = round(width * size.height / size.width)
+        if height and width == 0:
+            width = round(height * size.width / size.height)
+        layers = positive(inputs, "layers", 0)  # next to the whole image, of Qwen-Image-Layered
+        return LatentSize(
+            width=width or size.width,
+            height=height or size.height,
+            length=positive(inputs, "length", 1 + layers if layers else size.length),
+            batch=positive(inputs, "batch_size", size.batch),
+        )
+
+    def _side(self, key: str, name: str, inputs: dict, seen: frozenset[str]) -> int | None:
+        """Return a side that a node is given, by a number or by GetImageSize; None where it takes a run."""
+        if isinstance(inputs.get(name), int):
+            return max(0, inputs[name])
+        origin = source(self.prompt, key, name)
+        if not origin or origin in seen or self.prompt[origin].get("class_type") != MEASURE:
+            return None
+        size = self.of(origin, seen)
+        _, output = self.prompt[key]["inputs"][name]
+        return (size.width, size.height)[output] if output in (0, 1) else None
+
+    def _joined(self, key: str, size: LatentSize, seen: frozenset[str]) -> LatentSize:
+        """Return the size of the first of a node's latents, with the samples of all."""
+        linked = [source(self.prompt, key, name) for name in self.prompt[key]["inputs"]]
+        _, *others = [each for each in linked if each] or [""]
+        more = sum(self.of(each, seen).batch for each in others if each not in seen)
+        return replace(size, batch=size.batch + more)
+
+    def _model_name(self, key: str) -> str:
+        model = source(self.prompt, key, "upscale_model")
+        name = constants(self.prompt, model).get("model_name") if model else ""
+        return name if isinstance(name, str) else ""
+
+
+def _by_ratio(inputs: dict, size: LatentSize) -> float | None:
+    """Return how many times the sides of an input a node gives its output; None where it does not tell."""
+    sides = (size.width, size.height)
+    for names, before in ((FACTOR, 1), (LONGER, max(sides)), (SHORTER, min(sides))):
+        found = [inputs[name] for name in names if _is_number(inputs.get(name))]
+        if found:
+            return found[0] / before
+    found = [inputs[name] for name in MEGAPIXELS if _is_number(inputs.get(name))]
+    return math.sqrt(found[0] * MEGA / math.prod(sides)) if found else None
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _times(name: str, default: float) -> float:
+    """Return the factor in the name of an upscaling model."""
+    found = TIMES.search(name)
+    return float(found[1] or found[2]) if found else default
+
+
+def _latent_scaled(sizes: GraphSizes, size: LatentSize, factor: float) -> LatentSize:
+    """Return a size whose latent has ``factor`` times the values a side."""
+    _, height, width = sizes.sides(size)
+    _, rows, columns = sizes.pixels
+    return replace(size, width=round(width * factor) * columns, height=round(height * factor) * rows)
+
+
+def _upscaled_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+    return _latent_scaled(sizes, size, inputs.get("scale_by", 1.0))
+
+
+def _upsampled_ltx(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+    """Return the size after a model that doubles the sides, or the frames."""
+    factor = _times(model, 2.0)
+    if "temporal" in model:  # the first frame stays one
+        return replace(size, length=1 + round((size.length - 1) * factor))
+    return _latent_scaled(sizes, size, factor)
+
+
+def _upscaled_image(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+    return size.scaled(_times(model, 1.0))
+
+
+def _for_kontext(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+    return size.with_megapixels(1.0)
+
+
+def _repeated(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+    return replace(size, batch=size.batch * positive(inputs, "amount", 1))
+
+
+def _picked(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+    """Return the size after a node whose input ``length`` counts samples, not frames."""
+    return replace(size, batch=min(size.batch, positive(inputs, "length", size.batch)))
+
+
+#: Nodes that put the samples of all their latents into one.
+BATCHES = ("LatentBatch", "BatchLatentsNode")
+#: Nodes whose output does not follow from the names of their inputs alone -> what they make of a size.
+CHANGES: dict[str, Callable[[GraphSizes, LatentSize, dict, str], LatentSize]] = {
+    "LatentUpscaleBy": _upscaled_latent,
+    "LTXVLatentUpsampler": _upsampled_ltx,
+    "ImageUpscaleWithModel": _upscaled_image,
+    "FluxKontextImageScale": _for_kontext,
+    "RepeatLatentBatch": _repeated,
+    "LatentFromBatch": _picked,
+}
