@@ -159,4 +159,4 @@ def _first_half(kind: str | None, inputs: dict, steps: int) -> int | None:
     if kind == SPLIT:
         return min(positive(inputs, "step", default=0), steps)
     part = inputs.get("denoise") if kind == SPLIT_BY_PART else None
-    return None if part is None else steps - round(steps * part)
+    return steps - round(steps * part) if isinstance(part, int | float) else None

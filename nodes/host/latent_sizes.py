@@ -121,15 +121,17 @@ def _by_ratio(inputs: dict, size: LatentSize) -> float | None:
     """Return how many times the sides of an input a node gives its output; None where it does not tell."""
     sides = (size.width, size.height)
     for names, before in ((FACTOR, 1), (LONGER, max(sides)), (SHORTER, min(sides))):
-        found = [inputs[name] for name in names if _is_number(inputs.get(name))]
-        if found:
-            return found[0] / before
-    found = [inputs[name] for name in MEGAPIXELS if _is_number(inputs.get(name))]
-    return math.sqrt(found[0] * MEGA / math.prod(sides)) if found else None
+        given = _number(inputs, names)
+        if given:
+            return given / before
+    megapixels = _number(inputs, MEGAPIXELS)
+    return math.sqrt(megapixels * MEGA / math.prod(sides)) if megapixels else None
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and value > 0
+def _number(inputs: dict, names: tuple[str, ...]) -> float:
+    """Return the first of these inputs that is a number above 0; 0 where none is."""
+    found = (inputs.get(name) for name in names)
+    return next((each for each in found if isinstance(each, int | float) and each > 0), 0.0)
 
 
 def _times(name: str, default: float) -> float:
@@ -146,7 +148,7 @@ def _latent_scaled(sizes: GraphSizes, size: LatentSize, factor: float) -> Latent
 
 
 def _upscaled_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
-    return _latent_scaled(sizes, size, inputs.get("scale_by", 1.0))
+    return _latent_scaled(sizes, size, _number(inputs, FACTOR) or 1.0)
 
 
 def _upsampled_ltx(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:

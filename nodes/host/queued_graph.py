@@ -12,6 +12,8 @@ from typing import Any
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
+from .number_expressions import computed
+
 _queued: ContextVar[dict | None] = ContextVar("queued graph", default=None)
 _queued_by: ContextVar[str | None] = ContextVar("page that has queued it", default=None)
 #: Nodes that hand a PARALLEL_DIT on.
@@ -20,6 +22,8 @@ THROUGH = ("ParallelLoRA",)
 #: node may have one of them alone. And the one that does not hand on its only input, ``value``.
 SWITCHES, SWITCHED = ("ComfySwitchNode", "ComfySoftSwitchNode"), ("on_false", "on_true")
 NOT = "ComfyNotNode"
+#: ComfyUI's node that computes a number (FLOAT, INT) of its inputs of this prefix.
+MATH, MATH_VALUES = "ComfyMathExpression", "values."
 
 
 def remember(request: dict) -> dict:
@@ -68,8 +72,8 @@ def constants(graph: dict, node: str) -> dict:
 
 def constant(graph: dict, node: str, name: str, seen: frozenset[str] = frozenset()) -> Any:
     """Return the value of an input, also of one that is linked to a node whose one input is ``value``
-    (PrimitiveInt) or to a Switch; None where that takes a run. ``seen``: nodes on the way, which may be a
-    cycle."""
+    (PrimitiveInt), to a Switch or to a Math Expression; None where that takes a run. ``seen``: nodes on the
+    way, which may be a cycle."""
     origin = source(graph, node, name)
     if origin is None:
         given = graph[node]["inputs"].get(name)
@@ -80,8 +84,23 @@ def constant(graph: dict, node: str, name: str, seen: frozenset[str] = frozenset
     kind = graph[origin].get("class_type")
     if graph[origin]["inputs"].keys() == {"value"} and kind != NOT:
         return constant(graph, origin, "value", further)
+    if kind == MATH:
+        return _computed(graph, origin, graph[node]["inputs"][name][1], further)
     switched = constant(graph, origin, "switch", further) if kind in SWITCHES else None
     return None if switched is None else constant(graph, origin, SWITCHED[bool(switched)], further)
+
+
+def _computed(graph: dict, node: str, output: int, seen: frozenset[str]) -> float | None:
+    """Return an output of a Math Expression, a FLOAT or an INT; None of others, and where it takes a run."""
+    expression = constant(graph, node, "expression", seen)
+    named = (name for name in graph[node]["inputs"] if name.startswith(MATH_VALUES))
+    values = {name.removeprefix(MATH_VALUES): constant(graph, node, name, seen) for name in named}
+    if not isinstance(expression, str) or not all(isinstance(each, int | float) for each in values.values()):
+        return None
+    result = computed(expression, values)
+    if result is None or output not in (0, 1):
+        return None
+    return int(result) if output else float(result)
 
 
 def source(graph: dict, node: str, name: str) -> str | None:

@@ -200,6 +200,46 @@ def test_layers_are_latents_of_one_image(graph):
     assert graph.request_of_graph(prompt, "1", IMAGES).image_tokens == 4 * 40 * 40
 
 
+def expression(text: str, **values) -> dict:
+    return node("ComfyMathExpression", expression=text, **{f"values.{n}": v for n, v in values.items()})
+
+
+@pytest.mark.parametrize(
+    "text, steps",
+    [
+        ("a/2", 10),
+        ("a * b + 1", 61),
+        ("(a // 8) * 8", 16),
+        ("max(((a + 15) // 16) * 16, 256)", 256),
+        ("a & -8", 16),
+        ("a & ~1", 20),
+        ("floor(a/3)*3", 18),
+        ("max(5, round(a * b)) + (5 - (max(5, round(a * b)) % 17)) % 17", 73),
+        ("a / 0", None),
+        ("a * 1e999", None),
+        ("a +", None),
+        ("a ** 2", None),
+        ("sqrt(a)", None),
+        ("c", None),
+        ("word", None),
+        ("run", None),
+        ("itself", None),
+        ("a.real", None),
+        ("__import__('os').getpid()", None),
+        ("a" + "+a" * 200, None),
+    ],
+)
+def test_what_an_expression_computes_is_followed(graph, text, steps):
+    """Half of the width, and seconds times frames, as LTX-2.3's template has them."""
+    unknown = {"word": "x", "run": ["run", 0], "itself": ["steps", 1]}
+    values = {"a": ["twenty", 0], "b": 3} | {name: link for name, link in unknown.items() if name == text}
+    prompt = after(
+        twenty=node("PrimitiveInt", value=20), run=node("Length"), steps=expression(text, **values)
+    )
+    prompt["sampler"]["inputs"]["steps"] = ["steps", 1]
+    assert graph.request_of_graph(prompt, "1", IMAGES).steps == (steps or 20)
+
+
 def workflow(name: str) -> dict:
     return json.loads((WORKFLOWS / f"{name}.json").read_text())
 

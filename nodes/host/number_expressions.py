@@ -1,0 +1,57 @@
+"""Numbers that ComfyUI's Math Expression computes of others, before a graph runs."""
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+
+#: A longer expression is not read.
+MAX_CHARACTERS = 200
+OPERATORS: dict[type[ast.AST], Callable] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.BitAnd: operator.and_,
+    ast.USub: operator.neg,
+    ast.Invert: operator.invert,
+}
+FUNCTIONS: dict[str, Callable] = {
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "round": round,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "int": int,
+    "float": float,
+}
+
+
+def computed(expression: str, values: dict[str, float]) -> float | None:
+    """Return what an expression of numbers and ``values`` is, by names; None where it has more than sums,
+    products, remainders and the functions above, or no result. Nothing is evaluated by Python itself."""
+    if len(expression) > MAX_CHARACTERS:
+        return None
+    try:
+        result = _value(ast.parse(expression.strip(), mode="eval").body, values)
+        return result if math.isfinite(result) else None
+    except (ArithmeticError, KeyError, SyntaxError, TypeError, ValueError):
+        return None  # the node itself says why, when it runs
+
+
+def _value(node: ast.AST, values: dict[str, float]) -> float:
+    """Return the number that a part of an expression is; raise KeyError for what is not known."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.Name):
+        return values[node.id]
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
+    if isinstance(node, ast.UnaryOp):
+        return OPERATORS[type(node.op)](_value(node.operand, values))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return FUNCTIONS[node.func.id](*(_value(each, values) for each in node.args))
+    raise KeyError(type(node).__name__)
