@@ -8,6 +8,7 @@ from ...backend.client.model_choice import ModelChoice
 from ...backend.lora_bytes import LoraBytes
 from ...backend.planner.machine import RequestEstimate, tokens_of
 from ...backend.planner.model_shape import ModelShape
+from .graph_references import references
 from .guidance import guidance_of, skips_negative
 from .latent_sizes import GraphSizes, LatentSize
 from .model_files import lora_size, model_choice_of
@@ -66,11 +67,14 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
     inputs = constants(graph, sampler)
     sizes = GraphSizes(graph, shape.pixels, VIDEO if shape.is_video else IMAGE)
     latent = sizes.of(sampler)
+    given = references(graph, sampler, shape.pixels, latent)
+    further = sum(tokens_of(sides, shape.patch) for sides in given)
+    among_text = further if shape.static_text else 0  # the keys and values that stay with the text's
     guidance = guidance_of(inputs)
     loras, others = _lora_bytes(graph, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
     return RequestEstimate(
-        image_tokens=tokens_of(sizes.sides(latent), shape.patch),
-        text_tokens=TEXT,
+        image_tokens=tokens_of(sizes.sides(latent), shape.patch) + further - among_text,
+        text_tokens=TEXT + among_text,
         steps=_steps(graph, sampler, inputs),
         prompts=1 if (skips_negative(*guidance) if guidance else drained) else 2,
         batch=latent.batch,

@@ -1,0 +1,43 @@
+"""Reference images that a queued graph gives to a prompt: their tokens go through the model with the
+latent's."""
+
+from dataclasses import replace
+
+from ...backend.planner.machine import Sides
+from .latent_sizes import GraphSizes, LatentSize
+from .queued_graph import source, upstream
+
+#: Words in the names of inputs through which a sampler's positive prompt comes.
+PROMPT = ("guider", "positive", "cond1", "conditioning")
+REFERENCE = "ReferenceLatent"
+#: Encoders of a prompt that give the images linked to them as references too, where a VAE is linked -> MEGA
+#: pixels that they scale each to; 0: about the latent's size.
+ENCODERS = {
+    "TextEncodeQwenImageEdit": 1.0,
+    "TextEncodeQwenImageEditPlus": 1.0,
+    "TextEncodeQwenImage21": 0.0,
+}
+
+
+def references(prompt: dict, sampler: str, pixels: Sides, latent: LatentSize) -> list[Sides]:
+    """Return (T, H, W) of the references of a sampler's positive prompt, for a model whose latent has a value
+    for so many ``pixels``; one whose size takes a run is as large as the ``latent``."""
+    sizes = GraphSizes(prompt, pixels, replace(latent, length=1))
+    found = []
+    for key, _ in upstream(prompt, sampler, PROMPT):
+        kind = prompt[key].get("class_type", "")
+        if kind == REFERENCE:
+            origin = source(prompt, key, "latent")
+            found += [sizes.of(origin)] if origin else []
+        if kind in ENCODERS and source(prompt, key, "vae"):
+            found += [_encoded(sizes.of(each), ENCODERS[kind]) for each in _images(prompt, key)]
+    return [sizes.sides(size) for size in found]
+
+
+def _images(prompt: dict, encoder: str) -> list[str]:
+    linked = (source(prompt, encoder, name) for name in prompt[encoder]["inputs"] if "image" in name)
+    return [each for each in linked if each]
+
+
+def _encoded(size: LatentSize, megapixels: float) -> LatentSize:
+    return size.with_megapixels(megapixels) if megapixels else size
