@@ -102,6 +102,7 @@ def test_references_before_a_guider_are_counted(graph):
     [
         ("flux2_edit", "7", replace(IMAGES, pixels=(1, 16, 16), patch=(1, 1, 1)), 2 * ONE),
         ("flux_kontext_edit", "7", IMAGES, 2 * ONE),
+        ("qwen_image_edit_2511_lightning", "7", IMAGES, 2 * ONE),
         ("qwen_image_edit", "7", IMAGES, 78 * 78 + ONE),  # 1.5 megapixels
     ],
 )

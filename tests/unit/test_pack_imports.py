@@ -159,7 +159,7 @@ MARGIN, FILLED, READABLE = 10, 0.75, 8 / 14
 WIDE = {
     *("flux2_edit", "ideogram4_txt2img", "krea2_int8_lora_txt2img", "ltx25_t2v", "ltx2_i2v", "ltx2_t2v"),
     *("ltxv_t2v", "parallel_model", "qwen_image_lightning_txt2img", "wan22_lightx2v_t2v"),
-    "wan22_t2v_two_stage",
+    *("qwen_image_edit_2511_lightning", "wan22_t2v_two_stage"),
 }
 
 
