@@ -223,6 +223,15 @@ class TestVae:
             )
         return F.interpolate(latent[:, :3] / 2 + 0.5, scale_factor=self.scale).movedim(1, -1).clamp(0, 1)
 
+    def decode_tiled(self, latent, **tiles):
+        return self.decode(latent)
+
+    def temporal_compression_decode(self):
+        return 4 if self.video else None
+
+    def spacial_compression_decode(self):
+        return self.scale
+
 
 class TestVision:
     """In place of a CLIP vision loader."""
