@@ -27,6 +27,7 @@ DIRECTORIES = {
     "LTXAVTextEncoderLoader": "text_encoders",
     "VAELoader": "vae",
     "CLIPVisionLoader": "clip_vision",
+    "LatentUpscaleModelLoader": "latent_upscale_models",
 }
 #: File -> where it is published, as in the templates of ComfyUI.
 URLS = json.loads(Path(__file__).with_name("model_urls.json").read_text())

@@ -271,6 +271,13 @@ def test_the_second_pass_of_ltx_is_larger(graph, model, tokens):
     assert (second.image_tokens, second.steps) == (tokens, 3)
 
 
+def test_both_passes_of_the_bundled_workflow_are_known(graph):
+    prompt = workflow("ltx23_two_pass_t2v")
+    request = graph.request_of_graph(prompt, "6", LTX)
+    found = [(each.image_tokens, each.steps, each.prompts) for each in (request, *request.then)]
+    assert found == [(3520, 8, 1), (14080, 3, 1)]
+
+
 def test_the_second_pass_of_an_image_is_larger(graph):
     prompt = workflow("z_image_int8_txt2img")
     prompt["30"] = node("LatentUpscaleBy", samples=["9", 0], upscale_method="bislerp", scale_by=1.5)

@@ -158,6 +158,7 @@ MARGIN, FILLED, READABLE = 10, 0.75, 8 / 14
 #: Templates with six or more columns: of a small screen they take too much.
 WIDE = {
     *("flux2_edit", "ideogram4_txt2img", "krea2_int8_lora_txt2img", "ltx25_t2v", "ltx2_i2v", "ltx2_t2v"),
+    "ltx23_two_pass_t2v",
     *("ltxv_t2v", "parallel_model", "qwen_image_lightning_txt2img", "wan22_lightx2v_t2v"),
     *("qwen_image_edit_2511_lightning", "wan22_t2v_two_stage"),
 }
@@ -215,6 +216,7 @@ def test_the_page_can_offer_every_file(path):
                 "vae",
                 "checkpoints",
                 "clip_vision",
+                "latent_upscale_models",
             )
 
 
