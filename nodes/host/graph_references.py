@@ -19,23 +19,23 @@ ENCODERS = {
 }
 
 
-def references(prompt: dict, sampler: str, pixels: Sides, latent: LatentSize) -> list[Sides]:
+def references(graph: dict, sampler: str, pixels: Sides, latent: LatentSize) -> list[Sides]:
     """Return (T, H, W) of the references of a sampler's positive prompt, for a model whose latent has a value
     for so many ``pixels``; one whose size takes a run is as large as the ``latent``."""
-    sizes = GraphSizes(prompt, pixels, replace(latent, length=1))
-    found = []
-    for key, _ in upstream(prompt, sampler, PROMPT):
-        kind = prompt[key].get("class_type", "")
+    sizes = GraphSizes(graph, pixels, replace(latent, length=1))
+    given = []
+    for key, _ in upstream(graph, sampler, PROMPT):
+        kind = graph[key].get("class_type", "")
         if kind == REFERENCE:
-            origin = source(prompt, key, "latent")
-            found += [sizes.of(origin)] if origin else []
-        if kind in ENCODERS and source(prompt, key, "vae"):
-            found += [_encoded(sizes.of(each), ENCODERS[kind]) for each in _images(prompt, key)]
-    return [sizes.sides(size) for size in found]
+            origin = source(graph, key, "latent")
+            given += [sizes.of(origin)] if origin else []
+        if kind in ENCODERS and source(graph, key, "vae"):
+            given += [_encoded(sizes.of(each), ENCODERS[kind]) for each in _images(graph, key)]
+    return [sizes.sides(size) for size in given]
 
 
-def _images(prompt: dict, encoder: str) -> list[str]:
-    linked = (source(prompt, encoder, name) for name in prompt[encoder]["inputs"] if "image" in name)
+def _images(graph: dict, encoder: str) -> list[str]:
+    linked = (source(graph, encoder, name) for name in graph[encoder]["inputs"] if "image" in name)
     return [each for each in linked if each]
 
 

@@ -46,13 +46,13 @@ class GraphSizes:
     """Sizes that a queued graph gives its latents, for a model whose latent has a value for so many
     ``pixels`` (T, H, W); ``usual``: of a source that does not tell its own."""
 
-    def __init__(self, prompt: dict, pixels: Sides, usual: LatentSize):
-        self.prompt, self.pixels, self.usual = prompt, pixels, usual
+    def __init__(self, graph: dict, pixels: Sides, usual: LatentSize):
+        self.graph, self.pixels, self.usual = graph, pixels, usual
 
     def of(self, node: str, seen: frozenset[str] = frozenset()) -> LatentSize:
         """Return the size after a node; of a sampler that of its latent. ``seen``: nodes after it, for a
         cycle, which ComfyUI itself refuses."""
-        chain = [key for key, _ in upstream(self.prompt, node, LATENT)]
+        chain = [key for key, _ in upstream(self.graph, node, LATENT)]
         size = self.usual
         for index, key in reversed(list(enumerate(chain))):
             if key not in seen:
@@ -66,8 +66,8 @@ class GraphSizes:
 
     def _after(self, key: str, size: LatentSize, seen: frozenset[str]) -> LatentSize:
         """Return what a node makes of the size of its input."""
-        kind = self.prompt[key].get("class_type", "")
-        inputs = constants(self.prompt, key)
+        kind = self.graph[key].get("class_type", "")
+        inputs = constants(self.graph, key)
         if kind in BATCHES:
             return self._joined(key, size, seen)
         if kind in CHANGES:
@@ -85,35 +85,35 @@ class GraphSizes:
             height = round(width * size.height / size.width)
         if height and width == 0:
             width = round(height * size.width / size.height)
-        layers = positive(inputs, "layers", 0)  # next to the whole image, of Qwen-Image-Layered
+        layers = positive(inputs, "layers", default=0)  # next to the whole image, of Qwen-Image-Layered
         return LatentSize(
             width=width or size.width,
             height=height or size.height,
-            length=positive(inputs, "length", 1 + layers if layers else size.length),
-            batch=positive(inputs, "batch_size", size.batch),
+            length=positive(inputs, "length", default=1 + layers if layers else size.length),
+            batch=positive(inputs, "batch_size", default=size.batch),
         )
 
     def _side(self, key: str, name: str, inputs: dict, seen: frozenset[str]) -> int | None:
         """Return a side that a node is given, by a number or by GetImageSize; None where it takes a run."""
         if isinstance(inputs.get(name), int):
             return max(0, inputs[name])
-        origin = source(self.prompt, key, name)
-        if not origin or origin in seen or self.prompt[origin].get("class_type") != MEASURE:
+        origin = source(self.graph, key, name)
+        if not origin or origin in seen or self.graph[origin].get("class_type") != MEASURE:
             return None
         size = self.of(origin, seen)
-        _, output = self.prompt[key]["inputs"][name]
+        _, output = self.graph[key]["inputs"][name]
         return (size.width, size.height)[output] if output in (0, 1) else None
 
     def _joined(self, key: str, size: LatentSize, seen: frozenset[str]) -> LatentSize:
         """Return the size of the first of a node's latents, with the samples of all."""
-        linked = [source(self.prompt, key, name) for name in self.prompt[key]["inputs"]]
+        linked = [source(self.graph, key, name) for name in self.graph[key]["inputs"]]
         _, *others = [each for each in linked if each] or [""]
         more = sum(self.of(each, seen).batch for each in others if each not in seen)
         return replace(size, batch=size.batch + more)
 
     def _model_name(self, key: str) -> str:
-        model = source(self.prompt, key, "upscale_model")
-        name = constants(self.prompt, model).get("model_name") if model else ""
+        model = source(self.graph, key, "upscale_model")
+        name = constants(self.graph, model).get("model_name") if model else ""
         return name if isinstance(name, str) else ""
 
 
@@ -130,14 +130,14 @@ def _by_ratio(inputs: dict, size: LatentSize) -> float | None:
 
 def _number(inputs: dict, names: tuple[str, ...]) -> float:
     """Return the first of these inputs that is a number above 0; 0 where none is."""
-    found = (inputs.get(name) for name in names)
-    return next((each for each in found if isinstance(each, int | float) and each > 0), 0.0)
+    given = (inputs.get(name) for name in names)
+    return next((each for each in given if isinstance(each, int | float) and each > 0), 0.0)
 
 
 def _times(name: str, default: float) -> float:
     """Return the factor in the name of an upscaling model."""
-    found = TIMES.search(name)
-    return float(found[1] or found[2]) if found else default
+    factor = TIMES.search(name)
+    return float(factor[1] or factor[2]) if factor else default
 
 
 def _latent_scaled(sizes: GraphSizes, size: LatentSize, factor: float) -> LatentSize:
@@ -168,12 +168,12 @@ def _for_kontext(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) 
 
 
 def _repeated(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
-    return replace(size, batch=size.batch * positive(inputs, "amount", 1))
+    return replace(size, batch=size.batch * positive(inputs, "amount", default=1))
 
 
 def _picked(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
     """Return the size after a node whose input ``length`` counts samples, not frames."""
-    return replace(size, batch=min(size.batch, positive(inputs, "length", size.batch)))
+    return replace(size, batch=min(size.batch, positive(inputs, "length", default=size.batch)))
 
 
 #: Nodes that put the samples of all their latents into one.
