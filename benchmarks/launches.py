@@ -109,7 +109,10 @@ def mesh_of(config: ParallelConfig, rank: int) -> Mesh:
     if axes["ring"].size > 1 and axes["ulysses"].size > 1:
         sp = axis_of("sp", ranks[(*here[:3], slice(None), slice(None), here[5])].flatten().tolist(), rank)
     alone = Axis(group=None, rank=0, size=1, ranks=(rank,))
-    grid = {"tp_inputs": alone, "tp_outputs": alone, "weights": None, "control": None}
+    # ranks that hold the same weights, which FSDP divides: over replicas, rings and Ulysses
+    same = ranks[:, here[1], here[2], :, :, here[5]].flatten().tolist()
+    weights = axis_of("weights", same, rank).group if config.shard_weights else None
+    grid = {"tp_inputs": alone, "tp_outputs": alone, "weights": weights, "control": None}
     return Mesh(META, rank, config.world_size, **axes, sp=sp, edges=edges_of(axes["pp"]), **grid)
 
 

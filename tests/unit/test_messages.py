@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import wires
+from gathered_weights import gather_weights
 from tiny import shallow_flux
 from wires import Log, Message, Operation
 
@@ -47,14 +48,8 @@ EXACT_STEPS = 2
 #: The only rank that some tests look at.
 SECOND = range(1, 2)
 
-RING_TP = OF_FAMILIES[1]
-#: (family, methods) -> what a block computes between a layer's sum, which ends in the layer, and its use.
-EARLY = {
-    ("hidream", RING_TP): "aten::index",  # the tokens of an expert, from what the router chose
-    ("minimax-h3", RING_TP): "aten::index_select",  # the gate of each latent's tokens
-    ("flux2-dev", RING_TP): "aten::linear",  # the output layer of the text stream
-    ("lumina2", RING_TP): "aten::tanh",  # the gate
-}
+#: Weights that ranks gather from each other, under what divides the work.
+SHARDED = (("ulysses",), ("ring",), ("data_parallel",), ("cfg", "ulysses"))
 
 
 def configuration(methods: tuple[str, ...], **settings) -> ParallelConfig:
@@ -79,6 +74,8 @@ def one_rank(family: str, checkpoint: Checkpoint, config: ParallelConfig, rank: 
     own = replace(checkpoint)  # whose transformer is the rank's own
     with torch.inference_mode():
         _ = own.transformer  # built before operations are recorded, in half of the time
+    if config.shard_weights:
+        gather_weights(own, str(mesh.weights), config.sp_degree * config.data_parallel_degree, own.modulation)
     with meta_device(Count()), torch.inference_mode(), wires.recorded(log):
         model = launches.load(own, config, mesh, stages)
         sample = launches.request_of(family, batch=mesh.dp.size)
@@ -108,15 +105,12 @@ def forgotten():
     of_shallow_flux.cache_clear()
 
 
-def check(logs: list[Log], excused: str = ""):
-    """``excused``: what may follow a wait of tensor parallelism before its sum is used."""
+def check(logs: list[Log]):
     assert wires.differences(logs) == []
     assert wires.deadlock(logs) is None
     forgotten = [op.group for log in logs for op in log.operations if op.received and op.waited is None]
     assert forgotten == []
-    early = [(group, name) for log in logs for group, name in log.early_waits]
-    assert [each for each in early if not (each[0].startswith("tp:") and each[1] == excused)] == []
-    assert any(name == excused for _, name in early) or not excused, "an excuse that is not needed"
+    assert [each for log in logs for each in log.early_waits] == []
 
 
 PAIRS = [(a, b) for i, a in enumerate(METHODS) for b in METHODS[i:] if a != b or a in METHODS[1:4]]
@@ -130,10 +124,32 @@ def test_flux_under_all_hybrids(methods):
         check(of_shallow_flux(configuration(methods, num_pipeline_patch=1)))
 
 
+def halve(monkeypatch):
+    """Have tiny tensors exchanged and summed in two halves, as those of real sizes are."""
+    monkeypatch.setattr(ulysses_ring, "TILES_OF_A_CHUNK", 1)
+    monkeypatch.setattr(tensor_parallel, "MIN_TOKENS_TO_HALVE", 1)
+
+
+def test_halves_meet_on_all_ranks(monkeypatch):
+    """More messages than of whole tensors, in an order that no communicator stops at."""
+    config = configuration(("ulysses", "tensor_parallel"))
+    whole = of_shallow_flux(config)
+    halve(monkeypatch)
+    halves = run("flux-dev", config, shallow_checkpoint())
+    check(halves)
+    counts = [[len(log.operations) for log in logs] for logs in (whole, halves)]
+    assert all(one < other for one, other in zip(*counts, strict=True))
+
+
 @pytest.mark.parametrize("family", launches.FAMILIES)
-def test_every_family(family):
-    for methods in OF_FAMILIES:
-        check(run(family, configuration(methods)), EARLY.get((family, methods), ""))
+def test_every_family(family, monkeypatch):
+    """In halves; heads, which stages' buffers do not halve, of some families, with float8 on the wire."""
+    halve(monkeypatch)
+    configs = [configuration(methods) for methods in OF_FAMILIES]
+    if family in OF_VALUES:
+        configs.append(configuration(("ulysses",), wire="fp8"))
+    for config in configs:
+        check(run(family, config))
 
 
 def test_activations_come_while_the_stage_computes():
@@ -144,6 +160,28 @@ def test_activations_come_while_the_stage_computes():
     steady = [op for op in log.operations if op.received][-patches:]
     micro_step = min(b.waited - a.waited for a, b in pairwise(steady))
     assert all(op.waited - op.started > 0.9 * micro_step for op in steady[1:])
+
+
+@pytest.mark.parametrize("methods", SHARDED, ids="+".join)
+def test_weights_are_gathered_in_one_order(methods):
+    """Each block's at every evaluation, while the block before computes."""
+    logs = run("flux-dev", configuration(methods, shard_weights=True), shallow_checkpoint())
+    check(logs)
+    for log in logs:
+        gathers = [op for op in log.operations if op.group.startswith("weights")]
+        assert len(gathers) >= EXACT_STEPS * shallow_checkpoint().block_count
+        ahead = [op for op in gathers if PRODUCTS & {*log.meanwhile(op)}]
+        assert len(ahead) >= EXACT_STEPS * (shallow_checkpoint().block_count - 1)
+
+
+def test_a_rank_that_gathers_once_more_is_found():
+    """As one that has found more different embeddings than the others have."""
+    config = configuration(("ulysses",), shard_weights=True)
+    logs = [*run("flux-dev", config, shallow_checkpoint())]
+    own = logs[1].events
+    first = next(event for event in own if event[1].group.startswith("weights"))
+    own.insert(0, (first[0], replace(first[1])))
+    assert wires.differences(logs) and wires.deadlock(logs)
 
 
 @pytest.mark.parametrize("methods", [("ulysses",), ("ring",), ("pipefusion", "ring")], ids="+".join)
@@ -168,8 +206,7 @@ def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
     """Values come while queries and keys are rotated. Of two halves of heads, the second comes while the
     first attends, which goes while the second attends. Of two halves of tokens, the first is summed while the
     second multiplies."""
-    monkeypatch.setattr(ulysses_ring, "TILES_OF_A_CHUNK", 1)
-    monkeypatch.setattr(tensor_parallel, "MIN_TOKENS_TO_HALVE", 1)
+    halve(monkeypatch)
     group, work, part = HIDDEN_BEHIND[method]
     [log] = run("flux-dev", replace(configuration((method,)), wire=wire), ranks=SECOND)
     own = [op for op in log.operations if op.group.startswith(group) and op.received]
