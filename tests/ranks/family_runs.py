@@ -34,7 +34,7 @@ from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.common import ltx2_connectors
-from backend.parallel import compiled_blocks, mesh
+from backend.parallel import compiled_blocks, mesh, tensor_parallel, ulysses_ring
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 
@@ -49,6 +49,9 @@ SIDE, TEXT, FIXED = 8, 20, 80
 #: Samples of a model call: a batch that no two groups of ranks share evenly, and how many of them are called
 #: where there is one group.
 CALLED, ALONE = 3, 2
+
+#: Degrees whose ranks exchange heads, or sum products, in two halves, as they do at real sizes.
+IN_HALVES = (dict(ulysses_degree=2), dict(tensor_parallel_degree=2))
 
 #: By how much the tokens differ that routers of experts are given on unlike ranks.
 UNLIKE = 1e-3
@@ -205,8 +208,11 @@ def main(folder: str, selected: list[str], out: str):
     configs = dict.fromkeys(each.config for each in chosen)
     meshes = {config: mesh.build(config, "cpu") for config in configs}
     engine, found, previous = None, [], None
+    usual = ulysses_ring.TILES_OF_A_CHUNK, tensor_parallel.MIN_TOKENS_TO_HALVE
     for run_ in chosen:
         case, config = run_.case, run_.config
+        least = (1, 1) if dict(run_.degrees) in IN_HALVES else usual
+        ulysses_ring.TILES_OF_A_CHUNK, tensor_parallel.MIN_TOKENS_TO_HALVE = least
         if engine is None:
             engine = Engine(config, meshes[config])
             disturb_routers(engine)
