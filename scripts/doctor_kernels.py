@@ -129,10 +129,12 @@ def _cell(row: dict) -> str:
 
 
 def compiled(lab: Lab) -> Found:
-    """Compiled blocks against eager ones, on one rank and over all: seconds a step, latents, notes."""
+    """Compiled blocks against eager ones, on one rank and over all, whole and sharded, which auto may choose
+    together: seconds a step, latents, notes."""
     configs = {"one rank": ParallelConfig()}
     if lab.ranks > 1:
         configs["ulysses"] = ParallelConfig(ulysses_degree=lab.ranks)
+        configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
     lab.flux()
     for name in while_time(lab, configs):
         yield from possible("compiled", name, partial(_compiled, name=name, config=configs[name]), lab)

@@ -16,7 +16,7 @@ SECONDS = {
     "life": 45,
     "waits": 60,
     "memory": 45,
-    "compiled": 90,
+    "compiled": 120,  # six starts, 42 requests
     "kernels": 60,
     "quantized": 130,  # seven files, 60 timed requests, 45 of all ranks
     "dequantized once": 30,

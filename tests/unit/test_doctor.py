@@ -230,7 +230,7 @@ def test_full_compares_every_method_and_one_failure_stops_no_other():
     speeds = {each.values["method"]: each.values for each in found if "speedup" in each.values}
     assert speeds["wan21-t2v, ulysses"]["speedup"] == 2.0
     compiled = {each.values["method"] for each in found if each.check == "compiled"}
-    assert compiled == {"one rank, compiled", "ulysses, compiled"}
+    assert compiled == {"one rank, compiled", "ulysses, compiled", "FSDP, compiled"}
     assert speeds["ulysses"]["speedup"] == 2.0 and speeds["ulysses"]["of_ceiling"] == 0.5
     refused = [each for each in found if each.check == "quantized" and each.status == WARNING]
     assert len(refused) == len(doctor_quantized.NATIVE) and "comfy-kitchen" in refused[0].text
