@@ -137,6 +137,9 @@ COMPILED_HYBRIDS = {
 STAND_FOR_OTHERS = ("qwen-image", "wan21-t2v", "ltx2", "sana")
 #: That of the fast tier.
 FAST_COMPILED = {"qwen-image21": dict(pipefusion_degree=2, num_pipeline_patch=3)}
+#: Methods that have float8 on the wire, and the families that send sums in full.
+ROUNDED = (dict(ulysses_degree=2), dict(ring_degree=2))
+IN_FULL = ("sana",)
 EVERY_COMPILED = "PARALLEL_DIT_TEST_EVERY_COMPILED"
 #: The configuration of a case in the fast tier, where another case has its signature.
 HYBRID = dict(ulysses_degree=2)
@@ -212,6 +215,15 @@ class Run:
         every = [Run(2, self.case, tuple(turn.items())) for turn in COMPILED]
         turns = [run for run in every if can_run(self.case, run.config) and not run.is_fast]
         return self == turns[FAMILIES.index(self.case) % len(turns)]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Does it run with float8 on the wire too? Every family that allows it, under the first method of
+        sequences that --all alone runs."""
+        if self.ranks != 2 or self.case not in FAMILIES or self.case in IN_FULL:
+            return False
+        every = [Run(2, self.case, tuple(method.items())) for method in ROUNDED]
+        return self == next(run for run in every if not run.is_fast)
 
     @property
     def all_trace(self) -> bool:

@@ -152,6 +152,12 @@ def called(engine: Engine, name: str, sample: Sample, count: int):
     return output.contiguous()
 
 
+def in_float8(engine: Engine, sample: Sample) -> torch.Tensor:
+    """The latent of a request with float8 on the wire."""
+    engine.check_sample(sample)
+    return engine.sample(sample, Callbacks())[0].contiguous()
+
+
 def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
     """What the single process makes of a case; computed once for all world sizes."""
 
@@ -223,13 +229,17 @@ def main(folder: str, selected: list[str], out: str):
             load(engine, case, folder)
         count = samples_called(run_)
         samples, output = run(engine, case, count, run_.samples)
-        compiled = None
+        compiled = rounded = None
         if samples is not None:
+            if run_.is_rounded:
+                rounded = in_float8(engine, replace(request(case, config), wire="fp8"))
             if run_.is_compiled:
                 compiled = compare(
                     engine, request(case, config), samples, traces(run_, engine.mesh, cases.index(case))
                 )
             dist.broadcast(samples, 0)  # ranks share the work of the references
+            if rounded is not None:
+                dist.broadcast(rounded, 0)
         if count:
             assert output is not None  # it was called
             if rank != 0:  # rank 0 has all samples
@@ -238,7 +248,8 @@ def main(folder: str, selected: list[str], out: str):
         if cases.index(case) % world == rank:
             row = measured(engine, run_, samples, output, references[case])
             before = previous.label if previous and previous.case == case else ""
-            found.append(row | {"before": before, "compiled": compiled})
+            error = None if rounded is None else relative(rounded, samples)
+            found.append(row | {"before": before, "compiled": compiled, "rounded": error})
         previous = run_
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, found)
