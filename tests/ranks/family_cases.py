@@ -135,6 +135,15 @@ COMPILED_HYBRIDS = {
     ],
 }
 STAND_FOR_OTHERS = ("qwen-image", "wan21-t2v", "ltx2", "sana")
+#: Families whose kind of block no other one has in patches with compiled blocks, on four ranks.
+COMPILED_IN_PATCHES = ("flux3", "z-image-turbo")
+PATCHES = dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2)
+#: (family, what cuts its blocks) -> why no run compiles them so.
+UNCOMPILED = {
+    ("chroma", "patches"): "qwen-image has its double blocks in patches, qwen-image21 the joined ones",
+    ("minimax-h3", "patches"): "ltx2 has patches of two latents, qwen-image21 joined blocks",
+    ("sana", "matrices"): "its layers are opaque operators, as those of every family that is cut",
+}
 #: That of the fast tier.
 FAST_COMPILED = {"qwen-image21": dict(pipefusion_degree=2, num_pipeline_patch=3)}
 #: Methods that have float8 on the wire, and the families that send sums in full.
@@ -208,6 +217,8 @@ class Run:
             return self.ranks == 2 and self.samples
         if self.case in STAND_FOR_OTHERS and dict(self.degrees) in COMPILED_HYBRIDS[self.ranks]:
             return not self.is_fast
+        if self.case in COMPILED_IN_PATCHES and dict(self.degrees) == PATCHES:
+            return True
         if self.ranks != 2 or self.case not in FAMILIES:
             return False
         if self.case in FAST_COMPILED:
@@ -231,6 +242,14 @@ class Run:
         have the same blocks and sequences."""
         of_shards = self.ranks == 2 and self.case in STAND_FOR_OTHERS and self.config.cfg_degree == 1
         return EVERY_COMPILED in os.environ or of_shards
+
+    @property
+    def cuts(self) -> set[str]:
+        """What is cut, as compiled blocks see it: Ulysses and rings are one operator to them."""
+        found = {"patches"} if self.stale else set()
+        if self.config.sp_degree > 1:
+            found.add("tokens")
+        return found | ({"matrices"} if self.config.tensor_parallel_degree > 1 else set())
 
     @property
     def _is_left_out(self) -> bool:

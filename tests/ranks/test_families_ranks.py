@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import signatures
 from launch import run_ranks
-from ranks.family_cases import CASES, CONFIGURATIONS, TURNS, Run, methods, runs
+from ranks.family_cases import CASES, CONFIGURATIONS, FAMILIES, TURNS, UNCOMPILED, Run, methods, runs
 from tiers import params
 from variants import VARIANTS
 
@@ -93,6 +93,17 @@ def test_every_signature_has_a_representative():
     every = {case for cases in CASES.values() for case in cases}
     left_out = every - {run.case for run in fast}
     assert left_out <= VARIANTS.keys() and len(left_out) <= 2 / 3 * len(every & VARIANTS.keys())
+
+
+def test_every_kind_of_blocks_is_compiled_under_every_cut():
+    """By a run of some family of the kind, or there is a reason."""
+    cuts = ("tokens", "matrices", "patches")
+    compiled = {
+        (signatures.kind_of_blocks(run.case), cut) for run in runs() if run.is_compiled for cut in run.cuts
+    }
+    kinds = {signatures.kind_of_blocks(case): case for case in reversed(FAMILIES)}
+    missing = {(case, cut) for kind, case in kinds.items() for cut in cuts if (kind, cut) not in compiled}
+    assert missing == UNCOMPILED.keys()
 
 
 def test_the_fast_tier_has_every_method():

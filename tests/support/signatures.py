@@ -69,6 +69,15 @@ def of_case(case: str) -> Signature:
     return ("variant", references, variant.mask is not None, *streams)
 
 
+def kind_of_blocks(case: str) -> Signature:
+    """What a compiler sees of a family: kinds of blocks, whether text has a stream of its own, several
+    latents, and linear attention."""
+    family = family_of(case)
+    blocks = family.blocks
+    kinds = frozenset(blocks.lists.values())
+    return kinds, blocks.text_position is None, family.latent.nested is not None, "linear" in blocks.attention
+
+
 def representatives(cases: list[str]) -> dict[Signature, str]:
     """Signature -> the first of the cases that have it."""
     first = {}
