@@ -103,14 +103,19 @@ def has_lora_case(world: int, config: ParallelConfig) -> bool:
     )
 
 
-#: What runs besides requests, as the variant of a Run: a call of the model, LoRAs, and LoRAs on scaled fp8.
+#: What runs besides requests, as the variant of a Run: a call of the model, LoRAs, LoRAs on scaled fp8, and
+#: compiled blocks after others, of plain and of scaled fp8.
 CALL, FP8 = "model call", "LoRA on fp8"
+COMPILED, COMPILED_FP8 = "compiled blocks", "compiled blocks on fp8"
 #: Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the
 #: modulation in host memory.
 TOGETHER = (
     ParallelConfig(ulysses_degree=2, shard_weights=True),
     ParallelConfig(pipefusion_degree=2, offload_modulation=True),
 )
+#: What runs with compiled blocks besides what has float8 on the wire: hooks of blocks that gather their
+#: weights, which auto chooses together, and replicas; of scaled fp8 patches with layers in host memory.
+COMPILED_CONFIGS = (TOGETHER[0], ParallelConfig(data_parallel_degree=2))
 #: Cases of the fast tier on two ranks under every method; solvers come under one method each, the one that
 #: reads the negative prediction where ranks share the predictions, and with stale keys and values.
 EVERYWHERE = {SHORT_NEGATIVE, MIXED_HEUN, "size20x12"}
@@ -174,6 +179,8 @@ class Run:
     def _is_fast_on_two(self) -> bool:
         if self.variant == CALL:
             return self.case.name == UNEVEN_CALL or self.config.data_parallel_degree > 1
+        if self.variant in (COMPILED, COMPILED_FP8):
+            return False
         if self.variant == LORA:
             return not self.config.shard_weights or self.config.ulysses_degree > 1
         if self.case.name in LIKE_OTHERS or (self.variant == "all warm-up" and self.case.name != MIXED):
@@ -260,6 +267,12 @@ def packed_runs(config: ParallelConfig) -> list[Run]:
     return found
 
 
+def is_compiled(run: Run) -> bool:
+    """Does a run with float8 on the wire compile blocks too? On two ranks; to compiled blocks rings are what
+    Ulysses is, also under shares."""
+    return run.ranks == 2 and not (run.config.shares and run.config.ring_degree > 1)
+
+
 def runs() -> list[Run]:
     """Every run of every world size, those of a configuration behind each other, in the order in which ranks
     change from one configuration into the next."""
@@ -280,4 +293,14 @@ def runs() -> list[Run]:
         found += [run for config in share_cases.configurations(world) for run in shared_runs(config)]
     for config in TOGETHER:
         found.append(Run(config, FP8, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
-    return found
+    return found + compiled_runs()
+
+
+def compiled_runs() -> list[Run]:
+    """The runs with compiled blocks."""
+    found = []
+    for config in COMPILED_CONFIGS:
+        case = Case(EVEN_BATCH if config.data_parallel_degree > 1 else "size20x12", FEW)
+        found.append(Run(config, COMPILED, case, config))
+    staged = replace(TOGETHER[1], num_pipeline_patch=3)
+    return [*found, Run(TOGETHER[1], COMPILED_FP8, Case("size20x12", FEW), staged)]

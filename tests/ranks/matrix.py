@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from families import golden, model_call
+from ranks import flux_cases
 from ranks.compiled import compare
 from ranks.flux_cases import CALL, CALLS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
 from ranks.flux_requests import FEW, LORA, Case, request_of
@@ -218,6 +219,21 @@ def together(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
     return found
 
 
+def with_compiled(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
+    """The runs with compiled blocks after the same without; of ranks with the same blocks one traces."""
+    compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
+    modulation_cache.AHEAD = 1  # layers in host memory are asked at every step
+    fp8, found = str(Path(checkpoint).with_name("fp8.safetensors")), []
+    for each in chosen:
+        engine, _ = arranged(None, each.config, checkpoint if each.variant == flux_cases.COMPILED else fp8)
+        samples, _ = run(engine, each.varied, each.case)
+        traces = rank == 0 or engine.mesh.pp.size > 1
+        compiled = compare(engine, asked(each.varied, each.case), samples, traces)
+        found += [{"id": each.id, "kept": False, "compiled": compiled}] if rank == 0 else []
+        mesh.close(engine.mesh)
+    return found
+
+
 def with_shares(chosen: list[Run], path: str, rank: int) -> list[dict]:
     """The runs whose ranks have different shares, on the wide model."""
     reference = SingleProcess(path) if rank == 0 else None
@@ -244,7 +260,7 @@ def in_float64(config: ParallelConfig, groups: mesh.Mesh, checkpoint: str) -> En
 
 def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
     """The runs with float8 on the wire, against one process that rounds what ranks would send. One rank
-    traces compiled blocks, as in ranks/family_runs.py, and under shares each method's other one."""
+    traces compiled blocks, as in ranks/family_runs.py, and under shares the other one."""
     compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
     found, alone_on = [], cache(partial(in_float64, ParallelConfig(num_pipeline_patch=2), mesh.single()))
     unrounded = {}
@@ -255,8 +271,8 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
             samples, stats = run(engine, each.varied, each.case)
             sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
             compiled = None
-            if each.ranks == 2:
-                traces = rank == ((each.config.ring_degree > 1) ^ bool(each.config.shares))
+            if flux_cases.is_compiled(each):
+                traces = rank == (each.config.ring_degree > 1 or bool(each.config.shares))
                 compiled = compare(engine, asked(each.varied, each.case), samples, traces)
             if rank:
                 continue
@@ -293,6 +309,8 @@ def main(checkpoint: str, selected: list[str], out: str):
         ulysses_ring.TILES_OF_A_CHUNK = tensor_parallel.MIN_TOKENS_TO_HALVE = 1
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
     on_fp8 = [each for each in chosen if each.variant == FP8]
+    traced = [each for each in chosen if each.variant in (flux_cases.COMPILED, flux_cases.COMPILED_FP8)]
+    chosen = [each for each in chosen if each not in traced]
     packed = [each for each in chosen if each.varied.wire != "full"]
     chosen = [each for each in chosen if each.varied.wire == "full"]
     shared = [each for each in chosen if each.config.shares]
@@ -314,6 +332,8 @@ def main(checkpoint: str, selected: list[str], out: str):
             mesh.close(engine.mesh)  # its groups' threads would pile up
     if on_fp8:
         found += together(on_fp8, checkpoint, rank)
+    if traced:
+        found += with_compiled(traced, checkpoint, rank)
     wide = Path(checkpoint).with_name("wide")
     if shared or any(each.config.shares for each in packed):
         if rank == 0:

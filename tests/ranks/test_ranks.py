@@ -10,7 +10,17 @@ import pytest
 from launch import run_ranks
 from loras import write_mixed
 from quantized import legacy_fp8
-from ranks.flux_cases import COUNTED, LIKE_OTHERS, UNDESCRIBED, Run, is_pair, runs
+from ranks.flux_cases import (
+    COMPILED,
+    COMPILED_FP8,
+    COUNTED,
+    LIKE_OTHERS,
+    UNDESCRIBED,
+    Run,
+    is_compiled,
+    is_pair,
+    runs,
+)
 from safetensors.torch import save_file
 from tiers import params
 from tiny import facts, save_whole, weights_module
@@ -68,7 +78,9 @@ def test_configuration(run, rank_programs):
     """Every combination of degrees against the single process, the simulation of stale keys and values,
     and what describe() says; see the checks."""
     row = rank_programs[__name__, run.ranks].result()[run.id]
-    if run.varied.wire != "full":
+    if run.variant in (COMPILED, COMPILED_FP8):
+        check_compiled(row["compiled"])
+    elif run.varied.wire != "full":
         check_float8(run, row)
     elif run.variant.startswith("stale"):
         check_stale(run, row)
@@ -114,10 +126,17 @@ def check_float8(run: Run, row: dict):
     # they gather instead
     merges = run.config.ring_degree > 1 and run.varied.patches == 1
     assert row["simulated"] <= (FLIPPED * row["relative"] if merges else 1e-5)
-    if run.ranks == 2:
-        found = row["compiled"]
-        assert found["graphs"] and not found["too many"] and not found["notes"]
-        assert found["relative"] <= 1e-5
+    if is_compiled(run):
+        check_compiled(row["compiled"])
+
+
+def check_compiled(found: dict):
+    """Compiled blocks change nothing, trace without a break into the promised graphs, and no other request
+    compiles again."""
+    assert found["notes"] == []
+    assert found["graphs"] > 0 and found["too many"] <= 0 and found["recompiled"] == 0
+    assert found["relative"] <= 1e-5
+    assert found["receive buffers"] <= 2
 
 
 def check_bytes_sent(row: dict):
