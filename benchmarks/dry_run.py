@@ -36,7 +36,7 @@ from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.parallel import attention_kernels, comm
-from backend.sampling.model_runner import LoadedModel, running
+from backend.sampling.model_runner import LoadedModel, Runner, running
 from backend.sampling.request import Request, build
 from backend.sampling.step_loop import Callbacks, Denoiser
 
@@ -190,7 +190,7 @@ def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
             loop = SteadyStep(launches.mesh_of(config, rank), request, runner, Callbacks())
             loop.meter = meter
             loop.run()
-            kv = runner.buffers.bytes if runner.buffers else 0
+            kv = keys_and_values(model, runner)
     return DryRun(
         *(family, method, ranks, rank),
         sent={name: size for name, size in loop.sent.items() if size},
@@ -199,6 +199,12 @@ def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
         kv=kv,
         peak=meter.peak,
     )
+
+
+def keys_and_values(model: LoadedModel, runner: Runner) -> int:
+    """Return the bytes of K/V buffers, and of static text's keys and values."""
+    static = model.stage.attention.static_text if model.stage else {}
+    return (runner.buffers.bytes if runner.buffers else 0) + sum(each.nbytes for each in static.values())
 
 
 def built(family: str, config: ParallelConfig, model: LoadedModel, steps: int) -> Request:

@@ -58,7 +58,6 @@ METHODS: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
 #: Golden families that are not counted -> why.
 LEFT_OUT = {
     "minimax-h3-curves": "differs from minimax-h3 in its weights alone",
-    "qwen-image21": "diffusers' forward asks the device where its tokens are: meta tensors have no answer",
 }
 FAMILIES = tuple(name for name in LATENT_FORMATS if name not in LEFT_OUT)
 #: Steps of a request, and of one whose second step is like any later one: nothing is stale in it.

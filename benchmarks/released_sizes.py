@@ -43,6 +43,7 @@ RELEASED = {
     "flux2-dev": Size("flux2-dev", ((64, 64),), 512),
     "flux3": Size("Flux3Transformer2DModel", ((64, 64),), 512),
     "qwen-image": Size("saved__qwen-image", ((1, 166, 166),), 128),  # 1328 x 1328
+    "qwen-image21": Size("QwenImage21Transformer2DModel", ((64, 64),), 256),
     "z-image-turbo": Size("z-image-turbo", SQUARE, 256),
     "krea2": Size("saved__krea2", ((1, 128, 128),), 256),
     "hidream": Size("hidream-i1", SQUARE, 128),

@@ -13,41 +13,68 @@ from .common import references, token_mixing
 from .common.request_arguments import of_all_samples, once, once_a_request
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
-from .qwen_image import Places, Rotary
-
-#: diffusers' model is told of images in slots of so many tokens, 2 x 2 of them.
-SLOT = 4
+from .qwen_image import Rotary
 
 
-class Slots(Places):
-    """An entry of img_shapes with the positions of the whole sequence, tokens of a ``slot``, and where given
-    tokens may look (``before``). Made once for the steps of a request, and gone with it."""
+class Sequence:
+    """What the tokens of text, references and image are, made once a request. No tuple: FSDP2 copies those.
 
-    def __init__(self, shapes, positions, slot, seen):
-        super().__init__(shapes, positions)
-        self.slot = slot
+    pieces: (first token of text, end, tokens of the image after them). positions: (tokens, 3). made:
+    (tokens,), true for the latent's. seen: what given tokens may look at (``before``). visible: (B, tokens),
+    false for padding, or None.
+    """
+
+    def __init__(self, pieces, positions, made, seen, visible):
+        self.pieces = pieces
+        self.positions = positions
+        self.made = made
         self.seen = seen
+        self.visible = visible
+        self.given = len(positions) - pieces[-1][2]
+
+    def joined(self, text, images):
+        """Return the sequence (B, tokens, D) of the tokens of text and those of all images."""
+        found = []
+        start = 0
+        for lo, hi, count in self.pieces:
+            found += [text[:, lo:hi], images[:, start : start + count]]
+            start += count
+        return torch.cat(found, dim=1)
 
 
-class Slotted(theirs.QwenImage21Transformer2DModel):
-    """diffusers' model with slots of as many tokens as its arguments say: one, for images whose tokens four
-    does not divide. Blocks get the mask of what is given in the place of its segments."""
+class Joint(theirs.QwenImage21Transformer2DModel):
+    """diffusers' model with a sequence that is described by the request: its own forward asks the device at
+    each call where images stand, and has slots of 2 x 2 tokens. Blocks get the mask of what is given in the
+    place of its segments."""
 
-    def forward(self, *args, img_shapes, **kwargs):
-        own = theirs._IMG_TOKENS_PER_SLOT, theirs._qwenimage21_prefix_segments
-        theirs._IMG_TOKENS_PER_SLOT = img_shapes[0].slot
-        theirs._qwenimage21_prefix_segments = lambda image_ids, length: [length, img_shapes[0].seen]
-        try:
-            return super().forward(*args, img_shapes=img_shapes, **kwargs)
-        finally:
-            theirs._IMG_TOKENS_PER_SLOT, theirs._qwenimage21_prefix_segments = own
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states, encoder_hidden_states, timestep, sequence, return_dict=True
+    ):
+        images = self.img_in(hidden_states)
+        joint = sequence.joined(self.txt_in(encoder_hidden_states), images)
+        timestep = timestep.to(joint.dtype)
+        made = None
+        if cast(Any, self.config).causal_condition:
+            timestep = torch.cat([timestep, timestep.new_zeros(1)])  # of what is given
+            made = sequence.made
+        temb = self.time_text_embed(timestep, joint)
+        given = dict(
+            modulation=self.modulation(temb),
+            rotary_emb=self.pos_embed(sequence.positions),
+            target_token_mask=made,
+            segments=[sequence.given, sequence.seen],
+            key_valid=sequence.visible,
+        )
+        for block in self.transformer_blocks:
+            joint = block(hidden_states=joint, **given)
+        return (self.proj_out(self.norm_out(joint, temb, made)),)
 
 
 class JointRotary(Rotary):
     """Rotary tables of text and images in one sequence; diffusers' own are slow, and end at 8192."""
 
-    def forward(self, places, image_pad_mask, device):
-        return self.table(places.positions.to(device))
+    def forward(self, positions):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.table(positions)
 
 
 class BlockCausal:
@@ -83,7 +110,7 @@ class BlockCausal:
 
 def patch_module(transformer, config):
     """Patch the transformer: attention in two calls, positions as in ComfyUI, and images of any size."""
-    transformer.__class__ = Slotted
+    transformer.__class__ = Joint
     transformer.pos_embed = JointRotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
     for block in transformer.transformer_blocks:
         block.attn.set_processor(BlockCausal())
@@ -125,18 +152,23 @@ def before(parts, mask, device):
     it, references at all of their own image too. parts: as ``pieces``; mask: (B, text), 0 for padding, at
     which nothing looks, or None."""
     ends = []
-    visible = []
     start = 0
     for lo, hi, one in parts:
         image = one.tokens if one is not parts[-1][2] else 0
         text_end = start + hi - lo
         ends += [torch.arange(start + 1, text_end + 1), torch.full((image,), text_end + image)]
         start = text_end + image
-        if mask is not None:
-            visible += [mask[:, lo:hi].bool(), mask.new_ones(len(mask), image, dtype=torch.bool)]
     end = torch.cat(ends).to(device)
     seen = (torch.arange(start, device=device) < end[:, None])[None, None]
-    return seen & torch.cat(visible, dim=1)[:, None, None] if visible else seen
+    return seen if mask is None else seen & visible(parts, mask)[:, None, None, :start]
+
+
+def visible(parts, mask):
+    """Return (B, tokens), false for padding. parts: as ``pieces``; mask: (B, text), 0 for padding."""
+    found = []
+    for lo, hi, one in parts:
+        found += [mask[:, lo:hi].bool(), mask.new_ones(len(mask), one.tokens, dtype=torch.bool)]
+    return torch.cat(found, dim=1)
 
 
 def request_mask(parts, cond, device):
@@ -158,43 +190,28 @@ def count_text_tokens(cond):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward. Text has tokens that stand for the references, one for each slot;
-    diffusers multiplies the timestep by 1000 itself, and ComfyUI rounds it here as its pipeline does."""
+    """Return the arguments of the forward. diffusers multiplies the timestep by 1000 itself, and ComfyUI
+    rounds it here as its pipeline does."""
     batch = latent.shape[0]
-    given = once(cond, "sequence", lambda: _sequence(grid, cond, batch, latent.device))
     return dict(
         hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1),
+        encoder_hidden_states=cond["c_crossattn"].expand(batch, -1, -1),
         timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000,
-        **given,
+        sequence=once(cond, "sequence", lambda: _sequence(grid, cond, batch, latent.device)),
     )
 
 
 def _sequence(grid, cond, batch, device):
-    """Return the arguments that say what the tokens of the sequence are."""
-    text = cond["c_crossattn"]
+    """Return what the tokens of the sequence are."""
+    parts = pieces(grid, cond)
     mask = cond.get("attention_mask")
-    tokens = []
-    visible = []
-    marks = []
-    slot = 1 if any(one.tokens % SLOT for *_, one in pieces(grid, cond)) else SLOT
-    for lo, hi, one in pieces(grid, cond):
-        slots = one.tokens // slot
-        tokens += [text[:, lo:hi], text.new_zeros(text.shape[0], slots, text.shape[2])]
-        if mask is not None:
-            visible += [mask[:, lo:hi].bool(), mask.new_ones(mask.shape[0], slots, dtype=torch.bool)]
-        marks += [torch.zeros(hi - lo, dtype=torch.bool), torch.ones(slots, dtype=torch.bool)]
-    shapes = [one.counts for *_, one in pieces(grid, cond)]
-    seen = request_mask(pieces(grid, cond), cond, device)
-    # of the latent's own slots diffusers adds those of 2 x 2
-    made = grid.tokens // slot - grid.tokens // SLOT
-    tokens[-1] = tokens[-1][:, :made]
-    if visible:
-        visible[-1] = visible[-1][:, :made]
-    return dict(
-        encoder_hidden_states=torch.cat(tokens, dim=1).expand(batch, -1, -1),
-        encoder_hidden_states_mask=torch.cat(visible, dim=1).expand(batch, -1) if visible else None,
-        img_mask=torch.cat(marks).to(device)[None],
-        img_shapes=[Slots(shapes, positions(grid, cond, device), slot, seen)] * batch,
+    places = positions(grid, cond, device)
+    return Sequence(
+        [(lo, hi, one.tokens) for lo, hi, one in parts],
+        places,
+        torch.arange(len(places), device=device) >= len(places) - grid.tokens,
+        request_mask(parts, cond, device),
+        None if mask is None else visible(parts, mask).expand(batch, -1),
     )
 
 

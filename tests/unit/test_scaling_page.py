@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import scaling_page
 import torch
+from families import LATENT_FORMATS
 from scaling_page import Compared, dry_run, model, plans_of
 
 from backend.config import ConfigError, ParallelConfig
@@ -119,6 +120,7 @@ def test_describe_counts_what_every_dry_run_does():
 
 def test_every_family_has_a_dry_run():
     """Under every method and number of ranks; and none is stored that nobody runs again."""
+    assert set(scaling_page.RELEASED) == set(LATENT_FORMATS)
     every = dry_run.runs(list(scaling_page.RELEASED), list(dry_run.METHODS))
     assert set(RUNS) == {"/".join(map(str, which)) for which in every}
 
