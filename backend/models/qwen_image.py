@@ -3,9 +3,9 @@ released size; text first, rotary tables for image and text. Layered's latent ha
 frame, and its blocks know by a second embedding whether an image has transparency."""
 
 import re
-from collections.abc import Sequence
 
 import torch
+from diffusers.models.transformers import transformer_qwenimage as theirs
 
 from .blocks import APART, Blocks
 from .common import references
@@ -18,20 +18,50 @@ from .key_layout import Layout, blocks_of, rope_axes
 METHODS = ("index", references.AT_ZERO, "negative_index")
 
 
-class Places(Sequence):
-    """The argument img_shapes, or an entry of it, with what rotary tables need: ``positions`` (tokens, 3),
-    and where text starts. No list: on GPUs FSDP2 makes new ones of those, which have entries alone."""
+class Places:
+    """What rotary tables and blocks need of a request's tokens: ``positions`` (tokens, 3), where ``text``
+    starts, and ``given`` (B, tokens), 1 for those at timestep zero, or None without that timestep. No tuple:
+    FSDP2 makes new ones of those."""
 
-    def __init__(self, shapes, positions, text=0):
-        self.shapes = shapes
+    def __init__(self, positions, text, given):
         self.positions = positions
         self.text = text
+        self.given = given
 
-    def __len__(self):
-        return len(self.shapes)
 
-    def __getitem__(self, index):
-        return self.shapes[index]
+class TwoTimes(theirs.QwenImageTransformer2DModel):
+    """diffusers' model, whose ``places`` say which tokens are at timestep zero: its own forward writes a
+    number for every token to the device at each call. The request decides and no weight, as in ComfyUI: any
+    file can."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        timestep,
+        places,
+        encoder_hidden_states_mask=None,
+        additional_t_cond=None,
+        return_dict=True,
+    ):
+        image = self.img_in(hidden_states)
+        text = self.txt_in(self.txt_norm(encoder_hidden_states))
+        timestep = timestep.to(image.dtype)
+        if places.given is not None:
+            timestep = torch.cat([timestep, timestep * 0])
+        temb = self.time_text_embed(timestep, image, additional_t_cond)
+        mask = encoder_hidden_states_mask
+        given = dict(
+            encoder_hidden_states_mask=None if mask is None else mask.bool(),
+            temb=temb,
+            image_rotary_emb=self.pos_embed(places, text.shape[1], image.device),
+            modulate_index=places.given,
+        )
+        for block in self.transformer_blocks:
+            text, image = block(hidden_states=image, encoder_hidden_states=text, **given)
+        if places.given is not None:
+            temb = temb.chunk(2)[0]
+        return (self.proj_out(self.norm_out(image, temb)),)
 
 
 class Rotary(torch.nn.Module):
@@ -57,25 +87,21 @@ class Rotary(torch.nn.Module):
 
 def patch_module(transformer, config):
     """Patch the transformer: positions as in ComfyUI, and timesteps that are not rounded."""
+    transformer.__class__ = TwoTimes
     embed = transformer.time_text_embed
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1)
     transformer.pos_embed = Rotary(transformer.pos_embed.theta, transformer.pos_embed.axes_dim)
-    transformer.register_forward_pre_hook(choose_timesteps, with_kwargs=True)
 
 
-def choose_timesteps(transformer, args, kwargs):
-    """Have the call use timestep zero, too, where its shapes have an entry for it. It has no weights: any
-    file can, and the request decides, as in ComfyUI."""
-    transformer.zero_cond_t = len(kwargs["img_shapes"][0]) > 1
-
-
-def shapes_of_times(config, grid, count, how):
-    """Return the entry of img_shapes for one sample with ``count`` reference tokens: diffusers gives timestep
-    zero to what is after the first shape. A file of Edit 2511 always computes both, for equal bits."""
-    if how == references.AT_ZERO and (count or config.get("zero_cond_t")):
-        return [(1, 1, grid.tokens), (1, 1, count)]
-    whole = [(1, 1, grid.tokens + count)]
-    return [*whole, (1, 1, 0)] if config.get("zero_cond_t") else whole
+def at_zero(config, grid, count, how, batch, device):
+    """Return (batch, tokens): 1 for the ``count`` tokens of references where those are at timestep zero; None
+    where no token is. A file of Edit 2511 always computes both timesteps, for equal bits."""
+    at = how == references.AT_ZERO and count > 0
+    if not (at or config.get("zero_cond_t")):
+        return None
+    place = torch.arange(grid.tokens + count, device=device)
+    marked = place >= (grid.tokens if at else len(place))
+    return marked.int().repeat(batch, 1)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -85,7 +111,12 @@ def forward_args(config, grid, latent, sigma, cond):
     how = references.method(cond, default_method(config))
     how = how if how in METHODS else "offset"
     count = references.token_count(config, grid, cond)
-    shapes = shapes_of_times(config, grid, count, how)
+    device = latent.device
+
+    def places():
+        found = references.all_positions(grid, cond, how, device, centred=True)
+        return Places(found, max(grid.counts[1:]) // 2, at_zero(config, grid, count, how, batch, device))
+
     return dict(
         hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
@@ -95,15 +126,7 @@ def forward_args(config, grid, latent, sigma, cond):
         additional_t_cond=torch.zeros(batch, dtype=torch.long, device=latent.device)
         if config.get("use_additional_t_cond")
         else None,
-        img_shapes=Places(
-            [shapes] * batch,
-            once(
-                cond,
-                "positions",
-                lambda: references.all_positions(grid, cond, how, latent.device, centred=True),
-            ),
-            max(grid.counts[1:]) // 2,
-        ),
+        places=once(cond, "places", places),
     )
 
 

@@ -90,7 +90,7 @@ def test_qwen_image_places_by_what_it_does_not_know_as_by_offset(tmp_path):
         number = torch.tensor(REFERENCE_METHODS.index(method))
         cond = prompt | {"ref_latents_method": number}
         arguments = checkpoint.family.io.arguments(checkpoint.config, grid, latent, torch.tensor(0.7), cond)
-        return arguments["img_shapes"].positions
+        return arguments["places"].positions
 
     assert torch.equal(positions("uxo"), positions("offset"))
     assert not torch.equal(positions("index"), positions("offset"))
