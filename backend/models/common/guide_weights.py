@@ -34,8 +34,9 @@ def attend_weighed(q: Tensor, k: Tensor, v: Tensor, weighed: Tensor) -> Tensor:
     """Compute attention (B, H, S, D) with the ``features`` of each token, (B, H or 1, S, 2)."""
     size = q.shape[-1]
     scale = size**-0.5
-    weighed = F.pad(weighed, (0, FEATURES - weighed.shape[-1])).expand(*q.shape[:3], -1)
-    swapped = weighed[..., [1, 0, *range(2, FEATURES)]] / scale
+    room = (0, FEATURES - weighed.shape[-1])
+    swapped = F.pad(weighed.flip(-1), room).expand(*q.shape[:3], -1) / scale
+    weighed = F.pad(weighed, room).expand(*q.shape[:3], -1)
     q = torch.cat([q, weighed.to(q.dtype)], dim=-1)
     k = torch.cat([k, swapped.to(k.dtype)], dim=-1)
     return F.scaled_dot_product_attention(q, k, F.pad(v, (0, FEATURES)), scale=scale)[..., :size]
