@@ -261,6 +261,9 @@ def meta_device(count: Count) -> Iterator[None]:
         replace(torch.cuda, "Event", Event)
         replace(staging, "page_locked", _page_locked)
         replace(torch, "tensor", _from_host(count, torch.tensor))
+        replace(torch, "as_tensor", _from_host(count, torch.as_tensor))
+        for owner in (torch, Tensor):
+            replace(owner, "repeat_interleave", _repeated(count, owner.repeat_interleave))
         replace(Tensor, "new_tensor", _new_tensor(count, Tensor.new_tensor))
         yield
 
@@ -289,6 +292,9 @@ def _inverted(own):
 
 def _chosen(count: Count, own):
     def choose(self, index):
+        parts = index if isinstance(index, tuple) else (index,)
+        if self.device.type == "meta" and any(isinstance(each, list) for each in parts):
+            count.wait("index")  # a list is a tensor of the host first
         if getattr(index, "is_nowhere", False):
             count.wait("index")
             return own(self, slice(0, 0))
@@ -308,9 +314,20 @@ def _to_host(count: Count, own):
     return to
 
 
+def _repeated(count: Count, own):
+    def repeat(self, repeats, *rest, output_size=None, **named):
+        if not (isinstance(repeats, Tensor) and repeats.is_meta):
+            return own(self, repeats, *rest, output_size=output_size, **named)
+        if output_size is None:
+            count.wait("repeat_interleave")
+        return self.clone()  # as if each were one
+
+    return repeat
+
+
 def _from_host(count: Count, own):
     def tensor(data, *rest, **named):
-        if _is_meta(named.get("device")):
+        if _is_meta(named.get("device")) and not (isinstance(data, Tensor) and data.is_meta):
             count.wait("tensor")
         return own(data, *rest, **named)
 
