@@ -264,7 +264,7 @@ def measure(family: str, method: str, timing: bool = True) -> tuple[Launches, di
 
 
 def stored() -> dict[str, dict[str, list[float]]]:
-    """Family -> method -> [device operations, host operations] as last written."""
+    """Family -> method -> [device operations, host operations, waits] as last written."""
     return json.loads(STORED.read_text())
 
 
@@ -272,7 +272,7 @@ def write(lines: list[Launches]):
     """Store the counts, a line for each family."""
     found = stored() if STORED.exists() else {}
     for line in lines:
-        found.setdefault(line.family, {})[line.method] = [line.device_ops, line.cpu_ops]
+        found.setdefault(line.family, {})[line.method] = [line.device_ops, line.cpu_ops, line.waits]
     text = ",\n".join(f"{json.dumps(family)}: {json.dumps(row)}" for family, row in sorted(found.items()))
     STORED.write_text("{\n" + text + "\n}\n")
 

@@ -1,5 +1,6 @@
 """A steady step waits for no device, and starts no more operations than benchmarks/launches.py has stored."""
 
+import math
 import sys
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import launches  # noqa: E402 (a script, in no package)
 import meta_shapes  # noqa: E402
+import released_sizes  # noqa: E402
 from meta_device import META, Count, meta_device  # noqa: E402
 from variants import VARIANTS, described, request  # noqa: E402
 
@@ -34,6 +36,8 @@ OF_DIFFUSERS = {
 SLACK = 1.05
 #: Operations on host tensors in a micro-step; Ulysses over 8 ranks had 9,140 of them.
 MAX_ON_HOST = 200
+#: Families that have more at their released depth -> what for, and how many.
+MORE_ON_HOST = {"hidream": ("its experts' tokens are counted and divided on the host", 375)}
 
 
 def test_every_family_is_counted():
@@ -60,9 +64,22 @@ def check(family: str, methods: tuple[str, ...]):
     for method in methods:
         line, waits = launches.measure(family, method, timing=False)
         assert avoidable(waits) == set()
-        device, host = launches.stored()[family][method]
+        device, host, stored = launches.stored()[family][method]
+        assert line.waits == stored, method
         assert line.device_ops <= SLACK * device, method
         assert line.cpu_ops <= min(SLACK * host, MAX_ON_HOST), method
+
+
+@pytest.mark.parametrize("family", launches.FAMILIES)
+def test_released_depths_keep_the_host_as_free(family):
+    """By what a block adds: all blocks are on one rank, and one or two on a stage of pp8."""
+    counts = {method: host for method, (_, host, _) in launches.stored()[family].items()}
+    blocks = launches.checkpoint_of(family).block_count
+    of_a_block = (counts["one rank"] - counts["pp8"]) / (blocks - math.ceil(blocks / 8))
+    further = max(0.0, of_a_block) * (released_sizes.checkpoint_of(family).block_count - blocks)
+    most = MORE_ON_HOST[family][1] if family in MORE_ON_HOST else MAX_ON_HOST
+    for method in ("one rank", "u2", "u8", "ring 4"):
+        assert counts[method] + further <= most, method
 
 
 #: Variants that meta tensors do not run -> why.
