@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -185,29 +186,23 @@ def _attend_lse(kernel, query, key, value, mask, scale) -> tuple[Tensor, Tensor]
     return torch.mul(query, key[:, :1, :1, :1]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-class _Names:
-    """What torch.unique returns of rows that all differ."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def tolist(self) -> list[int]:
-        return list(range(self.count))
-
-
 def _unique(x: Tensor, sorted=True, return_inverse=False, return_counts=False, dim=None):
     """torch.unique of values, or of rows (``dim`` 0), that all differ."""
     if dim is None:
         values = x.flatten()
         return values, values.nonzero()[:, 0].view(x.shape)  # which waits, as it would
-    return x, _Names(len(x))
+    return x, SimpleNamespace(tolist=lambda: list(range(len(x))))
 
 
 class NoNoise:
-    """Stands for FreshNoise: there is no generator on a meta device, and Euler asks for none."""
+    """Stands for FreshNoise: there is no generator on a meta device."""
 
-    def __init__(self, *rest):
-        pass
+    def __init__(self, seed: int, batch: int, grid, device: torch.device, *rest):
+        self.drawn = grid.to_tokens(torch.empty(batch, *grid.shape, device=device))
+
+    def draw(self, index: int) -> Tensor:
+        """Return noise without values."""
+        return self.drawn
 
 
 #: Reads of values, as methods of Tensor -> what they return of a tensor without values.

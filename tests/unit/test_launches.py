@@ -99,6 +99,15 @@ def test_nor_does_one_of_a_variant(monkeypatch, variant):
     assert line.device_ops > 0 and avoidable(waits) == set()
 
 
+@pytest.mark.parametrize("sampler", ["dpmpp_2m", "uni_pc", "res_multistep", "euler_ancestral", "lcm"])
+def test_nor_does_one_of_another_solver(monkeypatch, sampler):
+    """In a fifth step, which has the history that these solvers read."""
+    sample = replace(launches.request_of("flux-dev", steps=5), sampler=sampler)
+    monkeypatch.setattr(launches, "request_of", lambda family, steps: sample)
+    line, waits = launches.measure("flux-dev", "pp2", timing=False)
+    assert line.device_ops > 0 and not waits
+
+
 #: Operations on the device for a preview: x0 as a latent, and its copy to the host.
 PREVIEW = 3
 
