@@ -24,6 +24,7 @@ def test_flags_that_do_not_reach_the_ranks_are_said(monkeypatch):
     monkeypatch.setattr(args, "fast", set(PerformanceFeature))
     assert plan_report.loaded_lines(dit) == [
         *usual,
-        "ComfyUI runs with --use-sage-attention, the ranks do not; set attention of Parallel Config to sage.",
+        "ComfyUI runs with --use-sage-attention, the ranks do not; set attention of "
+        "Parallel Config to sage, which needs SageAttention 2.",
         "ComfyUI runs with --fast fp16_accumulation, which the ranks do not have.",
     ]
