@@ -106,11 +106,8 @@ class Worker:
         finally:
             self.clock.begin(None)
         # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
-        self.release(
-            [*message.shared_ranks, self.mesh.rank]
-            if prepared.model.dequantized_bytes
-            else message.shared_ranks
-        )
+        has_cache = prepared.model.dequantized_bytes and self.mesh.device.type == "cuda"
+        self.release([*message.shared_ranks, self.mesh.rank] if has_cache else message.shared_ranks)
         if ended is not None:
             raise ended
         return result

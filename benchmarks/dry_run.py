@@ -260,10 +260,10 @@ def main():
     chosen = parser.parse_args()
     for which in runs(chosen.only, chosen.methods):
         name = "/".join(map(str, which))
-        run = counted(*which)
-        print(name, run, flush=True)
+        counts = counted(*which)
+        print(name, counts, flush=True)
         if chosen.write:
-            write({name: run})
+            write({name: counts})
 
 
 if __name__ == "__main__":

@@ -186,18 +186,16 @@ def best_layout(nodes: list[dict], note: str) -> Layout:
     """Return the layout that opens at the largest zoom; of those within a hundredth the one whose groups have
     the fewest columns, and whose note is at the left."""
     grouped = [(group, [node for node in nodes if group_of(node) is group]) for group in GROUPS]
-    present = [(group, columns_of_group) for group, columns_of_group in grouped if columns_of_group]
+    present = [(group, members) for group, members in grouped if members]
     count = len(present)
     unders = [(0, 1), (0, 0), (0, 2), (count - 2, 2), (count - 1, 1)]
-    choices = [
-        [(group, columns) for columns in splits(columns_of_group)] for group, columns_of_group in present
-    ]
+    choices = [[(group, columns) for columns in splits(members)] for group, members in present]
     ways = [(parts, under) for under in unders for parts in product(*choices)]
 
     def rank(way) -> tuple[float, int]:
         parts, under = way
-        columns_of_group = Layout(list(parts), under, note)
-        return -round(zoom(columns_of_group.size, WINDOW), 2), sum(len(columns) for _, columns in parts)
+        layout = Layout(list(parts), under, note)
+        return -round(zoom(layout.size, WINDOW), 2), sum(len(columns) for _, columns in parts)
 
     parts, under = min(ways, key=rank)
     return Layout(list(parts), under, note)

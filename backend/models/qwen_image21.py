@@ -16,7 +16,7 @@ from .key_layout import Layout, blocks_of, rope_axes
 from .qwen_image import Rotary
 
 
-class Sequence:
+class JointSequence:
     """What the tokens of text, references and image are, made once a request. No tuple: FSDP2 copies those.
 
     pieces: (first token of text, end, tokens of the image after them). positions: (tokens, 3). made:
@@ -95,7 +95,7 @@ class BlockCausal:
         key = rotated(attn.norm_k, attn.to_k)
         value = heads(attn.to_v).transpose(1, 2)
         whole, seen = segments
-        visible = None if key_valid is None else key_valid[:, None, None]
+        key_mask = None if key_valid is None else key_valid[:, None, None]
         length = token_mixing.local_text_tokens(whole)
 
         def attend(query, *keys, mask):
@@ -103,7 +103,7 @@ class BlockCausal:
 
         seen = seen if length else None
         given = attend(query[:, :, :length], key[:, :, :length], value[:, :, :length], mask=seen)
-        image = attend(query[:, :, length:], key, value, mask=visible)
+        image = attend(query[:, :, length:], key, value, mask=key_mask)
         out = torch.cat([given, image], dim=2)
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2).type_as(hidden_states)))
 
@@ -206,7 +206,7 @@ def _sequence(grid, cond, batch, device):
     parts = pieces(grid, cond)
     mask = cond.get("attention_mask")
     places = positions(grid, cond, device)
-    return Sequence(
+    return JointSequence(
         [(lo, hi, one.tokens) for lo, hi, one in parts],
         places,
         torch.arange(len(places), device=device) >= len(places) - grid.tokens,

@@ -135,7 +135,7 @@ def apply(transformer: nn.Module, shards: Mapping[str, Shard], family, scheme: s
         is_linear = isinstance(whole, nn.Linear)
         sharded = ShardedLinear(whole, shard) if is_linear else ShardedNorm(whole, shard)
         transformer.set_submodule(name, sharded)
-    modules = (shards for block in blocks for shards in block.named_modules())
+    modules = (named for block in blocks for named in block.named_modules())
     for router in [module for name, module in modules if matches(name, family.blocks.routers)]:
         router.add_module("first_choice", choice := FirstChoice(tp))  # where regroup finds it
         router.register_forward_hook(choice)

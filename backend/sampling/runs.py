@@ -31,6 +31,7 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     """Denoise; as Engine.sample. ``denoised``: report the last prediction to the ``callbacks``."""
     comm.SENT.clear()
     model = prepared.model
+    model.dequantized_bytes = 0  # not those of the last request, where memory runs out before
     request = prepared.request
     started = time.perf_counter()
     with running(model, request) as runner:

@@ -142,7 +142,7 @@ def test_other_degrees_load_again_and_say_why(comfy, ranks):
     for each, text in zip((run, again), told):
         first, second, kernel, plan = text.splitlines()
         plans.append(plan)
-        assert re.fullmatch(r"rank 1 · [\d.]+ MB · blocks \d+–\d+", second) and first.startswith("rank 0")
+        assert re.fullmatch(r"rank 1 · [\d.]+ MB · blocks \d+-\d+", second) and first.startswith("rank 0")
         assert re.match(r"(1024 x 1024|latent 128 x 128)(, two prompts)?: about [\d.]+ MB more · sends", plan)
         assert kernel.startswith("attention auto: ")
         assert each.outputs["3"]["parallel_dit"] == [text]  # which the page keeps

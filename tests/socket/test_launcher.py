@@ -165,7 +165,7 @@ def test_a_start_takes_as_long_as_ranks_become_ready(tmp_path, monkeypatch):
     process = BackendProcess.__new__(BackendProcess)
     process.folder, process.log, process._ranks, process._link = tmp_path, tmp_path / "log", 4, None
     process._private = SimpleNamespace(keep=lambda: None)
-    process._watch = SimpleNamespace(ready=lambda: None)
+    process._watch = SimpleNamespace(limit_started=lambda: None)
     process._is_on_gpus = True
     starts = 4
 

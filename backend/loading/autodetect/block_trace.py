@@ -101,21 +101,21 @@ def _watch(name: str, block: nn.Module, calls: list[RecordedBlock]):
     return hooks
 
 
-def _note_timestep(trace: Trace, module: nn.Module, args: tuple):
+def _note_timestep(record: Trace, module: nn.Module, args: tuple):
     """Note the timestep, times the layer's own scale: some classes take 0..1 and multiply there."""
-    if trace.timestep is None:
-        trace.timestep = args[0].flatten()[0].item() * getattr(module, "scale", 1)
+    if record.timestep is None:
+        record.timestep = args[0].flatten()[0].item() * getattr(module, "scale", 1)
 
 
-def _watched(attend: Callable, calls: list[RecordedBlock], trace: Trace) -> Callable:
+def _watched(attend: Callable, calls: list[RecordedBlock], record: Trace) -> Callable:
     def watched(query, key, value, attn_mask=None, *args, **kwargs):
         if calls and not calls[-1].outputs:  # inside a block
             calls[-1].attention.append((query.shape[2], key.shape[2]))
             calls[-1].masks += [] if attn_mask is None else [attn_mask]
-            if trace.keys is None:
-                trace.heads = query.shape[1]
-                trace.head_size = query.shape[3]
-                trace.keys = key.clone()
+            if record.keys is None:
+                record.heads = query.shape[1]
+                record.head_size = query.shape[3]
+                record.keys = key.clone()
         return attend(query, key, value, attn_mask, *args, **kwargs)
 
     return watched
