@@ -305,7 +305,7 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
 def main(checkpoint: str, selected: list[str], out: str):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     reference = SingleProcess(checkpoint) if rank == 0 else None
-    if world in (2, 4):  # halves of tiny tensors too; those of other ranks and families stay whole
+    if world in (2, 4):  # halves of tiny tensors too; those of other world sizes stay whole
         ulysses_ring.TILES_OF_A_CHUNK = tensor_parallel.MIN_TOKENS_TO_HALVE = 1
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
     on_fp8 = [each for each in chosen if each.variant == FP8]

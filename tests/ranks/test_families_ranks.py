@@ -6,13 +6,25 @@ from pathlib import Path
 import pytest
 import signatures
 from launch import run_ranks
-from ranks.family_cases import CASES, CONFIGURATIONS, FAMILIES, TURNS, UNCOMPILED, Run, methods, runs
+from ranks.family_cases import (
+    CASES,
+    CONFIGURATIONS,
+    EVERY_COMPILED,
+    FAMILIES,
+    TURNS,
+    UNCOMPILED,
+    Run,
+    methods,
+    runs,
+)
 from tiers import params
 from variants import VARIANTS
 
-#: How much of docs/drift.md's error of float8 over 4 steps of a whole schedule these first 2 steps may have:
-#: PixArt has 2.9 times as much, all others less than twice. And half of the table's last digit.
-FLOAT8, LAST_DIGIT = 3, 5e-4
+#: How much of docs/drift.md's error of float8 over 4 steps of a whole schedule these first 2 steps may have,
+#: and half of the table's last digit.
+FLOAT8, LAST_DIGIT = 2, 5e-4
+#: Family -> the same where the first steps err more.
+MORE_FLOAT8 = {"pixart-sigma": 3}
 
 
 def run_program(ranks: int, folder: Path, selected: list[Run]) -> dict[str, dict]:
@@ -43,7 +55,8 @@ def test_configuration(run, rank_programs):
         assert row["relative"] <= 1e-5
     assert row["called"] <= 1e-5
     if run.is_rounded:
-        assert 1e-5 < row["rounded"] <= FLOAT8 * documented(run.case, dict(run.degrees)) + LAST_DIGIT
+        factor = MORE_FLOAT8.get(run.case, FLOAT8)
+        assert 1e-5 < row["rounded"] <= factor * documented(run.case, dict(run.degrees)) + LAST_DIGIT
     if run.is_compiled:
         check_compiled(row["compiled"])
     degrees = dict(run.degrees)
@@ -95,8 +108,9 @@ def test_every_signature_has_a_representative():
     assert left_out <= VARIANTS.keys() and len(left_out) <= 2 / 3 * len(every & VARIANTS.keys())
 
 
-def test_every_kind_of_blocks_is_compiled_under_every_cut():
+def test_every_kind_of_blocks_is_compiled_under_every_cut(monkeypatch):
     """By a run of some family of the kind, or there is a reason."""
+    monkeypatch.delenv(EVERY_COMPILED, raising=False)
     cuts = ("tokens", "matrices", "patches")
     compiled = {
         (signatures.kind_of_blocks(run.case), cut) for run in runs() if run.is_compiled for cut in run.cuts

@@ -149,7 +149,7 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
     slow.sendall(b"P")  # nor does one that says it slowly
     assert isinstance(framing.receive(slow), Failure)
     crowd.pop().close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             return BackendClient(f"unix:{server.path}", TOKEN).close()
@@ -184,7 +184,7 @@ def test_a_slow_reader_does_not_hold_up_replies(server):
         target=lambda: ([job.reply(protocol.Loaded("m" * 100000, "flux")) for _ in range(200)], done.set()),
         daemon=True,
     ).start()
-    assert done.wait(5)
+    assert done.wait(60)
     assert not job.client_keeps_up
 
 
@@ -195,7 +195,7 @@ def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkey
     framing.send(client, Load("/a"))
     server.next_job(5).reply(protocol.Loaded("m", "x" * 1_000_000))
     client.shutdown(socket.SHUT_WR)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while server.clients._value < before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert server.clients._value == before
@@ -213,7 +213,7 @@ def test_what_was_computed_is_written_before_the_ranks_end(server):
     reader.start()
     started = time.monotonic()
     server.write_out()
-    reader.join(10)
+    reader.join(60)
     assert found[0].tensors["samples"].shape == (1 << 22,) and time.monotonic() - started < 60
     assert not any(client.writer.is_alive() for client in server.members if client.outbox.empty())
 

@@ -70,8 +70,8 @@ def of_case(case: str) -> Signature:
 
 
 def kind_of_blocks(case: str) -> Signature:
-    """What a compiler sees of a family: kinds of blocks, whether text has a stream of its own, several
-    latents, and linear attention."""
+    """What a compiler sees of a family: kinds of blocks, whether text is outside of the joint sequence
+    (cross-attention), several latents, and linear attention."""
     family = family_of(case)
     blocks = family.blocks
     kinds = frozenset(blocks.lists.values())

@@ -212,6 +212,7 @@ def test_the_report_has_every_finding_and_fact(monkeypatch, tmp_path, capsys, ch
     }
     assert {key: report[key] for key in whole} == json.loads(json.dumps(doctor_report.finite(whole)))
     assert {each["check"] for each in found} == set(doctor_checks.CHECKS)
+    assert report["facts"]["gpus"][1]["capability"] == [9, 0] and report["facts"]["topology"] == "GPU0 NV18"
     assert f"{status} problems, 0 warnings" in capsys.readouterr().out
 
 

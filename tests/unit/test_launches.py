@@ -86,16 +86,26 @@ def test_released_depths_keep_the_host_as_free(family):
 UNCOUNTED = {"minimax-h3-guides": "given rows go to places that a mask has: every one of a meta mask is true"}
 
 
-@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - UNCOUNTED.keys()))
-def test_nor_does_one_of_a_variant(monkeypatch, variant):
-    """References, masks, guides and inputs that a golden request does not have, on two ranks."""
+#: Variants with noise levels, guides and masks of tokens, which patches cut.
+OF_TOKENS = ("ltx2-i2v", "ltxv-smaller-guides", "wan22-ti2v")
+
+
+@pytest.mark.parametrize(
+    "variant, method",
+    [
+        *((variant, "u2") for variant in sorted(VARIANTS.keys() - UNCOUNTED.keys())),
+        *((variant, method) for variant in OF_TOKENS for method in ("one rank", "pp2")),
+    ],
+)
+def test_nor_does_one_of_a_variant(monkeypatch, variant, method):
+    """References, masks, guides and inputs that a golden request does not have."""
     sample = request(variant)
     sigmas = torch.linspace(sample.tensors["sigmas"][0].item(), 0, launches.STEPS + 1)
     sample = replace(sample, sampler="euler", tensors={**sample.tensors, "sigmas": sigmas})
     shapes = described(variant)["shapes"]
     monkeypatch.setattr(launches, "request_of", lambda family, steps: sample)
     monkeypatch.setattr(launches, "checkpoint_of", lambda family: launches.with_shapes(variant, shapes))
-    line, waits = launches.measure(VARIANTS[variant].family, "u2", timing=False)
+    line, waits = launches.measure(VARIANTS[variant].family, method, timing=False)
     assert line.device_ops > 0 and avoidable(waits) == set()
 
 

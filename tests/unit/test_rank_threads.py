@@ -31,9 +31,10 @@ def test_groups_of_a_rank_share_the_thread_that_polls(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "a_program", SimpleNamespace(main=main))
     arguments = (0, "a_program", 1, tmp_path, 0, ("found",))
-    rank = multiprocessing.get_context("fork").Process(target=launch._rank, args=arguments)
+    rank = multiprocessing.get_context("fork").Process(target=launch._rank, args=arguments, daemon=True)
     rank.start()
     rank.join(SECONDS)
+    rank.kill()  # where it hangs
     log = (tmp_path / "rank0.log").read_text()
     assert rank.exitcode == 0, log
     assert (tmp_path / "found").read_text() == f"{GROUPS * WORKERS} {{77.0}}"
