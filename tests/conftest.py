@@ -22,7 +22,7 @@ import tiny  # noqa: E402
 from backend.client import pool  # noqa: E402
 
 #: gc.set_threshold(): new objects after which the youngest are looked through, and how many such collections
-#: reach the next age. A built or traced model is a hundred thousand objects that stay, and Python's thresholds
+#: reach the next age. A built or traced model is a hundred thousand objects that stay: Python's thresholds
 #: look through all of them about three times as often.
 COLLECT_AFTER = (20_000, 2, 2)
 

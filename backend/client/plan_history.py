@@ -43,11 +43,11 @@ class PlanHistory:
         self.left[key] = min(self.left.get(key, size), size)
 
     def left_after(self, devices: list[int], tokens: int) -> tuple[tuple[int, int], ...]:
-        """Return (rank, bytes of weights) for each GPU on which ComfyUI has left so many after requests of no
-        more than ``tokens``."""
+        """Return (index in ``devices``, bytes of weights) of each GPU on which ComfyUI left so many after
+        requests of no more than ``tokens``."""
         weights: dict[int, int] = {}
         for (gpu, before), size in self.left.items():
             if gpu in devices and before <= tokens:
-                rank = devices.index(gpu)
-                weights[rank] = min(size, weights.get(rank, size))
+                index = devices.index(gpu)
+                weights[index] = min(size, weights.get(index, size))
         return tuple(sorted(weights.items()))

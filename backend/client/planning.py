@@ -266,8 +266,8 @@ def question_of(
     roomiest: bool = False,
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, with what was measured of this machine, and the devices
-    in the order of its ranks: the fastest first, or the ``roomiest``. Arguments and errors as in
-    ``plan_for``."""
+    in the order in which plans take them (ranks: ``placed``): the fastest first, or the ``roomiest``.
+    Arguments and errors as in ``plan_for``."""
     devices = devices_of(auto)
     device = auto.base.resolve_device(torch.cuda.device_count())
     shapes = [measurements.model_shape(each, device, devices, check, show) for each in (model, *others)]

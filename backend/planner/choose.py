@@ -65,6 +65,8 @@ class PlanChoice:
         if option.plan.world_size == 1:
             return memory
         ratio = self.one.sampling_seconds / option.sampling_seconds
+        if ratio < 1 < self.one.seconds / option.seconds:  # it wins by what leaves and comes back alone
+            ratio = self.one.seconds / option.seconds
         speed = f"about {ratio:.1f}x one {option.unit} (projected)"
         if not self.one.fits:
             speed += ", which it does not fit"

@@ -49,7 +49,8 @@ class Machine:
     for. native_rates: format of a quantized weight -> how many times as fast as by the dequantized weight its
     native products are, on the slowest rank; natives: those of each rank, in order. on_host: ranks run on the
     CPU, share its memory, and hide neither traffic nor kernel starts. links: a sentence on how GPUs reach
-    each other where NCCL's own choice fails; empty elsewhere.
+    each other where NCCL's own choice fails; empty elsewhere. places: of each GPU in order, its place among
+    the ranks of all GPUs, where plans take those alike in another order; empty elsewhere.
     """
 
     name: str
@@ -119,7 +120,18 @@ class Machine:
         ComfyUI computes; and after all others those whose memory others have taken."""
         speeds = self.speeds_of(len(self.speeds))
         taken = [free < TAKEN * max(self.memory) for free in self.memory] or [False] * len(speeds)
-        return sorted(range(len(speeds)), key=lambda gpu: (taken[gpu], -speeds[gpu], gpu == shared))
+
+        def key(gpu: int) -> tuple:
+            # two measurements of one kind of GPU are never quite equal
+            like = max(speed for other, speed in enumerate(speeds) if self._are_alike(gpu, other))
+            return taken[gpu], -like, gpu == shared, -speeds[gpu]
+
+        return sorted(range(len(speeds)), key=key)
+
+    def _are_alike(self, first: int, second: int) -> bool:
+        slower, faster = sorted((self.speeds[first], self.speeds[second]))
+        same_name = not self.names or self.names[first] == self.names[second]
+        return same_name and faster <= DIFFERENT * slower
 
     def roomiest_first(self, shared: int | None = None) -> list[int]:
         """Return the indices of the GPUs, that with most free memory first, and of two alike as by

@@ -25,9 +25,9 @@ class WeightSwaps:
     """Where the weights of models wait while they are not on the GPUs.
 
     host: bytes of host memory for them; 0 for enough. file: bytes/s of the model's last load from its file,
-    of all ranks together; 0 where none is known. left_by_comfyui: (rank, bytes) of each GPU on which ComfyUI
-    took room between requests: the fewest bytes of weights that it left there after requests no larger than
-    this.
+    of all ranks together; 0 where none is known. left_by_comfyui: (index, bytes) of each of the
+    machine's GPUs, or of each rank of a plan, where ComfyUI took room between requests: the fewest bytes of
+    weights that it left there after requests no larger than this.
     """
 
     host: int = 0

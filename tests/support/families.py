@@ -110,10 +110,15 @@ FURTHER = {
 #: whose norms multiply by 1 + weight, 2.4e-4. After the first step ComfyUI's latent of Krea 2 is 4.9e-5 from
 #: one computed in float64, ours 2.7e-5.
 TOLERANCES = {"flux-dev": 2e-4, "hunyuan-video": 2e-4, "krea2": 4e-4}
+#: Case from a noise level at which float32 rounds single values by more than that (golden/discrete_cases.py):
+#: compared by its root mean square.
+FROM_HIGHEST = "cogvideox__from_highest"
 CASES = sorted(
     path.stem
     for path in GOLDEN.glob("*__*.safetensors")
-    if path.stem.split("__")[0] in LATENT_FORMATS and not path.stem.startswith("flux-dev")
+    if path.stem != FROM_HIGHEST
+    and path.stem.split("__")[0] in LATENT_FORMATS
+    and not path.stem.startswith("flux-dev")
 )
 
 

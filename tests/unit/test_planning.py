@@ -251,6 +251,9 @@ def test_the_factor_is_of_steps(machine):
         one, two = (each.option(ParallelConfig(ulysses_degree=ranks)) for ranks in (1, 2))
         factors.append(PlanChoice(two, (), one, "auto").lines[0].split(" one GPU")[0])
     assert one.yield_seconds > 0 and factors[0] == factors[1]
+    slower = replace(two, seconds=1.1 * (one.seconds - one.yield_seconds), yield_seconds=0.0)
+    by_moves = PlanChoice(slower, (), one, "auto").lines[0]
+    assert f"about {one.seconds / slower.seconds:.1f}x one GPU" in by_moves
 
 
 def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monkeypatch):
