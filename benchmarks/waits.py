@@ -85,7 +85,7 @@ def watch(config: ParallelConfig, groups: mesh.Mesh, path: Path, sample: Sample)
     except UnsupportedError:
         return None
     Watched.waits, Watched.steps = Counter(), 0
-    settings = {"num_pipeline_patch": config.num_pipeline_patch, "warmup_steps": config.warmup_steps}
+    settings = {name: getattr(config, name) for name in ("num_pipeline_patch", "warmup_steps", "wire")}
     with patch("backend.sampling.runs.Denoiser", Watched):
         engine.sample(replace(sample, model="model", **settings), Callbacks())
     return {"steps": Watched.steps, "waits": dict(Watched.waits)}
@@ -145,7 +145,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", help="write PREFIX.RANK")
-    parser.add_argument("--skip", default="", help="methods that are not run, separated by ,")
+    parser.add_argument("--skip", default="", help="methods that are not run, separated by ;")
     parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.ends_with_stdin:
@@ -158,7 +158,7 @@ def main():
     number = os.environ["RANK"]
     path = Path(f"{chosen.json}.{number}") if chosen.json else None
     models = Path(os.environ[common.MODEL_VARIABLE])
-    skipped = tuple(chosen.skip.split(","))
+    skipped = tuple(chosen.skip.split(";"))
     lines = rank(chosen.ranks, chosen.device, models, partial(keep, path=path), skipped)
     if number == "0":
         for line in lines:

@@ -193,7 +193,7 @@ class Lab(Models):
         """Run benchmarks/waits.py on as many ranks, without the ``skipped`` methods; return what they found,
         and how it ended."""
         prefix = self.folder / "waits"
-        options = ["--ranks", self.ranks, "--json", prefix, "--skip", ",".join(skipped)]
+        options = ["--ranks", self.ranks, "--json", prefix, "--skip", ";".join(skipped)]
         ended = self._benchmark("waits.py", 2 * RUN_SECONDS, *options)
         files = [Path(f"{prefix}.{rank}") for rank in range(self.ranks)]
         return [run for file in files if file.exists() for run in json.loads(file.read_text())], ended

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from doctor_files import random_weights, write_quantized
+from doctor_files import random_weights, write_quantized, write_quantized_copy
 from doctor_requests import in_batch, in_steps
-from doctor_room import delete, model_bytes, need_disk, quantized_bytes
+from doctor_room import MAX_COPY, delete, model_bytes, need_disk, quantized_bytes, stored_bytes
 from doctor_sizes import Size
 from doctor_time import Clock
 from torch import Tensor
@@ -23,6 +23,7 @@ BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
 sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
 #: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
 BLOCKS = 2
+FLUX_WORDS = "10 of Flux.1's 57 blocks, 1024 x 1024"
 
 Made = TypeVar("Made")
 
@@ -82,10 +83,13 @@ class Models(Clock, ABC):
 
     def released(self, family: str) -> tuple[Path, Callable[[int], Sample], str]:
         """Return a released model of a golden family with random weights and few of its blocks, what makes a
-        request of so many steps, and both in words; on the CPU the tiny model."""
+        request of so many steps, and both in words; of Flux.1 the mid-size one; on the CPU the tiny model."""
         if self.device == "cpu":
             path, sample, _ = self.tiny(family)
             return path, partial(in_steps, sample), "a tiny model"
+        if family == "flux-dev":
+            path = self.flux()
+            return path, partial(self.request, path), FLUX_WORDS
         import released_sizes
 
         def write():
@@ -96,6 +100,16 @@ class Models(Clock, ABC):
         path = self.kept(("released", family), write)
         sample = released_sizes.random_request(family)
         return path, partial(in_steps, sample), f"{BLOCKS} blocks, {released_sizes.in_words(family)}"
+
+    def released_quantized(self, family: str, kind: str) -> Path:
+        """Write what ``released`` has, with blocks quantized as ``kind``."""
+        path, _, _ = self.released(family)
+
+        def write():
+            self.need_room(int(MAX_COPY * stored_bytes(path)), f"{family} in {kind}")
+            return write_quantized_copy(path, self.folder / f"released-{family}-{kind}", kind)
+
+        return self.kept(("released", family, kind), write)
 
     def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
         """Return a request for a Flux whose configuration is in the folder ``path``."""

@@ -3,6 +3,7 @@ that divide or move their weights, against one rank."""
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -42,17 +43,21 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
     if lab.links_failed:
         yield Finding("quantized", WARNING, "not run on all ranks: the check links failed")
         return
-    for kind in while_time(lab, [f"{kind} on all ranks" for kind in kinds]):
-        kind = kind.split()[0]
+    known = []
+    for kind in kinds:
         failed = list(possible("quantized", f"{kind}, one rank", partial(_references, kind=kind), lab))
-        if failed:
-            yield from failed
-            continue
-        for name, config in methods(lab.ranks).items():
-            for has_lora in (False, True):
-                lab.check()
-                compared = partial(_compared, name=name, config=config, kind=kind, has_lora=has_lora)
-                yield from possible("quantized", f"{kind}, {name}", compared, lab)
+        yield from failed
+        known += [] if failed else [kind]
+    configs = {f"{name} on all ranks": (name, config) for name, config in methods(lab.ranks).items()}
+    for what in while_time(
+        lab, configs
+    ):  # every file on the same ranks: they take longer to start than to run
+        name, config = configs[what]
+        for kind, has_lora in product(known, (False, True)):
+            lab.check()
+            compared = partial(_compared, name=name, config=config, kind=kind, has_lora=has_lora)
+            yield from possible("quantized", f"{kind}, {name}", compared, lab)
+    for kind in kinds:
         lab.drop("quantized", kind)
 
 

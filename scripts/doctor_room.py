@@ -13,6 +13,8 @@ SPARE = 200_000_000
 #: Most bytes of a value in a quantized file, its scales and layers that stay bf16 among them.
 MAX_BYTES = {"bf16": 2.05, "nvfp4": 0.9, "Q4_K": 0.9}
 MAX_BYTES_OTHERS = 1.4
+#: Most bytes of a quantized copy for each of a bf16 model.
+MAX_COPY = 0.7
 
 
 def quantized_bytes(kind: str, width: int) -> int:
@@ -21,6 +23,11 @@ def quantized_bytes(kind: str, width: int) -> int:
 
     values = sum(math.prod(shape) for shape in memory.shapes(width).values())
     return int(values * MAX_BYTES.get(kind, MAX_BYTES_OTHERS))
+
+
+def stored_bytes(path: Path) -> int:
+    """Return the bytes of a model's file, or of all files of its folder."""
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
 
 
 def model_bytes(cls: Callable, arguments: dict, bytes_of_value: int) -> int:

@@ -16,7 +16,7 @@ from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, relative
 from doctor_life import life
-from doctor_limits import BF16_RATIO, EXACT, STALE, USUAL, compared
+from doctor_limits import BF16_RATIO, EXACT, USUAL, approximation, compared
 from doctor_links import links
 from doctor_memory import memory
 from doctor_next import ABOVE_USUAL
@@ -24,7 +24,7 @@ from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_requests import in_batch
 from doctor_steps import shapes, waits
-from doctor_time import while_time
+from doctor_time import in_order, minutes_of, while_time
 
 from backend.config import AXES, ParallelConfig
 from backend.gpu_sharing import SHARED_GPU
@@ -46,7 +46,9 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
         return {"one rank": ParallelConfig()}
     configs = {"dp": ParallelConfig(data_parallel_degree=ranks)}
     configs["ulysses"] = ParallelConfig(ulysses_degree=ranks)
+    configs["ulysses, wire fp8"] = replace(configs["ulysses"], wire="fp8")  # of the same ranks, so next to it
     configs["ring"] = ParallelConfig(ring_degree=ranks)
+    configs["ring, wire fp8"] = replace(configs["ring"], wire="fp8")
     configs["tensor parallel"] = ParallelConfig(tensor_parallel_degree=ranks)
     configs["FSDP"] = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
     configs["pipefusion M=1"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1)
@@ -114,19 +116,18 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bo
     single, half = reference(lab, family, "fp32"), reference(lab, family, "bf16")
     exact = relative(lab.run(config, path, batch, "fp32").samples, single)
     drift = relative(lab.run(config, path, batch, "bf16").samples, single) if halves else 0.0
-    stale = config.has_stale_kv
+    approximate, left_out = approximation(config)
     usual = relative(half, single)
     values = {"method": name, "family": family, "fp32": exact, "bf16_one_rank": usual}
     values["bf16"] = drift if halves else None
-    most = STALE if stale else EXACT[lab.device]
-    limit = "stale keys and values" if stale else f"limit {most:g}"
-    text = f"{name}, {family}: float32 {exact:.1e} from one rank ({limit})"
+    most = approximate or EXACT[lab.device]
+    text = f"{name}, {family}: float32 {exact:.1e} from one rank ({left_out or f'limit {most:g}'})"
     text += f", bf16 {drift:.1e} from float32 (one rank in bf16: {usual:.1e})" if halves else ""
     status = OK
-    half_limit = BF16_RATIO * usual + (STALE if stale else 0.0)
+    half_limit = BF16_RATIO * usual + approximate
     if drift > half_limit:
         text += "; bf16 is farther off than one rank's"
-    if USUAL < exact <= most and not stale:
+    if USUAL < exact <= most and not approximate:
         status = WARNING
         text += f"; {ABOVE_USUAL}"
     if not (exact <= most and drift <= half_limit):  # NaN is neither
@@ -169,7 +170,11 @@ def speed(lab: Lab) -> Found:
         return
     import scaling
 
-    configs = scaling.methods(lab.ranks)
+    configs = {}
+    for name, config in scaling.methods(lab.ranks).items():
+        configs[name] = config
+        if name in ("ulysses", "ring"):  # of the same ranks
+            configs[f"{name}, wire fp8"] = replace(config, wire="fp8")
     configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
     if lab.rates and lab.rates.differs:  # as auto divides, which the methods above do not
         parts = written(lab.rates.speeds_of(lab.ranks))
@@ -218,7 +223,7 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -
         listed = ", of ".join(f"{steps} steps {ratio:.2f} times" for steps, ratio in whole.items())
         text += f" (whole requests of {listed})"
     values["distance"] = relative(run.samples, single.samples)
-    is_right, off = compared(values["distance"], config.has_stale_kv, lab.device)
+    is_right, off = compared(values["distance"], config, lab.device)
     text += f", {off}"
     if not is_right:
         yield Finding("speed", PROBLEM, text, values)
@@ -248,15 +253,15 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "methods": all_methods,
     "life": life,
     "waits": waits,
+    "shapes": shapes,
     "memory": memory,
     "compiled": compiled,
     "kernels": kernels,
     "quantized": quantized,
     "dequantized once": dequantized_once,
-    "shapes": shapes,
 }
 #: Those that run the mid-size Flux, whose file goes after the last of them.
-OF_FLUX = ("speed of one rank", "speed", "life", "memory", "compiled", "kernels")
+OF_FLUX = ("speed of one rank", "speed", "life", "shapes", "memory", "compiled", "kernels")
 #: Those of all ranks: they would hang where links failed.
 OF_SEVERAL = ("methods", "life", "waits", "speed", "memory", "shapes", "compiled")
 #: Those that do nothing on one rank.
@@ -302,10 +307,17 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
     if not names:
         return
     lab = lab or Lab(device, ranks, chosen.minutes, facts.usable)
-    yield Finding("full", OK, f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes")
+    timed = [name for name in names if lab.ranks > 1 or name not in NOT_OF_ONE]
+    fitting, others = in_order(timed, chosen.minutes)
+    about = f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes"
+    if others:
+        about += f"; they may be short for {', '.join(others)}, which then end early"
+        about += f" (--minutes {minutes_of(timed)} has time for all)"
+    yield Finding("full", OK, about, {"fitting": fitting, "others": others})
     try:
-        for index, name in enumerate(names):
-            lab.begin(name, [each for each in names[index + 1 :] if lab.ranks > 1 or each not in NOT_OF_ONE])
+        for index, name in enumerate(names := [name for name in names if name not in others] + others):
+            same = others if name in others else fitting  # the others have what is left
+            lab.begin(name, [each for each in names[index + 1 :] if each in same])
             yield from findings(name, partial(in_time, run=RUNS[name]), lab)
             if not set(names[index + 1 :]) & set(OF_FLUX):
                 lab.drop("flux")

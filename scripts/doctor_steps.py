@@ -14,60 +14,88 @@ from doctor_time import while_time
 
 from backend.config import ParallelConfig
 
-#: Golden families whose released models are timed.
-SHAPES = ("wan21-t2v", "minimax-h3")
+#: Golden families at whose released models' shapes steps are timed.
+SHAPES = ("flux-dev", "wan21-t2v", "minimax-h3")
+BF16 = "bf16"
+#: Formats of files that are timed, too: what most people load.
+KINDS = ("int8_tensorwise", "float8_e4m3fn")
+#: Its bf16 is timed by the check "speed".
+TIMED_BEFORE = "flux-dev"
 
 Found = Iterator[Finding]
 
 
 def shapes(lab: Lab) -> Found:
-    """Seconds a step at the shapes of Wan 14B and MiniMax-H3, of which a few blocks have random weights."""
+    """Seconds a step at the shapes of Flux.1, Wan 14B and MiniMax-H3, of which a few blocks have random
+    weights, in bf16, int8 and fp8."""
     for family in while_time(lab, SHAPES):
         yield from findings("shapes", partial(_of_family, family=family), lab, family)
+        for kind in KINDS:
+            lab.drop("released", family, kind)
         lab.drop("released", family)
 
 
-def _of_family(lab: Lab, family: str) -> Found:
-    import scaling
+def shape_methods(ranks: int) -> dict[str, ParallelConfig]:
+    """Return one rank, which comes first, and what auto divides an image or a video by."""
+    if ranks == 1:
+        return {"one rank": ParallelConfig()}
+    return {
+        "one rank": ParallelConfig(),
+        "ulysses": ParallelConfig(ulysses_degree=ranks),
+        f"pipefusion M={ranks}": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=ranks),
+    }
 
-    configs = {"one rank": ParallelConfig()}
-    if lab.ranks > 1:
-        configs |= {name: each for name, each in scaling.methods(lab.ranks).items() if each.cfg_degree == 1}
+
+def _of_family(lab: Lab, family: str) -> Found:
     path, request, what = lab.released(family)
-    one = []
-    for name in while_time(lab, configs):  # one rank is the first
-        measured = partial(_shape, name=name, config=configs[name], path=path, request=request)
-        timed = partial(measured, family=family, what=what, one=one)
-        yield from possible("shapes", f"{family}, {name}", timed, lab)
+    files = {} if family == TIMED_BEFORE else {BF16: path}
+    for kind in KINDS:
+        yield from possible("shapes", f"{family}, {kind}", partial(_made, family, kind, files), lab)
+    configs, one = shape_methods(lab.ranks), {}
+    for name in while_time(lab, configs):
+        for kind, file in files.items():  # of the same ranks
+            lab.check()
+            label = ", ".join([family, *([] if kind == BF16 else [kind]), name])
+            timed = partial(_shape, label=label, config=configs[name], kind=kind, path=file)
+            yield from possible("shapes", label, partial(timed, request=request, what=what, one=one), lab)
+
+
+def _made(family: str, kind: str, files: dict[str, Path], lab: Lab) -> Found:
+    """Write the file of ``kind`` into ``files``."""
+    files[kind] = lab.released_quantized(family, kind)
+    yield from ()
 
 
 def _shape(
     lab: Lab,
-    name: str,
+    label: str,
     config: ParallelConfig,
+    kind: str,
     path: Path,
     request: Callable,
-    family: str,
     what: str,
-    one: list[tuple[float, Run]],
+    one: dict[str, tuple[float, Run]],
 ) -> Found:
-    """``one``: seconds and run of one rank, which this fills; nothing where they are not known."""
+    """``one``: kind -> seconds and run of one rank, which this fills; nothing where they are not known."""
     seconds, run = lab.step_seconds(config, path, request)
-    text = f"{family} ({what}), {name}: {seconds:.4f} s a step"
-    values = {"method": f"{family}, {name}", "seconds": seconds}
+    text = f"{label} ({what}): {seconds:.4f} s a step"
+    values = {"method": label, "kind": kind, "seconds": seconds, "timed": run.timed}
     if config.world_size == 1:
-        one.append((seconds, run))
-    if not one:
+        one[kind] = seconds, run
+        if BF16 in one and kind != BF16:
+            values |= {"over_bf16": seconds / one[BF16][0]}
+            text += f", {values['over_bf16']:.2f} times bf16's"
+    if kind not in one:
         yield Finding("shapes", OK, text, values)
         return
-    alone, single = one[0]
+    alone, single = one[kind]
     text += f", {alone / seconds:.2f} times one rank"
     values |= {"speedup": alone / seconds}
     if run is single:
         yield Finding("shapes", OK, text, values)
         return
     values["distance"] = relative(run.samples, single.samples)
-    is_right, off = compared(values["distance"], config.has_stale_kv, lab.device)
+    is_right, off = compared(values["distance"], config, lab.device, kind != BF16)
     yield Finding("shapes", OK if is_right else PROBLEM, f"{text}, {off}", values)
 
 

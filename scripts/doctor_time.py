@@ -1,26 +1,27 @@
 """How the minutes of scripts/doctor.py --full are divided among its checks, so that it ends within them."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 
 from doctor_findings import OutOfTime
 
-#: Check -> seconds that it may take of ten minutes, by its starts of ranks, loads, requests and files. Their
-#: sum is above 600: each gets its part of what is left when it begins, so what one does not use others have.
+#: Check -> seconds that it takes on two GPUs, estimated from its starts of ranks (6 s each), loads, requests
+#: and files. What is worth most comes first: what the default has no time for by these estimates comes last.
 SECONDS = {
-    "links": 90,  # what the probe may take
-    "one rank": 30,
-    "speed of one rank": 120,  # a file of 3.7 GB, which takes 37 s of them, 12 requests
-    "speed": 150,  # eight starts, 48 requests
-    "methods": 150,  # eight starts, 72 requests of tiny models
-    "life": 45,
-    "waits": 60,
-    "memory": 45,
-    "compiled": 120,  # six starts, 42 requests
-    "kernels": 60,
-    "quantized": 130,  # seven files, 60 timed requests, 45 of all ranks
-    "dequantized once": 30,
-    "shapes": 130,  # two files, 14 methods of six requests
+    "links": 30,
+    "one rank": 25,
+    "speed of one rank": 75,  # a file of 3.7 GB, which takes 37 s of them, 12 requests
+    "speed": 100,  # seven starts, 60 requests
+    "methods": 100,  # seven starts, 80 requests of tiny models
+    "life": 40,
+    "waits": 40,
+    "shapes": 170,  # eight files, nine starts, 24 timed methods of six requests
+    "memory": 40,
+    "compiled": 110,  # six starts, 42 requests
+    "kernels": 50,
+    "quantized": 90,  # seven files, five starts, 60 timed requests, 45 of all ranks
+    "dequantized once": 20,
 }
 #: Of a check that is not among them.
 OTHERS = 60
@@ -33,13 +34,36 @@ HANG_SECONDS = 60.0
 MAKE_SECONDS_A_GB = 10.0
 
 
+def usable_seconds(minutes: float) -> float:
+    """Return the seconds of checks in so many minutes."""
+    whole = 60 * minutes
+    return whole - min(CLOSING_SECONDS, CLOSING_SHARE * whole)
+
+
+def in_order(names: Iterable[str], minutes: float) -> tuple[list[str], list[str]]:
+    """Divide checks, in order, into those that so many minutes have time for, and the others, which have what
+    those leave."""
+    fitting: list[str] = []
+    others: list[str] = []
+    left = usable_seconds(minutes)
+    for name in names:
+        seconds = SECONDS.get(name, OTHERS)
+        (fitting if seconds <= left else others).append(name)
+        left -= seconds if seconds <= left else 0.0
+    return fitting, others
+
+
+def minutes_of(names: Iterable[str]) -> int:
+    """Return the whole minutes that have time for these checks."""
+    return math.ceil((sum(SECONDS.get(name, OTHERS) for name in names) + CLOSING_SECONDS) / 60)
+
+
 class Clock:
     """The time until ``minutes`` are over, and that of the check under way."""
 
     def __init__(self, minutes: float):
         self.minutes = minutes
-        whole = 60 * minutes
-        self.end = time.monotonic() + whole - min(CLOSING_SECONDS, CLOSING_SHARE * whole)
+        self.end = time.monotonic() + usable_seconds(minutes)
         self.part = ""
         self.part_end = self.end
 

@@ -94,6 +94,9 @@ class StubLab(Clock):
     def released(self, family):
         return Path(family), lambda steps: self.tiny(family)[1], "two blocks"
 
+    def released_quantized(self, family, kind):
+        return Path(family)
+
     def waits(self, skipped):
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 

@@ -17,6 +17,7 @@ from doctor_findings import OK, WARNING, NoRoomError
 from doctor_sizes import SIZES
 from doctor_stubs import StubLab, full_findings
 
+from backend.loading.recognition import open_checkpoint
 from backend.protocol import BackendError
 
 KINDS = ("bf16", *doctor_quantized.NATIVE, *doctor_quantized.OF_GGUF)
@@ -40,6 +41,21 @@ def test_a_file_takes_what_was_asked_for(lab, monkeypatch, kind):
     lab.drop("quantized", kind)
     assert not list(lab.folder.glob(f"{kind}.*")) and lab.quantized(kind).exists()  # made anew
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("family", ["wan21-t2v", "flux-dev"])
+@pytest.mark.parametrize("kind", doctor_steps.KINDS)
+def test_released_models_are_quantized(lab, monkeypatch, family, kind):
+    """A file in ComfyUI's names, and as on GPUs a diffusers folder."""
+    asked = []
+    monkeypatch.setattr(lab, "need_room", lambda size, what: asked.append(size))
+    if family == "flux-dev":
+        monkeypatch.setattr(lab, "released", lambda family: (lab.flux(), None, ""))
+    path = lab.released_quantized(family, kind)
+    assert doctor_room.stored_bytes(path) < asked[-1]
+    assert open_checkpoint(str(path)).is_quantized
+    lab.drop("released", family, kind)
+    assert not path.exists()
 
 
 def test_the_flux_takes_what_was_asked_for(lab, monkeypatch):
@@ -112,7 +128,7 @@ def test_checks_without_room_are_named_once_and_others_run():
 
     found = full_findings(Lab())
     left_out = [each.check for each in found if "set TMPDIR" in each.text]
-    once = list(doctor_runs.OF_FLUX)
+    once = [name for name in doctor_runs.OF_FLUX if name != "shapes"]
     assert [name for name in left_out if name not in ("quantized", "shapes")] == once
     assert {each.status for each in found if "set TMPDIR" in each.text} == {WARNING}
     assert any("nvfp4, native: not run" in each.text for each in found)

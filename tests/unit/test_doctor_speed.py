@@ -16,6 +16,7 @@ from backend.config import ParallelConfig
 METHODS = {
     "exact": ParallelConfig(ulysses_degree=2),
     "stale": ParallelConfig(pipefusion_degree=2, num_pipeline_patch=2),
+    "fp8": ParallelConfig(ring_degree=2, wire="fp8"),
 }
 
 
@@ -40,6 +41,8 @@ CASES = [
     ("exact", "cuda", math.nan, PROBLEM),
     ("stale", "cuda", 1e-1, OK),
     ("stale", "cuda", math.nan, PROBLEM),
+    ("fp8", "cpu", 5e-2, OK),
+    ("fp8", "cuda", 0.5, PROBLEM),
 ]
 
 
@@ -47,8 +50,8 @@ CASES = [
 def test_what_is_timed_is_compared_with_one_rank(method, device, off, status):
     lab, config = TimedLab(device, off), METHODS[method]
     (speed,) = doctor_runs._speed(lab, method, config, 1.8)
-    one = [lab.step_seconds(ParallelConfig(), None, None)]
-    (shape,) = doctor_steps._shape(lab, method, config, lab.flux(), lab.request, "wan21-t2v", "tiny", one)
+    one = {"bf16": lab.step_seconds(ParallelConfig(), None, None)}
+    (shape,) = doctor_steps._shape(lab, method, config, "bf16", lab.flux(), lab.request, "tiny", one)
     for found in (speed, shape):
         assert found.status == status, found.text
         assert found.values["distance"] == (pytest.approx(off, rel=0.1) if off == off else math.inf)

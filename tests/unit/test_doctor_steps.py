@@ -63,12 +63,14 @@ def test_a_method_that_hangs_takes_no_other_with_it(monkeypatch):
     lab = Ranks()
     lab.hung.note(doctor_runs.methods(2)["ring"])
     found = list(doctor_steps.waits(lab))
-    assert lab.skipped == ["ring"] and found[-1].status == WARNING and "ring" in found[-1].text
+    assert (
+        lab.skipped == ["ring", "ring, wire fp8"] and found[-1].status == WARNING and "ring" in found[-1].text
+    )
     ran = []
     monkeypatch.setattr(waits, "watch", lambda config, *_: ran.append(config) or None)
     monkeypatch.setattr(waits.mesh, "build", lambda *_: None)
     monkeypatch.setattr(waits.mesh, "close", lambda groups: None)
-    waits.rank(2, "cpu", Path(), lambda found: None, skipped=("ring", "cfg"))
+    waits.rank(2, "cpu", Path(), lambda found: None, skipped=("ring", "ring, wire fp8", "cfg"))
     assert ran and not [each for each in ran if each.ring_degree > 1 or each.cfg_degree > 1]
 
 
@@ -94,7 +96,7 @@ def test_the_chart_has_what_was_timed(tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
-@pytest.mark.parametrize("family", doctor_steps.SHAPES)
+@pytest.mark.parametrize("family", doctor_steps.SHAPES[1:])
 def test_a_released_model_is_timed_with_few_blocks(family):
     cls, arguments = released_sizes.arguments_of(family, doctor_models.BLOCKS)
     with torch.device("meta"):

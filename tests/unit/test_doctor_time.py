@@ -9,7 +9,7 @@ import pytest
 from doctor_findings import WARNING, OutOfTime
 from doctor_hangs import HungError
 from doctor_sizes import SIZES
-from doctor_stubs import StubLab, machine
+from doctor_stubs import StubLab, full_findings, machine
 
 from backend.config import ParallelConfig
 from backend.protocol import Loaded, Sample
@@ -71,7 +71,9 @@ def test_full_ends_within_its_minutes_and_every_check_has_its_part(time, seconds
     found = [(time.seconds, each) for each in doctor_runs.full(chosen, machine(), lab)]
     assert found[-1][0] <= 600 - doctor_time.CLOSING_SECONDS + seconds
     assert {each.check for _, each in found} - {"full"} >= set(doctor_runs.RUNS) - UNSAID
-    assert set(lab.ran) >= set(OF_REQUESTS)
+    if seconds < 1:
+        assert set(lab.ran) >= set(OF_REQUESTS)
+    assert set(lab.ran) >= set(OF_REQUESTS) & set(doctor_time.in_order(doctor_runs.RUNS, 10)[0])
     if seconds > 1:
         left_out = [each for _, each in found if "minutes are over" in each.text]
         assert left_out and {each.status for each in left_out} == {WARNING}
@@ -83,11 +85,8 @@ def test_full_ends_within_its_minutes_and_every_check_has_its_part(time, seconds
 
 def test_what_one_check_does_not_use_others_have(time):
     clock = doctor_time.Clock(10.0)
-    assert sum(doctor_time.SECONDS.values()) > 600 and list(doctor_time.SECONDS) == [
-        *(name for name in doctor_runs.RUNS)
-    ]
     parts = {}
-    names = list(doctor_runs.RUNS)
+    names, _ = doctor_time.in_order(doctor_runs.RUNS, 10.0)
     for index, name in enumerate(names):
         clock.begin(name, names[index + 1 :])
         parts[name] = clock.part_seconds
@@ -96,13 +95,37 @@ def test_what_one_check_does_not_use_others_have(time):
     assert clock.part_seconds == pytest.approx(580)  # of --only links
 
 
+def test_estimates_and_the_default_agree(time, monkeypatch):
+    """Each check that the minutes have time for has all of its estimate; what comes later has the rest."""
+    minutes = doctor.options(["--full"]).minutes
+    assert list(doctor_time.SECONDS) == list(doctor_runs.RUNS)
+    lab, parts = StubLab(), {}
+
+    def begin(name, later=()):
+        StubLab.begin(lab, name, later)
+        parts[name] = lab.part_seconds
+        time.seconds += doctor_time.SECONDS[name] if lab.end - time.seconds > 1 else 0.0
+
+    monkeypatch.setattr(lab, "begin", begin)
+    (about, *_) = [each for each in full_findings(lab) if each.check == "full"]
+    fitting, others = about.values["fitting"], about.values["others"]
+    assert list(parts) == [*fitting, *others] == list(doctor_runs.RUNS)
+    seconds = {name: doctor_time.SECONDS[name] for name in fitting}
+    assert 0.9 < sum(seconds.values()) / doctor_time.usable_seconds(minutes) <= 1
+    assert all(parts[name] >= seconds[name] - 1e-6 for name in fitting)
+    enough = doctor_time.minutes_of(doctor_runs.RUNS)
+    assert all(name in about.text for name in others) and f"--minutes {enough} has time for all" in about.text
+    assert doctor_time.in_order(doctor_runs.RUNS, enough) == (list(doctor_runs.RUNS), [])
+    assert f"--minutes {enough}" in (doctor.ROOT / "docs" / "performance.md").read_text()
+
+
 def test_the_flux_is_made_in_less_than_its_check_may_take(time):
     """The file is made in the time of the first check that asks for it, and then requests run."""
     import common  # of benchmarks, which doctor_lab has put on the path
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
     size = doctor_room.model_bytes(FluxTransformer2DModel, common.FLUX | SIZES["cuda"].flux, 2)
-    clock, names = doctor_time.Clock(10.0), list(doctor_runs.RUNS)
+    clock, (names, _) = doctor_time.Clock(10.0), doctor_time.in_order(doctor_runs.RUNS, 10.0)
     begun = names.index("speed of one rank")
     time.seconds = 20.0  # of what comes before
     clock.begin(names[begun], names[begun + 1 :])
@@ -116,7 +139,8 @@ def test_checks_that_do_nothing_on_one_rank_have_no_part(time, monkeypatch, rank
     monkeypatch.setattr(lab, "begin", lambda name, names=(): later.append(list(names)))
     list(doctor_runs.full(doctor.options(["--full", "--ranks", str(ranks)]), machine(), lab))
     wanted = [name for name in doctor_runs.RUNS if ranks > 1 or name not in ("speed", "methods", "life")]
-    assert later[0] == wanted[1:] and len(later) == len(doctor_runs.RUNS)
+    fitting, _ = doctor_time.in_order(wanted, 10.0)
+    assert later[0] == fitting[1:] and len(later) == len(doctor_runs.RUNS)
 
 
 def test_nothing_is_made_beyond_the_end(time):
