@@ -17,7 +17,8 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("scripts", "benchmark
 import dry_run
 import torch
 from page_parts import Part, markdown
-from published import A100, CASES, H100, L40, RTX4090, Case
+from published import A100, CASES, H100, L40, LEFT_OUT, RTX4090
+from published_errors import errors, middle, of_pipefusion, published
 from released_sizes import RELEASED, checkpoint_of, request_of
 
 from backend.config import ConfigError, ParallelConfig
@@ -62,39 +63,6 @@ SAME = {
 
 
 # ------------------------------------------------------------------ published
-def fitted(case: Case) -> Machine:
-    """Scale the rates of a case's machine until one GPU takes the published seconds: what a model's kernels
-    reach is the only thing that is taken from a table."""
-    low, high = 0.05, 20.0
-    machine = case.machine
-    for _ in range(60):
-        factor = (low * high) ** 0.5
-        machine = replace(
-            case.machine, gemm=case.machine.gemm * factor, attention=case.machine.attention * factor
-        )
-        slower = Cost(case.model, case.plans["1"], machine, request=case.request).total > case.seconds["1"]
-        low, high = (factor, high) if slower else (low, factor)
-    return machine
-
-
-@cache
-def published() -> list[tuple[Case, str, float, float]]:
-    """Return (case, plan, published seconds, projected seconds) of every plan of several GPUs that stands
-    next to one GPU's."""
-    of_plans = []
-    for case in (each for each in CASES if "1" in each.seconds):
-        machine = fitted(case)
-        plans = {name: plan for name, plan in case.plans.items() if name != "1"}
-        costs = {name: Cost(case.model, plan, machine, request=case.request) for name, plan in plans.items()}
-        of_plans += [(case, name, case.seconds[name], cost.total) for name, cost in costs.items()]
-    return of_plans
-
-
-def errors() -> list[float]:
-    """Return the relative error of every projection, smallest first."""
-    return sorted(abs(projected / seconds - 1) for _, _, seconds, projected in published())
-
-
 def published_table() -> str:
     """Write published and projected seconds, and their error."""
     rows = []
@@ -105,12 +73,15 @@ def published_table() -> str:
         rows.append((case.model.name, what, case.machine.name, name, case.source, *numbers))
     off = errors()
     summary = (
-        f"{len(off)} plans of several GPUs: median error **{off[len(off) // 2]:.1%}**, mean "
-        f"{sum(off) / len(off):.1%}, largest {off[-1]:.1%}; "
-        f"{sum(error <= GOAL for error in off)} within {GOAL:.0%}.\n"
+        f"{len(off)} plans of several GPUs: median error **{middle(off):.1%}**, mean "
+        f"{sum(off) / len(off):.1%}, nine of ten below {middle(off, 0.9):.1%}, "
+        f"largest {off[-1]:.1%}; {sum(error <= GOAL for error in off)} within {GOAL:.0%}. "
+        f"Median of PipeFusion's, with its sign: "
+        f"{middle(of_pipefusion()):+.1%}.\n"
     )
+    left_out = "".join(f"- {what}: {why}.\n" for what, why in LEFT_OUT.items())
     head = ("model", "request", "GPU", "plan", "source", "published s", "projected s", "error")
-    return f"{markdown(head, rows)}\n{summary}"
+    return f"{markdown(head, rows)}\n{summary}\nNot in the table, and why:\n\n{left_out}"
 
 
 # ------------------------------------------------------------------ released models

@@ -47,9 +47,7 @@ def pairs(same_ranks: bool) -> list[bool]:
     found = []
     for case in CASES:
         plans = case.plans
-        predicted = {
-            name: Cost(case.model, plan, case.machine, case.request).total for name, plan in plans.items()
-        }
+        predicted = {name: case.projected(name) for name in plans}
         for a, b in combinations(case.seconds, 2):
             one, other = case.seconds[a], case.seconds[b]
             if max(one, other) < TIE * min(one, other):
