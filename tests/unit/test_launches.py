@@ -13,6 +13,7 @@ import torch.nn.functional as F
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import launches  # noqa: E402 (a script, in no package)
+import launches_page  # noqa: E402
 import meta_shapes  # noqa: E402
 import released_sizes  # noqa: E402
 from meta_device import META, Count, meta_device  # noqa: E402
@@ -58,6 +59,11 @@ def test_nor_does_one_of_many_ranks(family):
 def avoidable(waits: dict[str, int]) -> set[str]:
     """Return what waits, but for functions of diffusers that are listed."""
     return {place for place in waits if place.rpartition(" in ")[2] not in OF_DIFFUSERS}
+
+
+def test_the_page_is_what_the_script_makes():
+    assert launches_page.PART.read() == launches_page.table()
+    assert len(launches_page.PART.rows()) == len(launches.FAMILIES)
 
 
 def check(family: str, methods: tuple[str, ...]):
