@@ -7,6 +7,17 @@ from collections.abc import Callable
 
 #: A longer expression is not read.
 MAX_CHARACTERS = 200
+#: More digits are not rounded to: Python computes a power of ten with as many.
+MAX_DIGITS = 15
+
+
+def _rounded(value: float, *digits: int) -> float:
+    """Round as Python does; raise ValueError for more than MAX_DIGITS, which may take hours."""
+    if any(abs(each) > MAX_DIGITS for each in digits):
+        raise ValueError(f"round takes at most {MAX_DIGITS} digits")
+    return round(value, *digits)
+
+
 OPERATORS: dict[type[ast.AST], Callable] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -22,7 +33,7 @@ FUNCTIONS: dict[str, Callable] = {
     "min": min,
     "max": max,
     "abs": abs,
-    "round": round,
+    "round": _rounded,
     "ceil": math.ceil,
     "floor": math.floor,
     "int": int,

@@ -70,31 +70,38 @@ def constants(graph: dict, node: str) -> dict:
     return {name: value for name, value in found if value is not None}
 
 
-def constant(graph: dict, node: str, name: str, seen: frozenset[str] = frozenset()) -> Any:
+def constant(graph: dict, node: str, name: str, known: dict[tuple, Any] | None = None) -> Any:
     """Return the value of an input, also of one that is linked to a node whose one input is ``value``
-    (PrimitiveInt), to a Switch or to a Math Expression; None where that takes a run. ``seen``: nodes on the
-    way, which may be a cycle."""
+    (PrimitiveInt), to a Switch or to a Math Expression; None where that takes a run. ``known``: the outputs
+    that are known by now, None of one on the way here: that is a cycle."""
     origin = source(graph, node, name)
     if origin is None:
         given = graph[node]["inputs"].get(name)
         return None if isinstance(given, list) else given
-    if origin in seen:
-        return None
-    further = seen | {origin}
-    kind = graph[origin].get("class_type")
-    if graph[origin]["inputs"].keys() == {"value"} and kind != NOT:
-        return constant(graph, origin, "value", further)
+    known = {} if known is None else known
+    output = graph[node]["inputs"][name][1]
+    if (origin, output) not in known:
+        known[origin, output] = None
+        known[origin, output] = _output(graph, origin, output, known)
+    return known[origin, output]
+
+
+def _output(graph: dict, node: str, output: int, known: dict[tuple, Any]) -> Any:
+    """Return the value of an output of a node, as ``constant`` does."""
+    kind = graph[node].get("class_type")
+    if graph[node]["inputs"].keys() == {"value"} and kind != NOT:
+        return constant(graph, node, "value", known)
     if kind == MATH:
-        return _computed(graph, origin, graph[node]["inputs"][name][1], further)
-    switched = constant(graph, origin, "switch", further) if kind in SWITCHES else None
-    return None if switched is None else constant(graph, origin, SWITCHED[bool(switched)], further)
+        return _computed(graph, node, output, known)
+    switched = constant(graph, node, "switch", known) if kind in SWITCHES else None
+    return None if switched is None else constant(graph, node, SWITCHED[bool(switched)], known)
 
 
-def _computed(graph: dict, node: str, output: int, seen: frozenset[str]) -> float | None:
+def _computed(graph: dict, node: str, output: int, known: dict[tuple, Any]) -> float | None:
     """Return an output of a Math Expression, a FLOAT or an INT; None of others, and where it takes a run."""
-    expression = constant(graph, node, "expression", seen)
+    expression = constant(graph, node, "expression", known)
     named = (name for name in graph[node]["inputs"] if name.startswith(MATH_VALUES))
-    values = {name.removeprefix(MATH_VALUES): constant(graph, node, name, seen) for name in named}
+    values = {name.removeprefix(MATH_VALUES): constant(graph, node, name, known) for name in named}
     if not isinstance(expression, str) or not all(isinstance(each, int | float) for each in values.values()):
         return None
     result = computed(expression, values)
@@ -158,19 +165,27 @@ def executed(graph: dict, node: str) -> dict:
 def loader_of(graph: dict, node: str) -> str | None:
     """Return the Load Parallel DiT whose transformer reaches the input ``dit`` of a node; None where there is
     none, or where it depends on a Switch whose side takes a run."""
-    return _loader_before(graph, source(graph, node, "dit"), frozenset())
+    return _loader_before(graph, source(graph, node, "dit"), {})
 
 
-def _loader_before(graph: dict, node: str | None, seen: frozenset[str]) -> str | None:
-    """Return the loader from which ``node`` has its transformer. ``seen``: nodes after it, for a cycle, which
-    ComfyUI itself refuses."""
-    if node is None or node in seen:
+def _loader_before(graph: dict, node: str | None, known: dict[str, str | None]) -> str | None:
+    """Return the loader from which ``node`` has its transformer. ``known``: those that are known by now, None
+    of a node after it: that is a cycle, which ComfyUI itself refuses."""
+    if node is None:
         return None
+    if node not in known:
+        known[node] = None
+        known[node] = _loader_of_inputs(graph, node, known)
+    return known[node]
+
+
+def _loader_of_inputs(graph: dict, node: str, known: dict[str, str | None]) -> str | None:
+    """Return ``node`` where it is a loader, else the one that all its inputs are from."""
     kind = graph[node].get("class_type")
     if kind == "LoadParallelDiT":
         return node
     names = ("dit",) if kind in THROUGH else _sides(graph, node) if kind in SWITCHES else ()
-    loaders = {_loader_before(graph, source(graph, node, name), seen | {node}) for name in names}
+    loaders = {_loader_before(graph, source(graph, node, name), known) for name in names}
     return loaders.pop() if len(loaders) == 1 else None
 
 

@@ -220,6 +220,9 @@ def expression(text: str, **values) -> dict:
         ("a +", None),
         ("a ** 2", None),
         ("sqrt(a)", None),
+        ("round(a / 3, 1) * 10", 67),
+        ("round(1, -1000000000)", None),
+        ("round(a / 3, 1000000000)", None),
         ("c", None),
         ("word", None),
         ("run", None),
@@ -238,6 +241,23 @@ def test_what_an_expression_computes_is_followed(graph, text, steps):
     )
     prompt["sampler"]["inputs"]["steps"] = ["steps", 1]
     assert graph.request_of_graph(prompt, "1", IMAGES).steps == (steps or 20)
+
+
+#: Each has two links to the one before it, so paths through so many of them are 10**18.
+CHAINED = 60
+
+
+def test_a_chain_of_sums_is_computed_once(graph):
+    """And one of switches: every link was followed anew, and ComfyUI stood still."""
+    first = {"sum0": node("PrimitiveFloat", value=20 / 2**CHAINED), "switch0": node("LoadParallelDiT")}
+    prompt = after(**first, run=node("Length"))
+    for index in range(1, CHAINED + 1):
+        before = [f"sum{index - 1}", 0]
+        prompt[f"sum{index}"] = expression("a + b", a=before, b=before)
+        links = {"on_false": [f"switch{index - 1}", 0], "on_true": [f"switch{index - 1}", 0]}
+        prompt[f"switch{index}"] = node("ComfySwitchNode", switch=["run", 0], **links)
+    prompt["sampler"]["inputs"] |= {"steps": [f"sum{CHAINED}", 1], "dit": [f"switch{CHAINED}", 0]}
+    assert graph.request_of_graph(prompt, "switch0", IMAGES).steps == 20
 
 
 def workflow(name: str) -> dict:
