@@ -1,14 +1,18 @@
-"""Numbers that ComfyUI's Math Expression computes of others, before a graph runs."""
+"""Numbers that ComfyUI's Math Expression and Resolution Selector compute of others, before a graph runs."""
 
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable
 
 #: A longer expression is not read.
 MAX_CHARACTERS = 200
 #: More digits are not rounded to: Python computes a power of ten with as many.
 MAX_DIGITS = 15
+#: The ratio in what Resolution Selector is given: "16:9 (Widescreen)".
+RATIO = re.compile(r"([1-9]\d?):([1-9]\d?)\b")
+MEGA = 1024 * 1024
 
 
 def _rounded(value: float, *digits: int) -> float:
@@ -51,6 +55,17 @@ def computed(expression: str, values: dict[str, float]) -> float | None:
         return result if math.isfinite(result) else None
     except (ArithmeticError, KeyError, SyntaxError, TypeError, ValueError):
         return None  # the node itself says why, when it runs
+
+
+def resolution(ratio: str, megapixels: float, multiple: int) -> tuple[int, int] | None:
+    """Return the width and the height of Resolution Selector; None where these are no such values."""
+    try:
+        found = RATIO.match(ratio)
+        width, height = (int(each) for each in found.groups()) if found else (0, 0)
+        scale = math.sqrt(megapixels * MEGA / (width * height))
+        return round(width * scale / multiple) * multiple, round(height * scale / multiple) * multiple
+    except (ArithmeticError, TypeError, ValueError):
+        return None
 
 
 def _value(node: ast.AST, values: dict[str, float]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
-from .number_expressions import computed
+from .number_expressions import computed, resolution
 
 _queued: ContextVar[dict | None] = ContextVar("queued graph", default=None)
 _queued_by: ContextVar[str | None] = ContextVar("page that has queued it", default=None)
@@ -24,6 +24,8 @@ SWITCHES, SWITCHED = ("ComfySwitchNode", "ComfySoftSwitchNode"), ("on_false", "o
 NOT = "ComfyNotNode"
 #: ComfyUI's node that computes a number (FLOAT, INT) of its inputs of this prefix.
 MATH, MATH_VALUES = "ComfyMathExpression", "values."
+#: ComfyUI's node that computes a width and a height of these inputs.
+RESOLUTION, RESOLUTION_OF = "ResolutionSelector", ("aspect_ratio", "megapixels", "multiple")
 
 
 def remember(request: dict) -> dict:
@@ -72,8 +74,8 @@ def constants(graph: dict, node: str) -> dict:
 
 def constant(graph: dict, node: str, name: str, known: dict[tuple, Any] | None = None) -> Any:
     """Return the value of an input, also of one that is linked to a node whose one input is ``value``
-    (PrimitiveInt), to a Switch or to a Math Expression; None where that takes a run. ``known``: the outputs
-    that are known by now, None of one on the way here: that is a cycle."""
+    (PrimitiveInt), to a Switch, to a Math Expression or to a Resolution Selector; None where that takes a
+    run. ``known``: the outputs that are known by now, None of one on the way here: that is a cycle."""
     origin = source(graph, node, name)
     if origin is None:
         given = graph[node]["inputs"].get(name)
@@ -93,6 +95,9 @@ def _output(graph: dict, node: str, output: int, known: dict[tuple, Any]) -> Any
         return constant(graph, node, "value", known)
     if kind == MATH:
         return _computed(graph, node, output, known)
+    if kind == RESOLUTION:
+        sides = resolution(*(constant(graph, node, name, known) for name in RESOLUTION_OF))
+        return sides[output] if sides and output in (0, 1) else None
     switched = constant(graph, node, "switch", known) if kind in SWITCHES else None
     return None if switched is None else constant(graph, node, SWITCHED[bool(switched)], known)
 

@@ -243,6 +243,27 @@ def test_what_an_expression_computes_is_followed(graph, text, steps):
     assert graph.request_of_graph(prompt, "1", IMAGES).steps == (steps or 20)
 
 
+@pytest.mark.parametrize(
+    "inputs, tokens",
+    [
+        (("1:1 (Square)", 1.0, 8), 64 * 64),
+        (("16:9 (Widescreen)", 1.0, 8), 86 * 48),
+        (("9:16 (Portrait Widescreen)", 2.0, 64), 68 * 120),
+        (("21:9 (Ultrawide)", ["megapixels", 0], 32), 138 * 60),
+        (("wide", 1.0, 8), 64 * 64),
+        (("1:1 (Square)", ["run", 0], 8), 64 * 64),
+        (("1:1 (Square)", 2.0, 0), 64 * 64),
+    ],
+)
+def test_the_sides_that_a_ratio_has_are_followed(graph, inputs, tokens):
+    """Resolution Selector, which many of ComfyUI's templates have, counted as 1024 x 1024."""
+    named = dict(zip(("aspect_ratio", "megapixels", "multiple"), inputs))
+    prompt = after(megapixels=node("PrimitiveFloat", value=2.0), run=node("Length"))
+    prompt["ratio"] = node("ResolutionSelector", **named)
+    prompt["0"] = node("EmptySD3LatentImage", width=["ratio", 0], height=["ratio", 1], batch_size=1)
+    assert graph.request_of_graph(prompt, "1", IMAGES).image_tokens == tokens
+
+
 #: Each has two links to the one before it, so paths through so many of them are 10**18.
 CHAINED = 60
 
