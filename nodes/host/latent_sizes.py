@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...backend.planner.machine import Sides
+from .number_expressions import MEGA
 from .queued_graph import constants, positive, source, upstream
 
 #: Words in the names of inputs through which a latent comes: video before audio, latents before images.
@@ -16,7 +17,8 @@ FACTOR = ("scale_by", "resize_type.multiplier")
 MEGAPIXELS = ("megapixels", "resize_type.megapixels")
 LONGER = ("largest_size", "longer_edge", "resize_type.longer_size")
 SHORTER = ("resize_type.shorter_size",)
-MEGA = 1024 * 1024
+#: LatentUpscale makes a latent value of so many of its pixels, whatever the model, and has so many at least.
+UPSCALE_PIXELS, MIN_UPSCALE = 8, 64
 #: Hands on the sides of an image.
 MEASURE = "GetImageSize"
 #: What names of upscaling models have: x2, 4x, x1.5.
@@ -62,47 +64,36 @@ class GraphSizes:
     def sides(self, size: LatentSize) -> Sides:
         """Return (T, H, W) of the latent of this size."""
         time, *space = self.pixels
-        return (1 + (size.length - 1) // time, size.height // space[0], size.width // space[1])
+        height, width = (max(1, side // each) for side, each in zip((size.height, size.width), space))
+        return (1 + (size.length - 1) // time, height, width)
+
+    def with_latent(self, size: LatentSize, height: int, width: int) -> LatentSize:
+        """Return a size whose latent has so many values a side, at least one."""
+        _, rows, columns = self.pixels
+        return replace(size, height=max(1, height) * rows, width=max(1, width) * columns)
 
     def _after(self, key: str, size: LatentSize, seen: frozenset[str]) -> LatentSize:
         """Return what a node makes of the size of its input."""
         kind = self.graph[key].get("class_type", "")
-        inputs = constants(self.graph, key)
+        inputs = constants(self.graph, key) | self._measured(key, seen)
         if kind in BATCHES:
             return self._joined(key, size, seen)
         if kind in CHANGES:
             return CHANGES[kind](self, size, inputs, self._model_name(key))
         ratio = _by_ratio(inputs, size)
-        return size.scaled(ratio) if ratio else self._with_own(key, inputs, size, seen)
+        return size.scaled(ratio) if ratio else _with_own(inputs, size)
 
-    def _with_own(self, key: str, inputs: dict, size: LatentSize, seen: frozenset[str]) -> LatentSize:
-        """Return the size with the sides that a node gives; a side of 0 follows from the ratio."""
-        prefix = "resize_type." if "resize_type" in inputs else ""
-        width, height = (self._side(key, f"{prefix}{name}", inputs, seen) for name in ("width", "height"))
-        if prefix:  # it has the one side that it sets
-            width, height = width or 0, height or 0
-        if width and height == 0:
-            height = round(width * size.height / size.width)
-        if height and width == 0:
-            width = round(height * size.width / size.height)
-        layers = positive(inputs, "layers", default=0)  # next to the whole image, of Qwen-Image-Layered
-        return LatentSize(
-            width=width or size.width,
-            height=height or size.height,
-            length=positive(inputs, "length", default=1 + layers if layers else size.length),
-            batch=positive(inputs, "batch_size", default=size.batch),
-        )
-
-    def _side(self, key: str, name: str, inputs: dict, seen: frozenset[str]) -> int | None:
-        """Return a side that a node is given, by a number or by GetImageSize; None where it takes a run."""
-        if isinstance(inputs.get(name), int):
-            return max(0, inputs[name])
-        origin = source(self.graph, key, name)
-        if not origin or origin in seen or self.graph[origin].get("class_type") != MEASURE:
-            return None
-        size = self.of(origin, seen)
-        _, output = self.graph[key]["inputs"][name]
-        return (size.width, size.height)[output] if output in (0, 1) else None
+    def _measured(self, key: str, seen: frozenset[str]) -> dict[str, int]:
+        """Return the inputs of a node that are linked to a side of GetImageSize."""
+        found = {}
+        for name, value in self.graph[key]["inputs"].items():
+            origin = source(self.graph, key, name)
+            if not origin or origin in seen or self.graph[origin].get("class_type") != MEASURE:
+                continue
+            size, output = self.of(origin, seen), value[1]
+            if output in (0, 1):
+                found[name] = (size.width, size.height)[output]
+        return found
 
     def _joined(self, key: str, size: LatentSize, seen: frozenset[str]) -> LatentSize:
         """Return the size of the first of a node's latents, with the samples of all."""
@@ -115,6 +106,34 @@ class GraphSizes:
         model = source(self.graph, key, "upscale_model")
         name = constants(self.graph, model).get("model_name") if model else ""
         return name if isinstance(name, str) else ""
+
+
+def _with_own(inputs: dict, size: LatentSize) -> LatentSize:
+    """Return the size with the sides that a node gives; a side of 0 follows from the ratio."""
+    prefix = "resize_type." if "resize_type" in inputs else ""
+    width, height = _given_sides(inputs, prefix)
+    if prefix:  # it has the one side that it sets
+        width, height = width or 0, height or 0
+    if width and height == 0:
+        height = max(1, round(width * size.height / size.width))
+    if height and width == 0:
+        width = max(1, round(height * size.width / size.height))
+    layers = positive(inputs, "layers", default=0)  # next to the whole image, of Qwen-Image-Layered
+    return LatentSize(
+        width=width or size.width,
+        height=height or size.height,
+        length=positive(inputs, "length", default=1 + layers if layers else size.length),
+        batch=positive(inputs, "batch_size", default=size.batch),
+    )
+
+
+def _given_sides(inputs: dict, prefix: str = "") -> tuple[int | None, int | None]:
+    """Return the width and the height that a node is given; None of one that takes a run."""
+    width, height = inputs.get(f"{prefix}width"), inputs.get(f"{prefix}height")
+    return (
+        max(0, width) if isinstance(width, int) else None,
+        max(0, height) if isinstance(height, int) else None,
+    )
 
 
 def _by_ratio(inputs: dict, size: LatentSize) -> float | None:
@@ -143,12 +162,28 @@ def _times(name: str, default: float) -> float:
 def _latent_scaled(sizes: GraphSizes, size: LatentSize, factor: float) -> LatentSize:
     """Return a size whose latent has ``factor`` times the values a side."""
     _, height, width = sizes.sides(size)
-    _, rows, columns = sizes.pixels
-    return replace(size, width=round(width * factor) * columns, height=round(height * factor) * rows)
+    return sizes.with_latent(size, round(height * factor), round(width * factor))
 
 
 def _upscaled_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
     return _latent_scaled(sizes, size, _number(inputs, FACTOR) or 1.0)
+
+
+def _resized_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+    """Return the size after LatentUpscale, whose sides are pixels of latents that have 8 a value."""
+    _, rows, columns = sizes.sides(size)
+    width, height = _given_sides(inputs)
+    if not (width or height):
+        return size
+    if width == 0:
+        width = round(columns * max(MIN_UPSCALE, height or 0) / rows)
+    if height == 0:
+        height = round(rows * max(MIN_UPSCALE, width or 0) / columns)
+    return sizes.with_latent(
+        size,
+        rows if height is None else max(MIN_UPSCALE, height) // UPSCALE_PIXELS,
+        columns if width is None else max(MIN_UPSCALE, width) // UPSCALE_PIXELS,
+    )
 
 
 def _upsampled_ltx(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
@@ -180,6 +215,7 @@ def _picked(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> La
 BATCHES = ("LatentBatch", "BatchLatentsNode")
 #: Nodes whose output does not follow from the names of their inputs alone -> what they make of a size.
 CHANGES: dict[str, Callable[[GraphSizes, LatentSize, dict, str], LatentSize]] = {
+    "LatentUpscale": _resized_latent,
     "LatentUpscaleBy": _upscaled_latent,
     "LTXVLatentUpsampler": _upsampled_ltx,
     "ImageUpscaleWithModel": _upscaled_image,

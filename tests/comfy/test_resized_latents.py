@@ -1,11 +1,16 @@
 """Sizes that a graph documents before it runs are those that ComfyUI's own nodes make."""
 
+import native  # noqa: F401  # makes ComfyUI's nodes importable, rather than this pack's
 import pytest
+import torch
 from comfy_modules import comfy_modules
 
 with comfy_modules():
     from comfy_extras.nodes_resolution import AspectRatio, ResolutionSelector
+    from parallel_dit.nodes.host.latent_sizes import GraphSizes, LatentSize
     from parallel_dit.nodes.host.queued_graph import constants
+
+    from nodes import LatentUpscale, LatentUpscaleBy
 
 
 @pytest.mark.parametrize("multiple", [8, 12, 64])
@@ -18,3 +23,32 @@ def test_resolution_selector_has_the_sides_that_it_computes(ratio, megapixels, m
         "latent": {"class_type": "EmptyLatent", "inputs": {"width": ["ratio", 0], "height": ["ratio", 1]}},
     }
     assert tuple(constants(graph, "latent").values()) == ResolutionSelector.execute(**inputs).args
+
+
+def sizes_after(kind: str, link: str, size: tuple[int, int], pixels: int, inputs: dict) -> GraphSizes:
+    """The sizes of a graph in which a node of this kind resizes what its input ``link`` has."""
+    graph = {
+        "source": {"class_type": "Source", "inputs": {"width": size[0], "height": size[1]}},
+        "node": {"class_type": kind, "inputs": {link: ["source", 0], **inputs}},
+    }
+    return GraphSizes(graph, (1, pixels, pixels), LatentSize(1024, 1024, 1))
+
+
+@pytest.mark.parametrize("sides", [(512, 256), (0, 256), (300, 0), (0, 0), (8, 16), (8, 0)])
+@pytest.mark.parametrize("pixels", [8, 16, 32])
+def test_an_upscaled_latent_has_as_many_values(pixels, sides):
+    """Whose node takes 8 pixels a value, whatever the model."""
+    named = dict(zip(("width", "height"), sides))
+    latent = {"samples": torch.zeros(1, 4, 512 // pixels, 768 // pixels)}
+    result = LatentUpscale().upscale(latent, "nearest-exact", crop="disabled", **named)[0]["samples"]
+    sizes = sizes_after("LatentUpscale", "samples", (768, 512), pixels, named)
+    assert sizes.sides(sizes.of("node")) == (1, *result.shape[-2:])
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.5, 2.0])
+@pytest.mark.parametrize("pixels", [8, 16, 32])
+def test_a_scaled_latent_has_as_many_values(pixels, factor):
+    latent = {"samples": torch.zeros(1, 4, 512 // pixels, 768 // pixels)}
+    result = LatentUpscaleBy().upscale(latent, "nearest-exact", factor)[0]["samples"]
+    sizes = sizes_after("LatentUpscaleBy", "samples", (768, 512), pixels, {"scale_by": factor})
+    assert sizes.sides(sizes.of("node")) == (1, *result.shape[-2:])

@@ -67,6 +67,10 @@ def scaled_by(factor) -> dict:
     return node("LatentUpscaleBy", samples=None, scale_by=factor)
 
 
+def upscaled(width, height) -> dict:
+    return node("LatentUpscale", samples=None, width=width, height=height)
+
+
 def sides(width: int, height: int) -> dict:
     return node("ImageScale", image=None, width=width, height=height)
 
@@ -83,9 +87,9 @@ HALF = node("ImageScaleBy", image=None, scale_by=0.5)
         ((scaled_by(["factor", 0]),), 128 * 64),
         ((scaled_by(["run", 0]),), 64 * 32),
         ((scaled_by(1.5), scaled_by(2.0)), 192 * 96),
-        ((node("LatentUpscale", samples=None, width=2048, height=2048),), 128 * 128),
-        ((node("LatentUpscale", samples=None, width=2048, height=0),), 128 * 64),
-        ((node("LatentUpscale", samples=None, width=0, height=0),), 64 * 32),
+        ((upscaled(2048, 2048),), 128 * 128),
+        ((upscaled(2048, 0),), 128 * 64),
+        ((upscaled(0, 0),), 64 * 32),
         (pixels(sides(0, 1024)), 128 * 64),
         (pixels(sides(2048, 512)), 128 * 32),
         (pixels(node("ImageScaleBy", image=None, scale_by=2.0)), 128 * 64),
@@ -134,6 +138,31 @@ def test_the_name_of_an_upscaling_model_has_its_factor(graph, name, factor):
     others = {"model": node("UpscaleModelLoader", model_name=name)}
     request = graph.request_of_graph(after(*pixels(ESRGAN), **others), "1", IMAGES)
     assert request.image_tokens == 64 * 32 * factor**2
+
+
+@pytest.mark.parametrize(
+    "nodes, tokens",
+    [
+        ((), 64 * 32),
+        ((upscaled(1024, 1024),), 128 * 128),
+        ((upscaled(1024, 0),), 128 * 64),
+        ((upscaled(0, 1024),), 256 * 128),
+        ((upscaled(0, 0),), 64 * 32),
+        ((upscaled(8, 24),), 8 * 8),
+        ((upscaled(1024, ["run", 0]),), 128 * 32),
+        ((upscaled(["size", 0], ["size", 1]),), 128 * 64),
+        ((scaled_by(0.01),), 1),
+        ((scaled_by(0.01), upscaled(0, 512)), 64 * 64),
+        ((*pixels(sides(1024, 8)), upscaled(512, 0)), 64 * 8),
+        ((scaled_by(0.01), *pixels(sides(512, 0))), 32 * 32),
+    ],
+)
+def test_a_latent_of_16_pixels_a_value_is_upscaled(graph, nodes, tokens):
+    """LatentUpscale makes a value of 8 of its pixels for any model, so 4 times the tokens; and no latent has
+    a side of 0."""
+    prompt = after(*nodes, run=node("Length"), size=node("GetImageSize", image=["0", 0]))
+    shape = replace(IMAGES, pixels=(1, 16, 16), patch=(1, 1, 1))
+    assert graph.request_of_graph(prompt, "1", shape).image_tokens == tokens
 
 
 def test_the_usual_size_of_a_model_is_scaled_too(graph):
