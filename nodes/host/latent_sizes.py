@@ -15,8 +15,11 @@ LATENT = ("video_latent", "latent", "samples", "pixels", "image", "input")
 #: MEGA pixels, the longer side, the shorter one.
 FACTOR = ("scale_by", "resize_type.multiplier")
 MEGAPIXELS = ("megapixels", "resize_type.megapixels")
-LONGER = ("largest_size", "longer_edge", "resize_type.longer_size")
+LONGER = ("largest_size", "resize_type.longer_size")
 SHORTER = ("resize_type.shorter_size",)
+#: Words before ``width`` and ``height`` in the inputs of nodes that have them.
+RESIZED, PADDED = "resize_type.", "target_"
+PADDED_SIDES = {"target_width", "target_height"}
 #: LatentUpscale makes a latent value of so many of its pixels, whatever the model, and has so many at least.
 UPSCALE_PIXELS, MIN_UPSCALE = 8, 64
 #: Hands on the sides of an image.
@@ -110,9 +113,9 @@ class GraphSizes:
 
 def _with_own(inputs: dict, size: LatentSize) -> LatentSize:
     """Return the size with the sides that a node gives; a side of 0 follows from the ratio."""
-    prefix = "resize_type." if "resize_type" in inputs else ""
+    prefix = RESIZED if "resize_type" in inputs else PADDED if PADDED_SIDES & inputs.keys() else ""
     width, height = _given_sides(inputs, prefix)
-    if prefix:  # it has the one side that it sets
+    if prefix == RESIZED:  # it has the one side that it sets
         width, height = width or 0, height or 0
     if width and height == 0:
         height = max(1, round(width * size.height / size.width))
@@ -186,6 +189,19 @@ def _resized_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: st
     )
 
 
+def _to_edge(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+    """Return the size after a node that gives the longer or the shorter side, and rounds the other down."""
+    longer, shorter = (positive(inputs, name, default=0) for name in ("longer_edge", "shorter_edge"))
+    edge = longer or shorter
+    if not edge:
+        return size
+    width, height = size.width, size.height
+    sets_width = width > height if longer else width < height
+    if sets_width:
+        return replace(size, width=edge, height=max(1, int(height * (edge / width))))
+    return replace(size, width=max(1, int(width * (edge / height))), height=edge)
+
+
 def _upsampled_ltx(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
     """Return the size after a model that doubles the sides, or the frames."""
     factor = _times(model, 2.0)
@@ -217,6 +233,8 @@ BATCHES = ("LatentBatch", "BatchLatentsNode")
 CHANGES: dict[str, Callable[[GraphSizes, LatentSize, dict, str], LatentSize]] = {
     "LatentUpscale": _resized_latent,
     "LatentUpscaleBy": _upscaled_latent,
+    "ResizeImagesByLongerEdge": _to_edge,
+    "ResizeImagesByShorterEdge": _to_edge,
     "LTXVLatentUpsampler": _upsampled_ltx,
     "ImageUpscaleWithModel": _upscaled_image,
     "FluxKontextImageScale": _for_kontext,

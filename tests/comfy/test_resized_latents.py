@@ -6,11 +6,17 @@ import torch
 from comfy_modules import comfy_modules
 
 with comfy_modules():
+    from comfy_extras.nodes_dataset import ResizeImagesByLongerEdgeNode, ResizeImagesByShorterEdgeNode
+    from comfy_extras.nodes_images import ResizeAndPadImage
     from comfy_extras.nodes_resolution import AspectRatio, ResolutionSelector
     from parallel_dit.nodes.host.latent_sizes import GraphSizes, LatentSize
     from parallel_dit.nodes.host.queued_graph import constants
 
     from nodes import LatentUpscale, LatentUpscaleBy
+
+#: Width, height.
+IMAGES = [(96, 64), (50, 83), (49, 49), (64, 97)]
+EDGES = {"longer_edge": ResizeImagesByLongerEdgeNode, "shorter_edge": ResizeImagesByShorterEdgeNode}
 
 
 @pytest.mark.parametrize("multiple", [8, 12, 64])
@@ -32,6 +38,24 @@ def sizes_after(kind: str, link: str, size: tuple[int, int], pixels: int, inputs
         "node": {"class_type": kind, "inputs": {link: ["source", 0], **inputs}},
     }
     return GraphSizes(graph, (1, pixels, pixels), LatentSize(1024, 1024, 1))
+
+
+@pytest.mark.parametrize("size", IMAGES)
+@pytest.mark.parametrize("edge", [31, 61, 128])
+@pytest.mark.parametrize("name", EDGES)
+def test_an_edge_is_set_as_the_node_sets_it(name, edge, size):
+    width, height = size
+    result = EDGES[name]._process(torch.zeros(1, height, width, 3), **{name: edge})
+    found = sizes_after(EDGES[name].node_id, "images", size, 8, {name: edge}).of("node")
+    assert (found.height, found.width) == result.shape[-3:-1]
+
+
+def test_a_padded_image_has_the_size_that_it_is_padded_to():
+    inputs = {"target_width": 40, "target_height": 72}
+    further = {"padding_color": "white", "interpolation": "area"}
+    result = ResizeAndPadImage.execute(torch.zeros(1, 64, 96, 3), **inputs, **further).args[0]
+    found = sizes_after("ResizeAndPadImage", "image", (96, 64), 8, inputs).of("node")
+    assert (found.height, found.width) == result.shape[-3:-1]
 
 
 @pytest.mark.parametrize("sides", [(512, 256), (0, 256), (300, 0), (0, 0), (8, 16), (8, 0)])

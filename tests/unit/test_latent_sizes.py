@@ -97,6 +97,12 @@ HALF = node("ImageScaleBy", image=None, scale_by=0.5)
         (pixels(node("FluxKontextImageScale", image=None)), 91 * 45),
         (pixels(node("ImageScaleToMaxDimension", image=None, largest_size=2048)), 128 * 64),
         (pixels(node("ResizeImagesByLongerEdge", images=None, longer_edge=512)), 32 * 16),
+        (pixels(node("ResizeImagesByShorterEdge", images=None, shorter_edge=1024)), 128 * 64),
+        (pixels(node("ResizeAndPadImage", image=None, target_width=2048, target_height=512)), 128 * 32),
+        (
+            pixels(node("ResizeAndPadImage", image=None, target_width=2048, target_height=["run", 0])),
+            128 * 32,
+        ),
         (pixels(resized("scale by multiplier", multiplier=2.0)), 128 * 64),
         (pixels(resized("scale dimensions", width=2048, height=512)), 128 * 32),
         (pixels(resized("scale dimensions", width=0, height=1024)), 128 * 64),
