@@ -99,7 +99,7 @@ def _config_of(graph: dict, node: str | None) -> ParallelConfig | AutoConfig:
 
 
 def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
-    """Return auto on the GPUs of a config whose degrees are set, keeping its shares.
+    """Return auto on the GPUs of a config whose degrees are set, keeping its shares; on all for one rank.
     ConfigError for ranks of somebody else."""
     if isinstance(config, AutoConfig):
         return config
@@ -110,7 +110,10 @@ def _auto(config: ParallelConfig | AutoConfig) -> AutoConfig:
         )
     on_gpus = config.resolve_device(torch.cuda.device_count()) == "cuda"
     is_open = on_gpus and not config.shares  # shares are of as many as there are degrees for
-    gpus = config.gpus or ("" if is_open else str(config.world_size))
+    if is_open:  # the number of the one GPU that a trial was fastest on would be read as how many
+        gpus = config.gpus if config.world_size > 1 else ""
+    else:
+        gpus = config.gpus or str(config.world_size)
     opened = {name: getattr(ParallelConfig, name) for name in (*PLANNED, "shares")}
     return AutoConfig(gpus=gpus, base=replace(config, gpus="", **opened), shares=config.shares)
 
