@@ -53,15 +53,21 @@ class GraphSizes:
 
     def __init__(self, graph: dict, pixels: Sides, usual: LatentSize):
         self.graph, self.pixels, self.usual = graph, pixels, usual
+        self._known: dict[str, LatentSize] = {}
 
     def of(self, node: str, seen: frozenset[str] = frozenset()) -> LatentSize:
         """Return the size after a node; of a sampler that of its latent. ``seen``: nodes after it, for a
         cycle, which ComfyUI itself refuses."""
-        chain = [key for key, _ in upstream(self.graph, node, LATENT)]
+        chain: list[str] = []
         size = self.usual
+        for key, _ in upstream(self.graph, node, LATENT):
+            if key in self._known:
+                size = self._known[key]
+                break
+            chain.append(key)
         for index, key in reversed(list(enumerate(chain))):
             if key not in seen:
-                size = self._after(key, size, seen | {*chain[: index + 1]})
+                size = self._known[key] = self._after(key, size, seen | {*chain[: index + 1]})
         return size
 
     def sides(self, size: LatentSize) -> Sides:

@@ -316,6 +316,25 @@ def test_a_chain_of_sums_is_computed_once(graph):
     assert graph.request_of_graph(prompt, "switch0", IMAGES).steps == 20
 
 
+@pytest.mark.parametrize(
+    "kind, inputs, batch",
+    [
+        ("LatentBatch", {"samples1": ("latent", 0), "samples2": ("latent", 0)}, 2**CHAINED),
+        ("ImageScale", {"image": ("latent", 0), "width": ("size", 0), "height": ("size", 1)}, 1),
+    ],
+)
+def test_a_chain_of_latents_is_sized_once(graph, kind, inputs, batch):
+    prompt = after()
+    prompt["latent0"] = node("EmptySD3LatentImage", width=1024, height=512)
+    for index in range(CHAINED):
+        links = {name: [f"{before}{index}", output] for name, (before, output) in inputs.items()}
+        prompt[f"size{index}"] = node("GetImageSize", image=[f"latent{index}", 0])
+        prompt[f"latent{index + 1}"] = node(kind, **links)
+    prompt["sampler"]["inputs"]["latent_image"] = [f"latent{CHAINED}", 0]
+    request = graph.request_of_graph(prompt, "1", IMAGES)
+    assert (request.batch, request.image_tokens) == (batch, 64 * 32)
+
+
 def workflow(name: str) -> dict:
     return json.loads((WORKFLOWS / f"{name}.json").read_text())
 
