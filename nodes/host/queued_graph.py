@@ -26,6 +26,8 @@ NOT = "ComfyNotNode"
 MATH, MATH_VALUES = "ComfyMathExpression", "values."
 #: ComfyUI's node that computes a width and a height of these inputs.
 RESOLUTION, RESOLUTION_OF = "ResolutionSelector", ("aspect_ratio", "megapixels", "multiple")
+#: More outputs are not followed for one input: Python's stack ends at a few hundred in a row.
+MAX_FOLLOWED = 100
 
 
 def remember(request: dict) -> dict:
@@ -83,6 +85,8 @@ def constant(graph: dict, node: str, name: str, known: dict[tuple, Any] | None =
     known = {} if known is None else known
     output = graph[node]["inputs"][name][1]
     if (origin, output) not in known:
+        if len(known) == MAX_FOLLOWED:
+            return None
         known[origin, output] = None
         known[origin, output] = _output(graph, origin, output, known)
     return known[origin, output]

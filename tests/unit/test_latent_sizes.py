@@ -316,6 +316,16 @@ def test_a_chain_of_sums_is_computed_once(graph):
     assert graph.request_of_graph(prompt, "switch0", IMAGES).steps == 20
 
 
+@pytest.mark.parametrize("length, steps", [(CHAINED, 7), (1000, 20)])
+def test_a_longer_chain_takes_a_run(graph, length, steps):
+    """Rather than all of Python's stack."""
+    prompt = after(steps0=node("PrimitiveInt", value=7))
+    for index in range(length):
+        prompt[f"steps{index + 1}"] = expression("a", a=[f"steps{index}", 1])
+    prompt["sampler"]["inputs"]["steps"] = [f"steps{length}", 1]
+    assert graph.request_of_graph(prompt, "1", IMAGES).steps == steps
+
+
 @pytest.mark.parametrize(
     "kind, inputs, batch",
     [
