@@ -198,11 +198,7 @@ class NoNoise:
     """Stands for FreshNoise: there is no generator on a meta device."""
 
     def __init__(self, seed: int, batch: int, grid, device: torch.device, *rest):
-        self.drawn = grid.to_tokens(torch.empty(batch, *grid.shape, device=device))
-
-    def draw(self, index: int) -> Tensor:
-        """Return noise without values."""
-        return self.drawn
+        self.draw = lambda index: grid.to_tokens(torch.empty(batch, *grid.shape, device=device))
 
 
 #: Reads of values, as methods of Tensor -> what they return of a tensor without values.
@@ -251,7 +247,8 @@ def meta_device(count: Count) -> Iterator[None]:
         for name, value in READERS.items():
             replace(Tensor, name, _reader(count, name, getattr(Tensor, name), value))
         replace(Tensor, "__invert__", _inverted(Tensor.__invert__))
-        replace(Tensor, "__getitem__", _chosen(count, Tensor.__getitem__))
+        replace(Tensor, "__getitem__", _indexed(count, Tensor.__getitem__))
+        replace(Tensor, "__setitem__", _indexed(count, Tensor.__setitem__))
         replace(Tensor, "to", _to_host(count, Tensor.to))
         replace(torch.cuda, "Event", Event)
         replace(staging, "page_locked", _page_locked)
@@ -285,17 +282,17 @@ def _inverted(own):
     return invert
 
 
-def _chosen(count: Count, own):
-    def choose(self, index):
+def _indexed(count: Count, own):
+    def access(self, index, *value):
         parts = index if isinstance(index, tuple) else (index,)
         if self.device.type == "meta" and any(isinstance(each, list) for each in parts):
             count.wait("index")  # a list is a tensor of the host first
-        if getattr(index, "is_nowhere", False):
+        if getattr(index, "is_nowhere", False) and not value:
             count.wait("index")
             return own(self, slice(0, 0))
-        return own(self, index)
+        return own(self, index, *value)
 
-    return choose
+    return access
 
 
 def _to_host(count: Count, own):

@@ -1,6 +1,6 @@
 """Whether ranks wait for their GPU in steady steps, as torch.cuda.set_sync_debug_mode sees it.
 
-    python benchmarks/waits.py [--ranks 2] [--device cuda] [--skip ring,cfg] [--json PREFIX]
+    python benchmarks/waits.py [--ranks 2] [--device cuda] [--skip "ring;cfg"] [--json PREFIX]
 
 Every method and tiny family of the doctor runs on real ranks. From the second step on each synchronizing call
 is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves the others waiting

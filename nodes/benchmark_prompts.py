@@ -71,10 +71,12 @@ def options_to_try(question: Question, exact: bool = False) -> list[Option]:
 
 
 def inputs_of(auto: AutoConfig, plan: ParallelConfig, question: Question, devices: list[int]) -> dict:
-    """Return the inputs of Parallel Config that make ``plan`` by hand."""
-    placed = planning.placed(auto, plan, question, devices)
+    """Return the inputs of Parallel Config that make ``plan`` by hand. One rank names none of GPUs that are
+    alike: auto would read the number as how many, should it be chosen again."""
+    any_of_all = plan.world_size == 1 and not question.machine.differs and not auto.gpus.strip()
+    gpus = "" if any_of_all else planning.placed(auto, plan, question, devices).gpus
     planned = {name: getattr(plan, name) for name in (*PLANNED, "shares", "compile")}
-    return {"method": MANUAL, "gpus": placed.gpus, **planned}
+    return {"method": MANUAL, "gpus": gpus, **planned}
 
 
 def _is_sampler(graph: dict, key: str) -> bool:

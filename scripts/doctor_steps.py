@@ -27,7 +27,7 @@ Found = Iterator[Finding]
 
 def shapes(lab: Lab) -> Found:
     """Seconds a step at the shapes of Flux.1, Wan 14B and MiniMax-H3, of which a few blocks have random
-    weights, in bf16, int8 and fp8."""
+    weights, in bf16 (Flux.1's by the check "speed"), int8 and fp8."""
     for family in while_time(lab, SHAPES):
         yield from findings("shapes", partial(_of_family, family=family), lab, family)
         for kind in KINDS:

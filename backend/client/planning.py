@@ -276,9 +276,9 @@ def question_of(
     machine = _without_spared(machine, auto, model)
     if not auto.shares:  # whose order is that of gpus
         shared = None if "," in auto.gpus else _history.shared
-        last = devices.index(shared) if shared in devices else None
-        order = (machine.roomiest_first if roomiest else machine.fastest_first)(last)
-        machine = machine.ordered(order)
+        first = machine.roomiest_first if roomiest else machine.fastest_first
+        order = first(devices.index(shared) if shared in devices else None)
+        machine = machine.ordered(order, usual=first())
         devices = [devices[index] for index in order] if order else devices
     asked = request(shapes[0])
     host = _host_memory() // PARKED

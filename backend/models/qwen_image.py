@@ -49,6 +49,8 @@ class TwoTimes(theirs.QwenImageTransformer2DModel):
         timestep = timestep.to(image.dtype)
         if places.given is not None:
             timestep = torch.cat([timestep, timestep * 0])
+            if additional_t_cond is not None:
+                additional_t_cond = additional_t_cond.repeat(2)
         temb = self.time_text_embed(timestep, image, additional_t_cond)
         mask = encoder_hidden_states_mask
         given = dict(

@@ -79,7 +79,7 @@ def stage_blocks(
 ) -> list[range]:
     """Split blocks into consecutive ranges, none empty, whose most expensive stage is as cheap as can be.
 
-    costs: FLOPs of each block. Among equal splits the most even (least sum of squares) is taken. With
+    costs: MACs of each block. Among equal splits the most even (least sum of squares) is taken. With
     ``weights`` only splits whose every stage weighs at most ``most``, if there is one. ``shares``: of the
     stages' speed, by which costs and ``most`` are divided.
     """

@@ -139,11 +139,11 @@ class Machine:
         gpus = [] if self.on_host else self.fastest_first(shared)
         return sorted(gpus, key=lambda index: -self.memory[index])
 
-    def ordered(self, order: list[int]) -> "Machine":
+    def ordered(self, order: list[int], usual: list[int] | None = None) -> "Machine":
         """Return the machine with its GPUs in another order, of which plans take the first. Those that are
-        alike are ranks in the order that they have here, however many they are: so all of them are the ranks
-        that degrees of one's own have."""
-        places = () if self.differs or order == sorted(order) else tuple(order)
+        taken are ranks in the ``usual`` order, by default the same: so all of them are the ranks that they
+        are where ComfyUI computes elsewhere."""
+        places = tuple(usual.index(gpu) for gpu in order) if usual and usual != order else ()
         return self._moved(order, places)
 
     def _moved(self, order: Sequence[int], places: tuple[int, ...]) -> "Machine":

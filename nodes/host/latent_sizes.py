@@ -245,5 +245,6 @@ CHANGES: dict[str, Callable[[GraphSizes, LatentSize, dict, str], LatentSize]] = 
     "ImageUpscaleWithModel": _upscaled_image,
     "FluxKontextImageScale": _for_kontext,
     "RepeatLatentBatch": _repeated,
+    "RepeatImageBatch": _repeated,
     "LatentFromBatch": _picked,
 }

@@ -7,6 +7,9 @@ from published import CASES, Case
 
 from backend.planner.machine import Machine
 
+#: How many times its machine's rates a table's one GPU may have: more, and its request is not what ran.
+PLAUSIBLE = (0.5, 1.5)
+
 
 def fitted(case: Case) -> Machine:
     """Scale the rates of a case's machine until one GPU takes the published seconds: what a model's kernels

@@ -154,6 +154,7 @@ WAITS = {
     "a mask": lambda x: x[x > 0],
     "indices of the host": lambda x: x[torch.arange(2)],
     "a list of indices": lambda x: x[..., [1, 0]],
+    "a put by a list": lambda x: x.__setitem__([1, 0], 0.0),
     "a put by a mask": lambda x: x.index_put_((x > 0,), torch.ones((), device=META)),
     "a tensor of repeats": lambda x: torch.repeat_interleave(x, x.int()),
     "a number of the host as a tensor": lambda x: torch.as_tensor(3, device=META),

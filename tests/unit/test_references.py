@@ -48,6 +48,19 @@ def test_the_request_decides_whether_references_are_at_timestep_zero(patches, ba
     assert_same_bits(engine.sample(plain, Callbacks())[0], before)
 
 
+def test_layers_with_references_at_timestep_zero_are_a_batch(tmp_path):
+    """Whose numbers for the transparency are as many as the times, of latent and references."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("layers", str(write(tmp_path / "layers.safetensors", "qwen-image-layered")), "default")
+    sample = shortened(replace(request("qwen-image-layered"), model="layers"), 2)
+    zero = torch.tensor(REFERENCE_METHODS.index("index_timestep_zero"))
+    tensors = sample.tensors | {f"{side}.ref_latents_method": zero for side in ("positive", "negative")}
+    one, _ = engine.sample(replace(sample, tensors=tensors), Callbacks())
+    double = {name: torch.cat([tensors[name]] * 2) for name in ("noise", "latent")}
+    both, _ = engine.sample(replace(sample, tensors=tensors | double), Callbacks())
+    assert relative(both, torch.cat([one, one])) <= 1e-5
+
+
 def test_a_reference_that_no_weight_reads_changes_nothing_and_is_named(tmp_path):
     """ComfyUI's Wan looks at it where the file has a convolution for it, and nowhere else."""
     engine = Engine(ParallelConfig(), mesh.single())

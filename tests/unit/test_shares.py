@@ -198,8 +198,11 @@ def test_comfyuis_gpu_is_used_after_others_that_are_alike():
     assert order == [1, 2, 0] and alike.fastest_first() == [0, 1, 2] and alike.roomiest_first(0) == [0, 1, 2]
     assert mixed(speeds=(1.5, 1.0)).fastest_first(0) == [0, 1]
     two_alike = mixed(speeds=(2.013, 2.009, 1.0), gigabytes=(24,) * 3, names=("A", "A", "B"))
-    assert two_alike.fastest_first(0) == [1, 0, 2] and two_alike.fastest_first() == [0, 1, 2]
-    machine = alike.ordered(order)
+    preferred = two_alike.fastest_first(0)
+    assert preferred == [1, 0, 2] and two_alike.fastest_first() == [0, 1, 2]
+    unlike = two_alike.ordered(preferred, usual=two_alike.fastest_first())
+    assert [[preferred[at] for at in unlike.order(ranks)] for ranks in (1, 2, 3)] == [[1], [0, 1], [0, 1, 2]]
+    machine = alike.ordered(order, usual=alike.fastest_first())
     rooms = [machine.placed(ranks).rooms(ranks) for ranks in (1, 2, 3)]
     assert [[(room + RESERVE) // 10**9 for room in each] for each in rooms] == [[23], [23, 22], [24, 23, 22]]
     question = Question(FLUX, REQUEST, machine, 3, swaps=WeightSwaps(left_by_comfyui=((2, 0),)))
