@@ -18,6 +18,8 @@ with comfy_modules():
     import comfy.samplers
 
 SEED = 7
+#: Of a number in float32, relative.
+LAST_DIGIT = 1.2e-7
 
 
 class Flow(model_sampling.ModelSamplingFlux, model_sampling.CONST):
@@ -84,8 +86,11 @@ def _schedule(sampling, steps: int, to_zero: bool):
     return sigmas if to_zero else sigmas[:-1]
 
 
-def _error(solver: str, kind: str, steps: int, to_zero: bool, masked: bool = False) -> float:
-    """Largest difference of our latent from ComfyUI's, in standard deviations of it."""
+def _differences(
+    solver: str, kind: str, steps: int, to_zero: bool, masked: bool = False
+) -> tuple[float, float]:
+    """Largest difference from ComfyUI's latent, in standard deviations of it: of ours, and of ComfyUI's own
+    from noise of another last digit, which UniPC's products of steps enlarge."""
     prediction, sampling = MODELS[kind][0], MODELS[kind][1]()
     toy = Toy(prediction, POSITIVE[prediction], NEGATIVE[prediction], sampling.percent_to_sigma)
     sigmas = _schedule(sampling, steps, to_zero)
@@ -111,19 +116,21 @@ def _error(solver: str, kind: str, steps: int, to_zero: bool, masked: bool = Fal
     x = solve(solver, toy, start, sigmas, fresh_noise(SEED, sigmas), Inpaint(request))
     ours = prediction.finish(GRID.to_latent(x), sigmas[-1])
 
-    sampler = comfy.samplers.sampler_object(solver)
-    theirs = sampler.sample(
-        Guided(toy, sampling),
-        sigmas.clone(),
-        {"seed": SEED, "model_options": {}},
-        None,
-        noise.clone(),
-        latent.clone(),
-        mask,
-        True,
+    theirs, moved = (
+        comfy.samplers.sampler_object(solver).sample(
+            Guided(toy, sampling),
+            sigmas.clone(),
+            {"seed": SEED, "model_options": {}},
+            None,
+            each.clone(),
+            latent.clone(),
+            mask,
+            True,
+        )
+        for each in (noise, noise * (1 + LAST_DIGIT * noise.sign()))
     )
     assert torch.isfinite(theirs).all()
-    return ((ours - theirs).abs().max() / theirs.std()).item()
+    return tuple(((each - theirs).abs().max() / theirs.std()).item() for each in (ours, moved))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -132,22 +139,23 @@ def _error(solver: str, kind: str, steps: int, to_zero: bool, masked: bool = Fal
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_same_latent_as_comfyui(solver, kind, steps, to_zero, record_property):
-    error = _error(solver, kind, steps, to_zero)
+    error, moved = _differences(solver, kind, steps, to_zero)
     record_property("error", error)
-    assert error <= 1e-5
+    assert error <= max(1e-5, min(1e-4, 2 * moved))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_same_latent_where_a_mask_keeps_a_part(solver, kind):
-    assert _error(solver, kind, 5, True, masked=True) <= 1e-5
+    error, moved = _differences(solver, kind, 5, True, masked=True)
+    assert error <= max(1e-5, min(1e-4, 2 * moved))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_same_latent_in_one_step(solver):
-    assert _error(solver, "flow", 1, True) <= 1e-5
+    assert _differences(solver, "flow", 1, True)[0] <= 1e-5
 
 
 #: Schedules that hardly fall.

@@ -273,12 +273,15 @@ TAKE_SIGMA = ("flux2", "ideogram4")
 
 
 def weights(module):
-    """Random ones that keep activations near 1; what else a file has as it is."""
+    """Random ones that keep activations near 1; what else a file has as it is, but for SD3's positions, whose
+    memory ComfyUI leaves as it was."""
+    values = dict(module.named_parameters())
+    values |= {name: value for name, value in module.named_buffers() if name == "pos_embed"}
     return module.state_dict() | {
         name: randn(*value.shape) * value[0].numel() ** -0.5
         if value.ndim > 1
         else 1.0 + 0.1 * randn(*value.shape)
-        for name, value in module.named_parameters()
+        for name, value in values.items()
     }
 
 
