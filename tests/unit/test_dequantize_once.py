@@ -306,16 +306,18 @@ def test_ranks_after_those_that_ran_out_lend_nothing(monkeypatch):
     assert admission._spare([room(0, "a", 12, 2)], ready) == 0
 
 
-@pytest.mark.parametrize("lent, released", [(GB, 1), (0, 0)])
+@pytest.mark.parametrize("lent, device, released", [(GB, "cuda", 1), (0, "cuda", 0), (GB, "cpu", 0)])
 @pytest.mark.parametrize("stops", [False, True])
-def test_what_stayed_goes_back_to_other_programs(lent, released, stops):
-    """After a request, also one that was cancelled; where nothing stayed the memory stays the rank's."""
+def test_what_stayed_goes_back_to_other_programs(lent, device, released, stops):
+    """After a request, also one that was cancelled; where nothing stayed the memory stays the rank's. On a
+    CPU what is large goes back by itself."""
 
     def sample(*_):
         if stops:
             raise RequestCancelled(1)
 
     worker = worker_of(FakeMemory(0, cached=8 * GB), lent, sample)
+    worker.mesh = replace(worker.mesh, device=torch.device(device))
     message = replace(batch_request(1), shared_ranks=[])
     if stops:
         with pytest.raises(RequestCancelled):
