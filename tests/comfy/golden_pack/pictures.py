@@ -280,7 +280,7 @@ class TestBackendState:
             for name, module in sys.modules.items()
             if name.endswith("parallel-dit.backend.client.pool")
         )
-        client = module.BackendClient
+        client = sys.modules[module.__name__.removesuffix("pool") + "client"].BackendClient
         if not hasattr(client, "counted"):
             client.counted, send = True, client.send
             client.send = lambda self, message: (
