@@ -172,7 +172,6 @@ def test_a_run_that_ends_in_another_tab_reports_to_its_own(demo):
 
 def test_a_run_is_compared_with_one_rank(demo):
     """By what auto has measured until one rank has run the same, and by that from then on."""
-    demo.set("EmptySD3LatentImage", "width", 192)  # auto may run it on one rank
     two = {"method": "manual", "cfg_degree": 2}
 
     def ran(**config) -> str:
