@@ -12,7 +12,6 @@ tensor parallelism cuts within them where half the width is no multiple of it, a
 """
 
 import argparse
-import ctypes
 import gc
 import os
 import sys
@@ -29,6 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from backend.config import ParallelConfig
+from backend.device_memory import trim_heap
 from backend.engine import Engine
 from backend.parallel import fsdp, mesh
 from backend.quantization.packed_weight import PackedWeight
@@ -158,7 +158,7 @@ def load(engine: Engine, path: Path, device: str) -> Load:
                 own.contiguous().view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
 
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free may not hide what the load needs
+    trim_heap()  # what is free may not hide what the load needs
     peak = HostPeak()
     peak.start()
     seconds, _ = common.timed(action, device)

@@ -49,9 +49,7 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
         yield from failed
         known += [] if failed else [kind]
     configs = {f"{name} on all ranks": (name, config) for name, config in methods(lab.ranks).items()}
-    for what in while_time(
-        lab, configs
-    ):  # every file on the same ranks: they take longer to start than to run
+    for what in while_time(lab, configs):  # all files on the same ranks: to start these takes longest
         name, config = configs[what]
         for kind, has_lora in product(known, (False, True)):
             lab.check()

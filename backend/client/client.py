@@ -76,8 +76,8 @@ class BackendClient:
     """A connection whose two ends have proved to each other that they know the token. One caller at a time.
 
     ``welcome`` says what runs behind it, ``check`` is as in ``request``; ``is_hung``: does the caller know
-    that the ranks will not answer? ``places``: as in StepTimer. Raises OSError where nobody listens at
-    ``address``, BackendError where the peer hangs up or does not let us in.
+    that the ranks will not answer? ``steps_of_ranks``: as in StepTimer. Raises OSError where nobody listens
+    at ``address``, BackendError where the peer hangs up or does not let us in.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class BackendClient:
         token: str,
         check=lambda: None,
         is_hung=lambda: False,
-        places: Callable[[int], str] = lambda done: "",
+        steps_of_ranks: Callable[[int], str] = lambda done: "",
     ):
         self.address = address
         self.closed = False
@@ -96,7 +96,7 @@ class BackendClient:
         self.waiting: protocol.Waiting | None = None
         self.waits_since = 0.0
         self._is_hung = is_hung
-        self._places = places
+        self._steps_of_ranks = steps_of_ranks
         #: Models of which a call has ended.
         self._called: set[str] = set()
         self._socket = open_socket(address)
@@ -148,7 +148,7 @@ class BackendClient:
         compile = message.compile
         if isinstance(message, protocol.ModelCall) and message.model in self._called:
             compile = "off"  # its first call has compiled
-        timer = StepTimer(compile, self._places, warmup)
+        timer = StepTimer(compile, self._steps_of_ranks, warmup)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()

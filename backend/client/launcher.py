@@ -243,7 +243,7 @@ class BackendProcess:
 
     def steps_of_ranks(self, done: int) -> str:
         """Say in which step each rank here is, as SilenceWatch does."""
-        return self._watch.places(done)
+        return self._watch.steps_of_ranks(done)
 
     def beats(self) -> list[Beat]:
         """Return the heartbeats of every rank here."""
@@ -251,7 +251,7 @@ class BackendProcess:
 
     def connect_again(self, check=lambda: None) -> BackendClient:
         """Return one more client of rank 0. Errors as in BackendClient."""
-        return BackendClient(self.address, self._token, check, self._is_hung, self._watch.places)
+        return BackendClient(self.address, self._token, check, self._is_hung, self._watch.steps_of_ranks)
 
     def close(self):
         """End every rank: ask, then close their pipe, then kill what is left. More than once is fine, also on

@@ -77,7 +77,7 @@ def plan_for(
 
 def placed(auto: AutoConfig, plan: ParallelConfig, question: Question, devices: list[int]) -> ParallelConfig:
     """Return ``plan`` on the GPUs that it is for. ``question``, ``devices``: as ``question_of`` has them."""
-    return auto.placed(plan, [devices[index] for index in question.machine.order(plan.world_size)])
+    return auto.placed(plan, [devices[index] for index in question.machine.gpus_of_ranks(plan.world_size)])
 
 
 def devices_of(auto: AutoConfig) -> list[int]:

@@ -93,7 +93,7 @@ class SilenceWatch:
                 )
         return " and ".join(sentences)
 
-    def places(self, done: int) -> str:
+    def steps_of_ranks(self, done: int) -> str:
         """Say in which step of a request, of which ``done`` steps have ended, each rank here is."""
         ranks = [beat.rank for beat in self.heartbeats.read()]
         last = {rank: times[-1] for rank in ranks if (times := self.heartbeats.step_times(rank))}

@@ -17,12 +17,12 @@ FIRST_SECONDS, COMPILED_SECONDS = 300.0, 1200.0
 
 class StepTimer:
     """The steps of a request with that ``compile`` as they end; ranks compile for "blocks" alone.
-    ``places(done)``: where the ranks are after so many steps, in words; empty where nobody knows. ``warmup``:
-    steps before those in which PipeFusion has patches."""
+    ``steps_of_ranks(done)``: in which steps the ranks are after so many, in words; empty where nobody knows.
+    ``warmup``: steps before those in which PipeFusion has patches."""
 
-    def __init__(self, compile: str, places: Callable[[int], str], warmup: int = 1):
+    def __init__(self, compile: str, steps_of_ranks: Callable[[int], str], warmup: int = 1):
         self.longest = 0.0
-        self._places = places
+        self._steps_of_ranks = steps_of_ranks
         self._compiles = compile == "blocks"
         #: Numbers of steps that compile, or read weights first: no measure of others.
         self._unlike = {0, warmup} if self._compiles else {0}
@@ -55,15 +55,15 @@ class StepTimer:
         if self._is_reported or self._spent() < self._patience:
             return
         self._is_reported = True
-        places = self._places(self._done)
-        if places:
+        steps = self._steps_of_ranks(self._done)
+        if steps:
             logging.warning(
                 "parallel-dit: no step has ended for %.0f s, and every rank lives: %s. Where GPUs are busy "
                 "and still nothing ends, they wait for each other: press Cancel, which ends the ranks if "
                 "their step does not end, and run python scripts/doctor.py --full, which looks at links and "
                 "kernels.",
                 self._spent(),
-                places,
+                steps,
             )
 
     def _spent(self) -> float:

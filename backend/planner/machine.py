@@ -26,7 +26,7 @@ TAKEN = 0.25
 #: which published tables are met.
 OVERHEAD = 1.5e-4
 #: What is not of the GPUs themselves: their free memory, and which of them plans take first.
-CHANGING = ("memory", "places")
+CHANGING = ("memory", "rank_order")
 #: Samples of a call go through the model together up to this many tokens: beyond it a device is busy anyway,
 #: and memory would grow with the batch.
 TOKENS_AT_ONCE = 16384
@@ -49,8 +49,8 @@ class Machine:
     for. native_rates: format of a quantized weight -> how many times as fast as by the dequantized weight its
     native products are, on the slowest rank; natives: those of each rank, in order. on_host: ranks run on the
     CPU, share its memory, and hide neither traffic nor kernel starts. links: a sentence on how GPUs reach
-    each other where NCCL's own choice fails; empty elsewhere. places: of each GPU in order, its place among
-    the ranks of all GPUs, where plans take those alike in another order; empty elsewhere.
+    each other where NCCL's own choice fails; empty elsewhere. rank_order: of each GPU in order, its place
+    among the ranks of all GPUs, where plans take those alike in another order; empty elsewhere.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Machine:
     native_rates: dict[str, float] = field(default_factory=dict)
     natives: tuple[dict[str, float], ...] = ()
     links: str = ""
-    places: tuple[int, ...] = ()
+    rank_order: tuple[int, ...] = ()
 
     @property
     def differs(self) -> bool:
@@ -143,18 +143,19 @@ class Machine:
         """Return the machine with its GPUs in another order, of which plans take the first. Those that are
         taken are ranks in the ``usual`` order, by default the same: so all of them are the ranks that they
         are where ComfyUI computes elsewhere."""
-        places = tuple(usual.index(gpu) for gpu in order) if usual and usual != order else ()
-        return self._moved(order, places)
+        rank_order = tuple(usual.index(gpu) for gpu in order) if usual and usual != order else ()
+        return self._moved(order, rank_order)
 
-    def _moved(self, order: Sequence[int], places: tuple[int, ...]) -> "Machine":
+    def _moved(self, order: Sequence[int], rank_order: tuple[int, ...]) -> "Machine":
         each = ("names", "speeds", "bandwidths", "memory", "natives")
         known = {name: getattr(self, name) for name in each}
         moved = {name: tuple(each[i] for i in order) for name, each in known.items() if len(each) > 1}
-        return replace(self, **moved, places=places)
+        return replace(self, **moved, rank_order=rank_order)
 
-    def order(self, ranks: int) -> list[int]:
+    def gpus_of_ranks(self, ranks: int) -> list[int]:
         """Return the index of each GPU of the first ``ranks``, in the order of the ranks."""
-        return sorted(range(ranks), key=self.places.__getitem__) if self.places else list(range(ranks))
+        gpus = range(ranks)
+        return sorted(gpus, key=self.rank_order.__getitem__) if self.rank_order else list(gpus)
 
     def with_natives(self, natives: Sequence[dict[str, float]]) -> "Machine":
         """Return the machine with the native rates of each rank. Ranks multiply natively in what all of them
@@ -163,9 +164,11 @@ class Machine:
         slowest = {kind: min(of[kind] for of in natives) for kind in kinds}
         return replace(self, native_rates=slowest, natives=tuple(natives))
 
-    def placed(self, ranks: int) -> "Machine":
+    def in_rank_order(self, ranks: int) -> "Machine":
         """Return the machine with its first ``ranks`` in their order."""
-        return self._moved([*self.order(ranks), *range(ranks, len(self.places))], ()) if self.places else self
+        if not self.rank_order:
+            return self
+        return self._moved([*self.gpus_of_ranks(ranks), *range(ranks, len(self.rank_order))], ())
 
     def of_first(self, ranks: int) -> "Machine":
         """Return the machine with the native rates of its first ``ranks``."""

@@ -55,8 +55,8 @@ class Question:
 
     def of_first(self, ranks: int) -> "Question":
         """Return what is asked where the first ``ranks`` run alone."""
-        swaps = self.swaps.ordered(self.machine.order(ranks))
-        asked = replace(self, machine=self.machine.placed(ranks), swaps=swaps)
+        swaps = self.swaps.ordered(self.machine.gpus_of_ranks(ranks))
+        asked = replace(self, machine=self.machine.in_rank_order(ranks), swaps=swaps)
         if not self.shapes:
             return asked
         shape, *others = self.shapes[ranks - 1]
@@ -117,7 +117,7 @@ class Question:
             return [""]
         if self.shares:
             return [written(self.shares[:ranks])]
-        machine = self.machine.placed(ranks)
+        machine = self.of_first(ranks).machine
         speeds = machine.speeds_of(ranks)
         rooms = machine.rooms(ranks)
         uneven = [values for values in (speeds, rooms) if max(values) > DIFFERENT * min(values) > 0]
@@ -128,13 +128,12 @@ class Question:
         options = []
         for ranks in range(1, self.gpus + 1):
             shares = self._shares(ranks)
-            for plan in candidates(
-                self.of_first(ranks).shape, self.request, ranks=ranks, base=self.base, exact=exact
-            ):
+            asked = self.of_first(ranks)
+            # alike GPUs have other rooms, too: one has ComfyUI and a desktop
+            rooms = asked.machine.rooms(ranks)
+            uneven = ranks > 1 and len(set(rooms)) > 1 and not self.shares
+            for plan in candidates(asked.shape, self.request, ranks=ranks, base=self.base, exact=exact):
                 tried = [self.option(replace(plan, shares=each)) for each in shares]
-                # alike GPUs have other rooms, too: one has ComfyUI and a desktop
-                rooms = self.machine.placed(ranks).rooms(ranks)
-                uneven = ranks > 1 and len(set(rooms)) > 1 and not self.shares
                 # each holds about as much as the fullest: what is more than all rooms fits by no shares
                 may = uneven and min(each.bytes for each in tried) * ranks <= FILLED * sum(rooms)
                 if may and not any(each.fits for each in tried):

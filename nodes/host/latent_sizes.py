@@ -44,7 +44,11 @@ class LatentSize:
 
     def with_megapixels(self, megapixels: float) -> "LatentSize":
         """Return it with so many pixels in the same ratio."""
-        return self.scaled(math.sqrt(megapixels * MEGA / (self.width * self.height)))
+        return self.scaled(self.factor_for(megapixels))
+
+    def factor_for(self, megapixels: float) -> float:
+        """Return how many times the pixels a side make so many pixels."""
+        return math.sqrt(megapixels * MEGA / (self.width * self.height))
 
 
 class GraphSizes:
@@ -153,7 +157,7 @@ def _by_ratio(inputs: dict, size: LatentSize) -> float | None:
         if given:
             return given / before
     megapixels = _number(inputs, MEGAPIXELS)
-    return math.sqrt(megapixels * MEGA / math.prod(sides)) if megapixels else None
+    return size.factor_for(megapixels) if megapixels else None
 
 
 def _number(inputs: dict, names: tuple[str, ...]) -> float:

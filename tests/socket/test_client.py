@@ -259,7 +259,7 @@ def test_a_step_that_does_not_end_is_told(serve, monkeypatch, caplog):
         reply(connection, Result({}, {"samples": torch.zeros(1)}))
 
     monkeypatch.setattr(step_timer, "MIN_SECONDS", 0.0)
-    client = BackendClient(serve(handler), TOKEN, places=lambda done: f"rank 0 in step {done + 1}")
+    client = BackendClient(serve(handler), TOKEN, steps_of_ranks=lambda done: f"rank 0 in step {done + 1}")
     assert client.sample(sample_message())
     assert len(caplog.messages) == 1 and "rank 0 in step 2." in caplog.text
 

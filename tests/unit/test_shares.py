@@ -201,9 +201,10 @@ def test_comfyuis_gpu_is_used_after_others_that_are_alike():
     preferred = two_alike.fastest_first(0)
     assert preferred == [1, 0, 2] and two_alike.fastest_first() == [0, 1, 2]
     unlike = two_alike.ordered(preferred, usual=two_alike.fastest_first())
-    assert [[preferred[at] for at in unlike.order(ranks)] for ranks in (1, 2, 3)] == [[1], [0, 1], [0, 1, 2]]
+    used = [[preferred[at] for at in unlike.gpus_of_ranks(ranks)] for ranks in (1, 2, 3)]
+    assert used == [[1], [0, 1], [0, 1, 2]]
     machine = alike.ordered(order, usual=alike.fastest_first())
-    rooms = [machine.placed(ranks).rooms(ranks) for ranks in (1, 2, 3)]
+    rooms = [machine.in_rank_order(ranks).rooms(ranks) for ranks in (1, 2, 3)]
     assert [[(room + RESERVE) // 10**9 for room in each] for each in rooms] == [[23], [23, 22], [24, 23, 22]]
     question = Question(FLUX, REQUEST, machine, 3, swaps=WeightSwaps(left_by_comfyui=((2, 0),)))
     two = question.option(ParallelConfig(ulysses_degree=2))

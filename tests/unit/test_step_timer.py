@@ -75,7 +75,7 @@ def test_the_step_of_each_rank(tmp_path):
     try:
         while len(beats.read()) < 3:
             pass
-        assert watch.places(4) == "rank 0 in step 5 and rank 1 in step 4 and rank 2 in step 1"
-        assert watch.places(0) == "ranks 0, 1, 2 in step 1"
+        assert watch.steps_of_ranks(4) == "rank 0 in step 5 and rank 1 in step 4 and rank 2 in step 1"
+        assert watch.steps_of_ranks(0) == "ranks 0, 1, 2 in step 1"
     finally:
         watch.stop()
