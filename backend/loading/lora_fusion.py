@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint
 from .lora_keys import Lora, LoraUse, Targets, file_state, open_lora
 from .lora_products import (
     LoraChange,
-    Place,
+    MatrixShard,
     added_bytes,
     are_products,
     first_unscaled,
@@ -166,7 +166,7 @@ class FusedWeights:
         for name, changes in changes_of.items():
             if name in quantized_names:
                 ranks = self._held_ranks(name, changes, bool(quantized))
-                size = size.and_of(added_bytes(changes, self._place(name, cuts), dtype, ranks))
+                size = size.and_of(added_bytes(changes, self._matrix_shard(name, cuts), dtype, ranks))
         return size
 
     def _held_ranks(self, name: str, changes: list[LoraChange], of_whole: bool) -> dict[tuple, int]:
@@ -254,23 +254,23 @@ class FusedWeights:
             value = self._value(name, changes, wholes, torch.float32)
             weight.set_adapters({}, value.to(weight.device, weight.dtype))
             return
-        place = self._place(name, self.cuts)
+        matrix_shard = self._matrix_shard(name, self.cuts)
         if first_unscaled(adapters):
             weight.set_adapters({})
             shard = self.cuts.get(name.rpartition(".")[0])
-            rows = replace(shard, inputs=(Span(0, place.width),)) if shard else None
+            rows = replace(shard, inputs=(Span(0, matrix_shard.width),)) if shard else None
             stored = self.checkpoint.read(name, torch.float32, self.device, rows).to(weight.device)
-            added = with_magnitudes(changes, place, stored, weight.dtype)
+            added = with_magnitudes(changes, matrix_shard, stored, weight.dtype)
         else:
-            added = plain(changes, place, weight.device, weight.dtype, dict(weight.adapters))
+            added = plain(changes, matrix_shard, weight.device, weight.dtype, dict(weight.adapters))
         for change in changes:
             held = added.adapters.get(change.key) or added.adapters.get(change.scaled_key)
             if isinstance(held, LowRank):
                 self._ranks[name, change.key] = held.up.shape[1]
         weight.set_adapters(added.adapters, row_scale=added.row_scale)
 
-    def _place(self, name: str, cuts: Mapping[str, Shard]) -> Place:
-        return Place(name, *self._spans(name, cuts), *matrix(self.checkpoint.shapes[name]))
+    def _matrix_shard(self, name: str, cuts: Mapping[str, Shard]) -> MatrixShard:
+        return MatrixShard(name, *self._spans(name, cuts), *matrix(self.checkpoint.shapes[name]))
 
     def _spans(
         self, name: str, cuts: Mapping[str, Shard], here: Span | None = None

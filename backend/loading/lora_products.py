@@ -41,7 +41,7 @@ class LoraChange:
         return self.order, *self.key
 
 
-class Place(NamedTuple):
+class MatrixShard(NamedTuple):
     """Rows and columns that a rank has of the parameter ``name``, a matrix of height x width."""
 
     name: str
@@ -86,10 +86,10 @@ def first_unscaled(adapters: Sequence[Adapter]) -> int:
 
 
 def added_bytes(
-    changes: Sequence[LoraChange], place: Place, dtype: torch.dtype, ranks: Mapping[tuple, int]
+    changes: Sequence[LoraChange], shard: MatrixShard, dtype: torch.dtype, ranks: Mapping[tuple, int]
 ) -> LoraBytes:
     """Count what changes of a weight take next to it. ``ranks``: those that are known, by key."""
-    rows, columns = (sum(map(len, spans)) for spans in (place.rows, place.columns))
+    rows, columns = (sum(map(len, spans)) for spans in (shard.rows, shard.columns))
     adapters = [change.adapter for change in changes]
     if not are_products(adapters):
         return LoraBytes(copies=rows * columns * dtype.itemsize)
@@ -100,7 +100,7 @@ def added_bytes(
     for key, change in by_key.items():
         adapter = change.adapter
         if key == change.key and is_kronecker(adapter):
-            uncut += adapter.held_numbers(place.stored_rows(change), place.columns)
+            uncut += adapter.held_numbers(shard.stored_rows(change), shard.columns)
             continue
         assert isinstance(adapter, Factored), "checked by are_products"
         factors += (ranks.get(change.key) or adapter.factor_rank) * (rows + columns)
@@ -117,7 +117,7 @@ def low_rank(change: LoraChange, where: Spans, columns: Spans, device: torch.dev
 
 def plain(
     changes: Sequence[LoraChange],
-    place: Place,
+    shard: MatrixShard,
     device: torch.device,
     dtype: torch.dtype,
     known: dict[Hashable, AddedProduct],
@@ -126,11 +126,11 @@ def plain(
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes:
         if change.key not in known:
-            where = place.stored_rows(change)
+            where = shard.stored_rows(change)
             if is_kronecker(change.adapter):
-                made = change.adapter.kronecker(where, place.columns, device, dtype)
+                made = change.adapter.kronecker(where, shard.columns, device, dtype)
             else:
-                up, down = used(*low_rank(change, where, place.columns, device))
+                up, down = used(*low_rank(change, where, shard.columns, device))
                 made = LowRank(up.to(dtype), down.to(dtype), strength=0.0)
             known[change.key] = made
         before = adapters.get(change.key)
@@ -139,17 +139,19 @@ def plain(
     return Held(adapters)
 
 
-def with_magnitudes(changes: Sequence[LoraChange], place: Place, weight: Tensor, dtype: torch.dtype) -> Held:
+def with_magnitudes(
+    changes: Sequence[LoraChange], shard: MatrixShard, weight: Tensor, dtype: torch.dtype
+) -> Held:
     """Return changes some of which have magnitudes m of rows. One makes w + s (m / |w| (w + d) - w) of
     a row w (Adapter.applied_to), which is c w + s m / |w| d with c = 1 + s (m / |w| - 1): what was there
     before is multiplied by c. ``weight``: the stored values of these rows, all columns, in float32."""
     device = weight.device
     last = first_unscaled([change.adapter for change in changes])
-    every = (Span(0, place.width),)
+    every = (Span(0, shard.width),)
     row_scale = torch.ones(len(weight), 1, device=device)
     factors: list[tuple[Tensor, Tensor]] = []
     for change in changes[:last]:
-        where = place.stored_rows(change)
+        where = shard.stored_rows(change)
         up, down = low_rank(change, where, every, device)
         if change.adapter.needs_the_whole:
             norm = weight.norm(dim=1) + torch.finfo(torch.float32).eps
@@ -157,13 +159,13 @@ def with_magnitudes(changes: Sequence[LoraChange], place: Place, weight: Tensor,
             scale = 1 + change.use.strength * (ratio - 1)
             factors = [(scale * before, right) for before, right in factors]
             up, row_scale, weight = ratio * up, scale * row_scale, scale * weight
-        factors.append((up, cut(down, None, place.columns)))
+        factors.append((up, cut(down, None, shard.columns)))
         weight = weight + change.use.strength * (up @ down)
     adapters: dict[Hashable, AddedProduct] = {}
     for change, (up, down) in zip(changes, factors):
         up, down = used(up, down)
         adapters[change.scaled_key] = LowRank(up.to(dtype), down.to(dtype), strength=change.use.strength)
-    rest, _ = plain(changes[last:], place, device, dtype, {})
+    rest, _ = plain(changes[last:], shard, device, dtype, {})
     return Held(adapters | rest, row_scale.flatten())
 
 

@@ -148,7 +148,7 @@ class Blocks:
     whole_only: str | None = None
     #: Layer of the transformer after the blocks. Up to it all is token by token; after it the model counts
     #: the latent's tokens. None if there is none.
-    last: str | None = None
+    output_layer: str | None = None
     #: Code for what no data here says.
     adapter: BlockAdapter = BlockAdapter()
 

@@ -179,7 +179,7 @@ FAMILY = Family(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2))
     ),
     blocks=Blocks(
-        last="proj_out",
+        output_layer="proj_out",
         lists={"transformer_blocks": APART},
         returns=("image", "text"),
         text="encoder_hidden_states",

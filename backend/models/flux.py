@@ -120,7 +120,7 @@ FAMILY = Family(
     ),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
-        last="proj_out",
+        output_layer="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",

@@ -202,7 +202,7 @@ FAMILY = Family(
     noise=Noise(prediction="v", schedule=schedule),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
-        last="proj_out",
+        output_layer="proj_out",
         lists={"blocks": APART},
         per_token={"image_rotary_emb": ("image", 0)},
         attention=("image", "cross"),

@@ -128,7 +128,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
         "latent.pixels": lambda config: (1, 32, 32),
         "noise": Noise(),
         "io": ModelIO(arguments=forward_args),
-        "blocks.last": "proj_out",
+        "blocks.output_layer": "proj_out",
         "blocks.per_token": {"image_rotary_emb": ("image", 0)},
         "blocks.adapter": BlockAdapter(),
         "conditioning": Conditioning(

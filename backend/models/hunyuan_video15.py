@@ -132,7 +132,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
         "transformer": "HunyuanVideo15Transformer3DModel",
         "latent.pixels": lambda config: (4, 16, 16),
         "io": ModelIO(arguments=forward_args),
-        "blocks.last": "proj_out",
+        "blocks.output_layer": "proj_out",
         "blocks.lists": {"transformer_blocks": APART},
         "blocks.per_token": {"freqs_cis": ("image", 0)},
         "blocks.text_mask": "attention_mask",

@@ -246,7 +246,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2)),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
-        last="final_layer",
+        output_layer="final_layer",
         lists={"transformer_blocks": JOINED},
         text_position="first",
         per_token={"image_rotary_emb": ("joint", 0)},

@@ -178,7 +178,7 @@ FAMILY = Family(
     noise=Noise(prediction="eps", schedule=schedule),
     io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(
-        last="proj_out",
+        output_layer="proj_out",
         lists={"transformer_blocks": APART},
         attention=("image", "cross"),
         values=(("attn1.to_v",),),

@@ -188,7 +188,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["in_channels"] // config["patch_size"] ** 2),
     io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
-        last="proj_out",
+        output_layer="proj_out",
         lists={"transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",

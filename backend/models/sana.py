@@ -140,7 +140,7 @@ FAMILY = Family(
     latent=Latent(frames=False, pixels=lambda config: (1, 32, 32)),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
-        last="proj_out", lists={"transformer_blocks": APART}, attention=("linear", "cross", "halo")
+        output_layer="proj_out", lists={"transformer_blocks": APART}, attention=("linear", "cross", "halo")
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),

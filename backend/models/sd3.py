@@ -96,7 +96,7 @@ FAMILY = Family(
     latent=Latent(frames=False),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
-        last="proj_out",
+        output_layer="proj_out",
         lists={"transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",

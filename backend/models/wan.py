@@ -256,7 +256,7 @@ NO_REFERENCE = {
 FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
     "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
-    "blocks.last": None,  # each token is scaled by a time of its own there
+    "blocks.output_layer": None,  # each token is scaled by a time of its own there
     "cache.step_modules": (),  # the modulation of every token of the latent would stay for all patches
 }
 
@@ -292,7 +292,7 @@ FAMILY = Family(
     latent=Latent(channels=lambda config: config["out_channels"], frames=True, pixels=pixels),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
-        last="proj_out",
+        output_layer="proj_out",
         lists={"blocks": APART},
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "cross"),

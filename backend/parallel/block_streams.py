@@ -256,7 +256,7 @@ class Forward:
 
     def leave(self, streams: Streams) -> Streams:
         """Fill the streams after the last block up to the sequence, for the end of the model; the image's
-        alone after Blocks.last, where there is that."""
+        alone after Blocks.output_layer, where there is that."""
         if self.tokens.is_whole:
             return streams
         text = streams["text"]

@@ -76,9 +76,9 @@ class Stage:
         self.hooks = [
             hook for block in self.own_blocks for hook in watch_values(block, family.blocks, *early)
         ]
-        if family.blocks.last:
-            last = transformer.get_submodule(family.blocks.last)
-            self.hooks.append(last.register_forward_hook(self._fill))
+        if family.blocks.output_layer:
+            output_layer = transformer.get_submodule(family.blocks.output_layer)
+            self.hooks.append(output_layer.register_forward_hook(self._fill))
 
     def join(self, mesh: Mesh):
         """Communicate over the groups of ``mesh``, on which this rank's place in the pipeline is the same."""

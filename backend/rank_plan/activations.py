@@ -24,13 +24,13 @@ from ..parallel.sequence import whole_sequence
 from ..parallel.stage_split import Stages
 from ..planner.model_shape import Activations
 from ..shares import relative_shares
-from .workload import Place, Workload
+from .workload import MeshPlace, Workload
 
 #: Family -> the fields of Activations but latents, in tokens of its width.
 FITTED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 #: Tokens for which activations of other classes are measured; they are taken to grow with the tokens.
 IMAGE, TEXT = 4096, 512
-FIRST: Place = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
+FIRST: MeshPlace = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
 
 #: Tensors of the width of a stream that live inside a block next to those of its layers: the stream itself,
 #: its residual, and what is normed and modulated.
@@ -48,7 +48,7 @@ EXCHANGED = 4
 FLOAT32 = 4
 
 
-def activation_bytes(work: Workload, place: Place, stages: Stages) -> int:
+def activation_bytes(work: Workload, place: MeshPlace, stages: Stages) -> int:
     """Estimate the most activations of the rank at ``place``, of all samples of one prompt."""
     fitted = _fitted(work)
     if fitted is None:
@@ -117,7 +117,7 @@ def latent_bytes(work: Workload) -> int:
     return FLOAT32 * (LATENTS * work.image_tokens * features + 2 * work.sequence.joint * work.head_size)
 
 
-def _by_layers(work: Workload, place: Place, stages: Stages) -> int:
+def _by_layers(work: Workload, place: MeshPlace, stages: Stages) -> int:
     """Estimate the activations of a rank from the widths of its layers."""
     sequence = work.sequence
     position = sequence.text_position
@@ -150,12 +150,12 @@ def long_skips(checkpoint: Checkpoint, blocks: range) -> int:
     return max((len(structure.crossing(index)) for index in blocks), default=0)
 
 
-def _kind(work: Workload, name: str, place: Place) -> tuple:
+def _kind(work: Workload, name: str, place: MeshPlace) -> tuple:
     """Return what makes blocks alike: the sizes of their layers on this rank."""
     return (name.rpartition(".")[0], place["tp"], work.checkpoint.block_sizes[name])
 
 
-def _live(work: Workload, name: str, place: Place, image: int, text: int, latents: Latents) -> int:
+def _live(work: Workload, name: str, place: MeshPlace, image: int, text: int, latents: Latents) -> int:
     """Count the bytes that live at once in a block, with so many tokens of the image stream, of text and of
     nested latents: its largest attention, or its largest MLP before and after the activation. Where one
     output layer follows both, attention and the MLP's values after the activation."""

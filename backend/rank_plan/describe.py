@@ -18,7 +18,7 @@ from ..shares import shard_sizes
 from ..units import blocks_text, megabytes
 from .activations import activation_bytes
 from .traffic import sent
-from .workload import Place, Workload, tensor_mesh
+from .workload import MeshPlace, Workload, tensor_mesh
 
 #: Calls of the model in a request, by default.
 CALLS = 28
@@ -129,7 +129,7 @@ def describe(
     return of_ranks
 
 
-def mesh_indices(config: ParallelConfig) -> list[Place]:
+def mesh_indices(config: ParallelConfig) -> list[MeshPlace]:
     """Return where each rank stands: its index on every mesh axis."""
     indices = itertools.product(*map(range, config.degrees.values()))
     return [dict(zip(config.degrees, place)) for place in indices]
@@ -152,7 +152,7 @@ def automatic_choices(
     )
 
 
-def _plan(work: Workload, rank: int, place: Place, stages: Stages) -> RankPlan:
+def _plan(work: Workload, rank: int, place: MeshPlace, stages: Stages) -> RankPlan:
     blocks = stages.blocks[place["pp"]]
     patches = work.patches(place)
     traffic = sent(work, place, stages, patches)

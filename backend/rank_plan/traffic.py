@@ -9,10 +9,10 @@ from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import Span, TokenShards
 from ..parallel.stage_split import Stages
 from ..parallel.wire_bytes import head_bytes
-from .workload import Place, Workload
+from .workload import MeshPlace, Workload
 
 
-def sent(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> Counter[str]:
+def sent(work: Workload, place: MeshPlace, stages: Stages, patches: list[TokenShards]) -> Counter[str]:
     """Count the bytes that the rank at ``place`` sends in one step, by mechanism (comm.SENT)."""
     sizes: Counter[str] = Counter()
     blocks = stages.blocks[place["pp"]]
@@ -48,7 +48,7 @@ def _carried(work: Workload, boundary: int, patch: TokenShards) -> int:
 
 
 def _attention(
-    work: Workload, place: Place, blocks: range, now: TokenShards, patch: TokenShards
+    work: Workload, place: MeshPlace, blocks: range, now: TokenShards, patch: TokenShards
 ) -> Counter[str]:
     """Count the all-to-all of Ulysses, and all keys and values of the patch that travel around the ring."""
     sizes: Counter[str] = Counter()
@@ -61,7 +61,7 @@ def _attention(
 
 
 def _call(
-    work: Workload, place: Place, call: AttentionCall, now: TokenShards, patch: TokenShards
+    work: Workload, place: MeshPlace, call: AttentionCall, now: TokenShards, patch: TokenShards
 ) -> tuple[int, int]:
     """Count the heads of tokens that one attention call sends, in Ulysses and around the ring."""
     u = work.config.ulysses_degree
@@ -86,7 +86,7 @@ def _call(
     return ulysses, 2 * kv_heads * passed
 
 
-def _mixing(work: Workload, place: Place, blocks: int, patch: TokenShards) -> Counter[str]:
+def _mixing(work: Workload, place: MeshPlace, blocks: int, patch: TokenShards) -> Counter[str]:
     """Count what token_mixing.py sends for one patch of a square image."""
     ranks = patch.sp_size
     calls = blocks * work.batch * work.prompts_per_rank
@@ -101,7 +101,7 @@ def _mixing(work: Workload, place: Place, blocks: int, patch: TokenShards) -> Co
     return Counter({"linear-attention state": state, "halo": halo})
 
 
-def _outputs(work: Workload, place: Place, own: int, tokens: int) -> Counter[str]:
+def _outputs(work: Workload, place: MeshPlace, own: int, tokens: int) -> Counter[str]:
     """Count model outputs (float32): to the first stage, gathered over SP there, then between CFG ranks."""
     config = work.config
     latent = work.family.latent
@@ -117,7 +117,7 @@ def _outputs(work: Workload, place: Place, own: int, tokens: int) -> Counter[str
     return sizes
 
 
-def _tensor_parallel(work: Workload, place: Place, stages: Stages, patches: list[TokenShards]) -> int:
+def _tensor_parallel(work: Workload, place: MeshPlace, stages: Stages, patches: list[TokenShards]) -> int:
     """Count the numbers that tensor parallelism sends for one prompt and its samples."""
     text = sum(len(patch.local.text) for patch in patches)
     image = sum(patch.local.stream for patch in patches)

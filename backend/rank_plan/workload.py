@@ -29,11 +29,11 @@ from .weights import (
 )
 
 #: A rank's index on every mesh axis.
-Place = dict[str, int]
+MeshPlace = dict[str, int]
 
 
 def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
-    """Return the place of a rank of a tensor-parallel group, without the group."""
+    """Return the mesh of a rank of a tensor-parallel group, without the group."""
     tp = config.tensor_parallel_degree
     rows = tp_rows(tp)
     row, column = divmod(rank, tp // rows)
@@ -71,7 +71,7 @@ class Workload:
         """The checkpoint's family."""
         return self.checkpoint.family
 
-    def patches(self, place: Place) -> list[TokenShards]:
+    def patches(self, place: MeshPlace) -> list[TokenShards]:
         """Return the tokens of every patch on the rank at ``place``; one patch where nothing is stale."""
         sequence = self.sequence
         ranks = (self.sp_rank(place), self.config.sp_degree, self.config.shares_of("ring", "ulysses"))
@@ -92,11 +92,11 @@ class Workload:
         """Return whether blocks mix tokens by linear attention."""
         return "linear" in self.family.blocks.attention
 
-    def all_heads(self, place: Place) -> int:
+    def all_heads(self, place: MeshPlace) -> int:
         """Count the attention heads of the rank at ``place`` before Ulysses divides them."""
         return self._of_tensor_rank(self.family.blocks.heads(self.checkpoint.config), place)
 
-    def _of_tensor_rank(self, heads: int, place: Place) -> int:
+    def _of_tensor_rank(self, heads: int, place: MeshPlace) -> int:
         """Count the ``heads`` that tensor parallelism leaves on the rank at ``place``."""
         tp = self.config.tensor_parallel_degree
         if tp == 1 or self.config.split_scheme != "megatron":
@@ -113,14 +113,14 @@ class Workload:
         blocks = map(transformer.get_submodule, self.checkpoint.block_names)
         return head_groups(module for block in blocks for module in block.modules())
 
-    def heads(self, place: Place) -> int:
+    def heads(self, place: MeshPlace) -> int:
         """Count the attention heads of the rank at ``place``."""
         uneven = self.config.shares_of("ulysses")
         return shard_sizes(self.all_heads(place), count=self.config.ulysses_degree, shares=uneven)[
             place["ulysses"]
         ]
 
-    def all_kv_heads(self, place: Place, call: AttentionCall) -> int:
+    def all_kv_heads(self, place: MeshPlace, call: AttentionCall) -> int:
         """Count the heads of keys and values that go through Ulysses from the rank at ``place``."""
         own = self._of_tensor_rank(call.kv_width // self.call_head_size(call), place)
         uneven = self.config.shares_of("ulysses")
@@ -128,7 +128,7 @@ class Workload:
             heads=self.all_heads(place), kv_heads=own, ranks=self.config.ulysses_degree, shares=uneven
         )
 
-    def kv_heads(self, place: Place, call: AttentionCall) -> int:
+    def kv_heads(self, place: MeshPlace, call: AttentionCall) -> int:
         """Count the heads of keys and values of the rank at ``place`` in an attention call."""
         every = self.all_kv_heads(place, call)
         u = self.config.ulysses_degree
@@ -144,11 +144,11 @@ class Workload:
         """Features of a head."""
         return self.family.blocks.head_size(self.checkpoint.config)
 
-    def state_bytes(self, place: Place) -> int:
+    def state_bytes(self, place: MeshPlace) -> int:
         """Count the bytes of linear attention's state in float32, for one sample and block."""
         return 4 * self.all_heads(place) * self.head_size * (self.head_size + 1)
 
-    def cuts(self, place: Place) -> dict[str, Shard]:
+    def cuts(self, place: MeshPlace) -> dict[str, Shard]:
         """Return what tensor parallelism leaves of each layer on the rank at ``place``."""
         return self._cuts[place["tp"]]
 
@@ -190,7 +190,7 @@ class Workload:
         """The modulation layers of all blocks."""
         return frozenset(chain.from_iterable(map(self.checkpoint.modulation, self.checkpoint.block_names)))
 
-    def weights(self, place: Place, stages: Stages) -> HeldWeights:
+    def weights(self, place: MeshPlace, stages: Stages) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
         here, whole = self._on_stage(place, stages)
         if not self.config.shard_weights:
@@ -199,7 +199,7 @@ class Workload:
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
         return replace(whole, device=sum(each.shard(rank, ranks) for each in here))
 
-    def _on_stage(self, place: Place, stages: Stages) -> tuple[list[HeldParameter], HeldWeights]:
+    def _on_stage(self, place: MeshPlace, stages: Stages) -> tuple[list[HeldParameter], HeldWeights]:
         """Return the parameters of the rank at ``place``, and their bytes before they are sharded: those of
         every rank with its part of the matrices and its stage."""
         tp = place["tp"]
@@ -256,11 +256,11 @@ class Workload:
         sizes = ((sum(map(len, cut.outputs)), sum(map(len, cut.inputs))) for cut in pieces.values())
         return self._of_tensor_rank(self.head_groups, {"tp": tp}), *sizes
 
-    def sp_rank(self, place: Place) -> int:
+    def sp_rank(self, place: MeshPlace) -> int:
         """Return the index of the rank at ``place`` among the sequence-parallel ones."""
         return place["ring"] * self.config.ulysses_degree + place["ulysses"]
 
-    def kv_bytes(self, place: Place, blocks: range, patches: list[TokenShards]) -> int:
+    def kv_bytes(self, place: MeshPlace, blocks: range, patches: list[TokenShards]) -> int:
         """Count the bytes of the K/V buffers, of static text's keys and values in a Ulysses group, and of
         prompts'."""
         number = 2 * self.batch * self.prompts_per_rank * self.dtype.itemsize
@@ -287,7 +287,7 @@ class Workload:
             features += len(blocks) * self.heads(place) * self.head_size * sequence.text
         return of_prompts + buffers * number * features
 
-    def _prompt_bytes(self, place: Place, blocks: range) -> int:
+    def _prompt_bytes(self, place: MeshPlace, blocks: range) -> int:
         """Count the bytes of keys and values that cross-attention caches of prompts and samples for a
         request, but for those that activations hold (samples_of_activations). An image's features
         count in all layers: Wan Animate's of faces, which read none, are counted too large."""
@@ -306,7 +306,7 @@ class Workload:
             tokens += self.image_features
         return 2 * more * width * tokens * self.dtype.itemsize
 
-    def modulation_bytes(self, place: Place, stages: Stages) -> int:
+    def modulation_bytes(self, place: MeshPlace, stages: Stages) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""
         widths = self._modulation_widths(place, stages)
         most = self.batch * self.prompts_per_rank
@@ -315,7 +315,7 @@ class Workload:
             most = min(self.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
         return most * widths[place["pp"]] * self.dtype.itemsize
 
-    def _modulation_widths(self, place: Place, stages: Stages) -> list[int]:
+    def _modulation_widths(self, place: MeshPlace, stages: Stages) -> list[int]:
         """Return the features of every stage's modulation on the ranks of ``place``'s pieces."""
         if place["tp"] not in self._known_widths:
             self._known_widths[place["tp"]] = [
@@ -333,7 +333,7 @@ class Workload:
         """Index among the ranks of tensor parallelism -> features of each stage's modulation."""
         return {}
 
-    def features(self, layer: str, place: Place) -> int:
+    def features(self, layer: str, place: MeshPlace) -> int:
         """Return the width of a modulation layer's output on this rank."""
         cut = self.cuts(place).get(layer)
         if cut is None:
