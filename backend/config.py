@@ -9,7 +9,7 @@ from typing import Any
 
 from . import shares
 from .errors import ConfigError as ConfigError
-from .gpu_sharing import shares_gpu
+from .hardware.gpu_sharing import shares_gpu
 
 #: Mesh axes, slowest first (the order of ranks), and the field of ParallelConfig that sizes each of them.
 AXES = {

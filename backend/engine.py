@@ -9,12 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import lean_imports  # noqa: F401  # before all that imports diffusers
 from .config import ParallelConfig
-from .device_memory import DeviceMemory
 from .errors import UnsupportedError
-from .gpu_kernels import Capability
-from .host_memory import PAGE_LOCKED
+from .hardware.device_memory import DeviceMemory
+from .hardware.gpu_kernels import Capability
+from .hardware.host_memory import PAGE_LOCKED
 from .loading import parking
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
@@ -38,6 +37,7 @@ from .quantization.kernels import AUTO, MatmulChoice
 from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import describe
+from .runtime import lean_imports  # noqa: F401  # before all that imports diffusers
 from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_runner import LoadedModel
 from .sampling.request import build
@@ -55,7 +55,7 @@ class Engine:
     """Loads and runs the models of this rank on ``mesh``."""
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, folders: Folders = ANYWHERE):
-        """``folders``: below which a client's paths lie; the leader checks them (worker.Leader.on_load)."""
+        """``folders``: below which a client's paths lie; the leader checks them (rank/leader.py)."""
         self.config = config
         self.mesh = mesh
         self.folders = folders

@@ -9,7 +9,7 @@ a configuration asks for the model's "shape" too. Nothing is read but headers an
 touched.
 """
 
-from . import lean_imports  # noqa: F401  # before all that imports torch and diffusers
+from .runtime import lean_imports  # noqa: F401  # before all that imports torch and diffusers
 
 # isort: split
 import json
@@ -23,7 +23,7 @@ import torch
 from .client import interpreter
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError, quoted
-from .gpu_kernels import Capability
+from .hardware.gpu_kernels import Capability
 from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
 from .loading.compute_dtype import chosen_dtype

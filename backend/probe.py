@@ -22,13 +22,13 @@ from .config import ParallelConfig
 from .loading.compute_dtype import compute_dtype, fast_dtypes
 from .loading.staging import page_locked
 from .parallel import comm, mesh
-from .parent_pipe import be_killed_with_parent, end_with_parent
 from .planner.machine import OVERHEAD, Machine
 from .quantization import native_trial
 from .quantization.matmul import capability_of, native_formats
+from .rank.start import linked_file, ready_file, run_and_exit
+from .runtime.parent_pipe import be_killed_with_parent, end_with_parent
+from .runtime.whole_files import replace_file
 from .serving.broadcast import ControlChannel
-from .start import linked_file, ready_file, run_and_exit
-from .whole_files import replace_file
 
 #: Device -> (tokens, width, heads, head size) of what is computed, and bytes that are sent.
 SIZES = {"cuda": ((4096, 3072, 24, 128), 1 << 24), "cpu": ((512, 768, 12, 64), 1 << 21)}

@@ -24,7 +24,7 @@ from backend.config import CHOICES
 from backend.parallel.attention_kernels import attend
 from backend.parallel.kernel_choice import why_unavailable
 from backend.parallel.kernel_table import activated, fits, kernel_of
-from backend.parent_pipe import be_killed_with_parent, end_with_parent
+from backend.runtime.parent_pipe import be_killed_with_parent, end_with_parent
 
 KERNELS = CHOICES["attention"][1:]
 HEAD_SIZES = (64, 128, 256)

@@ -28,8 +28,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from backend.config import ParallelConfig
-from backend.device_memory import trim_heap
 from backend.engine import Engine
+from backend.hardware.device_memory import trim_heap
 from backend.parallel import fsdp, mesh
 from backend.quantization.packed_weight import PackedWeight
 

@@ -51,7 +51,7 @@ def write(name: str, title: str, unit: str, bars: list[Bar], **facts):
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "diffusers": version("diffusers"),  # the import would take what backend/lean_imports.py leaves out
+        "diffusers": version("diffusers"),  # importing it takes what runtime/lean_imports.py leaves out
         "cores": psutil.cpu_count(),
     }
     (out / f"{name}.json").write_text(

@@ -31,10 +31,10 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.parallel import mesh
-from backend.parent_pipe import be_killed_with_parent, end_with_parent
 from backend.protocol import Sample
+from backend.runtime.parent_pipe import be_killed_with_parent, end_with_parent
+from backend.runtime.whole_files import replace_file
 from backend.sampling.step_loop import Callbacks, Denoiser
-from backend.whole_files import replace_file
 
 #: Words of torch's warning (c10/cuda/CUDAFunctions.cpp).
 SYNCHRONIZING = "synchronizing CUDA operation"

@@ -14,10 +14,10 @@ from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import PLANNED, AutoConfig
 from ..backend.planner.choose import EXACT, MANUAL, Question
 from ..backend.planner.option import Option
+from .graph.queued_graph import ancestors, loader_of, source, values
 from .host.auto_plan import question_of
 from .host.graph_requests import request_of_graph
 from .host.model_files import model_choice_of, model_folders
-from .host.queued_graph import ancestors, loader_of, source, values
 from .parallel_config import config_in
 
 #: Ways to share the work that are tried, those with the best estimates, besides one rank alone.

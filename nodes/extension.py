@@ -12,7 +12,8 @@ from ..backend.client.status import log_of_last_backend
 from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
 from .benchmark_prompts import trials
-from .host import panel, queued_graph
+from .graph import queued_graph
+from .host import panel
 from .host.models_on_ranks import free_weights
 from .host.refusals import MISTAKES, says_more
 from .host.remote_patcher import take_bypass_loras

@@ -13,6 +13,7 @@ from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig, unused_method
 from ..backend.planner.choose import MANUAL
 from ..backend.protocol import RefusedError
+from .graph.queued_graph import executed, queued, samplers_of, source, validated, values
 from .host import handle
 from .host.auto_plan import run_planned
 from .host.device import check_device
@@ -22,7 +23,6 @@ from .host.handle import ParallelDiT
 from .host.model_files import model_choice_of, model_folders, model_paths
 from .host.plan_report import loaded_lines, request_line
 from .host.progress import NodeStatus, node_text
-from .host.queued_graph import executed, queued, samplers_of, source, validated, values
 from .host.refusals import errors_on_node
 from .host.report import shown
 from .host.schema import ALIASES, advanced, schema

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 from ..backend.config import AXES, CHOICES, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig, config_of
 from ..backend.planner.choose import AUTO, METHODS
-from .host.queued_graph import queued, validated, values
+from .graph.queued_graph import queued, validated, values
 from .host.refusals import errors_on_node
 from .host.schema import ALIASES, advanced, schema
 from .host.socket_types import ParallelConfigType

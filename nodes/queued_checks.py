@@ -3,8 +3,8 @@
 from comfy_api.latest import io
 
 from ..backend.config import ConfigError, ParallelConfig
+from .graph.queued_graph import constants, loader_of, queued, source, validated
 from .host.guidance import guidance_of, skips_negative
-from .host.queued_graph import constants, loader_of, queued, source, validated
 from .parallel_config import config_in
 
 

@@ -31,7 +31,7 @@ MOVED = "PARALLEL_DIT_DOCTOR_IN"
 
 def remedy(error: ImportError) -> str:
     """Return what to do about a package that is not there."""
-    from backend.install_command import TOGETHER, install_command  # which needs none
+    from backend.runtime.install_command import TOGETHER, install_command  # which needs none
 
     rest = install_command(["-r", str(ROOT / "requirements.txt")])
     return f"{TOGETHER}; then run: {rest}" if error.name == "torch" else f"run: {rest}"

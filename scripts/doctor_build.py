@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from backend.torch_version import installed
+from backend.runtime.torch_version import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 GIT_SECONDS = 10.0

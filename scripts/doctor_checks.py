@@ -10,7 +10,7 @@ from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, gb
 from doctor_wheels import IMPORT_SECONDS
 
 from backend.client.exit_report import MIN_SHARED_MEMORY
-from backend.install_command import how_to_install, install_command
+from backend.runtime.install_command import how_to_install, install_command
 
 #: Least versions (README.md).
 PYTHON = (3, 11)

@@ -25,7 +25,7 @@ from doctor_wheels import WHEELS, Wheel, is_installed, tried
 from backend.client import dependencies, driver_query, measurements, nccl_settings, rank_environment
 from backend.client.cache_files import cache_folder
 from backend.client.exit_report import SHARED_MEMORY
-from backend.gpu_kernels import has_kernels_for
+from backend.hardware.gpu_kernels import has_kernels_for
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Fields that nvidia-smi is asked for.

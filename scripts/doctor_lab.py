@@ -26,7 +26,7 @@ from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.client.rank_environment import sanitized_environment
 from backend.client.status import log_of_last_backend
 from backend.config import ParallelConfig
-from backend.gpu_sharing import shares_gpu
+from backend.hardware.gpu_sharing import shares_gpu
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, Sample
 

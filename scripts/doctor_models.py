@@ -15,7 +15,7 @@ from doctor_sizes import Size
 from doctor_time import Clock
 from torch import Tensor
 
-from backend.device_memory import host_free
+from backend.hardware.device_memory import host_free
 from backend.protocol import Sample
 
 ROOT = Path(__file__).resolve().parents[1]

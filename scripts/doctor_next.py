@@ -6,7 +6,7 @@ from dataclasses import replace
 from doctor_findings import OK, PROBLEM, WARNING, Finding
 from doctor_limits import USUAL
 
-from backend.dequantized_cache import CACHE_VARIABLE
+from backend.quantization.dequantized_cache import CACHE_VARIABLE
 
 REPORT = "report it, with the file of --json"
 NOTHING = "nothing has to be done"

@@ -14,8 +14,8 @@ from doctor_time import while_time
 
 from backend.client.planning import is_memory_shortage
 from backend.config import ParallelConfig
-from backend.dequantized_cache import CACHE_VARIABLE
 from backend.protocol import RefusedError
+from backend.quantization.dequantized_cache import CACHE_VARIABLE
 
 #: Formats with native products, and all that are run; of blocks (mxfp8, nvfp4) values are random.
 NATIVE = ("float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4")

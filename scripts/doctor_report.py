@@ -19,7 +19,7 @@ from doctor_facts import Facts
 from doctor_findings import Finding
 
 from backend.client.status import log_of_last_backend
-from backend.whole_files import replace_file
+from backend.runtime.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Names that say nothing of anybody, or stand in other words.

@@ -27,7 +27,7 @@ from doctor_steps import shapes, waits
 from doctor_time import in_order, minutes_of, while_time
 
 from backend.config import AXES, ParallelConfig
-from backend.gpu_sharing import SHARED_GPU
+from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.protocol import BackendError, RefusedError
 from backend.shares import written
 

@@ -8,7 +8,7 @@ others run. Without --address it starts the ranks and ends them; --config has th
 inputs of Parallel Config, whose degrees are chosen for each request unless one of them is set.
 """
 
-from .. import lean_imports  # noqa: F401  # before all that imports torch and diffusers
+from ..runtime import lean_imports  # noqa: F401  # before all that imports torch and diffusers
 
 # isort: split
 import argparse

@@ -16,7 +16,7 @@ from ..models import discrete_schedule
 from ..planner.machine import RequestEstimate, sides_of, tokens_of
 from ..planner.model_shape import ModelShape
 from ..protocol import Loaded, Sample
-from ..whole_files import replace_file
+from ..runtime.whole_files import replace_file
 from .sample_request import CONDITIONING, SampleRequest, check_several, read_json, read_prompt, read_tensors
 
 #: Names under which files hold a latent: ComfyUI's SaveLatent, and ours.

@@ -34,7 +34,7 @@ from ..client.machine_link import Link
 from ..client.machines import Machines, placement
 from ..client.pack_version import pack_version
 from ..config import ConfigError, ParallelConfig
-from ..start import device_of_some, own_token
+from ..rank.start import device_of_some, own_token
 from .settings import read_config
 from .status import parser_of
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from ..client.client import BackendClient
 from ..client.machines import placement
 from ..protocol import BackendError, Report, Shutdown, Status
-from ..start import own_token
+from ..rank.start import own_token
 
 #: Metric -> its help; values are made by ``metrics``.
 METRICS = {

@@ -8,7 +8,7 @@ from ..config import ParallelConfig
 from .interpreter import ranks_python
 from .machines import Machines
 
-#: Where the ranks meet, in their private folder; each leaves STORE.ready-RANK there (backend/start.py).
+#: Where the ranks meet, in their private folder; each leaves STORE.ready-RANK there (backend/rank/start.py).
 STORE = "ranks-store"
 ONE_MACHINE = Machines()
 

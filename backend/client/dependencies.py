@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import SHORT
-from ..install_command import how_to_install
 from ..protocol import BackendError
-from ..torch_version import installed
+from ..runtime.install_command import how_to_install
+from ..runtime.torch_version import installed
 from .interpreter import PACK, VARIABLE, answer, answered, inherited, installed_at, ranks_python
 
 #: That of requires-python: packages of requirements.txt have no release for older ones.

@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from ..config import ParallelConfig
-from ..dequantized_cache import stop_caching_dequantized
 from ..errors import RAN_OUT
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
+from ..quantization.dequantized_cache import stop_caching_dequantized
 from . import fork_guard
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
@@ -128,7 +128,7 @@ class BackendProcess:
             )
 
     def _say_configuration(self, config: ParallelConfig, device: str):
-        # a line of a few hundred bytes fits into the pipe, whoever reads it and when (backend/start.py); the
+        # a line of a few hundred bytes fits into the pipe, whoever reads it (backend/rank/start.py); the
         # ranks see their own devices only, numbered from 0
         seen = replace(config, device=device, gpus="", address="")
         said = {"token": self._token if self.machines.index == 0 else "", "config": asdict(seen)}

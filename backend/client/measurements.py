@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from ..config import ParallelConfig
-from ..device_memory import host_bytes, host_free
+from ..hardware.device_memory import host_bytes, host_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
-from ..torch_version import host_compiler, installed
+from ..runtime.torch_version import host_compiler, installed
 from . import cache_files, driver_query
 from .interpreter import installed_at, packages_changed, ranks_python
 from .model_choice import ModelChoice

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..device_memory import device_name
+from ..hardware.device_memory import device_name
 from . import cache_files
 from .exit_report import lacks_shared_memory
 from .interpreter import packages_changed

@@ -11,16 +11,16 @@ from typing import TypeVar
 import torch
 
 from ..config import ConfigError, ParallelConfig
-from ..dequantized_cache import have_ranks_run_out, may_cache_dequantized
-from ..device_memory import host_free
 from ..errors import RAN_OUT
-from ..gpu_kernels import has_kernels
+from ..hardware.device_memory import host_free
+from ..hardware.gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, PlanChoice, Question, choose
 from ..planner.machine import Machine, RequestEstimate
 from ..planner.model_shape import ModelShape
 from ..planner.placement import Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
+from ..quantization.dequantized_cache import have_ranks_run_out, may_cache_dequantized
 from ..units import coarse_gigabytes
 from . import gpu_memory, measurements, pool
 from .model_choice import ModelChoice

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from ..config import ParallelConfig
-from ..device_memory import host_bytes
-from ..gpu_kernels import Capability
+from ..hardware.device_memory import host_bytes
+from ..hardware.gpu_kernels import Capability
 from ..protocol import BackendError, RefusedError
-from ..torch_version import installed
+from ..runtime.torch_version import installed
 from . import cache_files, fork_guard
 from .exit_report import killed_by
 from .interpreter import PACK, answered, packages_changed, ranks_python

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import ParallelConfig
-from ..device_memory import FULL_GPU_WORDS
+from ..hardware.device_memory import FULL_GPU_WORDS
 from ..protocol import BackendError
 from . import fork_guard, nccl_settings
 from .agent_command import agent_command

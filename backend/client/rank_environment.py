@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
-from ..cgroup_limits import cpu_limit
 from ..config import ConfigError, ParallelConfig
-from ..dequantized_cache import rank_variables
-from ..device_memory import FIXED_SEGMENTS
-from ..torch_version import has_torch
+from ..hardware.cgroup_limits import cpu_limit
+from ..hardware.device_memory import FIXED_SEGMENTS
+from ..quantization.dequantized_cache import rank_variables
+from ..runtime.torch_version import has_torch
 from . import nccl_settings
 from .cache_files import cache_folder
 from .interpreter import PACK, inherited, ranks_python

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..device_memory import device_name
+from ..hardware.device_memory import device_name
 from ..protocol import RefusedError, Sample, Welcome
 
 #: A rank's CUDA context, its libraries and their workspaces, before anything is loaded.

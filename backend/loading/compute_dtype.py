@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import UnsupportedError
-from ..gpu_kernels import Capability
+from ..hardware.gpu_kernels import Capability
 from ..quantization.formats import PLAIN_FLOAT8
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted, reason
-from ..install_command import install_command
 from ..models.key_layout import Shapes
 from ..quantization.formats import Quantization
 from ..quantization.gguf_blocks import gguf_format, has_finite_scales
 from ..quantization.packed import Packed
+from ..runtime.install_command import install_command
 from .gguf_header import check_gguf
 from .header_limits import check_names, unreadable
 from .mapped_file import mapped

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ..lora_bytes import LoraBytes
+from ..quantization.lora_bytes import LoraBytes
 from .lora_spellings import KEY
 
 #: Role -> shape of a file's tensor.

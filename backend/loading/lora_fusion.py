@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..lora_bytes import LoraBytes
 from ..parallel import fsdp
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
 from ..quantization.added_products import LowRank
+from ..quantization.lora_bytes import LoraBytes
 from ..quantization.packed_weight import PackedWeight
 from ..units import fine_gigabytes
 from .adapters import LoRA, cut, matrix

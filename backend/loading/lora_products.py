@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ..lora_bytes import LoraBytes
 from ..parallel.sequence import Span
 from ..quantization.added_products import AddedProduct, LowRank
+from ..quantization.lora_bytes import LoraBytes
 from .adapters import Adapter, Factored, Spans, cut, is_low_rank
 from .lokr import LoKr
 from .lora_keys import LoraUse

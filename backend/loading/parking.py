@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..device_memory import HOST_SHARE, host_free
-from ..host_memory import PAGE_LOCKED, HostMemory
+from ..hardware.device_memory import HOST_SHARE, host_free
+from ..hardware.host_memory import PAGE_LOCKED, HostMemory
 from ..quantization.packed_weight import PackedWeight, quantized
 from ..units import coarse_gigabytes
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 
-from ..opaque_ops import opaque
+from ..runtime.opaque_ops import opaque
 from .blocks import APART, JOINED, BlockAdapter, Blocks
 from .common.replaced_classes import replace_classes
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO

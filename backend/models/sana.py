@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.sana_transformer import GLUMBConv, SanaTransformerBlock
 
-from ..opaque_ops import opaque
+from ..runtime.opaque_ops import opaque
 from .blocks import APART, Blocks
 from .common import token_mixing
 from .common.joint_blocks import within_range

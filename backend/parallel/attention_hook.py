@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import opaque_ops
+from ..runtime import opaque_ops
 from . import attention_kernels, comm, ulysses_ring
 from .early_values import EarlyValues
 from .kv_buffers import KVBuffers

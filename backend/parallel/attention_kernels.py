@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import opaque_ops
-from ..torch_version import has_torch
+from ..runtime import opaque_ops
+from ..runtime.torch_version import has_torch
 from .kernel_table import HALF, fits, flash_of_torch, kernel_of, whole_heads
 
 #: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces

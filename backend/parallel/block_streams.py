@@ -265,7 +265,7 @@ class Forward:
         elif text is not None:
             text = self.structure.family.blocks.adapter.text_after_blocks(text, self.whole_text)
         image = streams["image"]
-        has_last = self.structure.family.blocks.last is not None
+        has_last = self.structure.family.blocks.output_layer is not None
         return {
             "image": image[:, : len(self.tokens.local.image)] if has_last else self.whole(image),
             "text": text,

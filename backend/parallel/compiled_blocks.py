@@ -16,9 +16,9 @@ import torch._dynamo.exc
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
 
-from ..device_memory import is_out_of_memory
 from ..errors import reason
-from ..opaque_ops import RUNNING, opaque_layers, unavailable
+from ..hardware.device_memory import is_out_of_memory
+from ..runtime.opaque_ops import RUNNING, opaque_layers, unavailable
 from .effect_order import in_order
 
 #: What compiles the graphs: a name of torch.compiler.list_backends().

@@ -1,4 +1,4 @@
-"""Has Inductor run opaque operations (opaque_ops.py) in the order of the block, as ordered effects promise.
+"""Has Inductor run opaque operations (runtime/opaque_ops.py) in the order of the block, as effects promise.
 
 Inductor writes down which operation an effectful one follows under the name of its buffer, and looks it up
 under that of the operation (torch 2.13; pytorch/pytorch issue 189209). No edge reaches its scheduler, which

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from ..errors import reason
-from ..gpu_kernels import Capability
+from ..hardware.gpu_kernels import Capability
 from .kernel_table import HALF, KERNELS, Kernel, kernel_of
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..gpu_kernels import Capability
-from ..install_command import install_command
+from ..hardware.gpu_kernels import Capability
+from ..runtime.install_command import install_command
 
 aten = torch.ops.aten
 #: What packages compute in.

@@ -4,8 +4,8 @@ for the GPU, and cuDNN no plan for its heads. In a block that would end the rank
 import torch
 from torch import Tensor
 
-from ..device_memory import check_not_lost, is_out_of_memory
 from ..errors import reason
+from ..hardware.device_memory import check_not_lost, is_out_of_memory
 from .attention_kernels import SDPA, give_up_flash, has_flash
 from .kernel_table import activated, flash_of_torch, kernel_of
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan:
 
 from .. import shares
 from ..config import ParallelConfig
-from ..gpu_sharing import shares_gpu
+from ..hardware.gpu_sharing import shares_gpu
 
 #: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
 #: died or are silent are found in seconds, by torchrun and by their heartbeats (client/silence.py); of those

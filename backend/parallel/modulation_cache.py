@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..host_memory import HostMemory, on_device
-from ..opaque_ops import SECOND, opaque
+from ..hardware.host_memory import HostMemory, on_device
+from ..runtime.opaque_ops import SECOND, opaque
 from . import comm
 from .mesh import Mesh
 from .modulation_plan import ModulationPlan, equal_rows

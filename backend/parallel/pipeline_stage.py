@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import UnsupportedError
 from ..models.family import Family
-from ..opaque_ops import RUNNING, text_count_tensor
+from ..runtime.opaque_ops import RUNNING, text_count_tensor
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
 from .comm import Pipe

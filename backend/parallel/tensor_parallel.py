@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models.patterns import matches
-from ..opaque_ops import opaque
 from ..quantization import packed_weight
+from ..runtime.opaque_ops import opaque
 from . import comm
 from .block_streams import block_list
 from .matrix_cuts import HEAD_COUNTS, QUERIES, Shard, head_groups

@@ -10,9 +10,9 @@ tokens.
 import torch
 from torch import Tensor
 
-from .. import opaque_ops
 from ..models.common import token_mixing
 from ..models.common.token_mixing import Halo
+from ..runtime import opaque_ops
 from . import comm
 from .sequence import Span
 

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..opaque_ops import local_text_tokens
 from ..quantization.packed_weight import PackedWeight
+from ..runtime.opaque_ops import local_text_tokens
 from . import comm
 from .mesh import Axis
 

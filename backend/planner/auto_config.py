@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..config import AXES, MAX_CPU_RANKS, ConfigError, ParallelConfig, read_shares
-from ..gpu_sharing import shares_gpu
+from ..hardware.gpu_sharing import shares_gpu
 from .choose import AUTO, MANUAL, METHODS
 
 #: Fields that the planner sets, and ``wire``, which it never changes: it is not exact. A graph that sets one

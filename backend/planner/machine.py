@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from ..lora_bytes import LoraBytes
+from ..quantization.lora_bytes import LoraBytes
 
 #: (T, H, W) of a latent or of a patch.
 Sides = tuple[int, int, int]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ..config import ParallelConfig
-from ..lora_bytes import LoraBytes
+from ..quantization.lora_bytes import LoraBytes
 from .machine import RequestEstimate, samples_at_once
 from .model_shape import ModelShape, modulation_of, samples_of_activations, stages_of
 from .rank_shares import RankShare, rank_shares

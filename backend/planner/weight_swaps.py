@@ -43,7 +43,7 @@ class WeightSwaps:
 
     def must_reread(self, plan: ParallelConfig, leaving: int) -> bool:
         """Return whether ``leaving`` bytes of weights, on all ranks, have to be read from their file again.
-        Weights that are not sharded are parked instead where host memory has room (rank.py)."""
+        Weights that are not sharded are parked instead where host memory has room (rank/worker.py)."""
         return plan.shard_weights or 0 < self.host < leaving
 
     @property

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from ..device_memory import is_out_of_memory
+from ..hardware.device_memory import is_out_of_memory
 from .packed_weight import PackedWeight
 
 #: Values between the beginnings of two weights are a multiple of this: products read fastest from there.

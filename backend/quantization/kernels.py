@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import reason
-from ..install_command import install_command
+from ..runtime.install_command import install_command
 from .formats import rotated, rotation
 
 if TYPE_CHECKING:

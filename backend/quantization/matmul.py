@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError, some
-from ..gpu_kernels import Capability
-from ..torch_version import has_torch, torch_version
+from ..hardware.gpu_kernels import Capability
+from ..runtime.torch_version import has_torch, torch_version
 from . import kernels
 from .formats import PLAIN_FLOAT8, Format, Settings, dtype_name
 from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Kernel, MatmulChoice

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device_memory import check_not_lost, is_out_of_memory
 from ..errors import reason
+from ..hardware.device_memory import check_not_lost, is_out_of_memory
 from .formats import FORMATS
 from .kernels import MatmulChoice
 from .matmul import RULES, Product, why_not_native

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..device_memory import is_out_of_memory
 from ..errors import reason
-from ..opaque_ops import opaque
+from ..hardware.device_memory import is_out_of_memory
+from ..runtime.opaque_ops import opaque
 from .added_products import AddedProduct, LowRank, concatenated, divide, strengths_of
 from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
 from .kernels import Kernel, MatmulChoice, MaxOverRanks, float8, mxfp8, nvfp4

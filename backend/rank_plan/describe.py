@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ..config import ParallelConfig
-from ..gpu_kernels import Capability
+from ..hardware.gpu_kernels import Capability
 from ..loading.checkpoint import Checkpoint
 from ..loading.weight_loading import matrices
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS

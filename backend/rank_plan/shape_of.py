@@ -13,7 +13,6 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
 from ..models.blocks import APART
-from ..opaque_ops import compiles_on_gpus
 from ..parallel.block_cost import PROMPT, block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
 from ..parallel.matrix_cuts import Shard
@@ -21,7 +20,8 @@ from ..parallel.ring_library import ring_unavailable
 from ..planner.model_shape import NONE, BlockShape, ModelShape
 from ..quantization.kernels import MatmulChoice
 from ..quantization.matmul import NATIVE_FORMATS, RULES
-from ..torch_version import unshardable
+from ..runtime.opaque_ops import compiles_on_gpus
+from ..runtime.torch_version import unshardable
 from .activations import FIRST, IMAGE, TEXT, activations_of
 from .weights import HeldParameter, held_parameters, planned_scratch_bytes
 from .workload import Workload

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
-from ..gpu_kernels import Capability
+from ..hardware.gpu_kernels import Capability
 from ..models.family import Family
 from ..parallel.mesh import ALONE, Mesh
 from ..parallel.sequence import Span

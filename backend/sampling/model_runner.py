@@ -12,17 +12,15 @@ from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 
 from ..config import CHOICES, ParallelConfig
-from ..device_memory import segments_grow
-from ..gpu_kernels import Capability
+from ..hardware.device_memory import segments_grow
+from ..hardware.gpu_kernels import Capability
 from ..loading import parking
 from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights, Stack
-from ..lora_bytes import LoraBytes
 from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
 from ..models.common.request_arguments import RequestArguments
 from ..models.family import STEP_END, Family
-from ..opaque_ops import unavailable
 from ..parallel import comm, fsdp, kernel_choice, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.block_streams import block_list
@@ -36,7 +34,9 @@ from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
 from ..quantization.formats import dtype_name
 from ..quantization.kernels import MatmulChoice
+from ..quantization.lora_bytes import LoraBytes
 from ..quantization.packed_weight import PackedWeight, quantized
+from ..runtime.opaque_ops import unavailable
 from .request import Request
 
 

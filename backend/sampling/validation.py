@@ -10,7 +10,7 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError
 from ..errors import reason as reason_of
-from ..gpu_kernels import Capability
+from ..hardware.gpu_kernels import Capability
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
@@ -20,8 +20,8 @@ from ..parallel.wire_bytes import FULL
 from ..planner.config_changes import named_change
 from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
+from ..runtime.torch_version import torch_version, unshardable
 from ..shares import shard_sizes
-from ..torch_version import torch_version, unshardable
 from .guidance import branch_of, names
 from .prediction import FLOW, PREDICTIONS
 from .request import arguments_of, grid_of, request_config

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from ...backend.errors import quoted, reason
-from ...backend.install_command import install_command
 from ...backend.loading.regular_files import INDEXES, check_regular, is_pipeline, read_json
 from ...backend.protocol import RefusedError
+from ...backend.runtime.install_command import install_command
 from .part_configs import check_config
 
 _BOTH = ("prompt_embeds", "negative_prompt_embeds")

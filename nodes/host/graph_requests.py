@@ -5,14 +5,14 @@ from dataclasses import replace
 from functools import partial
 
 from ...backend.client.model_choice import ModelChoice
-from ...backend.lora_bytes import LoraBytes
 from ...backend.planner.machine import RequestEstimate, tokens_of
 from ...backend.planner.model_shape import ModelShape
-from .graph_references import references
+from ...backend.quantization.lora_bytes import LoraBytes
+from ..graph.graph_references import references
+from ..graph.latent_sizes import GraphSizes, LatentSize
+from ..graph.queued_graph import ancestors, constants, loader_of, positive, source, upstream, values
 from .guidance import guidance_of, skips_negative
-from .latent_sizes import GraphSizes, LatentSize
 from .model_files import lora_size, model_choice_of
-from .queued_graph import ancestors, constants, loader_of, positive, source, upstream, values
 
 #: Assumed of what is linked and not known: an image or a video, 20 steps, both prompts.
 IMAGE, VIDEO = LatentSize(1024, 1024, 1), LatentSize(832, 480, 81)

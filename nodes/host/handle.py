@@ -23,9 +23,9 @@ from ...backend.client.model_choice import ModelChoice
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, folders, launched
 from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
-from ...backend.lora_bytes import LoraBytes
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import Loaded
+from ...backend.quantization.lora_bytes import LoraBytes
 from ...backend.units import progress_text
 from ..comfy_models.registry import weightless_patcher
 from .models_on_ranks import entries_to_keep, free_orphans, make_way, register, run_evicting_models

@@ -10,7 +10,7 @@ import folder_paths
 
 from ...backend.client.model_choice import ModelChoice
 from ...backend.loading.lora_file_bytes import file_bytes
-from ...backend.lora_bytes import LoraBytes
+from ...backend.quantization.lora_bytes import LoraBytes
 from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras
 

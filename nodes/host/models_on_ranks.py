@@ -14,11 +14,11 @@ from ...backend.client import planning
 from ...backend.client.launcher import ClosedError
 from ...backend.client.model_choice import ModelChoice
 from ...backend.client.pool import Backend
-from ...backend.dequantized_cache import have_ranks_run_out
-from ...backend.device_memory import HOST_SHARE, host_free
+from ...backend.hardware.device_memory import HOST_SHARE, host_free
 from ...backend.protocol import BackendError, Loaded, RefusedError
+from ...backend.quantization.dequantized_cache import have_ranks_run_out
+from ..graph.queued_graph import running
 from .graph_requests import loaded_models, unnamed
-from .queued_graph import running
 from .rank_weights import RankWeights, entries, may_hold_memory
 
 Ran = TypeVar("Ran")

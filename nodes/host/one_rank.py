@@ -15,7 +15,7 @@ from ...backend.client import planning
 from ...backend.planner.machine import RequestEstimate, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample
-from ...backend.whole_files import replace_file
+from ...backend.runtime.whole_files import replace_file
 from .handle import ParallelDiT
 from .image_tokens import image_tokens
 

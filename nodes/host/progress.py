@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from ...backend.client.connected import Connected
 from ...backend.protocol import Progress
-from .queued_graph import queued_by
+from ..graph.queued_graph import queued_by
 from .report import pace
 
 #: Shown until the ranks have stopped.

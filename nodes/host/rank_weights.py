@@ -16,10 +16,10 @@ from comfy_execution.utils import get_executing_context
 
 from ...backend.client import planning
 from ...backend.client.room import Room, local_gpus
-from ...backend.device_memory import device_name
+from ...backend.hardware.device_memory import device_name
 from ...backend.protocol import Loaded, Welcome
+from ..graph.queued_graph import running
 from .graph_requests import loaded_models
-from .queued_graph import running
 
 Free = Callable[[tuple[int, ...]], bool]
 #: Bytes that ComfyUI's manager has to free for Unload Models. Under --disable-smart-memory it has to free a

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...backend.client.private_folder import PrivateFolder, private_folder
 from ...backend.errors import reason
 from ...backend.protocol import RefusedError
-from ...backend.whole_files import replace_file
+from ...backend.runtime.whole_files import replace_file
 
 #: In front of a weight's name in ComfyUI's model.
 PREFIX = "diffusion_model."

@@ -10,13 +10,13 @@ from golden_graphs import error_of, graph, ranks_of
 from published import FLUX
 
 with comfy_modules():
+    from parallel_dit.nodes.graph.queued_graph import loader_of
     from parallel_dit.nodes.host import graph_requests
     from parallel_dit.nodes.host.auto_plan import _in_context
     from parallel_dit.nodes.host.graph_requests import request_of_graph
-    from parallel_dit.nodes.host.queued_graph import loader_of
 
-from backend.lora_bytes import LoraBytes
 from backend.planner.choose import METHODS
+from backend.quantization.lora_bytes import LoraBytes
 
 #: How many, and nothing else; the second one must not be slower, so that whatever is chosen is a plan.
 AUTO = {"gpus": "2", "device": "cpu"}

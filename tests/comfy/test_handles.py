@@ -15,7 +15,7 @@ with comfy_modules():
     from parallel_dit.backend.client import interrupts, pool
     from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
-    from parallel_dit.backend.device_memory import device_name
+    from parallel_dit.backend.hardware.device_memory import device_name
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import Load, RefusedError, Result, Sample, Welcome
     from parallel_dit.nodes.host import handle, models_on_ranks

@@ -13,9 +13,9 @@ with comfy_modules():
     from parallel_dit.backend.client import planning
     from parallel_dit.backend.client.plan_history import LastPlan, PlanHistory
     from parallel_dit.backend.client.room import Room
-    from parallel_dit.backend.lora_bytes import LoraBytes
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import RefusedError, Result, Sample, Unload, Welcome
+    from parallel_dit.backend.quantization.lora_bytes import LoraBytes
     from parallel_dit.nodes.host import handle, model_files, models_on_ranks, rank_weights
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

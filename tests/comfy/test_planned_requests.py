@@ -10,9 +10,9 @@ from published import FLUX
 
 with comfy_modules():
     from parallel_dit.backend.config import ParallelConfig
-    from parallel_dit.backend.lora_bytes import LoraBytes
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.protocol import Sample
+    from parallel_dit.backend.quantization.lora_bytes import LoraBytes
     from parallel_dit.nodes.host import auto_plan, one_rank
 
 SHAPE = replace(FLUX, patch=(1, 2, 2))

@@ -9,8 +9,8 @@ with comfy_modules():
     from comfy_extras.nodes_dataset import ResizeImagesByLongerEdgeNode, ResizeImagesByShorterEdgeNode
     from comfy_extras.nodes_images import ResizeAndPadImage
     from comfy_extras.nodes_resolution import AspectRatio, ResolutionSelector
-    from parallel_dit.nodes.host.latent_sizes import GraphSizes, LatentSize
-    from parallel_dit.nodes.host.queued_graph import constants
+    from parallel_dit.nodes.graph.latent_sizes import GraphSizes, LatentSize
+    from parallel_dit.nodes.graph.queued_graph import constants
 
     from nodes import LatentUpscale, LatentUpscaleBy
 

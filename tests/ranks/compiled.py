@@ -12,12 +12,12 @@ from cropping import cropped
 from tiny import relative
 from torch import nn
 
-from backend import opaque_ops
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.parallel import compiled_blocks, pipeline_stage
 from backend.parallel.block_streams import block_list
 from backend.protocol import Sample
+from backend.runtime import opaque_ops
 from backend.sampling.model_runner import LoadedModel
 from backend.sampling.step_loop import Callbacks
 

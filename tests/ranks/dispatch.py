@@ -14,13 +14,13 @@ import torch.distributed as dist
 from fake_memory import GB, FakeMemory
 
 from backend import probe
-from backend.admission import Admission, InsufficientMemory, Planned
 from backend.config import ParallelConfig
 from backend.loading import parking
 from backend.parallel import comm, mesh
 from backend.probe import Probe
 from backend.protocol import Ping, Result, Sample, Unload
-from backend.rank import Worker
+from backend.rank.admission import Admission, InsufficientMemory, Planned
+from backend.rank.worker import Worker
 from backend.rank_plan.need import Need
 from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import broadcast_from_first_rank

@@ -12,8 +12,8 @@ from ranks.flux_requests import STALE_STEPS, shortened
 from tiny import golden_request, relative
 
 from backend.config import ParallelConfig
-from backend.device_memory import FIXED_SEGMENTS
 from backend.engine import Engine
+from backend.hardware.device_memory import FIXED_SEGMENTS
 from backend.parallel import mesh
 from backend.parallel.comm import Pipe
 from backend.sampling.step_loop import Callbacks

@@ -8,8 +8,6 @@ from live_backend import CONFIG, backend, checkpoint, free_at_the_end  # noqa: F
 from odd_files import index, transformer
 from tiny import write_checkpoint
 
-from backend import start
-from backend.admission import Admission
 from backend.client import pool
 from backend.client.agent_command import launch_command
 from backend.config import ParallelConfig
@@ -20,7 +18,9 @@ from backend.loading.allowed_folders import ANYWHERE, Folders
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.protocol import Load, RefusedError
-from backend.worker import Leader
+from backend.rank import start
+from backend.rank.admission import Admission
+from backend.rank.leader import Leader
 
 OUTSIDE = "is not below a folder from which this backend may load"
 

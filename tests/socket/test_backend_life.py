@@ -1,5 +1,4 @@
-"""A real backend of two ranks behind the nodes' own client: cancel, other degrees, a killed rank, a killed
-parent."""
+"""A real backend of two ranks: cancel, other degrees, a killed rank, a killed parent."""
 
 import os
 import resource
@@ -26,10 +25,11 @@ from live_backend import (  # noqa: F401
 )
 from tiny import error_in_std, to_vae_units
 
-from backend import dequantized_cache, protocol
+from backend import protocol
 from backend.client import pool, private_folder
 from backend.client.launcher import ClosedError
 from backend.config import ParallelConfig
+from backend.quantization import dequantized_cache
 
 #: Seconds, also where other processes want the machine. Ranks that only wait for a dead one would wait for
 #: two hours (mesh.TIMEOUT).

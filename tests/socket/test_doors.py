@@ -20,13 +20,13 @@ import pytest
 from fake_backend import TOKEN, WELCOME, reply
 from torch.distributed import TCPStore
 
-from backend import start
 from backend.client import client as client_module
 from backend.client import pool
 from backend.client.client import BackendClient, open_socket
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Challenge, Failure, framing, handshake
 from backend.protocol.messages import VERSION
+from backend.rank import start
 from backend.serving.listener import listen
 
 pytestmark = pytest.mark.usefixtures("real_launches")  # whose environments and doors are looked at

@@ -15,8 +15,8 @@ from backend.client import silence
 from backend.client.launcher import BackendProcess
 from backend.client.silence import LOOK_SECONDS, SilenceWatch, silent_seconds
 from backend.config import ConfigError, ParallelConfig
-from backend.parent_pipe import signals_the_end_alone
 from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats
+from backend.runtime.parent_pipe import signals_the_end_alone
 
 #: A rank that beats and does ``what``.
 RANK = """
@@ -29,7 +29,7 @@ print("begun", flush=True)
 #: One that was told what to do, and holds the GIL.
 TOLD = """
 import ctypes, os, sys; sys.path.insert(0, {root!r})
-from backend.parent_pipe import be_killed_with_parent
+from backend.runtime.parent_pipe import be_killed_with_parent
 os.read(0, 1)
 be_killed_with_parent()
 print("begun", flush=True)

@@ -10,19 +10,19 @@ from unittest import mock
 import torch
 
 from backend import engine
-from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.loading.load_report import peak_bytes
 from backend.loading.model_key import model_key
 from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome, framing
+from backend.rank.admission import Admission
+from backend.rank.leader import Leader
+from backend.rank.served_models import ServedFile
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
-from backend.served_models import ServedFile
 from backend.serving.job_queue import JobQueue
 from backend.serving.named_models import NamedModels
 from backend.serving.server import Connection
-from backend.worker import Leader
 
 #: What one frame may cost: seconds of this process, and bytes.
 SECONDS, BYTES = 5.0, 1 << 28

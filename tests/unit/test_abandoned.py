@@ -5,14 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from backend import worker
-from backend.admission import InsufficientMemory
 from backend.protocol import LORAS, Failure, Load, Ping, Release, Result, Sample, Shutdown, Unload
-from backend.served_models import ServedFile
+from backend.rank.admission import InsufficientMemory
+from backend.rank.leader import Leader
+from backend.rank.served_models import ServedFile
 from backend.serving.job_queue import Job
 from backend.serving.named_models import NamedModels
 from backend.serving.server import Connection
-from backend.worker import Leader
 
 ALONE = [Unload("m"), Release([0])]
 OTHERS = [Load("/m"), Sample("m", "euler", 1.0, 7)]
@@ -49,7 +48,9 @@ def handlers(monkeypatch):
     def handler(leader, job, message):
         return lambda: leader.sample(job)
 
-    monkeypatch.setattr(worker, "HANDLERS", {type(each): (handler, "it") for each in ALONE + OTHERS})
+    monkeypatch.setattr(
+        "backend.rank.leader.HANDLERS", {type(each): (handler, "it") for each in ALONE + OTHERS}
+    )
 
 
 def test_models_of_clients_that_have_gone_leave_for_those_that_are_there():
@@ -109,7 +110,7 @@ def test_models_that_a_connected_client_has_loaded_stay():
 
 def test_a_model_that_another_client_has_loaded_stays_with_it(monkeypatch):
     """Who unloads it has done with it; it gives way in host memory, and leaves with the last of them."""
-    monkeypatch.setattr(worker, "HANDLERS", {Unload: (Leader.on_unload, "it")})
+    monkeypatch.setattr("backend.rank.leader.HANDLERS", {Unload: (Leader.on_unload, "it")})
     ranks, told = Ranks(["m"], room=1), []
     here, other = client(), client()
     ranks.named |= {here: {"m"}, other: {"m"}}

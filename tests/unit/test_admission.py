@@ -14,11 +14,11 @@ from live_memory import LiveMemory
 from ranks.flux_requests import FEW, shortened
 from tiny import golden_request, write_checkpoint
 
-from backend.admission import Admission, InsufficientMemory, RankMemory, short_ranks
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
 from backend.protocol import ModelCall
+from backend.rank.admission import Admission, InsufficientMemory, RankMemory, short_ranks
 from backend.rank_plan.need import Need
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
 from backend.sampling.runs import Prepared

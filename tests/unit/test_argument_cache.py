@@ -9,9 +9,9 @@ import torch
 from backend.client import argument_cache
 from backend.client.argument_cache import MAX_VALUES, MIN_BYTES, ArgumentCache
 from backend.protocol import ModelCall, Release
+from backend.rank.leader import Leader
 from backend.serving.argument_cache import MAX_CACHED_CLIENTS
 from backend.serving.argument_cache import ArgumentCache as Ranks
-from backend.worker import Leader
 
 SIZE = MIN_BYTES // 4
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from backend import device_memory
-from backend.cgroup_limits import cpu_limit, memory_limits
 from backend.client import measurements, rank_environment
 from backend.config import ParallelConfig
+from backend.hardware import device_memory
+from backend.hardware.cgroup_limits import cpu_limit, memory_limits
 
 GB = 1 << 30
 

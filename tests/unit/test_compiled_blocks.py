@@ -15,7 +15,6 @@ from quantized import write_scaled
 from safetensors.torch import load_file
 from tiny import batch_request, golden_request, relative, write_checkpoint, write_shallow_flux
 
-from backend import opaque_ops
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import compiled_blocks, mesh, static_addresses
@@ -23,6 +22,7 @@ from backend.parallel.attention_kernels import SDPA
 from backend.parallel.kv_buffers import KVBuffers
 from backend.parallel.staged_block import StagedBlock
 from backend.quantization.packed_weight import PackedWeight
+from backend.runtime import opaque_ops
 from backend.sampling.step_loop import Callbacks
 
 #: Double and single blocks of Flux.

@@ -4,10 +4,10 @@ from dataclasses import fields
 
 import pytest
 
-from backend import start
 from backend.config import AXES, PER_REQUEST, ConfigError, ParallelConfig
 from backend.planner.auto_config import config_of
 from backend.protocol import Sample
+from backend.rank import start
 
 REFUSED = {
     "degree 0": (dict(ulysses_degree=0), "at least 1"),

@@ -13,20 +13,24 @@ from loras import write_mixed
 from quantized import write_gguf, write_scaled
 from tiny import batch_request, shallow_flux, weights_module
 
-from backend import admission as admission_module
-from backend import dequantized_cache as cache_module
-from backend.admission import Admission, InsufficientMemory, RankMemory
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
-from backend.dequantized_cache import CACHE_VARIABLE, may_cache_dequantized, stop_caching_dequantized
 from backend.engine import Engine
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
 from backend.planner.memory import LEFT_FREE, SPARE, spare_bytes
+from backend.quantization import dequantized_cache as cache_module
 from backend.quantization.dequantize_once import dequantized_once
+from backend.quantization.dequantized_cache import (
+    CACHE_VARIABLE,
+    may_cache_dequantized,
+    stop_caching_dequantized,
+)
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight
-from backend.rank import Worker
+from backend.rank import admission as admission_module
+from backend.rank.admission import Admission, InsufficientMemory, RankMemory
+from backend.rank.worker import Worker
 from backend.rank_plan.need import Need
 from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import Callbacks, RequestCancelled

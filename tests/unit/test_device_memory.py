@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from backend import device_memory
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
-from backend.device_memory import DeviceMemory, is_out_of_memory
+from backend.hardware import device_memory
+from backend.hardware.device_memory import DeviceMemory, is_out_of_memory
 
 GPU = torch.device("cuda", 1)
 

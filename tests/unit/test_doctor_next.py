@@ -14,7 +14,7 @@ from doctor_next import advised
 from doctor_stubs import GPU, StubLab, full_findings, machine
 
 from backend.client.probe_process import UnmeasuredError
-from backend.gpu_sharing import SHARED_GPU
+from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.protocol import BackendError
 
 #: A GPU that this torch has no kernels for.

@@ -58,7 +58,7 @@ RUNS = """
 import sys
 from pathlib import Path
 import doctor_processes
-code = "import os, sys, time; sys.path.insert(0, '..'); from backend import parent_pipe; "
+code = "import os, sys, time; sys.path.insert(0, '..'); from backend.runtime import parent_pipe; "
 code += "parent_pipe.end_with_parent(); open(sys.argv[1], 'w').write(f'{os.getpid()};'); time.sleep(600)"
 doctor_processes.run([sys.executable, "-c", code, sys.argv[1]], 600.0, Path(sys.argv[1]).parent)
 """

@@ -19,7 +19,7 @@ from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
-from backend.gpu_sharing import SHARED_GPU
+from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.protocol import BackendError, RefusedError
 from backend.quantization import matmul
 from backend.sampling.tensor_validation import check_result

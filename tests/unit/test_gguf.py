@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.install_command import install_command
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.quantization import gguf_blocks
 from backend.quantization.gguf_blocks import GGUF_SCALES
+from backend.runtime.install_command import install_command
 
 GGUF_KINDS = (
     "Q8_0",

@@ -8,8 +8,8 @@ import pytest
 from published import FLUX
 from without_comfy import on_stand_ins
 
-from backend.lora_bytes import LoraBytes
 from backend.models import FAMILIES
+from backend.quantization.lora_bytes import LoraBytes
 
 
 @pytest.fixture

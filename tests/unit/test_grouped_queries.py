@@ -10,13 +10,13 @@ from diffusers.models.transformers.transformer_lumina2 import Lumina2Transformer
 from moved_bytes import MovedBytes
 from tiny import write_checkpoint
 
-from backend import torch_version
 from backend.loading.recognition import open_checkpoint
 from backend.models import krea2, lumina2
 from backend.models.common import grouped_attention as grouped
 from backend.models.common.fewer_passes import apply_rotary_emb
 from backend.models.common.replaced_classes import replace_classes
 from backend.parallel import attention_kernels
+from backend.runtime import torch_version
 
 TOKENS, HEADS, GROUPS, SIZE = 9, 8, 2, 16
 WIDTH = HEADS * SIZE

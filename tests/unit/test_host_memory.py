@@ -8,9 +8,9 @@ from ranks.flux_requests import FEW, Case, request_of
 from tiny import shallow_flux, weights_module
 
 from backend import engine as engine_module
-from backend import host_memory
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.hardware import host_memory
 from backend.loading import parking
 from backend.parallel import fsdp, mesh
 from backend.sampling.step_loop import Callbacks

@@ -19,12 +19,12 @@ from moved_bytes import MovedBytes
 from tolerance import assert_same_bits
 from torch import Tensor, nn
 
-from backend import opaque_ops
 from backend.loading.checkpoint import IN_FEWER_PASSES
 from backend.models import krea2
 from backend.models.common.joint_blocks import cat_text_image, cat_with_gelu
 from backend.models.common.replaced_classes import replace_classes
 from backend.models.flux2 import REPLACED
+from backend.runtime import opaque_ops
 
 IMAGE, TEXT, HEADS, SIZE = 33, 7, 2, 32
 WIDTH = HEADS * SIZE

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch.nn.attention import _registry as torch_registry
 
 from backend.config import CHOICES, ParallelConfig
-from backend.install_command import install_command
 from backend.parallel import attention_kernels
 from backend.parallel import kernel_table as table
 from backend.parallel.attention_kernels import SDPA, attend
 from backend.parallel.kernel_choice import explained, import_error, why_unavailable
 from backend.parallel.kernel_table import HALF, KERNELS, TORCH, fits
+from backend.runtime.install_command import install_command
 
 SCALE = 0.3
 HELP = Path(__file__).parents[2] / "web/docs/ParallelConfig.md"

@@ -7,13 +7,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from backend.admission import RefusedByAllRanks
 from backend.config import ParallelConfig
 from backend.parallel import kernel_trial
 from backend.parallel.attention_kernels import SDPA
 from backend.parallel.kernel_table import KERNELS
 from backend.protocol import Sample
-from backend.rank import Worker
+from backend.rank.admission import RefusedByAllRanks
+from backend.rank.worker import Worker
 from backend.sampling.step_loop import Callbacks
 
 CPU = torch.device("cpu")

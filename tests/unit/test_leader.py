@@ -6,9 +6,9 @@ from fake_memory import FakeMemory
 from fuzzing import Rank0
 from tiny import golden_request, write_shallow_flux
 
-from backend.admission import Admission
 from backend.config import ParallelConfig
 from backend.protocol import Failure, Load, Loaded, ModelCall
+from backend.rank.admission import Admission
 from backend.serving.job_queue import Job
 from backend.serving.server import Connection
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HIDDEN = "import sys; from backend import lean_imports; assert 'transformers' not in sys.modules"
+HIDDEN = "import sys; from backend.runtime import lean_imports; assert 'transformers' not in sys.modules"
 #: As if diffusers imported a package that needs transformers and is not among the hidden ones.
 NEEDED = """
 import sys
@@ -18,7 +18,7 @@ class Needs:
         if name == "diffusers.loaders.peft" and sys.modules.get("transformers", self) is None:
             raise ImportError("import of transformers halted")
 sys.meta_path.insert(0, Needs())
-from backend import lean_imports
+from backend.runtime import lean_imports
 assert "transformers" not in sys.modules or sys.modules["transformers"]
 """
 

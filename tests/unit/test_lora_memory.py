@@ -16,13 +16,13 @@ from tiny import write_checkpoint
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.adapters import LoRA
-from backend.lora_bytes import LoraBytes
 from backend.parallel import mesh
 from backend.planner.choose import Question, choose
 from backend.planner.machine import RESERVE, RequestEstimate
 from backend.planner.memory import held
 from backend.quantization.added_products import LowRank
 from backend.quantization.formats import PLAIN_FLOAT8
+from backend.quantization.lora_bytes import LoraBytes
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight
 

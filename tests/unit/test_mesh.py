@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backend.config import ParallelConfig
-from backend.gpu_sharing import SHARED_GPU
+from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.parallel import fsdp, mesh
 from backend.parallel.mesh import layout
 from backend.parallel.sequence import Span

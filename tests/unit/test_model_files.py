@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from without_comfy import on_stand_ins
 
-from backend.lora_bytes import LoraBytes
+from backend.quantization.lora_bytes import LoraBytes
 
 KINDS = ("diffusion_models", "checkpoints", "diffusers", "loras")
 ENDINGS = {".safetensors", ".sft", ".ckpt", ".pt"}

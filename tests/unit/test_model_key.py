@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny import write_checkpoint
 
-from backend.admission import Admission, FatalOutOfMemory, InsufficientMemory
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import RAN_OUT, UnsupportedError
@@ -17,7 +16,8 @@ from backend.loading.lora_keys import lora_stack, stack_digest
 from backend.loading.model_key import check_same, content_key, model_key
 from backend.parallel import mesh
 from backend.protocol import Load
-from backend.rank import Worker
+from backend.rank.admission import Admission, FatalOutOfMemory, InsufficientMemory
+from backend.rank.worker import Worker
 
 
 class TwoRanks:

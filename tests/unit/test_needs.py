@@ -9,12 +9,12 @@ import torch
 from fake_memory import GB, FakeMemory
 from headers import opened
 
-from backend.admission import Admission, InsufficientMemory
 from backend.config import ParallelConfig
 from backend.planner.machine import TOKENS_AT_ONCE
 from backend.protocol import ModelCall, Sample
 from backend.quantization import kernels
 from backend.quantization.kernels import MatmulChoice
+from backend.rank.admission import Admission, InsufficientMemory
 from backend.rank_plan.need import Need, load_need
 from backend.rank_plan.remedies import remedies
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of

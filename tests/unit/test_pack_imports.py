@@ -13,8 +13,8 @@ from backend.client import dependencies
 from backend.client.dependencies import REQUIREMENTS, MissingDependencyError, require_dependencies
 from backend.config import ConfigError
 from backend.errors import UnsupportedError
-from backend.install_command import TOGETHER, install_command
 from backend.protocol import BackendError, ProtocolError, RefusedError
+from backend.runtime.install_command import TOGETHER, install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_COMFY = [

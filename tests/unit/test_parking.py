@@ -12,19 +12,19 @@ from quantized import write_gguf, write_scaled
 from ranks.flux_requests import FEW, Case, request_of
 from tiny import BLOCKS, save_whole, shallow_flux, weights_module
 
-from backend import host_memory
-from backend import rank as rank_module
-from backend.admission import Admission, InsufficientMemory, Planned, out_of_memory_error
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.hardware import host_memory
 from backend.loading import parking
 from backend.parallel import mesh
 from backend.protocol import Sample, Unload
-from backend.rank import Worker
+from backend.rank import worker as rank_module
+from backend.rank.admission import Admission, InsufficientMemory, Planned, out_of_memory_error
+from backend.rank.leader import Leader
+from backend.rank.worker import Worker
 from backend.rank_plan.need import Need
 from backend.sampling.step_loop import Callbacks, RequestCancelled
 from backend.serving.step_times import StepClock
-from backend.worker import Leader
 
 
 def copied(modules, *_, **__):

@@ -12,12 +12,12 @@ from tolerance import assert_same_bits, assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.opaque_ops import RUNNING, Running
 from backend.parallel import attention_kernels, mesh, modulation_plan
 from backend.parallel import modulation_cache as cached
 from backend.parallel.attention_hook import Attention
 from backend.parallel.sequence import SequenceLengths, Span, patches
 from backend.parallel.step_context import StepContext
+from backend.runtime.opaque_ops import RUNNING, Running
 from backend.sampling import model_runner, request
 from backend.sampling.step_loop import Callbacks
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from published import FLUX, QWEN, RTX4090
 
-from backend import gpu_kernels, torch_version
 from backend.client import planning
 from backend.client.model_choice import ModelChoice
 from backend.config import CHOICES, ConfigError, ParallelConfig
-from backend.lora_bytes import LoraBytes
+from backend.hardware import gpu_kernels
 from backend.parallel.kernel_table import kernel_of, merges
 from backend.planner.auto_config import AutoConfig
 from backend.planner.candidates import candidates
@@ -21,6 +20,8 @@ from backend.planner.machine import RequestEstimate, samples_at_once
 from backend.planner.memory import held
 from backend.planner.model_shape import NONE
 from backend.planner.option import TIGHT, Option
+from backend.quantization.lora_bytes import LoraBytes
+from backend.runtime import torch_version
 
 GB = 1_000_000_000
 ONE, TP = ParallelConfig(), ParallelConfig(tensor_parallel_degree=2)

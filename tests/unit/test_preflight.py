@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from tiny import write_checkpoint
 
-from backend import opaque_ops
 from backend.client import cache_files, preflight
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
@@ -27,6 +26,7 @@ from backend.rank_plan import shape_of as measured
 from backend.rank_plan.remedies import remedies
 from backend.rank_plan.request_size import RequestSize
 from backend.rank_plan.shape_of import shape_of
+from backend.runtime import opaque_ops
 from backend.sampling import validation
 
 #: Configurations that the tiny Flux (8 heads, 12 blocks) cannot run -> what the refusal names.

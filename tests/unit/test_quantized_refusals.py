@@ -9,7 +9,6 @@ from quantized import KINDS, described, matrices
 from safetensors.torch import save_file
 from tiny import write_checkpoint
 
-from backend import torch_version
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
@@ -17,6 +16,7 @@ from backend.loading.scale_values import check_scales
 from backend.planner import candidates
 from backend.planner.machine import RequestEstimate
 from backend.rank_plan.shape_of import shape_of
+from backend.runtime import torch_version
 from backend.sampling import validation
 
 

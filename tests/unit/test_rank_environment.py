@@ -11,8 +11,8 @@ from backend.client import rank_environment
 from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
-from backend.device_memory import FIXED_SEGMENTS
-from backend.gpu_sharing import SHARED_GPU
+from backend.hardware.device_memory import FIXED_SEGMENTS
+from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.parallel import mesh
 
 TWO_RANKS = ParallelConfig(ulysses_degree=2, device="cpu")

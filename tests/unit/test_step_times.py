@@ -11,8 +11,8 @@ from backend.parallel import comm
 from backend.protocol import Release, Shutdown
 from backend.protocol.heartbeats import Heartbeats
 from backend.protocol.step_times import RECORDS, StepRing, StepTime
+from backend.rank.leader import Leader
 from backend.serving.step_times import StepClock, noted, step_records
-from backend.worker import Leader
 
 
 @pytest.fixture

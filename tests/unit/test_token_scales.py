@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from backend.models import FAMILIES
-from backend.opaque_ops import RUNNING, text_count_tensor
 from backend.parallel import comm, mesh, token_scales
 from backend.parallel.block_cost import layer_tokens
 from backend.quantization import kernels
@@ -15,6 +14,7 @@ from backend.quantization.formats import FORMATS
 from backend.quantization.kernels import MatmulChoice
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight
+from backend.runtime.opaque_ops import RUNNING, text_count_tensor
 
 ALONE = mesh.single().sp
 PAIR = replace(ALONE, size=2, ranks=(0, 1))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from backend import torch_version
+from backend.runtime import torch_version
 
 
 @pytest.mark.parametrize(

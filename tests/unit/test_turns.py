@@ -37,8 +37,8 @@ def test_they_take_turns_where_one_fits():
 
 
 def test_sharded_weights_take_no_turns_through_host_memory():
-    """They are freed and read again (rank.py), whole by every rank, which was counted as a copy from host
-    memory, and then as one file for all."""
+    """They are freed and read again (rank/worker.py), whole by every rank, which was counted as a copy from
+    host memory, and then as one file for all."""
     question = two_experts(28)
     assert choose(replace(question, others=())).plan.shard_weights
     sharded = [each for each in question.in_turns() if each.plan.shard_weights]
@@ -130,8 +130,8 @@ def test_weights_leave_where_a_plan_that_leaves_room_is_slower():
 
 
 def test_sharded_weights_that_leave_are_read_again():
-    """They cannot wait in host memory (rank.py), and each rank reads the whole file, as in the last load,
-    whose rate is that of all ranks."""
+    """They cannot wait in host memory (rank/worker.py), and each rank reads the whole file, as in the last
+    load, whose rate is that of all ranks."""
     plan = ParallelConfig(ulysses_degree=2, shard_weights=True)
     option = beside(1).option(plan)
     assert option.rereads and option.yield_seconds == pytest.approx(2 * FLUX.weights / 1.5e9)

@@ -1,10 +1,10 @@
-"""Files are written whole or not at all (backend/whole_files.py)."""
+"""Files are written whole or not at all (backend/runtime/whole_files.py)."""
 
 from pathlib import Path
 
 import pytest
 
-from backend.whole_files import replace_file
+from backend.runtime.whole_files import replace_file
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from fake_memory import GB
 
-from backend import host_memory
+from backend.hardware import host_memory
 from backend.loading import parking
 from backend.protocol import Unload
-from backend.rank import Worker
+from backend.rank.worker import Worker
 
 
 class Yielding(Worker):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_z_image
 from torch import Tensor, nn
 
-from ...opaque_ops import Meanwhile
+from ...runtime.opaque_ops import Meanwhile
 from . import token_mixing
 from .fewer_passes import adapted, gated, rms_scaled
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..loading.checkpoint import Checkpoint
+from ..protocol import LORAS, Unload
+from ..sampling.model_runner import LoadedModel
+from ..serving.named_models import NamedModels
 from . import start
-from .loading.checkpoint import Checkpoint
-from .protocol import LORAS, Unload
-from .rank import Worker
-from .sampling.model_runner import LoadedModel
-from .serving.named_models import NamedModels
+from .worker import Worker
 
 
 class ServedFile(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .errors import reason
+from ..errors import reason
 
 #: Bytes of a piece of host memory, a power of two, and at multiples of how many bytes a tensor begins in it.
 PIECE, ALIGNMENT = 1 << 28, 512

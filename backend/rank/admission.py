@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .config import ParallelConfig
-from .dequantized_cache import may_cache_dequantized
-from .device_memory import DeviceMemory, host_free, is_out_of_memory
-from .errors import RAN_OUT, SHORT, UnsupportedError, reason
-from .loading.checkpoint import Checkpoint
-from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
-from .planner.memory import spare_bytes
-from .protocol import ModelCall, Sample
-from .quantization.kernels import MatmulChoice
-from .quantization.packed_weight import scratch_bytes
-from .rank_plan.describe import CALLS, RankPlan, describe
-from .rank_plan.need import Need, load_need, request_need
-from .rank_plan.remedies import fitting
-from .rank_plan.request_size import RequestSize
-from .sampling.runs import Prepared
-from .serving.broadcast import ControlChannel
-from .units import fine_gigabytes
+from ..config import ParallelConfig
+from ..errors import RAN_OUT, SHORT, UnsupportedError, reason
+from ..hardware.device_memory import DeviceMemory, host_free, is_out_of_memory
+from ..loading.checkpoint import Checkpoint
+from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from ..planner.memory import spare_bytes
+from ..protocol import ModelCall, Sample
+from ..quantization.dequantized_cache import may_cache_dequantized
+from ..quantization.kernels import MatmulChoice
+from ..quantization.packed_weight import scratch_bytes
+from ..rank_plan.describe import CALLS, RankPlan, describe
+from ..rank_plan.need import Need, load_need, request_need
+from ..rank_plan.remedies import fitting
+from ..rank_plan.request_size import RequestSize
+from ..sampling.runs import Prepared
+from ..serving.broadcast import ControlChannel
+from ..units import fine_gigabytes
 
 #: Plans of requests that are cached: of two experts with and without a negative prompt.
 CACHED_PLANS = 4

@@ -10,6 +10,25 @@ from typing import Any
 
 from torch import Tensor
 
+from ..config import ParallelConfig
+from ..engine import Engine
+from ..errors import RAN_OUT, reason
+from ..hardware.device_memory import check_not_lost, is_out_of_memory
+from ..loading import parking
+from ..loading.load_report import by_rank
+from ..loading.lora_keys import lora_stack, stack_digest
+from ..loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
+from ..parallel import kernel_table, kernel_trial
+from ..parallel import mesh as meshes
+from ..protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
+from ..quantization import native_trial
+from ..quantization.kernels import NATIVE
+from ..quantization.matmul import Product
+from ..sampling.model_runner import LoadedModel
+from ..sampling.runs import Prepared
+from ..sampling.step_loop import Callbacks, RequestCancelled
+from ..serving.broadcast import ControlChannel
+from ..serving.step_times import StepClock
 from . import start
 from .admission import (
     Admission,
@@ -19,25 +38,6 @@ from .admission import (
     RefusedByAllRanks,
     out_of_memory_error,
 )
-from .config import ParallelConfig
-from .device_memory import check_not_lost, is_out_of_memory
-from .engine import Engine
-from .errors import RAN_OUT, reason
-from .loading import parking
-from .loading.load_report import by_rank
-from .loading.lora_keys import lora_stack, stack_digest
-from .loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
-from .parallel import kernel_table, kernel_trial
-from .parallel import mesh as meshes
-from .protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
-from .quantization import native_trial
-from .quantization.kernels import NATIVE
-from .quantization.matmul import Product
-from .sampling.model_runner import LoadedModel
-from .sampling.runs import Prepared
-from .sampling.step_loop import Callbacks, RequestCancelled
-from .serving.broadcast import ControlChannel
-from .serving.step_times import StepClock
 
 #: Sizes with which kernels are tried for models whose heads are of unknown size.
 UNKNOWN_HEADS = (64, 128)

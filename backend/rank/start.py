@@ -23,13 +23,13 @@ from typing import NoReturn
 
 import torch
 
-from .config import MAX_CPU_RANKS, ConfigError, ParallelConfig
-from .gpu_sharing import shares_gpu
-from .loading.allowed_folders import ANYWHERE, Folders
-from .parallel import mesh
-from .parent_pipe import be_killed_with_parent, end_with_parent
-from .protocol.handshake import MIN_TOKEN
-from .protocol.heartbeats import Heartbeats
+from ..config import MAX_CPU_RANKS, ConfigError, ParallelConfig
+from ..hardware.gpu_sharing import shares_gpu
+from ..loading.allowed_folders import ANYWHERE, Folders
+from ..parallel import mesh
+from ..protocol.handshake import MIN_TOKEN
+from ..protocol.heartbeats import Heartbeats
+from ..runtime.parent_pipe import be_killed_with_parent, end_with_parent
 
 try:
     import resource

@@ -1,0 +1,311 @@
+"""Rank 0: clients' requests, each refused here or run by all ranks. What can be refused is refused before the
+broadcast: a failure inside a collective ends the rank, and torchrun ends its peers."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from ..config import ConfigError, ParallelConfig
+from ..errors import UnsupportedError
+from ..loading.checkpoint import Checkpoint
+from ..loading.lora_keys import LoraUse, lora_stack
+from ..loading.model_key import model_key
+from ..loading.scale_values import check_scales
+from ..protocol import (
+    LORAS,
+    Arrange,
+    Cancelled,
+    Describe,
+    Described,
+    Failure,
+    Load,
+    Loaded,
+    ModelCall,
+    Ping,
+    Release,
+    Result,
+    Sample,
+    Shutdown,
+    Unload,
+    Welcome,
+)
+from ..rank_plan.request_size import planned_config, size_of
+from ..sampling.model_runner import LoadedModel
+from ..sampling.step_loop import Callbacks, RequestCancelled
+from ..sampling.validation import refusing
+from ..serving.job_queue import CANCELLABLE, Job
+from ..serving.progress import Previews, load_progress, progress
+from ..serving.server import Server
+from ..serving.step_times import noted
+from . import start
+from .admission import InsufficientMemory, Planned, RefusedByAllRanks
+from .served_models import ServedFile, ServedModels
+
+#: Rank 0 speaks to idle ranks this often (seconds), well within the timeout of a collective.
+PING_SECONDS = 60.0
+Act = Callable[[], None]  # what all ranks do after rank 0's checks
+
+
+class Leader(ServedModels):
+    """Rank 0: a queue of clients' requests, each refused here or run by all."""
+
+    def __init__(self, begun: start.Start):
+        super().__init__(begun)
+        names = self.admission.names
+        config = begun.config
+        degrees = config.degrees
+        welcome = Welcome(
+            world_size=config.world_size,
+            device=begun.device,
+            degrees=degrees,
+            pids=self.pids,
+            devices=names,
+            settings=config.of_ranks,
+        )
+        self.beats = begun.beats
+        self.server = Server(begun.address, begun.token, welcome, self._models, self._of_rank, self.machines)
+
+    def _models(self) -> dict[str, str]:
+        loaded = self.engine.models.keys() - self.engine.lora_stacks.keys()
+        files = {key: self.files.get(key) for key in loaded}  # one look: other threads call it
+        return {key: file.path if file else "" for key, file in files.items()}
+
+    def _of_rank(self, rank: int) -> dict:
+        """Return what Report.ranks says of a rank's models and last steps, from any thread."""
+        models = self.engine.models
+        held = [
+            ranks[rank]["weight_bytes"]
+            for key, ranks in list(self.reports.items())
+            if key in models and rank not in models[key].parked_on
+        ]
+        return {"weight_bytes": sum(held), **noted(self.beats, rank)}
+
+    def lead(self):
+        """Serve until a client says Shutdown."""
+        while True:
+            job = self.server.next_job(PING_SECONDS)
+            if job is None:
+                self.control.broadcast(Ping())
+                self.free_parked()
+                continue
+            if isinstance(job.message, Shutdown):
+                self.control.broadcast(job.message)
+                self.server.write_out()
+                return
+            self.run(job)
+            self.clock.note_memory(self.engine.memory.reserved())
+            self.server.finish(job)
+
+    def run(self, job: Job):
+        """Refuse or run one request, and answer it in any case.
+
+        Its handler looks at it while no other rank knows of it, so whatever it raises is a refusal. It
+        returns what all ranks then do: an error of that ends this rank: its peers wait in a collective.
+        """
+        if job.is_abandoned:
+            return
+        kind = type(job.message)
+        if kind not in HANDLERS:
+            job.reply(Failure(f"a client does not send {kind.__name__}."))
+            return
+        handler, what = HANDLERS[kind]
+        try:
+            with refusing(what):
+                act = handler(self, job, job.message)
+        except (UnsupportedError, ConfigError) as error:
+            job.reply(Failure(str(error)))
+            return
+        if job.cancelled.is_set() and kind in CANCELLABLE:
+            job.reply(Cancelled(0))
+            return
+        try:
+            act()
+        except RefusedByAllRanks as error:  # no rank goes on with it
+            # one that ran out in its midst does so again from its beginning
+            if isinstance(error, InsufficientMemory) and self.free_abandoned(job.message, not error.lacking):
+                self.run(job)
+                return
+            job.reply(Failure(str(error), lacking=[list(each) for each in error.lacking.items()]))
+
+    def on_arrange(self, job: Job, message: Arrange) -> Act:
+        """Refuse what is no configuration of these ranks. Raises ConfigError."""
+        try:
+            config = ParallelConfig(**message.config).validate()
+        except TypeError as error:
+            what = f"the configuration is not one of this version: {error!s:.300}"
+            raise ConfigError(f"{what}; use one version of the pack on both sides.") from None
+        ranks = self.mesh.world_size
+        if config.world_size != ranks:
+            raise ConfigError(f"{config.product}, but this backend has {ranks}; start another.")
+
+        def act():
+            self.control.broadcast(message)
+            self.arrange(config)
+            welcome = replace(self.server.welcome, degrees=config.degrees, settings=config.of_ranks)
+            self.server.welcome = welcome
+            job.reply(welcome)
+
+        return act
+
+    def on_load(self, job: Job, message: Load) -> Act:
+        """Refuse a model, or LoRAs of one that is loaded. Raises UnsupportedError."""
+        folders = self.engine.folders
+        folders.check(message.path)  # before anything there is looked at
+        key = model_key(message)
+        with refusing("a LoRA"):
+            stack = lora_stack(message.loras, folders)
+        if key in self.engine.models:
+            return self.on_loaded(job, message, key, stack)
+        checkpoint = self.engine.check_load(message.path, message.weight_dtype, message.matmul)
+        with refusing("the model"):
+            check_scales(checkpoint)
+            dtype = self.engine.compute_dtype(checkpoint, message.weight_dtype)
+            planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others(job))
+            products = self.engine.products(checkpoint, message.matmul, dtype)
+        autodetected = dict(checkpoint.autodetected or {})
+        load_message = replace(message, autodetected=autodetected, products=list(map(list, products)))
+
+        def act():
+            self.control.broadcast(load_message)
+            reasons = self.load(load_message, key, load_progress(job), planned)
+            if reasons:  # no rank keeps it
+                job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
+                return
+            if key in self.engine.models:
+                self.files[key] = ServedFile(message.path, checkpoint)
+            self.run(job)  # the LoRAs of what is loaded, or what refuses it by what the ranks have learnt
+
+        return act
+
+    def on_loaded(self, job: Job, message: Load, key: str, stack: tuple[LoraUse, ...]) -> Act:
+        """Refuse LoRAs that do not fit the loaded model ``key``. Raises UnsupportedError."""
+        warnings = self.engine.check_loras(key, stack)
+
+        def act():
+            if stack:
+                self.control.broadcast(message)
+                reasons = self.load(message, key)
+                if reasons:
+                    job.reply(Failure(f"the LoRAs could not be added ({'; '.join(reasons)})."))
+                    return
+            self.named.setdefault(job.client, set()).add(key)
+            name = self.engine.add_lora_stack(key, stack)
+            model = self.engine.models[key]
+            of_loras = {
+                "warnings": warnings,
+                "notes": [lora.note for lora in model.weights.open(stack)],
+                "lora_bytes": list(model.lora_bytes_by_kind(stack, whole=True)),
+            }
+            info = {**self.engine.facts(key), **of_loras, "ranks": self.reports[key]}
+            job.reply(Loaded(name, model.family.name, info))
+
+        return act
+
+    def on_describe(self, job: Job, message: Describe) -> Act:
+        """Describe each rank; nothing runs. Raises UnsupportedError or ConfigError."""
+        return partial(job.reply, Described(*self.engine.describe(message, self._checkpoint(message.model))))
+
+    def _checkpoint(self, model: str) -> Checkpoint:
+        """Return the checkpoint of a loaded model. Raises UnsupportedError."""
+        base = model.partition(LORAS)[0]
+        self.engine.loaded(base)
+        return self.files[base].checkpoint
+
+    def plan(self, job: Job, message: Sample | ModelCall) -> Planned:
+        """Plan a checked request. Raises UnsupportedError."""
+        model = self.engine.models[message.model]
+        filled = self.engine.argument_cache.filled(message) if isinstance(message, ModelCall) else message
+        config = planned_config(message, self.engine.config)
+        size = size_of(filled, config, model.family, model.config)
+        about = (self._checkpoint(message.model), size, model.dtype, model.choices)
+        plan = self.admission.plan_request(config, *about)
+        return replace(plan, others=self._holds_others(job, model))
+
+    def _holds_others(self, job: Job, model: LoadedModel | None = None) -> bool:
+        """Return whether any device has weights of another model than this one that the client may unload."""
+        others = filter(None, (self.engine.models.get(key) for key in self.named.get(job.client, ())))
+        return any(other is not model and self.is_on_devices(other) for other in others)
+
+    def on_unload(self, job: Job, message: Unload) -> Act:
+        """Unload a model, if it is loaded. One that another client has loaded, too, is parked at most: that
+        client may sample."""
+
+        def act():
+            self.control.broadcast(sent := self.named.unloading(message, job.client))
+            left = self.unload(sent)
+            freed = message.model not in self.engine.models or not message.park
+            dropped = [key for key in sent.yields if key not in self.engine.models]
+            job.reply(Result({"left": left, "freed": freed, "dropped": dropped}))
+
+        return act
+
+    def on_release(self, job: Job, message: Release) -> Act:
+        """Have ranks give cached memory back; nothing is refused."""
+
+        def act():
+            self.control.broadcast(message)
+            self.release(message.ranks, message.forget)
+            job.reply(Result())
+
+        return act
+
+    def on_sample(self, job: Job, message: Sample) -> Act:
+        """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
+        self.engine.check_sample(message)
+        return partial(self.sample, job, message, self.plan(job, message))
+
+    def sample(self, job: Job, message: Sample, planned: Planned):
+        """Denoise on all ranks."""
+        self.control.broadcast(message)
+        previews = Previews(message.preview_seconds, time.monotonic)
+        job.total = total = len(message.tensors["sigmas"]) - 1
+        tensors = {}
+
+        def on_step(step, start):
+            progress(job, step, total, previews, start)
+
+        callbacks = Callbacks(on_step, job.cancelled.is_set, partial(tensors.__setitem__, "denoised"))
+        try:
+            samples, stats = self.run_sample(message, callbacks, planned)
+        except RequestCancelled as stopped:
+            job.reply(Cancelled(stopped.step))
+            return
+        self.reply(job, message.model, Result(stats | previews.stats, {"samples": samples, **tensors}))
+
+    def reply(self, job: Job, model: str, result: Result):
+        """Reply with what all ranks have computed, or refuse it where no value is a number."""
+        try:
+            for computed in result.tensors.values():
+                self.engine.check_result(computed, model)
+        except UnsupportedError as error:
+            job.reply(Failure(str(error)))
+        else:
+            job.reply(result)
+
+    def on_call(self, job: Job, message: ModelCall) -> Act:
+        """Refuse a call that cannot run. Raises UnsupportedError."""
+        self.engine.argument_cache.check(message)
+        missing = self.engine.argument_cache.missing(message)
+        if missing:
+            return partial(job.reply, Result({"missing": missing}))
+        self.engine.check_forward(message)
+        return partial(self.call, job, message, self.plan(job, message))
+
+    def call(self, job: Job, message: ModelCall, planned: Planned):
+        """Call the model on all ranks."""
+        self.control.broadcast(message)
+        output, stats = self.run_call(message, planned)
+        self.reply(job, message.model, Result(stats, {"output": output}))
+
+
+#: Message of a client -> its handler, and what a refusal calls it.
+HANDLERS = {
+    Arrange: (Leader.on_arrange, "the configuration"),
+    Load: (Leader.on_load, "the model"),
+    Describe: (Leader.on_describe, "what is to be described"),
+    Unload: (Leader.on_unload, "what is to be freed"),
+    Release: (Leader.on_release, "what is to be freed"),
+    Sample: (Leader.on_sample, "the request"),
+    ModelCall: (Leader.on_call, "the call"),
+}

@@ -1,0 +1,1 @@
+"""The Python process: what it imports, its operators for compiled blocks, its end, files it writes."""
