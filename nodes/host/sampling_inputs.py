@@ -23,7 +23,10 @@ OUTPUT = io.Latent.Output(display_name="latent", tooltip="The denoised latent, f
 
 def seed_input(name: str) -> io.Int.Input:
     """Return the input of the random seed."""
-    tooltip = "The random seed of the noise; the same seed as in KSampler gives the same image."
+    tooltip = (
+        "The random seed of the noise; the same seed as in KSampler gives the same image (with a LoRA on a "
+        "quantized file one near it)."
+    )
     most = 0xFFFFFFFFFFFFFFFF
     return io.Int.Input(name, default=0, min=0, max=most, control_after_generate=True, tooltip=tooltip)
 

@@ -1,0 +1,54 @@
+"""Help pages, tooltips and docs/*.md say what the code does: texts, names and numbers are its own."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import locale_texts
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HELP = ROOT / "web" / "docs"
+#: Node -> its input of the seed.
+SEEDS = {"ParallelSampler": "seed", "ParallelSamplerAdvanced": "noise_seed"}
+
+
+def read(page: str) -> str:
+    """A page's text with single spaces: its lines break anywhere."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+@cache
+def texts_of_nodes() -> set[str]:
+    """Every string of the nodes' source that is not formatted."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "nodes").rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+
+def described(texts: dict) -> list[str]:
+    """Descriptions and tooltips of nodes; a note ends the custom sampler's shift, which is formatted."""
+    found = []
+    for name, node in texts.items():
+        inputs = {key: each for key, each in node.get("inputs", {}).items() if key != "shift"}
+        found += [node["description"], *(each["tooltip"] for each in inputs.values() if "tooltip" in each)]
+        assert found[-1], name
+    return found
+
+
+def test_english_texts_are_those_of_the_nodes():
+    """Without a ComfyUI: tests/comfy compares all of them."""
+    texts = described(locale_texts.read("en"))
+    assert len(texts) > 50 and not [text for text in texts if text not in texts_of_nodes()]
+
+
+@pytest.mark.parametrize("language, quantized", [("en", "a quantized file"), ("zh", "量化文件")])
+def test_texts_say_that_a_lora_on_a_quantized_file_is_near_ksamplers(language, quantized):
+    """The ranks hold its products next to the weights, which ComfyUI adds and quantizes again."""
+    nodes = locale_texts.read(language)
+    seeds = [nodes[name]["inputs"][key]["tooltip"] for name, key in SEEDS.items()]
+    for text in (nodes["ParallelSampler"]["description"], *seeds):
+        assert f"LoRA on {quantized}" in text or f"{quantized}上加 LoRA" in text
+    for name in ("ParallelSampler", "ParallelLoRA"):
+        page = f"web/docs/{name}.md" if language == "en" else f"web/docs/{name}/zh.md"
+        assert ("near KSampler's" if language == "en" else "与 KSampler 的相近") in read(page), page
