@@ -71,7 +71,8 @@ class LoadParallelDiT(io.ComfyNode):
                     default="default",
                     optional=True,
                     tooltip="Precision of the weights and of the computation. default = ComfyUI's "
-                    "choice: on a GPU bf16 or fp16, as the model bears it, on the CPU fp32.",
+                    "choice: bf16 or fp16, whichever the model bears; fp32 where the GPU does not have that "
+                    "(compute capability 7.x has fp16 alone), and on the CPU.",
                 ),
                 advanced(
                     io.Combo.Input(

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import locale_texts
 import pytest
+import torch
+
+from backend.loading.compute_dtype import compute_dtype, fast_dtypes
 
 ROOT = Path(__file__).resolve().parents[2]
 HELP = ROOT / "web" / "docs"
@@ -52,3 +55,15 @@ def test_texts_say_that_a_lora_on_a_quantized_file_is_near_ksamplers(language, q
     for name in ("ParallelSampler", "ParallelLoRA"):
         page = f"web/docs/{name}.md" if language == "en" else f"web/docs/{name}/zh.md"
         assert ("near KSampler's" if language == "en" else "与 KSampler 的相近") in read(page), page
+
+
+def test_texts_of_weight_dtype_name_gpus_without_bf16():
+    """Models that list bf16 alone run in float32 on those of compute capability 7.x."""
+    able = fast_dtypes(torch.device("cuda"), (7, 5))
+    assert able == (torch.float16,)
+    assert compute_dtype(torch.bfloat16, (torch.bfloat16,), able) == torch.float32
+    tooltip = locale_texts.read("en")["LoadParallelDiT"]["inputs"]["weight_dtype"]["tooltip"]
+    assert "fp32 where the GPU does not have that (compute capability 7.x has fp16 alone)" in tooltip
+    assert "models that bear `bf16` alone run in `fp32` there" in read("web/docs/LoadParallelDiT.md")
+    for chinese in (read("web/docs/LoadParallelDiT/zh.md"), str(locale_texts.read("zh")["LoadParallelDiT"])):
+        assert "7.x" in chinese
