@@ -60,7 +60,7 @@ TOOLTIPS = {
     "node and add a new one.",
     "compile": "Compile the model's blocks with torch.compile: faster steps, after a first run that "
     "compiles for up to minutes and fills a cache. Needs torch 2.13 or later, and Triton and a C compiler on "
-    "GPUs. auto: where method is auto, these are there, and the run is long enough to pay for it.",
+    "GPUs. auto: where method is not manual, these are there, and the run is long enough to pay for it.",
     "shares": "Each GPU's share of the work, in the order of gpus, for GPUs that differ: 60,40. It divides "
     "tokens, heads, blocks and samples. Same result. Empty = measured by auto where GPUs differ, else equal.",
     "wire": "How Ulysses and ring ranks send queries, keys, values and outputs: full, or fp8 (float8 with a "
