@@ -1,14 +1,19 @@
 """Help pages, tooltips and docs/*.md say what the code does: texts, names and numbers are its own."""
 
 import ast
+import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import locale_texts
 import pytest
 import torch
+from published import H100, WAN
 
 from backend.loading.compute_dtype import compute_dtype, fast_dtypes
+from backend.planner.choose import AUTO, EXACT, MEMORY, Question, choose
+from backend.planner.machine import RequestEstimate
 
 ROOT = Path(__file__).resolve().parents[2]
 HELP = ROOT / "web" / "docs"
@@ -67,3 +72,21 @@ def test_texts_of_weight_dtype_name_gpus_without_bf16():
     assert "models that bear `bf16` alone run in `fp32` there" in read("web/docs/LoadParallelDiT.md")
     for chinese in (read("web/docs/LoadParallelDiT/zh.md"), str(locale_texts.read("zh")["LoadParallelDiT"])):
         assert "7.x" in chinese
+
+
+@pytest.mark.parametrize("node", sorted(locale_texts.read("zh")))
+def test_chinese_help_has_the_variables_and_nodes_of_the_english(node):
+    """Names are alike in both languages: of variables, and of ComfyUI's nodes that become an input."""
+    english, chinese = (read(f"web/docs/{node}{page}") for page in (".md", "/zh.md"))
+    variables = re.findall(r"`([A-Z][A-Z0-9_]+)`", english)
+    replaced = re.findall(r"- \*(\w+)\*", english)
+    assert not [name for name in (*variables, *replaced) if name not in chinese]
+
+
+def test_compile_auto_is_left_to_every_planned_method():
+    """PlanChoice.plan decides it for each of them; "manual" has no PlanChoice."""
+    tooltip = locale_texts.read("en")["ParallelConfig"]["inputs"]["compile"]["tooltip"]
+    assert "auto: where method is not manual" in tooltip
+    assert "compiled where `method` is not `manual`" in read("web/docs/ParallelConfig.md")
+    long = Question(WAN, RequestEstimate(75_600, 512, 50, 2), replace(H100, memory=(80 * 10**9,) * 2), 2)
+    assert {choose(long, method).plan.compile for method in (AUTO, EXACT, MEMORY)} == {"blocks"}
