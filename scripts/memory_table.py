@@ -102,25 +102,40 @@ def needs(file: File) -> Iterator[tuple[str, dict[tuple[str, int], float | None]
         yield name, {which: gigabytes_of_plans(of_file, experts) for which, of_file in plans.items()}
 
 
-def fits(needs_of: dict[tuple[str, int], float | None], card: int) -> str:
-    """Write the fewest cards of ``card`` GiB that hold a model, and by which methods."""
+def fewest(needs_of: dict[tuple[str, int], float | None], card: int) -> tuple[int, list[str]]:
+    """Return the fewest cards of ``card`` GiB that hold a model, and by which methods; 0 where none do."""
     room = (card * 2**30 - RESERVED) / 1e9
     for ranks in (1, *RANKS):
         methods = [
             name for (name, count), need in needs_of.items() if count == ranks and need and need <= room
         ]
         if methods:
-            return f"{ranks}: {', '.join(methods)}" if ranks > 1 else "1"
-    return "no"
+            return ranks, methods
+    return 0, []
+
+
+def fits(
+    needs_of: dict[tuple[str, int], float | None],
+    card: int,
+    needs_of_one: dict[tuple[str, int], float | None],
+) -> str:
+    """Write the fewest cards of ``card`` GiB that hold a model, and by which methods. ``needs_of_one``: of
+    one expert, where these are of two: auto lets them take turns where fewer cards hold one."""
+    ranks, methods = fewest(needs_of, card)
+    written = f"{ranks}: {', '.join(methods)}" if ranks > 1 else "1" if ranks else "no"
+    of_one, _ = fewest(needs_of_one, card)
+    return f"{written} ({of_one}, in turns)" if of_one and of_one != ranks else written
 
 
 def rows(file: File) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return the lines of a file in both tables."""
     source = "derived" if file.form or file.header.endswith("Model") else "released"
     lines = []
-    for name, need in needs(file):
+    of_models = list(needs(file))
+    _, of_one = of_models[0]
+    for name, need in of_models:
         cells = (f"{value:.1f}" if value else "-" for value in need.values())
-        lines.append(((name, source, *cells), (name, *(fits(need, card) for card in CARDS))))
+        lines.append(((name, source, *cells), (name, *(fits(need, card, of_one) for card in CARDS))))
     return lines
 
 

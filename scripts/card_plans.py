@@ -1,0 +1,161 @@
+"""What auto takes on two GeForce cards over PCIe: the tables of docs/degrees.md, planned on headers alone.
+
+    python scripts/card_plans.py [--write]
+
+Prints them; --write puts them into the page. A test compares both. Nothing here is measured: seconds are
+backend/planner/cost.py's, on the machine of docs/scaling.md.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests/support")]
+import memory_table
+import torch
+from memory_table import EXPERTS, RESERVED
+from page_parts import Part, markdown
+from published import RTX4090
+from released_forms import checkpoint_of
+
+from backend.planner.choose import AUTO, EXACT, PlanChoice, choose
+from backend.planner.machine import OVERHEAD, RESERVE, Machine, RequestEstimate
+from backend.planner.model_shape import ModelShape
+from backend.planner.option import Option
+from backend.planner.question import Question
+from backend.rank_plan.shape_of import shape_of
+
+PART = Part("docs/degrees.md", "cards", "scripts/card_plans.py")
+#: The cards of docs/scaling.md; other GeForce cards have other rates and the same links.
+CARD = replace(RTX4090, launch=Machine.launch, overhead=OVERHEAD)
+GPUS = 2
+#: Degree -> what runners-up call its method.
+SHORT = {
+    "cfg_degree": "CFG",
+    "pipefusion_degree": "PipeFusion",
+    "ring_degree": "ring",
+    "ulysses_degree": "Ulysses",
+    "tensor_parallel_degree": "tensor parallel",
+}
+#: Share of a card's room from which a line says how much is left.
+TIGHT = 0.95
+FILES = {file.model: file for file in memory_table.FILES}
+#: Tokens of images and text: 1024 x 1024; Qwen-Image 1328 x 1328; videos of 832 x 480 and 81 frames.
+SQUARE, LARGE, VIDEO = (4096, 512), (83 * 83, 128), (memory_table.WAN, 512)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line: a file of docs/memory.md (both experts: of the file of one), and a request of it."""
+
+    file: str
+    tokens: tuple[int, int]
+    steps: int
+    cfg: float = 1.0
+
+    @property
+    def both(self) -> bool:
+        """Do two experts share the cards?"""
+        return EXPERTS[1] in self.file
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the planner reads of the file, with products by dequantized weights."""
+        return shape_of_file(self.file.replace(EXPERTS[1], EXPERTS[0]))
+
+
+BOTH = "Wan 2.2 A14B, both experts, fp8 scaled"
+#: GiB of each card -> lines of its table.
+TABLES = {
+    24: (
+        Row("Flux.1 dev, fp8", SQUARE, 20),
+        Row("Flux.1 dev, Q4_K", SQUARE, 20),
+        Row("Z-Image Turbo, int8 ConvRot", SQUARE, 8),
+        Row("Krea 2, int8 ConvRot", SQUARE, 8),
+        Row("Qwen-Image 2512, fp8 scaled", LARGE, 8),
+        Row("Qwen-Image, Q4_K", LARGE, 8),
+        Row("Qwen-Image 2512, fp8 scaled", LARGE, 4),
+        Row("Qwen-Image 2512, fp8 scaled", LARGE, 20, 4.0),
+        Row("Flux.2 dev, fp8 scaled", SQUARE, 20),
+        Row(BOTH, VIDEO, 4),
+        Row("HunyuanVideo, fp8", VIDEO, 20),
+    ),
+    16: (
+        Row("Flux.1 dev, fp8", SQUARE, 20),
+        Row("Z-Image Turbo, int8 ConvRot", SQUARE, 8),
+        Row("Krea 2, int8 ConvRot", SQUARE, 8),
+        Row("Qwen-Image 2512, fp8 scaled", LARGE, 4),
+        Row(BOTH, VIDEO, 4),
+    ),
+}
+
+
+@cache
+def shape_of_file(name: str) -> ModelShape:
+    """Return the shape of a file of docs/memory.md in bf16."""
+    return shape_of(checkpoint_of(FILES[name]), torch.bfloat16)
+
+
+def question(row: Row, card: int) -> Question:
+    """Ask the planner about two empty cards of ``card`` GiB, of which CUDA takes what docs/memory.md says."""
+    machine = replace(CARD, memory=(card * 2**30 - RESERVED + RESERVE,) * GPUS)
+    request = RequestEstimate(*row.tokens, row.steps, 1 if row.cfg == 1.0 else 2)
+    return Question(row.shape, request, machine, GPUS, others=(row.shape,) if row.both else ())
+
+
+def inputs(option: Option) -> str:
+    """Write the inputs of Parallel Config that make a plan."""
+    written = [f"`{name}` {GPUS}" for name in SHORT if getattr(option.plan, name) == GPUS]
+    return ", ".join([*written, *_besides(option)])
+
+
+def short(option: Option) -> str:
+    """Write the methods of a plan."""
+    methods = [word for name, word in SHORT.items() if getattr(option.plan, name) == GPUS]
+    return " with ".join([*methods, *_besides(option)])
+
+
+def _besides(option: Option) -> list[str]:
+    plan = option.plan
+    one_patch = ["`num_pipeline_patch` 1"] if plan.pipefusion_degree > 1 and plan.patches == 1 else []
+    return [*one_patch, *(["`shard_weights`"] if plan.shard_weights else [])]
+
+
+def times(choice: PlanChoice, option: Option) -> str:
+    """Write how many times as fast as one card a plan is."""
+    return f"{choice.one.sampling_seconds / option.sampling_seconds:.1f}"
+
+
+def cells(row: Row, card: int) -> tuple[str, ...]:
+    """Return the line of a file on two cards."""
+    asked = question(row, card)
+    choice = choose(asked, AUTO)
+    exact = choose(asked, EXACT)
+    option, room = choice.option, choice.option.room
+    others = [exact.option, *exact.runners_up] if option.plan.has_stale_kv else list(exact.runners_up)
+    turns = ", in turns" if option.swap_seconds else ""
+    tight = f" ({option.bytes / 1e9:.1f} of {room / 1e9:.1f} GB)" if option.bytes > TIGHT * room else ""
+    runners_up = ", ".join(f"{short(each)} {times(choice, each)}" for each in others[:2])
+    name = row.file if choice.one.fits or row.both else f"{row.file} (does not fit one)"
+    took = f"{inputs(option)}{turns}{tight}"
+    return name, f"{row.cfg}, {row.steps}", took, times(choice, option), runners_up
+
+
+def table(card: int) -> str:
+    """Write the table of two cards of ``card`` GiB."""
+    head = ("your model", "`cfg`, steps", "auto takes", "times one GPU", "exact runners-up")
+    return markdown(head, [cells(row, card) for row in TABLES[card]])
+
+
+def tables() -> str:
+    """Write the tables of all cards."""
+    return "\n".join(f"Two cards of {card} GB:\n\n{table(card)}" for card in TABLES)
+
+
+if __name__ == "__main__":
+    made = tables()
+    if "--write" in sys.argv[1:]:
+        PART.write(made)
+    print(made)
