@@ -1,5 +1,6 @@
 """Several machines: which methods cross their network, what is refused, and docs/multi_node.md's examples."""
 
+import re
 import shutil
 import subprocess
 from itertools import combinations, product
@@ -9,9 +10,10 @@ import diffusers
 import interpreters
 import pytest
 import yaml
-from page_examples import examples
+from page_examples import DOCS, examples
 
 from backend.cli import start
+from backend.cli.settings import read_config
 from backend.client import dependencies
 from backend.client.agent_command import agent_command
 from backend.client.machines import Machines, crossing, placement
@@ -19,6 +21,7 @@ from backend.config import AXES, ConfigError, ParallelConfig
 from backend.parallel import mesh
 
 EXAMPLES = examples("multi_node.md")
+PAGE = (DOCS / "multi_node.md").read_text()
 TWO = Machines(2, 1, "10.0.0.1:29500", "lo")
 
 
@@ -172,6 +175,25 @@ def test_the_options_of_the_examples_exist():
     for name, text in EXAMPLES.items():
         used = {word.strip("()'\"") for word in started(text)}
         assert known - {"--address", "--config"} <= used <= known, name
+
+
+def test_the_configurations_of_the_page_run_at_cfg_1():
+    """As distilled models are sampled, and models with a Lightning LoRA: cfg_degree 2 is refused there."""
+    texts = re.findall(r"--config ['\"](\{.*?\})['\"]", PAGE.replace('\\"', '"'))
+    assert len(texts) == 3
+    for text in texts:
+        read_config(text).check_guidance(1.0, negative=False)
+
+
+def test_the_page_names_what_has_to_be_the_same_everywhere():
+    _, _, named = PAGE.partition("is refused in one sentence before any rank starts")
+    named = named.partition("\n\n")[0]
+    assert all(each in named.lower() for each in start.same_everywhere())
+
+
+def test_the_page_makes_the_python_that_its_examples_run():
+    text = EXAMPLES["systemd"] + EXAMPLES["slurm"]
+    assert ".venv/bin/python" in text and PAGE.count("-m venv .venv") == 2
 
 
 def test_slurm_example_is_bash():
