@@ -11,12 +11,15 @@ import pytest
 import torch
 from published import H100, WAN
 
+from backend.errors import RAN_OUT
 from backend.loading.compute_dtype import compute_dtype, fast_dtypes
 from backend.planner.choose import AUTO, EXACT, MEMORY, Question, choose
 from backend.planner.machine import RequestEstimate
 
 ROOT = Path(__file__).resolve().parents[2]
 HELP = ROOT / "web" / "docs"
+#: Files of backend/ that say what does not fit.
+MEMORY_SENTENCES = ("planner/choose.py", "rank/admission.py", "errors.py")
 #: Node -> its input of the seed.
 SEEDS = {"ParallelSampler": "seed", "ParallelSamplerAdvanced": "noise_seed"}
 
@@ -90,3 +93,15 @@ def test_compile_auto_is_left_to_every_planned_method():
     assert "compiled where `method` is not `manual`" in read("web/docs/ParallelConfig.md")
     long = Question(WAN, RequestEstimate(75_600, 512, 50, 2), replace(H100, memory=(80 * 10**9,) * 2), 2)
     assert {choose(long, method).plan.compile for method in (AUTO, EXACT, MEMORY)} == {"blocks"}
+
+
+def test_the_sentences_about_memory_are_those_of_the_code():
+    """Fragments in bold or with quotes: users look for what they read."""
+    section = read("docs/faq.md").partition("## It says: does not fit")[2].partition("## ")[0]
+    quoted = re.findall(r"\*\*(.+?)\*\*", section)
+    assert len(quoted) == 6
+    code = "".join((ROOT / "backend" / name).read_text() for name in MEMORY_SENTENCES)
+    code = re.sub(r'"\s+f?"', "", code)  # strings that go on in the next line
+    assert not [each for each in quoted if each not in code]
+    assert f"{RAN_OUT}** in the middle of a request" in section and "three plans in all" in section
+    assert "ATTEMPTS = 3" in (ROOT / "nodes/host/auto_plan.py").read_text()
