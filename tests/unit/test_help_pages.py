@@ -11,6 +11,7 @@ import pytest
 import torch
 from published import H100, WAN
 
+from backend.client import client, step_timer
 from backend.errors import RAN_OUT
 from backend.loading.compute_dtype import compute_dtype, fast_dtypes
 from backend.planner.choose import AUTO, EXACT, MEMORY, Question, choose
@@ -105,3 +106,23 @@ def test_the_sentences_about_memory_are_those_of_the_code():
     assert not [each for each in quoted if each not in code]
     assert f"{RAN_OUT}** in the middle of a request" in section and "three plans in all" in section
     assert "ATTEMPTS = 3" in (ROOT / "nodes/host/auto_plan.py").read_text()
+
+
+def test_the_page_has_the_longest_wait_of_cancel():
+    """A step that compiles is given more time than one that hangs would be."""
+    minutes = f"{step_timer.COMPILED_SECONDS / 60:.0f} minutes where the step compiles blocks"
+    assert client.CANCEL_SECONDS == 120 and client.CANCEL_STEPS == 2
+    longest = "after twice the longest step of this run, if that is more"
+    assert f"a step after two minutes ({longest}, and after {minutes})" in read("docs/faq.md")
+
+
+def test_every_requirement_is_explained():
+    """Where it is listed, weighed, and left over when the pack goes."""
+    names = {
+        re.split("[>;]", line)[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()
+    }
+    names = {name for name in names if name and not name.startswith("#")}
+    pages = read("docs/dependencies.md")
+    assert len(names) > 5 and not [name for name in names if f"**{name}" not in pages]
+    for page in ("README.md", "docs/faq.md"):
+        assert "huggingface_hub" in read(page), page
