@@ -12,9 +12,10 @@ TRAFFIC = {"ring_degree": 1.005, "tensor_parallel_degree": 1.02, "shard_weights"
 #: A plan has to be so much faster if it may run out of memory: it fits, but not with the upper end of the
 #: estimate.
 TIGHT = 1.1
-#: What compiled blocks are taken to save of a request, and the seconds that compiling them costs on GPUs.
-#: Neither was measured on one: a request has to be so long that it pays without a cache.
-COMPILED, COMPILE_SECONDS = 0.15, 60.0
+#: What compiled blocks are taken to save of a request: the least that was measured on a GPU, of Wan 14B
+#: (Flux 0.13, Qwen-Image 0.15, docs/performance.md). And the seconds that compiling them costs there, which
+#: were not measured: a request has to be so long that it pays without a cache.
+COMPILED, COMPILE_SECONDS = 0.08, 60.0
 
 
 @dataclass(frozen=True)
