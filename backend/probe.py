@@ -1,5 +1,5 @@
-"""Measures one machine in a second, by python -m torch.distributed.run ... -m backend.probe --store FILE
---device cuda --out FILE, on as many ranks as a plan may use.
+"""Measures one machine in about ten seconds, by python -m torch.distributed.run ... -m backend.probe
+--store FILE --device cuda --out FILE, on as many ranks as a plan may use.
 
 All ranks compute and send at once, as in a request, and the slowest counts. The planner (backend/planner)
 reads the result; client/measurements.py starts this and keeps what it found.

@@ -11,11 +11,12 @@ import pytest
 import torch
 from published import H100, WAN
 
-from backend.client import client, step_timer
+from backend.client import client, silence, step_timer
 from backend.errors import RAN_OUT
 from backend.loading.compute_dtype import compute_dtype, fast_dtypes
 from backend.planner.choose import AUTO, EXACT, MEMORY, Question, choose
 from backend.planner.machine import RequestEstimate
+from backend.protocol.solver_names import BROWNIAN
 
 ROOT = Path(__file__).resolve().parents[2]
 HELP = ROOT / "web" / "docs"
@@ -92,7 +93,7 @@ def test_compile_auto_is_left_to_every_planned_method():
     tooltip = locale_texts.read("en")["ParallelConfig"]["inputs"]["compile"]["tooltip"]
     assert "auto: where method is not manual" in tooltip
     assert "compiled where `method` is not `manual`" in read("web/docs/ParallelConfig.md")
-    long = Question(WAN, RequestEstimate(75_600, 512, 50, 2), replace(H100, memory=(80 * 10**9,) * 2), 2)
+    long = Question(WAN, RequestEstimate(75_600, 512, 100, 2), replace(H100, memory=(80 * 10**9,) * 2), 2)
     assert {choose(long, method).plan.compile for method in (AUTO, EXACT, MEMORY)} == {"blocks"}
 
 
@@ -126,3 +127,26 @@ def test_every_requirement_is_explained():
     assert len(names) > 5 and not [name for name in names if f"**{name}" not in pages]
     for page in ("README.md", "docs/faq.md"):
         assert "huggingface_hub" in read(page), page
+
+
+def test_pages_have_the_numbers_of_the_code():
+    """And name what the code does, where a page had an older state of it."""
+    assert f"the limit is {silence.START_SECONDS:.0f} s, of GPUs' ranks {silence.MAX_SECONDS:.0f} s" in read(
+        "docs/reliability.md"
+    )
+    on_host, on_gpu = read("docs/design/host.md").partition("it is that of a Brownian path")[::2]
+    on_host, on_gpu = on_host[-150:], on_gpu[:200]
+    assert all(f"`{name}`" in on_host for name in BROWNIAN) and "`er_sde`" in on_gpu
+    for page in ("docs/dependencies.md", "web/docs/ParallelConfig.md"):
+        assert "in about ten seconds" in read(page), page
+    assert "nor where the model is called once" in read("docs/models.md")
+
+
+def test_readme_and_performance_page_have_the_same_runs():
+    """26 runs over NCCL, in two sessions on one GPU."""
+    performance = read("docs/performance.md")
+    exact, stale = re.findall(r"families (\d+) runs of exact methods .*?; (\w+) of PipeFusion", performance)[
+        0
+    ]
+    assert (exact, stale) == ("17", "nine") and "26 runs over NCCL" in read("docs/design/communication.md")
+    assert "two short sessions" in performance and "one H200, two short sessions" in read("README.md")
