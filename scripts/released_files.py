@@ -1,4 +1,4 @@
-"""The lists of released files and LoRAs in docs/models.md, and the tables of tests/headers behind them.
+"""The lists of released files and LoRAs in docs/released_files.md, and the tables of tests/headers for them.
 
     python scripts/released_files.py            # prints the lists
     python scripts/released_files.py --write    # our tables anew, and the lists in their page
@@ -18,7 +18,7 @@ from page_parts import Part, markdown
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "scripts", "tests", "tests/support", "tests/unit", "tests/comfy")
 HEADERS = ROOT / "tests/headers"
-PART = Part("docs/models.md", "released files", "scripts/released_files.py")
+PART = Part("docs/released_files.md", "released files", "scripts/released_files.py")
 HEAD = ("file", "family", "ComfyUI's class", "parameters", "tensors left over", "sampling", "latent format")
 LORA_HEAD = ("LoRA", "model", "tensors changed", "by ComfyUI", "keys left over")
 

@@ -150,3 +150,28 @@ def test_readme_and_performance_page_have_the_same_runs():
     ]
     assert (exact, stale) == ("17", "nine") and "26 runs over NCCL" in read("docs/design/communication.md")
     assert "two short sessions" in performance and "one H200, two short sessions" in read("README.md")
+
+
+# ---------------------------------------------------------------------- links
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *HELP.rglob("*.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {each.replace(" ", "-") for each in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_pages_and_headings_are_there(page):
+    """Below this folder; others are not looked up."""
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            missing.append(link)
+    assert not missing
