@@ -17,12 +17,12 @@ SAID = (
 )
 SAYS = re.compile("|".join(rf"(?<!\w){re.escape(words)}" for words in SAID))
 ABOVE_USUAL = f"float32 is above {USUAL:g}, the most on CPUs; other kernels of GPUs may explain it: {REPORT}"
-OTHER_METHOD = f"its pictures are wrong here: choose another method in Parallel Config, and {REPORT}"
+OTHER_METHOD = f"its images are wrong here: choose another method in Parallel Config, and {REPORT}"
 #: Checks whose findings say it themselves, or that have nothing to do next, unless they fail.
 SAYING = ("full", "links")
 #: Check and status -> what to do.
 NEXT = {
-    ("one rank", PROBLEM): f"pictures of this GPU are off: update torch and the driver, then {REPORT}",
+    ("one rank", PROBLEM): f"images of this GPU are off: update torch and the driver, then {REPORT}",
     ("methods", PROBLEM): OTHER_METHOD,
     ("speed", PROBLEM): OTHER_METHOD,
     ("shapes", PROBLEM): OTHER_METHOD,

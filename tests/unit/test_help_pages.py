@@ -152,6 +152,38 @@ def test_readme_and_performance_page_have_the_same_runs():
     assert "two short sessions" in performance and "one H200, two short sessions" in read("README.md")
 
 
+def test_pages_begin_with_what_is_asked_of_readers():
+    """And long lists have pages of their own."""
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Send numbers of your GPUs"
+    assert len((ROOT / "docs/models.md").read_text().splitlines()) < 350
+    recipes = [page for page in PAGES if "run twice" in page.read_text(encoding="utf-8")]
+    assert [page.name for page in recipes] == ["faq.md"]
+
+
+def test_the_recipe_for_a_loras_text_encoder_is_on_both_pages():
+    """Parallel LoRA has no CLIP: LoraLoader on Parallel Model's MODEL, which then changes CLIP alone."""
+    assert "clip" not in locale_texts.read("en")["ParallelLoRA"]["inputs"]
+    for page in ("docs/faq.md", "web/docs/ParallelLoRA.md", "web/docs/ParallelLoRA/zh.md"):
+        text = read(page)
+        assert "*LoraLoader*" in text and re.search(r"`strength_model` (为 )?0", text), page
+
+
+def test_pages_for_users_have_the_words_of_the_field():
+    """As CONTRIBUTING's glossary asks: an image is no picture, and a node comes after another one."""
+    for page in (
+        "README.md",
+        "docs/faq.md",
+        "docs/degrees.md",
+        "docs/security.md",
+        "web/docs/ParallelLoRA.md",
+    ):
+        found = re.findall(
+            r"\b(a picture|the picture|beside|behind it|behind the loader|hears)\b", read(page)
+        )
+        assert not found, page
+
+
 # ---------------------------------------------------------------------- links
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *HELP.rglob("*.md")]
 
