@@ -39,12 +39,12 @@ def prepare(transformer, grid):
     embed.mod_proj = table.to(embed.mod_proj.device)
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return Flux's arguments without pooled prompt. Guidance, 0 by default, runs to 1000 as timesteps do."""
-    arguments = flux.forward_args({"guidance_embeds": True}, grid, latent, sigma, cond)
+    arguments = flux.forward_args({"guidance_embeds": True}, grid, tokens, sigma, cond)
     del arguments["pooled_projections"]
     guidance = arguments["guidance"]
-    zeros = latent.new_zeros(latent.shape[0])
+    zeros = tokens.new_zeros(tokens.shape[0])
     return arguments | {"guidance": zeros if guidance is None else guidance * 1000}
 
 
@@ -89,7 +89,7 @@ FAMILY = Family(
     latent=Latent(
         channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2), frames=False
     ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output, prepare=prepare),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output, prepare=prepare),
     blocks=replace(
         flux.FAMILY.blocks, lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED}
     ),

@@ -146,14 +146,27 @@ class ModelIO:
     arguments: (transformer config, grid, latent (B, C, [T,] H, W) scaled for the model, time, conditioning)
     -> arguments of the forward. The time is the noise level, or its timestep where there is a ``schedule``:
     0-d, or (B,) where a client gives each sample its own (ModelCall).
+    takes_tokens: the model's input is tokens: ``arguments`` is given these (B, N, F) instead of a latent.
     output: the transformer's output (all outputs, where latents are nested), grid -> tokens (B, N, F).
     prepare: (transformer, grid), called as a request begins: sets attributes that ComfyUI derives from the
     latent.
     """
 
     arguments: Callable[[Config, Any, Tensor, Tensor, Arguments], dict[str, Any]]
+    takes_tokens: bool = False
     output: Callable[[Any, Any], Tensor] = _latent_tokens
     prepare: Callable[[nn.Module, Any], None] | None = None
+
+    def of_latent(self, latent: Tensor, grid: Any) -> Tensor:
+        """Return what ``arguments`` is given of a latent (B, C, [T,] H, W)."""
+        return grid.to_tokens(latent) if self.takes_tokens else latent
+
+    def of_tokens(self, tokens: Tensor, grid: Any) -> Tensor:
+        """Return what ``arguments`` is given of a solver's tokens (B, N, F). Those that hold more than the
+        latent are filled up from it anew, as ComfyUI does at each step."""
+        if self.takes_tokens and not grid.is_padded:
+            return tokens
+        return self.of_latent(grid.to_latent(tokens), grid)
 
 
 def _no_context(config, grid, cond) -> int:

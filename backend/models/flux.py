@@ -37,21 +37,21 @@ def patch_module(transformer, config):
     keep_timestep(transformer, embed, embed.timestep_embedder.linear_1, factor=1000.0)
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Latents travel packed 2x2, references after; text ids are zeros,
     image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
-    batch = latent.shape[0]
+    batch = tokens.shape[0]
     how = references.method(cond, "offset")
     how = how if how in references.METHODS else "offset"
-    image = grid.to_tokens(references.with_channels(latent, cond))
+    image = references.with_features(tokens, grid, cond)
     return dict(
         hidden_states=torch.cat([image, *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
         pooled_projections=cond.get("y"),
         timestep=sigma.expand(batch),
         guidance=distilled_guidance(config, cond, batch),
-        img_ids=once(cond, "img_ids", lambda: references.all_positions(grid, cond, how, latent.device)),
-        txt_ids=once(cond, "txt_ids", lambda: latent.new_zeros(cond["c_crossattn"].shape[1], 3)),
+        img_ids=once(cond, "img_ids", lambda: references.all_positions(grid, cond, how, tokens.device)),
+        txt_ids=once(cond, "txt_ids", lambda: tokens.new_zeros(cond["c_crossattn"].shape[1], 3)),
     )
 
 
@@ -118,7 +118,7 @@ FAMILY = Family(
         patch=lambda config: (1, 2, 2),
         frames=False,
     ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
         output_layer="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},

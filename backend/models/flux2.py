@@ -24,12 +24,12 @@ from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, under
 NUMBERS = 10
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. References follow the latent. Positions are (number, y, x, 0), and
     (0, 0, 0, number) for text. diffusers multiplies timestep and guidance by 1000 itself. Where references
     are at timestep 0, timesteps of them follow, and positions end with a mark of their tokens."""
-    batch = latent.shape[0]
-    device = latent.device
+    batch = tokens.shape[0]
+    device = tokens.device
     text = cond["c_crossattn"]
     how = references.method(cond, "index")
     at_zero = how == references.AT_ZERO and bool(references.references(cond))
@@ -53,7 +53,7 @@ def forward_args(config, grid, latent, sigma, cond):
         timestep = torch.cat([timestep, torch.zeros_like(timestep)])
         guidance = None if guidance is None else guidance.repeat(2)
     return dict(
-        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
+        hidden_states=torch.cat([tokens, *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=text,
         timestep=timestep,
         guidance=guidance,
@@ -256,7 +256,7 @@ FAMILY = Family(
     name="flux2",
     transformer="Flux2Transformer2DModel",
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=replace(
         flux.FAMILY.blocks,
         lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},

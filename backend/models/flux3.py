@@ -28,15 +28,15 @@ def positions(grid, number, device):
     return torch.nn.functional.pad(places, (0, 1), value=number)
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Positions of text are (0, 0, 0, number)."""
-    batch = latent.shape[0]
-    device = latent.device
+    batch = tokens.shape[0]
+    device = tokens.device
     text = cond["c_crossattn"]
     grids = references.grids(grid, cond)
     numbers = torch.arange(text.shape[1], device=device)[:, None]
     arguments = dict(
-        hidden_states=grid.to_tokens(latent),
+        hidden_states=tokens,
         encoder_hidden_states=text,
         timestep=sigma.expand(batch),
         img_ids=positions(grid, 0, device),
@@ -122,7 +122,7 @@ FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
     blocks=Blocks(
         lists={"mode_blocks.image": IMAGE_ONLY, "single_transformer_blocks": APART},
         returns=("text", "image"),

@@ -59,16 +59,16 @@ def patch_module(transformer, config):
         layer.attention.set_processor(WholeSequenceAttention())
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Text is at (i, i, i), the image at (0, y, x) far from it; tokens
     that the prompt's mask hides are a segment. The timestep counts from noise (0) to image (1). Without a
     prompt the image is all."""
-    batch = latent.shape[0]
+    batch = tokens.shape[0]
     words = prompt_tokens(cond)
     # where no token is text, diffusers multiplies what this one becomes by 0
-    text = cond["c_crossattn"] if words else latent.new_zeros(batch, 1, config["llm_features_dim"])
-    places = once(cond, "places", lambda: _places(grid, cond, batch, latent.device))
-    cells = grid.to_tokens(latent).unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
+    text = cond["c_crossattn"] if words else tokens.new_zeros(batch, 1, config["llm_features_dim"])
+    places = once(cond, "places", lambda: _places(grid, cond, batch, tokens.device))
+    cells = tokens.unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
     return dict(
         hidden_states=F.pad(cells, (0, 0, words, 0)),
         timestep=(1.0 - sigma).expand(batch),
@@ -138,7 +138,7 @@ FAMILY = Family(
     name="ideogram4",
     transformer="Ideogram4Transformer2DModel",
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
-    io=ModelIO(arguments=forward_args, output=output),
+    io=ModelIO(forward_args, takes_tokens=True, output=output),
     blocks=Blocks(
         lists={"layers": JOINED},
         text_position="first",

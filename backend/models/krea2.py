@@ -24,7 +24,7 @@ def context_tokens(config, grid, cond):
     return references.token_count(config, grid, read_references(cond))
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Latents travel packed 2x2, references after; positions are
     (number, y, x) and zeros for text. The prompt's layers come side by side. Where references are at timestep
     0, as style LoRAs were trained with, timesteps of them follow."""
@@ -32,14 +32,14 @@ def forward_args(config, grid, latent, sigma, cond):
     read = read_references(cond)
 
     def positions():
-        image = references.all_positions(grid, read, "index", latent.device)
+        image = references.all_positions(grid, read, "index", tokens.device)
         return torch.cat([image.new_zeros(text.shape[1], 3), image])
 
-    timestep = sigma.expand(latent.shape[0])
+    timestep = sigma.expand(tokens.shape[0])
     if references.references(read) and references.method(read, "") == references.AT_ZERO:
         timestep = torch.cat([timestep, torch.zeros_like(timestep)])
     return dict(
-        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, read)], dim=1),
+        hidden_states=torch.cat([tokens, *references.tokens(grid, read)], dim=1),
         encoder_hidden_states=text,
         timestep=timestep,
         position_ids=once(cond, "positions", positions),
@@ -244,7 +244,7 @@ FAMILY = Family(
     name="krea2",
     transformer="Krea2Transformer2DModel",
     latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2)),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
         output_layer="final_layer",
         lists={"transformer_blocks": JOINED},

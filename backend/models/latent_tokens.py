@@ -77,6 +77,11 @@ class TokenGrid:
         sides = tuple(count * step for count, step in zip(self.counts, self.patch))
         return replace(self, shape=(self.shape[0], *sides[-(len(self.shape) - 1) :]))
 
+    @property
+    def is_padded(self) -> bool:
+        """Do the last tokens of an axis hold more than the latent?"""
+        return any(size % step for size, step in zip(self.extent, self.patch))
+
     def select(self, values: Tensor, dim: int) -> Tensor:
         """Return the entries of this grid's tokens; ``values`` have one for each of ``cells`` along
         ``dim``."""
@@ -154,6 +159,11 @@ class NestedGrid:
     @property
     def features(self) -> int:
         return max(grid.features for grid in self.grids)
+
+    @property
+    def is_padded(self) -> bool:
+        """Is any of the latents padded?"""
+        return any(grid.is_padded for grid in self.grids)
 
     def unpack(self, latent: Tensor) -> list[Tensor]:
         """Split (B, 1, L) into the latents (B, C, [T,] H, W)."""

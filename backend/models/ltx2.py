@@ -109,13 +109,13 @@ def noise_levels(grid, cond, sigma, batch, factor):
     return of_latents
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. A finished prompt is the video's and the audio's; LTX-2's that is
     not is both."""
-    video, audio = grid.unpack(latent)
+    video, audio = grid.divide(tokens)
     text = cond["c_crossattn"]
     mask = cond.get("attention_mask")
-    batch = latent.shape[0]
+    batch = tokens.shape[0]
     parts = widths(config)[1]
     prompts = text.split(parts, dim=2) if text.shape[2] == sum(parts) else [text] * 2
     if not once(cond, "finished", lambda: is_finished(config, cond)):
@@ -124,16 +124,16 @@ def forward_args(config, grid, latent, sigma, cond):
     levels = [times(part, cond.get(name), sigma, batch) * factor for part, name in zip(grid.grids, MASKS)]
 
     def sides():
-        both = [corners(grid.grids[0], cond, latent.device, True, side) for side in (0, 1)]
+        both = [corners(grid.grids[0], cond, tokens.device, True, side) for side in (0, 1)]
         return torch.stack(both, dim=3)
 
     marks = {}
     if config.get("use_keyframes_abs_pos_embedding"):
-        frames = once(cond, "marks", lambda: single_frames(grid.grids[0], cond, latent.device))
+        frames = once(cond, "marks", lambda: single_frames(grid.grids[0], cond, tokens.device))
         marks["video_keyframes_mask"] = frames
     return dict(
-        hidden_states=grid.grids[0].to_tokens(video),
-        audio_hidden_states=grid.grids[1].to_tokens(audio),
+        hidden_states=video,
+        audio_hidden_states=audio,
         encoder_hidden_states=prompts[0],
         audio_encoder_hidden_states=prompts[1],
         encoder_attention_mask=mask,
@@ -313,7 +313,7 @@ FAMILY = Family(
     transformer="LTX2VideoTransformer3DModel",
     latent=replace(LATENT, nested=LATENTS),
     noise=Noise(clean_inpaint=True),
-    io=ModelIO(arguments=forward_args, output=lambda outputs, grid: grid.join(list(outputs))),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda outputs, grid: grid.join(list(outputs))),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
         adapter=VideoAndAudio(),

@@ -82,16 +82,16 @@ def patch_module(transformer, config):
         block.attn1.to_gate_logits = None
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Prompts whose tokens are all seen need no mask."""
-    batch = latent.shape[0]
+    batch = tokens.shape[0]
     mask = cond.get("attention_mask")
     causal = config.get("causal_temporal_positioning", False)
     if mask is not None and once(cond, "mask hides nothing", lambda: bool((mask == 1).all())):
         mask = None
-    places = once(cond, "corners", lambda: corners(grid, cond, latent.device, causal))
+    places = once(cond, "corners", lambda: corners(grid, cond, tokens.device, causal))
     return dict(
-        hidden_states=grid.to_tokens(latent),
+        hidden_states=tokens,
         encoder_hidden_states=cond["c_crossattn"],
         timestep=times(grid, cond.get("denoise_mask"), sigma, batch) * 1000,
         encoder_attention_mask=mask,
@@ -200,7 +200,7 @@ FAMILY = Family(
     transformer="LTXVideoTransformer3DModel",
     latent=replace(LATENT, frames=True),
     noise=Noise(clean_inpaint=True),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
     blocks=Blocks(
         lists={"transformer_blocks": APART},
         per_token={"image_rotary_emb": ("image", 1), "temb": ("image", 1)},

@@ -62,10 +62,10 @@ def positions(grid, text, references, origin):
     return torch.cat([texts, references.double().cpu(), *audio, video]).float()
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Times count from noise (0) to image (1); text has the video's
     time. Reference tokens (keyframes, references and their audio) stand between text and audio."""
-    video, audio = grid.unpack(latent)
+    video, audio = grid.divide(tokens)
     sigma = sigma.clamp(min=1e-6)
     times = [1.0 - sigma, 1.0 - audio_sigma(sigma)]
     if "given_tags" in cond and cond["given_tags"].shape[1]:
@@ -78,11 +78,11 @@ def forward_args(config, grid, latent, sigma, cond):
         return torch.cat([cond[name], tokens.to(cond[name])], dim=1) if name in cond else tokens
 
     return dict(
-        hidden_states=with_references("given_video", grid.grids[0].to_tokens(video)),
-        audio_hidden_states=with_references("given_audio", grid.grids[1].to_tokens(audio)),
+        hidden_states=with_references("given_video", video),
+        audio_hidden_states=with_references("given_audio", audio),
         encoder_hidden_states=cond["c_crossattn"],
         timestep=torch.stack(times),
-        **once(cond, "sequence", lambda: _sequence(grid, cond, latent.device)),
+        **once(cond, "sequence", lambda: _sequence(grid, cond, tokens.device)),
     )
 
 
@@ -256,7 +256,7 @@ FAMILY = Family(
     name="minimax-h3",
     transformer="MiniMaxH3Transformer3DModel",
     latent=Latent(pixels=lambda config: (4, 16, 16), nested=LATENTS),
-    io=ModelIO(arguments=forward_args, output=output),
+    io=ModelIO(forward_args, takes_tokens=True, output=output),
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},
         text_position="first",

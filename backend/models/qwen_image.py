@@ -106,26 +106,26 @@ def at_zero(config, grid, count, how, batch, device):
     return marked.int().repeat(batch, 1)
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Latents travel packed 2x2, references after; diffusers multiplies
     the timestep by 1000 itself."""
-    batch = latent.shape[0]
+    batch = tokens.shape[0]
     how = references.method(cond, default_method(config))
     how = how if how in METHODS else "offset"
     count = references.token_count(config, grid, cond)
-    device = latent.device
+    device = tokens.device
 
     def places():
         found = references.all_positions(grid, cond, how, device, centred=True)
         return Places(found, max(grid.counts[1:]) // 2, at_zero(config, grid, count, how, batch, device))
 
     return dict(
-        hidden_states=torch.cat([grid.to_tokens(latent), *references.tokens(grid, cond)], dim=1),
+        hidden_states=torch.cat([tokens, *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
         encoder_hidden_states_mask=cond.get("attention_mask"),
         timestep=sigma.expand(batch),
         # layers with transparency, as in ComfyUI, which knows no others
-        additional_t_cond=torch.zeros(batch, dtype=torch.long, device=latent.device)
+        additional_t_cond=torch.zeros(batch, dtype=torch.long, device=tokens.device)
         if config.get("use_additional_t_cond")
         else None,
         places=once(cond, "places", places),
@@ -186,7 +186,7 @@ FAMILY = Family(
     name="qwen-image",
     transformer="QwenImageTransformer2DModel",
     latent=Latent(channels=lambda config: config["in_channels"] // config["patch_size"] ** 2),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, : grid.tokens]),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, : grid.tokens]),
     blocks=Blocks(
         output_layer="proj_out",
         lists={"transformer_blocks": APART},

@@ -189,15 +189,15 @@ def count_text_tokens(cond):
     return cond["c_crossattn"].shape[1] + sum(latent[0, 0].numel() for latent in references.references(cond))
 
 
-def forward_args(config, grid, latent, sigma, cond):
+def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. diffusers multiplies the timestep by 1000 itself, and ComfyUI
     rounds it here as its pipeline does."""
-    batch = latent.shape[0]
+    batch = tokens.shape[0]
     return dict(
-        hidden_states=torch.cat([*references.tokens(grid, cond), grid.to_tokens(latent)], dim=1),
+        hidden_states=torch.cat([*references.tokens(grid, cond), tokens], dim=1),
         encoder_hidden_states=cond["c_crossattn"].expand(batch, -1, -1),
-        timestep=(sigma.expand(batch) * 1000).to(latent.dtype) / 1000,
-        sequence=once(cond, "sequence", lambda: _sequence(grid, cond, batch, latent.device)),
+        timestep=(sigma.expand(batch) * 1000).to(tokens.dtype) / 1000,
+        sequence=once(cond, "sequence", lambda: _sequence(grid, cond, batch, tokens.device)),
     )
 
 
@@ -282,7 +282,7 @@ FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output[:, -grid.tokens :]),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, -grid.tokens :]),
     blocks=Blocks(
         lists={"transformer_blocks": JOINED},
         text_position="first",  # and references among it

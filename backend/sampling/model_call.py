@@ -139,7 +139,7 @@ def build_call(
         own_samples=slice(None),
         rescale=rescale,
         times=None if family.latent.nested else times,
-        given=None if rescale else given,
+        given=None if rescale else family.io.of_latent(given, grid),
     )
 
 

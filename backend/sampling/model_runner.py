@@ -187,7 +187,8 @@ class Runner:
         # replicas of sharded weights gather together, and their samples may need different chunks
         if not model.family.cache.modulation or (model.sharded and model.cache.mesh.dp.size > 1):
             return
-        latent = self.request.grid.to_latent(torch.zeros_like(self.request.noise)).to(model.dtype)
+        noise = torch.zeros_like(self.request.noise)
+        latent = model.family.io.of_tokens(noise, self.request.grid).to(model.dtype)
 
         def embedding(context, sigma):
             arguments = self._arguments(latent, sigma, context)
@@ -233,7 +234,7 @@ class Runner:
         self.calls += 1
         model = self.model
         grid = self.request.grid
-        latent = self.request.model_input(x, sigma, context.samples).to(model.dtype)
+        latent = self.request.model_input(x, sigma, context.samples, model.family.io).to(model.dtype)
         arguments = self._arguments(latent, sigma, context)
         model.cache.current.context = context
         if model.stage is None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import PER_REQUEST, ParallelConfig
-from ..models.family import STEP_END, Family
+from ..models.family import STEP_END, Family, ModelIO
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import SequenceLengths, Span, patches
 from ..protocol import Sample
@@ -98,12 +98,12 @@ class Request:
             ends[-1] = LAST_SIGMA
         return ends
 
-    def model_input(self, x: Tensor, sigma: Tensor, samples: slice) -> Tensor:
-        """Return the model's input (b, C, [T,] H, W) for some samples of x (B, N, F) at ``sigma``."""
+    def model_input(self, x: Tensor, sigma: Tensor, samples: slice, io: ModelIO) -> Tensor:
+        """Return what ``io.arguments`` is given for some samples of x (B, N, F) at ``sigma``."""
         if self.given is not None:
             return self.given[samples]
         x = self.prediction.model_input(x[samples], sigma)
-        return self.grid.to_latent(x if self.rescale is None else x * self._rescaling(0, sigma, x))
+        return io.of_tokens(x if self.rescale is None else x * self._rescaling(0, sigma, x), self.grid)
 
     def denoised(self, x: Tensor, sigma: Tensor, output: Tensor, span: Span) -> Tensor:
         """Return the prediction for x (B, n, F), the tokens of ``span``, from the model's output for them."""

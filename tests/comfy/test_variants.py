@@ -310,7 +310,11 @@ def test_one_call_is_comfyuis(name, tmp_path, monkeypatch):
             ours,
             family,
             family.io.arguments(
-                config, grid, latent, time, {key: value.clone() for key, value in cond.items()}
+                config,
+                grid,
+                family.io.of_latent(latent, grid),
+                time,
+                {key: value.clone() for key, value in cond.items()},
             ),
         ),
         grid,

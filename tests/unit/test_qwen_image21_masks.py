@@ -48,7 +48,9 @@ def test_all_blocks_share_a_mask_that_goes_with_the_request(padded, tmp_path, mo
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
     family = checkpoint.family
-    arguments = family.io.arguments(checkpoint.config, grid, latent, torch.tensor(0.7), cond)
+    arguments = family.io.arguments(
+        checkpoint.config, grid, family.io.of_latent(latent, grid), torch.tensor(0.7), cond
+    )
     model_output(checkpoint.transformer, family, arguments)
     del arguments  # of a request
     gc.collect()

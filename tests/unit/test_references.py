@@ -102,7 +102,9 @@ def test_qwen_image_places_by_what_it_does_not_know_as_by_offset(tmp_path):
     def positions(method):
         number = torch.tensor(REFERENCE_METHODS.index(method))
         cond = prompt | {"ref_latents_method": number}
-        arguments = checkpoint.family.io.arguments(checkpoint.config, grid, latent, torch.tensor(0.7), cond)
+        arguments = checkpoint.family.io.arguments(
+            checkpoint.config, grid, checkpoint.family.io.of_latent(latent, grid), torch.tensor(0.7), cond
+        )
         return arguments["places"].positions
 
     assert torch.equal(positions("uxo"), positions("offset"))
@@ -130,7 +132,9 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
         model_output(
             model.transformer,
             model.family,
-            model.family.io.arguments(model.config, grid, latent, time[0], cond),
+            model.family.io.arguments(
+                model.config, grid, model.family.io.of_latent(latent, grid), time[0], cond
+            ),
         ),
         grid,
     )
@@ -181,7 +185,10 @@ def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_pa
     latent, text, time = sample.tensors["noise"], cond["c_crossattn"], torch.tensor([0.7])
     grid = TokenGrid(tuple(latent.shape[1:]), (1, 1, 1))
     found = family.io.output(
-        model_output(ours, family, family.io.arguments(config, grid, latent, time[0], cond)), grid
+        model_output(
+            ours, family, family.io.arguments(config, grid, family.io.of_latent(latent, grid), time[0], cond)
+        ),
+        grid,
     )
 
     rows, slots = list(text[0].unbind(0)), [False] * text.shape[1]
@@ -218,7 +225,12 @@ def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
         TokenGrid((64, 7, 9), (1, 1, 1)),
     )
     found = family.io.output(
-        model_output(ours, family, family.io.arguments(config, grid, latent, torch.tensor(0.7), cond)), grid
+        model_output(
+            ours,
+            family,
+            family.io.arguments(config, grid, family.io.of_latent(latent, grid), torch.tensor(0.7), cond),
+        ),
+        grid,
     )
 
     text, pixels = (

@@ -50,7 +50,9 @@ def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
     for begin, end in pairwise(built.sigmas):
         cond = built.arguments("positive", slice(None)) | {"step_end": built.step_end(begin)}
         latent = built.grid.to_latent(built.noise)
-        found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, begin, cond)
+        found = checkpoint.family.io.arguments(
+            checkpoint.config, built.grid, checkpoint.family.io.of_latent(latent, built.grid), begin, cond
+        )
         assert found["timestep_r"].tolist() == [(1000 * end).item()]
     assert built.step_end((built.sigmas[0] + built.sigmas[1]) / 2) is None
     by_unipc = [replace(built, solver=solver).step_end(built.sigmas[-2]) for solver in UNIPC]
@@ -114,7 +116,11 @@ def test_chroma_embeds_the_requests_guidance(given, want, tmp_path):
     transformer.distilled_guidance_layer.register_forward_pre_hook(
         lambda module, args: embedded.append(*args)
     )
-    transformer(**family.io.arguments(checkpoint.config, grid, latent, torch.tensor(0.7), cond))
+    transformer(
+        **family.io.arguments(
+            checkpoint.config, grid, family.io.of_latent(latent, grid), torch.tensor(0.7), cond
+        )
+    )
     (sines,) = embedded
     numbers = torch.tensor([700.0, want]).repeat(2)
     wanted = get_timestep_embedding(numbers, 16, flip_sin_to_cos=True, downscale_freq_shift=0).view(2, 1, 32)
@@ -133,7 +139,9 @@ def test_hunyuan_dit_takes_a_prompt_that_is_longer_than_its_padding(tmp_path):
     cond["text_embedding_mask"] = torch.cat([torch.zeros(1, 9), torch.ones(1, 30), torch.zeros(1, 47)], dim=1)
     grid = checkpoint.family.latent.grid(checkpoint.config, latent.shape[1:], [])
     assert checkpoint.family.conditioning.refusal(checkpoint.config, grid, cond) is None
-    given = checkpoint.family.io.arguments(checkpoint.config, grid, latent, torch.tensor(700.0), cond)
+    given = checkpoint.family.io.arguments(
+        checkpoint.config, grid, checkpoint.family.io.of_latent(latent, grid), torch.tensor(700.0), cond
+    )
     found = checkpoint.transformer(**given, return_dict=False)[0]
     plain = diffusers.HunyuanDiT2DModel(**checkpoint.config).eval()
     plain.load_state_dict(checkpoint.transformer.state_dict())
@@ -211,8 +219,10 @@ def test_where_a_step_ends_is_not_rounded(tmp_path):
         sent, checkpoint.family, checkpoint.config, torch.bfloat16, torch.device("cpu"), [0, 1]
     )
     cond = built.arguments("positive", slice(None))
-    latent = built.model_input(built.latent, built.sigmas[0], slice(None))
-    found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, built.times, cond)
+    latent = built.model_input(built.latent, built.sigmas[0], slice(None), checkpoint.family.io)
+    found = checkpoint.family.io.arguments(
+        checkpoint.config, built.grid, checkpoint.family.io.of_latent(latent, built.grid), built.times, cond
+    )
     assert cond["c_crossattn"].dtype == torch.bfloat16
     assert found["timestep_r"].tolist() == (1000 * end.expand(2)).tolist()
 

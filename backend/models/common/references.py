@@ -83,7 +83,8 @@ def token_count(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> int:
 
 def tokens(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the references (B, tokens, F), to be put after the latent's own."""
-    return [reference.to_tokens(latent) for reference, latent in zip(grids(grid, cond), references(cond))]
+    pairs = zip(grids(grid, cond), references(cond))
+    return once(cond, "reference tokens", lambda: [one.to_tokens(latent) for one, latent in pairs])
 
 
 def corners(grid: TokenGrid, references: list[TokenGrid], how: str) -> list[tuple[int, int, int]]:
@@ -155,6 +156,14 @@ def of_tokens(modulation: Tensor, of_references: Tensor) -> Callable[[int], Tens
 def with_channels(latent: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
     """Return the latent with the image that comes as further channels (c_concat), where there is one."""
     return torch.cat([latent, cond["c_concat"]], dim=1) if "c_concat" in cond else latent
+
+
+def with_features(tokens: Tensor, grid: TokenGrid, cond: Mapping[str, Tensor]) -> Tensor:
+    """Return with_channels of the latent's tokens (B, N, F): a token's channels follow each other."""
+    if "c_concat" not in cond:
+        return tokens
+    image = once(cond, "tokens of c_concat", lambda: grid.to_tokens(cond["c_concat"]))
+    return torch.cat([tokens, image], dim=2)
 
 
 def wrong_channels(channels: int, grid: TokenGrid, cond: Mapping[str, Tensor]) -> str | None:
