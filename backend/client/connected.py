@@ -26,6 +26,8 @@ class Connected:
         #: Those that were parked on all ranks to make room, and that nobody has used since.
         self.aside: set[ModelChoice] = set()
         self.closed = False
+        #: Why it ended, as the first request that failed of it has found.
+        self.why: BackendError | None = None
         self.last_used = time.monotonic()
         self._busy = threading.Lock()
         self.users = Users()
@@ -91,13 +93,20 @@ class Connected:
         return self._explained(lambda: self.client.request(message, *watching))
 
     def _explained(self, action):
+        """Run ``action``; raise what ended the backend where it fails. Later requests of the same graph raise
+        the first cause again: by then we have closed the backend, which alone is no failure."""
         try:
             return action()
         except BackendError as error:
-            if self.process is None:
-                raise BackendError(f"{error}; the next run connects again.") from error
-            raise self.process.failure() from error
+            self.why = self.why or self._cause(error)
+            # a new one each time: a traceback would hold the tensors of its request as long as the backend
+            raise type(self.why)(*self.why.args) from error
         finally:
             self.last_used = time.monotonic()
             if self.client.closed:
                 self.close()
+
+    def _cause(self, error: BackendError) -> BackendError:
+        if self.process is None:
+            return BackendError(f"{error}; the next run connects again.")
+        return self.process.failure()

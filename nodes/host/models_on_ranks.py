@@ -177,13 +177,18 @@ def make_way(backend: Backend, choice: ModelChoice, named: Collection[ModelChoic
 
 def free_weights(check=lambda: None) -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
-    left in host memory, where no request and no sampling runs; return of how many. ``check`` may raise."""
+    left in host memory, where no request and no sampling runs; return of how many. ``check`` may raise.
+    Raises BackendError where ranks end of it, once the others have freed theirs."""
     every = [(choice, each, entries) for (_, choice), (each, entries) in list(_weights.items())]
     busy = {id(each) for _, each, entries in every if any(entry.holders for entry in entries) or each.is_busy}
     here = [
         (choice, each) for choice, each, entries in every if entries and each.alive() and id(each) not in busy
     ]
-    return sum(bool(unload(backend, choice, park=False, check=check)) for choice, backend in here)
+    freed = sum(bool(unload(backend, choice, park=False, check=check)) for choice, backend in here)
+    for _, backend in here:
+        if backend.why is not None and not isinstance(backend.why, ClosedError):
+            raise BackendError(str(backend.why))
+    return freed
 
 
 def entries_to_keep(

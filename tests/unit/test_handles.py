@@ -230,3 +230,57 @@ def test_on_cpus_models_of_other_graphs_stay_within_half_of_free_memory(host, mo
     for name in ("/a", "/b", "/c", "/d", "/e"):
         prompt(host, config, name)
     assert backend.client.held == ["/c", "/d", "/e"] and not backend.client.parked
+
+
+def killed_in_unload(host, room: int):
+    """Have a backend as on_ranks, of which a rank is killed in the next Unload; return it and its config."""
+    backend, config = on_ranks(host, room)
+    ended = importlib.import_module("parallel_dit.backend.client.launcher").ClosedError
+    error = backend.client.protocol.BackendError
+    process = backend.process
+
+    def end():
+        backend.client.closed = True
+        raise error("the connection was lost")
+
+    def request(message, *_):
+        return end() if backend.client.closed else asked(message)
+
+    def failure():
+        return ended("closed") if process.closing else error("rank 1 was killed by SIGKILL.")
+
+    asked = backend.client.request
+    backend.client.request = request
+    backend.client.unload = lambda message: end()
+    backend.client.close = lambda: vars(backend.client).update(closed=True)
+    process.closing, process.failure = False, failure
+    process.close = lambda: vars(process).update(closing=True, running=False)
+    return backend, config
+
+
+def test_a_rank_that_dies_while_a_model_parks_is_the_reason(host):
+    """The run ended as if somebody had cancelled it: the request after the Unload found a backend that was
+    closed by ourselves."""
+    backend, config = killed_in_unload(host, room=1)
+    prompt(host, config, "/a")
+    with pytest.raises(backend.client.protocol.BackendError, match="rank 1 was killed by SIGKILL"):
+        prompt(host, config, "/b")
+    assert backend.closed and backend.process.closing
+
+
+def test_ranks_that_die_as_weights_are_freed_are_no_success(host):
+    """Free weights said how many it had freed."""
+    backend, config = killed_in_unload(host, room=2)
+    prompt(host, config, "/a")
+    with pytest.raises(backend.client.protocol.BackendError, match="rank 1 was killed by SIGKILL"):
+        host.models_on_ranks.free_weights()
+
+
+def test_a_backend_that_was_stopped_is_no_failure(host):
+    """Whoever asks it afterwards is interrupted, and says nothing."""
+    backend, config = killed_in_unload(host, room=1)
+    prompt(host, config, "/a")
+    backend.close()
+    with pytest.raises(host.handle.ClosedError):
+        backend._request(backend.client.protocol.Ping())
+    assert host.models_on_ranks.free_weights() == 0
