@@ -5,7 +5,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from doctor_sizes import SIZES
 from torch import Tensor
 
 from backend.client import measurements, nccl_settings, pool
+from backend.client.private_folder import private_folder
 from backend.client.probe_process import UnmeasuredError, hang_remedy
 from backend.client.rank_environment import sanitized_environment
 from backend.client.status import log_of_last_backend
@@ -74,11 +74,9 @@ class Lab(Models):
         if device == "cuda" and gpus and len(gpus) >= ranks and not shares_gpu():
             self.gpus = gpus[:ranks]
         self.size = SIZES[device]
-        prefix = "parallel-dit-doctor-"
-        self._temporary = tempfile.TemporaryDirectory(
-            prefix=prefix, ignore_cleanup_errors=True
-        )  # doctor_room.py
-        self.folder = Path(self._temporary.name)
+        #: One that the next launch removes where the doctor is killed: gigabytes would stay.
+        self._private = private_folder(sockets=False)
+        self.folder = self._private.path
         self._kept: dict[tuple, Any] = {}
         #: Whether the links between ranks could not be measured.
         self.links_failed = False
@@ -94,7 +92,7 @@ class Lab(Models):
     def close(self):
         """End the ranks and remove the files."""
         pool.close_all()
-        self._temporary.cleanup()
+        self._private.close()
 
     def fresh(self):
         """End the ranks: the next request starts new ones."""

@@ -141,7 +141,8 @@ class BackendClient:
         ``meanwhile()`` runs while the ranks work.
 
         What ``on_progress(Progress)`` raises cancels the request, waits for its end and is raised again, so
-        that the connection stays usable. Where the ranks hang, or their step does not end, it is closed.
+        that the connection stays usable. Where the ranks hang, or their step does not end, it is closed, and
+        at once where this process is to exit.
         """
         self.send(message)
         warmup = message.warmup_steps if isinstance(message, protocol.Sample) else 0
@@ -163,6 +164,9 @@ class BackendClient:
                     self._called |= {message.model} if isinstance(message, protocol.ModelCall) else set()
                     return result
         except (BackendError, RefusedError):
+            raise
+        except SystemExit:  # whoever ends us does not wait for a step
+            self.close()
             raise
         except BaseException:
             self._cancel(timer)

@@ -44,13 +44,14 @@ _SHORT = "/tmp"
 
 
 class PrivateFolder:
-    """A new folder that only this user can enter, with a path short enough for a socket."""
+    """A new folder that only this user can enter, with a path short enough for a socket unless ``sockets`` is
+    false: large files belong on the disk that TMPDIR names, whatever its path."""
 
-    def __init__(self):
+    def __init__(self, sockets: bool = True):
         for place in {tempfile.gettempdir(), _SHORT}:
             sweep(Path(place))
         folder = tempfile.mkdtemp(prefix=PREFIX)
-        if not _takes_sockets(folder):
+        if sockets and not _takes_sockets(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=_SHORT)
         self.path = Path(folder)
@@ -96,13 +97,14 @@ class PrivateFolder:
         return [each for each in (self._lock, self._open) if each is not None]
 
 
-def private_folder() -> PrivateFolder:
-    """Return a new folder. Raises BackendError where the disk has no room for one."""
+def private_folder(sockets: bool = True) -> PrivateFolder:
+    """Return a new folder (PrivateFolder). Raises BackendError where the disk has no room for one."""
     try:
-        return PrivateFolder()
+        return PrivateFolder(sockets)
     except OSError as error:
         place = tempfile.gettempdir()
-        what = f"No folder for the backend's socket and logs can be made in {place} ({error})"
+        files = "the backend's socket and logs" if sockets else "files"
+        what = f"No folder for {files} can be made in {place} ({error})"
         raise BackendError(f"{what}; make room there, or set TMPDIR to another folder.") from error
 
 

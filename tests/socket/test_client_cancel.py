@@ -1,6 +1,7 @@
 """Cancel as the client asks for it: at a step, between two, and of ranks that hang."""
 
 import select
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -77,6 +78,26 @@ def test_cancel_while_nothing_arrives(serve):
     began = time.monotonic()
     assert client.sample(sample_message(), should_cancel=lambda: asked.append(1) or len(asked) > 3) is None
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("hangs_up", [False, True], ids=["never answers", "hangs up at Cancel"])
+def test_an_exit_waits_for_no_step(serve, hangs_up):
+    """SIGTERM of the doctor: it waited up to 120 s, and was killed before its files were removed; ranks that
+    SIGTERM had ended, too, made a finding of it instead, and the doctor went on."""
+    release = threading.Event()
+
+    def handler(connection):
+        framing.receive(connection)
+        if hangs_up:
+            framing.receive(connection)
+        else:
+            release.wait(120)
+
+    client = BackendClient(serve(handler), TOKEN)
+    with pytest.raises(SystemExit):
+        client.sample(sample_message(), should_cancel=lambda: sys.exit(143))
+    assert client.closed and not release.is_set()
+    release.set()
 
 
 def test_result_that_crosses_cancel(serve):

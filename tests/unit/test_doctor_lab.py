@@ -1,7 +1,10 @@
 """The ranks and processes of scripts/doctor.py --full, on stand-ins for GPUs."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import doctor_hangs
 import doctor_lab
@@ -12,7 +15,7 @@ import torch
 from doctor_facts import Facts
 from doctor_findings import PROBLEM, WARNING, OutOfTime, findings
 
-from backend.client import measurements, nccl_settings, probe_process
+from backend.client import measurements, nccl_settings, private_folder, probe_process
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.loading.quantized import QuantizedFiles
@@ -210,3 +213,30 @@ def test_a_doctor_of_the_cpu_leaves_the_way_between_gpus(monkeypatch, tmp_path):
     lab.machine()
     lab.close()
     assert nccl_settings.saved_way(os.environ, [0, 1]) == {"NCCL_P2P_DISABLE": "1"}
+
+
+#: A doctor with a file, which waits for its death.
+DOCTOR = """
+import time
+from doctor_lab import Lab
+lab = Lab("cpu", 2, 1.0)
+(lab.folder / "model.safetensors").touch()
+print(lab.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_files_of_a_doctor_that_was_killed_go_with_the_next_launch(tmp_path):
+    """Gigabytes stayed in /tmp; and a long TMPDIR, too long for sockets, is taken for files."""
+    place = tmp_path / ("long" * 25)
+    place.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(place)}
+    command = [sys.executable, "-c", DOCTOR]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None, "a pipe"
+        folder = Path(process.stdout.readline().strip())
+        private_folder.sweep(place)
+        assert folder.parent == place and (folder / "model.safetensors").exists()
+        process.kill()
+    private_folder.sweep(place)
+    assert not list(place.iterdir())
