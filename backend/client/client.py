@@ -15,6 +15,7 @@ from .. import protocol
 from ..config import ConfigError
 from ..errors import SHORT
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake, tcp
+from ..protocol.messages import LORAS
 from . import fork_guard
 from .step_timer import StepTimer
 
@@ -28,8 +29,8 @@ START_SECONDS = 0.01
 FRAME_SECONDS = 60.0
 #: A backend lets a client in within this long, also while its ranks work.
 GREET_SECONDS = 30.0
-#: Least of the longest wait for the end of the step that runs when Cancel is sent; a request whose steps take
-#: longer is given the time of CANCEL_STEPS of them, and a step that compiles COMPILED_SECONDS.
+#: Least of the longest wait for the end of the step that runs when Cancel is sent; a request of a model whose
+#: steps take longer is given the time of CANCEL_STEPS of them, and a step that compiles COMPILED_SECONDS.
 CANCEL_SECONDS = 120.0
 CANCEL_STEPS = 2
 #: A request that waits for another client's leaves the queue within this long: no rank has a part in it.
@@ -99,6 +100,8 @@ class BackendClient:
         self._steps_of_ranks = steps_of_ranks
         #: Models of which a call has ended.
         self._called: set[str] = set()
+        #: Seconds of the longest step of each model so far, by the name without LoRAs.
+        self._longest: dict[str, float] = {}
         self._socket = open_socket(address)
         fork_guard.hold(self._socket.fileno())  # else rank 0 would not see us end
         self._let_go = weakref.finalize(self, fork_guard.let_go, self._socket.fileno())
@@ -149,7 +152,8 @@ class BackendClient:
         compile = message.compile
         if isinstance(message, protocol.ModelCall) and message.model in self._called:
             compile = "off"  # its first call has compiled
-        timer = StepTimer(compile, self._steps_of_ranks, warmup)
+        base = message.model.partition(LORAS)[0]
+        timer = StepTimer(compile, self._steps_of_ranks, warmup, self._longest.get(base, 0.0))
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
@@ -161,7 +165,9 @@ class BackendClient:
                     on_progress(reply)
                 elif reply is not None:
                     result = self._accepted(reply)
-                    self._called |= {message.model} if isinstance(message, protocol.ModelCall) else set()
+                    if isinstance(message, protocol.ModelCall):
+                        timer.step()  # which has no Progress
+                        self._called.add(message.model)
                     return result
         except (BackendError, RefusedError):
             raise
@@ -171,6 +177,8 @@ class BackendClient:
         except BaseException:
             self._cancel(timer)
             raise
+        finally:
+            self._longest[base] = timer.longest_without_compile
         self._cancel(timer)
         return None
 

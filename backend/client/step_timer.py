@@ -18,10 +18,15 @@ FIRST_SECONDS, COMPILED_SECONDS = 300.0, 1200.0
 class StepTimer:
     """The steps of a request with that ``compile`` as they end; ranks compile for "blocks" alone.
     ``steps_of_ranks(done)``: in which steps the ranks are after so many, in words; empty where nobody knows.
-    ``warmup``: steps before those in which PipeFusion has patches."""
+    ``warmup``: steps before those in which PipeFusion has patches. ``longest``: seconds of the longest step
+    of earlier requests; then of this one's, too, those included that compile."""
 
-    def __init__(self, compile: str, steps_of_ranks: Callable[[int], str], warmup: int = 1):
-        self.longest = 0.0
+    def __init__(
+        self, compile: str, steps_of_ranks: Callable[[int], str], warmup: int = 1, longest: float = 0.0
+    ):
+        self.longest = longest
+        #: The same without steps that compile, which are no measure of later requests.
+        self.longest_without_compile = longest
         self._steps_of_ranks = steps_of_ranks
         self._compiles = compile == "blocks"
         #: Numbers of steps that compile, or read weights first: no measure of others.
@@ -36,6 +41,8 @@ class StepTimer:
         """Note that a step has ended."""
         spent = self._spent()
         self.longest = max(self.longest, spent)
+        if not self.compiling:
+            self.longest_without_compile = max(self.longest_without_compile, spent)
         if self._done not in self._unlike:
             self._usual = max(self._usual, TIMES * spent)
         self._done += 1

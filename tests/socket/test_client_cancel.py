@@ -18,10 +18,12 @@ from backend.protocol import (
     Cancel,
     Cancelled,
     Load,
+    ModelCall,
     Ping,
     Pong,
     Progress,
     Result,
+    Sample,
     framing,
 )
 
@@ -138,6 +140,33 @@ def test_cancel_waits_for_a_step_as_long_as_those_before(serve, monkeypatch):
 
     client, seen = BackendClient(serve(handler), TOKEN), []
     assert client.sample(sample_message(), seen.append, lambda: bool(seen)) is None
+    assert client.request(Ping()) == Pong()
+
+
+@pytest.mark.parametrize("kind", [Sample, ModelCall])
+def test_cancel_of_a_first_step_waits_for_one_as_long_as_those_of_earlier_requests(serve, monkeypatch, kind):
+    """Of the same model, with whatever LoRAs: ranks that were in the first step of a slow video ended."""
+    monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.05)
+
+    def handler(connection):
+        framing.receive(connection)
+        time.sleep(0.6)
+        if kind is Sample:
+            reply(connection, Progress(1, 1))
+        reply(connection, Result())
+        framing.receive(connection)
+        assert framing.receive(connection) == Cancel()
+        time.sleep(0.6)
+        reply(connection, Cancelled(1))
+        assert framing.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    client = BackendClient(serve(handler), TOKEN)
+    first, second = (
+        Sample(model, "euler", 1.0, 0) if kind is Sample else ModelCall(model) for model in ("m", "m+lora")
+    )
+    assert client.sample(first) == Result()
+    assert client.sample(second, should_cancel=lambda: True) is None
     assert client.request(Ping()) == Pong()
 
 

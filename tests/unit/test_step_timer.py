@@ -79,3 +79,12 @@ def test_the_step_of_each_rank(tmp_path):
         assert watch.steps_of_ranks(0) == "ranks 0, 1, 2 in step 1"
     finally:
         watch.stop()
+
+
+def test_steps_that_compile_are_no_measure_of_later_requests(clock):
+    """Cancel would wait for twice as long as a compiler takes."""
+    watched = StepTimer("blocks", lambda done: "", longest=2.0)
+    for seconds in (900.0, 700.0, 3.0):  # the first step, the first one with patches
+        clock.now += seconds
+        watched.step()
+    assert (watched.longest, watched.longest_without_compile) == (900.0, 3.0)
