@@ -29,7 +29,7 @@ from .host.auto_plan import as_running, one_plan
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded
 from .host.models_on_ranks import entries_to_keep, keep_rank_weights, rank_weights_stay, run_evicting_models
-from .host.progress import NodeStatus, tolerate_preview_oom
+from .host.progress import CANCELLING, NodeStatus, tolerate_preview_oom
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node
 from .host.remote_patcher import RemotePatcher, attach_lora_metadata
@@ -285,7 +285,10 @@ class RemoteTransformer(ElsewhereModule):
             room=room,
         )
         asks = room is not None
-        result = run_evicting_models(backend, dit.choice, lambda all_ranks: sample(all_ranks=all_ranks), asks)
+        check = partial(status.check, CANCELLING, backend)
+        result = run_evicting_models(
+            backend, dit.choice, lambda all_ranks: sample(all_ranks=all_ranks), check, asks
+        )
         # ranks that miss cached arguments have not looked at their memory
         if sampling is not None and result is not None and "missing" not in result.stats:
             sampling.sizes.add(str(size))

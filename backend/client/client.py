@@ -96,6 +96,8 @@ class BackendClient:
         #: What the request under way waits for: another client's; None once it has begun.
         self.waiting: protocol.Waiting | None = None
         self.waits_since = 0.0
+        #: Whether the last request left the queue, without any effect.
+        self.withdrawn = False
         self._is_hung = is_hung
         self._steps_of_ranks = steps_of_ranks
         #: Models of which a call has ended.
@@ -128,7 +130,9 @@ class BackendClient:
                 check()
         except BaseException:
             waits = not self.closed and self.waiting is not None
-            if not (waits and isinstance(message, protocol.WITHDRAWABLE) and self._is_withdrawn()):
+            can_leave = waits and isinstance(message, protocol.WITHDRAWABLE)
+            self.withdrawn = can_leave and self._is_withdrawn()
+            if not self.withdrawn:
                 self.close()
             raise
         return self._accepted(reply)
@@ -187,6 +191,7 @@ class BackendClient:
         self._check_open()
         if not isinstance(message, protocol.Cancel):
             self.waiting = None
+            self.withdrawn = False
         try:
             framing.send(self._socket, message)
         except protocol.ProtocolError as error:  # it has no frame, so nothing was sent

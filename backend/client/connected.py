@@ -23,6 +23,8 @@ class Connected:
         self.client = client
         self.process = process
         self.models: dict[ModelChoice, str] = {}  # the least recently used one first
+        #: Models of files that have changed since, until they are unloaded.
+        self.replaced: set[str] = set()
         #: Those that were parked on all ranks to make room, and that nobody has used since.
         self.aside: set[ModelChoice] = set()
         self.closed = False

@@ -53,7 +53,8 @@ class Backend(Connected):
         leaving = self._watch(check)
         with turn(self._busy, check):
             for other in set() if keep is None else self.models.keys() - {key, *keep}:
-                leaving.ask(self._request, protocol.Unload(self.models.pop(other)))
+                leaving.ask(self._request, protocol.Unload(self.models[other]))
+                del self.models[other]  # an interrupt may have taken the request out of the queue
         leaving.end()
         interrupts = self._watch(check, on_progress, is_short=key in self.models)
 
@@ -64,7 +65,11 @@ class Backend(Connected):
                 self.models[key] = loaded.base  # now the last of them
                 self.aside.discard(key)
                 if replaced not in (None, loaded.base):  # the file has changed since
-                    leaving.ask(self._request, protocol.Unload(replaced))
+                    self.replaced.add(replaced)
+                self.replaced -= {*self.models.values()}  # of a file that is again as it was
+                for name in list(self.replaced):
+                    leaving.ask(self._request, protocol.Unload(name))
+                    self.replaced.discard(name)
             return loaded
 
         loaded = with_room(room, self.client, message, load, all_ranks)

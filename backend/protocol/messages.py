@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import SHORT
 
 #: Changes where a field of the messages has another meaning.
-MEANING = 3
+MEANING = 4
 #: Separates the name of a model from its LoRAs, in the names of models with LoRAs.
 LORAS = "+"
 #: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels
@@ -230,7 +230,7 @@ class ModelCall:
 
 
 #: Requests that leave the queue where a Cancel finds them waiting.
-WITHDRAWABLE = (Load, Describe, Sample, ModelCall)
+WITHDRAWABLE = (Load, Describe, Sample, ModelCall, Unload)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,19 @@ Ran = TypeVar("Ran")
 _weights: dict[tuple, tuple[Backend, list[RankWeights]]] = {}
 
 
-def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bool], Ran], looks=True) -> Ran:
+def run_evicting_models(
+    backend: Backend,
+    choice: ModelChoice,
+    run: Callable[[bool], Ran],
+    check: Callable[[], None],
+    looks=True,
+) -> Ran:
     """Run a load or a request of ``choice``. Where ranks lack memory for it, models leave, the least recently
     used one first, and it runs again: those that the running graph does not load, but the next one may; then
     its others, such as the first of two experts. They are parked where the host has room. ``run`` gets
     whether every rank is to have what it likely needs: where it ``looks``, while models are there that the
-    graph does not load, or any that leave for that. RefusedError where that is not enough."""
+    graph does not load, or any that leave for that. ``check`` may interrupt a wait for others. RefusedError
+    where that is not enough."""
     left: set[ModelChoice] = set()
     backend.aside.discard(choice)  # it comes back by itself
     while True:
@@ -56,7 +63,6 @@ def run_evicting_models(backend: Backend, choice: ModelChoice, run: Callable[[bo
             if not error.lacking or not idle:
                 raise
             leaves = unneeded or idle[0]
-            check = comfy.model_management.throw_exception_if_processing_interrupted
             gone = unload(backend, leaves, waits=True, check=check)
             if not gone and not all_ranks:
                 raise
@@ -93,6 +99,9 @@ def unload(
         pass
     except BackendError as error:
         logging.warning("parallel-dit: %s", error)
+    except BaseException:
+        left = [] if backend.client.withdrawn else left
+        raise
     finally:  # an interrupt is raised once they have left
         for entry in _entries(backend, {choice}):
             entry.held = entry.held and not set(entry.ranks) <= set(left)

@@ -25,7 +25,7 @@ from .conditioning import fill_zeros, latent_shapes, limits_and_weight, model_ar
 from .guidance import skips_negative
 from .handle import ParallelDiT, ensure_loaded
 from .models_on_ranks import entries_to_keep, keep_rank_weights, run_evicting_models
-from .progress import Reporter
+from .progress import CANCELLING, Reporter
 from .rank_weights import host_room
 from .report import run_lines, shown
 from .sampling_checks import check_inputs
@@ -75,6 +75,7 @@ class RemoteSolver:
                 lambda all_ranks: self.backend.sample(
                     request, reporter, interrupted, room=room, all_ranks=all_ranks
                 ),
+                partial(reporter.status.check, CANCELLING, self.backend),
             )
             if result is None:
                 management.throw_exception_if_processing_interrupted()

@@ -98,7 +98,10 @@ def sample(backend, choice) -> Result:
     request = Sample(choice[0], "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
     room = handle.host_room().keeping(models_on_ranks.entries_to_keep(backend, choice))
     return models_on_ranks.run_evicting_models(
-        backend, choice, lambda all_ranks: backend.sample(request, room=room, all_ranks=all_ranks)
+        backend,
+        choice,
+        lambda all_ranks: backend.sample(request, room=room, all_ranks=all_ranks),
+        lambda: None,
     )
 
 

@@ -139,6 +139,21 @@ def test_a_load_that_waits_is_interrupted_and_the_connection_stays(waits, server
     assert backend.client.request(protocol.Ping()) == protocol.Pong(["m"])
 
 
+def test_an_unload_that_waits_is_interrupted_and_the_connection_stays(waits, server):
+    """Its client hung up after 20 seconds, and the backend freed its models."""
+    backend, _ = waits
+    backend.models["/a", "default", "auto"] = "m"
+
+    def check():
+        if backend.wait_line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.unload(("/a", "default", "auto"), waits=True, check=check)
+    assert backend.client.withdrawn and backend.alive() and server.jobs.qsize() == 0
+    assert backend.client.request(protocol.Ping()) == protocol.Pong(["m"]) and not backend.client.withdrawn
+
+
 def test_an_interrupt_that_meets_the_begin_of_a_load_ends_the_connection(waits, server, monkeypatch):
     """As before: the ranks load."""
     monkeypatch.setattr("backend.client.client.WITHDRAW_SECONDS", 0.3)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from handles_in_numbers import handles, run
+from handles_in_numbers import Interrupted, handles, run
 
 
 @pytest.fixture
@@ -93,6 +93,7 @@ class Ranks:
         self.room = room
         self.closed = False
         self.waiting = None
+        self.withdrawn = False
         self.reads: list[str] = []
         self.held: list[str] = []
         self.parked: list[str] = []
@@ -169,7 +170,7 @@ def test_a_model_that_is_parked_leaves_no_second_time(host):
     assert [each.model for each in backend.client.unloads] == ["/a", "/b"]
     first = next(iter(backend.models))
     use = partial(backend.client.held.append, first.path)
-    host.models_on_ranks.run_evicting_models(backend, first, lambda all_ranks: use())
+    host.models_on_ranks.run_evicting_models(backend, first, lambda all_ranks: use(), lambda: None)
     backend.client.room = 2
     prompt(host, config, "/d")
     assert [each.model for each in backend.client.unloads[2:]] == ["/a"]
@@ -284,3 +285,39 @@ def test_a_backend_that_was_stopped_is_no_failure(host):
     with pytest.raises(host.handle.ClosedError):
         backend._request(backend.client.protocol.Ping())
     assert host.models_on_ranks.free_weights() == 0
+
+
+def test_an_unload_that_waits_for_another_client_says_so_and_can_be_cancelled(host):
+    """It queues behind a long sample of another ComfyUI: nothing was shown, Cancel waited for 20 s, hung up,
+    and the ranks freed this client's models. One that left the queue has taken nothing from the ranks."""
+    backend, config = on_ranks(host, room=1, is_ours=False)
+    (before,) = prompt(host, config, "/a")
+    client = backend.client
+    shown = []
+
+    def request(message, check, on_progress):
+        if not isinstance(message, client.protocol.Unload):
+            return asked(message)
+        client.waiting = client.protocol.Waiting("Sample", 1, 4)
+        client.waits_since = 0.0
+        try:
+            check()
+            host.management.processing_interrupted = lambda: True
+            host.management.throw_exception_if_processing_interrupted = interrupt
+            check()
+        except Interrupted:
+            client.withdrawn = True
+            raise
+
+    def interrupt():
+        raise Interrupted
+
+    asked = client.request
+    client.request = request
+    host.progress.node_text = lambda: shown.append
+    run(host, "/a", "/b")  # so "/a" does not make way before
+    with pytest.raises(Interrupted):
+        host.handle.load(config, "/b", "default")
+    assert "waiting for another client's request, 3 steps left" in shown and not backend.closed
+    (entry,) = host.models_on_ranks._entries(backend, {before.choice})
+    assert entry.held and before.choice in backend.models

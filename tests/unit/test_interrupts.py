@@ -9,7 +9,7 @@ from backend.client.interrupts import InterruptWatch
 from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
-from backend.protocol import Load, RefusedError, Unload
+from backend.protocol import Arrange, Load, RefusedError, Unload
 
 
 class Interrupt(Exception):
@@ -118,8 +118,9 @@ def test_a_change_of_methods_is_whole_before_an_interrupt(caller, monkeypatch):
     assert pool.backend_for(after) is backend and pool._backends == {after.topology(): backend}
 
 
-def test_a_short_request_that_waits_for_another_client_is_interrupted_at_once(caller):
-    """No rank has begun it. One that frees memory goes on: what it did has to be noted."""
+@pytest.mark.parametrize("message", [Load("/a"), Unload("/a")], ids=["Load", "Unload"])
+def test_a_short_request_that_waits_for_another_client_is_interrupted_at_once(caller, message):
+    """No rank has begun it. One that nobody can take out of the queue goes on."""
     waits = InterruptWatch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
     caller.tired = True
 
@@ -127,9 +128,9 @@ def test_a_short_request_that_waits_for_another_client_is_interrupted_at_once(ca
         check()
 
     with pytest.raises(Interrupt):
-        waits.ask(request, Load("/a"))
-    frees = InterruptWatch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
-    frees.ask(request, Unload("/a"))
+        waits.ask(request, message)
+    stays = InterruptWatch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
+    stays.ask(request, Arrange({}))
 
 
 def test_one_that_loads_weights_all_the_same_is_not_short(caller):

@@ -50,6 +50,27 @@ def test_the_predecessor_of_a_changed_file_is_unloaded():
     assert ranks.client.received[1:] == [Unload("before")] and ranks.models == {KEY: "after"}
 
 
+def test_what_an_interrupt_took_out_of_the_queue_is_still_known():
+    """It stays on the ranks, and goes with the next load."""
+    ranks = backend("before", "after", "after")
+    answer = ranks.client.request
+
+    def interrupt(message, *_, **__):
+        if isinstance(message, Unload):
+            raise KeyboardInterrupt
+        return answer(message)
+
+    ranks.client.request = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        ranks.load("/other", keep=())
+    assert ranks.models == {KEY: "before"}
+    with pytest.raises(KeyboardInterrupt):
+        ranks.load(KEY[0])
+    ranks.client.request = answer
+    ranks.load(KEY[0])
+    assert ranks.client.received[2:] == [Unload("before")] and ranks.models == {KEY: "after"}
+
+
 @pytest.mark.parametrize("name", ["same", "same+lora"])
 def test_a_file_that_is_the_same_stays(name):
     """With other LoRAs too, whose weights are the same."""
