@@ -9,8 +9,8 @@ from server import PromptServer
 
 from ..backend.client.interrupts import DeadlineError, deadline
 from ..backend.client.status import log_of_last_backend
-from ..backend.config import ConfigError
 from ..backend.protocol import BackendError
+from . import graph_trials
 from .benchmark_prompts import trials
 from .graph import queued_graph
 from .host import panel
@@ -34,20 +34,6 @@ DEMO_MODELS = Path(__file__).resolve().parents[1] / "demo"
 FREE_SECONDS = 60.0
 
 
-def _trials(body: dict) -> dict:
-    """Answer what a benchmark of a graph queues. ConfigError where a graph runs, or begins meanwhile: the
-    question measures this machine, and makes room on its GPUs; and where ComfyUI ends, which waits for it."""
-
-    def check():
-        if not PromptServer.instance.loop.is_running():
-            raise ConfigError("ComfyUI ends.")
-        if PromptServer.instance.prompt_queue.currently_running:
-            raise ConfigError("a graph runs; wait for its end, or cancel it, before a benchmark.")
-
-    check()
-    return trials(body.get("prompt") or {}, str(body.get("sampler", "")), check)
-
-
 class ParallelDiTExtension(ComfyExtension):
     """The nodes of category "Parallel DiT"."""
 
@@ -65,7 +51,8 @@ class ParallelDiTExtension(ComfyExtension):
         actions = {
             "free": lambda body: {"freed": free_weights(deadline(FREE_SECONDS, "ranks have freed nothing"))},
             "stop": lambda body: panel.stop(),
-            "trials": _trials,
+            "trials": lambda body: graph_trials.answer(body, PromptServer.instance, trials),
+            "stop_trials": graph_trials.stop,
         }
         add_routes(PromptServer.instance.routes, questions, actions, (*MISTAKES, BackendError, DeadlineError))
 

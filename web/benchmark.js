@@ -3,6 +3,11 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 
+// How a prompt ends, as ComfyUI says it to the page, and in its history.
+const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
+// How often ComfyUI is asked for it: an event may be missed, as while the page reconnects.
+const LOOK_MS = 5000;
+
 export async function ask(name, body) {
   const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const response = await api.fetchApi(`/parallel_dit/${name}`, {
@@ -29,18 +34,42 @@ async function cancel(id) {
   await post("/interrupt", { prompt_id: id });
 }
 
-// Ends a benchmark and its trial, which may wait behind other prompts, or be gone from the queue.
+// ComfyUI's answer to a question; null where it gives none, as while it starts again.
+async function answer(path) {
+  try {
+    const response = await api.fetchApi(path);
+    return response.ok ? await response.json() : null;
+  } catch {
+    return null;
+  }
+}
+
+// The end of a prompt, as [event, detail]; null where it was deleted, undefined where it waits or runs, or
+// where nobody knows. ComfyUI moves it from its queue to its history at once, so it is looked for there last.
+async function endOf(id) {
+  const queue = await answer("/queue");
+  if (!queue || [...queue.queue_running, ...queue.queue_pending].some((each) => each[1] === id)) return undefined;
+  const history = await answer(`/history/${id}`);
+  if (!history) return undefined;
+  const status = history[id]?.status;
+  const said = status?.messages?.find(([type]) => ENDS.includes(type));
+  return said ?? (status?.completed ? ["execution_success", {}] : null);
+}
+
+// Ends a benchmark and its trial, which may wait behind other prompts, or be gone from the queue; before the
+// first trial its question.
 export class Stop {
   constructor() {
     this.isStopped = false;
     this.prompt = null;
+    this.benchmark = String(Math.random());
     this.stopped = new Promise((resolve) => (this.resolve = resolve));
   }
 
   async now() {
     this.isStopped = true;
     try {
-      if (this.prompt) await cancel(this.prompt);
+      await (this.prompt ? cancel(this.prompt) : ask("stop_trials", { benchmark: this.benchmark }));
     } finally {
       this.resolve(null);
     }
@@ -49,8 +78,8 @@ export class Stop {
 
 // Queues a prompt of API form and waits for its end, or for `stop`: null where it did not succeed.
 async function run(prompt, workflow, stop) {
-  const ends = ["execution_success", "execution_error", "execution_interrupted"];
   let listener;
+  let look;
   const seen = new Map();
   let wanted;
   const ended = new Promise((resolve) => {
@@ -58,8 +87,14 @@ async function run(prompt, workflow, stop) {
       seen.set(detail?.prompt_id, [type, detail]);
       if (seen.has(wanted)) resolve(seen.get(wanted));
     };
-    ends.forEach((name) => api.addEventListener(name, listener));
+    look = async () => {
+      const end = wanted && (await endOf(wanted));
+      if (end !== undefined) resolve(end);
+    };
   });
+  ENDS.forEach((name) => api.addEventListener(name, listener));
+  api.addEventListener("reconnected", look);
+  const timer = setInterval(look, LOOK_MS);
   try {
     const extra_data = { extra_pnginfo: { workflow } }; // whose nodes its reports are of
     const response = await post("/prompt", { client_id: api.clientId, prompt, extra_data });
@@ -75,7 +110,9 @@ async function run(prompt, workflow, stop) {
     return type === "execution_success" ? wanted : null;
   } finally {
     stop.prompt = null;
-    ends.forEach((name) => api.removeEventListener(name, listener));
+    clearInterval(timer);
+    ENDS.forEach((name) => api.removeEventListener(name, listener));
+    api.removeEventListener("reconnected", look);
   }
 }
 
@@ -101,7 +138,13 @@ export async function* benchmark(stop) {
   const opened = openWorkflow();
   const { output, workflow } = await app.graphToPrompt();
   const selected = idOf(Object.values(app.canvas?.selected_nodes ?? {})[0]);
-  const plan = await ask("trials", { prompt: output, sampler: selected });
+  let plan;
+  try {
+    plan = await ask("trials", { prompt: output, sampler: selected, benchmark: stop.benchmark });
+  } catch (error) {
+    if (stop.isStopped) return; // by which it has failed
+    throw error;
+  }
   plan.workflow = opened;
   yield { plan };
   for (const [index, trial] of plan.trials.entries()) {

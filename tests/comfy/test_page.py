@@ -302,7 +302,7 @@ def test_the_benchmark_writes_into_its_own_workflow_alone(demo):
 
 
 def test_a_benchmark_stops_though_its_prompt_is_gone(demo):
-    """Deleted from the queue, it never ends; and no other prompt is interrupted."""
+    """Deleted from the queue, it has no event; and no other prompt is interrupted."""
     demo.open_panel()
     demo.evaluate(
         """void (window.posted = [], window.fetched = app.api.fetchApi);
