@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 
 import torch
@@ -138,10 +137,13 @@ class Backend(Connected):
 
         def sample(message):
             callbacks = (on_progress, should_cancel, meanwhile)
-            with suppress(CancelledError, ClosedError), turn(self._busy, lambda: cancel(should_cancel)):
+            with turn(self._busy, lambda: cancel(should_cancel)):
                 return self._explained(lambda: self.client.sample(message, *callbacks))
 
-        result = with_room(room, self.client, message, sample, all_ranks)
+        try:
+            result = with_room(room, self.client, message, sample, all_ranks)
+        except (CancelledError, ClosedError):  # before its turn; or somebody ends the ranks, or this process
+            return None
         if result is None and self.closed:
             silence = self.process.silence if self.process is not None else ""
             why = silence or "the call of the model in progress did not end in time"

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from backend.client import pool
+from backend.client.launcher import ClosedError
 from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
-from backend.protocol import Describe, Load, Loaded, Result, Sample, Unload, Welcome
+from backend.protocol import BackendError, Describe, Load, Loaded, Result, Sample, Unload, Welcome
 
 KEY = ModelChoice("/m.safetensors")
 
@@ -184,6 +185,23 @@ def test_a_sampling_that_waits_can_be_cancelled():
         waits = threads.submit(ranks.sample, Sample("m", "euler", 1.0, 0), should_cancel=lambda: True)
         assert waits.result(60) is None
     assert not ranks.closed and not ranks.is_busy
+
+
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["Stop ranks", "Cancel"])
+def test_a_sampling_that_was_ended_says_why_the_next_run_starts_afresh(caplog, is_stopped):
+    """Where its call did not end in time; not where somebody has ended the ranks, or this process."""
+    ranks = backend("m")
+    ranks.process = SimpleNamespace(silence="", close=lambda: None, failure=lambda: ClosedError("closed"))
+
+    def sample(*_):
+        ranks.client.closed = True
+        if is_stopped:
+            raise BackendError("the connection was lost")
+
+    ranks.client.sample = sample
+    ranks.client.close = lambda: None
+    assert ranks.sample(Sample("m", "euler", 1.0, 0)) is None and ranks.closed
+    assert ["did not end in time" in each for each in caplog.messages] == [True] * (not is_stopped)
 
 
 def test_a_run_that_waits_for_another_ones_launch_can_be_interrupted():
