@@ -154,7 +154,7 @@ class Panel {
         return freed ? `freed the weights of ${freed} model${freed > 1 ? "s" : ""}` : "nothing to free, or a request runs";
       }),
       button("Stop ranks", "Ends all ranks, and what runs on them", async () => {
-        if (this.isRunning && !confirm("A request runs on the ranks. End them, and it?")) return null;
+        if (this.isRunning && !confirm("The ranks work, or a graph that needs them runs. End both?")) return null;
         await ask("stop", {});
         return "the ranks have ended; the next run starts new ones";
       }),
@@ -249,8 +249,8 @@ class Panel {
     }
   }
 
-  show({ backends, doing, last_run, last_error }) {
-    this.isRunning = Boolean(doing) || backends.some(({ running }) => running);
+  show({ backends, doing, graph_runs, last_run, last_error }) {
+    this.isRunning = Boolean(doing) || graph_runs || backends.some(({ running }) => running);
     const views = backends.map(backendView);
     if (!backends.length) views.push(element("div", "muted", "No ranks run. Queue a graph with Load Parallel DiT."));
     if (doing) views.push(element("h3", "", "Now"), element("div", "", doing));

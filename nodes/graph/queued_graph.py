@@ -55,6 +55,15 @@ def running() -> dict:
     return {key: graph.get_node(key) for key in graph.all_node_ids()}
 
 
+def executes(kind: str) -> bool:
+    """Return whether ComfyUI executes a graph with a node of this type now, whichever node it is at."""
+    from server import PromptServer  # ComfyUI's own, whole only once the server is up
+
+    items = list(PromptServer.instance.prompt_queue.currently_running.values())
+    graphs = [graph for _, _, graph, *_ in items]
+    return any(node.get("class_type") == kind for graph in graphs for node in graph.values())
+
+
 def validated() -> str:
     """Return the id of the node that is validated now; empty outside of that."""
     context = get_executing_context()

@@ -10,7 +10,9 @@ from ...backend.client import measurements, pool
 from ...backend.client.status import rank_state, report
 from ...backend.config import in_words
 from ...backend.protocol import BackendError
+from ..graph.queued_graph import executes
 from . import refusals, remote_solver
+from .graph_requests import LOADER
 from .progress import NodeStatus
 
 #: Seconds for which the free memory of GPUs is not asked for again: the driver's tool needs a while.
@@ -19,8 +21,8 @@ _memory: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
 
 
 def status() -> dict:
-    """Return how everything is: ``backends``, the line that a node shows now (``doing``), the latest run and
-    the latest error."""
+    """Return how everything is: ``backends``, the line that a node shows now (``doing``), whether ComfyUI is
+    at a graph of ours (``graph_runs``), the latest run and the latest error."""
     backends = [_backend(each) for each in pool.backends()]
     last_run = dict(remote_solver.LATEST_RUN)
     if last_run:
@@ -28,6 +30,7 @@ def status() -> dict:
     return {
         "backends": backends,
         "doing": NodeStatus.latest,
+        "graph_runs": executes(LOADER),
         "last_run": last_run,
         "last_error": dict(refusals.LATEST),
     }
@@ -80,8 +83,10 @@ def _gpu_memory(gpus: tuple[int, ...]) -> list[dict]:
 
 
 def stop() -> dict:
-    """End the ranks that this process has started, and what runs on them; hang up on others."""
-    if NodeStatus.latest or any(backend.process and backend.is_busy for backend in pool.backends()):
+    """End the ranks that this process has started, and what runs on them; hang up on others. A graph that is
+    at a node of somebody else's, such as a text encoder, would start the ranks again: it ends, too."""
+    is_busy = any(backend.process and backend.is_busy for backend in pool.backends())
+    if NodeStatus.latest or is_busy or executes(LOADER):
         comfy.model_management.interrupt_current_processing()
     pool.close_all()
     return {"stopped": True}
