@@ -40,7 +40,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         dit, files = self._attached
         for path, patches in files.items():
             if not os.path.exists(path):
-                stock_loras.write(patches, dit.loaded.info["weights"])
+                stock_loras.write(patches, dit.loaded.info["weights"], files.keys())
         return dit
 
     @property
@@ -68,17 +68,17 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             node_text()("strength 0: nothing is added to the transformer")
             return list(patches)
         dit = self.dit
-        path = stock_loras.write(patches, dit.loaded.info["weights"])
+        _, files = self._attached
+        path = stock_loras.write(patches, dit.loaded.info["weights"], files.keys())
         if path and dit.config.address:
             _refused("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")(self)
         if not patches:
             _refused("a LoRA without a weight of this transformer")(self)
         if path:
-            files = self._attached[1] | {path: patches}
             patched = with_lora(dit, path, strength_patch)
             said = (patched.loaded.info[what][-1] for what in ("notes", "warnings"))
             node_text()("\n".join(filter(None, said)))
-            self.set_attachments(HANDLE, (patched, files))
+            self.set_attachments(HANDLE, (patched, files | {path: patches}))
             self.patches_uuid = uuid.uuid4()
         else:
             node_text()("nothing of it is for the transformer")

@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 import comfy.utils
@@ -22,7 +23,7 @@ from ...backend.runtime.whole_files import replace_file
 
 #: In front of a weight's name in ComfyUI's model.
 PREFIX = "diffusion_model."
-#: Bytes of LoRAs that are kept for ranks at most: temporary files may lie in memory.
+#: Most bytes of files that the MODEL of the last one does not name: temporary files may lie in memory.
 MAX_BYTES = 8 << 30
 _REMEDY = "add the file with Parallel LoRA, before Parallel Model, or use ComfyUI's own loader"
 
@@ -40,11 +41,12 @@ def folder() -> str:
     return str(_private().path.resolve())
 
 
-def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
+def write(patches: dict, shapes: dict[str, list[int]], others: Collection[str] = ()) -> str | None:
     """Write patches of ComfyUI's ``add_patches`` as a LoRA file and return its path; None where they change
     nothing of the transformer.
 
-    ``shapes``: the transformer's weights by ComfyUI's names. RefusedError for what is no plain LoRA.
+    ``shapes``: the transformer's weights by ComfyUI's names. ``others``: files that the same MODEL names,
+    which stay where they are. RefusedError for what is no plain LoRA.
     """
     tensors: dict[str, Tensor] = {}
     products = defaultdict(list)
@@ -69,7 +71,7 @@ def write(patches: dict, shapes: dict[str, list[int]]) -> str | None:
         module = PREFIX + name.removesuffix(".weight")
         up, down = _joined(of_weight, shapes[name])
         tensors |= {f"{module}.lora_up.weight": up, f"{module}.lora_down.weight": down}
-    return _saved(tensors) if tensors else None
+    return _saved(tensors, others) if tensors else None
 
 
 def _whole_difference(patch) -> Tensor | None:
@@ -132,8 +134,8 @@ def _joined(
     return up.contiguous(), torch.cat([down.to(dtype) for (_, down), _ in products]).contiguous()
 
 
-def _saved(tensors: dict[str, Tensor]) -> str:
-    """Write a file whose name tells its content, unless it is there: whole or not at all."""
+def _saved(tensors: dict[str, Tensor], others: Collection[str] = ()) -> str:
+    """Write a file whose name is a digest of its content, unless it is there: whole or not at all."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
@@ -152,16 +154,16 @@ def _saved(tensors: dict[str, Tensor]) -> str:
             f"A LoRA of ComfyUI's loader could not be handed to the ranks: {path.parent} cannot be written "
             f"({reason(error)}); make room there, or set TMPDIR to a folder of another disk."
         ) from None
-    _remove_oldest(path)
+    _remove_oldest({str(path), *others})
     return str(path)
 
 
-def _remove_oldest(path: Path):
-    """Keep the files that were used last, MAX_BYTES of them at most, and ``path``. Who needs another one
-    again writes it; ranks that read one have it open."""
-    others = sorted(path.parent.glob("*.safetensors"), key=lambda each: -each.stat().st_atime)
-    left = MAX_BYTES - path.stat().st_size
-    for each in others:
-        left -= each.stat().st_size if each != path else 0
-        if left < 0 and each != path:
+def _remove_oldest(named: Collection[str]):
+    """Keep the files ``named``, and of the rest those that were used last, MAX_BYTES at most. Who needs
+    another one again writes it; ranks that read one have it open."""
+    rest = [path for path in Path(folder()).glob("*.safetensors") if str(path) not in named]
+    left = MAX_BYTES
+    for each in sorted(rest, key=lambda path: -path.stat().st_atime):
+        left -= each.stat().st_size
+        if left < 0:
             each.unlink()

@@ -49,7 +49,7 @@ def flux(flux, monkeypatch, tmp_path):
 def test_the_newest_files_are_kept(tmp_path, monkeypatch):
     """Temporary files may lie in memory: a day of other LoRAs would fill it."""
     monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
-    monkeypatch.setattr(stock_loras, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(stock_loras, "MAX_BYTES", 5_000)
     paths = []
     for age, value in enumerate((0.0, 1.0, 2.0)):
         paths.append(Path(stock_loras._saved({"a": torch.full((1000,), value)})))
@@ -160,6 +160,22 @@ def test_files_that_a_cleaner_removes_are_written_again(flux):
     (file,) = Path(stock_loras.folder()).iterdir()
     file.unlink()
     assert torch.equal(sample(model), wanted) and file.exists()
+
+
+def test_files_of_one_model_stay_however_large_they_are(flux, monkeypatch):
+    """Ranks read all that a MODEL names, each time that its stack changes."""
+    monkeypatch.setattr(stock_loras, "MAX_BYTES", 1)
+    files = [lora(MODULES[spelling], spelling, seed=9)[0] for spelling in MODULES]
+    model = with_loras(flux.ours, *files)
+    sample = ksampler(flux, steps=1)
+    wanted = sample(model)
+    folder = Path(stock_loras.folder())
+    assert len(list(folder.iterdir())) == 3
+    for path in folder.iterdir():
+        path.unlink()
+    assert torch.equal(sample(model), wanted) and len(list(folder.iterdir())) == 3
+    with_loras(flux.ours, lora(MODULES["comfyui"], "comfyui", seed=11)[0])
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_a_file_is_whole_or_not_there(monkeypatch, tmp_path):
