@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
@@ -19,7 +20,7 @@ from .adapters import SCALES, Adapter, Difference, LoHa, LoRA, LoRAByHead, matri
 from .allowed_folders import ANYWHERE, Folders
 from .lokr import LoKr
 from .lora_selection import MisfitError, Target, check_most, once_each
-from .lora_spellings import ALIASES, DEFAULT, KEY, PREFIX, REFUSED, USO_KEYS, check_spelling, from_uso
+from .lora_spellings import ALIASES, DEFAULT, KEY, PREFIX, REFUSED, ROWS, USO_KEYS, check_spelling, from_uso
 from .lora_validation import check_form
 from .parameter_sources import Source, sources
 from .safetensors_files import TensorFiles
@@ -86,6 +87,7 @@ class Targets:
     def __init__(self, layout: Layout, shapes: Shapes):
         """``shapes``: the diffusers transformer's parameters."""
         self.layout = layout
+        self.shapes = shapes
         ours = [Target(name, matrix(shape), {name: Source(name)}) for name, shape in shapes.items()]
         stacked = defaultdict(dict)
         for name, source in sources(layout, shapes).items():
@@ -105,7 +107,11 @@ class Targets:
         self.theirs = _by_name(theirs)
 
     def find(self, stem: str, leaf: str = "") -> Target | None:
-        """Find the tensor that a key without its role names; ``leaf``: a parameter other than the weight."""
+        """Find the tensor that a key without its role names, or rows of one (stem_of_rows); ``leaf``: a
+        parameter other than the weight."""
+        if rows := ROWS.fullmatch(stem):
+            whole = self.find(rows[1], leaf)
+            return whole and self._rows_of(whole, int(rows[2]), int(rows[3]))
         prefix = PREFIX.match(stem)
         assert prefix  # it matches the empty string too
         stem = stem[prefix.end() :] + leaf
@@ -115,6 +121,30 @@ class Targets:
         names += [names[0].replace(other, ours) for other, ours in ALIASES]
         orders = (self.ours, self.theirs) if prefix[1] else (self.theirs, self.ours)
         return next((targets[name] for name in names for targets in orders if name in targets), None)
+
+    def _rows_of(self, whole: Target, lo: int, hi: int) -> Target | None:
+        """Return rows lo..hi of a tensor; None where they are no whole parameters."""
+        pieces = {}
+        count = 0
+        for name, source in whole.pieces.items():
+            height, _ = matrix(self.shapes[name])
+            if lo <= source.lo and source.lo + height <= hi:
+                pieces[name] = replace(source, lo=source.lo - lo, hi=None)
+                count += height
+        if not pieces or count != hi - lo:
+            return None
+        return Target(f"{whole.name}[{lo}:{hi}]", (count, whole.shape[1]), pieces)
+
+    @cached_property
+    def parts(self) -> dict[str, list[int]]:
+        """Return the weights of the single file that hold several parameters -> where in their rows these
+        begin and end."""
+        stacked = {target.name: target for target in self.together.values() if len(target.pieces) > 1}
+        edges = defaultdict(set)
+        for key, target in stacked.items():
+            for name, source in target.pieces.items() if key.endswith(".weight") else ():
+                edges[key] |= {source.lo, source.lo + self.shapes[name][0]}
+        return {key: sorted(rows) for key, rows in edges.items()}
 
     @property
     def examples(self) -> str:

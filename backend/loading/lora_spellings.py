@@ -49,6 +49,8 @@ PREFIX = re.compile(
     r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|Hunyuan_video_I2V_lora_|unet\.|"
     r"(transformer\.|conditional_transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
 )
+#: A module, and rows of its weight that a LoRA changes alone (``stem_of_rows``).
+ROWS = re.compile(r"(.+)\.rows_(\d{1,9})_(\d{1,9})")
 #: Other names of modules: (theirs, diffusers').
 ALIASES = (
     ("_linear_in", "_net_0_proj"),
@@ -88,6 +90,12 @@ def is_lora(names: Collection[str]) -> bool:
     """Return whether most tensors of a file, of many a sample, have the names of a LoRA's factors."""
     sample = list(names)[:: 1 + len(names) // SAMPLE]
     return 2 * sum(KEY.fullmatch(name) is not None for name in sample) > len(sample)
+
+
+def stem_of_rows(module: str, lo: int, hi: int) -> str:
+    """Return how this pack spells rows lo..hi of the weight of a ``module``, in files that it writes for its
+    ranks: ComfyUI gives queries, keys and values of diffusers' LoRAs as rows of one tensor."""
+    return f"{module}.rows_{lo}_{hi}"
 
 
 def from_uso(key: str) -> str:

@@ -147,6 +147,7 @@ class LoadedModel:
             "bytes_read": self.report.bytes_read,
             "quantized": self.report.quantized,
             "weights": self.weights.checkpoint.comfy_shapes,
+            "parts": self.weights.targets.parts,
         }
 
 

@@ -31,6 +31,11 @@ def _refused(what: str):
     return method
 
 
+def _write(patches: dict, dit: ParallelDiT, files: dict) -> str | None:
+    info = dit.loaded.info
+    return stock_loras.write(patches, info["weights"], info["parts"], files.keys())
+
+
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
     """A ModelPatcher that refuses what would change, read or copy the weights, which are elsewhere."""
 
@@ -40,7 +45,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         dit, files = self._attached
         for path, patches in files.items():
             if not os.path.exists(path):
-                stock_loras.write(patches, dit.loaded.info["weights"], files.keys())
+                _write(patches, dit, files)
         return dit
 
     @property
@@ -69,7 +74,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             return list(patches)
         dit = self.dit
         _, files = self._attached
-        path = stock_loras.write(patches, dit.loaded.info["weights"], files.keys())
+        path = _write(patches, dit, files)
         if path and dit.config.address:
             _refused("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")(self)
         if not patches:

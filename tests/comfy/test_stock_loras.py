@@ -1,21 +1,16 @@
 """ComfyUI's own LoRA loaders on the MODEL of Parallel Model: handed to the ranks, or refused by name."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pack
 import pytest
 import torch
 from comfy_modules import comfy_modules
-from loras import lora
+from loras import MODULES, lora
 from pairs import Pair, ksampler
 from parallel_dit.backend.protocol import RefusedError
 from parallel_dit.nodes.host import stock_loras
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 with comfy_modules():
     import comfy.samplers
@@ -25,17 +20,6 @@ with comfy_modules():
     from parallel_dit.nodes.host.remote_patcher import take_bypass_loras
     from parallel_dit.nodes.parallel_model import remote_model
 
-#: Spelling -> modules of the tiny Flux that a LoRA changes. ComfyUI maps diffusers' names to rows of its own.
-MODULES = {
-    "comfyui": {"double_blocks.0.img_attn.qkv": (768, 256), "single_blocks.1.linear2": (256, 1280)},
-    "kohya": {"double_blocks.1.txt_attn.proj": (256, 256)},
-    "diffusers": {
-        "transformer_blocks.0.attn.to_k": (256, 256),
-        "transformer_blocks.0.attn.to_v": (256, 256),
-        "single_transformer_blocks.0.attn.to_q": (256, 256),
-    },
-}
-
 
 @pytest.fixture
 def flux(flux, monkeypatch, tmp_path):
@@ -44,22 +28,6 @@ def flux(flux, monkeypatch, tmp_path):
     # ComfyUI before 0.8 takes every Flux for one of the released width
     monkeypatch.setitem(flux.ours.model.model_config.unet_config, "hidden_size", 256)
     return flux
-
-
-def test_the_newest_files_are_kept(tmp_path, monkeypatch):
-    """Temporary files may lie in memory: a day of other LoRAs would fill it."""
-    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
-    monkeypatch.setattr(stock_loras, "MAX_BYTES", 5_000)
-    paths = []
-    for age, value in enumerate((0.0, 1.0, 2.0)):
-        paths.append(Path(stock_loras._saved({"a": torch.full((1000,), value)})))
-        os.utime(paths[-1], (age, age))
-    assert [path.exists() for path in paths] == [False, True, True]
-    again = Path(stock_loras._saved({"a": torch.full((1000,), 1.0)}))
-    assert again == paths[1] and again.stat().st_atime > 2
-    assert again.stat().st_mtime == 1  # ranks take it for the file that they hold
-    stock_loras._saved({"a": torch.full((1000,), 3.0)})
-    assert paths[1].exists() and not paths[2].exists() and not list(tmp_path.glob("*.part"))
 
 
 def with_loras(model, *files, strength=0.8):
@@ -162,68 +130,6 @@ def test_files_that_a_cleaner_removes_are_written_again(flux):
     assert torch.equal(sample(model), wanted) and file.exists()
 
 
-def test_files_of_one_model_stay_however_large_they_are(flux, monkeypatch):
-    """Ranks read all that a MODEL names, each time that its stack changes."""
-    monkeypatch.setattr(stock_loras, "MAX_BYTES", 1)
-    files = [lora(MODULES[spelling], spelling, seed=9)[0] for spelling in MODULES]
-    model = with_loras(flux.ours, *files)
-    sample = ksampler(flux, steps=1)
-    wanted = sample(model)
-    folder = Path(stock_loras.folder())
-    assert len(list(folder.iterdir())) == 3
-    for path in folder.iterdir():
-        path.unlink()
-    assert torch.equal(sample(model), wanted) and len(list(folder.iterdir())) == 3
-    with_loras(flux.ours, lora(MODULES["comfyui"], "comfyui", seed=11)[0])
-    assert len(list(folder.iterdir())) == 1
-
-
-def test_a_file_is_whole_or_not_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
-
-    def full(tensors, path):
-        Path(path).write_bytes(b"half")
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    shapes = {"a.weight": [4, 4]}
-    patches = {"diffusion_model.a.weight": ("diff", (torch.ones(4, 4),))}
-    with monkeypatch.context() as patched, pytest.raises(RefusedError, match="No space left.*TMPDIR"):
-        patched.setattr(stock_loras, "save_file", full)
-        stock_loras.write(patches, shapes)
-    assert load_file(stock_loras.write(patches, shapes)).keys() == {"diffusion_model.a.diff"}
-
-
-#: Writes a file as one ComfyUI does, empties the temporary folder as another one does, and prints the folder.
-AFTER_ANOTHER = """
-import os, shutil, sys
-import pack, torch
-from comfy_modules import comfy_modules
-
-with comfy_modules():
-    import folder_paths
-    from parallel_dit.nodes.host import model_files, stock_loras
-folder_paths.set_temp_directory(sys.argv[1])
-patch = ("diff", (torch.ones(4, 4),))
-path = stock_loras.write({"diffusion_model.a.weight": patch}, {"a.weight": [4, 4]})
-shutil.rmtree(sys.argv[1], ignore_errors=True)
-assert os.path.exists(path)
-assert os.stat(stock_loras.folder()).st_mode & 0o777 == 0o700
-assert stock_loras.folder() in model_files.model_folders()
-print(stock_loras.folder())
-"""
-
-
-def test_a_patch_of_a_tensor_alone_is_a_difference(monkeypatch, tmp_path):
-    """As ComfyUI takes it. Of others no tensor is printed."""
-    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
-    shapes = {"a.weight": [4, 4]}
-    path = stock_loras.write({"diffusion_model.a.weight": (torch.ones(4, 4),)}, shapes)
-    assert load_file(path)["diffusion_model.a.diff"].equal(torch.ones(4, 4))
-    for patch, kind in (((torch.ones(4, 4), {}), "of no name"), (("set", (torch.ones(4, 4),)), "set")):
-        with pytest.raises(RefusedError, match=f"a patch of the kind {kind}, which"):
-            stock_loras.write({"diffusion_model.a.weight": patch}, shapes)
-
-
 def test_a_lora_for_the_text_encoder_alone(flux):
     """Of a kind that its transformer's part would be refused for; at an address, too, nothing is sent."""
     file, _ = REFUSED["another kind"]
@@ -235,15 +141,6 @@ def test_a_lora_for_the_text_encoder_alone(flux):
     assert far.add_patches(patch) == [*patch]
     with pytest.raises(RefusedError, match="a backend with an address"):
         with_loras(far, lora(MODULES["comfyui"], "comfyui")[0])
-
-
-def test_the_folder_is_one_processs_alone(tmp_path):
-    """A second ComfyUI leaves it, and nothing stays of it."""
-    command = [sys.executable, "-c", AFTER_ANOTHER, str(tmp_path / "temp")]
-    places = [str(Path(file).parent) for file in (__file__, pack.__file__)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "TMPDIR": str(tmp_path)}
-    folders = [subprocess.check_output(command, env=environment, text=True).split()[-1] for _ in range(2)]
-    assert len(set(folders)) == 2 and not any(Path(folder).exists() for folder in folders)
 
 
 def sampled_by_two(pair, model, negative):

@@ -35,6 +35,17 @@ SPELLINGS = {
     ),
 }
 
+#: Spelling -> modules of the tiny Flux that a LoRA changes. ComfyUI maps diffusers' names to rows of its own.
+MODULES = {
+    "comfyui": {"double_blocks.0.img_attn.qkv": (768, 256), "single_blocks.1.linear2": (256, 1280)},
+    "kohya": {"double_blocks.1.txt_attn.proj": (256, 256)},
+    "diffusers": {
+        "transformer_blocks.0.attn.to_k": (256, 256),
+        "transformer_blocks.0.attn.to_v": (256, 256),
+        "single_transformer_blocks.0.attn.to_q": (256, 256),
+    },
+}
+
 
 def randn(*shape, seed=0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed))

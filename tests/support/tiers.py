@@ -66,6 +66,7 @@ LEFT_OUT = {
     "comfy/test_parallel_model_plans.py": "a backend in ComfyUI's process",
     "comfy/test_parallel_model_refusals.py": "a backend in ComfyUI's process",
     "comfy/test_stock_loras.py": "a backend in ComfyUI's process",
+    "comfy/test_stock_lora_files.py": "a backend in ComfyUI's process",
     "comfy/test_positions.py": "ComfyUI's tables of positions at every released size",
     "comfy/test_quantized.py": "ComfyUI's layouts; unit/test_quantized.py has our own formulas",
     "comfy/test_quantized_graphs.py": "two loads of every file, and ComfyUI's model of it",

@@ -60,7 +60,7 @@ SHARED_FILES = (
         "backend.units",
         "backend.quantization.lora_bytes",
     ),
-    *("backend.loading.lora_file_bytes", "backend.runtime.whole_files"),
+    *("backend.loading.lora_file_bytes", "backend.loading.lora_spellings", "backend.runtime.whole_files"),
 )
 STDLIB_ONLY = (
     "backend.config",

@@ -63,12 +63,13 @@ def test_a_node_says_that_it_waits_for_another_client(host):
 def test_comfyuis_own_lora_loaders_show_the_note_and_what_a_lora_costs(host, warning, monkeypatch):
     """A note alone, too: the line of an earlier file stayed under the node."""
     info = {"notes": ["of another one", "changes added: 1"], "warnings": ["", warning], "weights": {}}
+    info["parts"] = {}
     module, sent = host.remote_patcher, []
     dit = SimpleNamespace(loaded=SimpleNamespace(info=info), config=SimpleNamespace(address=""))
     monkeypatch.setattr(module, "with_lora", lambda *_: dit)
     monkeypatch.setattr(module, "node_text", lambda: sent.append)
     monkeypatch.setattr(
-        module.stock_loras, "write", lambda patches, shapes: "/lora" if "a" in patches else None
+        module.stock_loras, "write", lambda patches, *others: "/lora" if "a" in patches else None
     )
     patcher = module.RemotePatcher(None, None, None)
     patcher.get_attachment = lambda key: (dit, {})

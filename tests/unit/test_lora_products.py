@@ -20,6 +20,7 @@ from backend.loading.lokr import LoKr
 from backend.loading.lora_file_bytes import file_bytes
 from backend.loading.lora_keys import lora_stack
 from backend.loading.lora_products import are_products
+from backend.loading.lora_spellings import stem_of_rows
 from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import compiled_blocks, mesh
 from backend.parallel.sequence import Span
@@ -254,6 +255,24 @@ def test_magnitudes_of_columns_need_the_whole(tmp_path):
     rows = adapter(tmp_path, small | {"dora_scale": randn(ROWS, 1).abs()})
     columns = adapter(tmp_path, small | {"dora_scale": randn(1, COLUMNS).abs()})
     assert are_products([rows]) and not are_products([columns])
+
+
+def test_rows_of_a_tensor_are_planned_as_they_are_held(tmp_path):
+    """Each parameter's own rank is known before any is next to its weight; of one product for all three, of
+    which each has a part, it is not."""
+    path, _ = write(tmp_path)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), "bf16", "weight only")
+    model, module = engine.models["tiny"], "diffusion_model.double_blocks.0.img_attn.qkv"
+    stems = [stem_of_rows(module, 256 * i, 256 * (i + 1)) for i in range(3)]
+    tensors = {f"{stem}.lora_up.weight": randn(256, 4, seed=i) for i, stem in enumerate(stems)}
+    tensors |= {f"{stem}.lora_down.weight": randn(4, 256, seed=i) for i, stem in enumerate(stems)}
+    save_file(tensors, tmp_path / "apart.safetensors")
+    stack = lora_stack([[str(tmp_path / "apart.safetensors"), 1.0]])
+    planned = model.lora_bytes_by_kind(stack, whole=True)
+    model.weights.fuse(stack)
+    assert planned == model.lora_bytes_by_kind(stack, whole=True)
+    assert model.held_lora_bytes == planned.total == 3 * 4 * (256 + 256) * 2
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "large lokr", "loha", "large loha", "diff"])

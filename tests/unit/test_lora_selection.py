@@ -10,6 +10,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.lora_keys import lora_stack
+from backend.loading.lora_spellings import stem_of_rows
 from backend.parallel import mesh
 
 ATTENTION, PROJECTION = "double_blocks.0.img_attn.qkv", "double_blocks.0.img_attn.proj"
@@ -61,3 +62,33 @@ def test_a_file_of_which_most_does_not_fit_is_of_another_model(flux, tmp_path):
     stack = lora_stack([[write(tmp_path / "other.safetensors", GOOD | others), 1.0]])
     with pytest.raises(UnsupportedError, match="final_layer.linear.weight is 7 x 256, but in .* is 64 x 256"):
         flux.check_loras("m", stack)
+
+
+def test_rows_of_a_tensor_are_its_parameters(flux, tmp_path):
+    """As ComfyUI's loaders name those of files with diffusers' names. Of rows that are no whole parameters
+    nothing is added."""
+    modules = {f"transformer_blocks.0.attn.to_{part}": (256, 256) for part in "qv"}
+    modules["single_transformer_blocks.0.proj_mlp"] = (1024, 256)
+    file, _ = lora(modules, "diffusers")
+    edges = flux.facts("m")["parts"]
+    assert edges[f"{ATTENTION}.weight"] == [0, 256, 512, 768] and "img_in.weight" not in edges
+    assert edges["single_blocks.0.linear1.weight"] == [0, 256, 512, 768, 1792]
+    rows = [(ATTENTION, 0, 256), (ATTENTION, 512, 768), ("single_blocks.0.linear1", 768, 1792)]
+    ends = {
+        ".lora.up.weight": ".lora_up.weight",
+        ".lora.down.weight": ".lora_down.weight",
+        ".alpha": ".alpha",
+    }
+    same = {
+        f"diffusion_model.{stem_of_rows(*row)}{theirs}": file[f"transformer.{module}{ours}"]
+        for module, row in zip(modules, rows)
+        for ours, theirs in ends.items()
+    }
+    wanted = change(flux, tmp_path / "a.safetensors", file)
+    found = change(flux, tmp_path / "b.safetensors", same)
+    assert found.keys() == wanted.keys() and len(wanted) == 3
+    assert all(found[name].equal(value) for name, value in wanted.items())
+    wrong = {key.replace("rows_0_256", "rows_0_250"): value.clone() for key, value in same.items()}
+    wrong |= {key.replace("rows_512_768", "rows_768_999"): value for key, value in same.items()}
+    (warning,) = flux.check_loras("m", lora_stack([[write(tmp_path / "c.safetensors", wrong), 1.0]]))
+    assert warning.startswith("6 keys of the LoRA") and "rows_0_250" in warning and "rows_768_999" in warning
