@@ -19,7 +19,7 @@ from ..quantization.packed_weight import PackedWeight
 from ..units import fine_gigabytes
 from .adapters import LoRA, cut, matrix
 from .checkpoint import Checkpoint
-from .lora_keys import Lora, LoraUse, Targets, file_state, open_lora
+from .lora_keys import Lora, LoraUse, file_state, open_lora
 from .lora_products import (
     LoraChange,
     MatrixShard,
@@ -29,6 +29,7 @@ from .lora_products import (
     plain,
     with_magnitudes,
 )
+from .lora_targets import Targets
 from .lora_validation import check_values
 
 #: LoRAs in the order in which they are added.

@@ -7,31 +7,32 @@ one means, so no family needs code here.
 
 import hashlib
 import json
-import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from collections.abc import Collection
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
-from ..models.key_layout import Layout, Shapes
 from .adapters import SCALES, Adapter, Difference, LoHa, LoRA, LoRAByHead, matrix
 from .allowed_folders import ANYWHERE, Folders
 from .lokr import LoKr
 from .lora_selection import MisfitError, Target, check_most, once_each
-from .lora_spellings import ALIASES, DEFAULT, KEY, PREFIX, REFUSED, ROWS, USO_KEYS, check_spelling, from_uso
+from .lora_spellings import (
+    DEFAULT,
+    KEY,
+    REFUSED,
+    TEXT_ENCODER,
+    USO_KEYS,
+    check_spelling,
+    from_uso,
+)
+from .lora_targets import Targets
 from .lora_validation import check_form
-from .parameter_sources import Source, sources
 from .safetensors_files import TensorFiles
 
 KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
 #: Modules that read the latent, under the names of single files and of diffusers.
 INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in", "pos_embed")
-#: Parameters that are rows of one tensor, which LoRAs can name without the rest of it.
-QKV = (".to_q.weight", ".to_k.weight", ".to_v.weight")
-#: The number of a block in a key.
-BLOCK_NUMBER = re.compile(r"\.\d+\.")
 #: Keys that are named under a node, of those that are left out; the log has more.
 MAX_NAMED = 3
 #: Far beyond the node's 100, and far below what float32 holds.
@@ -58,13 +59,26 @@ class Lora:
     left_out: list[str]
 
     @property
+    def of_text(self) -> list[str]:
+        """The unmatched keys that are for a text encoder."""
+        return [key for key in self.unmatched if TEXT_ENCODER.match(key)]
+
+    @property
+    def unknown(self) -> list[str]:
+        """The other unmatched keys."""
+        return [key for key in self.unmatched if not TEXT_ENCODER.match(key)]
+
+    @property
     def warning(self) -> str:
-        """A sentence on the unmatched keys and one on what is left out, empty where there are none."""
+        """Say which keys are unmatched and what is left out, empty where there are none."""
         of = f"of the LoRA {Path(self.path).name} were not loaded"
         sentences = []
-        if self.unmatched:
-            what = f"{len(self.unmatched)} keys {of}, because this model has nothing of their names"
-            sentences.append(f"{what}: {some(self.unmatched, 20)}.")
+        if self.unknown:
+            what = f"{len(self.unknown)} keys {of}, because this model has nothing of their names"
+            sentences.append(f"{what}: {some(self.unknown, 20)}.")
+        if self.of_text:
+            what = f"{len(self.of_text)} keys {of}, because they are for the text encoder"
+            sentences.append(f"{what}: {some(self.of_text)}.")
         if self.left_out:
             sentences.append(f"{len(self.left_out)} changes {of}: {'; '.join(self.left_out[:5])}.")
         return " ".join(sentences)
@@ -73,91 +87,14 @@ class Lora:
     def note(self) -> str:
         """One short line for the graph: how much is added, and what is not."""
         parts = [f"changes added: {len(self.adapters)}"]
-        if self.unmatched:
-            named = some(self.unmatched, MAX_NAMED)
-            parts.append(f"keys left out, for which this model has nothing: {len(self.unmatched)} ({named})")
+        if self.unknown:
+            named = some(self.unknown, MAX_NAMED)
+            parts.append(f"keys left out, for which this model has nothing: {len(self.unknown)} ({named})")
+        if self.of_text:
+            parts.append(f"for the text encoder: {len(self.of_text)} keys, which this node does not use")
         if self.left_out:
             parts.append(f"changes left out, which do not fit: {len(self.left_out)}")
         return " · ".join(parts)
-
-
-class Targets:
-    """Every tensor of a transformer under both of its names, the single file's and diffusers'."""
-
-    def __init__(self, layout: Layout, shapes: Shapes):
-        """``shapes``: the diffusers transformer's parameters."""
-        self.layout = layout
-        self.shapes = shapes
-        ours = [Target(name, matrix(shape), {name: Source(name)}) for name, shape in shapes.items()]
-        stacked = defaultdict(dict)
-        for name, source in sources(layout, shapes).items():
-            stacked[source.key][name] = source
-        heads = {module: shapes[norm][0] for module, norm in layout.by_head.items() if norm in shapes}
-        theirs = [_stack(key, pieces, shapes, heads) for key, pieces in stacked.items()]
-        #: Parameter -> all parameters that the single file keeps in the same tensor, as that tensor.
-        self.together = {name: target for target in theirs for name in target.pieces}
-        for key, pieces in stacked.items():
-            qkv = {name: source for name, source in pieces.items() if name.endswith(QKV)}
-            if 0 < len(qkv) < len(pieces):
-                theirs.append(_stack(f"{key.removesuffix('.weight')}_qkv.weight", qkv, shapes))
-        for name, source in sources(replace(layout, names=layout.apart), shapes).items():
-            if source.key != name:
-                theirs.append(Target(source.key, matrix(shapes[name]), {name: Source(source.key)}))
-        self.ours = _by_name(ours)
-        self.theirs = _by_name(theirs)
-
-    def find(self, stem: str, leaf: str = "") -> Target | None:
-        """Find the tensor that a key without its role names, or rows of one (stem_of_rows); ``leaf``: a
-        parameter other than the weight."""
-        if rows := ROWS.fullmatch(stem):
-            whole = self.find(rows[1], leaf)
-            return whole and self._rows_of(whole, int(rows[2]), int(rows[3]))
-        prefix = PREFIX.match(stem)
-        assert prefix  # it matches the empty string too
-        stem = stem[prefix.end() :] + leaf
-        spelled = self.layout.spell(f"{stem}.weight").removesuffix(".weight")
-        names = [stem.replace(".", "_"), spelled.replace(".", "_")]
-        names.append(self.layout.spell(f"{names[0]}_weight", "_").removesuffix("_weight"))
-        names += [names[0].replace(other, ours) for other, ours in ALIASES]
-        orders = (self.ours, self.theirs) if prefix[1] else (self.theirs, self.ours)
-        return next((targets[name] for name in names for targets in orders if name in targets), None)
-
-    def _rows_of(self, whole: Target, lo: int, hi: int) -> Target | None:
-        """Return rows lo..hi of a tensor; None where they are no whole parameters."""
-        pieces = {}
-        count = 0
-        for name, source in whole.pieces.items():
-            height, _ = matrix(self.shapes[name])
-            if lo <= source.lo and source.lo + height <= hi:
-                pieces[name] = replace(source, lo=source.lo - lo, hi=None)
-                count += height
-        if not pieces or count != hi - lo:
-            return None
-        return Target(f"{whole.name}[{lo}:{hi}]", (count, whole.shape[1]), pieces)
-
-    @cached_property
-    def parts(self) -> dict[str, list[int]]:
-        """Return the weights of the single file that hold several parameters -> where in their rows these
-        begin and end."""
-        stacked = {target.name: target for target in self.together.values() if len(target.pieces) > 1}
-        edges = defaultdict(set)
-        for key, target in stacked.items():
-            for name, source in target.pieces.items() if key.endswith(".weight") else ():
-                edges[key] |= {source.lo, source.lo + self.shapes[name][0]}
-        return {key: sorted(rows) for key, rows in edges.items()}
-
-    @property
-    def examples(self) -> str:
-        """Modules under their first and second names, for messages."""
-        examples = []
-        for targets in (self.theirs, self.ours):
-            names = [
-                target.name.removesuffix(".weight")
-                for name, target in targets.items()
-                if name == target.name.replace(".", "_") and ".0." in target.name and min(target.shape) > 1
-            ]
-            examples += sorted(names, key=lambda name: "att" not in name)[:2]
-        return ", ".join(dict.fromkeys(examples))
 
 
 def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
@@ -232,17 +169,28 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
                 misfits.append(error)
     check_most(len(adapters), misfits)
     if not adapters:
-        raise UnsupportedError(
-            f"the LoRA {where.name} was made for another model and has nothing for {model}; choose a LoRA of "
-            f"this model. Its keys begin with {some(files.shapes)}, while this model has modules like "
-            f"{targets.examples}, looked for with and without the prefixes diffusion_model., transformer., "
-            f"conditional_transformer., lora_unet_, lora_transformer_ and lycoris_."
-        )
+        raise _nothing_here(where.name, files.shapes, targets, model)
     kept, twice = once_each(adapters)
     left_out = [each.short for each in misfits] + [
         f"{target.name} is changed by another one, too" for target in twice
     ]
     return Lora(path, kept, unmatched, left_out)
+
+
+def _nothing_here(name: str, keys: Collection[str], targets: Targets, model: str) -> UnsupportedError:
+    """Say why nothing of a LoRA is for this model."""
+    others = [key for key in keys if not TEXT_ENCODER.match(key)]
+    if not others:
+        return UnsupportedError(
+            f"the LoRA {name} is for the text encoder alone, which this node does not use; add it with "
+            f"ComfyUI's Load LoRA at strength_model 0. Its keys begin with {some(keys)}."
+        )
+    return UnsupportedError(
+        f"the LoRA {name} was made for another model and has nothing for {model}; choose a LoRA of "
+        f"this model. Its keys begin with {some(others)}, while this model has modules like "
+        f"{targets.examples}, looked for with and without the prefixes diffusion_model., transformer., "
+        f"conditional_transformer., lora_unet_, lora_transformer_ and lycoris_."
+    )
 
 
 def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target, model: str) -> Adapter:
@@ -288,25 +236,6 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
             f"neither a row nor a column of a tensor of {_times(target.shape)}; download the file again."
         )
     return adapter
-
-
-def _stack(
-    key: str, pieces: Mapping[str, Source], shapes: Shapes, heads: Mapping[str, int] | None = None
-) -> Target:
-    """Return the tensor that has the rows of these parameters. ``heads``: module -> rows of a head."""
-    matrices = [matrix(shapes[name]) for name in pieces]
-    module = BLOCK_NUMBER.sub(".{}.", key.removesuffix(".weight"), count=1)
-    head = (heads or {}).get(module, 0)
-    return Target(key, (sum(rows for rows, _ in matrices), matrices[0][1]), pieces, head)
-
-
-def _by_name(targets: list[Target]) -> dict[str, Target]:
-    """Return every target under its module's name and under its own."""
-    return {
-        name.replace(".", "_"): target
-        for target in targets
-        for name in (target.name, target.name.removesuffix(".weight").removesuffix(".scale"))
-    }
 
 
 def _times(shape) -> str:

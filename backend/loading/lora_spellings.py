@@ -21,12 +21,13 @@ ROLES = {
         for factor in ("w1_a", "w1_b", "w2_a", "w2_b")
     },
     "refused": r"\.lora_mid\.weight|\.hada_t[12]|\.lokr_t2|\.reshape_weight|\.set_weight"
-    r"|\.[ab][12]\.weight|\.oft_blocks|\.oft_diag|\.oft_R(?:\.[^.]+)?\.weight|\.rescale"
+    r"|\.[ab][12]\.weight|\.oft_blocks(?:\.\d+)?|\.oft_diag|\.oft_R(?:\.[^.]+)?\.weight|\.rescale"
     r"|\.lora_magnitude_vector(?:\.[^.]+)*",
 }
 #: What to do with a kind that ComfyUI reads, and with one that it leaves out without a word.
 _READ = "use KSampler for it, or a LoRA of another kind"
 _UNREAD = "use a LoRA of another kind: KSampler does not read it either"
+_UNREAD_OFT = "OFT in the form of PEFT or Kohya"
 #: End of a key -> the kind of adapter, which is not supported, and what to do instead.
 REFUSED = {
     "lora_mid": ("Tucker decomposition of convolutions", _READ),
@@ -34,8 +35,9 @@ REFUSED = {
     "lokr_t2": ("Tucker decomposition of convolutions", _READ),
     "reshape_weight": ("a control LoRA, which widens the model's input", _READ),
     "set_weight": ("weights that are replaced, as control LoRAs do", _READ),
+    "oft_blocks.": (_UNREAD_OFT, _UNREAD),
     "oft_blocks": ("OFT", _READ),
-    "oft_": ("OFT in the form of PEFT or Kohya", _UNREAD),
+    "oft_": (_UNREAD_OFT, _UNREAD),
     "rescale": ("OFT", _READ),
     "lora_magnitude_vector": ("PEFT's DoRA", _UNREAD),
     "": ("GLoRA", _READ),
@@ -46,9 +48,11 @@ _ENDS = "|".join(f"(?P<{role}>{pattern})" for role, pattern in ROLES.items())
 KEY = re.compile(rf"(?P<stem>.+?)(?:{_ENDS})")
 #: What may stand in front of a module's name; the second group is of those who write diffusers' names.
 PREFIX = re.compile(
-    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|Hunyuan_video_I2V_lora_|unet\.|"
+    r"(?:model\.)?(?:diffusion_model\.|lora_unet__?|oft_unet_|Hunyuan_video_I2V_lora_|unet\.|"
     r"(transformer\.|conditional_transformer\.|base_model\.model\.|lora_transformer_|lycoris_))*"
 )
+#: How keys begin that are for a text encoder.
+TEXT_ENCODER = re.compile(r"lora_(?:prior_)?te\d*_|text_encoders?(?:_\d+)?\.")
 #: A module, and rows of its weight that a LoRA changes alone (``stem_of_rows``).
 ROWS = re.compile(r"(.+)\.rows_(\d{1,9})_(\d{1,9})")
 #: Other names of modules: (theirs, diffusers').

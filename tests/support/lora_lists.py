@@ -15,7 +15,8 @@ from pathlib import Path
 
 from headers import RELEASED, opened, released, unfold, write_sparse
 
-from backend.loading.lora_keys import Lora, Targets, open_lora
+from backend.loading.lora_keys import Lora, open_lora
+from backend.loading.lora_targets import Targets
 
 #: Rank of all lists, and the factor that LyCORIS cuts matrices by for LoKr.
 RANK, FACTOR = 8, 16
@@ -63,6 +64,7 @@ SPELLINGS = {
     "BFL": Spelling("", ".", A_B | {"bias": ".lora_B.bias", "scale": ".scale"}),
     "XLabs": Spelling("", ".", {"down": ".down.weight", "up": ".up.weight"}),
     "PEFT's DoRA": Spelling("transformer.", ".", A_B | {"rows": ".lora_magnitude_vector"}),
+    "kohya, OFT": Spelling("oft_unet_", "_", {"oft": ".oft_blocks.0"} | ALPHA),
     "OFT": Spelling("lora_unet_", "_", {"oft": ".oft_blocks"}),
 }
 #: Roles that tensors of one dimension have.

@@ -12,6 +12,7 @@ from without_comfy import HOST, StandIn, on_stand_ins
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.errors import UnsupportedError
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
 
@@ -61,11 +62,30 @@ def test_keys_without_counterpart_stand_under_the_node(node, tmp_path, monkeypat
     rows, columns = shallow_flux()["double_blocks.0.img_mlp.0.weight"]
     module = "lora_unet_double_blocks_0_img_mlp_0"
     good = {f"{module}.lora_up.weight": randn(rows, 2), f"{module}.lora_down.weight": randn(2, columns)}
-    others = {f"lora_te1_text_{i}.alpha": torch.tensor(1.0) for i in range(12)}
+    others = {f"lora_unet_no_such_{i}.alpha": torch.tensor(1.0) for i in range(12)}
     (note,) = notes(tmp_path, good | others)
     line = shown(node, note, 1.0, monkeypatch)
     assert line.startswith("changes added: 1 · keys left out, for which this model has nothing: 12 (")
-    assert line.count("lora_te1_text_") == 3 and line.endswith(", ...)") and len(line) < 200
+    assert line.count("lora_unet_no_such_") == 3 and line.endswith(", ...)") and len(line) < 200
+
+
+@pytest.mark.parametrize(
+    "prefix", ["lora_te1_", "lora_te_", "lora_prior_te_", "text_encoder.", "text_encoders.a."]
+)
+def test_keys_of_the_text_encoder_are_counted_apart(node, prefix, tmp_path, monkeypatch):
+    """They are no sign of another model, except where a file has nothing else."""
+    rows, columns = shallow_flux()["double_blocks.0.img_mlp.0.weight"]
+    good = {"diffusion_model.double_blocks.0.img_mlp.0.diff": randn(rows, columns)}
+    text = {
+        f"{prefix}layers_{i}.lora_{role}.weight": randn(2, 2) for i in range(3) for role in ("up", "down")
+    }
+    (note,) = notes(tmp_path, good | text)
+    line = shown(node, note, 1.0, monkeypatch)
+    assert line == "changes added: 1 · for the text encoder: 6 keys, which this node does not use"
+    with pytest.raises(UnsupportedError, match=r"for the text encoder alone.*Load LoRA at strength_model 0"):
+        notes(tmp_path, text)
+    with pytest.raises(UnsupportedError, match=r"another model.*with 'of.another.lora_up.weight', while"):
+        notes(tmp_path, text | {"of.another.lora_up.weight": randn(2, 2)})
 
 
 def test_a_file_of_which_all_is_added_says_so(node, tmp_path, monkeypatch):
