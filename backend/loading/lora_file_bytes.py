@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ..quantization.lora_bytes import LoraBytes
-from .lora_spellings import KEY
+from .lora_spellings import KEY, TEXT_ENCODER
 
 #: Role -> shape of a file's tensor.
 Shapes = Mapping[str, Sequence[int]]
@@ -15,26 +15,42 @@ Shapes = Mapping[str, Sequence[int]]
 NUMBER, ROW_SCALE = 2, 4
 #: As loading/adapters.py has it: with more numbers than this share of the matrix, it is held as a whole.
 MAX_FACTORS = 0.5
+#: End of a module's name in single files -> parameters of which its matrix has the rows: each is next to a
+#: factor of the columns on the ranks.
+PIECES = {"qkv": 3, "qkv_proj": 3, "kv_proj": 2, "kv_linear": 2, "gate_up": 2}
+#: The first layer of single blocks: queries, keys, values and an MLP of four times their rows. Flux.2's, with
+#: an MLP of six times, is one parameter.
+FIRST, FIRST_PIECES, FIRST_ROWS = "linear1", 4, 7
 
 
 def file_bytes(shapes: Mapping[str, Sequence[int]]) -> LoraBytes:
     """Count what is held of a file with tensors of these ``shapes``, of whose modules each is taken for a
-    quantized matrix of its own."""
+    quantized matrix of its own, or of those that it is known to hold (PIECES)."""
     modules: dict[str, dict] = defaultdict(dict)
     total = LoraBytes()
     for key, shape in shapes.items():
+        if TEXT_ENCODER.match(key):
+            continue
         match = KEY.fullmatch(key)
         if match is None or match.lastgroup is None:
             total = total.and_of(LoraBytes(NUMBER * math.prod(shape)))
         else:
             modules[match["stem"]][match.lastgroup] = shape
-    for roles in modules.values():
-        total = total.and_of(_held(roles))
+    for stem, roles in modules.items():
+        total = total.and_of(_held(stem, roles))
     return total
 
 
-def _held(roles: Shapes) -> LoraBytes:
-    """Count what is held of a module."""
+def _pieces(stem: str, rows: int, columns: int) -> int:
+    """Return of how many parameters a module's matrix has the rows."""
+    if stem.endswith(FIRST):
+        return FIRST_PIECES if rows == FIRST_ROWS * columns else 1
+    ends = [end for end in PIECES if stem.lower().endswith(end)]
+    return PIECES[max(ends, key=len)] if ends else 1
+
+
+def _held(stem: str, roles: Shapes) -> LoraBytes:
+    """Count what is held of the module ``stem``."""
     if "difference" in roles:
         shape = roles["difference"]
         return LoraBytes(copies=NUMBER * math.prod(shape) if len(shape) == 2 else 0)
@@ -50,18 +66,21 @@ def _held(roles: Shapes) -> LoraBytes:
     else:
         return LoraBytes(NUMBER * sum(math.prod(shape) for shape in roles.values()))
     most = MAX_FACTORS * rows * columns
+    pieces = _pieces(stem, rows, columns)
     if lokr and "dora_scale" not in roles:
         (outer, blocks, _), (height, width, _) = lokr
         inner = _matrix(roles["lokr_w2_b"])[0] * (height + width) if "lokr_w2_b" in roles else math.inf
         numbers = outer * blocks + int(min(inner, height * width))
         if numbers <= most:
-            return LoraBytes(uncut=NUMBER * numbers)
+            again = (min(pieces, outer) - 1) * (numbers - outer * blocks)
+            return LoraBytes(uncut=NUMBER * (numbers + again))
     is_scaled = "dora_scale" in roles
     if is_scaled and _matrix(roles["dora_scale"]) != (rows, 1):
         return LoraBytes(copies=NUMBER * rows * columns)
     factors = rank * (rows + columns)
     if "up" not in roles and factors > most:
         return LoraBytes(copies=NUMBER * rows * columns)
+    factors += rank * (pieces - 1) * columns
     return LoraBytes(NUMBER * factors + (ROW_SCALE * rows if is_scaled else 0))
 
 

@@ -4,9 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from lora_lists import key_lists, keys_of, opened_list, targets_of
 
 from backend.errors import UnsupportedError
+from backend.loading.adapters import matrix
+from backend.loading.lora_file_bytes import PIECES, file_bytes
+from backend.loading.lora_keys import LoraUse
+from backend.loading.lora_products import LoraChange, MatrixShard, added_bytes
+from backend.models import FAMILIES
+from backend.parallel.sequence import Span
+from backend.quantization.lora_bytes import LoraBytes
 
 HEADERS = Path(__file__).parents[1] / "headers"
 LISTS = key_lists()
@@ -53,3 +61,37 @@ def test_uso_names_query_key_and_value_of_single_blocks(tmp_path):
     ]
     whole = targets_of(LISTS["Flux.1, USO"].model).together["single_transformer_blocks.0.attn.to_q.weight"]
     assert whole.shape == (21504, 3072)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Flux.1, sd-scripts with a text encoder",
+        "Flux.1, sd-scripts with DoRA",
+        "Flux.1, OneTrainer",
+        "Flux.2 dev, ai-toolkit",
+    ],
+)
+def test_a_file_is_planned_as_ranks_hold_it(name, tmp_path):
+    """From its keys alone, whatever the model: nothing for text encoders, and the factor of the columns for
+    each parameter that a matrix of the file has."""
+    entry = LISTS[name]
+    lora, targets = opened_list(entry, tmp_path), targets_of(entry.model)
+    held = LoraBytes()
+    for i, (target, adapter) in enumerate(lora.adapters):
+        change = LoraChange(i, 0, LoraUse(lora.path, 1.0), target, adapter)
+        for piece in target.pieces:
+            height, width = matrix(targets.shapes[piece])
+            shard = MatrixShard(piece, (Span(0, height),), (Span(0, width),), height, width)
+            held = held.and_of(added_bytes([change], shard, torch.bfloat16, {}))
+    assert file_bytes({key: shape for key, (_, shape) in keys_of(entry).items()}) == held
+
+
+def test_matrices_of_several_parameters_are_known():
+    """By which a file's bytes are planned before ranks open it."""
+    for family in FAMILIES.values():
+        for name, modules in family.layout.names.items():
+            ends = [end for end in PIECES if name.lower().endswith(end)]
+            count = len(modules.split())
+            if count > 1 and not name.endswith("linear1"):
+                assert PIECES[max(ends, key=len)] == count, (family.name, name)
