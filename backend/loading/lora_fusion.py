@@ -198,9 +198,17 @@ class FusedWeights:
         mine = changes.get(name, [])
         if not any(change.adapter.needs_the_whole for change in mine):
             return mine
-        pieces = self.targets.together[name].pieces
-        concerning = {change for piece in pieces for change in changes.get(piece, ())}
+        concerning = {change for piece in self._dependent(name, changes) for change in changes.get(piece, ())}
         return sorted(concerning, key=lambda change: change.order)
+
+    def _dependent(self, name: str, changes: LoraChanges) -> list[str]:
+        """Return the parameters of the same tensor, in the single file or in a file of changes: each one's
+        value may depend on those of all others."""
+        names = list(self.targets.together[name].pieces)
+        for each in names:  # which grows
+            for change in changes.get(each, ()):
+                names += [piece for piece in change.target.pieces if piece not in names]
+        return names
 
     def _put(self, names: list[str], changes: LoraChanges):
         """Give parameters that the single file keeps in one tensor their values under ``changes``."""
@@ -293,9 +301,9 @@ class FusedWeights:
         return total.reshape(value.shape)
 
     def _wholes(self, name: str, changes: LoraChanges) -> dict[str, Tensor]:
-        """Compute a parameter and those of the same tensor in the single file as whole matrices."""
+        """Compute a parameter and those of the same tensor as whole matrices."""
         values = {}
-        for piece in self.targets.together[name].pieces:
+        for piece in self._dependent(name, changes):
             value = self.checkpoint.read(piece, torch.float32, self.device)
             values[piece] = value.reshape(matrix(self.checkpoint.shapes[piece]))
         for change in self._concerning(name, changes):

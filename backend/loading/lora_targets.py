@@ -14,6 +14,11 @@ from .parameter_sources import Source, sources
 
 #: Parameters that are rows of one tensor, which LoRAs can name without the rest of it.
 QKV = (".to_q.weight", ".to_k.weight", ".to_v.weight")
+#: Names of diffusers' fused projections -> the parameters that are their rows, in this order.
+FUSED = {
+    ".to_qkv.weight": QKV,
+    ".to_added_qkv.weight": (".add_q_proj.weight", ".add_k_proj.weight", ".add_v_proj.weight"),
+}
 #: The number of a block in a key.
 BLOCK_NUMBER = re.compile(r"\.\d+\.")
 
@@ -40,7 +45,7 @@ class Targets:
         for name, source in sources(replace(layout, names=layout.apart), shapes).items():
             if source.key != name:
                 theirs.append(Target(source.key, matrix(shapes[name]), {name: Source(source.key)}))
-        self.ours = _by_name(ours)
+        self.ours = _by_name(ours + _fused(shapes))
         self.theirs = _by_name(theirs)
 
     def find(self, stem: str, leaf: str = "") -> Target | None:
@@ -105,6 +110,29 @@ def _stack(
     module = BLOCK_NUMBER.sub(".{}.", key.removesuffix(".weight"), count=1)
     head = (heads or {}).get(module, 0)
     return Target(key, (sum(rows for rows, _ in matrices), matrices[0][1]), pieces, head)
+
+
+def _fused(shapes: Shapes) -> list[Target]:
+    """Return the matrices that diffusers makes of the queries, keys and values of one input
+    (``fuse_qkv_projections``), by which trainers name LoRAs whether they are fused or not."""
+    targets = []
+    for fused, ends in FUSED.items():
+        for prefix in [name.removesuffix(ends[0]) for name in shapes if name.endswith(ends[0])]:
+            key = prefix + fused
+            matrices = {prefix + end: matrix(shapes[prefix + end]) for end in ends if prefix + end in shapes}
+            if (
+                key in shapes
+                or len(matrices) < len(ends)
+                or len({width for _, width in matrices.values()}) > 1
+            ):
+                continue
+            pieces = {}
+            row = 0
+            for name, (height, _) in matrices.items():
+                pieces[name] = Source(key, row, row + height)
+                row += height
+            targets.append(_stack(key, pieces, shapes))
+    return targets
 
 
 def _by_name(targets: list[Target]) -> dict[str, Target]:
