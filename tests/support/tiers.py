@@ -22,7 +22,6 @@ LEFT_OUT = {
     "socket/test_odd_loras.py::test_a_file_that_turns_bad_is_refused_before_the_ranks_hear": "a backend",
     "socket/test_odd_loras.py::test_paths_and_strengths_that_cannot_be": "starts a backend",
     "socket/test_allowed_folders.py::test_a_client_loads_from_the_allowed_folders_alone": "starts a backend",
-    "unit/test_compiled_blocks.py::test_without_a_compiler_blocks_run_as_they_are": "two loads, and traces",
     "socket/test_cli_sample.py::test_ranks_that_stay_give_the_latent_of_the_same_request": "starts a backend",
     "unit/test_compiled_blocks.py::test_batches_have_graphs_of_their_own_at_most_once": "traces five times",
     "unit/test_compiled_blocks.py::test_inductor_keeps_the_latent": "a C++ compiler, for a minute",
