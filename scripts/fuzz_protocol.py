@@ -28,7 +28,8 @@ from tiny import golden_request, write_checkpoint
 
 #: Files of backend/ whose lines are counted.
 WATCHED = (
-    *("protocol/messages", "protocol/framing", "protocol/tensor_body", "config", "worker", "rank"),
+    *("protocol/messages", "protocol/framing", "protocol/tensor_body"),
+    *("config", "rank/leader", "rank/worker"),
     *("serving/server", "serving/argument_cache", "loading/lora_keys", "loading/lora_spellings"),
     *(
         f"sampling/{name}"
