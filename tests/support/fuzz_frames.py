@@ -58,6 +58,10 @@ OTHERS = [
     {"strength": 2},
     [["a", 1]],
 ]
+#: Type -> those of it.
+ALIKE: dict[type, list] = {}
+for _value in (*STRINGS, *NUMBERS, *OTHERS):
+    ALIKE.setdefault(type(_value), []).append(_value)
 NAMES = [
     *("noise", "latent", "sigmas", "denoise_mask", "percent_sigmas", "positive.y", "positive.guidance"),
     *("positive.c_crossattn", "negative.c_crossattn", "positive2.c_crossattn", "positive.ref_latents.0"),
@@ -189,7 +193,7 @@ class Mutator:
 
     def _odd(self, value=None):
         """Something else in place of ``value``, most often of its type, which the decoder lets through."""
-        alike = [other for other in (*STRINGS, *NUMBERS, *OTHERS) if type(other) is type(value)]
+        alike = ALIKE.get(type(value))
         if self.random.random() < 0.7 and alike:
             return self.random.choice(alike)
         turn = self.random.random()
