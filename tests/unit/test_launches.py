@@ -16,6 +16,7 @@ import launches  # noqa: E402 (a script, in no package)
 import launches_page  # noqa: E402
 import meta_shapes  # noqa: E402
 import released_sizes  # noqa: E402
+import signatures  # noqa: E402
 from meta_device import META, Count, meta_device  # noqa: E402
 from variants import VARIANTS, described, request  # noqa: E402
 
@@ -24,7 +25,8 @@ from backend.loading import staging  # noqa: E402
 from backend.sampling.step_loop import Callbacks  # noqa: E402
 from backend.serving.progress import Previews  # noqa: E402
 
-#: Methods of few ranks, and of more: these run the same code with other lengths.
+#: Methods of few ranks, and of more: these run the same code with other lengths, which one family of each
+#: signature shows.
 FEW, MANY = ("one rank", "u2", "pp2"), ("u8", "ring 4", "pp8")
 #: A function of diffusers that waits at every step -> what for. It cannot be done once a request, since the
 #: noise level is in it.
@@ -51,7 +53,7 @@ def test_a_steady_step_waits_for_nothing(family):
     check(family, FEW)
 
 
-@pytest.mark.parametrize("family", launches.FAMILIES)
+@pytest.mark.parametrize("family", signatures.representatives(list(launches.FAMILIES)).values())
 def test_nor_does_one_of_many_ranks(family):
     check(family, MANY)
 
