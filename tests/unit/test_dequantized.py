@@ -31,7 +31,7 @@ from backend.quantization.packed import HELD, Packed, columns_of, join
 from backend.quantization.packed_weight import PackedWeight, free_scratch, read_factors
 from backend.rank_plan.shape_of import shape_of
 
-ROWS, COLUMNS = 1024, 4096
+ROWS, COLUMNS = 256, 4096
 RUNS = (range(3, 1029), range(2000, COLUMNS - 7))
 ROTATED = {"convrot": True, "convrot_groupsize": 256, "group_size": 16}
 
