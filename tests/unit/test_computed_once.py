@@ -10,7 +10,7 @@ from diffusers.models import attention_processor
 from diffusers.models.transformers import transformer_flux, transformer_flux2
 from families import golden
 from ranks.flux_requests import shortened
-from tiny import golden_request, write_checkpoint
+from tiny import golden_request, write_checkpoint, write_shallow_flux
 from tolerance import assert_same_bits
 from variants import VARIANTS, request, write
 
@@ -46,7 +46,7 @@ def test_positions_of_the_steps_serve_before_the_first_one(family, tmp_path):
     """Where modulation is computed ahead, which asks the model for every step's embedding."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
-    sample, calls = golden(f"{family}__euler_simple")[0], []
+    sample, calls = shortened(golden(f"{family}__euler_simple")[0], 2), []
     positions = engine.models["tiny"].transformer.pos_embed
     positions.layer.register_forward_hook(lambda *_: calls.append(positions.current.context))
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_positions_of_the_steps_serve_before_the_first_one(family, tmp_path):
 def test_answers_for_a_whole_batch_do_not_outlive_its_modulation(tmp_path, monkeypatch):
     """The steps of a pipeline, and calls of a model, take samples one by one, and never ask for them."""
     engine = Engine(ParallelConfig(), mesh.single())
-    engine.load("tiny", str(write_checkpoint(tmp_path / "flux.safetensors")), "default")
+    engine.load("tiny", str(write_shallow_flux(tmp_path / "flux.safetensors")), "default")
     ahead, held = model_runner.Runner.modulate_ahead, []
 
     def look(self, *args):
@@ -151,7 +151,7 @@ def test_signatures_and_angles_are_read_and_made_once(family, tmp_path, monkeypa
     does both in every block of every step."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
-    sample, calls = golden(f"{family}__euler_simple")[0], Counter()
+    sample, calls = shortened(golden(f"{family}__euler_simple")[0], 2), Counter()
 
     def counted(module, name: str):
         theirs = getattr(module, name)

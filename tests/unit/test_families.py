@@ -275,15 +275,12 @@ def test_a_page_has_its_table_of_families(page, monkeypatch):
 )
 def test_parts_stay_in_float32(family, kept, tmp_path):
     """Released files have them so; a bf16 timestep of MiniMax-H3, which counts from 0 to 1 unscaled, would
-    hardly tell steps apart."""
+    hardly tell steps apart. test_half_precision.py has their latents."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "bf16")
     transformer = engine.models["tiny"].transformer
     assert all(transformer.get_parameter(f"{name}.weight").dtype == torch.float32 for name in kept)
     assert sum(parameter.dtype == torch.bfloat16 for parameter in transformer.parameters()) > 20
-    sample, latent = golden(f"{family}__euler_simple")
-    samples, _ = engine.sample(sample, Callbacks())
-    assert relative(to_vae_units(family, samples, sample.latent_shapes), latent) < 0.2
 
 
 @pytest.mark.parametrize("pixels", [512, 1024, 2048])
