@@ -117,7 +117,6 @@ SOME = {
     "unit/test_variant_refusals.py::test_refusals_name_the_remedy": 20,
     "unit/test_planner.py::test_choice_keeps_its_promises": 30,
     "unit/test_packed.py::test_every_format": 3,
-    "unit/test_memory_page.py::test_a_form_is_a_file_of_its_model": 2,
     "unit/test_solvers.py::test_stochastic_solvers_keep_the_distribution": 4,
     "unit/test_lora_names.py::test_both_names_of_every_matrix": 3,
     "unit/test_computed_once.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 1,
