@@ -139,3 +139,19 @@ def test_a_slow_greeting_loses_its_place(server, monkeypatch):
             client.sendall(bytes([byte]))
             time.sleep(0.05)
     assert time.monotonic() - began < 60
+
+
+def test_proofs_are_compared_in_a_time_that_says_nothing(monkeypatch):
+    """A comparison that ends at the first difference would show how much of a proof is right."""
+    compared, compare = [], handshake.hmac.compare_digest
+
+    def noted(*both: bytes) -> bool:
+        compared.append(both)
+        return compare(*both)
+
+    monkeypatch.setattr(handshake.hmac, "compare_digest", noted)
+    nonces = handshake.new_nonce(), handshake.new_nonce()
+    right = handshake.proof(TOKEN, handshake.CLIENT, *nonces)
+    assert handshake.is_proof(right, TOKEN, handshake.CLIENT, *nonces)
+    assert not handshake.is_proof("0" * len(right), TOKEN, handshake.CLIENT, *nonces)
+    assert compared == [(right.encode(), right.encode()), (b"0" * len(right), right.encode())]

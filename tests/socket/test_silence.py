@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.client import silence
+from backend.client import launcher, silence
 from backend.client.launcher import BackendProcess
 from backend.client.silence import LOOK_SECONDS, SilenceWatch, silent_seconds
 from backend.config import ConfigError, ParallelConfig
@@ -221,3 +221,28 @@ def test_a_limit_that_is_none_is_refused_before_anything_starts(text, monkeypatc
     assert str(error.value).count(". ") == 0
     monkeypatch.setenv("PARALLEL_DIT_SILENT_SECONDS", "")
     assert silent_seconds() == 10
+
+
+def test_started_ranks_have_the_limit_of_the_environment(monkeypatch):
+    """While they start, a longer one."""
+    monkeypatch.setenv(silence.VARIABLE, "4")
+    watch = SilenceWatch(SimpleNamespace(read=list), print)
+    watch.stop()
+    assert watch.limit == silence.START_SECONDS
+    watch.limit_started()
+    assert watch.limit == 4.0
+
+
+@pytest.mark.parametrize("device, on_gpus", [("cuda", True), ("cpu", False)])
+def test_the_watch_knows_whether_ranks_are_on_gpus(device, on_gpus, monkeypatch):
+    """Launches of kernels wait for GPUs, which on a CPU would be a hang."""
+    watches = []
+
+    def watch(*arguments):
+        watches.append(SilenceWatch(*arguments))
+        return watches[-1]
+
+    monkeypatch.setattr(launcher, "SilenceWatch", watch)
+    monkeypatch.setattr(launcher, "launch_command", lambda *_: [sys.executable, "-c", "input()"])
+    BackendProcess(ParallelConfig(), device).close()
+    assert [each.on_gpus for each in watches] == [on_gpus]

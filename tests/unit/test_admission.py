@@ -59,6 +59,12 @@ def test_ranks_of_one_memory_share_it():
     assert not short_ranks(uneven)
 
 
+def test_ranks_of_one_memory_have_what_the_last_of_them_found():
+    """Each asks at another moment, and others take memory in between."""
+    ram = [room(rank, least=6, free=free, memory="ram") for rank, free in ((0, 30), (1, 10))]
+    assert len(short_ranks(ram)) == 2
+
+
 def test_a_rank_that_is_not_ready_stops_all():
     failed = room(1, ready=False)
     assert short_ranks([room(0), failed]) == [failed]

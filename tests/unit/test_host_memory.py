@@ -1,5 +1,7 @@
 """Host memory for weights that wait: in few pieces, page locked where that can be, kept for the next time."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_memory import GB
@@ -13,6 +15,7 @@ from backend.engine import Engine
 from backend.hardware import host_memory
 from backend.loading import parking
 from backend.parallel import fsdp, mesh
+from backend.sampling.model_runner import LoadedModel
 from backend.sampling.step_loop import Callbacks
 
 
@@ -206,3 +209,24 @@ def test_offloaded_modulation_stays_where_it_is():
     model = torch.nn.ModuleDict({"block": torch.nn.Linear(2, 2), "modulation": torch.nn.Linear(2, 2)})
     parking.to_device([model], torch.device("meta"), [model["modulation"]])
     assert model["block"].weight.is_meta and not model["modulation"].weight.is_meta
+
+
+@pytest.mark.parametrize(
+    "device, sharded, parks", [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+)
+def test_what_is_on_the_host_or_tied_to_buffers_is_not_parked(device, sharded, parks):
+    weights = SimpleNamespace(device=torch.device(device))
+    model = SimpleNamespace(weights=weights, sharded=sharded)
+    assert LoadedModel.can_park.__get__(model) == parks
+
+
+def test_copies_have_arrived_before_their_memory_is_given_back(monkeypatch):
+    """Else the next tensor in it would be what arrives."""
+    done = []
+    locked = SimpleNamespace(reusable=GB, give_back=lambda: done.append("given back"))
+    monkeypatch.setattr(parking, "PAGE_LOCKED", locked)
+    monkeypatch.setattr(parking, "COPIES", SimpleNamespace(bytes=GB, keep=print, forget=print))
+    monkeypatch.setattr(parking, "host_free", lambda swap: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"{device} waited"))
+    parking.to_device([], torch.device("cuda:1"))
+    assert done == ["cuda:1 waited", "given back"]

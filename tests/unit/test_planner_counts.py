@@ -197,6 +197,18 @@ def test_a_pipeline_of_one_patch_is_exact_at_any_steps():
     assert staged and all(plan.patches == 1 for plan in staged)
 
 
+def test_patches_begin_at_eight_steps():
+    """The fewest of which docs/drift.md has measured the drift."""
+    most = [
+        max(
+            plan.patches
+            for plan in candidates(FLUX, RequestEstimate(4096, 512, steps, 2), 2, ParallelConfig())
+        )
+        for steps in (7, 8)
+    ]
+    assert most[0] == 1 < most[1]
+
+
 NEEDS = "torch 2.12, which can shard the quantized weights"
 
 
