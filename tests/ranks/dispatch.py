@@ -31,6 +31,11 @@ from backend.serving.broadcast import ControlChannel
 FITS = 1 << 20
 #: What the ranks measure with: tokens, width, heads and head size, and bytes that are sent.
 SMALL = ((64, 256, 4, 64), 1 << 18)
+#: Methods whose ranks all draw noise, each for its own part of the latent, of the batch or of the prompts.
+DRAWING = (
+    *("ulysses_degree", "ring_degree", "cfg_degree"),
+    *("data_parallel_degree", "tensor_parallel_degree"),
+)
 ELEMENTS = (0, 1, 1000, FITS // 4, FITS // 4 + 1, 3 * FITS, *[100_000] * 20)
 
 
@@ -143,17 +148,22 @@ def planned(needs: list[Need], weight_bytes: int = 0) -> Planned:
     return Planned(ParallelConfig(), None, None, torch.float32, plans, needs, is_loaded=True)
 
 
-def noise() -> list[bool]:
-    """On every rank: are the numbers those of rank 0 where GPUs differ, and its own where they do not?"""
-    ranks = dist.get_world_size()
-    made = mesh.build(ParallelConfig(device="cpu", ulysses_degree=ranks), "cpu")
-    mine = torch.full((1, 3, 2), float(dist.get_rank()))
-    found = []
-    for differ, wanted in ((True, 0.0), (False, float(dist.get_rank()))):
-        drawn = broadcast_from_first_rank(replace(made, gpus_differ=differ), mine.clone())
-        found.append(drawn.eq(wanted).all().item())
-    names = [mesh._differ(name, made.control) for name in ("one", f"GPU {dist.get_rank()}")]
-    return [*found, names == [False, True]]
+def noise() -> dict[str, bool]:
+    """On every rank, whichever method divides them: are the numbers those of rank 0 where GPUs differ, and
+    its own where they do not? And is it found out whether they do?"""
+    ranks, own = dist.get_world_size(), float(dist.get_rank())
+    mine, found = torch.full((1, 3, 2), own), {}
+    for degree in DRAWING:
+        if degree == "cfg_degree" and ranks != 2:
+            continue
+        made = mesh.build(ParallelConfig(device="cpu", **{degree: ranks}), "cpu")
+        for differ, wanted in ((True, 0.0), (False, own)):
+            drawn = broadcast_from_first_rank(replace(made, gpus_differ=differ), mine.clone())
+            found[f"{degree} {differ}"] = drawn.eq(wanted).all().item()
+        names = [mesh._differ(name, made.control) for name in ("one", f"GPU {dist.get_rank()}")]
+        found["names"] = names == [False, True]
+        mesh.close(made)
+    return found
 
 
 def gathered() -> list[bool]:

@@ -51,10 +51,10 @@ def rank_1(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda *args, backend=None, **more: new_group(*args, **more))
     monkeypatch.setenv("LOCAL_RANK", "1")
 
-    def build(config: ParallelConfig) -> mesh.Mesh:
+    def build(config: ParallelConfig, device: str = "cpu") -> mesh.Mesh:
         if not dist.is_initialized():
             dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=config.world_size)
-        return mesh.build(config, "cpu")
+        return mesh.build(config, device)
 
     yield build
     dist.destroy_process_group()
@@ -158,3 +158,20 @@ def test_rows_of_weights_that_are_sharded_again(rank_1):
 
 def test_sequence_ranks_beside_tensor_ranks(rank_1):
     assert rank_1(of_degrees(ring=2, ulysses=2, tp=2)).sp.ranks == (1, 3, 5, 7)
+
+
+@pytest.mark.parametrize(
+    "device, differ, found", [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_ranks_ask_whether_their_gpus_differ(rank_1, monkeypatch, device, differ, found):
+    """Noise comes from one of them then."""
+    asked, make = [], mesh.init_device_mesh
+    monkeypatch.setattr(
+        mesh, "init_device_mesh", lambda device, *shape, **names: make("cpu", *shape, **names)
+    )
+    monkeypatch.setattr(mesh, "_connect_all", lambda group, device: None)
+    monkeypatch.setattr(mesh, "_differ", lambda name, group: asked.append(name) or differ)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert rank_1(of_degrees(ulysses=2), device).gpus_differ == found
+    assert asked == (["GPU 1"] if device == "cuda" else [])

@@ -3,20 +3,24 @@ the patches.
 """
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import facts
+from tiny import facts, golden_request, write_shallow_flux
 from toy import BATCH, GRID, Toy, fresh_noise, problem, solve
 
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
+from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.latent_tokens import TokenGrid
 from backend.protocol import Sample
 from backend.protocol.solver_names import HALF_LOG_SNR, NEEDS_NEGATIVE, PERCENTS, SOLVERS
 from backend.sampling.noise import CACHED, FreshNoise
 from backend.sampling.prediction import EPS, FLOW, V
+from backend.sampling.request import Inpaint, build
 from backend.sampling.solver_registry import SOLVER_FUNCTIONS, evaluations, solver_input
 from backend.sampling.validation import check_sample
 
@@ -267,3 +271,38 @@ def test_schedules_that_paint_nothing_are_refused(solver, sigmas, says):
     assert not refused(sampler=solver, tensors=given(1.0, 0.5, 0.2)) and not refused(
         sampler="euler", tensors=given(1.0, 1.0, 0.5, 0.0)
     )
+
+
+@pytest.mark.parametrize("seed", [5, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("device, more", [("cpu", 1), ("cuda", 0)])
+def test_the_seed_of_noise_is_one_more_on_the_cpu(seed, device, more, monkeypatch):
+    """As of ComfyUI's default_noise_sampler; after the last seed comes the first."""
+    seeds = []
+
+    def generator(where):
+        return SimpleNamespace(manual_seed=lambda given: seeds.append((where.type, given)))
+
+    monkeypatch.setattr(torch, "Generator", generator)
+    FreshNoise(seed, 1, GRID, torch.device(device), torch.linspace(1, 0, 5))
+    assert seeds == [(device, (seed + more) % 2**64)]
+
+
+def test_a_masked_batch_is_divided_over_replicas(tmp_path):
+    """Each has the masks, and the noise that ddim masks with, of its own samples."""
+    checkpoint = open_checkpoint(str(write_shallow_flux(tmp_path / "flux.safetensors")))
+    sample, _ = golden_request("inpaint")
+    double = {name: torch.cat([sample.tensors[name]] * 2) for name in ("noise", "latent")}
+    mask = sample.tensors["denoise_mask"]
+    double["denoise_mask"] = torch.stack([mask, 1 - mask]).view(2, *mask.shape[1:])
+    sample = replace(sample, sampler="ddim", tensors=sample.tensors | double)
+
+    def built(replica: int, **degrees):
+        about = (checkpoint.family, checkpoint.config, torch.float32, torch.device("cpu"), replica)
+        return build(sample, ParallelConfig(**degrees), *about)
+
+    whole = built(0)
+    assert not whole.mask[0].equal(whole.mask[1])
+    for replica in range(2):
+        own = built(replica, data_parallel_degree=2)
+        assert own.mask.equal(whole.mask[replica : replica + 1])
+        assert Inpaint(own).noise.equal(Inpaint(whole).noise[replica : replica + 1])
