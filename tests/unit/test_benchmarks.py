@@ -4,38 +4,20 @@ import importlib.util
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from diffusers import FluxTransformer2DModel
+from benchmarked import BENCHMARKS, SMALL, save_model
 
 from backend.client import nccl_settings, pool
 from backend.protocol import Ping
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-#: Too small to measure anything.
-SMALL = ["--quick", "--patience", "0", "--side", "8", "--text", "8"]
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("benchmarks") / "model"
-    torch.manual_seed(0)
-    FluxTransformer2DModel(
-        in_channels=64,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 6, 6),
-    ).save_pretrained(folder)
-    return str(folder)
+    return save_model(tmp_path_factory.mktemp("benchmarks") / "model")
 
 
 @pytest.fixture
@@ -94,27 +76,6 @@ def test_start_reports_every_round_but_the_first(start, tmp_path, monkeypatch, c
     assert all(0 < seconds < 60 for seconds in found["rounds"]["2 ranks"])
     assert (tmp_path / "start.png").read_bytes()[:4] == b"\x89PNG"
     assert capsys.readouterr().out.splitlines()[2].startswith("2 ranks  ")
-
-
-def test_scaling_measures_two_ranks(model, tmp_path):
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "scaling.py"),
-        *SMALL,
-        "--only",
-        "pipefusion",
-        "--model",
-        model,
-        "--out",
-        str(tmp_path),
-    ]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows = {row["scenario"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
-    assert {"pipefusion M=2", "pipefusion M=4, 28 steps (projected)", "ceiling"} <= rows.keys()
-    assert all(row["seconds"]["median"] > 0 for row in rows.values())
 
 
 def test_who_imports_a_benchmark_keeps_its_threads(monkeypatch):
