@@ -27,6 +27,7 @@ from backend.parallel import mesh
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = [
+    "uncollected",  # before what is imported
     *("ranks.dispatch", "ranks.matrix", "ranks.family_runs", "ranks.packed", "ranks.native_int8"),
     "ranks.fixed_segments",
 ]
@@ -123,6 +124,7 @@ def _rank(rank: int, program: str, world: int, folder: Path, nice: int, argument
     dist.init_process_group("gloo", timeout=mesh.TIMEOUT, store=store, rank=rank, world_size=world)
     assert program in sys.modules, f"the fork server could not import {program}"
     gc.freeze()  # what is imported stays: no collection looks through it again
+    gc.enable()
     importlib.import_module(program).main(*arguments)
 
 
