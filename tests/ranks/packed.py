@@ -61,6 +61,9 @@ CONFIGS = {
 }
 #: Methods that hold and cut no matrix otherwise than another does: one format shows them.
 LIKE_OTHERS = ("u2", "ring2", "cfg2", "dp2", "pp2 offload", "dp2 fsdp", "tp2 pp2", "tp2 u2", "cfg2 u2 fsdp")
+#: Formats whose pieces four ranks have too: of the others products are those of two ranks, and pieces are
+#: cut in one process (unit/test_rank_memory.py, unit/test_quantized.py).
+IN_FOUR = ("int8", "nvfp4", "Q4_K")
 #: The format that runs under every method, and in the fast tier under each of CUTS; the fast tier runs every
 #: second one of the others under one of the first three.
 FIRST = "int8"
@@ -104,6 +107,7 @@ def runs() -> list[Run]:
         for format in FILES
         for method in configs
         if format == FIRST or method not in LIKE_OTHERS
+        if format in IN_FOUR or method != "tp4"
     ]
 
 
