@@ -67,7 +67,7 @@ def variants(config: ParallelConfig) -> list[tuple[str, ParallelConfig]]:
 def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
     """What to run: on two ranks all golden cases under Ulysses, and fewer of them under rings, CFG and stale
     keys and values; elsewhere, where the code is the same, one golden case and what is special there."""
-    few = FEW if config.pipefusion_degree == 1 else STALE_STEPS
+    few = STALE_STEPS if variant.startswith("stale") else FEW
     if config.data_parallel_degree > 1:
         return [Case(UNEVEN_BATCH, few)] + [Case(EVEN_BATCH, few)] * (config.data_parallel_degree == 2)
     if variant == STALE_SOLVERS:
@@ -75,8 +75,12 @@ def cases(world: int, config: ParallelConfig, variant: str) -> list[Case]:
     plain = config.split_scheme == "megatron" and not config.shard_weights
     if world == 2 and variant == "exact" and plain and config.tensor_parallel_degree == 1:
         golden = [Case(case, STALE_STEPS) for case in FLUX_CASES]
-        if config.ulysses_degree == 1:
-            golden = [Case(case, STALE_STEPS) for case in FLUX_CASES if case not in NEW_SOLVERS | LIKE_OTHERS]
+        if config.cfg_degree > 1:
+            golden = [case for case in golden if case.name not in NEW_SOLVERS | LIKE_OTHERS]
+        elif config.ring_degree > 1:  # which a solver sees as Ulysses
+            golden = [
+                case for case in golden if case.name in EVERYWHERE or turn_of(case.name) == "ring_degree"
+            ]
         return [
             *golden,
             Case(CFG_PP, STALE_STEPS),
@@ -253,8 +257,10 @@ def shared_runs(config: ParallelConfig) -> list[Run]:
 
 def packed_runs(config: ParallelConfig) -> list[Run]:
     """The runs of a configuration with float8 on the wire, if it has any: on two and four ranks, fresh and
-    stale keys and values. Replicas with shares have other sums of batches, which round to other float8."""
-    others = config.shard_weights or (config.shares and config.data_parallel_degree > 1)
+    stale keys and values. Groups of ranks that share prompts or the batch pack as one group does: one of them
+    shows it."""
+    groups = config.cfg_degree * config.data_parallel_degree > 1
+    others = config.shard_weights or (groups and (config.shares or config.ring_degree > 1))
     if config.sp_degree == 1 or others or config.world_size not in (2, 4):
         return []
     staged = config.pipefusion_degree > 1
