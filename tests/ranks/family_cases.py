@@ -178,7 +178,18 @@ class Run:
     @property
     def stale(self) -> bool:
         """Are keys and values of an earlier step read?"""
-        return self.config.pipefusion_degree > 1 and self.config.num_pipeline_patch > 1
+        return self.config.has_stale_kv
+
+    @property
+    def is_simulated(self) -> bool:
+        """Does one process compute the same patches? Of one case of each signature and of every family; the
+        groups of CFG have their pipelines' patches."""
+        return self.stale and self.config.cfg_degree == 1 and not is_variant(self.ranks, self.case)
+
+    @property
+    def patches(self) -> tuple[int, int]:
+        """What decides which tokens a patch has: how many patches, and how many tokens at least."""
+        return self.config.patches, self.config.sp_degree
 
     @property
     def samples(self) -> bool:

@@ -35,7 +35,9 @@ from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.common import ltx2_connectors
 from backend.parallel import compiled_blocks, mesh, tensor_parallel, ulysses_ring
+from backend.parallel.sequence import SequenceLengths, TokenShards, patches
 from backend.protocol import Sample
+from backend.sampling import request as request_module
 from backend.sampling.step_loop import Callbacks
 
 TRANSFORMERS = [
@@ -158,19 +160,56 @@ def in_float8(engine: Engine, sample: Sample) -> torch.Tensor:
     return engine.sample(sample, Callbacks())[0].contiguous()
 
 
-def reference(engine: Engine, family: str, folder: str) -> list[torch.Tensor]:
+def reference(engine: Engine, family: str, folder: str) -> dict[str, torch.Tensor]:
     """What the single process makes of a case; computed once for all world sizes."""
 
     def compute(path: Path):
-        write(folder, family)
-        load(engine, family, folder)
+        load_alone(engine, family, folder)
         samples, output = run(engine, family, CALLED)
         assert samples is not None and output is not None  # one process samples, and is called
         save_file({"samples": samples, "output": output}, path)
-        engine.unload(family)
 
-    kept = load_file(made_once(Path(folder, f"{family}.reference"), compute))
-    return [kept["samples"], kept["output"]]
+    return load_file(made_once(Path(folder, f"{family}.reference"), compute))
+
+
+def stale_reference(engine: Engine, family: str, folder: str, count: int, sp_size: int) -> torch.Tensor:
+    """What the single process makes of a case in ``count`` patches of a pipeline whose stages are groups of
+    ``sp_size`` ranks, with what is fresh and what is stale there; computed once for all world sizes."""
+    config = ParallelConfig(num_pipeline_patch=count)
+
+    def of_groups(sequence: SequenceLengths, count: int, **of_one_rank) -> list[TokenShards]:
+        return patches(sequence, count, sp_size=sp_size)
+
+    def compute(path: Path):
+        load_alone(engine, family, folder)
+        engine.rearrange(config, mesh.single())
+        with mock.patch.object(request_module, "patches", of_groups):
+            samples, _ = engine.sample(request(family, config), Callbacks())
+        engine.rearrange(ParallelConfig(), mesh.single())
+        save_file({"samples": samples.contiguous()}, path)
+
+    return load_file(made_once(Path(folder, f"{family}.{count}.{sp_size}"), compute))["samples"]
+
+
+def load_alone(engine: Engine, family: str, folder: str):
+    """Have ``engine`` hold the model of a case, and no other."""
+    if family not in engine.models:
+        for other in list(engine.models):
+            engine.unload(other)
+        write(folder, family)
+        load(engine, family, folder)
+
+
+class References:
+    """What one rank computes in a process of its own, of the cases that it judges."""
+
+    def __init__(self, cases: list[str], chosen: list[Run], folder: str):
+        engine = Engine(ParallelConfig(), mesh.single())
+        self.exact, self.stale = {}, {}
+        for case in cases:
+            self.exact[case] = reference(engine, case, folder)
+            for key in {run_.patches for run_ in chosen if run_.case == case and run_.is_simulated}:
+                self.stale[case, key] = stale_reference(engine, case, folder, *key)
 
 
 def traces(run_: Run, groups: mesh.Mesh, turn: int) -> bool:
@@ -191,14 +230,17 @@ def disturb_routers(engine: Engine):
     MoEGate.forward = forward
 
 
-def measured(engine: Engine, run_: Run, samples, output, wanted) -> dict:
+def measured(engine: Engine, run_: Run, samples, output, references: References) -> dict:
     """What a run is judged by, against what the single process computed."""
     count = samples_called(run_)
+    wanted = references.exact[run_.case]
+    stale = references.stale[run_.case, run_.patches] if run_.is_simulated else None
     return dict(
         id=run_.id,
         bytes_read=engine.models[run_.case].report.bytes_read,
-        relative=relative(samples, wanted[0]) if run_.samples else 0.0,
-        called=relative(output, wanted[1][:count]) if count else 0.0,
+        relative=relative(samples, wanted["samples"]) if run_.samples else 0.0,
+        simulated=None if stale is None else relative(samples, stale),
+        called=relative(output, wanted["output"][:count]) if count else 0.0,
     )
 
 
@@ -209,8 +251,7 @@ def main(folder: str, selected: list[str], out: str):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     chosen = [each for each in runs() if each.ranks == world and each.id in set(selected)]
     cases = list(dict.fromkeys(each.case for each in chosen))
-    single = Engine(ParallelConfig(), mesh.single())
-    references = {case: reference(single, case, folder) for case in cases[rank::world]}
+    references = References(cases[rank::world], chosen, folder)
     configs = dict.fromkeys(each.config for each in chosen)
     meshes = {config: mesh.build(config, "cpu") for config in configs}
     engine, found, previous = None, [], None
@@ -246,7 +287,7 @@ def main(folder: str, selected: list[str], out: str):
                 output = output.new_empty(count, *output.shape[1:])
             dist.broadcast(output, 0)
         if cases.index(case) % world == rank:
-            row = measured(engine, run_, samples, output, references[case])
+            row = measured(engine, run_, samples, output, references)
             before = previous.label if previous and previous.case == case else ""
             error = None if rounded is None else relative(rounded, samples)
             found.append(row | {"before": before, "compiled": compiled, "rounded": error})

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from backend.models.latent_tokens import NestedGrid, TokenGrid
+from backend.parallel.block_streams import token_shards
+from backend.parallel.mesh import Axis
 from backend.parallel.request_caches import Masks, Positions, select
-from backend.parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
+from backend.parallel.sequence import SequenceLengths, Span, TokenShards, patches, whole_sequence
+from backend.parallel.step_context import StepContext
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,19 @@ def test_context_rows_ride_with_patch_0(count, sp, position):
     assert torch.cat([p.positions("joint") for p in found]).sort().values.equal(torch.arange(sequence.joint))
     assert torch.cat([p.positions("image") for p in found]).sort().values.equal(torch.arange(94))
     assert len(found[0].image) <= len(found[-1].image)
+
+
+@pytest.mark.parametrize("count, sp", [(1, 1), (4, 1), (3, 2), (5, 3)])
+@pytest.mark.parametrize("position", ["first", "last", None])
+def test_stages_compute_the_tokens_of_the_patches(count, sp, position):
+    """A stage is given a patch's image tokens, and whether text comes too: references come with it."""
+    sequence = SequenceLengths(12 if position else 0, 64, position, reference=30)
+    for rank in range(sp):
+        axis = Axis(group=None, rank=rank, size=sp, ranks=tuple(range(sp)))
+        wanted = patches(sequence, count, rank, sp)
+        contexts = [StepContext("positive", 0, Span(0, 1), patch.image) for patch in wanted]
+        found = [token_shards(each, sequence, with_text=each is contexts[0], sp=axis) for each in contexts]
+        assert found == wanted
 
 
 def own_positions(tokens: TokenShards, kind: str) -> torch.Tensor:
