@@ -100,7 +100,8 @@ CALLED_IN_TURN = {
         dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=1),
     ],
 }
-#: Other ways to cut matrices: one call of the model each.
+#: Other ways to cut matrices: one call of the model each. On four ranks, where rows and columns that each
+#: family has on two are cut at once, of one case of each signature.
 SCHEMES = {2: ("row", "column"), 4: ("2d",)}
 #: World size -> configurations of a signature's representative in the fast tier: what blocks and their
 #: attention see of every method, in few runs.
@@ -115,8 +116,8 @@ METHODS = {
 TURNS = (
     dict(tensor_parallel_degree=2, split_scheme="row"),
     dict(tensor_parallel_degree=2, split_scheme="column"),
-    dict(tensor_parallel_degree=4, split_scheme="2d"),
     dict(cfg_degree=2),
+    dict(tensor_parallel_degree=4, split_scheme="2d"),
 )
 #: Methods that each family has in turn with compiled blocks; with the environment variable all have all.
 COMPILED = (
@@ -125,19 +126,19 @@ COMPILED = (
     dict(tensor_parallel_degree=2),
     dict(ulysses_degree=2),
 )
-#: With CFG and in hybrids: families that stand for the others, as joined text, cross-attention, two latents
-#: and linear attention. World size -> configurations.
+#: Hybrids on four ranks: of families whose kind of block no turn on two ranks compiles in patches, and of one
+#: with tokens and matrices cut at once. Under CFG alone blocks are those of one process.
 COMPILED_HYBRIDS = {
-    2: [dict(cfg_degree=2)],
-    4: [
-        dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
-        dict(tensor_parallel_degree=2, ulysses_degree=2),
-    ],
+    "qwen-image": dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
+    "ltx2": dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
+    "sana": dict(cfg_degree=2, pipefusion_degree=2, num_pipeline_patch=2),
+    "wan21-t2v": dict(tensor_parallel_degree=2, ulysses_degree=2),
+    "flux3": dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2),
+    "z-image-turbo": dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2),
 }
-STAND_FOR_OTHERS = ("qwen-image", "wan21-t2v", "ltx2", "sana")
-#: Families whose kind of block no other one has in patches with compiled blocks, on four ranks.
-COMPILED_IN_PATCHES = ("flux3", "z-image-turbo")
-PATCHES = dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2)
+#: Families of whose compiled blocks all ranks trace: with two latents shards are not of one kind, and with
+#: linear attention what one sends that traces does not fit what one receives that does not.
+ALL_TRACE = ("ltx2", "sana")
 #: (family, what cuts its blocks) -> why no run compiles them so.
 UNCOMPILED = {
     ("chroma", "patches"): "qwen-image has its double blocks in patches, qwen-image21 the joined ones",
@@ -226,11 +227,9 @@ class Run:
         tier a few of them."""
         if EVERY_COMPILED in os.environ:
             return self.ranks == 2 and self.samples
-        if self.case in STAND_FOR_OTHERS and dict(self.degrees) in COMPILED_HYBRIDS[self.ranks]:
-            return not self.is_fast
-        if self.case in COMPILED_IN_PATCHES and dict(self.degrees) == PATCHES:
-            return True
-        if self.ranks != 2 or self.case not in FAMILIES:
+        if self.ranks == 4:
+            return dict(self.degrees) == COMPILED_HYBRIDS.get(self.case)
+        if self.case not in FAMILIES:
             return False
         if self.case in FAST_COMPILED:
             return dict(self.degrees) == FAST_COMPILED[self.case]
@@ -249,10 +248,8 @@ class Run:
 
     @property
     def all_trace(self) -> bool:
-        """Do all ranks trace the compiled blocks, and not one for all that have the same? Ranks of CFG
-        have the same blocks and sequences."""
-        of_shards = self.ranks == 2 and self.case in STAND_FOR_OTHERS and self.config.cfg_degree == 1
-        return EVERY_COMPILED in os.environ or of_shards
+        """Do all ranks trace the compiled blocks, and not one for all that have the same?"""
+        return EVERY_COMPILED in os.environ or (self.ranks == 2 and self.case in ALL_TRACE)
 
     @property
     def cuts(self) -> set[str]:
@@ -276,9 +273,13 @@ class Run:
 
 
 def methods(ranks: int, case: str) -> list[dict[str, Any]]:
-    """What of METHODS a representative runs: on four ranks what is its turn, or all that it can run."""
+    """What of METHODS a representative runs in the fast tier: on two ranks all that it can run, on four every
+    second one what is its turn. There each method is as on two, and Flux has every pair (flux_cases.py)."""
     able = [degrees for degrees in METHODS[ranks] if can_run(case, ParallelConfig(**degrees))]
-    return able if ranks == 2 else [able[sorted(_representatives(ranks)).index(case) % len(able)]]
+    if ranks == 2:
+        return able
+    place, is_left_out = divmod(sorted(_representatives(ranks)).index(case), 2)
+    return [] if is_left_out else [able[place % len(able)]]
 
 
 @cache
@@ -316,6 +317,8 @@ def runs() -> list[Run]:
                 configs = [*configs, *OF_GROUPED[ranks]]
             if ranks == 2 and is_variant(ranks, case) and case in CUT_BY_HEADS:
                 configs = [*configs, dict(tensor_parallel_degree=2)]
-            every = [Run(ranks, case, tuple(d.items())) for d in [*configs, *schemes]]
+            if ranks == 2 or case in _representatives(ranks):
+                configs = [*configs, *schemes]
+            every = [Run(ranks, case, tuple(degrees.items())) for degrees in configs]
             found += [run for run in every if can_run(case, run.config)]
     return found

@@ -92,17 +92,16 @@ def _number(word: str) -> int | str:
 
 
 def test_every_signature_has_a_representative():
-    """The fast tier runs every method that a case of each signature has there, something of every family, and
-    of a third of the variants that have another one's."""
+    """The fast tier runs every method that a case of each signature has there, all of them some on two ranks,
+    something of every family, and of a third of the variants that have another one's."""
     for ranks in CASES:
         here = [run for run in runs() if run.ranks == ranks]
         for signature, representative in signatures.representatives(CASES[ranks]).items():
             of_it = [run for run in here if run.case == representative]
             fast = [run for run in of_it if run.is_fast]
             wanted = methods(ranks, representative)
-            assert wanted and all(degrees in [dict(run.degrees) for run in fast] for degrees in wanted), (
-                signature
-            )
+            assert wanted or ranks == 4, signature
+            assert all(degrees in [dict(run.degrees) for run in fast] for degrees in wanted), signature
     fast = [run for run in runs() if run.is_fast]
     every = {case for cases in CASES.values() for case in cases}
     left_out = every - {run.case for run in fast}
@@ -128,7 +127,7 @@ def test_the_fast_tier_has_every_method():
         for axis, degree in config.items():
             if axis not in ("num_pipeline_patch", "shares"):
                 assert len({run.case for run in fast if getattr(run.config, axis) == degree}) >= 5, axis
-    for stale, least in ((False, 12), (True, 20)):
+    for stale, least in ((False, 8), (True, 20)):
         staged = {run.case for run in fast if run.config.pipefusion_degree > 1 and run.stale == stale}
         assert len(staged) >= least
     for turn in TURNS:
