@@ -5,7 +5,7 @@ Linear attention is a sum over tokens, so what ranks exchange does not grow with
 have this model: its files are diffusers folders, or the transformer's file out of one.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
@@ -64,7 +64,6 @@ class Block(SanaTransformerBlock):
         height=None,
         width=None,
     ):
-        cast(MixedMLP, self.ff).width = width
         return super().forward(
             hidden_states,
             attention_mask,
@@ -82,6 +81,14 @@ def patch_module(transformer, config):
         block.__class__ = Block
         block.ff.__class__ = MixedMLP
         block.attn1.set_processor(LinearAttention())
+
+
+def prepare(transformer, grid):
+    """Give the convolutions the width of the image (tokens). A block that is compiled would set it only after
+    they have run: they are operators of its graph."""
+    for module in transformer.modules():
+        if isinstance(module, MixedMLP):
+            module.width = grid.counts[2]
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -138,7 +145,7 @@ FAMILY = Family(
     name="sana",
     transformer="SanaTransformer2DModel",
     latent=Latent(frames=False, pixels=lambda config: (1, 32, 32)),
-    io=ModelIO(arguments=forward_args),
+    io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(
         output_layer="proj_out", lists={"transformer_blocks": APART}, attention=("linear", "cross", "halo")
     ),

@@ -136,9 +136,8 @@ COMPILED_HYBRIDS = {
     "flux3": dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2),
     "z-image-turbo": dict(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=2),
 }
-#: Families of whose compiled blocks all ranks trace: with two latents shards are not of one kind, and with
-#: linear attention what one sends that traces does not fit what one receives that does not.
-ALL_TRACE = ("ltx2", "sana")
+#: Families of whose compiled blocks all ranks trace: with two latents shards are not of one kind.
+ALL_TRACE = ("ltx2",)
 #: (family, what cuts its blocks) -> why no run compiles them so.
 UNCOMPILED = {
     ("chroma", "patches"): "qwen-image has its double blocks in patches, qwen-image21 the joined ones",
