@@ -39,6 +39,7 @@ from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import describe
 from .runtime import lean_imports  # noqa: F401  # before all that imports diffusers
 from .sampling.model_call import build_call, check_call, samples_of_replicas
+from .sampling.model_inputs import ModelInputs
 from .sampling.model_runner import LoadedModel
 from .sampling.request import build
 from .sampling.runs import Prepared, call_model, run_request
@@ -64,8 +65,7 @@ class Engine:
         #: as one object.
         self.lora_stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
-        capability = capability_of(mesh.device)
-        self.capabilities: set[Capability] = {capability} if capability is not None else set()
+        self.capabilities: set[Capability] = {*filter(None, [capability_of(mesh.device)])}
         self.memory = DeviceMemory(mesh.device)
         #: What any rank does not multiply natively, and why: the same on all ranks.
         self.refused: dict[Product, str] = {}
@@ -277,23 +277,23 @@ class Engine:
         return tokens, [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling
-    def _checked_by(self, model: LoadedModel) -> dict:
-        """Return what check_sample and check_call need of a loaded model and of the ranks."""
+    def _checked_by(self, name: str) -> dict:
+        """Return what check_sample and check_call need of the model ``name`` and of the ranks."""
+        model = self.loaded(name)
         of_model = {"family": model.family, "model_config": model.config, "dtype": model.dtype}
         return {**of_model, "device": self.mesh.device.type, "capabilities": self.capabilities}
 
     @refusing("the request")
-    def check_sample(self, sample: Sample):
+    def check_sample(self, sample: Sample) -> ModelInputs:
         """Refuse a request that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
-        model = self.loaded(sample.model)
-        check_sample(sample, self.config, **self._checked_by(model))
+        return check_sample(sample, self.config, **self._checked_by(sample.model))
 
     @torch.inference_mode()
-    def prepare_sample(self, sample: Sample) -> Prepared:
-        """Fuse the model's LoRAs and place the request's tensors on this rank. No collective."""
+    def prepare_sample(self, sample: Sample, inputs: ModelInputs | None = None) -> Prepared:
+        """Fuse the model's LoRAs and place a checked request's tensors on this rank. No collective."""
         model = self.fused(sample.model)
         settings = (self.config, model.family, model.config, model.dtype, self.mesh.device)
-        return Prepared(model, build(sample, *settings, self.mesh.dp.rank))
+        return Prepared(model, build(sample, *settings, self.mesh.dp.rank, inputs))
 
     @torch.inference_mode()
     def sample(
@@ -309,22 +309,22 @@ class Engine:
         return run_request(self.mesh, prepared, sample.denoised, callbacks)
 
     @refusing("the call")
-    def check_forward(self, call: ModelCall):
+    def check_forward(self, call: ModelCall) -> ModelInputs:
         """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
-        model = self.loaded(call.model)
+        known = self._checked_by(call.model)
         check_numbers(call.tensors)
-        check_call(self.argument_cache.filled(call), self.config, **self._checked_by(model))
+        return check_call(self.argument_cache.filled(call), self.config, **known)
 
     @torch.inference_mode()
-    def prepare_call(self, call: ModelCall) -> Prepared:
-        """Fuse the model's LoRAs and place one call's tensors on this rank. No collective."""
+    def prepare_call(self, call: ModelCall, inputs: ModelInputs | None = None) -> Prepared:
+        """Fuse the model's LoRAs and place one call's tensors on this rank, as prepare_sample."""
         model = self.fused(call.model)
         mesh = self.mesh
-        replica = mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank
-        samples = samples_of_replicas(call.tensors["x"].shape[0], mesh)[replica]
+        replicas = samples_of_replicas(call.tensors["x"].shape[0], mesh)
+        samples = replicas[mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank]
         filled = self.argument_cache.filled(call)
-        request = build_call(filled, model.family, model.config, model.dtype, mesh.device, samples)
-        return Prepared(model, request)
+        where = (mesh.device, samples, inputs)
+        return Prepared(model, build_call(filled, model.family, model.config, model.dtype, *where))
 
     @torch.inference_mode()
     def forward(self, call: ModelCall, prepared: Prepared | None = None) -> tuple[Tensor, dict]:

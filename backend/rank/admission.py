@@ -24,6 +24,7 @@ from ..rank_plan.describe import CALLS, RankPlan, describe
 from ..rank_plan.need import Need, load_need, request_need
 from ..rank_plan.remedies import fitting
 from ..rank_plan.request_size import RequestSize
+from ..sampling.model_inputs import ModelInputs
 from ..sampling.runs import Prepared
 from ..serving.broadcast import ControlChannel
 from ..units import fine_gigabytes
@@ -111,7 +112,8 @@ class Planned:
 
     is_loaded: the ranks hold the weights of ``plans``; another configuration would free them. parked: ranks
     whose weights are in host memory and have to come back. others: other models are on the devices, which the
-    client may unload. choices: how quantized parameters multiply, once they are loaded.
+    client may unload. choices: how quantized parameters multiply, once they are loaded. inputs: of a request,
+    as it was checked.
     """
 
     config: ParallelConfig
@@ -124,6 +126,7 @@ class Planned:
     parked: Collection[int] = ()
     others: bool = False
     choices: Mapping[str, MatmulChoice] | None = None
+    inputs: ModelInputs | None = None
 
     def with_weights(self, parked: Collection[int]) -> "Planned":
         """Return the same where the weights of the ranks ``parked`` have yet to come to the device."""

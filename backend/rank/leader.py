@@ -31,6 +31,7 @@ from ..protocol import (
     Welcome,
 )
 from ..rank_plan.request_size import planned_config, size_of
+from ..sampling.model_inputs import ModelInputs
 from ..sampling.model_runner import LoadedModel
 from ..sampling.step_loop import Callbacks, RequestCancelled
 from ..sampling.validation import refusing
@@ -212,15 +213,14 @@ class Leader(ServedModels):
         self.engine.loaded(base)
         return self.files[base].checkpoint
 
-    def plan(self, job: Job, message: Sample | ModelCall) -> Planned:
-        """Plan a checked request. Raises UnsupportedError."""
+    def plan(self, job: Job, message: Sample | ModelCall, inputs: ModelInputs) -> Planned:
+        """Plan a checked request, which gives the model ``inputs``. Raises UnsupportedError."""
         model = self.engine.models[message.model]
-        filled = self.engine.argument_cache.filled(message) if isinstance(message, ModelCall) else message
         config = planned_config(message, self.engine.config)
-        size = size_of(filled, config, model.family, model.config)
+        size = size_of(message, config, model.family, model.config, inputs)
         about = (self._checkpoint(message.model), size, model.dtype, model.choices)
         plan = self.admission.plan_request(config, *about)
-        return replace(plan, others=self._holds_others(job, model))
+        return replace(plan, others=self._holds_others(job, model), inputs=inputs)
 
     def _holds_others(self, job: Job, model: LoadedModel | None = None) -> bool:
         """Return whether any device has weights of another model than this one that the client may unload."""
@@ -252,8 +252,8 @@ class Leader(ServedModels):
 
     def on_sample(self, job: Job, message: Sample) -> Act:
         """Refuse a request that cannot run. Raises UnsupportedError or ConfigError."""
-        self.engine.check_sample(message)
-        return partial(self.sample, job, message, self.plan(job, message))
+        inputs = self.engine.check_sample(message)
+        return partial(self.sample, job, message, self.plan(job, message, inputs))
 
     def sample(self, job: Job, message: Sample, planned: Planned):
         """Denoise on all ranks."""
@@ -289,8 +289,8 @@ class Leader(ServedModels):
         missing = self.engine.argument_cache.missing(message)
         if missing:
             return partial(job.reply, Result({"missing": missing}))
-        self.engine.check_forward(message)
-        return partial(self.call, job, message, self.plan(job, message))
+        inputs = self.engine.check_forward(message)
+        return partial(self.call, job, message, self.plan(job, message, inputs))
 
     def call(self, job: Job, message: ModelCall, planned: Planned):
         """Call the model on all ranks."""

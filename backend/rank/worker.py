@@ -91,7 +91,7 @@ class Worker:
     ) -> tuple[Tensor, dict]:
         """Denoise where every rank has room; rank 0 gives what it has ``planned``. Raises InsufficientMemory
         and RequestCancelled."""
-        prepare = partial(self.engine.prepare_sample, message)
+        prepare = partial(self.engine.prepare_sample, message, planned.inputs if planned else None)
         prepared = self._admitted(message, prepare, planned)
         self.clock.new_request()
         timed = replace(callbacks, on_begin=self.clock.begin)
@@ -114,7 +114,7 @@ class Worker:
 
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
         """Call the model once, as run_sample. A call like the one before is not looked at again."""
-        prepare = partial(self.engine.prepare_call, message)
+        prepare = partial(self.engine.prepare_call, message, planned.inputs if planned else None)
         # what is not looked at again may find no memory: others have used the device since
         prepared = self._guarded(partial(self._admitted, message, prepare, planned))
         self.clock.begin(0)

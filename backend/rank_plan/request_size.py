@@ -13,8 +13,9 @@ from ..models.family import Family
 from ..planner.machine import samples_at_once
 from ..protocol import ModelCall, Sample
 from ..quantization.kernels import MatmulChoice
-from ..sampling.guidance import branch_of, names
-from ..sampling.request import arguments_of, grid_of, request_config
+from ..sampling.guidance import branch_of
+from ..sampling.model_inputs import ModelInputs, inputs_of
+from ..sampling.request import request_config
 from .describe import RankPlan, describe
 
 
@@ -63,67 +64,39 @@ def planned_config(message: Sample | ModelCall, config: ParallelConfig) -> Paral
 
 
 def size_of(
-    message: Sample | ModelCall, config: ParallelConfig, family: Family, model_config: dict
+    message: Sample | ModelCall,
+    config: ParallelConfig,
+    family: Family,
+    model_config: dict,
+    inputs: ModelInputs | None = None,
 ) -> RequestSize:
-    """Return the size of a checked request; of a call with all its tensors."""
-    if isinstance(message, Sample):
-        return _size_of_sample(message, config, family, model_config)
-    return _size_of_call(message, config, family, model_config)
-
-
-def _size_of_sample(
-    sample: Sample, config: ParallelConfig, family: Family, model_config: dict
-) -> RequestSize:
-    shape = sample.tensors["noise"].shape
-    grid = grid_of(sample, family, model_config)
-    prompts = [arguments_of(name, sample.tensors) for name in names(sample)]
-    text = max(_text_tokens(family, given) for given in prompts)
-    references = max(family.conditioning.context_tokens(model_config, grid, given) for given in prompts)
-    calls = len(sample.tensors["sigmas"]) - 1
+    """Return the size of a checked request; of a call with all its tensors. ``inputs``: as it was checked,
+    None where they are not known."""
+    inputs = inputs or inputs_of(message, family, model_config)
+    grid = inputs.grid
+    prompts = inputs.prompts.values()
+    conditioning = family.conditioning
+    tokens = grid.tokens + max(conditioning.context_tokens(model_config, grid, each) for each in prompts)
+    batch = inputs.batch
     count = len(prompts)
-    if config.cfg_degree > 1:  # as many as the side with most of them has, on each side
-        count = config.cfg_degree * max(Counter(map(branch_of, names(sample))).values())
-    latents = family.latent.named(grid)
-    controls = max(map(family.conditioning.controls, prompts))
-    features = max(family.conditioning.image_features(model_config, given) for given in prompts)
-    return RequestSize(
-        image_tokens=grid.tokens + references,
-        text_tokens=text,
-        batch=shape[0],
-        prompts=count,
-        calls=calls,
-        latents=latents,
-        controls=controls,
-        image_features=features,
-    )
-
-
-def _size_of_call(call: ModelCall, config: ParallelConfig, family: Family, model_config: dict) -> RequestSize:
-    """Count the samples that go through the model together on each replica; of those before them nothing
-    stays cached."""
-    x = call.tensors["x"]
-    channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
-    given = arguments_of("cond", call.tensors)
-    grid = family.latent.grid(model_config, (channels, *x.shape[2:]), call.latent_shapes, [given])
-    references = family.conditioning.context_tokens(model_config, grid, given)
-    replicas = config.data_parallel_degree * config.cfg_degree
-    tokens = grid.tokens + references
-    batch = min(-(-x.shape[0] // replicas), samples_at_once(tokens))
-    prompts = config.cfg_degree  # one on each side: its samples know of no CFG branches
-    samples = batch * config.data_parallel_degree
-    latents = family.latent.named(grid)
-    text = _text_tokens(family, given)
-    controls = family.conditioning.controls(given)
-    features = family.conditioning.image_features(model_config, given)
+    calls = 1
+    if isinstance(message, Sample):
+        calls = len(message.tensors["sigmas"]) - 1
+        if config.cfg_degree > 1:  # as many as the side with most of them has, on each side
+            count = config.cfg_degree * max(Counter(map(branch_of, inputs.prompts)).values())
+    else:  # its samples know of no CFG branches; of those before them nothing stays cached
+        replicas = config.data_parallel_degree * config.cfg_degree
+        batch = min(-(-batch // replicas), samples_at_once(tokens)) * config.data_parallel_degree
+        count = config.cfg_degree  # one on each side
     return RequestSize(
         image_tokens=tokens,
-        text_tokens=text,
-        batch=samples,
-        prompts=prompts,
-        calls=1,
-        latents=latents,
-        controls=controls,
-        image_features=features,
+        text_tokens=max(_text_tokens(family, each) for each in prompts),
+        batch=batch,
+        prompts=count,
+        calls=calls,
+        latents=family.latent.named(grid),
+        controls=max(map(conditioning.controls, prompts)),
+        image_features=max(conditioning.image_features(model_config, each) for each in prompts),
     )
 
 

@@ -22,10 +22,11 @@ from ..parallel.step_context import StepContext
 from ..planner.machine import samples_at_once
 from ..protocol import ModelCall
 from ..shares import shard_edges
-from .guidance import CFG_BRANCHES, Prompt
+from .guidance import Prompt
+from .model_inputs import ModelInputs, inputs_of
 from .model_runner import Runner
 from .prediction import OUTPUT
-from .request import Request, arguments_of
+from .request import Request
 from .solver_registry import Evaluation
 from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
@@ -46,9 +47,9 @@ def check_call(
     dtype: torch.dtype,
     device: str,
     capabilities: Iterable[Capability] = (),
-):
-    """Refuse a call that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
-    ConfigError."""
+) -> ModelInputs:
+    """Refuse a call that cannot run; return what it gives the model. ``capabilities``: of the ranks' GPUs.
+    Raises UnsupportedError or ConfigError."""
     run = _settings(call, config).validate()
     check_wire(run, family)
     check_kernel(run, family, model_config, dtype, device, capabilities)
@@ -57,17 +58,12 @@ def check_call(
             raise UnsupportedError(f"the call has no tensor {name!r}; send it.")
     x = call.tensors["x"]
     time = call.tensors["time"]
-    channels = family.latent.channels(model_config)
-    unlike = family.latent.nested is None and (
-        call.latent_shapes or x.ndim not in family.latent.dimensions or x.shape[1] < channels
-    )
-    if unlike or not x.numel() or not x.is_floating_point():
+    if not x.numel() or not x.is_floating_point():
         raise UnsupportedError(
-            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}, where {family.name} takes "
-            f"(batch, {channels} channels, {'frames, ' if family.latent.frames else ''}height, width)."
+            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}; send a latent in float32, "
+            f"float16 or bfloat16."
         )
-    if family.latent.nested:
-        check_latent(tuple(x.shape), call.latent_shapes, family, model_config)
+    check_latent(tuple(x.shape), call.latent_shapes, family, model_config, has_more=True)
     if time.shape != x.shape[:1]:
         raise UnsupportedError(
             f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes "
@@ -78,16 +74,11 @@ def check_call(
             f"the model was called with the timesteps {time.tolist()}, where the latents of {family.name} "
             f"have one in common; call it for each sample by itself."
         )
-    latent, arguments = _split(call, family, model_config)
-    for name, value in arguments.items():
-        if value.ndim and value.shape[0] not in (1, x.shape[0]):
-            raise UnsupportedError(
-                f"the conditioning's {name} has batch {value.shape[0]} but the latent has {x.shape[0]}; "
-                f"use one prompt or one for each."
-            )
-    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes, [arguments])
-    check_arguments("the conditioning", arguments, x.shape[0], grid, family, model_config)
-    check_patches(run, grid)
+    inputs = inputs_of(call, family, model_config)
+    [arguments] = inputs.prompts.values()
+    check_arguments("the conditioning", arguments, inputs.batch, inputs.grid, family, model_config)
+    check_patches(run, inputs.grid)
+    return inputs
 
 
 def samples_of_replicas(batch: int, mesh: Mesh) -> list[list[int]]:
@@ -110,21 +101,23 @@ def build_call(
     dtype: torch.dtype,
     device: torch.device,
     samples: list[int],
+    inputs: ModelInputs | None = None,
 ) -> Request:
-    """Build the request of a checked call on ``device`` for some ``samples`` of its batch."""
-    latent, arguments = _split(call, family, model_config)
-    grid = family.latent.grid(model_config, latent.shape[1:], call.latent_shapes, [arguments])
-    batch = latent.shape[0]
-    given = _samples(latent, samples, batch).to(device, torch.float32).contiguous()
+    """Build the request of a checked call on ``device`` for some ``samples`` of its batch. ``inputs``: as it
+    was checked, where that was done here."""
+    inputs = inputs or inputs_of(call, family, model_config)
+    grid = inputs.grid
+    batch = inputs.batch
+    [(name, arguments)] = inputs.prompts.items()
+    given = _samples(inputs.latent, samples, batch).to(device, torch.float32).contiguous()
     times = _samples(call.tensors["time"], samples, batch).to(device, torch.float32)
     conditioning = {
-        name: family.conditioning.cast(name, _samples(value, samples, batch), device, dtype)
-        for name, value in arguments.items()
+        key: family.conditioning.cast(key, _samples(value, samples, batch), device, dtype)
+        for key, value in arguments.items()
     }
     # with it the model is given another latent than came
     rescale = family.latent.nested and family.latent.nested.rescale
     tokens = grid.to_tokens(given) if rescale else given.new_empty(len(samples), grid.tokens, grid.features)
-    name = CFG_BRANCHES[0]
     return Request(
         config=_settings(call, ParallelConfig()),
         prediction=OUTPUT,
@@ -153,17 +146,6 @@ def _samples(value: Tensor, samples: list[int], batch: int) -> Tensor:
     first = samples[0]
     end = samples[-1] + 1
     return value[first:end] if samples == list(range(first, end)) else value[samples]
-
-
-def _split(call: ModelCall, family: Family, model_config: dict) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the latent, and the model's arguments; ComfyUI joins c_concat to the latent as further
-    channels."""
-    x = call.tensors["x"]
-    channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
-    arguments = arguments_of("cond", call.tensors)
-    if x.shape[1] > channels:
-        arguments["c_concat"] = x[:, channels:]
-    return x[:, :channels], arguments
 
 
 class OneCall(Denoiser):

@@ -12,7 +12,8 @@ from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import SequenceLengths, Span, patches
 from ..protocol import Sample
 from ..protocol.solver_names import PERCENTS
-from .guidance import CFG_BRANCHES, Prompt, branch_of, names
+from .guidance import CFG_BRANCHES, Prompt, branch_of
+from .model_inputs import ModelInputs, inputs_of
 from .noise import FreshNoise
 from .prediction import PREDICTIONS, Prediction
 from .solver_registry import Problem
@@ -126,19 +127,6 @@ def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
     return replace(config, **{name: getattr(sample, name) for name in PER_REQUEST})
 
 
-def arguments_of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model arguments that a message has as PREFIX.NAME, by NAME."""
-    prefix += "."
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def grid_of(sample: Sample, family: Family, model_config: dict) -> TokenGrid | NestedGrid:
-    """Return the grid of a message's latent, whose prompts are not checked yet."""
-    prompts = (arguments_of(name, sample.tensors) for name in names(sample))
-    shape = sample.tensors["noise"].shape
-    return family.latent.grid(model_config, shape[1:], sample.latent_shapes, prompts)
-
-
 def build(
     sample: Sample,
     config: ParallelConfig,
@@ -147,23 +135,23 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     replica: int = 0,
+    inputs: ModelInputs | None = None,
 ) -> Request:
-    """Build the request of a checked message for one data-parallel ``replica``; ``dtype`` is the model's."""
-    shape = sample.tensors["noise"].shape
+    """Build a checked request for one ``replica`` (dp); ``dtype``: the model's; ``inputs``: by the check."""
+    inputs = inputs or inputs_of(sample, family, model_config)
+    grid = inputs.grid
+    shape = inputs.latent.shape
     own = Span(0, shape[0]).shard(replica, config.data_parallel_degree, config.shares_of("dp"))
-    samples = own.indices
-    grid = grid_of(sample, family, model_config)
 
     def tokens(name):
-        return grid.to_tokens(sample.tensors[name].to(device, torch.float32).expand(shape)[samples])
+        return grid.to_tokens(sample.tensors[name].to(device, torch.float32).expand(shape)[own.indices])
 
     conditioning = {}
     reference_tokens = {}
     patch0_tokens = 0
-    for name in names(sample):
-        arguments = _conditioning(sample, name, samples, family, dtype, device)
+    for name, given in inputs.prompts.items():
+        conditioning[name] = arguments = _conditioning(given, shape[0], own.indices, family, dtype, device)
         text = family.conditioning.count_text_tokens(arguments) if family.blocks.text_position else 0
-        conditioning[name] = arguments
         reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, arguments)
         patch0_tokens = max(patch0_tokens, text + reference_tokens[name])
     return Request(
@@ -177,7 +165,7 @@ def build(
         conditioning=conditioning,
         reference_tokens=reference_tokens,
         batch=shape[0],
-        own_samples=samples,
+        own_samples=own.indices,
         solver=sample.sampler,
         cfg=float(sample.cfg),
         seed=sample.seed,
@@ -205,11 +193,10 @@ def _prompt(sample, name, tokens) -> Prompt:
     return Prompt(branch=branch_of(name), weight=strength, highest=highest, lowest=lowest)
 
 
-def _conditioning(sample, name, samples, family, dtype, device) -> dict[str, Tensor]:
+def _conditioning(given, batch, samples, family, dtype, device) -> dict[str, Tensor]:
     """Return the model arguments of a prompt for some samples; what is of one sample is for all."""
-    batch = sample.tensors["noise"].shape[0]
     found = {}
-    for key, value in arguments_of(name, sample.tensors).items():
+    for key, value in given.items():
         cast = family.conditioning.cast(key, value, device, dtype)
         found[key] = cast.expand(batch, *cast.shape[1:]) if cast.ndim and cast.shape[0] == 1 else cast
     return _samples(found, samples, batch)

@@ -48,12 +48,16 @@ def check_result(result: Tensor, name: str, dtype: torch.dtype):
     )
 
 
-def check_latent(shape: tuple[int, ...], shapes: list, family: Family, model_config: dict):
-    """Refuse a ``shape`` that is no latent of this model, or not of ``shapes``. Raises UnsupportedError."""
+def check_latent(
+    shape: tuple[int, ...], shapes: list, family: Family, model_config: dict, has_more: bool = False
+):
+    """Refuse a ``shape`` that is no latent of this model, or not of ``shapes``. ``has_more``: channels may
+    follow the latent's. Raises UnsupportedError."""
     nested = family.latent.nested
     if nested is None:
         channels = family.latent.channels(model_config)
-        if shapes or len(shape) not in family.latent.dimensions or shape[1] != channels:
+        is_latent = not shapes and len(shape) in family.latent.dimensions
+        if not is_latent or shape[1] < channels or (shape[1] > channels and not has_more):
             what = f"the request holds {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
             raise UnsupportedError(
                 f"{what} but {family.name} wants {channels} channels in (batch, channels, "
@@ -114,7 +118,7 @@ def check_arguments(
         reason = _wrong_form(name, value, batch, grid) if name in read else None
         if reason:
             raise UnsupportedError(f"{whose}'s {name} {reason}")
-        if value.ndim > 1 and value.shape[0] not in (1, batch):
+        if value.ndim and value.shape[0] not in (1, batch):
             raise UnsupportedError(
                 f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one "
                 f"for each."

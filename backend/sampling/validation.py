@@ -22,9 +22,10 @@ from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..runtime.torch_version import torch_version, unshardable
 from ..shares import shard_sizes
-from .guidance import branch_of, names
+from .guidance import branch_of
+from .model_inputs import ModelInputs, prompts_of, sample_inputs
 from .prediction import FLOW, PREDICTIONS
-from .request import arguments_of, grid_of, request_config
+from .request import request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
 from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers
 
@@ -62,26 +63,27 @@ def check_sample(
     dtype: torch.dtype,
     device: str,
     capabilities: Iterable[Capability] = (),
-):
-    """Refuse a request that cannot run; ``capabilities``: of the ranks' GPUs. Raises UnsupportedError or
-    ConfigError."""
+) -> ModelInputs:
+    """Refuse a request that cannot run; return what it gives the model. ``capabilities``: of the ranks' GPUs.
+    Raises UnsupportedError or ConfigError."""
     run = request_config(sample, config)
-    _check_settings(sample, config, run)
+    prompts = prompts_of(sample)
+    has_negative = any(branch_of(name) == "negative" for name in prompts)
+    _check_settings(sample, config, run, has_negative)
     check_wire(run, family)
     check_kernel(run, family, model_config, dtype, device, capabilities)
     _check_tensors(sample, family, model_config)
     config.check_batch(sample.tensors["noise"].shape[0])
-    _check_solver(sample, family)
-    _check_prompts(sample)
-    shape = sample.tensors["noise"].shape
-    grid = grid_of(sample, family, model_config)
-    for name in names(sample):
-        given = arguments_of(name, sample.tensors)
-        check_arguments(f"the {name} conditioning", given, shape[0], grid, family, model_config)
-    check_patches(run, grid)
+    _check_solver(sample, family, has_negative)
+    _check_prompts(sample, list(prompts))
+    inputs = sample_inputs(sample, prompts, family, model_config)
+    for name, given in prompts.items():
+        check_arguments(f"the {name} conditioning", given, inputs.batch, inputs.grid, family, model_config)
+    check_patches(run, inputs.grid)
+    return inputs
 
 
-def _check_settings(sample, config, run):
+def _check_settings(sample, config, run, has_negative):
     if sample.sampler not in SOLVER_FUNCTIONS:
         raise UnsupportedError(
             f"the sampler {sample.sampler!r:.100} is not supported; choose one of "
@@ -92,7 +94,7 @@ def _check_settings(sample, config, run):
     if not abs(sample.cfg) <= MAX_CFG:
         raise UnsupportedError(f"cfg is {sample.cfg!s:.30}; use a number from {-MAX_CFG:g} to {MAX_CFG:g}.")
     run.validate()
-    config.check_guidance(sample.cfg, _has_negative(sample))
+    config.check_guidance(sample.cfg, has_negative)
 
 
 def check_kernel(
@@ -158,13 +160,13 @@ def _check_tensors(sample, family, model_config):
         raise UnsupportedError(f"the schedule has {len(sigmas) - 1} steps; use at most {MAX_STEPS}.")
 
 
-def _check_solver(sample, family):
+def _check_solver(sample, family, has_negative):
     if sample.sampler in BROWNIAN and (sample.tensors["sigmas"].diff() > 0).any():
         raise UnsupportedError(
             f"the schedule rises, which the sampler {sample.sampler} cannot follow; use sigmas that fall, "
             f"or a sampler without _sde in its name."
         )
-    if sample.sampler in NEEDS_NEGATIVE and not _has_negative(sample):
+    if sample.sampler in NEEDS_NEGATIVE and not has_negative:
         raise UnsupportedError(
             f"the sampler {sample.sampler} uses the negative prompt at every cfg, 1.0 included, but the "
             f"request has none; send negative.* too."
@@ -212,12 +214,7 @@ def _no_noise(*_) -> torch.Tensor:
     raise AssertionError("a dry run has noise of its own")
 
 
-def _has_negative(sample) -> bool:
-    return any(branch_of(name) == "negative" for name in names(sample))
-
-
-def _check_prompts(sample):
-    known = names(sample)
+def _check_prompts(sample, known):
     noise = sample.tensors["noise"]
     if not any(branch_of(name) == "positive" for name in known):
         raise UnsupportedError("the request has no positive prompt; send its model arguments as positive.*.")

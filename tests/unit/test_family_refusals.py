@@ -125,3 +125,30 @@ def test_timesteps_of_a_call(family, time, words, opened):
     call = ModelCall("m", latent_shapes=sample.latent_shapes, tensors=tensors)
     with pytest.raises(UnsupportedError, match=words) if words else nullcontext():
         check_call(call, ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    "shape, cond, words",
+    [
+        (
+            (1, 15, 8, 8),
+            {},
+            "shape .1, 15, 8, 8. but sd3 wants 16 channels in .batch, channels, height, width",
+        ),
+        ((1, 16, 1, 8, 8), {}, "shape .1, 16, 1, 8, 8. but sd3 wants 16 channels"),
+        ((16,), {}, "shape .16,. but sd3 wants 16 channels"),
+        ((0, 16, 8, 8), {}, "shape .0, 16, 8, 8.; send a latent"),
+        ((2, 16, 8, 8), {"y": (3, 2048)}, "the conditioning's y has batch 3 but the latent has 2"),
+    ],
+    ids=str,
+)
+def test_latents_and_batches_of_a_call(shape, cond, words, opened):
+    """By the rules of a request; channels more than the latent's are an argument."""
+    checkpoint = opened("sd3")
+    sample, _ = golden("sd3__euler_simple")
+    given = {name: value for name, value in sample.tensors.items() if name.startswith("positive.")}
+    tensors = {name.replace("positive.", "cond."): value for name, value in given.items()}
+    tensors |= {f"cond.{name}": torch.zeros(size) for name, size in cond.items()}
+    call = ModelCall("m", tensors=tensors | {"x": torch.zeros(shape), "time": torch.ones(shape[0])})
+    with pytest.raises(UnsupportedError, match=words):
+        check_call(call, ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")

@@ -7,6 +7,7 @@ from fuzzing import Rank0
 from tiny import golden_request, write_shallow_flux
 
 from backend.config import ParallelConfig
+from backend.models.family import Latent
 from backend.protocol import Failure, Load, Loaded, ModelCall
 from backend.rank.admission import Admission
 from backend.serving.job_queue import Job
@@ -85,6 +86,20 @@ def test_the_model_of_a_request_is_no_other(rank0, client, kind, others):
     rank0.named[client] = {rank0.model}
     [refused] = rank0.answers(rank0.message(kind), client)
     assert ("Other models are on the ranks" in refused.message) == others
+
+
+@pytest.mark.parametrize("kind", ["sample", "call"])
+def test_a_request_is_taken_apart_once(rank0, client, kind, monkeypatch):
+    """The check, the plan and the request's tensors on rank 0 have one grid."""
+    grid, grids = Latent.grid, []
+
+    def counted(*given):
+        grids.append(grid(*given))
+        return grids[-1]
+
+    monkeypatch.setattr(Latent, "grid", counted)
+    rank0.answers(rank0.message(kind), client)
+    assert len(grids) == 1
 
 
 def test_a_client_is_remembered_by_the_models_that_it_has_loaded(rank0, client):

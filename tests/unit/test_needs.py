@@ -168,6 +168,18 @@ def tensors(batch: int, side: int) -> dict[str, torch.Tensor]:
     }
 
 
+def test_channels_joined_to_the_latent_of_a_call_count_as_an_argument(flux):
+    """As where the call is checked and run: a family may count tokens by them."""
+
+    def joined(config, grid, cond) -> int:
+        return cond["c_concat"].shape[1]
+
+    family = flux.family.changed({"conditioning.context_tokens": joined})
+    x = torch.empty(1, 16 + 20, 64, 64, device="meta")
+    call = ModelCall("m", tensors=tensors(1, 64) | {"x": x})
+    assert size_of(call, ParallelConfig(), family, flux.config).image_tokens == 32 * 32 + 20
+
+
 def test_references_of_a_call_count_and_leave_room_for_fewer_samples(flux):
     """Two of 48 x 96 tokens beside a latent of 64 x 64."""
     references = {f"cond.ref_latents.{i}": torch.empty(1, 16, 96, 192, device="meta") for i in (0, 1)}

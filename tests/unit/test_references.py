@@ -20,7 +20,7 @@ from backend.models.latent_tokens import TokenGrid
 from backend.parallel import mesh, modulation_cache
 from backend.parallel.pipeline_stage import model_output
 from backend.protocol import REFERENCE_METHODS
-from backend.sampling.request import arguments_of
+from backend.sampling.model_inputs import arguments_of
 from backend.sampling.step_loop import Callbacks
 
 

@@ -23,7 +23,8 @@ from backend.models import ltx2, minimax_h3, wan_vace
 from backend.models.common import ltx2_blocks, wan_blocks
 from backend.parallel import mesh
 from backend.sampling.model_call import build_call
-from backend.sampling.request import UNIPC, arguments_of, build
+from backend.sampling.model_inputs import arguments_of
+from backend.sampling.request import UNIPC, build
 from backend.sampling.solvers.unipc import LAST_SIGMA
 from backend.sampling.step_loop import Callbacks
 
@@ -39,14 +40,8 @@ OF_COMFYUI = (
 def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
     """By the request, at its own noise levels; at others, as solvers ask for within a step, by nothing."""
     checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
-    built = build(
-        request(name),
-        ParallelConfig(),
-        checkpoint.family,
-        checkpoint.config,
-        torch.float32,
-        torch.device("cpu"),
-    )
+    settings = (ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32)
+    built = build(request(name), *settings, torch.device("cpu"))
     assert built.has_step_end and checkpoint.config["use_meanflow"]
     for begin, end in pairwise(built.sigmas):
         cond = built.arguments("positive", slice(None)) | {"step_end": built.step_end(begin)}
