@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from ...models.blocks import APART, JOINED
 from ...models.family import Family
 from ...models.latent_tokens import TokenGrid
+from ...parallel import mesh
+from ...parallel.kv_buffers import KVBuffers
+from ...parallel.pipeline_stage import Stage, model_output
+from ...parallel.sequence import SequenceLengths, Span, patches
+from ...parallel.step_context import StepContext
 from .block_trace import RecordedBlock, Trace
+
+#: Patches of the self-check: a first, an inner and a last one.
+PATCHES = 3
 
 
 class CannotCut(Exception):
@@ -178,15 +186,8 @@ def _text_position(small: Trace, other: Trace, size) -> str:
 
 
 # ---------------------------------------------------------------------- self-check
-def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict, patches: int = 3):
+def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: dict):
     """Check that each patch alone against full K/V buffers equals the full forward. Raises CannotCut."""
-    from ...parallel import mesh  # here, since they know families
-    from ...parallel.kv_buffers import KVBuffers
-    from ...parallel.pipeline_stage import Stage, model_output
-    from ...parallel.sequence import SequenceLengths, Span
-    from ...parallel.sequence import patches as cut_patches
-    from ...parallel.step_context import StepContext
-
     lists = {name: list(getattr(transformer, name)) for name in cut.blocks.lists}
     total = sum(map(len, lists.values()))
     with torch.inference_mode():
@@ -196,15 +197,8 @@ def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: d
         stage.begin_request("auto", buffers)
         stage.attention.install()
         try:
-            spans = [
-                None,
-                *(
-                    tokens.image
-                    for tokens in cut_patches(
-                        SequenceLengths(text=0, image=grid.tokens, text_position=None), patches
-                    )
-                ),
-            ]
+            lengths = SequenceLengths(text=0, image=grid.tokens, text_position=None)
+            spans = [None, *(tokens.image for tokens in patches(lengths, PATCHES))]
             for span in spans:
                 buffers.begin_evaluation(0.0)
                 tokens = slice(None) if span is None else span.indices
