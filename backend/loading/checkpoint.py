@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import diffusers
 import torch
@@ -54,7 +54,7 @@ IN_FEWER_PASSES: dict[type[nn.Module], type[nn.Module]] = {
 STORED_TABLES = ("pos_embed", "pos_embedding")
 
 
-@dataclass
+@dataclass(eq=False)  # so that plans of it can be cached with it (rank_plan/weights.py)
 class Checkpoint:
     """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
     keys: the layout's keys -> the file's, where they differ; pipeline: configurations next to a diffusers
@@ -237,21 +237,6 @@ class Checkpoint:
             )
             for name, _ in self.transformer.named_parameters()
         }
-
-    @cached_property
-    def held_whole(self) -> dict[tuple, dict[str, Any]]:
-        """What rank_plan/weights.py caches of parameters that no rank cuts."""
-        return {}
-
-    @cached_property
-    def known_cuts(self) -> dict[tuple, list[dict[str, Shard]]]:
-        """What rank_plan/workload.py caches of cuts: split -> those of each rank."""
-        return {}
-
-    @cached_property
-    def known_parameters(self) -> dict[tuple, list]:
-        """What rank_plan/workload.py caches of all parameters: rank and split -> those of the rank."""
-        return {}
 
     @cached_property
     def sources(self) -> dict[str, Source]:

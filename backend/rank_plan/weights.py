@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +23,8 @@ from ..quantization.packed import rows_at_once
 
 #: How a quantized weight multiplies where nothing else is known.
 DEQUANTIZED = MatmulChoice(None, "")
+#: Checkpoint -> its cuts and parameters by what they follow from: the same for all requests.
+FOUND: WeakKeyDictionary[Checkpoint, dict[tuple, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ def held_parameters(
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
     # whole ones are the same under all configurations
-    whole = checkpoint.held_whole.setdefault((dtype, bits, frozenset(choices.items())), {})
+    found = FOUND.setdefault(checkpoint, {})
+    whole = found.setdefault(("whole", dtype, bits, frozenset(choices.items())), {})
 
     def held(name: str) -> HeldParameter:
         if name.rpartition(".")[0] in cuts:

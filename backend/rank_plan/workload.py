@@ -21,6 +21,7 @@ from ..planner.model_shape import samples_of_activations
 from ..quantization.kernels import MatmulChoice
 from ..shares import grid_shares, shard_edges, shard_sizes
 from .weights import (
+    FOUND,
     HeldParameter,
     HeldWeights,
     gathered_bytes,
@@ -156,12 +157,13 @@ class Workload:
     def _cuts(self) -> list[dict[str, Shard]]:
         """Return what each rank of a tensor-parallel group holds of each layer: the same in all groups, and
         for all requests."""
-        known = self.checkpoint.known_cuts
-        if self._split not in known:
+        found = FOUND.setdefault(self.checkpoint, {})
+        key = ("cuts", *self._split)
+        if key not in found:
             plan = self.checkpoint.cut_plan(self.config)
             ranks = range(self.config.tensor_parallel_degree)
-            known[self._split] = [plan.shards(tensor_mesh(self.config, rank)) for rank in ranks]
-        return known[self._split]
+            found[key] = [plan.shards(tensor_mesh(self.config, rank)) for rank in ranks]
+        return found[key]
 
     @property
     def _split(self) -> tuple:
@@ -233,11 +235,11 @@ class Workload:
     def _held(self, tp: int) -> list[HeldParameter]:
         """Return every parameter as the ``tp``-th rank of a tensor-parallel group holds it: alike for all
         requests."""
-        known = self.checkpoint.known_parameters
-        key = (tp, *self._split, self.dtype, self.bits, frozenset(self.choices.items()))
-        if key not in known:
-            known[key] = held_parameters(self.checkpoint, self._cuts[tp], self.dtype, self.choices, self.bits)
-        return known[key]
+        found = FOUND.setdefault(self.checkpoint, {})
+        key = ("held", tp, *self._split, self.dtype, self.bits, frozenset(self.choices.items()))
+        if key not in found:
+            found[key] = held_parameters(self.checkpoint, self._cuts[tp], self.dtype, self.choices, self.bits)
+        return found[key]
 
     @cached_property
     def tensor_ranks_alike(self) -> list[int]:

@@ -1,5 +1,7 @@
 """describe() against what the ranks counted and against the published formulas."""
 
+import gc
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 
@@ -205,3 +207,17 @@ def test_prompts_are_those_of_the_side_with_most(checkpoint):
 
     each = [size // 4 for size in held()]
     assert held(cfg_degree=2) == [3 * size for size in each] * 2
+
+
+def test_what_plans_find_of_a_checkpoint_is_cached_with_it(tmp_path):
+    """Alike for all requests, and gone with the checkpoint, which maps a whole file."""
+    opened = open_checkpoint(str(write_checkpoint(tmp_path / "flux-tiny.safetensors")))
+    describe(ParallelConfig(), opened)
+    found = dict(weights.FOUND[opened])
+    describe(ParallelConfig(), opened, 64, 8)
+    assert found and weights.FOUND[opened].keys() == found.keys()
+    assert all(weights.FOUND[opened][key] is value for key, value in found.items())
+    gone = weakref.ref(opened)
+    del opened
+    gc.collect()
+    assert gone() is None
