@@ -23,7 +23,7 @@ from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse, stack_digest
 from .loading.recognition import open_checkpoint
 from .loading.staging import upload_parameters
-from .loading.weight_loading import matrices
+from .loading.weight_loading import choices, matrices
 from .models.family import Family
 from .parallel import fsdp, tensor_parallel, token_scales
 from .parallel.cached_layers import cache_layers
@@ -34,7 +34,7 @@ from .parallel.pipeline_stage import Stage
 from .parallel.stage_split import Stages
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, MatmulChoice
-from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
+from .quantization.matmul import Product, capability_of, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import describe
 from .runtime import lean_imports  # noqa: F401  # before all that imports diffusers
@@ -93,9 +93,8 @@ class Engine:
         self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str, dtype: torch.dtype
     ) -> dict[str, MatmulChoice]:
         """Return quantized parameter -> how it multiplies. Raises UnsupportedError."""
-        found = matrices(checkpoint, cuts, dtype)
         where = (self.mesh.device, min(self.capabilities, default=None))
-        return choose_all(checkpoint.name, found, matmul, *where, self.refused)
+        return choices(checkpoint, cuts, matmul, *where, dtype, self.refused)
 
     def load(
         self,
@@ -120,14 +119,14 @@ class Engine:
         blocks = stages.blocks[own]
         held = {name: holder == own for name, holder in stages.holders.items()}
         cuts = self._cuts(checkpoint)
-        choices = self._choices(checkpoint, cuts, matmul, dtype)
+        chosen = self._choices(checkpoint, cuts, matmul, dtype)
         if self.mesh.tp.size > 1:
             scheme = self.config.split_scheme
             tensor_parallel.apply(transformer, cuts, checkpoint.family, scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
         on_block = partial(self._place, checkpoint)
-        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, choices, on_progress, on_block)
+        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, chosen, on_progress, on_block)
         read_factors(transformer)
         weights = FusedWeights(checkpoint, cuts, device)
         cache = self._cache_layers(checkpoint, stages, dtype)
@@ -140,7 +139,7 @@ class Engine:
         quantized = summary(transformer, fsdp.held_bytes)
         place = (self.mesh.rank, own, (blocks.start, blocks.stop))
         report = LoadReport(*place, bytes_read, checkpoint.files.size, *cost, quantized)
-        model = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, choices)
+        model = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, chosen)
         token_scales.regroup(model.modules, self.mesh.sp)
         self.models[key] = model
 

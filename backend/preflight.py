@@ -29,10 +29,9 @@ from .loading.checkpoint import Checkpoint
 from .loading.compute_dtype import chosen_dtype
 from .loading.recognition import open_checkpoint
 from .loading.scale_values import check_scales
-from .loading.weight_loading import matrices
+from .loading.weight_loading import choices
 from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.config_changes import named_change
-from .quantization.matmul import choose_all
 from .rank_plan.describe import mesh_indices
 from .rank_plan.shape_of import shape_of
 from .rank_plan.weights import HeldWeights
@@ -66,9 +65,7 @@ def check_before_start(
         check_degrees(checkpoint, config.validate())
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
         cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))  # ranks choose alike (Matrix)
-        choices = choose_all(
-            checkpoint.name, matrices(checkpoint, cuts), mode=matmul, device=where, capability=capability
-        )
+        found = choices(checkpoint, cuts, matmul, where, capability)
         work = Workload(
             config=config,
             checkpoint=checkpoint,
@@ -78,7 +75,7 @@ def check_before_start(
             prompts_per_rank=1,
             dtype=dtype,
             calls=1,
-            choices=choices,
+            choices=found,
         )
         check_memory(work, device, memory or [])
         check_scales(checkpoint)
@@ -93,11 +90,9 @@ def read_shape(
     folders.check(path)
     with refusing("the model"), torch.inference_mode():
         checkpoint = open_checkpoint(path, folders)
-        choices = choose_all(
-            checkpoint.name, matrices(checkpoint, {}), mode=matmul, device=where, capability=capability
-        )
+        found = choices(checkpoint, {}, matmul, where, capability)
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
-        return shape_of(checkpoint, dtype, choices).as_dict()
+        return shape_of(checkpoint, dtype, found).as_dict()
 
 
 def check_memory(work: Workload, device: str, memory: list[int]):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..hardware.gpu_kernels import Capability
 from ..parallel.block_cost import OUTSIDE
 from ..parallel.matrix_cuts import Shard
 from ..parallel.tensor_parallel import ShardedLinear
 from ..quantization.kernels import MatmulChoice
-from ..quantization.matmul import Matrix, column_unit
+from ..quantization.matmul import Matrix, Product, choose_all, column_unit
 from ..quantization.packed_weight import PackedWeight, QuantLinear
 
 if TYPE_CHECKING:
@@ -105,6 +106,21 @@ def matrices(
                 dtype=own,
             )
     return of_parameter
+
+
+def choices(
+    checkpoint: "Checkpoint",
+    shards: Mapping[str, Shard],
+    mode: str,
+    device: torch.device,
+    capability: Capability | None,
+    dtype: torch.dtype = torch.bfloat16,
+    refused: Mapping[Product, str] = {},
+) -> dict[str, MatmulChoice]:
+    """Return quantized parameter -> how it multiplies; arguments as in matrices and choose_all. Raises
+    UnsupportedError."""
+    found = matrices(checkpoint, shards, dtype)
+    return choose_all(checkpoint.name, found, mode, device, capability, refused)
 
 
 def column_units(checkpoint: "Checkpoint") -> dict[str, int]:

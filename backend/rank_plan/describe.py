@@ -8,12 +8,11 @@ import torch
 
 from ..config import ParallelConfig
 from ..hardware.gpu_kernels import Capability
+from ..loading import weight_loading
 from ..loading.checkpoint import Checkpoint
-from ..loading.weight_loading import matrices
 from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
 from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, MatmulChoice
-from ..quantization.matmul import choose_all
 from ..shares import shard_sizes
 from ..units import blocks_text, megabytes
 from .activations import activation_bytes
@@ -143,13 +142,7 @@ def automatic_choices(
     if capability is None:
         return {}
     cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))
-    return choose_all(
-        checkpoint.name,
-        matrices(checkpoint, cuts),
-        mode=AUTO,
-        device=torch.device("cuda"),
-        capability=capability,
-    )
+    return weight_loading.choices(checkpoint, cuts, AUTO, torch.device("cuda"), capability)
 
 
 def _plan(work: Workload, rank: int, place: MeshPlace, stages: Stages) -> RankPlan:
