@@ -23,18 +23,17 @@ from .loading.lora_fusion import FusedWeights
 from .loading.lora_keys import LoraUse, stack_digest
 from .loading.recognition import open_checkpoint
 from .loading.staging import upload_parameters
-from .loading.weight_loading import choices, matrices
+from .loading.weight_loading import CheckedLoad, matrices
 from .models.family import Family
 from .parallel import fsdp, tensor_parallel, token_scales
 from .parallel.cached_layers import cache_layers
-from .parallel.matrix_cuts import Shard
 from .parallel.mesh import Mesh
 from .parallel.modulation_cache import LayerCache
 from .parallel.pipeline_stage import Stage
 from .parallel.stage_split import Stages
 from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, MatmulChoice
-from .quantization.matmul import Product, capability_of, summary, wanted
+from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import describe
 from .runtime import lean_imports  # noqa: F401  # before all that imports diffusers
@@ -74,27 +73,29 @@ class Engine:
     @refusing("the model")
     def check_load(
         self, path: str, weight_dtype: str, matmul: str = AUTO, autodetected: Mapping | None = None
-    ) -> Checkpoint:
+    ) -> CheckedLoad:
         """Open a checkpoint and refuse what cannot run, reading headers only. ``autodetected`` as in
         open_checkpoint. Raises UnsupportedError."""
         checkpoint = open_checkpoint(path, self.folders, autodetected)
         check_degrees(checkpoint, self.config)
-        dtype = self.compute_dtype(checkpoint, weight_dtype)
-        self._choices(checkpoint, self._cuts(checkpoint), matmul, dtype)
-        return checkpoint
+        dtype = chosen_dtype(weight_dtype, checkpoint, *self._where)
+        cuts = checkpoint.cut_plan(self.config).shards(self.mesh)
+        checked = CheckedLoad(checkpoint, dtype, cuts, matrices(checkpoint, cuts, dtype))
+        self._choices(checked, matmul)
+        return checked
 
-    def products(self, checkpoint: Checkpoint, matmul: str, dtype: torch.dtype) -> list[Product]:
-        """Return what ranks try before they load a checkpoint that computes in ``dtype``
-        (native_trial.agree)."""
-        found = matrices(checkpoint, self._cuts(checkpoint), dtype)
-        return wanted(found.values(), matmul, self.mesh.device, min(self.capabilities, default=None))
+    @property
+    def _where(self) -> tuple[torch.device, Capability | None]:
+        return self.mesh.device, min(self.capabilities, default=None)
 
-    def _choices(
-        self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], matmul: str, dtype: torch.dtype
-    ) -> dict[str, MatmulChoice]:
+    def products(self, checked: CheckedLoad, matmul: str) -> list[Product]:
+        """Return what ranks try before they load a checkpoint (native_trial.agree)."""
+        return wanted(checked.matrices.values(), matmul, *self._where)
+
+    def _choices(self, checked: CheckedLoad, matmul: str) -> dict[str, MatmulChoice]:
         """Return quantized parameter -> how it multiplies. Raises UnsupportedError."""
-        where = (self.mesh.device, min(self.capabilities, default=None))
-        return choices(checkpoint, cuts, matmul, *where, dtype, self.refused)
+        name = checked.checkpoint.name
+        return choose_all(name, checked.matrices, matmul, *self._where, self.refused)
 
     def load(
         self,
@@ -104,29 +105,33 @@ class Engine:
         matmul: str = AUTO,
         autodetected: Mapping | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        checked: CheckedLoad | None = None,
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
         cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
         ``matmul``: how quantized layers multiply (quantization/matmul.py). ``autodetected`` as in
-        open_checkpoint, ``on_progress`` as in Checkpoint.load."""
+        open_checkpoint, ``on_progress`` as in Checkpoint.load. ``checked``: by check_load, whose checkpoint
+        stays as it is."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
-        checkpoint = self.check_load(path, weight_dtype, matmul, autodetected)
+        if checked is None:
+            checked = self.check_load(path, weight_dtype, matmul, autodetected)
+        else:
+            checked = replace(checked, checkpoint=open_checkpoint(path, self.folders, autodetected))
+        checkpoint, dtype, cuts = checked.checkpoint, checked.dtype, checked.cuts
         transformer = checkpoint.transformer
-        dtype = self.compute_dtype(checkpoint, weight_dtype)
         stages = checkpoint.stages(self.config)
         own = self.mesh.pp.rank
         blocks = stages.blocks[own]
         held = {name: holder == own for name, holder in stages.holders.items()}
-        cuts = self._cuts(checkpoint)
-        chosen = self._choices(checkpoint, cuts, matmul, dtype)
+        choices = self._choices(checked, matmul)
         if self.mesh.tp.size > 1:
             scheme = self.config.split_scheme
             tensor_parallel.apply(transformer, cuts, checkpoint.family, scheme, self.mesh.tp)
         sharded = self.config.shard_weights
         device = torch.device("cpu") if sharded else self.mesh.device
         on_block = partial(self._place, checkpoint)
-        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, chosen, on_progress, on_block)
+        bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, choices, on_progress, on_block)
         read_factors(transformer)
         weights = FusedWeights(checkpoint, cuts, device)
         cache = self._cache_layers(checkpoint, stages, dtype)
@@ -139,7 +144,7 @@ class Engine:
         quantized = summary(transformer, fsdp.held_bytes)
         place = (self.mesh.rank, own, (blocks.start, blocks.stop))
         report = LoadReport(*place, bytes_read, checkpoint.files.size, *cost, quantized)
-        model = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, chosen)
+        model = LoadedModel(transformer, dtype, stage, report, sharded, cache, weights, choices)
         token_scales.regroup(model.modules, self.mesh.sp)
         self.models[key] = model
 
@@ -150,10 +155,6 @@ class Engine:
             parking.to_host(map(checkpoint.transformer.get_submodule, modulation), pinned=False)
         if self.config.shard_weights:
             fsdp.shard_block(checkpoint.transformer, block, modulation, self.mesh, upload_parameters)
-
-    def _cuts(self, checkpoint: Checkpoint) -> dict[str, Shard]:
-        """Return module -> the piece of its weight that this rank keeps. Raises UnsupportedError."""
-        return checkpoint.cut_plan(self.config).shards(self.mesh)
 
     def _cache_layers(self, checkpoint: Checkpoint, stages: Stages, dtype: torch.dtype) -> LayerCache:
         own = stages.blocks[self.mesh.pp.rank]
@@ -205,10 +206,6 @@ class Engine:
         elif staged:
             model.stage = Stage(model.transformer, model.family, self.mesh, range(*model.report.blocks))
         model.report = replace(model.report, bytes_read=0, seconds=time.perf_counter() - started)
-
-    def compute_dtype(self, checkpoint: Checkpoint, weight_dtype: str) -> torch.dtype:
-        """Return the named dtype; default is ComfyUI's choice (loading/compute_dtype.py)."""
-        return chosen_dtype(weight_dtype, checkpoint, self.mesh.device, min(self.capabilities, default=None))
 
     @refusing("a LoRA")
     def check_loras(self, key: str, stack: tuple[LoraUse, ...]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 
 #: Layers whose matrices may stay quantized.
 LINEAR = (nn.Linear, ShardedLinear)
+
+
+@dataclass(frozen=True)
+class CheckedLoad:
+    """A checkpoint that ranks can load. dtype: of its weights; cuts: module -> the piece of its weight that
+    this rank keeps; matrices: the parameters that stay quantized, in pieces."""
+
+    checkpoint: "Checkpoint"
+    dtype: torch.dtype
+    cuts: Mapping[str, Shard]
+    matrices: Mapping[str, Matrix]
 
 
 def load(

@@ -158,18 +158,19 @@ class Leader(ServedModels):
             stack = lora_stack(message.loras, folders)
         if key in self.engine.models:
             return self.on_loaded(job, message, key, stack)
-        checkpoint = self.engine.check_load(message.path, message.weight_dtype, message.matmul)
+        checked = self.engine.check_load(message.path, message.weight_dtype, message.matmul)
+        checkpoint = checked.checkpoint
         with refusing("the model"):
             check_scales(checkpoint)
-            dtype = self.engine.compute_dtype(checkpoint, message.weight_dtype)
-            planned = replace(self.admission.plan_load(checkpoint, dtype), others=self._holds_others(job))
-            products = self.engine.products(checkpoint, message.matmul, dtype)
+            planned = self.admission.plan_load(checkpoint, checked.dtype)
+            planned = replace(planned, others=self._holds_others(job))
+            products = self.engine.products(checked, message.matmul)
         autodetected = dict(checkpoint.autodetected or {})
         load_message = replace(message, autodetected=autodetected, products=list(map(list, products)))
 
         def act():
             self.control.broadcast(load_message)
-            reasons = self.load(load_message, key, load_progress(job), planned)
+            reasons = self.load(load_message, key, load_progress(job), planned, checked)
             if reasons:  # no rank keeps it
                 job.reply(Failure(f"the model could not be loaded ({'; '.join(reasons)})."))
                 return

@@ -18,6 +18,7 @@ from ..loading import parking
 from ..loading.load_report import by_rank
 from ..loading.lora_keys import lora_stack, stack_digest
 from ..loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
+from ..loading.weight_loading import CheckedLoad
 from ..parallel import kernel_table, kernel_trial
 from ..parallel import mesh as meshes
 from ..protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
@@ -249,6 +250,7 @@ class Worker:
         own: str = "",
         on_progress=lambda done, total: None,
         planned: Planned | None = None,
+        checked: CheckedLoad | None = None,
     ) -> list[str]:
         """Load on this rank; return the reasons of all ranks that could not (then none keeps it). Where the
         model is loaded already, name LoRAs. What the load cost each rank is in ``reports``. ``own``: the key
@@ -273,7 +275,7 @@ class Worker:
         try:
             how = (message.weight_dtype, message.matmul, message.autodetected)
             check_same(message.path, own=contents[self.mesh.rank], first=contents[0])
-            self.engine.load(key, message.path, *how, on_progress)
+            self.engine.load(key, message.path, *how, on_progress, checked)
             check_unchanged(message, own)
             print(self.engine.models[key].report)
         except Exception as error:  # out of memory, a disk that fails: this rank's peers wait for it

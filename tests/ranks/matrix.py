@@ -118,7 +118,7 @@ class SingleProcess:
     def __init__(self, checkpoint: str):
         self.engine = Engine(ParallelConfig(), mesh.single())
         self.engine.load("tiny", checkpoint, "default")
-        self.checkpoint, self.opened = checkpoint, self.engine.check_load(checkpoint, "default")
+        self.checkpoint, self.opened = checkpoint, self.engine.check_load(checkpoint, "default").checkpoint
         self.results = {}
 
     def __call__(self, case: Case | str) -> torch.Tensor:
@@ -285,7 +285,7 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
             full = unrounded[key]
             with rounding(each.varied):
                 rounded = single.sample(request, Callbacks())[0]
-            opened = single.check_load(of_model, "default")
+            opened = single.check_load(of_model, "default").checkpoint
             described_ = described(each.varied, opened, each.case.steps, len(samples), torch.float64)
             found.append(
                 {

@@ -89,7 +89,7 @@ def refused(path: str, rank: int, weight_only: list[torch.Tensor]) -> dict:
     groups = mesh.build(config, "cpu")
     control = ControlChannel(groups.control)
     engine = Engine(config, groups)
-    products = engine.products(engine.check_load(path, "default"), "auto", torch.float32)
+    products = engine.products(engine.check_load(path, "default"), "auto")
     fails = mock.patch("comfy_kitchen.mm_int8", side_effect=RuntimeError("not supported"))
     with fails if rank == 1 else nullcontext():
         found, failures = native_trial.agree(products, groups.device, control.all_gather_object)

@@ -62,7 +62,7 @@ def test_a_sparse_file_of_a_terabyte_is_mapped_and_not_read(tmp_path, plain, eng
     entries["vae.other"] = {"dtype": "F32", "shape": [1 << 38], "data_offsets": [at, at + (1 << 40)]}
     path = header(tmp_path / "sparse.safetensors", entries, at + (1 << 40))
     started, memory = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert engine.check_load(str(path), "default").block_count
+    assert engine.check_load(str(path), "default").checkpoint.block_count
     assert time.perf_counter() - started < SECONDS
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024 < BYTES
 

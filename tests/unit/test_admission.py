@@ -184,7 +184,7 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     """The least that is certain is less than what the tiny model's own request allocates (LiveMemory)."""
     path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
     engine = Engine(ParallelConfig(), mesh.single())
-    pristine = engine.check_load(path, "default")
+    pristine = engine.check_load(path, "default").checkpoint
     engine.load("tiny", path, "default")
     sample = (
         golden(f"{family}__euler_simple")[0] if family != "flux-dev" else golden_request("euler_simple")[0]

@@ -6,7 +6,9 @@ from fake_memory import FakeMemory
 from fuzzing import Rank0
 from tiny import golden_request, write_shallow_flux
 
+from backend import engine
 from backend.config import ParallelConfig
+from backend.loading.model_key import model_key
 from backend.models.family import Latent
 from backend.protocol import Failure, Load, Loaded, ModelCall
 from backend.rank.admission import Admission
@@ -100,6 +102,26 @@ def test_a_request_is_taken_apart_once(rank0, client, kind, monkeypatch):
     monkeypatch.setattr(Latent, "grid", counted)
     rank0.answers(rank0.message(kind), client)
     assert len(grids) == 1
+
+
+def test_the_matrices_of_a_load_are_looked_for_once(rank0, client, monkeypatch):
+    """By the check: what ranks try and what is loaded are chosen from what it found."""
+    looked, find = [], engine.matrices
+
+    def counted(*given):
+        looked.append(given)
+        return find(*given)
+
+    def loaded(message, key, on_progress, planned, checked):
+        rank0.engine.load(key, message.path, "default", "auto", {}, on_progress, checked)
+        return ["enough"]
+
+    monkeypatch.setattr(engine, "matrices", counted)
+    monkeypatch.setattr(rank0, "load", loaded)
+    rank0.answers(rank0.message("load"), client)
+    key = model_key(Load(rank0.new_file))
+    assert len(looked) == 1 and rank0.engine.models[key].weights.checkpoint is not looked[0][0]
+    rank0.engine.unload(key)
 
 
 def test_a_client_is_remembered_by_the_models_that_it_has_loaded(rank0, client):

@@ -86,7 +86,7 @@ def test_memory_that_runs_out_in_a_load_is_what_ranks_lack(tmp_path, monkeypatch
     """So that other models leave for it, as where it was seen before."""
     path = write_checkpoint(tmp_path / "model.safetensors")
     rank = worker()
-    planned = rank.admission.plan_load(rank.engine.check_load(str(path), "default"), torch.float32)
+    planned = rank.admission.plan_load(rank.engine.check_load(str(path), "default").checkpoint, torch.float32)
     monkeypatch.setattr(rank.admission, "check", lambda *_, **__: None)
 
     def fails(*_):

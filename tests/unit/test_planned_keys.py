@@ -178,7 +178,7 @@ def test_a_family_holds_the_keys_and_values_that_are_planned(tmp_path, family, m
     made = recorded_buffers(monkeypatch)
     path = str(write_checkpoint(tmp_path / "tiny.safetensors", family))
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
-    pristine = engine.check_load(path, "default")
+    pristine = engine.check_load(path, "default").checkpoint
     engine.load("tiny", path, "default")
     sample = golden(f"{family}__euler_simple")[0]
     short = {**sample.tensors, "sigmas": sample.tensors["sigmas"][:3]}
@@ -198,7 +198,7 @@ def test_keys_and_values_of_every_control_video_are_planned(tmp_path, monkeypatc
     made = recorded_buffers(monkeypatch)
     path = str(write(tmp_path / "tiny.safetensors", "wan21-vace-two"))
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
-    pristine = engine.check_load(path, "default")
+    pristine = engine.check_load(path, "default").checkpoint
     engine.load("tiny", path, "default")
     model = engine.models["tiny"]
     config = ParallelConfig(pipefusion_degree=2)

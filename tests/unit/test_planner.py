@@ -278,7 +278,7 @@ def test_weights_that_multiply_as_stored_are_not_dequantized():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")
-    return Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default")
+    return Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default").checkpoint
 
 
 def test_a_shape_survives_json(checkpoint):

@@ -236,7 +236,7 @@ def test_activations_of_control_videos_are_about_what_they_allocate(tmp_path, vi
     double."""
     engine = Engine(ParallelConfig(), mesh.single())
     path = str(write(tmp_path / "vace.safetensors", "wan21-vace-two"))
-    pristine = engine.check_load(path, "default")
+    pristine = engine.check_load(path, "default").checkpoint
     engine.load("tiny", path, "default")
     model = engine.models["tiny"]
     noise = torch.randn(1, 16, 3, 32, 32)

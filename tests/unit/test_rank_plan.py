@@ -45,7 +45,7 @@ DEGREES = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")
-    return Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default")
+    return Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default").checkpoint
 
 
 def plans(checkpoint, **fields):
@@ -138,7 +138,7 @@ def test_keys_and_values_that_are_kept_are_counted(tmp_path):
     kept = found[-1]
 
     def told(text=12, **fields):
-        return describe(ParallelConfig(**fields), engine.check_load(path, "default"), 80, text)[0]
+        return describe(ParallelConfig(**fields), engine.check_load(path, "default").checkpoint, 80, text)[0]
 
     assert told().kv_bytes == kept == 4 * 2 * 2 * 12 * 128 * 4 and told(text=0).kv_bytes == 0
     for degree in ("ulysses_degree", "ring_degree", "cfg_degree", "tensor_parallel_degree"):

@@ -91,7 +91,7 @@ def test_replicas_of_sharded_weights_call_the_model_equally_often():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = write_checkpoint(tmp_path_factory.mktemp("models") / "flux-tiny.safetensors")
-    return Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default")
+    return Engine(ParallelConfig(), mesh.single()).check_load(str(path), "default").checkpoint
 
 
 def test_more_share_is_more_work(checkpoint):
