@@ -135,7 +135,9 @@ def _described(shape: "ClassInputs", scheduler: Mapping | None, trial: Trial) ->
             channels=lambda config: channels, patch=lambda config: patch, frames=inputs.video, pixels=pixels
         ),
         noise=Noise(prediction(scheduler), (lambda config: schedule) if schedule else None),
-        io=ModelIO(inputs, (lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens),
+        io=ModelIO(
+            inputs, output=(lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens
+        ),
         blocks=Blocks(
             heads=lambda config: max(1, trial.heads), head_size=lambda config: trial.head_size, **blocks
         ),
