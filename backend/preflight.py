@@ -30,7 +30,7 @@ from .loading.compute_dtype import chosen_dtype
 from .loading.recognition import open_checkpoint
 from .loading.scale_values import check_scales
 from .loading.weight_loading import choices
-from .parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from .parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.config_changes import named_change
 from .rank_plan.describe import mesh_indices
 from .rank_plan.shape_of import shape_of

@@ -13,6 +13,7 @@ from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig, unused_method
 from ..backend.planner.choose import MANUAL
 from ..backend.protocol import RefusedError
+from ..backend.protocol.load_choices import MATMULS, WEIGHT_DTYPES
 from .graph.queued_graph import executed, queued, samplers_of, source, validated, values
 from .host import handle
 from .host.auto_plan import run_planned
@@ -29,8 +30,6 @@ from .host.schema import ALIASES, advanced, schema
 from .host.socket_types import ParallelConfigType, ParallelDiTType
 from .parallel_config import config_in
 
-WEIGHT_DTYPES = ["default", "bf16", "fp16", "fp32"]
-MATMULS = ["auto", "weight only", "native"]
 #: Shown while the page waits for its graph to be queued.
 READING = "reading the model's headers"
 #: Said where the size that the graph tells does not fit, which may not be that of the latent.
@@ -67,7 +66,7 @@ class LoadParallelDiT(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "weight_dtype",
-                    options=WEIGHT_DTYPES,
+                    options=list(WEIGHT_DTYPES),
                     default="default",
                     optional=True,
                     tooltip="Precision of the weights and of the computation. default = ComfyUI's "
@@ -77,7 +76,7 @@ class LoadParallelDiT(io.ComfyNode):
                 advanced(
                     io.Combo.Input(
                         "matmul",
-                        options=MATMULS,
+                        options=list(MATMULS),
                         default="auto",
                         optional=True,
                         tooltip="How quantized layers multiply. weight only = by the dequantized weight, "

@@ -259,7 +259,7 @@ class BackendClient:
         finally:
             deadline.cancel()
 
-    def _asked(self, message, kind: type, check, limit: int = framing.MAX_HELLO):
+    def _asked(self, message, kind: type, check, limit: int = handshake.MAX_HELLO):
         """Return the answer of the class ``kind``, of at most ``limit`` bytes, to a handshake's message."""
         reply = self.request(message, check, limit=limit)
         if not isinstance(reply, kind):

@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from ..protocol.handshake import MAX_HELLO
 from .exit_report import RankFailure
 from .machines import Machines
 from .silence import LOOK_SECONDS, silent_seconds
 
 #: Longest line, in bytes; the failures of a machine's ranks fit.
 MAX_LINE = 1 << 20
-#: A peer that connects must prove itself within so many bytes of a line and keys of what it says.
-MAX_HELLO = 4096
+#: A peer that connects must prove itself within so many keys of what it says, and MAX_HELLO bytes of a line.
 MAX_SAID = 16
 #: After one machine has ended: so long the others take to end their ranks and to say why.
 REPORT_SECONDS = 20.0

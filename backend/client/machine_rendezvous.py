@@ -13,13 +13,12 @@ from typing import Any
 
 from ..config import ConfigError
 from ..protocol import BackendError, handshake
+from ..protocol.handshake import HELLO_SECONDS
 from .machine_link import MAX_LINE, Check, Link, Peer
 from .machines import Machines
 
 #: The label of a machine's proof begins with this, so that none made on a backend's socket fits.
 ROLE = "machine"
-#: A machine that connects must prove itself within so many seconds, and so must machine 0.
-HELLO_SECONDS = 5.0
 #: Connections that have not proved themselves; of more the oldest is closed.
 MAX_HANDSHAKES = 64
 

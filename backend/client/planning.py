@@ -12,7 +12,7 @@ import torch
 
 from ..config import ConfigError, ParallelConfig
 from ..errors import RAN_OUT
-from ..hardware.device_memory import host_free
+from ..hardware.device_memory import HOST_SHARE, host_free
 from ..hardware.gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, PlanChoice, Question, choose
@@ -30,8 +30,6 @@ from .plan_history import LastPlan, PlanHistory
 _history = PlanHistory()
 #: Part of a rank's memory that the next plan leaves free beyond what the one that ran out did.
 SPARED = 0.02
-#: Ranks park weights in this part of free host memory at most (loading/parking.py).
-PARKED = 2
 #: nvidia-smi takes up to a second: while ranks run it is asked this often at most.
 LOOK_SECONDS = 60.0
 EstimateOf = Callable[[ModelShape], RequestEstimate]
@@ -281,7 +279,7 @@ def question_of(
         machine = machine.ordered(order, usual=first())
         devices = [devices[index] for index in order] if order else devices
     asked = request(shapes[0])
-    host = _host_memory() // PARKED
+    host = int(HOST_SHARE * _host_memory())
     file = measurements.load_rate(model, device)
     left = _history.left_after(devices, asked.image_tokens * asked.batch) if device == "cuda" else ()
     swaps = WeightSwaps(host, file, left)

@@ -10,6 +10,7 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..hardware.cgroup_limits import cpu_limit
 from ..hardware.device_memory import FIXED_SEGMENTS
+from ..protocol.heartbeats import MAX_COLLECTIVE_SECONDS
 from ..quantization.dequantized_cache import rank_variables
 from ..runtime.torch_version import has_torch
 from . import nccl_settings
@@ -49,8 +50,6 @@ _DROPPED = {
     # of torchrun, which knows other programs' levels by other names ("debug")
     "LOGLEVEL",
 }
-#: Seconds after which torch's own monitor of NCCL ends a rank: those of parallel/mesh.py's TIMEOUT.
-NCCL_SECONDS = "7200"
 #: Processes in which a rank compiles kernels, which are started before the first one: as many as torch's own
 #: rule allows (decide_compile_threads of torch/_inductor/config.py).
 MAX_COMPILE_THREADS = 32
@@ -179,7 +178,7 @@ def sanitized_environment(
     env |= closed_doors(parent, interface)
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     # the client ends ranks that hang, by their heartbeats, and waits for those that load or compile
-    env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", NCCL_SECONDS)
+    env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(MAX_COLLECTIVE_SECONDS))
     # else what travels next to attention begins when the thousands of blocks of its kernel have had their
     # turn
     env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

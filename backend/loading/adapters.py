@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..parallel.comm import cat_or_same
 from ..parallel.sequence import Span
+from .lora_file_bytes import MAX_FACTORS, matrix
 from .safetensors_files import TensorFiles
 from .staging import upload
 
@@ -24,13 +25,6 @@ Spans = Iterable[Span]
 MatrixShape = tuple[int, int]
 #: Roles that say how much of an adapter is added.
 SCALES = {"alpha", "dora_scale"}
-#: Numbers in the factors of a LoHa or LoKr for one of the matrix: with more, the matrix itself costs less.
-MAX_FACTORS = 0.5
-
-
-def matrix(shape: tuple[int, ...]) -> MatrixShape:
-    """View a shape as rows and everything else: (n,) as (n, 1), a convolution as (out, in h w)."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import torch
 
 from ..errors import UnsupportedError
 from ..hardware.gpu_kernels import Capability
+from ..protocol.load_choices import WEIGHT_DTYPES
 from ..quantization.formats import PLAIN_FLOAT8
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint  # which imports diffusers; a probe does not need it
 
-#: The choices of LoadParallelDiT's ``weight_dtype`` but for default.
-WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+#: Name -> type, of load_choices.WEIGHT_DTYPES but for default.
+NAMED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Type -> the least compute capability of an NVIDIA GPU with fast products in it.
 MIN_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
 
@@ -50,9 +51,9 @@ def chosen_dtype(
     """Return the type that ``weight_dtype`` names, or the default. Raises UnsupportedError for another."""
     if name == "default":
         return default_dtype(checkpoint, device, capability)
-    if name not in WEIGHT_DTYPES:
-        raise UnsupportedError(f"weight_dtype is {name!r:.100}; choose default, {', '.join(WEIGHT_DTYPES)}.")
-    return WEIGHT_DTYPES[name]
+    if name not in NAMED:
+        raise UnsupportedError(f"weight_dtype is {name!r:.100}; choose {', '.join(WEIGHT_DTYPES)}.")
+    return NAMED[name]
 
 
 def default_dtype(checkpoint: Checkpoint, device: torch.device, capability: Capability | None) -> torch.dtype:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import UnsupportedError, quoted
-from .header_limits import MAX_HEADER_BYTES, unreadable
-from .regular_files import open_regular
+from .header_limits import unreadable
+from .regular_files import MAX_HEADER_BYTES, open_regular
 
 VERSIONS = (2, 3)
 #: Bytes of a metadata value, by type; strings and arrays are read.

@@ -7,10 +7,8 @@ from pathlib import Path, PurePath
 
 from ..errors import UnsupportedError, quoted
 from .allowed_folders import ANYWHERE, Folders
-from .regular_files import open_regular, read_json
+from .regular_files import MAX_HEADER_BYTES, open_regular, read_json
 
-#: Bytes of the headers of all files of a model; published ones have about one MB, LoRAs a few.
-MAX_HEADER_BYTES = 16 << 20
 #: Tensors of a checkpoint; published ones have thousands, with scales about fifteen thousand.
 MAX_TENSORS = 32_768
 #: Files of a folder, and bytes of their index, which names every tensor.

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..parallel.sequence import Span
 from ..quantization.added_products import BlockCut, Kronecker, cut_blocks
-from .adapters import MAX_FACTORS, Factored, Spans, cut
+from .adapters import Factored, Spans, cut
+from .lora_file_bytes import MAX_FACTORS
 
 
 class LoKr(Factored):

@@ -13,7 +13,7 @@ from .lora_spellings import KEY, TEXT_ENCODER
 Shapes = Mapping[str, Sequence[int]]
 #: Bytes of a number on the ranks, and of a number for each row (DoRA).
 NUMBER, ROW_SCALE = 2, 4
-#: As loading/adapters.py has it: with more numbers than this share of the matrix, it is held as a whole.
+#: Numbers in the factors of a LoHa or LoKr for one of the matrix: with more, the matrix itself costs less.
 MAX_FACTORS = 0.5
 #: End of a module's name in single files -> parameters of which its matrix has the rows: each is next to a
 #: factor of the columns on the ranks.
@@ -58,24 +58,24 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
     lokr = [_factor(roles, name) for name in names]
     if "hada_w1_a" in roles:
         rows, columns, _ = _factor(roles, "hada_w1")
-        rank = math.prod(_matrix(roles.get(f"hada_w{i}_b", ()))[0] for i in (1, 2))
+        rank = math.prod(matrix(roles.get(f"hada_w{i}_b", ()))[0] for i in (1, 2))
     elif lokr:
         rows, columns, rank = (one * two for one, two in zip(*lokr))
     elif {"up", "down"} <= roles.keys():
-        (rows, _), (rank, columns) = _matrix(roles["up"]), _matrix(roles["down"])
+        (rows, _), (rank, columns) = matrix(roles["up"]), matrix(roles["down"])
     else:
         return LoraBytes(NUMBER * sum(math.prod(shape) for shape in roles.values()))
     most = MAX_FACTORS * rows * columns
     pieces = _pieces(stem, rows, columns)
     if lokr and "dora_scale" not in roles:
         (outer, blocks, _), (height, width, _) = lokr
-        inner = _matrix(roles["lokr_w2_b"])[0] * (height + width) if "lokr_w2_b" in roles else math.inf
+        inner = matrix(roles["lokr_w2_b"])[0] * (height + width) if "lokr_w2_b" in roles else math.inf
         numbers = outer * blocks + int(min(inner, height * width))
         if numbers <= most:
             again = (min(pieces, outer) - 1) * (numbers - outer * blocks)
             return LoraBytes(uncut=NUMBER * (numbers + again))
     is_scaled = "dora_scale" in roles
-    if is_scaled and _matrix(roles["dora_scale"]) != (rows, 1):
+    if is_scaled and matrix(roles["dora_scale"]) != (rows, 1):
         return LoraBytes(copies=NUMBER * rows * columns)
     factors = rank * (rows + columns)
     if "up" not in roles and factors > most:
@@ -87,12 +87,13 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
 def _factor(roles: Shapes, name: str) -> tuple[int, int, int]:
     """Return rows, columns and inner size of a matrix that is whole, or a product of two."""
     if name in roles:
-        rows, columns = _matrix(roles[name])
+        rows, columns = matrix(roles[name])
         return rows, columns, min(rows, columns)
-    rows, _ = _matrix(roles.get(f"{name}_a", ()))
-    inner, columns = _matrix(roles.get(f"{name}_b", ()))
+    rows, _ = matrix(roles.get(f"{name}_a", ()))
+    inner, columns = matrix(roles.get(f"{name}_b", ()))
     return rows, columns, min(rows, columns, inner)
 
 
-def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """View a shape as rows and everything else: (n,) as (n, 1), a convolution as (out, in h w)."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)

@@ -17,8 +17,9 @@ from ..quantization.added_products import LowRank
 from ..quantization.lora_bytes import LoraBytes
 from ..quantization.packed_weight import PackedWeight
 from ..units import fine_gigabytes
-from .adapters import LoRA, cut, matrix
+from .adapters import LoRA, cut
 from .checkpoint import Checkpoint
+from .lora_file_bytes import matrix
 from .lora_keys import Lora, LoraUse, file_state, open_lora
 from .lora_products import (
     LoraChange,

@@ -13,9 +13,10 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, some
-from .adapters import SCALES, Adapter, Difference, LoHa, LoRA, LoRAByHead, matrix
+from .adapters import SCALES, Adapter, Difference, LoHa, LoRA, LoRAByHead
 from .allowed_folders import ANYWHERE, Folders
 from .lokr import LoKr
+from .lora_file_bytes import matrix
 from .lora_selection import MisfitError, Target, check_most, once_each
 from .lora_spellings import (
     DEFAULT,

@@ -10,6 +10,8 @@ from ..errors import UnsupportedError, quoted, reason
 
 #: Bytes of a configuration; published ones have a few thousand.
 MAX_CONFIG_BYTES = 1 << 20
+#: Bytes of the headers of all files of a model; published ones have about one MB, LoRAs a few.
+MAX_HEADER_BYTES = 16 << 20
 #: Where a pipeline's folder says of which class it is: a DiffusionPipeline's, a ModularPipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
 

@@ -14,9 +14,8 @@ from ..models.blocks import IMAGE_ONLY
 from ..models.patterns import matches
 from .block_streams import block_list
 from .matrix_cuts import KEYS, QUERIES, is_leaf
+from .stage_split import IMAGE_TOKENS, TEXT_TOKENS
 
-#: Tokens of a typical request, which describe() assumes too: 1024 x 1024 pixels, a prompt of 512 tokens.
-IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
 #: A layer of queries, keys, values and the MLP at once: its width is not that of the queries.
 QUERY_LAYERS = (*QUERIES, "to_qkv_mlp_proj")
 

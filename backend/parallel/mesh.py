@@ -17,11 +17,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan:
 from .. import shares
 from ..config import ParallelConfig
 from ..hardware.gpu_sharing import shares_gpu
+from ..protocol.heartbeats import MAX_COLLECTIVE_SECONDS
 
-#: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
-#: died or are silent are found in seconds, by torchrun and by their heartbeats (client/silence.py); of those
-#: that wait on their GPUs the client tells in minutes (client/step_timer.py).
-TIMEOUT = timedelta(hours=2)
+#: Of every process group.
+TIMEOUT = timedelta(seconds=MAX_COLLECTIVE_SECONDS)
 
 #: Most CTAs of a GPU that copy along an edge of a pipeline: NVLink is full with fewer, and blocks want them.
 EDGE_CTAS = 4

@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 
 from ..shares import relative_shares
 
+#: Tokens of a typical request, for which stages are balanced: 1024 x 1024 pixels, a prompt of 512 tokens.
+IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
 #: Most weights of a stage, as a multiple of the mean over the stages, if there is a split of so few.
 MAX_WEIGHTS = 1.15
 #: Up to this multiple of the mean a stage keeps the modulation layers of its own blocks.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..quantization.lora_bytes import LoraBytes
 
 #: (T, H, W) of a latent or of a patch.
@@ -242,8 +243,8 @@ class RequestEstimate:
     weights of the whole model; ``other_loras``: of those of models that stay on its ranks. ``then``: further
     requests of a graph that is about to run; None for one that runs itself."""
 
-    image_tokens: int = 4096
-    text_tokens: int = 512
+    image_tokens: int = IMAGE_TOKENS
+    text_tokens: int = TEXT_TOKENS
     steps: int = 20
     prompts: int = 2
     batch: int = 1

@@ -205,7 +205,7 @@ class ModelShape:
 @lru_cache(maxsize=256)
 def _split(shape: ModelShape, degree: int, shares: tuple[float, ...]) -> stage_split.Stages:
     """Place blocks and their modulation as loading does (stage_split.plan)."""
-    tokens = (4096, 512)  # loading balances for a typical request too
+    tokens = stage_split.IMAGE_TOKENS, stage_split.TEXT_TOKENS
     costs = [block.linear(*tokens) + block.attention(*tokens) for block in shape.blocks]
     weights = [block.weights for block in shape.blocks]
     modulation = [{str(index): block.modulation} for index, block in enumerate(shape.blocks)]

@@ -17,8 +17,6 @@ MAGIC = b"PDT1"
 PREFIX = struct.Struct("!4sIQ")
 MAX_HEADER = 1 << 20
 MAX_BODY = 1 << 34
-#: Before a peer has proved that it knows the token it may not make us allocate more than this.
-MAX_HELLO = 4096
 #: What a declared length makes us allocate before bytes arrive; later it is at most twice what arrived.
 MAX_UNSEEN = 1 << 28
 #: Chunks of a frame below this size are joined: a system call each would cost more.

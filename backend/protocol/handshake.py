@@ -16,6 +16,10 @@ import secrets
 
 #: Shortest token that is taken: whoever has seen a proof can try guesses against it.
 MIN_TOKEN = 32
+#: Before a peer has proved that it knows the token, its messages may have so many bytes.
+MAX_HELLO = 4096
+#: So long it may take until it has.
+HELLO_SECONDS = 5.0
 #: Of the label. The version of the messages is compared before any proof, so that it can be named.
 FORM = 3
 BACKEND = "backend"

@@ -15,6 +15,10 @@ from pathlib import Path
 
 from .step_times import StepRing, StepTime
 
+#: So long may a rank compute, load or check headers while its peers wait in a collective. Ranks that have
+#: died or are silent are found in seconds, by torchrun and by their heartbeats (client/silence.py); those
+#: that wait on their GPUs in minutes, by the client (client/step_timer.py).
+MAX_COLLECTIVE_SECONDS = 7200
 #: Seconds between two beats of a rank.
 BEAT_SECONDS = 0.5
 #: A rank's process id, its rank in the whole backend, its beats, and the longest time between two (ms).

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import reason
+from ..protocol.load_choices import MATMULS
 from ..runtime.install_command import install_command
 from .formats import rotated, rotation
 
@@ -27,7 +28,7 @@ MaxOverRanks = Callable[[Tensor], Tensor]
 #: rows), in the dtype of x.
 Kernel = Callable[[Tensor, "PackedWeight", Tensor | None, MaxOverRanks | None], Tensor]
 #: How layers can multiply, the choices of LoadParallelDiT's ``matmul``.
-AUTO, WEIGHT_ONLY, NATIVE = MODES = ("auto", "weight only", "native")
+AUTO, WEIGHT_ONLY, NATIVE = MATMULS
 #: What is called of comfy-kitchen.
 CALLED = (
     *("int8_linear", "mm_int8", "quantize_per_tensor_fp8", "to_blocked", "list_backends"),

@@ -10,10 +10,11 @@ from torch import nn
 
 from ..errors import UnsupportedError, some
 from ..hardware.gpu_kernels import Capability
+from ..protocol.load_choices import MATMULS
 from ..runtime.torch_version import has_torch, torch_version
 from . import kernels
 from .formats import PLAIN_FLOAT8, Format, Settings, dtype_name
-from .kernels import AUTO, MODES, NATIVE, WEIGHT_ONLY, Kernel, MatmulChoice
+from .kernels import AUTO, NATIVE, WEIGHT_ONLY, Kernel, MatmulChoice
 from .packed_weight import PackedWeight
 
 #: A format and the type of its inputs, as files and torch name them.
@@ -98,8 +99,8 @@ def choose(
     capability: Capability | None = None,
     refused: Mapping[Product, str] = {},
 ) -> MatmulChoice:
-    """Choose how a layer multiplies on ``device``; ``mode`` is one of MODES, ``refused``: what any rank does
-    not multiply natively, and why (native_trial.py)."""
+    """Choose how a layer multiplies on ``device``. ``mode`` is one of MATMULS; ``refused``: what any rank
+    does not multiply natively, and why (native_trial.py)."""
     if mode == WEIGHT_ONLY:
         return MatmulChoice(None, "as chosen")
     rule = RULES.get(matrix.product[0])
@@ -205,9 +206,9 @@ def choose_all(
     refused: Mapping[Product, str] = {},
 ) -> dict[str, MatmulChoice]:
     """Choose for every quantized layer of the checkpoint ``name``. Raises UnsupportedError where ``mode`` is
-    native and a layer cannot multiply so, or is none of MODES."""
-    if mode not in MODES:
-        raise UnsupportedError(f"matmul is {mode!r:.100}; choose {', '.join(MODES)}.")
+    native and a layer cannot multiply so, or is none of MATMULS."""
+    if mode not in MATMULS:
+        raise UnsupportedError(f"matmul is {mode!r:.100}; choose {', '.join(MATMULS)}.")
     how = (mode, device, capability, refused)
     choices = {layer: choose(matrix, *how) for layer, matrix in matrices.items()}
     if mode != NATIVE:

@@ -14,7 +14,7 @@ from ..config import ParallelConfig
 from ..errors import RAN_OUT, SHORT, UnsupportedError, reason
 from ..hardware.device_memory import DeviceMemory, host_free, is_out_of_memory
 from ..loading.checkpoint import Checkpoint
-from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
+from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..planner.memory import spare_bytes
 from ..protocol import ModelCall, Sample
 from ..quantization.dequantized_cache import may_cache_dequantized

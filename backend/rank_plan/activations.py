@@ -28,8 +28,6 @@ from .workload import MeshPlace, Workload
 
 #: Family -> the fields of Activations but latents, in tokens of its width.
 FITTED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_suffix(".json").read_text())
-#: Tokens for which activations of other classes are measured; they are taken to grow with the tokens.
-IMAGE, TEXT = 4096, 512
 FIRST: MeshPlace = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
 
 #: Tensors of the width of a stream that live inside a block next to those of its layers: the stream itself,

@@ -10,8 +10,7 @@ from ..config import ParallelConfig
 from ..hardware.gpu_kernels import Capability
 from ..loading import weight_loading
 from ..loading.checkpoint import Checkpoint
-from ..parallel.block_cost import IMAGE_TOKENS, TEXT_TOKENS
-from ..parallel.stage_split import Stages
+from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS, Stages
 from ..quantization.kernels import AUTO, MatmulChoice
 from ..shares import shard_sizes
 from ..units import blocks_text, megabytes

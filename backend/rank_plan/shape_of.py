@@ -17,12 +17,13 @@ from ..parallel.block_cost import PROMPT, block_costs, latents_of, layer_tokens
 from ..parallel.block_streams import BlockStructure
 from ..parallel.matrix_cuts import Shard
 from ..parallel.ring_library import ring_unavailable
+from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..planner.model_shape import NONE, BlockShape, ModelShape
 from ..quantization.kernels import MatmulChoice
 from ..quantization.matmul import NATIVE_FORMATS, RULES
 from ..runtime.opaque_ops import compiles_on_gpus
 from ..runtime.torch_version import unshardable
-from .activations import FIRST, IMAGE, TEXT, activations_of
+from .activations import FIRST, activations_of
 from .weights import HeldParameter, held_parameters, planned_scratch_bytes
 from .workload import Workload
 
@@ -64,7 +65,7 @@ class _Measured:
             patch=family.latent.patch(config),
             pixels=family.latent.pixels(config),
             activations=activations_of(self._work(), self._work(TWO) if self._cuts else None),
-            scratch=planned_scratch_bytes(held, IMAGE + TEXT),
+            scratch=planned_scratch_bytes(held, IMAGE_TOKENS + TEXT_TOKENS),
             whole_only=family.blocks.whole_only or "",
             tensor=bool(self._cuts),
             is_quantized=self.checkpoint.is_quantized,
@@ -83,8 +84,8 @@ class _Measured:
         return Workload(
             config=plan,
             checkpoint=self.checkpoint,
-            image_tokens=IMAGE,
-            text_tokens=TEXT,
+            image_tokens=IMAGE_TOKENS,
+            text_tokens=TEXT_TOKENS,
             batch=1,
             prompts_per_rank=1,
             dtype=self.dtype,

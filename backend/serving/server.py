@@ -12,12 +12,11 @@ import psutil
 
 from .. import protocol
 from ..protocol import ProtocolError, handshake, tcp
-from ..protocol.framing import MAX_HELLO, receive, send
+from ..protocol.framing import receive, send
+from ..protocol.handshake import HELLO_SECONDS, MAX_HELLO
 from .job_queue import Job, JobQueue
 from .listener import listen
 
-#: Seconds in which a new connection must prove that it knows the token.
-HELLO_SECONDS = 5.0
 #: Least time between two lines in the log on clients that fail the handshake: they must not fill the disk.
 STRANGER_LOG_SECONDS = 10.0
 #: Connections at a time, and requests of one that may wait; a graph uses one of each.

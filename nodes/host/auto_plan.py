@@ -14,12 +14,12 @@ from ...backend.client import measurements, planning, pool
 from ...backend.client.model_choice import ModelChoice
 from ...backend.client.planning import EstimateOf
 from ...backend.config import ConfigError, ParallelConfig
+from ...backend.parallel.stage_split import TEXT_TOKENS
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.planner.choose import Question
 from ...backend.planner.machine import RequestEstimate, Sides, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import BackendError, RefusedError
-from .graph_requests import TEXT
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_own, with_plan
 from .image_tokens import image_tokens
@@ -197,7 +197,7 @@ def _goes_together(guider) -> bool:
 def _text_tokens(conds: dict[str, list[dict]]) -> int:
     """Return the tokens of a guider's longest prompt; as many as the loader assumes where none has any."""
     prompts = (each.get("cross_attn") for side in conds.values() for each in side)
-    return max((each.shape[1] for each in prompts if each is not None), default=TEXT)
+    return max((each.shape[1] for each in prompts if each is not None), default=TEXT_TOKENS)
 
 
 def _size_of_calls(shape: torch.Size, guider) -> torch.Size:

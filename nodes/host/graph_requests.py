@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...backend.client.model_choice import ModelChoice
+from ...backend.parallel.stage_split import TEXT_TOKENS
 from ...backend.planner.machine import RequestEstimate, tokens_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.quantization.lora_bytes import LoraBytes
@@ -16,7 +17,7 @@ from .model_files import lora_size, model_choice_of
 
 #: Assumed of what is linked and not known: an image or a video, 20 steps, both prompts.
 IMAGE, VIDEO = LatentSize(1024, 1024, 1), LatentSize(832, 480, 81)
-STEPS, TEXT = 20, 512
+STEPS = 20
 LOADER, MODEL, SAMPLERS = "LoadParallelDiT", "ParallelModel", "ParallelSampler"
 #: Nodes that add a LoRA -> their input of its strength; all but the first count on Parallel Model alone.
 LORAS = {
@@ -74,7 +75,7 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
     loras, others = _lora_bytes(graph, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
     return RequestEstimate(
         image_tokens=tokens_of(sizes.sides(latent), shape.patch) + further - among_text,
-        text_tokens=TEXT + among_text,
+        text_tokens=TEXT_TOKENS + among_text,
         steps=_steps(graph, sampler, inputs),
         prompts=1 if (skips_negative(*guidance) if guidance else drained) else 2,
         batch=latent.batch,

@@ -10,6 +10,7 @@ import folder_paths
 
 from ...backend.client.model_choice import ModelChoice
 from ...backend.loading.lora_file_bytes import file_bytes
+from ...backend.loading.regular_files import MAX_HEADER_BYTES
 from ...backend.quantization.lora_bytes import LoraBytes
 from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras
@@ -24,8 +25,6 @@ UNPICKLED = (".safetensors", ".sft", ".gguf")
 FURTHER_TRANSFORMERS = ("transformer_2",)
 #: Of a folder with one of these files it is a pipeline or a transformer.
 HOLD = {*INDEXES, "config.json"}
-#: Longest header of a LoRA that is read here, in bytes; models may have no longer one.
-MAX_HEADER_BYTES = 16 << 20
 #: LoRAs whose headers are counted once for each state of their files.
 MAX_LORAS = 64
 

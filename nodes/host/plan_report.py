@@ -6,9 +6,10 @@ import comfy.model_management
 import torch
 from comfy.cli_args import args
 
+from ...backend.parallel.stage_split import TEXT_TOKENS
 from ...backend.protocol import Describe
 from ..comfy_models.registry import family_named
-from .graph_requests import IMAGE, TEXT, VIDEO
+from .graph_requests import IMAGE, VIDEO
 from .handle import ParallelDiT, ensure_loaded
 from .report import plan_line, quantized_lines, rank_lines
 from .speed_flags import flag_lines
@@ -22,7 +23,7 @@ def request_line(dit: ParallelDiT, prompts: int) -> str:
     asked = Describe(
         model=dit.loaded.model,
         latent=latent,
-        text_tokens=TEXT,
+        text_tokens=TEXT_TOKENS,
         prompts=prompts,
         num_pipeline_patch=config.num_pipeline_patch,
         stale_kv=config.stale_kv,

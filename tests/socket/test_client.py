@@ -27,6 +27,7 @@ from backend.protocol import (
     RefusedError,
     Result,
     framing,
+    handshake,
 )
 
 
@@ -137,7 +138,7 @@ def test_wrong_token(serve):
         BackendClient(serve(lambda connection: None), "guess")
 
 
-@pytest.mark.parametrize("proves, limit", [(False, framing.MAX_HELLO), (True, framing.MAX_HEADER)])
+@pytest.mark.parametrize("proves, limit", [(False, handshake.MAX_HELLO), (True, framing.MAX_HEADER)])
 def test_a_long_answer_in_the_handshake_is_not_read(proves, limit):
     """In the place of Challenge, or of Welcome: the client does not wait for what is announced."""
     server = socket.create_server(("127.0.0.1", 0))

@@ -54,10 +54,10 @@ class FakeBackend:
 def let_in(connection, token: str = TOKEN) -> bool:
     """The backend's side of the handshake; False where the client is not let in."""
     try:
-        hello = framing.receive(connection, framing.MAX_HELLO)
+        hello = framing.receive(connection, handshake.MAX_HELLO)
         nonce = handshake.new_nonce()
         reply(connection, Challenge(nonce, handshake.proof(token, handshake.BACKEND, hello.nonce, nonce)))
-        answer = framing.receive(connection, framing.MAX_HELLO)
+        answer = framing.receive(connection, handshake.MAX_HELLO)
     except (ProtocolError, ConnectionError):
         return False
     if answer != Proof(handshake.proof(token, handshake.CLIENT, hello.nonce, nonce)):

@@ -12,7 +12,7 @@ from backend import engine
 from backend.config import ParallelConfig
 from backend.loading.model_key import model_key
 from backend.parallel import mesh
-from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome, framing
+from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome, framing, handshake
 from backend.rank.admission import Admission
 from backend.rank.leader import Leader
 from backend.rank.served_models import ServedFile
@@ -106,7 +106,7 @@ class Rank0(Leader):
 
     def _take(self, data):
         try:
-            framing.receive(Stream(data), limit=framing.MAX_HELLO)
+            framing.receive(Stream(data), limit=handshake.MAX_HELLO)
         except ConnectionError:
             pass  # of a peer that is not let in yet: nothing more is done with it
         try:

@@ -2,16 +2,10 @@
 
 import ast
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
+from source_files import ROOT, SOURCES, assigned, python_files
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for top in ("backend", "nodes")
-    for path in sorted((ROOT / top).rglob("*.py"))
-}
 #: Rooms from bottom to top: files of a room import rooms above it in this list alone. A room is a folder, or
 #: a file at the top of the backend.
 LAYERS = [
@@ -90,6 +84,7 @@ STDLIB_ONLY = (
     *("backend.loading.lora_file_bytes", "backend.loading.model_key"),
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",
+    "backend.protocol.load_choices",
     "backend.protocol.messages",
     "backend.protocol.solver_names",
     "backend.protocol.step_times",
@@ -116,17 +111,6 @@ BRANCHES = (
 )
 #: Files and functions over a limit -> why. An entry that is not needed any more fails.
 EXCEPTIONS: dict[str, str] = {}
-
-
-def assigned(path: Path) -> dict[str, ast.expr]:
-    """The module's own names that an assignment gives a value, and the values."""
-    found = {}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign):
-            found[ast.unparse(node.targets[0])] = node.value
-        elif isinstance(node, ast.AnnAssign) and node.value:
-            found[ast.unparse(node.target)] = node.value
-    return found
 
 
 def registered() -> list[str]:
@@ -294,14 +278,6 @@ def functions() -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     found[f"{prefix}.{node.name}"] = node
     return found
-
-
-def python_files() -> list[Path]:
-    """Every Python file of the project, tests and scripts too, below ROOT. Environments are in hidden
-    folders, and output/ is what the scripts write."""
-    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "output"))]
-    found = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
-    return sorted(path.relative_to(ROOT) for path in found)
 
 
 def over_limits() -> dict[str, int]:
