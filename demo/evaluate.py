@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script or as a module
 
-from . import flow, shapes  # noqa: E402
+from . import flow, shapes
 
 COLUMNS = 8
 LABEL_HEIGHT = 40  # image pixels under each image of the sheet

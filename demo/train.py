@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script or as a module
 
-from . import flow, latents, scenes, text  # noqa: E402
+from . import flow, latents, scenes, text
 
 PEAK_RATE = 1e-3
 WARMUP_STEPS = 100

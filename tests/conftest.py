@@ -15,11 +15,11 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 
 gc.disable()  # until all is imported, which leaves no garbage
 
-import launch  # noqa: E402 (after the environment is set)
-import tiers  # noqa: E402
-import tiny  # noqa: E402
+import launch
+import tiers
+import tiny
 
-from backend.client import pool  # noqa: E402
+from backend.client import pool
 
 #: gc.set_threshold(): new objects after which the youngest are looked through, and how many such collections
 #: reach the next age. A built or traced model is a hundred thousand objects that stay: Python's thresholds

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..models.key_layout import Layout, Shapes
-from .adapters import matrix
+from .lora_file_bytes import matrix
 from .lora_selection import Target
 from .lora_spellings import ALIASES, PREFIX, ROWS
 from .parameter_sources import Source, sources

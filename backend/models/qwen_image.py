@@ -34,6 +34,7 @@ class TwoTimes(theirs.QwenImageTransformer2DModel):
     number for every token to the device at each call. The request decides and no weight, as in ComfyUI: any
     file can."""
 
+    # its own arguments, which the family's file alone passes
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states,

@@ -47,6 +47,7 @@ class Joint(theirs.QwenImage21Transformer2DModel):
     each call where images stand, and has slots of 2 x 2 tokens. Blocks get the mask of what is given in the
     place of its segments."""
 
+    # its own arguments, which the family's file alone passes
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states, encoder_hidden_states, timestep, sequence, return_dict=True
     ):
@@ -73,6 +74,7 @@ class Joint(theirs.QwenImage21Transformer2DModel):
 class JointRotary(Rotary):
     """Rotary tables of text and images in one sequence; diffusers' own are slow, and end at 8192."""
 
+    # the model above calls it with the positions of both
     def forward(self, positions):  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.table(positions)
 

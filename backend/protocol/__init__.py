@@ -1,3 +1,3 @@
 """What client and rank 0 say to each other: messages, framing, bodies of tensors."""
 
-from .messages import *  # noqa: F403
+from .messages import *  # noqa: F403  # the messages are this package's interface

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from comfy_server import ComfyServer  # noqa: E402
-from page import ComfyPage  # noqa: E402
+from comfy_server import ComfyServer
+from page import ComfyPage
 
 DOCS = ROOT / "docs"
 STEP = "fetch('/parallel_dit/status').then((r) => r.json()).then((s) => /^step [4-9]/.test(s.doing))"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy_modules import comfy_modules
-from ranks_in_numbers import CONFIG, backend, run  # noqa: F401  # backend is a fixture
+from ranks_in_numbers import CONFIG, backend, run  # noqa: F401  # fixtures
 
 with comfy_modules():
     import comfy.model_management as management

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from comfy_modules import comfy_modules
-from ranks_in_numbers import CONFIG, Ranks, backend, run  # noqa: F401  # backend is a fixture
+from ranks_in_numbers import CONFIG, Ranks, backend, run  # noqa: F401  # fixtures
 from safetensors.torch import save_file
 
 with comfy_modules():

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 FOLDERS = ("", "tests", "tests/support", "tests/comfy", "scripts")
 sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in FOLDERS]
 sys.argv, NAMES = sys.argv[:1], sys.argv[1:]  # ComfyUI reads the arguments as its own
-import pack  # noqa: E402, F401 (the pack under its name in ComfyUI)
-import test_conditioning_nodes as walk  # noqa: E402
-import torch  # noqa: E402
-import variants  # noqa: E402
+import pack  # noqa: F401  # the pack under its name in ComfyUI
+import test_conditioning_nodes as walk
+import torch
+import variants
 
 SETTINGS = walk.STEPS | {"denoise": 1.0}
 

@@ -26,7 +26,7 @@ import comfy.model_patcher
 import comfy.nested_tensor
 import comfy.supported_models
 import comfyui_version
-import pack  # noqa: F401
+import pack  # noqa: F401  # makes parallel_dit importable
 from cases import CASES, Case
 from discrete_cases import DISCRETE_CASES
 from parallel_dit.nodes.comfy_models.registry import OURS

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from live_backend import CONFIG, backend, checkpoint, free_at_the_end  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end  # noqa: F401  # fixtures
 from odd_files import index, transformer
 from tiny import write_checkpoint
 
@@ -132,7 +132,7 @@ def test_the_option_of_a_backend_started_by_hand(given, roots):
     assert Folders.of(options.models).roots == roots
 
 
-def test_a_client_loads_from_the_allowed_folders_alone(backend, checkpoint):  # noqa: F811
+def test_a_client_loads_from_the_allowed_folders_alone(backend, checkpoint):
     pids, outside = (
         backend.welcome.pids,
         str(Path(__file__).parents[1] / "golden/flux-dev__euler_simple.safetensors"),
@@ -144,7 +144,7 @@ def test_a_client_loads_from_the_allowed_folders_alone(backend, checkpoint):  # 
     assert pool.backend_for(CONFIG) is backend and backend.welcome.pids == pids
 
 
-def test_a_folder_that_is_allowed_later_needs_another_backend(monkeypatch, backend):  # noqa: F811
+def test_a_folder_that_is_allowed_later_needs_another_backend(monkeypatch, backend):
     monkeypatch.setattr(pool, "_folders", {*pool._folders})
     pool.allow("/models of another kind")
     assert not backend.may_load and not backend.can_become(CONFIG)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bad_requests import REFUSED
 from families import model_call
-from live_backend import (  # noqa: F401 (fixtures)
+from live_backend import (  # noqa: F401  # fixtures
     CONFIG,
     backend,
     checkpoint,

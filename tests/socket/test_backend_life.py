@@ -15,7 +15,7 @@ from pathlib import Path
 import forking
 import pytest
 import torch
-from live_backend import (  # noqa: F401
+from live_backend import (  # noqa: F401  # fixtures
     CONFIG,
     backend,
     checkpoint,

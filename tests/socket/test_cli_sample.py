@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from families import golden
-from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401  # fixtures
 from page_examples import examples
 from published import FLUX
 from safetensors import SafetensorError
@@ -70,7 +70,7 @@ def test_the_page_example_makes_the_picture(tmp_path):
     assert (tmp_path / "circle.png").stat().st_size > 500
 
 
-def write_request(folder: Path, backend, checkpoint) -> torch.Tensor:  # noqa: F811
+def write_request(folder: Path, backend, checkpoint) -> torch.Tensor:
     """A golden case as a request of files, and its noise, which the command draws itself."""
     sample, _ = request_for(backend, checkpoint)
     request = {"model": checkpoint, "cfg": sample.cfg, "seed": 7}
@@ -85,7 +85,7 @@ def write_request(folder: Path, backend, checkpoint) -> torch.Tensor:  # noqa: F
     return torch.randn(1, *size, generator=torch.Generator().manual_seed(7))
 
 
-def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, checkpoint):  # noqa: F811
+def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, checkpoint):
     """From a client that imports no transformers, which takes seconds."""
     noise = write_request(tmp_path, backend, checkpoint)
     (tmp_path / "token").write_text(backend.process._token)
@@ -109,7 +109,7 @@ def test_ranks_that_stay_give_the_latent_of_the_same_request(tmp_path, backend, 
     torch.testing.assert_close(written["latent_tensor"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_that_fails_ends_no_other(tmp_path, backend, checkpoint, capsys, monkeypatch):  # noqa: F811
+def test_one_that_fails_ends_no_other(tmp_path, backend, checkpoint, capsys, monkeypatch):
     """The second has other channels; and a model stays for a request that comes back to it."""
     write_request(tmp_path, backend, checkpoint)
     other = tmp_path / "other.safetensors"
@@ -144,7 +144,7 @@ def test_one_that_fails_ends_no_other(tmp_path, backend, checkpoint, capsys, mon
     assert not (tmp_path / "wrong.latent").exists()
 
 
-def test_several_latents_are_comfyuis(tmp_path, backend):  # noqa: F811
+def test_several_latents_are_comfyuis(tmp_path, backend):
     """LTX-2's video and audio, with noise that the command draws: ComfyUI's own latent."""
     name = "ltx2__euler_simple"
     sample, expected = golden(name)
@@ -316,6 +316,7 @@ def test_settings_of_the_configuration_travel(tmp_path):
             return Result({"seconds": 1.0}, {"samples": message.tensors["noise"]})
 
     settings = {"compile": "blocks", "attention": "sdpa", "warmup_steps": 2, "stale_kv": "extrapolate"}
+    # its own Ranks have no more than is called of a backend
     run(Ranks(), request(tmp_path), read_config(json.dumps(settings)))  # pyright: ignore[reportArgumentType]
     assert {name: getattr(sent[0], name) for name in settings} == settings
 

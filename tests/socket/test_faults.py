@@ -4,7 +4,7 @@ all of them."""
 import pytest
 from fault_table import FAULTS
 from faults import CONFIG, Scene
-from live_backend import free_at_the_end  # noqa: F401
+from live_backend import free_at_the_end  # noqa: F401  # fixtures
 from reliability import tried
 
 from backend.client import pool

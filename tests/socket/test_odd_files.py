@@ -6,7 +6,7 @@ import time
 import tracemalloc
 
 import pytest
-from live_backend import CONFIG, backend, checkpoint, free_at_the_end  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end  # noqa: F401  # fixtures
 from odd_files import ODD, header, index, transformer
 from safetensors.torch import load_file
 from tiny import write_checkpoint
@@ -127,7 +127,7 @@ def test_links_of_hugging_faces_cache_work(tmp_path, plain, linked):
 LIVE = ("1e9 layers", "block 1e9", "1.2 M tensors", "gguf array of 2**40", "gguf pipe", "pipe for the index")
 
 
-def test_a_backend_refuses_them_and_runs_on(tmp_path, plain, backend, checkpoint):  # noqa: F811
+def test_a_backend_refuses_them_and_runs_on(tmp_path, plain, backend, checkpoint):
     pids = backend.welcome.pids
     for i, name in enumerate(LIVE):
         make, says = ODD[name]

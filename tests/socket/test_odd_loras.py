@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401  # fixtures
 from odd_loras import COLUMNS, ODD, RANK, ROWS, STEM, write_good, write_odd
 from safetensors.torch import load_file, save_file
 from tiny import error_in_std, to_vae_units, write_checkpoint
@@ -34,7 +34,7 @@ def test_one_engine_refuses(flux, tmp_path, name):
     assert "the LoRA odd.safetensors " in str(error.value) and "\n" not in str(error.value)
 
 
-def test_two_ranks_refuse_and_stay(backend, checkpoint, tmp_path):  # noqa: F811
+def test_two_ranks_refuse_and_stay(backend, checkpoint, tmp_path):
     pids = backend.welcome.pids
     plain, expected = request_for(backend, checkpoint)
     for number, name in enumerate(ODD):
@@ -51,7 +51,7 @@ def test_two_ranks_refuse_and_stay(backend, checkpoint, tmp_path):  # noqa: F811
     assert backend.welcome.pids == pids and all(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_file_that_turns_bad_is_refused_before_the_ranks_hear(backend, checkpoint, tmp_path):  # noqa: F811
+def test_a_file_that_turns_bad_is_refused_before_the_ranks_hear(backend, checkpoint, tmp_path):
     """Its name is known from a Load that found it good."""
     plain, expected = request_for(backend, checkpoint)
     path = write_good(tmp_path / "good.safetensors")
@@ -112,7 +112,7 @@ def test_what_is_only_unusual_is_taken(flux, tmp_path, tensors):
     ],
     ids=["NUL", "long", "surrogate", "strength", "huge strength"],
 )
-def test_paths_and_strengths_that_cannot_be(backend, checkpoint, path, strength, says):  # noqa: F811
+def test_paths_and_strengths_that_cannot_be(backend, checkpoint, path, strength, says):
     if strength == 10**400:
         with pytest.raises(UnsupportedError, match=says):
             lora_stack([[path, strength]])

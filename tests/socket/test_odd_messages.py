@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401
+from live_backend import CONFIG, backend, checkpoint, free_at_the_end, request_for  # noqa: F401  # fixtures
 from tiny import error_in_std, to_vae_units
 
 from backend.protocol import (
@@ -112,7 +112,7 @@ FRAMES = {
 }
 
 
-def same_ranks(backend, pids):  # noqa: F811
+def same_ranks(backend, pids):
     """They answer, and none has started again."""
     backend.client.request(Unload("nothing"))
     assert all(Path(f"/proc/{pid}").exists() for pid in pids) and backend.client.request(Ping()).models
@@ -120,7 +120,7 @@ def same_ranks(backend, pids):  # noqa: F811
 
 
 @pytest.fixture
-def stranger(backend):  # noqa: F811
+def stranger(backend):
     """Another connection, let in."""
     client = backend.process.wait_ready()
     yield client
@@ -153,7 +153,7 @@ def answer(client, good: Sample, kind: str, odd) -> str:
 
 
 @pytest.fixture
-def says(backend, checkpoint, stranger):  # noqa: F811
+def says(backend, checkpoint, stranger):
     """(kind, odd thing) -> what the backend says to it; afterwards its ranks are the same."""
     pids, (good, _) = backend.welcome.pids, request_for(backend, checkpoint)
     yield partial(answer, stranger, good)
@@ -168,7 +168,7 @@ def test_it_is_refused_and_the_ranks_stay(says, kind, name):
     assert re.search(words, says(kind, odd))
 
 
-def test_a_sample_after_all_of_them_is_exact(backend, checkpoint):  # noqa: F811
+def test_a_sample_after_all_of_them_is_exact(backend, checkpoint):
     pids, (good, expected) = backend.welcome.pids, request_for(backend, checkpoint)
     for kind, known in KINDS.items():
         for odd, _ in known.values():
@@ -179,7 +179,7 @@ def test_a_sample_after_all_of_them_is_exact(backend, checkpoint):  # noqa: F811
     same_ranks(backend, pids)
 
 
-def test_a_loop_of_links_is_refused(says, checkpoint, tmp_path):  # noqa: F811
+def test_a_loop_of_links_is_refused(says, checkpoint, tmp_path):
     os.symlink(tmp_path / "b.safetensors", tmp_path / "a.safetensors")
     os.symlink(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     loop = str(tmp_path / "a.safetensors")
@@ -200,12 +200,12 @@ def test_a_loop_of_links_is_refused(says, checkpoint, tmp_path):  # noqa: F811
     ],
     ids=str,
 )
-def test_what_cannot_be_described(says, backend, checkpoint, fields, words):  # noqa: F811
+def test_what_cannot_be_described(says, backend, checkpoint, fields, words):
     good = Describe(backend.load(checkpoint).model, [16, 8, 8], 16, 1)
     assert re.search(words, says("message", replace(good, **fields)))
 
 
-def test_freeing_what_is_not_there(backend, checkpoint, stranger):  # noqa: F811
+def test_freeing_what_is_not_there(backend, checkpoint, stranger):
     pids = backend.welcome.pids
     backend.load(checkpoint)
     for name in ("", "\ud800", "a" * 100_000, "\0"):

@@ -17,8 +17,8 @@ from torch import Tensor
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
-from meta_device import given_to, tensors_in  # noqa: E402 (a script, in no package)
-from meta_shapes import Mode, compute, operator  # noqa: E402
+from meta_device import given_to, tensors_in
+from meta_shapes import Mode, compute, operator
 
 #: What names of products contain, whose kernels are chosen by shape.
 PRODUCTS = ("mm", "linear", "attention")

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-import launches  # noqa: E402 (a script, in no package)
-import launches_page  # noqa: E402
-import meta_shapes  # noqa: E402
-import released_sizes  # noqa: E402
-import signatures  # noqa: E402
-from meta_device import META, Count, meta_device  # noqa: E402
-from variants import VARIANTS, described, request  # noqa: E402
+import launches
+import launches_page
+import meta_shapes
+import released_sizes
+import signatures
+from meta_device import META, Count, meta_device
+from variants import VARIANTS, described, request
 
-from backend.config import ParallelConfig  # noqa: E402
-from backend.loading import staging  # noqa: E402
-from backend.sampling.step_loop import Callbacks  # noqa: E402
-from backend.serving.progress import Previews  # noqa: E402
+from backend.config import ParallelConfig
+from backend.loading import staging
+from backend.sampling.step_loop import Callbacks
+from backend.serving.progress import Previews
 
 #: Methods of few ranks, and of more: these run the same code with other lengths, which one family of each
 #: signature shows.
@@ -135,7 +135,8 @@ def test_nor_does_a_step_with_a_preview():
     counts = {}
     for seconds in (0.0, 1e-9):
         previews = Previews(seconds, time.monotonic)
-        callbacks = Callbacks(lambda step, start: previews.latest(start))  # noqa: B023 (called in this turn)
+        # called in this turn of the loop
+        callbacks = Callbacks(lambda step, start: previews.latest(start))  # noqa: B023
         counts[seconds] = Count()
         launches.run("flux-dev", ParallelConfig(), 0, counts[seconds], callbacks)
         assert not counts[seconds].waits

@@ -23,8 +23,8 @@ from backend.sampling.request import build
 from backend.sampling.step_loop import Callbacks, Denoiser
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import launches  # noqa: E402 (a script, in no package)
-from meta_device import META, Count, meta_device  # noqa: E402
+import launches
+from meta_device import META, Count, meta_device
 
 METHODS = ("cfg", "pipefusion", "ulysses", "ring", "data_parallel", "tensor_parallel")
 #: Method -> its group, what stands for the work that hides its messages: attention (meta_device.py), and

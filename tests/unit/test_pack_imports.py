@@ -66,7 +66,7 @@ def test_what_is_heavy_or_missing_is_seen(imported_alone):
 
 
 def test_entry_imports_without_comfyui():
-    import pack  # noqa: F401
+    import pack  # noqa: F401  # makes parallel_dit importable
     import parallel_dit
 
     assert parallel_dit.WEB_DIRECTORY == "./web" and not hasattr(parallel_dit, "NODE_CLASS_MAPPINGS")

@@ -50,7 +50,9 @@ class WeighedPositions:
 
     def forward(self, *args, **kwargs):
         *before, places = args
-        rotary: Any = super().forward(*before, places[:, :AXES], **kwargs)  # pyright: ignore
+        # the class of diffusers that a family mixes this one into has it
+        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        rotary: Any = forward(*before, places[:, :AXES], **kwargs)
         if places.shape[1] == AXES:
             return rotary
         weights = places[:, AXES:] if places.ndim == 3 else places[:, AXES:, :, 0]

@@ -108,7 +108,7 @@ class Condition(hunyuan.HunyuanVideoConditionEmbedding):
         *given, frame = guidance.unbind(1)
         embedding = self.embedding(timestep, pooled_projection, *given)
         replaced = self.embedding(frame, pooled_projection, *given)
-        # for cached layers and the last norm, which are given the embedding alone
+        # for cached layers and the last norm, which are given the embedding alone: no field of a tensor
         embedding.second = replaced  # pyright: ignore[reportAttributeAccessIssue]
         return embedding, replaced
 

@@ -47,6 +47,7 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
         """Return the attention's output for image tokens alone, of which x is the input."""
 
         def turn(heads):
+            # as fewer_passes.rotary has replaced it in diffusers' module
             function = transformer_flux.apply_rotary_emb  # pyright: ignore[reportPrivateImportUsage]
             return function(heads, tables, sequence_dim=1)
 

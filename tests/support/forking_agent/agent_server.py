@@ -92,7 +92,7 @@ def serve(path: str):
     from forked_ranks import exit_code_of, fork_ranks
 
     fork_ranks()
-    import torch.distributed.run  # noqa: F401
+    import torch.distributed.run  # noqa: F401  # once, for all agents
 
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents: they tell their exit code
