@@ -63,8 +63,9 @@ INNER = {
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank does in a steady step. sent: bytes by mechanism. macs: multiplications of matrix products
-    and attention. weights, kv: bytes held. peak: the most bytes of everything but weights in any step."""
+    """What one rank does in a step (steady state). sent: bytes by mechanism. macs: multiplications of matrix
+    products and attention. weights, kv: bytes held. peak: the most bytes of everything but weights in any
+    step."""
 
     family: str
     method: str

@@ -3,8 +3,8 @@
     python benchmarks/fit_activations.py [--write]
 
 Needs scipy. Every row of dry_run.json tells how much one rank held; keys and values, latents and long skips
-are known. The rest is max((replicated + cut / TP + exchanged + ring) / SP, outside), whose five numbers are
-fitted for each family: first for the least largest relative error, then for the least mean one. Both are
+are known. The rest is max((replicated + cut / TP + communicated + ring) / SP, outside), whose five numbers
+are fitted for each family: first for the least largest relative error, then for the least mean one. Both are
 linear programs, one for each number of rows of which the layers outside of the blocks hold most. Prints the
 numbers and the largest error; --write stores them in backend/rank_plan/activations.json.
 """
@@ -29,7 +29,7 @@ from backend.rank_plan.activations import latent_bytes, long_skips, unit_bytes
 from backend.rank_plan.workload import Workload
 
 STORED = ROOT / "backend/rank_plan/activations.json"
-NUMBERS = ("replicated", "cut", "exchanged", "ring", "outside")
+NUMBERS = ("replicated", "cut", "communicated", "ring", "outside")
 #: Digits that are stored, and how much larger than the least the largest error may be for the mean's sake.
 DIGITS, SLACK = 2, 1.001
 

@@ -174,7 +174,7 @@ def _one_work(*tensors, **named) -> Work:
     return Work()
 
 
-def _exchange(received, sent, *rest, **named) -> Work:
+def _collective(received, sent, *rest, **named) -> Work:
     return _one_work(sent, received)
 
 
@@ -215,10 +215,10 @@ READERS: dict[str, Callable[[Tensor], object]] = {
 }
 PEERS = {
     **dict.fromkeys(("isend", "irecv", "broadcast", "all_reduce"), _one_work),
-    "all_gather_into_tensor": _exchange,
+    "all_gather_into_tensor": _collective,
     "P2POp": PeerOperation,
     "batch_isend_irecv": lambda operations: [Work()],
-    "all_to_all_single": _exchange,
+    "all_to_all_single": _collective,
 }
 
 

@@ -55,7 +55,7 @@ def operator(func) -> Operator:
     return Operator(schema.name, is_view, is_known, schema.is_mutable)
 
 
-#: Results that are remembered, of about 1 kB each: those of a few families.
+#: Results that are cached, of about 1 kB each: those of a few families.
 MAX_KNOWN = 20_000
 #: Operation and metadata of its arguments -> what its result is made of.
 _KNOWN: dict[Any, Any] = {}

@@ -6,7 +6,7 @@ of patches.
 One process group runs everything. The reference is one rank while the others sleep; the ceiling is every rank
 sampling by itself at once, which is what the machine's cores and memory give to independent work. Seconds a
 step leave out what comes before a request's first step; PipeFusion's leave out its warm-up step, the fill and
-the drain too (steady state). The time of 28 steps is a whole short run plus steady steps: a projection. "by
+the drain too (steady state). The time of 28 steps is a whole short run plus further steps: a projection. "by
 CPU" is the speed-up in CPU seconds of the busiest rank: work alone, without waiting, and without what other
 processes take.
 """
@@ -106,8 +106,8 @@ def runs(options, model: str) -> dict[str, Run]:
 
 
 def measure(run: Run, device: str) -> dict[str, float]:
-    """Seconds of a steady step and of 28 steps, where this rank sees the steps (rank 0 does), and this
-    process's CPU seconds for a step."""
+    """Seconds of a step (steady state) and of 28 steps, where this rank sees the steps (rank 0 does), and
+    this process's CPU seconds for a step."""
     if run.engine is None:
         return {"step": 0.0, "whole": 0.0, "cpu": 0.0}
     began, steps = time.process_time(), len(run.sample.tensors["sigmas"]) - 1

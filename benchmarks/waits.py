@@ -1,4 +1,4 @@
-"""Whether ranks wait for their GPU in steady steps, as torch.cuda.set_sync_debug_mode sees it.
+"""Whether ranks wait for their GPU in steady state, as torch.cuda.set_sync_debug_mode sees it.
 
     python benchmarks/waits.py [--ranks 2] [--device cuda] [--skip "ring;cfg"] [--json PREFIX]
 
@@ -63,7 +63,7 @@ def is_wait(message: str) -> bool:
 
 
 class Watched(Denoiser):
-    """The step loop, whose steady steps are watched."""
+    """The step loop, whose steady state is watched."""
 
     waits: Counter[str] = Counter()
     steps = 0
@@ -78,7 +78,7 @@ class Watched(Denoiser):
 
 
 def watch(config: ParallelConfig, groups: mesh.Mesh, path: Path, sample: Sample) -> dict | None:
-    """Run a request; return what its steady steps waited for, None where the degrees do not fit the model."""
+    """Run a request; return what its steady state waited for, None where the degrees do not fit the model."""
     engine = Engine(config, groups)
     try:
         engine.load("model", str(path), "default")

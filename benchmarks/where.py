@@ -150,7 +150,7 @@ def actions(options, model: str, sample):
 
 
 def sample_by(engine, sample, least: int):
-    """Sample; ``least``: tiles and tokens of a half that is exchanged or summed apart."""
+    """Sample; ``least``: tiles and tokens of a half that is sent or summed apart."""
     ulysses_ring.TILES_OF_A_CHUNK = tensor_parallel.MIN_TOKENS_TO_HALVE = least
     engine.sample(sample, Callbacks())
 

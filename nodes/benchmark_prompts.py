@@ -15,7 +15,7 @@ from ..backend.planner.auto_config import PLANNED, AutoConfig
 from ..backend.planner.choose import EXACT, MANUAL, Question
 from ..backend.planner.option import Option
 from .graph.queued_graph import ancestors, loader_of, source, values
-from .host.auto_plan import question_of
+from .host.auto_plan import question_for_page
 from .host.graph_requests import request_of_graph
 from .host.model_files import model_choice_of, model_folders
 from .parallel_config import config_in
@@ -131,12 +131,12 @@ def _question(
             f"the page and choose it again."
         )
     pool.allow(*model_folders())
-    return question_of(auto, choice, partial(request_of_graph, graph, loader), check)
+    return question_for_page(auto, choice, partial(request_of_graph, graph, loader), check)
 
 
 def _prompts(graph: dict, sampler: str, loader: str, config: str, inputs: dict) -> list[dict]:
     """Return the ``graph``, which ends at ``sampler``, with these inputs, twice with two seeds where it has
-    one: the first run of new process groups is slower. New seeds: ComfyUI remembers runs of earlier ones."""
+    one: the first run of new process groups is slower. New seeds: ComfyUI caches runs of earlier ones."""
     trial = copy.deepcopy(graph)
     node = trial.setdefault(config, {"class_type": "ParallelConfig", "inputs": {}})
     node["inputs"] |= inputs

@@ -44,7 +44,7 @@ class ParallelDiTExtension(ComfyExtension):
         """Let nodes see the graph that is validated, show errors of users without tracebacks, take LoRAs of
         ComfyUI's loaders, and answer the side panel."""
         self.is_loaded = True
-        PromptServer.instance.add_on_prompt_handler(queued_graph.remember)
+        PromptServer.instance.add_on_prompt_handler(queued_graph.note_queued)
         logging.getLogger().addFilter(says_more)
         take_bypass_loras()
         questions = {"status": panel.status, "log": log_of_last_backend}

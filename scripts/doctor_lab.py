@@ -126,7 +126,7 @@ class Lab(Models):
 
         def is_late() -> bool:
             late = time.monotonic() > limit
-            if late and not backend.closed:  # ranks that hang hear no cancel, and it would be waited for
+            if late and not backend.closed:  # ranks that hang receive no cancel, and it would be waited for
                 shown.update(evidence(backend))
                 backend.close()
             return late

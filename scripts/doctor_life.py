@@ -92,7 +92,7 @@ def _until_late(lab: Lab) -> Callable[[], None]:
 def _sample(
     lab: Lab, config: ParallelConfig, backend: Backend, request: Sample, on_progress=None, cancels=None
 ):
-    """Sample; end ranks that hang, which hear no cancel, and raise HungError."""
+    """Sample; end ranks that hang, which receive no cancel, and raise HungError."""
     began, end, shown = time.monotonic(), lab.limit(RUN_SECONDS), {}
 
     def should_cancel() -> bool:

@@ -237,7 +237,7 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -
 
 def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float]) -> dict[str, float]:
     """Return number of steps -> how many times as fast a whole request is, with what comes before, between
-    and after steady steps: PipeFusion's warm-up, fill and drain, too. Lists: as Run.timed."""
+    and after the steady state: PipeFusion's warm-up, fill and drain, too. Lists: as Run.timed."""
     if len(alone) != 4 or len(timed) != 4:
         return {}
     few, many = min(alone[:2]) / min(timed[:2]), min(alone[2:]) / min(timed[2:])

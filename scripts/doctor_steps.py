@@ -1,4 +1,4 @@
-"""What scripts/doctor.py --full runs of steady steps: seconds at released shapes, waits for the GPU, and the
+"""What scripts/doctor.py --full runs in steady state: seconds at released shapes, waits for the GPU, and the
 chart of all seconds."""
 
 from collections import Counter
@@ -100,7 +100,7 @@ def _shape(
 
 
 def waits(lab: Lab) -> Found:
-    """Waits of the host for a GPU in steady steps, of every method (benchmarks/waits.py)."""
+    """Waits of the host for a GPU in steady state, of every method (benchmarks/waits.py)."""
     import doctor_runs  # which imports this
 
     hung = [name for name, config in doctor_runs.methods(lab.ranks).items() if lab.hung.has(config)]
@@ -112,21 +112,23 @@ def waits(lab: Lab) -> Found:
 
 
 def _waits(lab: Lab, runs: list[dict]) -> Finding:
-    """Say where steady steps wait."""
+    """Say where steps in steady state wait."""
     if not any(run["steps"] for run in runs):
-        what = "nothing was measured: no method came to a steady step"
+        what = "nothing was measured: no method came to a step in steady state"
         remedy = f"run python scripts/doctor.py --full --only waits --ranks {lab.ranks}"
         return Finding("waits", WARNING, f"{what}; {remedy}", {"runs": runs})
     if lab.device != "cuda":
-        return Finding("waits", OK, f"{len(runs)} runs of steady steps; only CUDA can say what waits")
+        return Finding("waits", OK, f"{len(runs)} runs in steady state; only CUDA can say what waits")
     places: Counter[str] = Counter()
     for run in runs:
         for place, times in run["waits"].items():
             places[f"{place} ({run['method']}, {run['family']})"] += times
     if not places:
-        return Finding("waits", OK, f"{len(runs)} runs: no steady step waits for its GPU", {"runs": runs})
+        return Finding(
+            "waits", OK, f"{len(runs)} runs: no step in steady state waits for its GPU", {"runs": runs}
+        )
     listed = ", ".join(f"{place} {times}x" for place, times in places.most_common(8))
-    text = f"steady steps wait for their GPU at {listed}: that costs speed, please report it"
+    text = f"steps in steady state wait for their GPU at {listed}: that costs speed, please report it"
     return Finding("waits", WARNING, text, {"runs": runs})
 
 

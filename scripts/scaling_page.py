@@ -153,7 +153,7 @@ def question(about: Model, machine: Machine, gpus: int, gib: int) -> Question:
 
 
 def step(asked: Question, option: Option) -> float:
-    """Return the projected seconds of a steady step."""
+    """Return the projected seconds of a step in steady state."""
     return Cost(asked.shape, option.plan, asked.machine, request=asked.request).step(option.plan.patches)
 
 

@@ -35,9 +35,10 @@ READY_SECONDS = 300.0
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why, also where
 #: other processes want the machine: until then only what followed is known.
 EXIT_REPORT_SECONDS = 20.0
-#: After another machine's ranks have ended, ours have this long to see it, and other clients to be told.
+#: After another machine's ranks have ended, ours have so long to see it, and clients of this address so long
+#: to read why.
 GRACE_SECONDS = 2.0
-TELL_SECONDS = 1.5
+NOTICE_SECONDS = 1.5
 #: In which ranks write the stacks of their threads.
 DUMP_SECONDS = 0.3
 #: Why this machine ends its ranks where no client asked for that.
@@ -308,7 +309,7 @@ class BackendProcess:
         if self._is_served and self._client is not None and not self._client.closed:
             with suppress(BackendError):  # rank 0 tells the clients of this address, unless it hangs itself
                 self._client.send(Shutdown(f"The backend ends because {silence}."))
-                self._wait(TELL_SECONDS)  # a busy machine takes its time
+                self._wait(NOTICE_SECONDS)  # a busy machine takes its time
         self._kill_ranks()
 
     def _end_with_others(self, silence: str):

@@ -114,7 +114,7 @@ def load_rate(choice: ModelChoice, device: str) -> float:
     return cache_files.read("load", _file_key(choice, device), _rate_in) or 0.0
 
 
-def remember_load(choice: ModelChoice, device: str, ranks: list[dict]):
+def note_load_rate(choice: ModelChoice, device: str, ranks: list[dict]):
     """Keep the rate of a load, from the reports of its ranks (loading/load_report.py). The page cache counts:
     of a model that is read because host memory has no room for it, little is there."""
     read = sum(rank["bytes_read"] for rank in ranks)

@@ -67,7 +67,7 @@ def plan_for(
         devices = roomiest
         ranks = _ranks(auto, question, (model, *others), devices)
         choice = choose(question, auto.method, ranks)
-    _remember(auto, question.request, choice, ranks, (model, *others))
+    _note_plan(auto, question.request, choice, ranks, (model, *others))
     first, *further = choice.lines
     spared = _why_spared(auto, model, choice.option.unit)
     return placed(auto, choice.plan, question, devices), (first + spared, *further)
@@ -138,7 +138,7 @@ def takes_turns(model: ModelChoice, config: ParallelConfig) -> bool:
     return last is not None and model in last.turns and _as_planned(config)
 
 
-def _remember(
+def _note_plan(
     auto: AutoConfig,
     request: RequestEstimate,
     choice: PlanChoice,

@@ -181,7 +181,7 @@ class FusedWeights:
         return {each.key: self._ranks[name, each.key] for each in same}
 
     def held_adapter_bytes(self) -> int:
-        """Count the bytes of LoRAs that are beside quantized weights now. No file is opened."""
+        """Count the bytes of LoRAs that are next to quantized weights now. No file is opened."""
         return sum(each.nbytes for weight in self.packed.values() for each in weight.added_tensors)
 
     def _changes(self, stack: Stack) -> LoraChanges:

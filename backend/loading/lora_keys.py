@@ -171,11 +171,11 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
     check_most(len(adapters), misfits)
     if not adapters:
         raise _nothing_here(where.name, files.shapes, targets, model)
-    kept, twice = once_each(adapters)
+    chosen, twice = once_each(adapters)
     left_out = [each.short for each in misfits] + [
         f"{target.name} is changed by another one, too" for target in twice
     ]
-    return Lora(path, kept, unmatched, left_out)
+    return Lora(path, chosen, unmatched, left_out)
 
 
 def _nothing_here(name: str, keys: Collection[str], targets: Targets, model: str) -> UnsupportedError:
@@ -222,8 +222,8 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
             f"with this control."
         )
     if adapter.size != target.shape:
-        size = _times(adapter.size)
-        here = _times(target.shape)
+        size = _by_side(adapter.size)
+        here = _by_side(target.shape)
         raise MisfitError(
             f"that of {target.name} is {size}, but the tensor is {here}",
             f"the LoRA {name} was made for another model: its change of {target.name} is {size}, but in "
@@ -233,11 +233,11 @@ def _adapter(name: str, files: TensorFiles, keys: dict[str, str], target: Target
     height, width = target.shape
     if magnitudes and matrix(files.shapes[magnitudes]) not in ((height, 1), (1, width)):
         raise UnsupportedError(
-            f"the LoRA {name} has {quoted(magnitudes)} of {_times(files.shapes[magnitudes])}, which is "
-            f"neither a row nor a column of a tensor of {_times(target.shape)}; download the file again."
+            f"the LoRA {name} has {quoted(magnitudes)} of {_by_side(files.shapes[magnitudes])}, which is "
+            f"neither a row nor a column of a tensor of {_by_side(target.shape)}; download the file again."
         )
     return adapter
 
 
-def _times(shape) -> str:
+def _by_side(shape) -> str:
     return " x ".join(map(str, shape))

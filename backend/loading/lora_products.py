@@ -55,7 +55,7 @@ class MatrixShard(NamedTuple):
         return change.target.pieces[self.name].rows(self.rows, self.height)
 
 
-class Held(NamedTuple):
+class HeldProducts(NamedTuple):
     """Adapters next to a weight by key, and what its rows are multiplied by."""
 
     adapters: dict[Hashable, AddedProduct]
@@ -121,7 +121,7 @@ def plain(
     device: torch.device,
     dtype: torch.dtype,
     known: dict[Hashable, AddedProduct],
-) -> Held:
+) -> HeldProducts:
     """Return changes without magnitudes; of those that are ``known``, the strength alone is new."""
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes:
@@ -136,12 +136,12 @@ def plain(
         before = adapters.get(change.key)
         strength = change.use.strength + (before.strength if before else 0.0)
         adapters[change.key] = replace(known[change.key], strength=strength)
-    return Held(adapters)
+    return HeldProducts(adapters)
 
 
 def with_magnitudes(
     changes: Sequence[LoraChange], shard: MatrixShard, weight: Tensor, dtype: torch.dtype
-) -> Held:
+) -> HeldProducts:
     """Return changes some of which have magnitudes m of rows. One makes w + s (m / |w| (w + d) - w) of
     a row w (Adapter.applied_to), which is c w + s m / |w| d with c = 1 + s (m / |w| - 1): what was there
     before is multiplied by c. ``weight``: the stored values of these rows, all columns, in float32."""
@@ -166,7 +166,7 @@ def with_magnitudes(
         up, down = used(up, down)
         adapters[change.scaled_key] = LowRank(up.to(dtype), down.to(dtype), strength=change.use.strength)
     rest, _ = plain(changes[last:], shard, device, dtype, {})
-    return Held(adapters | rest, row_scale.flatten())
+    return HeldProducts(adapters | rest, row_scale.flatten())
 
 
 def used(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:

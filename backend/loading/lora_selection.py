@@ -33,15 +33,15 @@ def once_each(adapters: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target
     of the largest tensor counts. Files of Z-Image have a stacked tensor and, once more, its parts under names
     that ComfyUI does not know (diffusers' converter drops them as redundant)."""
     taken = set()
-    kept = []
+    chosen = []
     twice = []
     for target, adapter in sorted(adapters, key=lambda each: -len(each[0].pieces)):
         if taken.isdisjoint(target.pieces):
             taken |= target.pieces.keys()
-            kept.append((target, adapter))
+            chosen.append((target, adapter))
         else:
             twice.append(target)
-    return kept, twice
+    return chosen, twice
 
 
 def check_most(fitting: int, misfits: list[MisfitError]):

@@ -48,7 +48,7 @@ def _check_products(name: str, adapter: Adapter):
             raise _malformed(name, f"{_describe(adapter, left)}, which is of rank 0")
     if len(adapter.elementwise_sizes) > 1:
         key = adapter.keys[adapter.products[0][0]]
-        sizes = " and ".join(map(_times, sorted(adapter.elementwise_sizes)))
+        sizes = " and ".join(map(_shape_words, sorted(adapter.elementwise_sizes)))
         what = f"the factors of {key!r:.120} are of {sizes}, which cannot be multiplied one by one"
         raise _malformed(name, what)
 
@@ -91,10 +91,10 @@ def largest(x: Tensor) -> float:
 
 
 def _describe(adapter: Adapter, role: str) -> str:
-    return f"{adapter.keys[role]!r:.120} is of {_times(adapter.files.shapes[adapter.keys[role]])}"
+    return f"{adapter.keys[role]!r:.120} is of {_shape_words(adapter.files.shapes[adapter.keys[role]])}"
 
 
-def _times(shape) -> str:
+def _shape_words(shape) -> str:
     return f"shape {' x '.join(map(str, shape)) or '()'}"
 
 

@@ -111,10 +111,10 @@ def read_packed(
     matrix."""
     if source.shape is not None:
         return None
-    kept = shard or _whole(files, key, height)
+    own = shard or _whole(files, key, height)
     below = []
-    for span in source.rows(kept.outputs, height):
-        row_pieces = [files.packed(key, span.indices, columns.indices, device) for columns in kept.inputs]
+    for span in source.rows(own.outputs, height):
+        row_pieces = [files.packed(key, span.indices, columns.indices, device) for columns in own.inputs]
         pieces = [piece for piece in row_pieces if piece is not None]
         if not pieces:
             return None
@@ -128,9 +128,9 @@ def packed_sizes(
     """Measure what ``read_packed`` would read; None where it is no quantized matrix."""
     if source.shape is not None:
         return None
-    kept = shard or _whole(files, key, height)
-    columns = [range(span.lo, span.hi) for span in kept.inputs]
-    return files.stored_sizes(key, sum(map(len, kept.outputs)), columns)
+    own = shard or _whole(files, key, height)
+    columns = [range(span.lo, span.hi) for span in own.inputs]
+    return files.stored_sizes(key, sum(map(len, own.outputs)), columns)
 
 
 def _whole(files: Weights, key: str, height: int) -> Shard:

@@ -19,10 +19,10 @@ from ..quantization.packed_weight import PackedWeight, quantized
 from ..units import coarse_gigabytes
 
 
-def has_room(weight_bytes: int, kept: int = 0) -> bool:
-    """Return whether this machine's host memory has room for so many bytes of its ranks together, of which
-    they have ``kept`` page locked."""
-    return weight_bytes <= HOST_SHARE * (host_free(swap=False) + kept)
+def has_room(weight_bytes: int, page_locked: int = 0) -> bool:
+    """Return whether this machine's host memory has room for so many bytes of its ranks together;
+    ``page_locked``: bytes of them that are so already, and are used again."""
+    return weight_bytes <= HOST_SHARE * (host_free(swap=False) + page_locked)
 
 
 def may_page_lock(modules: Iterable[nn.Module]) -> bool:
@@ -63,7 +63,7 @@ class StoredCopies:
         return taken
 
     def forget(self):
-        """Let go of all: their memory is kept for the next weights (PAGE_LOCKED)."""
+        """Let go of all: their memory stays for the next weights (PAGE_LOCKED)."""
         self._copies.clear()
 
 
@@ -145,7 +145,7 @@ def to_device(
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # before the host's copies go
     # the others keep about as many
-    kept = page_locked_bytes() * _ranks_here(ranks)
-    if not has_room(kept, kept):
+    cached = page_locked_bytes() * _ranks_here(ranks)
+    if not has_room(cached, cached):
         COPIES.forget()
         PAGE_LOCKED.give_back()

@@ -122,7 +122,7 @@ class Blocks:
     #: "linear" and "halo" are calls of token_mixing.py.
     attention: tuple[str | tuple[str, str], ...] = ("joint",)
     #: Block -> how many of these calls it makes; None for all.
-    attention_calls: Callable[[Any], int] | None = None
+    count_attention_calls: Callable[[Any], int] | None = None
     #: For each call within the sequence, the layers of a block whose outputs, one after the other, are the
     #: call's values. Nothing changes them, and they have as many heads as queries. A block may lack some of
     #: the layers.

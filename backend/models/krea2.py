@@ -154,7 +154,7 @@ class Rotary(theirs.Krea2RotaryPosEmbed):
         return *super().forward(ids), ids[:, 0] > 0
 
 
-class Block(theirs.Krea2TransformerBlock):
+class Krea2Block(theirs.Krea2TransformerBlock):
     """diffusers' block, whose tokens of references may have a modulation of their own: ``temb`` of (2B, 1,
     6 x width) has theirs after the others'. comfy/ldm/krea2/model.py (SingleStreamBlock) cuts at an index,
     which a rank's own tokens do not have. Passes over activations are fewer than diffusers': a norm's
@@ -202,7 +202,7 @@ class FinalLayer(theirs.Krea2FinalLayer):
 REPLACED = {
     theirs.Krea2RMSNorm: Norm,
     theirs.Krea2RotaryPosEmbed: Rotary,
-    theirs.Krea2TransformerBlock: Block,
+    theirs.Krea2TransformerBlock: Krea2Block,
     theirs.Krea2FinalLayer: FinalLayer,
 }
 

@@ -18,7 +18,7 @@ from .common.header_config import multiplier, transformer_config
 from .common.ltx2_blocks import (
     LATENTS,
     Attention,
-    Block,
+    LTX2Block,
     VideoAndAudio,
     distinct,
     gate_by_highest_level,
@@ -50,7 +50,7 @@ def patch_module(transformer, config):
     transformer.rope.__class__ = guide_weights.AudioVideoPositions
     transformer.rope.heads = config["num_attention_heads"]
     for block in transformer.transformer_blocks:
-        block.__class__ = Block
+        block.__class__ = LTX2Block
         block.levels = levels
         block.watch()
         block.perturbed_attn = False

@@ -171,7 +171,7 @@ def refusal(config, grid, cond):
     if is_wrong or count("given_tags") != sum(tagged.values()):
         return (
             f"given_video and given_audio have {count('given_video')} and {count('given_audio')} tokens, "
-            f"but given_tags tells of {tagged['given_video']} of video (0) and {tagged['given_audio']} of "
+            f"but given_tags has {tagged['given_video']} of video (0) and {tagged['given_audio']} of "
             f"audio (2)."
         )
     return None

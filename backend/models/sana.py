@@ -1,7 +1,7 @@
 """SANA 1.0 and 1.5 of NVIDIA, text to image: 20 to 60 blocks of linear attention, cross-attention to the
 prompt and an MLP with a 3 x 3 convolution; one latent pixel (of 32 x 32) a token.
 
-Linear attention is a sum over tokens, so what ranks exchange does not grow with the image. ComfyUI does not
+Linear attention is a sum over tokens, so what ranks send does not grow with the image. ComfyUI does not
 have this model: its files are diffusers folders, or the transformer's file out of one.
 """
 
@@ -51,7 +51,7 @@ class MixedMLP(GLUMBConv):
         return out[:, :, front + before : front + before + n, None]
 
 
-class Block(SanaTransformerBlock):
+class SanaBlock(SanaTransformerBlock):
     """SANA's block for any number of tokens."""
 
     def forward(
@@ -78,7 +78,7 @@ class Block(SanaTransformerBlock):
 def patch_module(transformer, config):
     """Give the modules the methods above; weights stay the same."""
     for block in transformer.transformer_blocks:
-        block.__class__ = Block
+        block.__class__ = SanaBlock
         block.ff.__class__ = MixedMLP
         block.attn1.set_processor(LinearAttention())
 

@@ -102,7 +102,7 @@ FAMILY = Family(
         text="encoder_hidden_states",
         text_position="last",
         attention=("joint", "image"),
-        attention_calls=lambda block: 1 if block.attn2 is None else 2,
+        count_attention_calls=lambda block: 1 if block.attn2 is None else 2,
         values=(("attn.to_v", "attn.add_v_proj"), ("attn2.to_v",)),
         text_layers=TEXT_LAYERS,
     ),

@@ -13,7 +13,7 @@ from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common import references, wan_inputs
 from .common.header_config import transformer_config
-from .common.wan_blocks import Block, SelfAttention
+from .common.wan_blocks import SelfAttention, WanBlock
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of, under
 
@@ -67,7 +67,7 @@ def patch_module(transformer, config):
     """Patch the transformer: image features, or none, text of any length, and the inputs of variants."""
     wan_inputs.patch_module(transformer, config)
     for block in transformer.blocks:
-        block.__class__ = Block
+        block.__class__ = WanBlock
         block.attn1.set_processor(SelfAttention())
     embedder = transformer.condition_embedder.image_embedder
     processor = ImageFirst()
@@ -274,7 +274,7 @@ def variant(config):
     return {"conditioning.accepted": accepted} | unread | (FRAME_TIMESTEPS if by_frame else {})
 
 
-def attention_calls(block: Any) -> int:
+def count_attention_calls(block: Any) -> int:
     """Count the calls of attention: to itself and the text, and to an image where the model has one."""
     return 2 if block.attn2.add_k_proj is None else 3
 
@@ -296,7 +296,7 @@ FAMILY = Family(
         lists={"blocks": APART},
         per_token={"rotary_emb": ("image", 1)},
         attention=("image", "cross", "cross"),
-        attention_calls=attention_calls,
+        count_attention_calls=count_attention_calls,
         values=(("attn1.to_v",),),
     ),
     conditioning=Conditioning(

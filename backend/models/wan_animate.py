@@ -39,7 +39,7 @@ class FaceAttention:
         return attn.to_out(read.transpose(1, 2).flatten(2))
 
 
-class Block(wan_blocks.Block):
+class AnimateBlock(wan_blocks.WanBlock):
     """A block of Wan, and its face attention where it has one (``face``, else None).
 
     rotary_emb: cosines, sines, and the number of each token's frame (1, tokens, 1, 1). call: what
@@ -76,7 +76,7 @@ def patch_module(transformer, config):
     del transformer.face_adapter
     call = call_state(transformer, {"pose_latents": None, "face_pixel_values": None}, faces=None)
     for index, block in enumerate(transformer.blocks):
-        block.__class__ = Block
+        block.__class__ = AnimateBlock
         block.call = call
         block.face = attentions[index // EVERY] if index % EVERY == 0 else None
         if block.face is not None:
@@ -136,7 +136,7 @@ def refusal(config, grid, cond):
     return wan.refusal(config, grid, cond)
 
 
-def attention_calls(block) -> int:
+def count_attention_calls(block) -> int:
     """Count the calls of attention: to itself, the prompt, the image's features, and the face where there is
     one."""
     return 3 + (block.face is not None and block.call.faces is not None)
@@ -226,7 +226,7 @@ FAMILY: Family = wan.FAMILY.changed(
         "transformer": "WanAnimateTransformer3DModel",
         "io": ModelIO(arguments=forward_args),
         "blocks.attention": ("image", "cross", "cross", "cross"),
-        "blocks.attention_calls": attention_calls,
+        "blocks.count_attention_calls": count_attention_calls,
         "conditioning.accepted": ("c_crossattn", "c_concat", "clip_fea", "pose_latents", "face_pixel_values"),
         "conditioning.refusal": refusal,
         "cache.prompt_layers": (*wan.FAMILY.cache.prompt_layers, "face.to_k", "face.to_v"),

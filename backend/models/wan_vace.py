@@ -16,7 +16,7 @@ from .family import Family, ModelIO, no_image_features
 from .key_layout import blocks_of, under
 
 
-class Block(wan_blocks.Block):
+class VaceBlock(wan_blocks.WanBlock):
     """A block of Wan, and its control block where it has one (``control``, else None).
 
     hidden_states: (B, tokens, width times 1 + videos), the token's state and that of each control video.
@@ -48,7 +48,7 @@ def patch_module(transformer, config):
     width = config["num_attention_heads"] * config["attention_head_dim"]
     control_of_block = dict(zip(config["vace_layers"], control))
     for index, block in enumerate(transformer.blocks):
-        block.__class__ = Block
+        block.__class__ = VaceBlock
         block.call = call
         block.control = control_of_block.get(index)
         block.attn1.set_processor(wan_blocks.SelfAttention())
@@ -142,7 +142,7 @@ LAYOUT = replace(
 )
 
 
-def attention_calls(block: Any) -> int:
+def count_attention_calls(block: Any) -> int:
     """Count the calls of attention: of the block, and of its control block for each control video."""
     return 2 if block.control is None else 2 + 2 * block.call.vace_context.shape[1]
 
@@ -153,7 +153,7 @@ FAMILY: Family = wan.FAMILY.changed(
         "transformer": "WanVACETransformer3DModel",
         "io": ModelIO(arguments=forward_args),
         "blocks.attention": ("image", "cross", "image", "cross"),
-        "blocks.attention_calls": attention_calls,
+        "blocks.count_attention_calls": count_attention_calls,
         "blocks.values": (("attn1.to_v",), ("control.attn1.to_v",)),
         "blocks.control_layers": ("control.*",),
         "conditioning.accepted": ("c_crossattn", "vace_context", "vace_strength", "clip_fea"),

@@ -222,18 +222,18 @@ class Attention:
         sent = [pack(tensor, self.wire) for tensor in ((q, k) if early else (q, k, v))]
         coming = []
         for chunk in range(chunks):
-            part = (u, chunk, chunks, groups)
+            place = (u, chunk, chunks, groups)
             if queries == keys:
-                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, *part)])
+                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, *place)])
             else:
-                own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *part)
-                coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, *part)])
+                own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *place)
+                coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, *place)])
         opaque_ops.run_meanwhile()
         going = ulysses_ring.GatheredHeads(
             heads=heads, lengths=own_lengths, axis=u, chunks=chunks, groups=groups
         )
-        for chunk, exchanges in enumerate(coming):
-            own_q, *kv = (tensor for wait in exchanges for tensor in wait(q.dtype))
+        for chunk, waits in enumerate(coming):
+            own_q, *kv = (tensor for wait in waits for tensor in wait(q.dtype))
             if early:
                 kv.append(early.of_heads(chunk, chunks))
                 assert kv[0].shape == kv[1].shape, "values are those of their keys' tokens"

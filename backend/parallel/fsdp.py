@@ -86,7 +86,7 @@ def own_rows(parameter: nn.Parameter) -> Span | None:
         return None
     height = parameter.shape[0]
     size = -(-parameter.shape[0] // parameter.device_mesh.size())
-    # its mesh may be an earlier one with these ranks, which DTensor remembers, and whose group is closed
+    # its mesh may be an earlier one with these ranks, which DTensor caches, and whose group is closed
     place = parameter.device_mesh.get_coordinate()
     assert place is not None, "this rank holds a shard"
     first = min(place[0] * size, height)

@@ -297,7 +297,8 @@ class Stage:
         """Raise UnsupportedError where a block's attention did not come through the hook: its tokens would
         have attended to this rank's alone."""
         blocks = self.family.blocks
-        expected = blocks.attention_calls(block) if blocks.attention_calls else len(blocks.attention)
+        count = blocks.count_attention_calls
+        expected = count(block) if count else len(blocks.attention)
         if call.calls != expected:
             raise UnsupportedError(
                 f"block {index} of {self.family.name} made {call.calls} attention calls through torch's "

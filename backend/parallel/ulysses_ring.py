@@ -27,7 +27,7 @@ TILES_OF_A_CHUNK = 128
 
 
 def head_chunks(heads: int, batch: int, tokens: int, axis: Axis, groups: int = 0) -> int:
-    """Return in how many chunks (1 or 2) heads are exchanged, ``groups`` of them whole (by default each):
+    """Return in how many chunks (1 or 2) heads are sent, ``groups`` of them whole (by default each):
     attention over one hides the all-to-all of the other.
 
     All ranks must find the same, so no property of a GPU counts.
@@ -108,7 +108,7 @@ class GatheredHeads:
     under_way: list[AllToAll] = field(default_factory=list)
 
     def send(self, out: Tensor):
-        """Begin to exchange the next chunk."""
+        """Begin the all-to-all of the next chunk."""
         batch, own, _, size = out.shape
         sent = [length * batch * own * size for length in self.lengths]
         sizes = [self.lengths[self.axis.rank] * batch * count * size for count in self._counts()]

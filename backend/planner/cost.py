@@ -82,7 +82,7 @@ class Cost:
         speeds = self.machine.speeds_of(self.plan.world_size)
         loads = [0.0] * self.plan.pipefusion_degree
         for each, speed in zip(rank_shares(self.plan, self.request.batch), speeds):
-            share = each.tokens * each.matrices * each.samples / self._samples
+            share = each.tokens * each.matrices * each.samples / self._most_samples
             loads[each.stage] = max(loads[each.stage], share / speed)
         return loads
 
@@ -97,18 +97,21 @@ class Cost:
         return multiples
 
     @cached_property
-    def _samples(self) -> int:
+    def _most_samples(self) -> int:
+        """Latents of the rank that has most of the batch."""
         return max(each.samples for each in rank_shares(self.plan, self.request.batch))
 
     def _at_once(self, patches: int) -> float:
         """Count the samples that go through the model together, of several batches their mean: in a
         synchronous step of a pipeline one, and in a call those of all prompts, up to so many tokens."""
-        return self._samples * self.request.prompts_per_rank(self.plan.cfg_degree) / self._batches(patches)
+        return (
+            self._most_samples * self.request.prompts_per_rank(self.plan.cfg_degree) / self._batches(patches)
+        )
 
     def _batches(self, patches: int) -> int:
         """Return how many batches a step has on the rank with most samples."""
         prompts = self.request.prompts_per_rank(self.plan.cfg_degree)
-        every = self._samples * prompts
+        every = self._most_samples * prompts
         if self.plan.pipefusion_degree > 1:
             return every if patches == 1 else prompts
         if not self.request.drained:
@@ -305,9 +308,9 @@ class Cost:
         ) / self.plan.sp_degree / self.machine.neighbour(self._replica)
 
     def _combine(self) -> float:
-        """Return the seconds in which CFG ranks exchange their predictions."""
+        """Return the seconds in which CFG ranks gather their predictions."""
         if self.plan.cfg_degree == 1:
             return 0.0
         rate = self.machine.neighbour(self._replica * self.plan.cfg_degree)
         # float32 of a token's latent pixels: at most about 64 numbers
-        return self.machine.latency + self._samples * self.request.image_tokens * 64 * 4 / rate
+        return self.machine.latency + self._most_samples * self.request.image_tokens * 64 * 4 / rate

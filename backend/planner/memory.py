@@ -21,7 +21,7 @@ DOUBT = 0.25
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes of a rank, or the most of any rank, by what they are for. activations: the part of the transient
     ones that is an estimate."""
 
@@ -47,16 +47,16 @@ def spare_bytes(left: int, likely: int) -> int:
     return max(0, min(int(SPARE * left) - LEFT_FREE, left - int(DOUBT * likely)))
 
 
-def held(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple = ()) -> Held:
+def held(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple = ()) -> HeldBytes:
     """Count what the fullest rank holds: the most of each kind. ``others``: shapes whose weights stay on the
     same ranks."""
     ranks = held_by_rank(shape, plan, request, others)
-    return Held(*(max(getattr(each, kind.name) for each in ranks) for kind in fields(Held)))
+    return HeldBytes(*(max(getattr(each, kind.name) for each in ranks) for kind in fields(HeldBytes)))
 
 
 def held_by_rank(
     shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple = ()
-) -> list[Held]:
+) -> list[HeldBytes]:
     """Count what each rank holds; ``others`` as in held."""
     ranks = rank_shares(plan, request.batch)
     known = {share: _held(shape, plan, request, others, share) for share in set(ranks)}
@@ -65,14 +65,14 @@ def held_by_rank(
 
 def _held(
     shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, share: RankShare
-) -> Held:
+) -> HeldBytes:
     """Count what the rank of ``share`` holds."""
     weights = sum(_weights(each, plan, share) for each in (shape, *others))
     loras = request.loras.and_of(request.other_loras) if others else request.loras
     weights += _loras(shape, plan, loras, share)
     activations = _activations(shape, plan, request, share)
     transient = activations + _gathered(shape, plan) + shape.scratch
-    return Held(
+    return HeldBytes(
         weights=weights, keys=_keys(shape, plan, request, share), transient=transient, activations=activations
     )
 

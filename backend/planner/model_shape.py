@@ -76,14 +76,14 @@ class BlockShape:
 class Activations:
     """Bytes of activations for each token of image and text, of one prompt and sample.
 
-    replicated, cut: inside a block, the latter divided by tensor parallelism. exchanged: also inside, where
-    sequence parallelism sends tokens around attention; ring: where keys and values go around. outside: of the
-    model's own first and last layers, which every rank computes for all tokens; latents: through both.
+    replicated, cut: inside a block, the latter divided by tensor parallelism. communicated: also inside,
+    where sequence parallelism sends tokens around attention; ring: where keys and values go around. outside:
+    of the model's own first and last layers, which every rank computes for all tokens; latents: through both.
     """
 
     replicated: float = 0.0
     cut: float = 0.0
-    exchanged: float = 0.0
+    communicated: float = 0.0
     ring: float = 0.0
     outside: float = 0.0
     latents: float = 0.0
@@ -94,7 +94,7 @@ class Activations:
         """Return what a rank holds for each token of the whole sequence. skipped: bytes of long skips;
         tokens, matrices: multiples of an even part."""
         inside = self.replicated + self.cut / plan.tensor_parallel_degree * matrices + skipped
-        inside += self.exchanged if plan.sp_degree > 1 else 0.0
+        inside += self.communicated if plan.sp_degree > 1 else 0.0
         inside += self.ring if plan.ring_degree > 1 else 0.0
         return max(inside / plan.sp_degree * tokens, self.outside) + self.latents
 

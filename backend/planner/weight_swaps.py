@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 from ..config import ParallelConfig
 from .machine import RequestEstimate
-from .memory import Held, held, held_by_rank
+from .memory import HeldBytes, held, held_by_rank
 from .model_shape import ModelShape
 
 #: Bytes/s from a file for all ranks together where no load of it was measured: of a slow NVMe.
 FILE_RATE = 1.5e9
 
 
-def read_bytes(shape: ModelShape, plan: ParallelConfig, ranks: Iterable[Held]) -> int:
+def read_bytes(shape: ModelShape, plan: ParallelConfig, ranks: Iterable[HeldBytes]) -> int:
     """Return the bytes that all ranks together read of a model's file, as their rate counts them, by what
     each of ``ranks`` holds. Each reads all of what is sharded, and drops what is of others."""
     if plan.shard_weights:
@@ -56,7 +56,7 @@ class WeightSwaps:
     def swap(
         self, shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, link: float
     ) -> tuple[float, bool]:
-        """Return the seconds in which the ranks exchange the weights of one of ``others`` for those of
+        """Return the seconds in which the ranks swap the weights of one of ``others`` for those of
         ``shape``, and whether these are read from their file. ``link``: bytes/s between a GPU and host
         memory."""
         own = held(shape, plan, request).weights

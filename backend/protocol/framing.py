@@ -90,7 +90,7 @@ def _message(cls: type, values: dict):
     return message
 
 
-def _entries(cls: type, table: bytes, size: int) -> list[bodies.Entry]:
+def _entries(cls: type, table: bytes, size: int) -> list[bodies.TensorEntry]:
     """Return where the tensors of a ``cls`` lie in ``size`` bytes of data. Raises ProtocolError."""
     try:
         return bodies.entries(table[bodies.LENGTH.size :], size)

@@ -35,7 +35,7 @@ MAX_ELEMENTS = 1 << 40
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where a tensor lies: bytes lo <= byte < hi of the data."""
 
     name: str
@@ -78,7 +78,7 @@ def _adjoin(first: Tensor, then: Tensor) -> bool:
     return same and first.storage_offset() + len(first) == then.storage_offset()
 
 
-def entries(text: bytes, size: int) -> list[Entry]:
+def entries(text: bytes, size: int) -> list[TensorEntry]:
     """Return the tensors of a table's JSON; ValueError unless they fill ``size`` bytes without overlap."""
     table = json.loads(text)
     if not isinstance(table, dict):
@@ -96,7 +96,7 @@ def entries(text: bytes, size: int) -> list[Entry]:
     return in_order
 
 
-def _checked_entry(name: str, entry: dict) -> Entry:
+def _checked_entry(name: str, entry: dict) -> TensorEntry:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of the tensor {name!r} is not a dtype, a shape and offsets")
     shape = entry["shape"]
@@ -115,14 +115,14 @@ def _checked_entry(name: str, entry: dict) -> Entry:
     lo, hi = offsets
     if math.prod(shape) * dtype.itemsize != hi - lo or lo % dtype.itemsize:
         raise ValueError(f"the tensor {name!r} of shape {shape} does not fit bytes {lo} to {hi}")
-    return Entry(name, dtype, tuple(shape), lo, hi)
+    return TensorEntry(name, dtype, tuple(shape), lo, hi)
 
 
 def _are_sizes(numbers) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
 
 
-def unpack(in_order: list[Entry], data: Tensor) -> dict[str, Tensor]:
+def unpack(in_order: list[TensorEntry], data: Tensor) -> dict[str, Tensor]:
     """Return the tensors at their places of ``data`` (uint8), as views of it."""
     tensors = {}
     for place in in_order:

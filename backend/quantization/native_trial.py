@@ -48,15 +48,15 @@ def agree(
         traceback.print_exc()
         failure = reason(error)
         may_be_lost = not is_out_of_memory(error)
-    answers = gather([[[*product, why] for product, why in own.items()], failure, name])
+    everyone = gather([[[*product, why] for product, why in own.items()], failure, name])
     if may_be_lost:  # this rank ends now, and not in somebody's next request
         check_not_lost(device, failure)
     merged: dict[Product, str] = {}
-    for rank, (refused, _, name) in enumerate(answers):
-        where = f"on rank {rank} ({name}) " if len(answers) > 1 else ""
+    for rank, (refused, _, name) in enumerate(everyone):
+        where = f"on rank {rank} ({name}) " if len(everyone) > 1 else ""
         for kind, dtype, why in refused:
             merged.setdefault((kind, dtype), where + why)
-    return merged, [why for _, why, _ in answers]
+    return merged, [why for _, why, _ in everyone]
 
 
 def refusals(products: Iterable[Product], device: torch.device) -> dict[Product, str]:

@@ -104,13 +104,13 @@ def join(pieces: Sequence[Packed], dim: int) -> Packed:
     if below:
         return replace(first, tensors=tensors)
     starts = accumulate((piece.columns for piece in pieces), initial=0)
-    kept = tuple(
+    runs = tuple(
         range(start + run.start, start + run.stop)
         for start, piece in zip(starts, pieces)
         for run in piece.column_runs
     )
     return replace(
-        first, tensors=tensors, columns=sum(piece.columns for piece in pieces), column_runs=_merged(kept)
+        first, tensors=tensors, columns=sum(piece.columns for piece in pieces), column_runs=_merged(runs)
     )
 
 

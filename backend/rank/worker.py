@@ -230,8 +230,8 @@ class Worker:
         reusable = min(own, page_locked) if not without and rank in leaving else 0
         sizes = self.control.all_gather_numbers([own if rank in leaving else 0, reusable, there, back])
         here = [sizes[each] for each, machine in enumerate(self.machines) if machine == self.machines[rank]]
-        size, kept, others, freed = map(sum, zip(*here))
-        return all(self.control.all_gather_object(parking.has_room(size + others, kept + others + freed)))
+        size, reused, others, freed = map(sum, zip(*here))
+        return all(self.control.all_gather_object(parking.has_room(size + others, reused + others + freed)))
 
     def _parked_bytes(self, names: Sequence[str]) -> int:
         """Return the host memory that parked models and their LoRAs take of this rank."""
@@ -288,18 +288,18 @@ class Worker:
         """Gather why ranks could not load a model; return these reasons, for which none keeps it. Raises
         InsufficientMemory, and RuntimeError on a rank whose GPU is lost."""
         report = None if own_reason else self.engine.models[key].report.as_dict()
-        answers = self.control.all_gather_object([own_reason, report, ran_out])
-        reasons = by_rank([reason for reason, _, _ in answers])
+        gathered = self.control.all_gather_object([own_reason, report, ran_out])
+        reasons = by_rank([reason for reason, _, _ in gathered])
         if own_reason and not ran_out:  # a lost GPU ends its rank now, and not in somebody's next request
             check_not_lost(self.mesh.device, f"the GPU was lost while the model was loaded: {own_reason}")
         if reasons:
             self.engine.unload(key)
-            short = [rank for rank, (_, _, ran_out) in enumerate(answers) if ran_out]
+            short = [rank for rank, (_, _, ran_out) in enumerate(gathered) if ran_out]
             if short:  # besides what was counted: other models may leave for it
                 likely = {rank: planned.needs[rank].likely if planned else 0 for rank in short}
                 raise InsufficientMemory(f"the model could not be loaded ({'; '.join(reasons)}).", likely)
         else:
-            self.reports[key] = [report for _, report, _ in answers]
+            self.reports[key] = [report for _, report, _ in gathered]
         return reasons
 
     def _try_products(self, products: list[Product]) -> list[str]:
@@ -317,10 +317,10 @@ class Worker:
         return the reasons of the ranks whose machine has other files."""
         stack = lora_stack(message.loras)
         contents = [content_key(use.path) for use in stack] if max(self.machines) else []
-        answers = self.control.all_gather_object([stack_digest(stack), contents])
-        digest, first = answers[0]
+        gathered = self.control.all_gather_object([stack_digest(stack), contents])
+        digest, first = gathered[0]
         paths = [use.path for use in stack]
-        reasons = by_rank([other_lora(paths, own, first) for _, own in answers])
+        reasons = by_rank([other_lora(paths, own, first) for _, own in gathered])
         if not reasons:
             self.engine.add_lora_stack(key, stack, digest)
         return reasons

@@ -41,8 +41,8 @@ CONTROLS = 2
 ROTARY = 3
 #: Float32 tensors of the size of the latent: noise, latent, predictions of two prompts, solver state.
 LATENTS = 8
-#: Tensors of queries, keys and values that ranks exchange: sent and received.
-EXCHANGED = 4
+#: Tensors of queries, keys and values that ranks send and receive.
+COMMUNICATED = 4
 FLOAT32 = 4
 
 
@@ -76,7 +76,7 @@ def activations_of(work: Workload, two: Workload | None) -> Activations:
     return Activations(
         replicated=whole / tokens - cut - latents,
         cut=cut,
-        exchanged=EXCHANGED * heads,
+        communicated=COMMUNICATED * heads,
         outside=STREAMS_OUTSIDE * _stream(work),
         latents=latents,
     )
@@ -160,7 +160,7 @@ def _live(work: Workload, name: str, place: MeshPlace, image: int, text: int, la
     block = work.checkpoint.transformer.get_submodule(name)
     config = work.checkpoint.config
     itemsize = work.dtype.itemsize
-    temporary = ROTARY * FLOAT32 + (EXCHANGED * itemsize if work.config.sp_degree > 1 else 0)
+    temporary = ROTARY * FLOAT32 + (COMMUNICATED * itemsize if work.config.sp_degree > 1 else 0)
     widths = {
         inner: query_width(module, work.family, config)
         for inner, module in block.named_modules()

@@ -82,12 +82,12 @@ def size_of(
     calls = 1
     if isinstance(message, Sample):
         calls = len(message.tensors["sigmas"]) - 1
-        if config.cfg_degree > 1:  # as many as the side with most of them has, on each side
+        if config.cfg_degree > 1:  # as many as the branch with most of them has, for each
             count = config.cfg_degree * max(Counter(map(branch_of, inputs.prompts)).values())
     else:  # its samples know of no CFG branches; of those before them nothing stays cached
         replicas = config.data_parallel_degree * config.cfg_degree
         batch = min(-(-batch // replicas), samples_at_once(tokens)) * config.data_parallel_degree
-        count = config.cfg_degree  # one on each side
+        count = config.cfg_degree  # one on each CFG rank
     return RequestSize(
         image_tokens=tokens,
         text_tokens=max(_text_tokens(family, each) for each in prompts),

@@ -252,7 +252,7 @@ class _Measured:
         without any."""
         latents = latents_of(self.checkpoint.family, 1)
         features = 0
-        for call, count in self._one_rank.exchanged(range(index, index + 1)).items():
+        for call, count in self._one_rank.communicated_calls(range(index, index + 1)).items():
             if latents.get(getattr(call, side), 1):
                 features += count * (call.width if side == "queries" else call.kv_width)
         return features or NONE

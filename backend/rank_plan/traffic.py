@@ -24,7 +24,7 @@ def sent(work: Workload, place: MeshPlace, stages: Stages, patches: list[TokenSh
         else:
             sizes += _attention(work, place, blocks, now, patch)
         if place["pp"] < work.config.pipefusion_degree - 1:
-            sizes["pipeline"] += _samples(work) * work.width * _carried(work, blocks.stop, now)
+            sizes["pipeline"] += _bytes_per_feature(work) * work.width * _carried(work, blocks.stop, now)
         sizes += _outputs(work, place, len(now.local.image), len(now.image))
     prompts = work.prompts_per_rank * work.dtype.itemsize
     sizes["tensor"] = _tensor_parallel(work, place, stages, patches) * prompts
@@ -33,8 +33,8 @@ def sent(work: Workload, place: MeshPlace, stages: Stages, patches: list[TokenSh
     return sizes
 
 
-def _samples(work: Workload) -> int:
-    """Return the bytes of one number for every sample and prompt."""
+def _bytes_per_feature(work: Workload) -> int:
+    """Return the bytes of one feature of a token, of every sample and prompt."""
     return work.batch * work.prompts_per_rank * work.dtype.itemsize
 
 
@@ -52,7 +52,7 @@ def _attention(
 ) -> Counter[str]:
     """Count the all-to-all of Ulysses, and all keys and values of the patch that travel around the ring."""
     sizes: Counter[str] = Counter()
-    for call, count in work.exchanged(blocks).items():
+    for call, count in work.communicated_calls(blocks).items():
         row = head_bytes(work.call_head_size(call), work.dtype.itemsize, work.config.wire)
         head = count * work.batch * work.prompts_per_rank * row
         ulysses, ring = _call(work, place, call, now, patch)

@@ -171,7 +171,7 @@ class Workload:
         config = self.config
         return config.tensor_parallel_degree, config.split_scheme, config.shares_of("tp")
 
-    def exchanged(self, blocks: range) -> Counter[AttentionCall]:
+    def communicated_calls(self, blocks: range) -> Counter[AttentionCall]:
         """Count the calls of ``blocks`` by kind, without those whose keys every rank has."""
         counts: Counter[AttentionCall] = Counter()
         for call in chain.from_iterable(self.checkpoint.attention_calls[index] for index in blocks):
@@ -280,7 +280,7 @@ class Workload:
             tokens = sequence.image * self.width * self.dtype.itemsize
             states_and_tokens = self.batch * self.prompts_per_rank * len(blocks) * (states + tokens)
             return of_prompts + buffers * states_and_tokens
-        calls = self.exchanged(blocks).items()
+        calls = self.communicated_calls(blocks).items()
         features = sum(
             n * self.kv_heads(place, call) * self.call_head_size(call) * sequence.length_of(call.keys)
             for call, n in calls

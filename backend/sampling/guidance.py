@@ -71,7 +71,7 @@ def _parsed(name: str) -> re.Match[str]:
 
 
 def mix(prompts: list[Prompt], predictions: list[Tensor], tokens: slice) -> Tensor:
-    """Mix the predictions of the prompts of one side, each (B, tokens, F), into one."""
+    """Mix the predictions of the prompts of one CFG branch, each (B, tokens, F), into one."""
     if len(prompts) == 1 and prompts[0].is_plain:
         return predictions[0]
     weighed = [prompt.weigh(denoised, tokens) for prompt, denoised in zip(prompts, predictions)]

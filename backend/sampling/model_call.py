@@ -109,10 +109,10 @@ def build_call(
     grid = inputs.grid
     batch = inputs.batch
     [(name, arguments)] = inputs.prompts.items()
-    given = _samples(inputs.latent, samples, batch).to(device, torch.float32).contiguous()
-    times = _samples(call.tensors["time"], samples, batch).to(device, torch.float32)
+    given = _of_samples(inputs.latent, samples, batch).to(device, torch.float32).contiguous()
+    times = _of_samples(call.tensors["time"], samples, batch).to(device, torch.float32)
     conditioning = {
-        key: family.conditioning.cast(key, _samples(value, samples, batch), device, dtype)
+        key: family.conditioning.cast(key, _of_samples(value, samples, batch), device, dtype)
         for key, value in arguments.items()
     }
     # with it the model is given another latent than came
@@ -136,7 +136,7 @@ def build_call(
     )
 
 
-def _samples(value: Tensor, samples: list[int], batch: int) -> Tensor:
+def _of_samples(value: Tensor, samples: list[int], batch: int) -> Tensor:
     """Return some samples of ``value``; what is for all samples is repeated. Adjacent ones are not copied: a
     prompt is several times the latent."""
     if not value.ndim:

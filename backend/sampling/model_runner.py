@@ -104,7 +104,7 @@ class LoadedModel:
 
     @property
     def held_lora_bytes(self) -> int:
-        """Count the bytes of LoRAs that are beside this rank's quantized weights now."""
+        """Count the bytes of LoRAs that are next to this rank's quantized weights now."""
         return self.weights.held_adapter_bytes()
 
     def lora_bytes(self, stack: Stack, whole: bool = False) -> int:

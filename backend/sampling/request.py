@@ -81,7 +81,7 @@ class Request:
 
     def arguments(self, prompt: str, samples: slice) -> dict[str, Tensor]:
         """Return the model arguments of a prompt for some samples of this replica's batch."""
-        return _samples(self.conditioning[prompt], samples, self.noise.shape[0])
+        return _arguments_of_samples(self.conditioning[prompt], samples, self.noise.shape[0])
 
     def step_end(self, sigma: Tensor) -> Tensor | None:
         """Return where the step that begins at ``sigma`` (0-d, CPU) ends (1,), where the model is told; None
@@ -199,10 +199,10 @@ def _conditioning(given, batch, samples, family, dtype, device) -> dict[str, Ten
     for key, value in given.items():
         cast = family.conditioning.cast(key, value, device, dtype)
         found[key] = cast.expand(batch, *cast.shape[1:]) if cast.ndim and cast.shape[0] == 1 else cast
-    return _samples(found, samples, batch)
+    return _arguments_of_samples(found, samples, batch)
 
 
-def _samples(arguments: dict[str, Tensor], samples: slice, batch: int) -> dict[str, Tensor]:
+def _arguments_of_samples(arguments: dict[str, Tensor], samples: slice, batch: int) -> dict[str, Tensor]:
     """Return model arguments of some samples of a batch; those of no batch are for all."""
     return {
         name: value[samples] if value.ndim and value.shape[0] == batch else value

@@ -76,7 +76,7 @@ class JobQueue:
         """Queue a job; tell its client where it waits for another one's."""
         with self._came:
             self._waiting.append(job)
-            self._tell(job)
+            self._send_waiting(job)
             self._came.notify()
 
     def next(self, timeout: float) -> Job | None:
@@ -91,7 +91,7 @@ class JobQueue:
             self.under_way = (type(job.message).__name__, time.monotonic())
             if job.waits:
                 job.client.outbox.put(protocol.Begun())
-            self._tell_all()
+            self._send_waiting_to_all()
             return job
 
     def finish(self, job: Job):
@@ -99,7 +99,7 @@ class JobQueue:
         holds ``taking``."""
         if job in self._waiting:
             self._waiting.remove(job)
-            self._tell_all()
+            self._send_waiting_to_all()
         if job.running:
             self.answered[self.under_way[0]] += 1
             self.under_way = ("", 0.0)
@@ -112,18 +112,18 @@ class JobQueue:
         if self._waiting and now >= self._next_round:
             self._next_round = now + WAITING_SECONDS
             with self.taking:
-                self._tell_all()
+                self._send_waiting_to_all()
 
     def qsize(self) -> int:
         """Return how many jobs wait, of any client."""
         return len(self._waiting)
 
-    def _tell_all(self):
+    def _send_waiting_to_all(self):
         for job in list(self._waiting):
             if job.client_keeps_up:
-                self._tell(job)
+                self._send_waiting(job)
 
-    def _tell(self, job: Job):
+    def _send_waiting(self, job: Job):
         """Send Waiting for a job that is the oldest of its client, and not the next one of all."""
         before = takewhile(lambda each: each is not job, self._waiting)
         ahead = [each for each in before if not each.is_abandoned]

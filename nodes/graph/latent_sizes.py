@@ -166,7 +166,7 @@ def _number(inputs: dict, names: tuple[str, ...]) -> float:
     return next((each for each in given if isinstance(each, int | float) and each > 0), 0.0)
 
 
-def _times(name: str, default: float) -> float:
+def _model_factor(name: str, default: float) -> float:
     """Return the factor in the name of an upscaling model."""
     factor = TIMES.search(name)
     return float(factor[1] or factor[2]) if factor else default
@@ -214,14 +214,14 @@ def _to_edge(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> L
 
 def _upsampled_ltx(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
     """Return the size after a model that doubles the sides, or the frames."""
-    factor = _times(model, 2.0)
+    factor = _model_factor(model, 2.0)
     if "temporal" in model:  # the first frame stays one
         return replace(size, length=1 + round((size.length - 1) * factor))
     return _latent_scaled(sizes, size, factor)
 
 
 def _upscaled_image(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
-    return size.scaled(_times(model, 1.0))
+    return size.scaled(_model_factor(model, 1.0))
 
 
 def _for_kontext(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:

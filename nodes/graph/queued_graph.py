@@ -30,7 +30,7 @@ RESOLUTION, RESOLUTION_OF = "ResolutionSelector", ("aspect_ratio", "megapixels",
 MAX_FOLLOWED = 100
 
 
-def remember(request: dict) -> dict:
+def note_queued(request: dict) -> dict:
     """Keep the graph of a POST to /prompt; ComfyUI's prompt handler."""
     _queued.set(request.get("prompt") or {})
     _queued_by.set(str(request.get("client_id") or ""))

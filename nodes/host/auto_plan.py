@@ -34,7 +34,7 @@ _under_way: list[ParallelDiT] = []
 Ran = TypeVar("Ran")
 
 
-def plan_for(
+def plan_under_node(
     auto: AutoConfig, model: ModelChoice, request: EstimateOf, others: tuple[ModelChoice, ...] = ()
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
     """Choose the ranks of a model as planning.plan_for does, with what it waits for under the node, and
@@ -54,12 +54,12 @@ def run_planned(
     others: tuple[ModelChoice, ...],
     run: Callable[[ParallelConfig, tuple[str, ...]], Ran],
 ) -> Ran:
-    """Return ``run`` with the plan that ``plan_for`` chooses and its lines. Where ranks run out of memory, it
-    runs again with a plan that is to need less. Errors as in ``plan_for`` and of ``run``."""
+    """Return ``run`` with the plan that ``plan_under_node`` chooses and its lines. Where ranks run out of
+    memory, it runs again with a plan that is to need less. Errors are those of both."""
     failure: Exception | None = None
     for _ in range(ATTEMPTS):
         try:
-            plan, lines = plan_for(auto, model, request, others)
+            plan, lines = plan_under_node(auto, model, request, others)
         except ConfigError:  # nothing needs less
             forgot = planning.spare_no_more(auto, model)
             if failure is not None:
@@ -80,7 +80,7 @@ def run_planned(
     raise failure
 
 
-def question_of(
+def question_for_page(
     auto: AutoConfig, model: ModelChoice, request: EstimateOf, check: Callable[[], None]
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, as planning.question_of does. For the page: no node runs,
@@ -184,10 +184,10 @@ def _goes_together(guider) -> bool:
     """Return whether ComfyUI hands a positive and a negative prompt to the model in one call
     (calc_cond_batch), which ranks can divide: one of each, with as many tokens, and with the same next to
     them. Others are called one after the other."""
-    sides = [guider.conds.get(name) or [] for name in ("positive", "negative")]
-    if getattr(guider, "cfg", 1.0) == 1.0 or any(len(side) != 1 for side in sides):
+    branches = [guider.conds.get(name) or [] for name in ("positive", "negative")]
+    if getattr(guider, "cfg", 1.0) == 1.0 or any(len(branch) != 1 for branch in branches):
         return False
-    positive, negative = (side[0] for side in sides)
+    positive, negative = (branch[0] for branch in branches)
     texts = [each.get("cross_attn") for each in (positive, negative)]
     if positive.keys() != negative.keys() or any(text is None for text in texts):
         return False
@@ -196,7 +196,7 @@ def _goes_together(guider) -> bool:
 
 def _text_tokens(conds: dict[str, list[dict]]) -> int:
     """Return the tokens of a guider's longest prompt; as many as the loader assumes where none has any."""
-    prompts = (each.get("cross_attn") for side in conds.values() for each in side)
+    prompts = (each.get("cross_attn") for branch in conds.values() for each in branch)
     return max((each.shape[1] for each in prompts if each is not None), default=TEXT_TOKENS)
 
 
@@ -209,7 +209,7 @@ def _size_of_calls(shape: torch.Size, guider) -> torch.Size:
     if length is None or dim is None or dim >= len(shape):
         return shape
     length += 1 if getattr(handler, "causal_window_fix", False) else 0
-    prompts = (each for side in guider.conds.values() for each in side)
+    prompts = (each for branch in guider.conds.values() for each in branch)
     length += max(map(_guide_frames, prompts), default=0)
     return torch.Size(min(side, length) if axis == dim else side for axis, side in enumerate(shape))
 
@@ -221,7 +221,7 @@ def _guide_frames(cond: dict) -> int:
 
 def _references(conds: dict[str, list[dict]]) -> tuple[torch.Tensor, ...]:
     """Return the latents in context of a guider's prompt with most of them."""
-    return max((_in_context(each) for side in conds.values() for each in side), key=len, default=())
+    return max((_in_context(each) for branch in conds.values() for each in branch), key=len, default=())
 
 
 def _in_context(values: dict) -> tuple[torch.Tensor, ...]:

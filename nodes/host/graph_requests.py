@@ -55,7 +55,7 @@ def unnamed(models: list[ModelChoice], graph: dict) -> ModelChoice | None:
 def request_of_graph(graph: dict, key: str, shape: ModelShape) -> RequestEstimate:
     """Return the request of the first sampler that the loader ``key`` feeds, and those of its others as
     ``then``, as far as constants tell them."""
-    fed = [other for other, node in graph.items() if _samples(node) and loader_of(graph, other) == key]
+    fed = [other for other, node in graph.items() if _is_sampler(node) and loader_of(graph, other) == key]
     fed = [other for other in fed if not _is_for_a_schedule(graph, other)]
     fed.sort(key=partial(_is_model, graph))
     first, *others = (_request_of(graph, key, sampler, shape) for sampler in fed or [""])
@@ -110,7 +110,7 @@ def _loaders_of(graph: dict, lora: str) -> set[str | None]:
     return {loader_of(graph, key) for key in models}
 
 
-def _samples(node: dict) -> bool:
+def _is_sampler(node: dict) -> bool:
     return node["class_type"].startswith(SAMPLERS) or node["class_type"] == MODEL
 
 

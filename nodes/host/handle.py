@@ -203,7 +203,7 @@ def _load_with_status(
     named = {(handle.config.topology(), handle.choice) for handle in _handles}
     register(config.topology(), choice, backend, loaded, named, is_named)
     if not config.address and loaded.info["device"] == "cuda":  # on the CPU a file is mapped, not read
-        measurements.remember_load(choice, "cuda", loaded.info["ranks"])
+        measurements.note_load_rate(choice, "cuda", loaded.info["ranks"])
     if bar.current:  # it was not there yet
         for rank in loaded.info["ranks"]:
             logging.info("parallel-dit: %s", rank["text"])

@@ -1,6 +1,6 @@
 """How long a step takes on one rank of this machine, so that several can be compared with it.
 
-Every run on one rank is remembered in a file of ComfyUI's user folder; nothing is measured for its sake.
+Every run on one rank is noted in a file of ComfyUI's user folder; nothing is measured for its sake.
 Where there was none, the planner's estimate stands in, by what it has measured before.
 """
 
@@ -19,11 +19,11 @@ from ...backend.runtime.whole_files import replace_file
 from .handle import ParallelDiT
 from .image_tokens import image_tokens
 
-#: Requests that are remembered, the latest ones.
+#: Requests that are noted, the latest ones.
 MAX_REQUESTS = 500
 #: Names of a request's reference latents, of one prompt.
 REFERENCES = ("positive.ref_latents.", "positive.context_latents.", "positive.time_dim_concat")
-#: (key of a request, configuration) -> what ``projected`` estimates: the latent waits for it.
+#: (key of a request, configuration) -> what ``projected_speedup`` estimates: the latent waits for it.
 _projected: dict[tuple, float] = {}
 
 
@@ -42,22 +42,22 @@ def key(dit: ParallelDiT, sample: Sample, device: str) -> str:
     return hashlib.sha256(json.dumps([kind, request]).encode()).hexdigest()[:32]
 
 
-def known(digest: str) -> float | None:
+def least_seconds(digest: str) -> float | None:
     """Return the least seconds of a step that one rank took; None where it has never run."""
     return _read().get(digest)
 
 
-def projected(digest: str, dit: ParallelDiT, sample: Sample) -> float | None:
+def projected_speedup(digest: str, dit: ParallelDiT, sample: Sample) -> float | None:
     """Estimate how many times as fast as one rank a request runs, where the planner knows machine and model
     from before and has not said it in its choice. ``digest``: its key, for which it is estimated once."""
     if dit.auto is not None:
         return None
-    known = (digest, dit.config)
+    asked = (digest, dit.config)
     for oldest in list(_projected)[:-MAX_REQUESTS]:
         del _projected[oldest]
-    if known not in _projected and (times := _projection(dit, sample)) is not None:
-        _projected[known] = times
-    return _projected.get(known)
+    if asked not in _projected and (times := _projection(dit, sample)) is not None:
+        _projected[asked] = times
+    return _projected.get(asked)
 
 
 def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
@@ -78,7 +78,7 @@ def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
     return planning.projected(dit.config, dit.choice, request)
 
 
-def remember(digest: str, seconds: float):
+def note_seconds(digest: str, seconds: float):
     """Keep the seconds of a step on one rank, unless an earlier run was faster, or nothing can be written."""
     times = _read()
     times[digest] = min(seconds, times.pop(digest, seconds))

@@ -31,7 +31,7 @@ class TransformerOnRanks(torch.nn.Module):
     """An empty module whose class name ComfyUI logs."""
 
 
-class Entry(comfy.model_management.LoadedModel):
+class ManagerEntry(comfy.model_management.LoadedModel):
     """An entry of ComfyUI's list that tells the weights whether all models go or others need their memory,
     and stays there while they do. The manager takes it after all others: it costs a copy both ways, or a
     load, and dynamic models yield by themselves."""
@@ -66,7 +66,7 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
 
     def register(self):
         """Put the entry into ComfyUI's list, unless it is there: the ranks have loaded it."""
-        entry = Entry(self)
+        entry = ManagerEntry(self)
         listed = comfy.model_management.current_loaded_models
         if entry not in listed:
             entry.model_load()

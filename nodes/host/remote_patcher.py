@@ -100,7 +100,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         if name.endswith(".default_ref_method"):
             raise RefusedError(
                 "Flux KV Cache cannot be used with the MODEL of Parallel Model; take it out, and put Edit "
-                "Model Reference Method (index_timestep_zero) behind each prompt with references: the ranks "
+                "Model Reference Method (index_timestep_zero) after each prompt with references: the ranks "
                 "compute them at every step."
             )
         if name.startswith("diffusion_model"):

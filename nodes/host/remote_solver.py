@@ -89,7 +89,7 @@ class RemoteSolver:
         return samples
 
     def _report(self, request: Sample, steps: int, seconds: float) -> list[str]:
-        """Return how the run went, against one rank where that has run before; remember it if it is one."""
+        """Return how the run went, against one rank where that has run before; note it if it is one."""
         context = get_executing_context()
         where = (context.prompt_id, context.node_id) if context else (None, None)
         degrees = self.dit.config.degrees
@@ -97,9 +97,9 @@ class RemoteSolver:
         device = self.loaded.info["device"]
         digest = one_rank.key(self.dit, request, device)
         if self.dit.config.world_size == 1:
-            one_rank.remember(digest, seconds / steps)
-        before = one_rank.known(digest)
-        projected = one_rank.projected(digest, self.dit, request) if before is None else None
+            one_rank.note_seconds(digest, seconds / steps)
+        before = one_rank.least_seconds(digest)
+        projected = one_rank.projected_speedup(digest, self.dit, request) if before is None else None
         return run_lines(self.dit.config, steps, seconds, device, before, projected)
 
     def _request(self, guider, sigmas, seed, noise, latent_image, denoise_mask) -> Sample:

@@ -173,7 +173,7 @@ def _difference(name: str) -> str:
 
 def _refusal(name: str, what: str) -> RefusedError:
     return RefusedError(
-        f"{name} gets {what}, which cannot be handed to the ranks behind Parallel Model; {_REMEDY}."
+        f"{name} gets {what}, which cannot be handed to the ranks of Parallel Model; {_REMEDY}."
     )
 
 

@@ -66,8 +66,8 @@ def test_times_that_cannot_be_written_cost_no_latent(tmp_path, monkeypatch):
     """A run has ended when its time is kept: a full disk, or a folder of somebody else's."""
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(one_rank, "path", lambda: tmp_path / "file" / "one_rank.json")
-    one_rank.remember("request", 1.0)
-    assert one_rank.known("request") is None
+    one_rank.note_seconds("request", 1.0)
+    assert one_rank.least_seconds("request") is None
     monkeypatch.setattr(one_rank, "path", lambda: tmp_path / "one_rank.json")
-    one_rank.remember("request", 1.0)
-    assert one_rank.known("request") == 1.0
+    one_rank.note_seconds("request", 1.0)
+    assert one_rank.least_seconds("request") == 1.0

@@ -43,4 +43,4 @@ def test_reference_images_are_counted(monkeypatch, references):
     tensors = {"noise": LATENT, "sigmas": torch.linspace(1, 0, 5), "positive.c_crossattn": PROMPT}
     tensors |= {f"positive.ref_latents.{i}": each for i, each in enumerate(given)}
     sample = Sample("m", "euler", 1.0, 1, tensors=tensors)
-    assert one_rank.projected(f"{references} references", handle(None), sample) == asked
+    assert one_rank.projected_speedup(f"{references} references", handle(None), sample) == asked

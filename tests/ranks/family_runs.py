@@ -52,7 +52,7 @@ SIDE, TEXT, FIXED = 8, 20, 80
 #: where there is one group.
 CALLED, ALONE = 3, 2
 
-#: Degrees whose ranks exchange heads, or sum products, in two halves, as they do at real sizes.
+#: Degrees whose ranks send heads, or sum products, in two halves, as they do at real sizes.
 IN_HALVES = (dict(ulysses_degree=2), dict(tensor_parallel_degree=2))
 
 #: By how much the tokens differ that routers of experts are given on unlike ranks.

@@ -31,7 +31,7 @@ STATUS = "/proc/self/status"
 
 
 class Told(BaseException):
-    """A message has passed every check: the other ranks would hear of it now. No check may catch this."""
+    """A message has passed every check: the other ranks would receive it now. No check may catch this."""
 
 
 class TooMuch(BaseException):

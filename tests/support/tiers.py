@@ -94,7 +94,7 @@ SOME = {
     "unit/test_compiled_blocks.py::test_quantized_layers_are_one_node_of_a_graph": 1,
     "unit/test_effect_order.py::test_opaque_operations_run_in_the_order_of_the_code": 1,
     "unit/test_fuzz.py::test_frames_are_refused_or_accepted": 1,
-    "unit/test_launches.py::test_a_steady_step_waits_for_nothing": 1,
+    "unit/test_launches.py::test_a_step_in_steady_state_waits_for_nothing": 1,
     "unit/test_launches.py::test_nor_does_one_of_many_ranks": 1,
     "unit/test_messages.py::test_flux_under_all_hybrids": 2,
     "unit/test_messages.py::test_every_family": 1,

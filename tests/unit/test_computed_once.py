@@ -74,11 +74,11 @@ def test_answers_for_a_whole_batch_do_not_outlive_its_modulation(tmp_path, monke
 
 def forget_answers(monkeypatch, kind: str):
     """Have layers of this ``kind`` compute each answer."""
-    remembered = modulation_cache.CachedLayer.forward
+    cached = modulation_cache.CachedLayer.forward
     monkeypatch.setattr(
         modulation_cache.CachedLayer,
         "forward",
-        lambda self, *arguments, **named: (self.layer if self.kind == kind else remembered.__get__(self))(
+        lambda self, *arguments, **named: (self.layer if self.kind == kind else cached.__get__(self))(
             *arguments, **named
         ),
     )

@@ -266,10 +266,10 @@ def test_what_is_admitted_knows_what_is_spare():
     assert [each.spare for each in found] == [spare_bytes(12 * GB, 0)] * 2
 
 
-def worker_of(memory: FakeMemory, lent: int, sample) -> Worker:
+def worker_of(memory: FakeMemory, dequantized: int, sample) -> Worker:
     """One rank whose model lends so much and samples so."""
     worker = Worker.__new__(Worker)
-    prepared = Prepared(cast(Any, SimpleNamespace(dequantized_bytes=lent)), cast(Any, None), spare=GB)
+    prepared = Prepared(cast(Any, SimpleNamespace(dequantized_bytes=dequantized)), cast(Any, None), spare=GB)
     worker.engine = cast(Any, SimpleNamespace(memory=memory, sample=sample, prepare_sample=print))
     worker.mesh, worker._admitted = mesh.single(), lambda *_: prepared
     worker.clock = cast(Any, SimpleNamespace(new_request=lambda: None, begin=lambda step: None))
@@ -278,19 +278,19 @@ def worker_of(memory: FakeMemory, lent: int, sample) -> Worker:
     return worker
 
 
-@pytest.mark.parametrize("lent", [0, GB])
-def test_after_memory_ran_out_beside_them_nothing_is_spare(lent):
+@pytest.mark.parametrize("dequantized", [0, GB])
+def test_after_memory_ran_out_next_to_them_nothing_is_spare(dequantized):
     """One rank goes on, and runs the same request again with all of its memory."""
 
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    worker = worker_of(FakeMemory(0), lent, fails)
+    worker = worker_of(FakeMemory(0), dequantized, fails)
     ready, rooms = Prepared(cast(Any, None), cast(Any, None)), [room(0, "a", 12, 2)]
     assert worker.admission._spare(rooms, ready) > 0
     with pytest.raises(InsufficientMemory):
         worker.run_sample(replace(batch_request(1), shared_ranks=[]), Callbacks())
-    assert (worker.admission._spare(rooms, ready) > 0) == (not lent)
+    assert (worker.admission._spare(rooms, ready) > 0) == (not dequantized)
 
 
 def test_ranks_after_those_that_ran_out_lend_nothing(monkeypatch):
@@ -310,9 +310,9 @@ def test_ranks_after_those_that_ran_out_lend_nothing(monkeypatch):
     assert admission._spare([room(0, "a", 12, 2)], ready) == 0
 
 
-@pytest.mark.parametrize("lent, device, released", [(GB, "cuda", 1), (0, "cuda", 0), (GB, "cpu", 0)])
+@pytest.mark.parametrize("dequantized, device, released", [(GB, "cuda", 1), (0, "cuda", 0), (GB, "cpu", 0)])
 @pytest.mark.parametrize("stops", [False, True])
-def test_what_stayed_goes_back_to_other_programs(lent, device, released, stops):
+def test_what_stayed_goes_back_to_other_programs(dequantized, device, released, stops):
     """After a request, also one that was cancelled; where nothing stayed the memory stays the rank's. On a
     CPU what is large goes back by itself."""
 
@@ -320,7 +320,7 @@ def test_what_stayed_goes_back_to_other_programs(lent, device, released, stops):
         if stops:
             raise RequestCancelled(1)
 
-    worker = worker_of(FakeMemory(0, cached=8 * GB), lent, sample)
+    worker = worker_of(FakeMemory(0, cached=8 * GB), dequantized, sample)
     worker.mesh = replace(worker.mesh, device=torch.device(device))
     message = replace(batch_request(1), shared_ranks=[])
     if stops:

@@ -68,7 +68,7 @@ def test_a_hang_is_said_with_its_remedy_though_the_minutes_are_over(gpus, tmp_pa
 
 
 def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
-    """They do not hear it, and it is waited for."""
+    """They do not receive it, and it is waited for."""
 
     class Process:
         log = tmp_path / "backend.log"

@@ -21,7 +21,7 @@ METHODS = {
 
 
 class TimedLab(StubLab):
-    """Ranks that are twice as fast in steady steps, and whose latents are off."""
+    """Ranks that are twice as fast in steady state, and whose latents are off."""
 
     def __init__(self, device, off):
         super().__init__()
@@ -57,7 +57,7 @@ def test_what_is_timed_is_compared_with_one_rank(method, device, off, status):
         assert found.values["distance"] == (pytest.approx(off, rel=0.1) if off == off else math.inf)
 
 
-def test_whole_requests_are_reported_next_to_steady_steps():
+def test_whole_requests_are_reported_next_to_the_steady_state():
     """PipeFusion's warm-up, fill and drain are in them."""
     lab = TimedLab("cpu", 0.0)
     (found,) = doctor_runs._speed(lab, "pipefusion M=2", METHODS["stale"], 1.8)

@@ -1,4 +1,4 @@
-"""What scripts/doctor.py says of steady steps: their waits, their seconds at released shapes, the chart."""
+"""What scripts/doctor.py says of the steady state: waits, seconds at released shapes, the chart."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def test_torchs_own_warning_is_a_wait():
     assert not waits.is_wait("TypedStorage is deprecated")
 
 
-def test_steady_steps_alone_are_watched(tmp_path):
+def test_the_steady_state_alone_is_watched(tmp_path):
     path = tiny.write_checkpoint(tmp_path / "flux-dev.safetensors")
     sample = doctor_requests.in_steps(tiny.golden_request("euler_simple")[0], 4)
     seen = waits.watch(ParallelConfig(), mesh.single(), path, sample)

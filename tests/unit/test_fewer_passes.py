@@ -21,7 +21,7 @@ from torch import nn
 
 from backend.models import FAMILIES
 from backend.models.common import adaptive_norms, fewer_passes
-from backend.models.common.wan_blocks import Block, SelfAttention
+from backend.models.common.wan_blocks import SelfAttention, WanBlock
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS, HEADS, SIZE = 33, 2, 32
@@ -195,7 +195,7 @@ def arguments(dtype: torch.dtype, *tokens: int, batch: int = 2) -> tuple:
 
 def ours(block: WanTransformerBlock) -> nn.Module:
     block = copy.deepcopy(block)
-    block.__class__ = Block
+    block.__class__ = WanBlock
     block.attn1.set_processor(SelfAttention())
     return block
 

@@ -132,7 +132,7 @@ def on_ranks(host, room: int, is_ours: bool = True):
     backend = host.pool.Backend(config, Ranks(host, room), process if is_ours else None)
     backend.client.close = lambda: None
     host.pool._backends[config.topology()] = backend
-    host.handle.measurements = SimpleNamespace(remember_load=lambda *_: None)
+    host.handle.measurements = SimpleNamespace(note_load_rate=lambda *_: None)
     return backend, config
 
 

@@ -101,7 +101,7 @@ def test_page_locked_memory_goes_back(page_locked, monkeypatch, has_public):
 
 def test_what_is_page_locked_counts_as_free(monkeypatch):
     monkeypatch.setattr(parking, "host_free", lambda swap: GB)
-    assert not parking.has_room(GB) and parking.has_room(GB, kept=GB)
+    assert not parking.has_room(GB) and parking.has_room(GB, page_locked=GB)
 
 
 def test_swap_is_no_room_for_parked_weights(monkeypatch):

@@ -61,7 +61,7 @@ def ours(block: nn.Module) -> nn.Module:
     block = copy.deepcopy(block)
     replace_classes(block, {**REPLACED, **krea2.REPLACED, **IN_FEWER_PASSES})
     attention: Any = getattr(block, "attn", None)
-    if type(block) is krea2.Block and not isinstance(attention, Passes):
+    if type(block) is krea2.Krea2Block and not isinstance(attention, Passes):
         attention.set_processor(krea2.Processor())
     assert type(block) is not type(block).__base__ and type(block).__base__ in BLOCKS.values()
     return block

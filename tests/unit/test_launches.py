@@ -1,4 +1,4 @@
-"""A steady step waits for no device, and starts no more operations than benchmarks/launches.py has stored."""
+"""A step in steady state waits for no device, and starts no more operations than are stored."""
 
 import math
 import sys
@@ -49,7 +49,7 @@ def test_every_family_is_counted():
 
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
-def test_a_steady_step_waits_for_nothing(family):
+def test_a_step_in_steady_state_waits_for_nothing(family):
     check(family, FEW)
 
 
@@ -204,8 +204,8 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("what", OPERATIONS)
-def test_remembered_results_are_torchs_own(what):
-    """The first time and when they are remembered, on a square, a long and an empty tensor."""
+def test_cached_results_are_torchs_own(what):
+    """The first time and when they are cached, on a square, a long and an empty tensor."""
     for shape in ((3, 3), (5, 2), (0, 4)):
         if not shape[0] and what == "several results":
             continue
@@ -218,7 +218,7 @@ def test_remembered_results_are_torchs_own(what):
                 assert _facts(x, found) == wanted
 
 
-def test_what_is_written_into_a_part_is_remembered():
+def test_what_is_written_into_a_part_is_noted():
     """torch takes milliseconds to look at it on the meta device."""
     known = meta_shapes._KNOWN
     known.clear()

@@ -1,4 +1,4 @@
-"""What rank 0 gives to the round before a load or a request, and what it remembers of clients. No peers."""
+"""What rank 0 gives to the round before a load or a request, and what it notes of clients. No peers."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Alone(Rank0):
         self.admission = Admission(ParallelConfig(), self, FakeMemory(0))
 
     def broadcast(self, message):
-        """Nobody hears it."""
+        """Nobody receives it."""
 
     def all_gather_numbers(self, numbers):
         return [numbers]
@@ -124,7 +124,7 @@ def test_the_matrices_of_a_load_are_looked_for_once(rank0, client, monkeypatch):
     rank0.engine.unload(key)
 
 
-def test_a_client_is_remembered_by_the_models_that_it_has_loaded(rank0, client):
+def test_a_client_is_noted_by_the_models_that_it_has_loaded(rank0, client):
     """Also one that was there already: it stays while the client does."""
     rank0.reports[rank0.model] = [{"weight_bytes": 1}]
     [loaded] = rank0.answers(Load(rank0.path), client)

@@ -187,7 +187,7 @@ def test_the_rate_of_the_last_load_is_kept(monkeypatch, tmp_path):
     assert measurements.load_rate(model, "cuda") == 0.0
     for read, rate in ((6_000, 4_000.0), (0, 4_000.0), (60, 40.0)):
         ranks = [{"bytes_read": read, "seconds": seconds} for seconds in (1.0, 3.0)]
-        measurements.remember_load(model, "cuda", ranks)
+        measurements.note_load_rate(model, "cuda", ranks)
         assert measurements.load_rate(model, "cuda") == rate
     (tmp_path / "model").write_bytes(b"another")
     assert measurements.load_rate(model, "cuda") == 0.0

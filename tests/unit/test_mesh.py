@@ -146,7 +146,7 @@ def test_degrees_that_come_back_get_new_groups(rank_1, monkeypatch, shard_weight
 
 
 def test_rows_of_weights_that_are_sharded_again(rank_1):
-    """DTensor remembers meshes by their ranks: the second weight's is the first one's, which is closed."""
+    """DTensor caches meshes by their ranks: the second weight's is the first one's, which is closed."""
     config = of_degrees(cfg=2, ulysses=2, shard_weights=True)
     for _ in range(2):
         found = rank_1(config)

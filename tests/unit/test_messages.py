@@ -135,7 +135,7 @@ def test_flux_under_all_hybrids(methods):
 
 
 def halve(monkeypatch):
-    """Have tiny tensors exchanged and summed in two halves, as those of real sizes are."""
+    """Have tiny tensors sent and summed in two halves, as those of real sizes are."""
     monkeypatch.setattr(ulysses_ring, "TILES_OF_A_CHUNK", 1)
     monkeypatch.setattr(tensor_parallel, "MIN_TOKENS_TO_HALVE", 1)
 
@@ -236,13 +236,13 @@ def test_halves_travel_while_others_are_computed(method, wire, monkeypatch):
 
 @pytest.mark.parametrize("family", OF_VALUES)
 def test_values_travel_while_queries_and_keys_are_made_ready(family):
-    """Of a block's three exchanges values are the first; queries and keys, twice as much, follow once they
+    """Of a block's three all-to-alls values are the first; queries and keys, twice as much, follow once they
     are multiplied, normed and rotated, and outputs go back."""
     [log] = run(family, configuration(("ulysses",)), ranks=SECOND)
-    exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
-    count = len(exchanges) // 3
-    assert count and len(exchanges) == 3 * count
-    for values, both, outputs in zip(*[iter(exchanges)] * 3):
+    all_to_alls = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
+    count = len(all_to_alls) // 3
+    assert count and len(all_to_alls) == 3 * count
+    for values, both, outputs in zip(*[iter(all_to_alls)] * 3):
         of_values, of_both, of_outputs = ([m.what[1] for m in op.messages] for op in (values, both, outputs))
         assert of_both == [2 * size for size in of_values] and sum(of_outputs) == sum(of_values)
         meanwhile = {*log.names[values.started : both.started]}
@@ -253,8 +253,8 @@ def test_values_travel_while_queries_and_keys_are_made_ready(family):
 def test_the_mlp_multiplies_while_queries_and_keys_travel():
     """In blocks of one stream, which need its product only after attention."""
     log = of_shallow_flux(configuration(("ulysses",)))[1]
-    exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
-    products = [sum(name in PRODUCTS for name in log.meanwhile(op)) for op in exchanges[1::3]]
+    all_to_alls = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
+    products = [sum(name in PRODUCTS for name in log.meanwhile(op)) for op in all_to_alls[1::3]]
     assert products == [0, 0, *[1] * SINGLE] * (len(products) // (2 + SINGLE)) != []
 
 
@@ -262,8 +262,8 @@ def test_values_of_compiled_blocks_go_with_the_rest_also_where_a_rank_cannot_com
     """It sends what the others do."""
     monkeypatch.setattr(compiled_blocks, "unavailable", lambda: "no compiler here")
     [log] = run("flux-dev", configuration(("ulysses",), compile="blocks"), ranks=SECOND)
-    exchanges = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
-    sizes = [[m.what[1] for m in op.messages] for op in exchanges]
+    all_to_alls = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
+    sizes = [[m.what[1] for m in op.messages] for op in all_to_alls]
     assert sizes and sizes[0::2] == [[3 * size for size in outputs] for outputs in sizes[1::2]]
 
 

@@ -74,7 +74,7 @@ def test_without_comfy_kitchen_nothing_is_tried(monkeypatch):
 
 
 def test_memory_that_runs_out_is_no_refusal(kitchen, monkeypatch):
-    """It ends the load on all ranks, and is not remembered."""
+    """It ends the load on all ranks, and is not cached."""
     monkeypatch.setattr(kitchen, "mm_int8", failing(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         native_trial.refusals([INT8], CPU)

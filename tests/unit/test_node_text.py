@@ -26,10 +26,10 @@ def test_only_the_page_that_queued_the_graph_shows_its_texts(progress):
     progress.server.client_id = None  # of a script, which no page shows
     send("step 2/4")
     queued = sys.modules[progress.module.queued_by.__module__]
-    queued.remember({"prompt": {"7": {}}, "client_id": "b"})  # which is validated meanwhile
+    queued.note_queued({"prompt": {"7": {}}, "client_id": "b"})  # which is validated meanwhile
     send("reading the model's headers")
     progress.server.client_id = "a"  # whose graph runs
-    queued.remember({"prompt": {"7": {}}})
+    queued.note_queued({"prompt": {"7": {}}})
     send("of a script's graph, which is validated meanwhile")
     assert progress.sent == [("step 1/4", "7", "a"), ("reading the model's headers", "7", "b")]
 

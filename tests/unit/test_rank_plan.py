@@ -122,7 +122,7 @@ def test_explicit_stages_and_stale_buffers(checkpoint):
 
 def test_keys_and_values_that_are_kept_are_counted(tmp_path):
     """Those of Qwen-Image 2.1's text, as many bytes as a request keeps in one process; ranks share them, and
-    in a steady step no row of text is sent."""
+    in a step in steady state no row of text is sent."""
     path = str(write_checkpoint(tmp_path / "qwen.safetensors", "qwen-image21"))
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", path, "default")

@@ -142,7 +142,7 @@ def test_sharded_weights_are_read_again_in_the_seconds_of_their_last_load(monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "model").write_bytes(b"1")
     model = ModelChoice(str(tmp_path / "model"))
-    measurements.remember_load(model, "cuda", [{"bytes_read": FLUX.weights, "seconds": 10.0}] * 4)
+    measurements.note_load_rate(model, "cuda", [{"bytes_read": FLUX.weights, "seconds": 10.0}] * 4)
     rate = measurements.load_rate(model, "cuda")
     plan, request = ParallelConfig(ulysses_degree=4, shard_weights=True), RequestEstimate()
     swaps = WeightSwaps(file=rate, left_by_comfyui=((0, 0),))

@@ -1,5 +1,5 @@
-"""Ulysses' exchange of tokens for heads, and what a ring makes of its hops: ranks one after the other in one
-process."""
+"""Ulysses' all-to-all from tokens to heads, and what a ring makes of its hops: ranks one after the other in
+one process."""
 
 import pytest
 import torch

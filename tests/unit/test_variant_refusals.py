@@ -123,7 +123,7 @@ def opened(folder):
         (
             "minimax-h3-guides",
             {"given_audio": None},
-            "40 and 0 tokens, but given_tags tells of 40 of video .0. and 6 of audio",
+            "40 and 0 tokens, but given_tags has 40 of video .0. and 6 of audio",
         ),
         ("minimax-h3-guides", {"given_positions": None}, "come together; send both"),
         (

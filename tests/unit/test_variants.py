@@ -229,9 +229,9 @@ def test_strengths_of_control_videos_are_not_rounded(dtype, tmp_path, monkeypatc
     built = build(sample, ParallelConfig(), checkpoint.family, checkpoint.config, dtype, torch.device("cpu"))
     block, hint = checkpoint.transformer.blocks[0], torch.linspace(-2, 2, 3072).view(1, 6, 512).to(dtype)
     block.call.vace_strength = built.conditioning["positive"]["vace_strength"]
-    monkeypatch.setattr(wan_blocks.Block, "forward", lambda block, state, *further: 0 * state)
+    monkeypatch.setattr(wan_blocks.WanBlock, "forward", lambda block, state, *further: 0 * state)
     monkeypatch.setattr(wan_blocks.ControlBlock, "forward", lambda *given: (hint.clone(), given[3]))
-    out = wan_vace.Block.forward(block, torch.zeros(1, 6, 3 * 512, dtype=dtype), None, None, None)
+    out = wan_vace.VaceBlock.forward(block, torch.zeros(1, 6, 3 * 512, dtype=dtype), None, None, None)
     assert torch.equal(out[..., :512], hint * 0.8 + hint * 1.3)
 
 

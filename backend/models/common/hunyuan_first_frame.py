@@ -33,7 +33,7 @@ class Norm(AdaLayerNormZero):
         )
 
 
-class Block(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
+class FirstFrameBlock(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
     def forward(
         self,
         hidden_states,
@@ -139,7 +139,7 @@ def patch_module(transformer, config):
     embed.__class__ = Condition
     transformer.norm_out.__class__ = LastNorm
     for block in transformer.transformer_blocks:
-        block.__class__ = Block
+        block.__class__ = FirstFrameBlock
         block.norm1.__class__ = Norm
         block.norm1.emb = None
     for block in transformer.single_transformer_blocks:

@@ -30,7 +30,7 @@ LATENTS = Nested(
 )
 #: Arguments, and results, of a block: the tokens of each latent.
 STREAMS = ("hidden_states", "audio_hidden_states")
-#: Arguments of a block that Levels makes, in the order of Block.levels.
+#: Arguments of a block that Levels makes, in the order of LTX2Block.levels.
 MODULATIONS = ("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift")
 
 
@@ -159,7 +159,7 @@ def share_levels(transformer, modules):
 ARGUMENTS = tuple(signature(LTX2VideoTransformerBlock.forward).parameters)[1:]
 
 
-class Block(LTX2VideoTransformerBlock):
+class LTX2Block(LTX2VideoTransformerBlock):
     """Let audio attend to video that has already attended to audio, as in ComfyUI.
 
     In diffusers' block both attend to what came before either attention.

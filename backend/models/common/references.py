@@ -66,14 +66,14 @@ def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero:
     return None
 
 
-def grid_of(latent: Tensor, grid: TokenGrid) -> TokenGrid:
+def latent_grid(latent: Tensor, grid: TokenGrid) -> TokenGrid:
     """Return ``latent``'s grid of tokens, with the patch of ``grid``."""
     return TokenGrid(tuple(latent.shape[1:]), grid.patch)
 
 
 def grids(grid: TokenGrid, cond: Mapping[str, Tensor]) -> list[TokenGrid]:
     """Return the reference latents' grids of tokens."""
-    return [grid_of(latent, grid) for latent in references(cond)]
+    return [latent_grid(latent, grid) for latent in references(cond)]
 
 
 def token_count(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .fewer_passes import angles_of, gated, modulated, normed, turned
 
 
-class Block(WanTransformerBlock):
+class WanBlock(WanTransformerBlock):
     """A block of Wan; modulation, temb (B, 6, D) or (B, tokens, 6, D), stays in float32."""
 
     def forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb):

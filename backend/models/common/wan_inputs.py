@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..latent_tokens import TokenGrid
 from .call_state import call_state
-from .references import grid_of, listed
+from .references import latent_grid, listed
 
 #: Names of what is given so, as ComfyUI's model calls them.
 NAMES = ("reference_latent", "time_dim_concat", "context_latents", "camera_conditions")
@@ -34,7 +34,7 @@ def _videos(cond) -> list[Tensor]:
 def token_count(config, grid: TokenGrid, cond) -> int:
     """Count the reference tokens: Conditioning.context_tokens."""
     count = grid.counts[1] * grid.counts[2] if "reference_latent" in given(config, cond) else 0
-    return count + sum(grid_of(latent, grid).tokens for latent in _videos(cond))
+    return count + sum(latent_grid(latent, grid).tokens for latent in _videos(cond))
 
 
 def refusal(config, grid: TokenGrid, cond) -> str | None:
@@ -79,7 +79,7 @@ def padded(config, grid: TokenGrid, cond) -> dict[str, Tensor]:
     inputs = given(config, cond)
     for name, value in inputs.items():
         if value.ndim == 5 and name != "camera_conditions":
-            inputs[name] = grid_of(value, grid).pad(value)
+            inputs[name] = latent_grid(value, grid).pad(value)
     return inputs
 
 
