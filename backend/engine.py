@@ -36,7 +36,7 @@ from .quantization.kernels import AUTO, MatmulChoice
 from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import describe
-from .runtime import lean_imports  # noqa: F401  # before all that imports diffusers
+from .runtime import callbacks, lean_imports  # noqa: F401  # before all that imports diffusers
 from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_inputs import ModelInputs
 from .sampling.model_runner import LoadedModel
@@ -104,7 +104,7 @@ class Engine:
         weight_dtype: str,
         matmul: str = AUTO,
         autodetected: Mapping | None = None,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = nothing,
         checked: CheckedLoad | None = None,
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,

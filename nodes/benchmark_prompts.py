@@ -14,6 +14,7 @@ from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import PLANNED, AutoConfig
 from ..backend.planner.choose import EXACT, MANUAL, Question
 from ..backend.planner.option import Option
+from ..backend.runtime.callbacks import nothing
 from .graph.queued_graph import ancestors, loader_of, source, values
 from .host.auto_plan import question_for_page
 from .host.graph_requests import request_of_graph
@@ -29,7 +30,7 @@ SEEDS = ("seed", "noise_seed")
 SEED_COUNT = 1 << 32
 
 
-def trials(graph: dict, selected: str = "", check: Callable[[], None] = lambda: None) -> dict:
+def trials(graph: dict, selected: str = "", check: Callable[[], None] = nothing) -> dict:
     """Return {"sampler", "loader", "config": node ids (config empty where the graph has none), "trials"}.
 
     Each trial: ``name``; ``inputs`` of Parallel Config; ``prompts`` to queue one after the other, the same

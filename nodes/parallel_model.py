@@ -29,7 +29,7 @@ from .host.auto_plan import as_running, one_plan
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded
 from .host.models_on_ranks import entries_to_keep, keep_rank_weights, rank_weights_stay, run_evicting_models
-from .host.progress import CANCELLING, NodeStatus, tolerate_preview_oom
+from .host.progress import CANCELLING, NodeStatus, interrupt, tolerate_preview_oom
 from .host.rank_weights import host_room
 from .host.refusals import errors_on_node
 from .host.remote_patcher import RemotePatcher, attach_lora_metadata
@@ -247,7 +247,6 @@ class RemoteTransformer(ElsewhereModule):
             return self._answer(partial(self._ask, backend, dit, call, status))
 
     def _answer(self, ask: Callable[[], tuple[Result | None, bool]]) -> torch.Tensor:
-        management = comfy.model_management
         result = None
         try:
             result, holds = ask()
@@ -259,8 +258,7 @@ class RemoteTransformer(ElsewhereModule):
             if result is None:
                 self.cached_arguments.reset()
         if result is None:
-            management.throw_exception_if_processing_interrupted()
-            raise management.InterruptProcessingException()
+            raise interrupt()
         for note in result.stats.get("notes", []):
             self._say_once(note)
         return result.tensors["output"]

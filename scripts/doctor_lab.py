@@ -29,6 +29,7 @@ from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import shares_gpu
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, Sample
+from backend.runtime.callbacks import nothing
 
 ROOT = Path(__file__).resolve().parents[1]
 #: A load or a request that takes longer hangs: they take seconds.
@@ -176,7 +177,7 @@ class Lab(Models):
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
             try:
                 measured = measurements.machine_rates(
-                    self.device, ranks, self.check_end, lambda line: None, longest=PROBE_SECONDS
+                    self.device, ranks, self.check_end, nothing, longest=PROBE_SECONDS
                 )
             except UnmeasuredError as error:
                 self.links_failed = error.of_links

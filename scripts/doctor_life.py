@@ -21,6 +21,7 @@ from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import BackendError, Sample
+from backend.runtime.callbacks import nothing
 
 #: Steps of requests that are cancelled, or lose a rank, after AFTER of them.
 LONG, AFTER = 20, 2
@@ -101,7 +102,7 @@ def _sample(
             backend.close()
         return backend.closed or bool(cancels and cancels())
 
-    result = backend.sample(request, on_progress or (lambda progress: None), should_cancel)
+    result = backend.sample(request, on_progress or nothing, should_cancel)
     if result is None and time.monotonic() > end:
         late = _late(lab, began, shown)
         if isinstance(late, HungError):

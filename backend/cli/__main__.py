@@ -4,9 +4,7 @@ import importlib
 import signal
 import sys
 
-from ..config import ConfigError
-from ..errors import UnsupportedError
-from ..protocol import BackendError, RefusedError
+from .failures import FAILURES
 
 #: Command -> its module and function: (arguments of the command line) -> exit status. No other command's
 #: module is imported: that of sample has every model, which takes seconds.
@@ -27,7 +25,7 @@ def main(arguments: list[str]) -> int:
     module, function = COMMANDS[arguments[0]]
     try:
         return getattr(importlib.import_module(f".{module}", __package__), function)(arguments[1:])
-    except (ConfigError, UnsupportedError, RefusedError, BackendError, OSError) as error:
+    except FAILURES as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -22,15 +22,12 @@ from ..client.model_choice import ModelChoice
 from ..client.planning import plan_for
 from ..client.preflight import check_headers
 from ..config import PER_REQUEST, ConfigError, ParallelConfig
-from ..errors import UnsupportedError
-from ..protocol import BackendError, Progress, RefusedError
+from ..protocol import Progress, RefusedError
+from .failures import FAILURES
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import planned_request, sample_message, write_result
 from .settings import THERE, Plan, read_entries, read_plan, read_settings
 from .status import connect, parser_of
-
-#: What ends a request and none of the others.
-FAILURES = (ConfigError, UnsupportedError, RefusedError, BackendError, OSError)
 
 
 def main(arguments: list[str]) -> int:

@@ -29,7 +29,7 @@ import torch
 from ..client import machine_rendezvous
 from ..client.client import open_socket
 from ..client.dependencies import ranks_versions
-from ..client.launcher import READY_SECONDS, BackendProcess
+from ..client.launcher import BackendProcess
 from ..client.machine_link import Link
 from ..client.machines import Machines, placement
 from ..client.pack_version import pack_version
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, str, Link | None]:
     """Return configuration and device of the ranks, and the link to the other machines once all are there."""
     if machines.index:
-        link, begin = machine_rendezvous.join(machines, token, same_everywhere(), READY_SECONDS, lambda: None)
+        link, begin = machine_rendezvous.join(machines, token, same_everywhere())
         config = ParallelConfig(**begin["config"])
         try:
             device_here(config, begin["device"], machines)
@@ -91,7 +91,7 @@ def joined(machines: Machines, text: str, token: str) -> tuple[ParallelConfig, s
     device = device_here(config, config.device, machines)
     print(placement(config.degrees, machines.count, config.shard_weights), flush=True)
     begin = {"config": asdict(config), "device": device}
-    link = machine_rendezvous.gather(machines, token, same_everywhere(), begin, READY_SECONDS, lambda: None)
+    link = machine_rendezvous.gather(machines, token, same_everywhere(), begin)
     return config, device, link
 
 

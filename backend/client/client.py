@@ -16,6 +16,7 @@ from ..config import ConfigError
 from ..errors import SHORT
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake, tcp
 from ..protocol.messages import LORAS
+from ..runtime.callbacks import nothing
 from . import fork_guard
 from .step_timer import StepTimer
 
@@ -85,7 +86,7 @@ class BackendClient:
         self,
         address: str,
         token: str,
-        check=lambda: None,
+        check=nothing,
         is_hung=lambda: False,
         steps_of_ranks: Callable[[int], str] = lambda done: "",
     ):
@@ -112,9 +113,7 @@ class BackendClient:
         self._selector.register(self._socket, selectors.EVENT_READ)
         self.welcome = self._greet(token, check)
 
-    def request(
-        self, message, check=lambda: None, on_progress=lambda progress: None, limit: int = framing.MAX_BODY
-    ):
+    def request(self, message, check=nothing, on_progress=nothing, limit: int = framing.MAX_BODY):
         """Return the reply to a message that has one; Progress before it goes to ``on_progress``.
 
         ``check()`` is called about ten times a second. What either raises closes the connection, since the
@@ -140,9 +139,9 @@ class BackendClient:
     def sample(
         self,
         message: protocol.Sample | protocol.ModelCall,
-        on_progress=lambda progress: None,
+        on_progress=nothing,
         should_cancel=lambda: False,
-        meanwhile=lambda: None,
+        meanwhile=nothing,
     ):
         """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it;
         ``meanwhile()`` runs while the ranks work.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..config import ConfigError, ParallelConfig, in_words
 from ..protocol import BackendError
+from ..runtime.callbacks import nothing
 from .client import POLL_SECONDS, BackendClient
 from .launcher import READY_SECONDS
 
@@ -24,7 +25,7 @@ def token_of_environment() -> str:
     return os.environ.get("PARALLEL_DIT_TOKEN", "").strip()
 
 
-def connect(config: ParallelConfig, check=lambda: None, show=lambda line: None) -> BackendClient:
+def connect(config: ParallelConfig, check=nothing, show=nothing) -> BackendClient:
     """Return a client of the backend at ``config.address``, also of one that starts again. ``check`` may
     raise to give up, ``show`` gets a line. Raises ConfigError where this process may not name it or the
     backend runs with other degrees or settings, BackendError where nobody listens."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from threading import Lock
 
 from ..protocol import WITHDRAWABLE, RefusedError
+from ..runtime.callbacks import nothing
 
 #: Seconds that an interrupt waits for the reply: ranks that hang, or work for another client, send none.
 PATIENCE = 20.0
@@ -63,7 +64,7 @@ class InterruptWatch:
     def __init__(
         self,
         check: Callable[[], None],
-        on_progress: Callable = lambda progress: None,
+        on_progress: Callable = nothing,
         is_short: bool = True,
         is_waiting: Callable[[], bool] = lambda: False,
     ):

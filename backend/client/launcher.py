@@ -18,6 +18,7 @@ from ..errors import RAN_OUT
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
 from ..quantization.dequantized_cache import stop_caching_dequantized
+from ..runtime.callbacks import nothing
 from . import fork_guard
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
@@ -136,7 +137,7 @@ class BackendProcess:
         with suppress(BrokenPipeError):  # it has ended already: who waits for it is told why
             os.write(self._pipe.fileno(), json.dumps(said).encode() + b"\n")
 
-    def wait_ready(self, seconds: float = READY_SECONDS, check=lambda: None) -> BackendClient:
+    def wait_ready(self, seconds: float = READY_SECONDS, check=nothing) -> BackendClient:
         """Return a client connected to rank 0, once every rank has joined. ``check()`` is called ten times a
         second and may raise to give up. Raises BackendError, which names the cause and the log, where the
         backend ends first, or ``seconds`` pass without one more rank that is ready."""
@@ -250,7 +251,7 @@ class BackendProcess:
         """Return the heartbeats of every rank here."""
         return self._heartbeats.read()
 
-    def connect_again(self, check=lambda: None) -> BackendClient:
+    def connect_again(self, check=nothing) -> BackendClient:
         """Return one more client of rank 0. Errors as in BackendClient."""
         return BackendClient(self.address, self._token, check, self._is_hung, self._watch.steps_of_ranks)
 

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..protocol.handshake import MAX_HELLO
+from ..runtime.callbacks import nothing
 from .exit_report import RankFailure
 from .machines import Machines
 from .silence import LOOK_SECONDS, silent_seconds
@@ -102,8 +103,8 @@ class Link:
         self.machines = machines
         self.peers = peers
         self._listener = listener
-        self._on_end: Callable[[str], None] = lambda sentence: None
-        self._on_ready: Check = lambda: None
+        self._on_end: Callable[[str], None] = nothing
+        self._on_ready: Check = nothing
         self._limit = silent_seconds()
         self._stopped = threading.Event()
         self._changed = threading.Condition()

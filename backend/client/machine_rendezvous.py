@@ -14,6 +14,8 @@ from typing import Any
 from ..config import ConfigError
 from ..protocol import BackendError, handshake
 from ..protocol.handshake import HELLO_SECONDS
+from ..runtime.callbacks import nothing
+from .launcher import READY_SECONDS
 from .machine_link import MAX_LINE, Check, Link, Peer
 from .machines import Machines
 
@@ -23,7 +25,14 @@ ROLE = "machine"
 MAX_HANDSHAKES = 64
 
 
-def gather(machines: Machines, token: str, hello: dict, begin: dict, seconds: float, check: Check) -> Link:
+def gather(
+    machines: Machines,
+    token: str,
+    hello: dict,
+    begin: dict,
+    seconds: float = READY_SECONDS,
+    check: Check = nothing,
+) -> Link:
     """On machine 0: wait until every other machine has joined, send each ``begin``, and return the link.
     ``hello``: what must be the same on all, such as versions. Raises BackendError or ConfigError."""
     _check_endpoint(machines)
@@ -232,7 +241,9 @@ def _differing(theirs: Any, ours: dict) -> tuple[str, str]:
     return ", ".join(mine), ", ".join(other)
 
 
-def join(machines: Machines, token: str, hello: dict, seconds: float, check: Check) -> tuple[Link, dict]:
+def join(
+    machines: Machines, token: str, hello: dict, seconds: float = READY_SECONDS, check: Check = nothing
+) -> tuple[Link, dict]:
     """On another machine: connect to machine 0 and wait until all have joined; return the link and what
     machine 0 says to ``begin``. Raises BackendError or ConfigError."""
     deadline = time.monotonic() + seconds

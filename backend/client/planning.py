@@ -21,6 +21,7 @@ from ..planner.model_shape import ModelShape
 from ..planner.placement import Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
 from ..quantization.dequantized_cache import have_ranks_run_out, may_cache_dequantized
+from ..runtime.callbacks import nothing
 from ..units import coarse_gigabytes
 from . import gpu_memory, measurements, pool
 from .model_choice import ModelChoice
@@ -43,8 +44,8 @@ def plan_for(
     model: ModelChoice,
     request: EstimateOf,
     others: tuple[ModelChoice, ...] = (),
-    check=lambda: None,
-    show=lambda line: None,
+    check=nothing,
+    show=nothing,
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
     """Choose the ranks of a model and say why, in a line for the choice and one for each runner-up.
 
@@ -259,8 +260,8 @@ def question_of(
     model: ModelChoice,
     request: EstimateOf,
     others: tuple[ModelChoice, ...] = (),
-    check=lambda: None,
-    show=lambda line: None,
+    check=nothing,
+    show=nothing,
     roomiest: bool = False,
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, with what was measured of this machine, and the devices

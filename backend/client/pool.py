@@ -13,6 +13,7 @@ import torch
 from .. import protocol
 from ..config import ParallelConfig
 from ..protocol import BackendError
+from ..runtime.callbacks import nothing
 from .connect import connect
 from .connected import Connected
 from .idle import watch
@@ -39,8 +40,8 @@ class Backend(Connected):
         *,
         keep: Collection[ModelChoice] | None = None,
         loras=(),
-        check=lambda: None,
-        on_progress=lambda progress: None,
+        check=nothing,
+        on_progress=nothing,
         room: Room | None = None,
         all_ranks: bool = False,
     ) -> protocol.Loaded:
@@ -76,7 +77,7 @@ class Backend(Connected):
         interrupts.end()
         return loaded
 
-    def describe(self, message: protocol.Describe, check=lambda: None) -> protocol.Described:
+    def describe(self, message: protocol.Describe, check=nothing) -> protocol.Described:
         """Return what each rank would hold and send. ``check`` may interrupt a wait for others."""
         with turn(self._busy, check):
             described = (interrupts := self._watch(check)).ask(self._request, message)
@@ -89,7 +90,7 @@ class Backend(Connected):
         park=True,
         ranks: Collection = (),
         waits=False,
-        check=lambda: None,
+        check=nothing,
         yields: Collection[ModelChoice] = (),
     ) -> list[int]:
         """Take a transformer off the device of every rank; ``park``: into host memory where that has room, on
@@ -111,7 +112,7 @@ class Backend(Connected):
         finally:
             self._busy.release()
 
-    def release(self, room: Room | None, check=lambda: None, forget: Sequence[str] = ()) -> bool:
+    def release(self, room: Room | None, check=nothing, forget: Sequence[str] = ()) -> bool:
         """Have ranks give cached memory back on devices that they share with this process; return whether
         they have: not where there are none, or while another client's request runs. ``check`` may interrupt
         a wait for others; ``forget``: as in Release."""
@@ -125,9 +126,9 @@ class Backend(Connected):
     def sample(
         self,
         message: protocol.Sample | protocol.ModelCall,
-        on_progress=lambda progress: None,
+        on_progress=nothing,
         should_cancel=lambda: False,
-        meanwhile=lambda: None,
+        meanwhile=nothing,
         room: Room | None = None,
         all_ranks: bool = False,
     ):
@@ -165,7 +166,7 @@ class Backend(Connected):
         address, who started it has said from which."""
         return self.process is None or _folders <= self.process.models
 
-    def become(self, config: ParallelConfig, check=lambda: None) -> InterruptWatch:
+    def become(self, config: ParallelConfig, check=nothing) -> InterruptWatch:
         """Run ``config`` on the same ranks and forget the models that these have freed for it. Return what
         has an interrupt of ``check``, which waits."""
         fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
@@ -186,10 +187,10 @@ def allow(*folders: str | os.PathLike):
 
 def backend_for(
     config: ParallelConfig,
-    check=lambda: None,
-    warn=lambda sentence: None,
-    show=lambda line: None,
-    make_room=lambda: None,
+    check=nothing,
+    warn=nothing,
+    show=nothing,
+    make_room=nothing,
 ) -> Backend:
     """Return a live backend of this topology: the one at hand, a new connection to ``config.address``, or a
     new launch, during which ``check`` is called ten times a second and may raise to give up. A backend at an

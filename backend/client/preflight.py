@@ -20,6 +20,7 @@ from ..config import ParallelConfig
 from ..hardware.device_memory import host_bytes
 from ..hardware.gpu_kernels import Capability
 from ..protocol import BackendError, RefusedError
+from ..runtime.callbacks import nothing
 from ..runtime.torch_version import installed
 from . import cache_files, fork_guard
 from .exit_report import killed_by
@@ -41,7 +42,7 @@ def check_headers(
     weight_dtype: str,
     matmul: str,
     folders: Iterable[str],
-    check=lambda: None,
+    check=nothing,
 ):
     """Refuse a model that the ranks of ``config`` could not load: its family, blocks, heads, formats, and
     weights larger than the memory. ``folders``: from where ranks may load. ``check()`` is called ten times a
@@ -81,7 +82,7 @@ def _digest(question: dict) -> str:
 
 
 def read_shape(
-    path: str, weight_dtype: str, matmul: str, device: str, indices: list[int], check=lambda: None
+    path: str, weight_dtype: str, matmul: str, device: str, indices: list[int], check=nothing
 ) -> dict:
     """Return the shape of a transformer (ModelShape.as_dict) on the GPUs ``indices``, or on the CPU.
     ``check`` and errors as in check_headers."""

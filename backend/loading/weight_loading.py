@@ -16,6 +16,7 @@ from ..parallel.tensor_parallel import ShardedLinear
 from ..quantization.kernels import MatmulChoice
 from ..quantization.matmul import Matrix, Product, choose_all, column_unit
 from ..quantization.packed_weight import PackedWeight, QuantLinear
+from ..runtime.callbacks import nothing
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -43,8 +44,8 @@ def load(
     shards: Mapping[str, Shard] = {},
     held: Mapping[str, bool] = {},
     choices: Mapping[str, MatmulChoice] = {},
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    on_block: Callable[[str], None] = lambda name: None,
+    on_progress: Callable[[int, int], None] = nothing,
+    on_block: Callable[[str], None] = nothing,
 ) -> int:
     """Fill ``checkpoint.transformer`` with the weights of ``blocks`` and of shared layers; return the bytes
     read. It is a method of Checkpoint.

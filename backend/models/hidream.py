@@ -11,6 +11,7 @@ from .blocks import APART, JOINED, BlockAdapter, Blocks
 from .common.replaced_classes import replace_classes
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
+from .latent_tokens import negated_tokens
 
 
 def patchify(patch, latent):
@@ -119,7 +120,7 @@ FAMILY = Family(
     name="hidream",
     transformer="HiDreamImageTransformer2DModel",
     latent=Latent(frames=False),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
+    io=ModelIO(arguments=forward_args, output=negated_tokens),
     blocks=Blocks(
         lists={"double_stream_blocks": APART, "single_stream_blocks": JOINED},
         returns=("image", "text"),

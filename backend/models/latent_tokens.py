@@ -193,3 +193,8 @@ class NestedGrid:
         """Repeat a number (0-d, CPU) of each latent for its tokens: (N, 1), of the type and on the device of
         ``like``, without a copy from the host."""
         return torch.cat([like.new_ones(self.grids[i].tokens, 1) * factors[i] for i in self.order])
+
+
+def negated_tokens(output: Tensor, grid: TokenGrid) -> Tensor:
+    """Return the tokens of an output of a latent's shape, of models that predict the other direction."""
+    return -grid.padded.to_tokens(output)

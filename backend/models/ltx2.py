@@ -31,7 +31,7 @@ from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, ModelIO, Noise
 from .key_layout import Layout, blocks_of
-from .ltxv import LATENT, corners, guides, times, tokens_of_frame
+from .ltxv import HEADS, LATENT, corners, guides, times, tokens_of_frame
 
 #: What ComfyUI calls the masks of the video's latent and of the audio's.
 MASKS = ("denoise_mask", "audio_denoise_mask")
@@ -189,7 +189,6 @@ def _wrong_keyframes(config, grid, cond):
     )
 
 
-HEADS = 32
 #: Width of the released models, which all have a cross-modal multiplier of 1000, as diffusers' default.
 #: ComfyUI's default is 1, which smaller ones have where no header says otherwise.
 RELEASED_WIDTH = 4096

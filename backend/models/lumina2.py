@@ -11,6 +11,7 @@ from .common.grouped_attention import grouped_attention
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import MLP, Layout, blocks_of, under
+from .latent_tokens import negated_tokens
 
 #: Most tokens of a prompt, and most tokens along a side of the image, in the position tables; diffusers' own
 #: end at 300 and 512.
@@ -164,7 +165,7 @@ FAMILY = Family(
     name="lumina2",
     transformer="Lumina2Transformer2DModel",
     latent=Latent(frames=False),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: -grid.padded.to_tokens(output)),
+    io=ModelIO(arguments=forward_args, output=negated_tokens),
     blocks=Blocks(
         lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
         text_position="first",

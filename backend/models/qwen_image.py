@@ -137,7 +137,7 @@ def default_method(config):
     """Return how references are placed where the request does not say."""
     if config.get("use_additional_t_cond"):
         return "negative_index"
-    return "index_timestep_zero" if config.get("zero_cond_t") else "index"
+    return references.AT_ZERO if config.get("zero_cond_t") else "index"
 
 
 def refusal(config, grid, cond):

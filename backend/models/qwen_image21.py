@@ -224,9 +224,9 @@ def refusal(config, grid, cond):
     wrong = references.wrong_references(grid, cond)
     if wrong:
         return wrong
-    if references.method(cond, "index_timestep_zero") != "index_timestep_zero":
+    if references.method(cond, references.AT_ZERO) != references.AT_ZERO:
         return (
-            "the references are placed by another method than index_timestep_zero, the only one that "
+            f"the references are placed by another method than {references.AT_ZERO}, the only one that "
             "this model has; remove Edit Model Reference Method."
         )
     if "image_slots" in cond and (cond["image_slots"] != cond["image_slots"][:1]).any():

@@ -115,12 +115,13 @@ class Cut:
         heights = self.rows.sizes(rows_axis) if rows_axis else (sum(self.rows.widths),)
         if not self.columns.widths:
             return Shard(outputs, (), reduce=rows_axis, heights=heights)
+        gathered = rows_axis if self.exchanges else None
         return Shard(
             outputs=outputs,
             inputs=self.columns.spans(columns_axis),
             take_input=self.exchanges and columns_axis is not None,
             reduce=columns_axis,
-            gather=rows_axis if self.exchanges else None,
+            gather=gathered,
             edges=self.columns.edges(columns_axis) if columns_axis else (),
             heights=heights,
         )

@@ -25,6 +25,7 @@ from ..protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unlo
 from ..quantization import native_trial
 from ..quantization.kernels import NATIVE
 from ..quantization.matmul import Product
+from ..runtime.callbacks import nothing
 from ..sampling.model_runner import LoadedModel
 from ..sampling.runs import Prepared
 from ..sampling.step_loop import Callbacks, RequestCancelled
@@ -248,7 +249,7 @@ class Worker:
         self,
         message: Load,
         own: str = "",
-        on_progress=lambda done, total: None,
+        on_progress=nothing,
         planned: Planned | None = None,
         checked: CheckedLoad | None = None,
     ) -> list[str]:

@@ -18,6 +18,7 @@ from ..parallel.comm import WAIT_CLOCK, Pipe, all_gather, broadcast, cat_or_same
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
+from ..runtime.callbacks import nothing
 from .guidance import mix
 from .model_runner import Runner
 from .request import FreshNoise, Inpaint, Request, problem
@@ -70,10 +71,10 @@ class Callbacks:
     whole batch's of the last step, where a request asks for it. on_begin(step): on every rank before each
     evaluation of a step."""
 
-    on_step: Callable = lambda step, x0: None
+    on_step: Callable = nothing
     should_stop: Callable[[], bool] = lambda: False
-    on_denoised: Callable = lambda x0: None
-    on_begin: Callable[[int], None] = lambda step: None
+    on_denoised: Callable = nothing
+    on_begin: Callable[[int], None] = nothing
 
 
 def broadcast_from_first_rank(mesh: Mesh, drawn: Tensor) -> Tensor:

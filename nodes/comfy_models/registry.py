@@ -16,6 +16,7 @@ import comfy.supported_models
 import torch
 
 from ...backend.protocol import Loaded, RefusedError
+from ...backend.runtime.callbacks import nothing
 from . import generic
 from . import payloads as arguments
 from .class_names import cogvideox_class, flux_class, hunyuan_video_class, pixart_class, wan_class
@@ -51,7 +52,7 @@ class ComfyFamily:
     latents: tuple[int, ...] = ()
     images: bool = False
     translate: Callable[[dict], dict] = lambda arguments: arguments
-    check_mask: Callable[[torch.Tensor], None] = lambda mask: None
+    check_mask: Callable[[torch.Tensor], None] = nothing
 
     def class_name(self, config: dict) -> str:
         """Return the name of ComfyUI's class for a transformer with this diffusers config."""
@@ -111,7 +112,7 @@ FAMILIES = {
         "QwenImage21",
         accepts=REFERENCES,
         translate=arguments.qwen_image21,
-        reads=lambda config: {"reset_prefix_cache": lambda enabled: None},  # the ranks have their own cache
+        reads=lambda config: {"reset_prefix_cache": nothing},  # the ranks have their own cache
     ),
     "z-image": ComfyFamily("ZImage", reads=_in_channels),
     "krea2": ComfyFamily("Krea2", accepts=REFERENCES, images=True),

@@ -123,7 +123,11 @@ class GraphSizes:
 
 def _with_own(inputs: dict, size: LatentSize) -> LatentSize:
     """Return the size with the sides that a node gives; a side of 0 follows from the ratio."""
-    prefix = RESIZED if "resize_type" in inputs else PADDED if PADDED_SIDES & inputs.keys() else ""
+    prefix = ""
+    if "resize_type" in inputs:
+        prefix = RESIZED
+    elif PADDED_SIDES & inputs.keys():
+        prefix = PADDED
     width, height = _given_sides(inputs, prefix)
     if prefix == RESIZED:  # it has the one side that it sets
         width, height = width or 0, height or 0
@@ -142,11 +146,9 @@ def _with_own(inputs: dict, size: LatentSize) -> LatentSize:
 
 def _given_sides(inputs: dict, prefix: str = "") -> tuple[int | None, int | None]:
     """Return the width and the height that a node is given; None of one that takes a run."""
-    width, height = inputs.get(f"{prefix}width"), inputs.get(f"{prefix}height")
-    return (
-        max(0, width) if isinstance(width, int) else None,
-        max(0, height) if isinstance(height, int) else None,
-    )
+    given = (inputs.get(f"{prefix}{name}") for name in ("width", "height"))
+    width, height = (max(0, side) if isinstance(side, int) else None for side in given)
+    return width, height
 
 
 def _by_ratio(inputs: dict, size: LatentSize) -> float | None:
@@ -192,11 +194,11 @@ def _resized_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: st
         width = round(columns * max(MIN_UPSCALE, height or 0) / rows)
     if height == 0:
         height = round(rows * max(MIN_UPSCALE, width or 0) / columns)
-    return sizes.with_latent(
-        size,
-        rows if height is None else max(MIN_UPSCALE, height) // UPSCALE_PIXELS,
-        columns if width is None else max(MIN_UPSCALE, width) // UPSCALE_PIXELS,
-    )
+    if height is not None:
+        rows = max(MIN_UPSCALE, height) // UPSCALE_PIXELS
+    if width is not None:
+        columns = max(MIN_UPSCALE, width) // UPSCALE_PIXELS
+    return sizes.with_latent(size, rows, columns)
 
 
 def _to_edge(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:

@@ -202,7 +202,11 @@ def _loader_of_inputs(graph: dict, node: str, known: dict[str, str | None]) -> s
     kind = graph[node].get("class_type")
     if kind == "LoadParallelDiT":
         return node
-    names = ("dit",) if kind in THROUGH else _sides(graph, node) if kind in SWITCHES else ()
+    names: Iterable[str] = ()
+    if kind in THROUGH:
+        names = ("dit",)
+    elif kind in SWITCHES:
+        names = _sides(graph, node)
     loaders = {_loader_before(graph, source(graph, node, name), known) for name in names}
     return loaders.pop() if len(loaders) == 1 else None
 

@@ -20,6 +20,7 @@ from ...backend.planner.choose import Question
 from ...backend.planner.machine import RequestEstimate, Sides, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import BackendError, RefusedError
+from ...backend.runtime.callbacks import nothing
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_own, with_plan
 from .image_tokens import image_tokens
@@ -89,7 +90,7 @@ def question_for_page(
     return planning.question_of(auto, model, request, (), check)
 
 
-def _make_room(auto: AutoConfig, check: Callable[[], None] = lambda: None):
+def _make_room(auto: AutoConfig, check: Callable[[], None] = nothing):
     """Have room for the processes that measure GPUs, which are ranks too. Ranks that run have the memory that
     those would take, and end where these GPUs were not measured yet, as by degrees of one's own. ``check``
     raises where a graph has begun meanwhile, whose ranks and models those are."""

@@ -72,12 +72,13 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
     further = sum(tokens_of(sides, shape.patch) for sides in given)
     among_text = further if shape.static_text else 0  # the keys and values that stay with the text's
     guidance = guidance_of(inputs)
+    has_one_prompt = skips_negative(*guidance) if guidance else drained
     loras, others = _lora_bytes(graph, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
     return RequestEstimate(
         image_tokens=tokens_of(sizes.sides(latent), shape.patch) + further - among_text,
         text_tokens=TEXT_TOKENS + among_text,
         steps=_steps(graph, sampler, inputs),
-        prompts=1 if (skips_negative(*guidance) if guidance else drained) else 2,
+        prompts=1 if has_one_prompt else 2,
         batch=latent.batch,
         drained=drained,
         loras=loras,
@@ -154,7 +155,8 @@ def _scheduled(graph: dict, sampler: str) -> int:
         steps = positive(inputs, "steps", default=max(listed, 0)) or steps
         first = _first_half(graph[key].get("class_type"), inputs, steps)
         if first is not None:
-            steps = (steps - first if output else first) or steps
+            half = steps - first if output else first
+            steps = half or steps
     return steps
 
 

@@ -17,6 +17,7 @@ from ...backend.client.pool import Backend
 from ...backend.hardware.device_memory import HOST_SHARE, host_free
 from ...backend.protocol import BackendError, Loaded, RefusedError
 from ...backend.quantization.dequantized_cache import have_ranks_run_out
+from ...backend.runtime.callbacks import nothing
 from ..graph.queued_graph import running
 from .graph_requests import loaded_models, unnamed
 from .rank_weights import RankWeights, entries, may_hold_memory
@@ -86,7 +87,7 @@ def unload(
     park=True,
     ranks: Collection[int] = (),
     waits=False,
-    check=lambda: None,
+    check=nothing,
 ) -> list[int]:
     """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
     devices no longer hold them, nor those of models that were freed for it. Return these ranks: all where the
@@ -184,7 +185,7 @@ def make_way(backend: Backend, choice: ModelChoice, named: Collection[ModelChoic
         drop_beyond_room(backend, choice)
 
 
-def free_weights(check=lambda: None) -> int:
+def free_weights(check=nothing) -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
     left in host memory, where no request and no sampling runs; return of how many. ``check`` may raise.
     Raises BackendError where ranks end of it, once the others have freed theirs."""

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from ...backend.client.connected import Connected
 from ...backend.protocol import Progress
+from ...backend.runtime.callbacks import nothing
 from ..graph.queued_graph import queued_by
 from .report import pace
 
@@ -79,6 +80,13 @@ class NodeStatus:
         if line or self.waits:
             self.show(line)
         self.waits = bool(line)
+
+
+def interrupt() -> BaseException:
+    """Return ComfyUI's interrupt, for a request that the ranks have cancelled. Its own check takes note of it
+    where somebody has pressed Cancel, and raises it then."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+    return comfy.model_management.InterruptProcessingException()
 
 
 class Reporter:
@@ -159,7 +167,7 @@ def node_text() -> Callable[[str], None]:
     queued it; it does nothing without a server or a page."""
     context = get_executing_context()
     if context is None:
-        return lambda text: None
+        return nothing
     from server import PromptServer  # ComfyUI's own, whole only once the server is up
 
     server = PromptServer.instance

@@ -25,7 +25,7 @@ from .conditioning import fill_zeros, latent_shapes, limits_and_weight, model_ar
 from .guidance import skips_negative
 from .handle import ParallelDiT, ensure_loaded
 from .models_on_ranks import entries_to_keep, keep_rank_weights, run_evicting_models
-from .progress import CANCELLING, Reporter
+from .progress import CANCELLING, Reporter, interrupt
 from .rank_weights import host_room
 from .report import run_lines, shown
 from .sampling_checks import check_inputs
@@ -64,7 +64,6 @@ class RemoteSolver:
                 guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
             )
         request = self._request(guider, sigmas, extra_args["seed"], noise, latent_image, denoise_mask)
-        management = comfy.model_management
         steps = len(sigmas) - 1
         with Reporter(callback, noise, steps, disable_pbar, self.wants_denoised) as reporter:
             interrupted = partial(reporter.status.interrupted, backend=self.backend)
@@ -78,8 +77,7 @@ class RemoteSolver:
                 partial(reporter.status.check, CANCELLING, self.backend),
             )
             if result is None:
-                management.throw_exception_if_processing_interrupted()
-                raise management.InterruptProcessingException()
+                raise interrupt()
             samples = result.tensors["samples"].to(noise.device)
             if self.wants_denoised:
                 reporter.last(result.tensors["denoised"].to(noise.device), samples)

@@ -26,10 +26,8 @@ def machines():
 def joined(machines):
     """Links of both, once they have found each other."""
     with ThreadPoolExecutor() as pool:
-        head = pool.submit(
-            machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None
-        )
-        other, begin = machine_rendezvous.join(machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
+        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE)
+        other, begin = machine_rendezvous.join(machines[1], TOKEN, HELLO, PATIENCE)
         links = head.result(), other
     assert begin == BEGIN
     yield links
@@ -80,7 +78,7 @@ def test_a_machine_that_is_not_heard_of_is_silent(joined):
     assert joined[0]._limit == SILENT_SECONDS == 10
     joined[0]._limit = 1.0
     ends = Ends()
-    joined[0].watch(ends, lambda: None)  # machine 1 says nothing
+    joined[0].watch(ends)  # machine 1 says nothing
     assert "machine 1 (127.0.0.1) has been silent for 1 s (its link is cut" in ends.wait()
     time.sleep(1.5)
     assert len(ends.said) == 1
@@ -174,7 +172,7 @@ def test_who_is_not_let_in_is_told_why(machines, token, hello, index, says):
     with ThreadPoolExecutor() as pool:
         head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, check)
         with pytest.raises(BackendError, match=says):
-            machine_rendezvous.join(replace(machines[1], index=index), token, hello, PATIENCE, lambda: None)
+            machine_rendezvous.join(replace(machines[1], index=index), token, hello, PATIENCE)
         stop.set()
         with pytest.raises(GaveUp):
             head.result()
@@ -183,10 +181,10 @@ def test_who_is_not_let_in_is_told_why(machines, token, hello, index, says):
 def test_machine_0_says_who_was_not_let_in(machines, capsys):
     """As of a machine with another token, whose launcher alone would know why."""
     with ThreadPoolExecutor() as pool:
-        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, 2, lambda: None)
+        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, 2)
         for hello, token in ((HELLO, "5" * 64), ({**HELLO, "pack": "2"}, TOKEN)):
             with pytest.raises(BackendError):
-                machine_rendezvous.join(machines[1], token, hello, PATIENCE, lambda: None)
+                machine_rendezvous.join(machines[1], token, hello, PATIENCE)
         with pytest.raises(BackendError, match="and this token; 127.0.0.1 was not let in: it has pack 2"):
             head.result()
     assert "127.0.0.1 was not let in: it " in capsys.readouterr().err
@@ -197,12 +195,11 @@ def test_a_machine_that_starts_again_before_all_are_there_is_let_in(machines):
     three = [replace(machine, count=3) for machine in machines]
     three.append(replace(three[1], index=2))
     with ThreadPoolExecutor() as pool:
-        head = pool.submit(machine_rendezvous.gather, three[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None)
+        head = pool.submit(machine_rendezvous.gather, three[0], TOKEN, HELLO, BEGIN, PATIENCE)
         with pytest.raises(BackendError, match="still waits for other machines"):
-            machine_rendezvous.join(three[1], TOKEN, HELLO, 1, lambda: None)
+            machine_rendezvous.join(three[1], TOKEN, HELLO, 1)
         others = [
-            pool.submit(machine_rendezvous.join, machine, TOKEN, HELLO, PATIENCE, lambda: None)
-            for machine in three[1:]
+            pool.submit(machine_rendezvous.join, machine, TOKEN, HELLO, PATIENCE) for machine in three[1:]
         ]
         links = [head.result(), *(other.result()[0] for other in others)]
     assert {peer.index for peer in links[0].peers} == {1, 2}
@@ -216,7 +213,7 @@ def test_an_endpoint_of_another_network_is_refused(machines, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
     port = machines[0].link_port - 1
     with pytest.raises(ConfigError, match=f"is 10.1.2.3, but --interface lo is 127.0.0.1 .*127.0.0.1:{port}"):
-        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
+        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1)
 
 
 @pytest.mark.parametrize("after, whose", [(0, "torchrun"), (1, "the launchers")])
@@ -224,13 +221,13 @@ def test_a_port_that_is_taken_is_named(machines, after, whose):
     """29500 is torchrun's own default: another training may hold it."""
     port = machines[0].link_port - 1 + after
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=f"{port} of {whose}"):
-        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
+        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1)
 
 
 def test_who_does_not_come_is_named(machines):
     with pytest.raises(
         BackendError, match="machine 1 of 2 has not joined in 1 s; start it with --node-rank 1"
     ):
-        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1, lambda: None)
+        machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, 1)
     with pytest.raises(BackendError, match="machine 0 was not reached"):
-        machine_rendezvous.join(machines[1], TOKEN, HELLO, 1, lambda: None)
+        machine_rendezvous.join(machines[1], TOKEN, HELLO, 1)

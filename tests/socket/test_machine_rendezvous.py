@@ -38,13 +38,11 @@ def stranger(machines, data: bytes) -> socket.socket:
 def test_a_stranger_does_not_end_machine_0(machines, data):
     """Lists in lists, no text, no message: before any proof."""
     with ThreadPoolExecutor() as pool:
-        head = pool.submit(
-            machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None
-        )
+        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE)
         with stranger(machines, data) as connection:
             connection.settimeout(PATIENCE)
             assert connection.recv(1) == b"", "it is not let in"
-        other, begin = machine_rendezvous.join(machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
+        other, begin = machine_rendezvous.join(machines[1], TOKEN, HELLO, PATIENCE)
         for link in (other, head.result()):
             link.close()
     assert begin == BEGIN
@@ -55,12 +53,10 @@ def test_connections_that_say_nothing_keep_no_machine_out(machines, monkeypatch,
     """Whoever reaches the port can hold as many: nothing is to wait for one of them."""
     monkeypatch.setattr(machine_rendezvous, "HELLO_SECONDS", 600.0)
     with ThreadPoolExecutor() as pool, ExitStack() as held:
-        head = pool.submit(
-            machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None
-        )
+        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, PATIENCE)
         for _ in range(strangers):
             held.enter_context(stranger(machines, b""))
-        other, begin = machine_rendezvous.join(machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
+        other, begin = machine_rendezvous.join(machines[1], TOKEN, HELLO, PATIENCE)
         for link in (other, head.result()):
             link.close()
     assert begin == BEGIN
@@ -78,7 +74,7 @@ def test_a_handshake_has_one_deadline(machines, monkeypatch, capsys):
 
     monkeypatch.setattr(machine_link.Peer, "ask", noting)
     with ThreadPoolExecutor() as pool:
-        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, 3, lambda: None)
+        head = pool.submit(machine_rendezvous.gather, machines[0], TOKEN, HELLO, BEGIN, 3)
         with stranger(machines, b'{"machine": 1}\n') as connection:
             time.sleep(0.5)
             connection.sendall(b'{"nonce": "%s"}\n' % (b"a" * 64))
@@ -98,7 +94,7 @@ def test_a_machine_0_that_does_not_answer_is_asked_again(machines, monkeypatch, 
         ThreadPoolExecutor() as pool,
         socket.create_server(("127.0.0.1", machines[0].link_port)) as first,
     ):
-        other = pool.submit(machine_rendezvous.join, machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
+        other = pool.submit(machine_rendezvous.join, machines[1], TOKEN, HELLO, PATIENCE)
         with first.accept()[0] as connection:
             if end == "silent":
                 connection.settimeout(PATIENCE)
@@ -106,7 +102,7 @@ def test_a_machine_0_that_does_not_answer_is_asked_again(machines, monkeypatch, 
                     pass
         first.close()
         monkeypatch.setattr(machine_rendezvous, "HELLO_SECONDS", 60.0)
-        head = machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, PATIENCE, lambda: None)
+        head = machine_rendezvous.gather(machines[0], TOKEN, HELLO, BEGIN, PATIENCE)
         for link in (other.result()[0], head):
             link.close()
     said = capsys.readouterr().err
@@ -114,7 +110,7 @@ def test_a_machine_0_that_does_not_answer_is_asked_again(machines, monkeypatch, 
     with socket.create_server(("127.0.0.1", machines[0].link_port)):
         monkeypatch.setattr(machine_rendezvous, "HELLO_SECONDS", 0.2)
         with pytest.raises(BackendError, match="has not answered .*see what its launcher says"):
-            machine_rendezvous.join(machines[1], TOKEN, HELLO, 0.5, lambda: None)
+            machine_rendezvous.join(machines[1], TOKEN, HELLO, 0.5)
 
 
 def test_who_waits_says_that_machine_0_has_ended(machines, monkeypatch):
@@ -136,14 +132,14 @@ def test_who_waits_says_that_machine_0_has_ended(machines, monkeypatch):
     with ThreadPoolExecutor() as pool:
         head = pool.submit(machine_rendezvous.gather, three[0], TOKEN, HELLO, BEGIN, PATIENCE, check)
         with pytest.raises(BackendError, match="has ended before every machine had joined .it has hung up"):
-            machine_rendezvous.join(three[1], TOKEN, HELLO, PATIENCE, lambda: None)
+            machine_rendezvous.join(three[1], TOKEN, HELLO, PATIENCE)
         with pytest.raises(GaveUp):
             head.result()
 
 
 def test_what_is_no_launcher_is_named(machines):
     with socket.create_server(("127.0.0.1", machines[0].link_port)) as server, ThreadPoolExecutor() as pool:
-        other = pool.submit(machine_rendezvous.join, machines[1], TOKEN, HELLO, PATIENCE, lambda: None)
+        other = pool.submit(machine_rendezvous.join, machines[1], TOKEN, HELLO, PATIENCE)
         with server.accept()[0] as connection:
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             with pytest.raises(BackendError, match="is no launcher .it sent what is no JSON"):

@@ -55,6 +55,7 @@ SHARED_FILES = (
         "backend.quantization.lora_bytes",
     ),
     *("backend.loading.lora_file_bytes", "backend.loading.lora_spellings", "backend.runtime.whole_files"),
+    "backend.runtime.callbacks",
 )
 STDLIB_ONLY = (
     "backend.config",
@@ -81,7 +82,7 @@ STDLIB_ONLY = (
     "backend.shares",
     "backend.runtime.torch_version",
     *("backend.units", "backend.quantization.lora_bytes", "backend.runtime.whole_files"),
-    *("backend.loading.lora_file_bytes", "backend.loading.model_key"),
+    *("backend.loading.lora_file_bytes", "backend.loading.model_key", "backend.runtime.callbacks"),
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",
     "backend.protocol.load_choices",

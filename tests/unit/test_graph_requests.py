@@ -248,7 +248,7 @@ def executed(graph):
     """queued_graph.executed, with one class of output nodes."""
     classes = {"SaveImage": SimpleNamespace(OUTPUT_NODE=True), "VAEDecode": SimpleNamespace()}
     sys.modules["nodes"].__dict__["NODE_CLASS_MAPPINGS"] = classes
-    return sys.modules[f"{graph.__package__}.queued_graph"].executed
+    return sys.modules["parallel_dit.nodes.graph.queued_graph"].executed
 
 
 def test_loaders_and_samplers_that_do_not_run_do_not_count(executed, graph):
