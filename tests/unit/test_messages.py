@@ -43,7 +43,7 @@ OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
 SINGLE = 4
 
 #: Steps of a request without a pipeline: one after another. A pipeline has launches.STEPS: warm-up, a step
-#: after it, and one after a steady step.
+#: after it, and one in steady state.
 EXACT_STEPS = 2
 
 #: The only rank that some tests look at.
@@ -155,7 +155,7 @@ def test_halves_meet_on_all_ranks(monkeypatch):
 def test_every_family(family, monkeypatch):
     """In halves; heads, which stages' buffers do not halve, of some families, with float8 on the wire.
 
-    A step less than Flux has under all hybrids, which shows one steady step after another: warm-up and the
+    A step less than Flux has under all hybrids, which shows one step after another: warm-up and the
     step after it. Only where text is in the first step alone do later ones differ by family."""
     halve(monkeypatch)
     fewer = 0 if launches.checkpoint_of(family).family.cache.static_text else 1
