@@ -104,7 +104,7 @@ class Engine:
         weight_dtype: str,
         matmul: str = AUTO,
         autodetected: Mapping | None = None,
-        on_progress: Callable[[int, int], None] = nothing,
+        on_progress: Callable[[int, int], None] = callbacks.nothing,
         checked: CheckedLoad | None = None,
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
