@@ -1,5 +1,8 @@
 """Load -> parallelize -> sample, on one rank. Every rank calls the same methods in the same order."""
 
+from .runtime import lean_imports  # noqa: F401  # before all that imports diffusers
+
+# isort: split
 import gc
 import time
 from collections.abc import Callable, Mapping, Set
@@ -36,7 +39,7 @@ from .quantization.kernels import AUTO, MatmulChoice
 from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import describe
-from .runtime import callbacks, lean_imports  # noqa: F401  # before all that imports diffusers
+from .runtime import callbacks
 from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_inputs import ModelInputs
 from .sampling.model_runner import LoadedModel

@@ -128,6 +128,11 @@ def times(choice: PlanChoice, option: Option) -> str:
     return f"{choice.one.sampling_seconds / option.sampling_seconds:.1f}"
 
 
+def turns(option: Option) -> str:
+    """Write whether the experts of a model leave each other room in turn."""
+    return ", in turns" if option.swap_seconds else ""
+
+
 def cells(row: Row, card: int) -> tuple[str, ...]:
     """Return the line of a file on two cards."""
     asked = question(row, card)
@@ -135,11 +140,10 @@ def cells(row: Row, card: int) -> tuple[str, ...]:
     exact = choose(asked, EXACT)
     option, room = choice.option, choice.option.room
     others = [exact.option, *exact.runners_up] if option.plan.has_stale_kv else list(exact.runners_up)
-    turns = ", in turns" if option.swap_seconds else ""
     tight = f" ({option.bytes / 1e9:.1f} of {room / 1e9:.1f} GB)" if option.bytes > TIGHT * room else ""
-    runners_up = ", ".join(f"{short(each)} {times(choice, each)}" for each in others[:2])
-    name = row.file if choice.one.fits or row.both else f"{row.file} (does not fit one)"
-    took = f"{inputs(option)}{turns}{tight}"
+    runners_up = ", ".join(f"{short(each)}{turns(each)} {times(choice, each)}" for each in others[:2])
+    name = row.file if choice.one.fits else f"{row.file} (does not fit one)"
+    took = f"{inputs(option)}{turns(option)}{tight}"
     return name, f"{row.cfg}, {row.steps}", took, times(choice, option), runners_up
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from backend.runtime import lean_imports  # noqa: F401  # before all that imports diffusers
+
+# isort: split
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.compute_dtype import default_dtype
 from backend.loading.recognition import open_checkpoint
 from backend.rank_plan import automatic_choices, describe
-from backend.runtime import lean_imports  # noqa: F401  # before all that imports diffusers
 
 
 def options() -> argparse.Namespace:

@@ -8,7 +8,7 @@ from backend.client.planning import is_memory_shortage
 from backend.protocol import BackendError, RefusedError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-#: Words of refusals by which something is broken (backend/worker.py, sampling/).
+#: Words of refusals by which something is broken (backend/rank/, sampling/).
 OF_FAULTS = ("has computed NaN", "could not be loaded (", "could not be checked (")
 
 

@@ -33,7 +33,10 @@ WATCHED = (
     *("serving/server", "serving/argument_cache", "loading/lora_keys", "loading/lora_spellings"),
     *(
         f"sampling/{name}"
-        for name in ("validation", "tensor_validation", "guidance", "request", "model_call")
+        for name in (
+            *("validation", "tensor_validation", "guidance", "request", "model_call"),
+            "model_inputs",
+        )
     ),
 )
 #: Different crashes after which it ends.

@@ -139,6 +139,7 @@ export async function* benchmark(stop) {
   const { output, workflow } = await app.graphToPrompt();
   const selected = idOf(Object.values(app.canvas?.selected_nodes ?? {})[0]);
   let plan;
+  if (stop.isStopped) return; // before the question there is nothing that a stop would find
   try {
     plan = await ask("trials", { prompt: output, sampler: selected, benchmark: stop.benchmark });
   } catch (error) {

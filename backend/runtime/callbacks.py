@@ -3,5 +3,5 @@
 from typing import Any
 
 
-def nothing(*_: Any) -> None:
+def nothing(*_: Any, **__: Any) -> None:
     """Do nothing, whatever it is called with."""

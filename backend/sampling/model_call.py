@@ -60,8 +60,8 @@ def check_call(
     time = call.tensors["time"]
     if not x.numel() or not x.is_floating_point():
         raise UnsupportedError(
-            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}; send a latent in float32, "
-            f"float16 or bfloat16."
+            f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}; send a latent that "
+            f"is not empty, in float32, float16 or bfloat16."
         )
     check_latent(tuple(x.shape), call.latent_shapes, family, model_config, has_more=True)
     if time.shape != x.shape[:1]:

@@ -58,9 +58,10 @@ def check_latent(
         channels = family.latent.channels(model_config)
         is_latent = not shapes and len(shape) in family.latent.dimensions
         if not is_latent or shape[1] < channels or (shape[1] > channels and not has_more):
-            what = f"the request holds {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
+            wanted = f"{channels} channels{' or more' if has_more else ''}"
+            what = f"there are {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
             raise UnsupportedError(
-                f"{what} but {family.name} wants {channels} channels in (batch, channels, "
+                f"{what} but {family.name} wants {wanted} in (batch, channels, "
                 f"{'frames, ' if family.latent.frames else ''}height, width); make it with the model's own "
                 f"empty-latent node."
             )
@@ -80,8 +81,8 @@ def check_latent(
         )
     if shape[1:] != (1, sum(math.prod(part) for part in shapes)):
         raise UnsupportedError(
-            f"noise has shape {shape}, which does not hold latents of shapes {shapes!r:.200}; pack them as "
-            f"(batch, 1, elements of all)."
+            f"the latent has shape {shape}, which does not hold latents of shapes {shapes!r:.200}; pack "
+            f"them as (batch, 1, elements of all)."
         )
 
 

@@ -1,11 +1,13 @@
 """A rank starts whatever packages diffusers finds beside it, and under the oldest torch."""
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import doctor_wheels
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +63,33 @@ def test_broken_packages_and_an_older_torch_do_not_hinder_ranks(tmp_path):
 
 def test_nothing_is_hidden_where_something_else_needs_it():
     starts(NEEDED)
+
+
+def test_it_comes_before_all_else_of_the_project():
+    """Sorted among others it would come after those that import diffusers, and hide nothing."""
+    seen = []
+    for path in [*sorted((ROOT / "backend").rglob("*.py")), ROOT / "scripts/describe.py"]:
+        names = [
+            (node.module or "", {each.name for each in node.names}, node.level)
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.ImportFrom)
+        ]
+        at = [i for i, (_, imported, _) in enumerate(names) if "lean_imports" in imported]
+        if at:
+            seen.append(path.stem)
+            before = [module for module, _, level in names[: at[0]] if level or module.startswith("backend")]
+            assert not before, path
+            assert names[at[0]][1] == {"lean_imports"}, path
+    assert {"engine", "worker", "preflight", "describe"} <= set(seen)
+
+
+@pytest.mark.parametrize("how", doctor_wheels.HOW.values())
+def test_the_doctor_imports_what_there_is(how):
+    """In a process of its own, of which a wrong name would say that the package is broken."""
+    [first] = [node for node in ast.parse(how).body if isinstance(node, ast.ImportFrom)]
+    module = importlib.import_module(first.module or "")
+    for each in first.names:
+        assert hasattr(module, each.name) or importlib.util.find_spec(f"{module.__name__}.{each.name}")
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,7 @@ def test_where_a_step_ends_is_not_rounded(tmp_path):
     )
     cond = built.arguments("positive", slice(None))
     latent = built.model_input(built.latent, built.sigmas[0], slice(None), checkpoint.family.io)
-    found = checkpoint.family.io.arguments(
-        checkpoint.config, built.grid, checkpoint.family.io.of_latent(latent, built.grid), built.times, cond
-    )
+    found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, built.times, cond)
     assert cond["c_crossattn"].dtype == torch.bfloat16
     assert found["timestep_r"].tolist() == (1000 * end.expand(2)).tolist()
 
