@@ -145,5 +145,5 @@ def run(chosen, store: str):
         chosen.json.write_text(json.dumps(rows))
     dist.barrier()
     sys.stdout.flush()
-    # at once, as a rank of a backend ends (worker.py): destructors of process groups may abort
+    # at once, as a rank of a backend ends (rank/start.py): destructors of process groups may abort
     os._exit(0 if all(row["passed"] for row in rows) or not leader else 1)

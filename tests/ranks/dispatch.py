@@ -161,7 +161,7 @@ def noise() -> dict[str, bool]:
             drawn = broadcast_from_first_rank(replace(made, gpus_differ=differ), mine.clone())
             found[f"{degree} {differ}"] = drawn.eq(wanted).all().item()
         names = [mesh._differ(name, made.control) for name in ("one", f"GPU {dist.get_rank()}")]
-        found["names"] = names == [False, True]
+        found[f"{degree} names"] = names == [False, True]
         mesh.close(made)
     return found
 

@@ -212,8 +212,8 @@ class Run:
 
     @property
     def is_fast(self) -> bool:
-        """Is it of the fast tier? Every method of a signature's representative on two ranks and one in turn
-        on four, and one hybrid of every other family and of some of the variants."""
+        """Is it of the fast tier? Every method of a signature's representative on two ranks and, of every
+        second one, one in turn on four; one hybrid of every other family and of some of the variants."""
         if self.case in _representatives(self.ranks) and dict(self.degrees) in methods(self.ranks, self.case):
             return True
         if self.ranks == 2 and self.case not in _representatives(2):

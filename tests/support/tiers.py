@@ -84,7 +84,6 @@ SOME = {
     "unit/test_golden.py::test_flux_case": 9,
     "unit/test_header_metadata.py::test_ltx2_of_the_transformer_alone": 1,
     "unit/test_header_metadata.py::test_wan_models_that_the_header_alone_tells": 4,
-    "unit/test_families.py::test_parts_stay_in_float32": 1,
     "unit/test_variants.py::test_modulation_of_a_mask_is_kept_once_a_level": 1,
     "unit/test_pack_imports.py::test_scripts_can_use_it_without_comfyui": 8,
     "unit/test_messages.py::test_values_travel_while_queries_and_keys_are_made_ready": 3,

@@ -9,9 +9,9 @@ import pytest
 from source_files import ROOT, python_files
 
 #: A comment that switches rules off, by their names, and what follows it.
-IGNORE = re.compile(r"(?:noqa|type: ignore|pyright: ignore)\b")
+IGNORE = re.compile(r"(?:noqa|type: ignore|pyright: ignore)\b", re.I)
 NAMED = re.compile(
-    r"(?:noqa: [A-Z]+\d+(?:, [A-Z]+\d+)*|(?:type|pyright): ignore\[[\w, -]+\])(?:  # (?P<why>.+))?$"
+    r"(?:noqa: [A-Z]+\d+(?:, [A-Z]+\d+)*|(?:type|pyright): ignore\[[\w, -]+\])(?:  # (?P<why>.+))?$", re.I
 )
 
 
@@ -26,7 +26,8 @@ def unexplained(source: str) -> list[str]:
         row = token.start[0]
         named = NAMED.match(token.string[ignore.start() :])
         above = lines[row - 2].strip() if row > 1 else ""
-        if named is None or not (named["why"] or above.startswith("#")):
+        is_one = len(IGNORE.findall(token.string)) == 1  # another one would stand for a reason
+        if named is None or not is_one or not (named["why"] or above.startswith("#")):
             found.append(lines[row - 1].strip())
     return found
 
@@ -46,6 +47,8 @@ def test_every_ignore_names_its_rule_and_has_a_reason():
         ("x = y()  # pyright: ignore[reportCallIssue, reportArgumentType]  # documented", True),
         ("x = y()  # pyright: ignore  # documented", False),
         ("x = y()  # type: ignore", False),
+        ("x = y()  # pyright: ignore[reportCallIssue]  # noqa", False),
+        ("import x  # NOQA", False),
         ("x = 'noqa'  # nothing is switched off", True),
     ],
 )
