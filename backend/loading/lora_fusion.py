@@ -125,7 +125,7 @@ class FusedWeights:
         Raises UnsupportedError.
 
         A parameter is what the checkpoint holds and what the LoRAs add, summed in float32 and rounded once to
-        the parameter's dtype. Beside a quantized weight, which stays as it is, LoRAs are products of their
+        the parameter's dtype. Next to a quantized weight, which stays as it is, LoRAs are products of their
         own; with adapters of other kinds it is computed as a whole and held too.
         """
         if stack == self.stack:

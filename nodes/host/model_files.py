@@ -114,7 +114,7 @@ def _bytes_of(path: str, size: int, _changed: float) -> LoraBytes:
         struct.error,
     ):
         return LoraBytes(size)
-    return held if held.total else LoraBytes(size)
+    return held if header else LoraBytes(size)
 
 
 def model_folders() -> list[str]:

@@ -134,5 +134,8 @@ def test_a_lora_counts_as_ranks_hold_it(models, monkeypatch):
     tensors = {"m.lora_up.weight": torch.zeros(64, 4), "m.lora_down.weight": torch.zeros(4, 32)}
     save_file(tensors, path)
     assert module.lora_size("lora.safetensors") == LoraBytes(2 * 4 * (64 + 32))
+    text = {f"lora_te1_{name}": tensor for name, tensor in tensors.items()}
+    save_file(text, folder / "loras" / "text.safetensors")
+    assert module.lora_size("text.safetensors") == LoraBytes()
     monkeypatch.setattr(module.comfy.utils, "safetensors_header", None)
     assert module.lora_size("lora.safetensors") == LoraBytes(2 * 4 * (64 + 32))
