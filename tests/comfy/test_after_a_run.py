@@ -55,6 +55,7 @@ def test_stop_interrupts_what_runs_on_the_ranks_alone(is_busy, monkeypatch):
     found = []
     backends = [SimpleNamespace(process=object(), is_busy=is_busy)]
     monkeypatch.setattr(panel.pool, "backends", lambda: backends)
+    monkeypatch.setattr(panel, "executes", lambda kind: False)  # its graph has no loader
     monkeypatch.setattr(panel.pool, "close_all", lambda: found.append("closed"))
     interrupt = "interrupt_current_processing"
     monkeypatch.setattr(comfy.model_management, interrupt, lambda: found.append("interrupted"))
