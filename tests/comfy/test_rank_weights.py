@@ -296,10 +296,10 @@ def test_what_measures_gpus_has_room(monkeypatch, launched, measured, device, gp
     monkeypatch.setattr(auto_plan.comfy.model_management, "get_torch_device", lambda: own)
     shared = []
     monkeypatch.setattr(auto_plan.planning, "note_shared", shared.append)
-    for name in ("plan_for", "question_of"):
-        monkeypatch.setattr(auto_plan.planning, name, lambda *_: (None, ()))
+    for name, asks in (("plan_under_node", "plan_for"), ("question_for_page", "question_of")):
+        monkeypatch.setattr(auto_plan.planning, asks, lambda *_: (None, ()))
         auto = AutoConfig(base=ParallelConfig(device=device), gpus="2" * (device == "cpu"))
-        check = () if name == "plan_for" else (lambda: None,)
+        check = () if name == "plan_under_node" else (lambda: None,)
         getattr(auto_plan, name)(auto, None, None, *check)
     assert found == 2 * asked and ended == [0, 0] * (launched and bool(asked))
     assert shared == [1, 1] * (device == "cuda")
