@@ -78,7 +78,7 @@ def test_a_machine_that_is_not_heard_of_is_silent(joined):
     assert joined[0]._limit == SILENT_SECONDS == 10
     joined[0]._limit = 1.0
     ends = Ends()
-    joined[0].watch(ends)  # machine 1 says nothing
+    joined[0].watch(ends, ends.ready.set)  # machine 1 says nothing
     assert "machine 1 (127.0.0.1) has been silent for 1 s (its link is cut" in ends.wait()
     time.sleep(1.5)
     assert len(ends.said) == 1

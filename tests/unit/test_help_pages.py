@@ -113,7 +113,7 @@ def test_the_page_has_the_longest_wait_of_cancel():
     """A step that compiles is given more time than one that hangs would be."""
     minutes = f"{step_timer.COMPILED_SECONDS / 60:.0f} minutes where the step compiles blocks"
     assert client.CANCEL_SECONDS == 120 and client.CANCEL_STEPS == 2
-    longest = "after twice the longest step of this run, if that is more"
+    longest = "after twice the longest step of this model so far, if that is more"
     assert f"a step after two minutes ({longest}, and after {minutes})" in read("docs/faq.md")
 
 
@@ -143,12 +143,13 @@ def test_pages_have_the_numbers_of_the_code():
 
 
 def test_readme_and_performance_page_have_the_same_runs():
-    """26 runs over NCCL, in two sessions on one GPU."""
+    """Those over NCCL, in two sessions on one GPU."""
     performance = read("docs/performance.md")
     exact, stale = re.findall(r"families (\d+) runs of exact methods .*?; (\w+) of PipeFusion", performance)[
         0
     ]
-    assert (exact, stale) == ("17", "nine") and "26 runs over NCCL" in read("docs/design/communication.md")
+    page = read("docs/design/communication.md")
+    assert f"{exact} runs of exact methods over NCCL" in page and f"{stale} of PipeFusion" in page
     assert "two short sessions" in performance and "one H200, two short sessions" in read("README.md")
 
 
