@@ -16,26 +16,12 @@ from parallel_dit.backend.protocol import RefusedError
 from parallel_dit.nodes.host import stock_loras
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from stock_lora_models import flux, with_loras  # noqa: F401  # a fixture
 
 with comfy_modules():
     import comfy.lora
     import comfy.lora_convert
     import comfy.sd
-
-
-@pytest.fixture
-def flux(flux, monkeypatch, tmp_path):
-    """The pair of models, with files of LoRAs where the ranks of tests may read."""
-    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
-    # ComfyUI before 0.8 takes every Flux for one of the released width
-    monkeypatch.setitem(flux.ours.model.model_config.unet_config, "hidden_size", 256)
-    return flux
-
-
-def with_loras(model, *files, strength=0.8):
-    for file in files:
-        model, _ = comfy.sd.load_lora_for_models(model, None, dict(file), strength, 0.0)
-    return model
 
 
 def test_the_newest_files_are_kept(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from pairs import Pair, ksampler
 from parallel_dit.backend.protocol import RefusedError
 from parallel_dit.nodes.host import stock_loras
 from safetensors.torch import save_file
+from stock_lora_models import flux, with_loras  # noqa: F401  # a fixture
 
 with comfy_modules():
     import comfy.samplers
@@ -19,21 +20,6 @@ with comfy_modules():
     from parallel_dit.nodes.host.handle import with_lora
     from parallel_dit.nodes.host.remote_patcher import take_bypass_loras
     from parallel_dit.nodes.parallel_model import remote_model
-
-
-@pytest.fixture
-def flux(flux, monkeypatch, tmp_path):
-    """The pair of models, with files of LoRAs where the ranks of tests may read."""
-    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
-    # ComfyUI before 0.8 takes every Flux for one of the released width
-    monkeypatch.setitem(flux.ours.model.model_config.unet_config, "hidden_size", 256)
-    return flux
-
-
-def with_loras(model, *files, strength=0.8):
-    for file in files:
-        model, _ = comfy.sd.load_lora_for_models(model, None, dict(file), strength, 0.0)
-    return model
 
 
 @pytest.mark.parametrize("spelling", MODULES)
