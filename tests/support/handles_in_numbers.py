@@ -87,7 +87,7 @@ def handles():
         patch.setattr(
             modules_of_host["graph_requests"], "model_choice_of", lambda of: choice(of["model_name"])
         )
-        pool = importlib.import_module("parallel_dit.backend.client.pool")
+        pool = importlib.import_module("backend.client.pool")
         patch.setattr(pool, "_backends", {})
         yield SimpleNamespace(
             **modules_of_host, pool=pool, management=modules["comfy.model_management"], graph=graph

@@ -8,6 +8,9 @@ import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
 import torch
 
+from backend.config import ParallelConfig
+from backend.planner.auto_config import AutoConfig
+
 
 @pytest.fixture
 def check(monkeypatch):
@@ -30,10 +33,9 @@ def check(monkeypatch):
 
 
 def configs(**fields) -> list:
-    """A config by hand and auto's, of the pack's own classes."""
-    pack_config = importlib.import_module("parallel_dit.backend.config").ParallelConfig
-    auto = importlib.import_module("parallel_dit.backend.planner.auto_config").AutoConfig
-    return [pack_config(**fields), auto(base=pack_config(**fields))]
+    """A config by hand and auto's."""
+    by_hand = ParallelConfig(**fields)
+    return [by_hand, AutoConfig(base=by_hand)]
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps", "npu", "privateuseone"])

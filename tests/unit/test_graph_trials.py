@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
-from parallel_dit.backend.config import ConfigError
 from parallel_dit.nodes import graph_trials
+
+from backend.config import ConfigError
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Handles of models on stand-ins for ComfyUI: which models stay on the ranks, and when room is made."""
 
-import importlib
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -8,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from handles_in_numbers import Interrupted, handles, run
+
+from backend import protocol
+from backend.client.launcher import ClosedError
 
 
 @pytest.fixture
@@ -88,9 +90,8 @@ class Ranks:
     """In a client's place: one rank with room for ``room`` models on its device; ``reads``: of files."""
 
     def __init__(self, host, room: int):
-        self.protocol = importlib.import_module("parallel_dit.backend.protocol")
         name = host.rank_weights.device_name(torch.device("cpu"))
-        self.welcome = self.protocol.Welcome(1, "cuda", {}, [], [name])
+        self.welcome = protocol.Welcome(1, "cuda", {}, [], [name])
         self.room = room
         self.closed = False
         self.waiting = None
@@ -104,25 +105,25 @@ class Ranks:
         return True
 
     def request(self, message, *_):
-        if isinstance(message, self.protocol.Unload):
+        if isinstance(message, protocol.Unload):
             return self.unload(message)
         if message.path not in (*self.held, *self.parked):
             if len(self.held) == self.room:
-                error = self.protocol.RefusedError("rank 0 lacks memory.")
+                error = protocol.RefusedError("rank 0 lacks memory.")
                 error.lacking = {0: 1}
                 raise error
             self.reads.append(message.path)
             self.held.append(message.path)
         ranks = [{"weight_bytes": 10**9, "text": ""}]
         info = {"ranks": ranks, "warnings": [], "device": "cuda"}
-        return self.protocol.Loaded(message.path, "flux", info)
+        return protocol.Loaded(message.path, "flux", info)
 
     def unload(self, message):
         self.unloads.append(message)
         for names in (self.held, self.parked):
             names[:] = [name for name in names if name != message.model]
         self.parked += [message.model] * message.park
-        return self.protocol.Result({"left": [0], "freed": not message.park, "dropped": []})
+        return protocol.Result({"left": [0], "freed": not message.park, "dropped": []})
 
 
 def on_ranks(host, room: int, is_ours: bool = True):
@@ -155,7 +156,7 @@ def test_a_model_of_another_graph_is_parked_once_memory_lacks_the_oldest_first(h
     backend, config = on_ranks(host, room=2)
     for name in ("/a", "/b", "/a", "/c"):
         prompt(host, config, name)
-    unload = backend.client.protocol.Unload
+    unload = protocol.Unload
     spare = ["/b", "/a"]  # the least recently used one goes first, on the device and in host memory
     assert backend.client.unloads == [unload("/b", True, waits=True, yields=spare)]
     assert backend.client.held == ["/a", "/c"] and backend.client.reads == ["/a", "/b", "/c"]
@@ -192,7 +193,7 @@ def test_what_ranks_have_dropped_is_forgotten(host):
     backend, config = on_ranks(host, room=3)
     for name in ("/a", "/b", "/c"):
         prompt(host, config, name)
-    answer = backend.client.protocol.Result({"left": [0], "freed": False, "dropped": ["/a"]})
+    answer = protocol.Result({"left": [0], "freed": False, "dropped": ["/a"]})
     backend.client.unload = lambda message: answer
     choices = list(backend.models)
     (entry,) = host.models_on_ranks._entries(backend, choices[:1])
@@ -237,8 +238,7 @@ def test_on_cpus_models_of_other_graphs_stay_within_half_of_free_memory(host, mo
 def killed_in_unload(host, room: int):
     """Have a backend as on_ranks, of which a rank is killed in the next Unload; return it and its config."""
     backend, config = on_ranks(host, room)
-    ended = importlib.import_module("parallel_dit.backend.client.launcher").ClosedError
-    error = backend.client.protocol.BackendError
+    error = protocol.BackendError
     process = backend.process
 
     def end():
@@ -249,7 +249,7 @@ def killed_in_unload(host, room: int):
         return end() if backend.client.closed else asked(message)
 
     def failure():
-        return ended("closed") if process.closing else error("rank 1 was killed by SIGKILL.")
+        return ClosedError("closed") if process.closing else error("rank 1 was killed by SIGKILL.")
 
     asked = backend.client.request
     backend.client.request = request
@@ -265,7 +265,7 @@ def test_a_rank_that_dies_while_a_model_parks_is_the_reason(host):
     closed by ourselves."""
     backend, config = killed_in_unload(host, room=1)
     prompt(host, config, "/a")
-    with pytest.raises(backend.client.protocol.BackendError, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(protocol.BackendError, match="rank 1 was killed by SIGKILL"):
         prompt(host, config, "/b")
     assert backend.closed and backend.process.closing
 
@@ -274,7 +274,7 @@ def test_ranks_that_die_as_weights_are_freed_are_no_success(host):
     """Free weights said how many it had freed."""
     backend, config = killed_in_unload(host, room=2)
     prompt(host, config, "/a")
-    with pytest.raises(backend.client.protocol.BackendError, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(protocol.BackendError, match="rank 1 was killed by SIGKILL"):
         host.models_on_ranks.free_weights()
 
 
@@ -284,7 +284,7 @@ def test_a_backend_that_was_stopped_is_no_failure(host):
     prompt(host, config, "/a")
     backend.close()
     with pytest.raises(host.handle.ClosedError):
-        backend._request(backend.client.protocol.Ping())
+        backend._request(protocol.Ping())
     assert host.models_on_ranks.free_weights() == 0
 
 
@@ -297,9 +297,9 @@ def test_an_unload_that_waits_for_another_client_says_so_and_can_be_cancelled(ho
     shown = []
 
     def request(message, check, on_progress):
-        if not isinstance(message, client.protocol.Unload):
+        if not isinstance(message, protocol.Unload):
             return asked(message)
-        client.waiting = client.protocol.Waiting("Sample", 1, 4)
+        client.waiting = protocol.Waiting("Sample", 1, 4)
         client.waits_since = 0.0
         try:
             check()

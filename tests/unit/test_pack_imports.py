@@ -72,6 +72,18 @@ def test_entry_imports_without_comfyui():
     assert parallel_dit.WEB_DIRECTORY == "./web" and not hasattr(parallel_dit, "NODE_CLASS_MAPPINGS")
 
 
+def test_nodes_and_tests_have_one_backend():
+    """Tests that load the pack under its name in ComfyUI do not have each class twice."""
+    import pack  # noqa: F401  # makes parallel_dit importable
+    from parallel_dit.backend import config, protocol
+
+    from backend.config import ParallelConfig
+    from backend.protocol.messages import Sample
+
+    assert config.ParallelConfig is ParallelConfig and protocol.Sample is Sample
+    assert config.__name__ == "backend.config"
+
+
 def test_dependencies_are_all_here():
     require_dependencies()
     assert REQUIREMENTS == ROOT / "requirements.txt"

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
 import torch
-from parallel_dit.backend.errors import UnsupportedError
-from parallel_dit.backend.loading.regular_files import check_regular
-from parallel_dit.backend.protocol import RefusedError
 from parallel_dit.nodes.diffusers_folder import pipelines
+
+from backend.errors import UnsupportedError
+from backend.loading.regular_files import check_regular
+from backend.protocol import RefusedError
 
 SAFE = {"use_safetensors": True, "local_files_only": True}
 SANA = {

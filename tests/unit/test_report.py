@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
-from parallel_dit.backend.config import ParallelConfig
-from parallel_dit.backend.protocol import Described
 from parallel_dit.nodes.host import report
+
+from backend.config import ParallelConfig
+from backend.protocol import Described
 
 RANK = {"rank": 0, "weight_bytes": int(12.3 * 2**30), "blocks": (0, 29)}
 
