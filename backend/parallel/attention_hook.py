@@ -277,8 +277,7 @@ class Attention:
         groups = self._groups()
         where = (*where, call.context.sample_span.lo)
         if len(tokens.text):
-            is_text = tokens.positions("joint", own) < tokens.sequence.text
-            text_at, image_at = (each.nonzero().flatten().to(kv.device) for each in (is_text, ~is_text))
+            text_at, image_at = self.positions.text_and_image(tokens, kv.device, own)
             self.static_text[where] = kv.index_select(3, text_at)
             kv = kv.index_select(3, image_at)
         kv = torch.cat([self.static_text[where], kv], dim=3)

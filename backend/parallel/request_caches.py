@@ -33,10 +33,12 @@ class Positions:
     """Positions of tokens in their sequence."""
 
     _found: dict[tuple, tuple[TokenShards, slice | Tensor]] = field(default_factory=dict)
+    _apart: dict[tuple, tuple[TokenShards, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def clear(self):
         """Forget the request before."""
         self._found.clear()
+        self._apart.clear()
 
     def of(
         self,
@@ -57,6 +59,18 @@ class Positions:
             # keep the tokens alive: their id is the key
             self._found[key] = tokens, _adjacent(positions, device)
         return self._found[key][1]
+
+    def text_and_image(
+        self, tokens: TokenShards, device: torch.device, ranks: range
+    ) -> tuple[Tensor, Tensor]:
+        """Return which tokens of SP ``ranks`` are text, and which are not, in a joint sequence whose text
+        stands first."""
+        key = (id(tokens), device, ranks)
+        if key not in self._apart:
+            is_text = tokens.positions("joint", ranks) < tokens.sequence.text
+            text, image = (each.nonzero().flatten().to(device) for each in (is_text, ~is_text))
+            self._apart[key] = tokens, (text, image)
+        return self._apart[key][1]
 
 
 def _adjacent(positions: Tensor, device: torch.device) -> slice | Tensor:

@@ -150,6 +150,19 @@ def test_tokens_are_taken_at_their_positions(position, sp):
     assert isinstance(positions.of(patches(sequence, 3)[1], "joint", table.device), slice)
 
 
+def test_text_and_image_are_separated_once_a_request():
+    """Every layer asks, and each answer would wait for a GPU twice."""
+    positions = Positions()
+    device = torch.device("cpu")
+    for tokens in patches(SequenceLengths(12, 64, "first", reference=10), 3, 0, 2):
+        for ranks in (range(1), range(1, 2), range(2)):
+            found = positions.text_and_image(tokens, device, ranks)
+            assert positions.text_and_image(tokens, device, ranks) is found
+            of_text, of_image = (tokens.positions("joint", ranks)[where] for where in found)
+            assert bool((of_text < 12).all()) and bool((of_image >= 12).all())
+            assert len(of_text) + len(of_image) == len(tokens.positions("joint", ranks))
+
+
 def test_a_masks_verdict_is_asked_for_once_a_request(monkeypatch):
     """Each step brings another tensor of the same values."""
     asked = []
