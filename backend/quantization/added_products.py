@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packed import columns_of
+
 #: Most tokens that a Kronecker product multiplies at a time: between its matrices, and where it is cut, it
 #: makes tensors as wide as its inputs or its outputs.
 MAX_TOKENS = 4096
@@ -105,7 +107,7 @@ class Kronecker:
         second = self.right[0] if len(self.right) == 1 else self.right[0] @ self.right[1]
         whole = torch.kron(self.left, second.contiguous())
         rows = whole if self.rows is None else torch.cat([whole[r.start : r.stop] for r in self.rows])
-        return self.strength * (rows if self.columns is None else _taken(rows, self.columns))
+        return self.strength * (rows if self.columns is None else columns_of(rows, self.columns))
 
     def add_to(self, out: Tensor, x: Tensor):
         """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time: what is made for
@@ -125,7 +127,7 @@ class Kronecker:
         height, width = len(self.left), len(self.right[0])
         whole = rows.new_zeros(len(rows), height * width)
         self._add_blocks(whole, self._blocks_of(x))
-        rows += whole if self.rows is None else _taken(whole, self.rows)
+        rows += whole if self.rows is None else columns_of(whole, self.rows)
 
     def _blocks_of(self, x: Tensor) -> Tensor:
         """Return ``x`` (tokens, columns) as (tokens, blocks, columns of the second matrix), with zeros where
@@ -186,8 +188,3 @@ def strengths_of(adapters: Sequence[LowRank]) -> Tensor:
     """Return the strength of each rank of several LoRAs."""
     each_rank = [each.strength for each in adapters for _ in range(len(each.down))]
     return torch.tensor(each_rank, device=adapters[0].down.device)
-
-
-def _taken(x: Tensor, runs: Sequence[range]) -> Tensor:
-    """Return these runs of the last dimension, one after the other."""
-    return torch.cat([x[..., run.start : run.stop] for run in runs], dim=-1)
