@@ -14,7 +14,7 @@ from .common.double_stream import DOUBLE_STREAM, config_of
 from .common.fewer_passes import gated, modulated
 from .common.joint_blocks import all_within_range, within_range
 from .common.replaced_classes import replace_classes
-from .common.request_arguments import once
+from .common.request_arguments import distilled_guidance, once
 from .common.tensor_plans import COMMON
 from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -46,9 +46,7 @@ def forward_args(config, grid, tokens, sigma, cond):
         return torch.nn.functional.pad(numbers, (3, 1 if at_zero else 0))
 
     timestep = sigma.expand(batch)
-    guidance = None
-    if config["guidance_embeds"] and "guidance" in cond:
-        guidance = cond["guidance"].reshape(-1).expand(batch)
+    guidance = distilled_guidance(config, cond, batch)
     if at_zero:
         timestep = torch.cat([timestep, torch.zeros_like(timestep)])
         guidance = None if guidance is None else guidance.repeat(2)
