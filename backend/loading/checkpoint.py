@@ -88,7 +88,6 @@ class Checkpoint:
             "latent_channels": self.family.latent.channels(self.config),
             "latent_dimensions": 3 if video else 2,
             "conditioning": list(self.family.conditioning.accepted),
-            "whole_only": self.family.blocks.whole_only,
             "schedule": asdict(schedule(self.config)) if schedule else None,
             "pipeline": self.pipeline,
         }

@@ -51,14 +51,13 @@ def check_complete(checkpoint: Checkpoint):
 def _unread(checkpoint: Checkpoint) -> dict[str, str]:
     """Return tensors that nothing reads, the layout's name -> the file's, but for those that diffusers' class
     itself leaves out."""
-    read = {checkpoint.keys.get(source.key, source.key) for source in checkpoint.sources.values()}
     own = checkpoint.keys or {key: key for key in checkpoint.files.shapes}
     patterns = checkpoint.transformer_class._keys_to_ignore_on_load_unexpected or ()
     ignored = [re.compile(pattern) for pattern in patterns]
     return {
         ours: key
         for ours, key in own.items()
-        if key not in read and not any(pattern.search(ours) for pattern in ignored)
+        if key not in checkpoint.read_keys and not any(pattern.search(ours) for pattern in ignored)
     }
 
 
