@@ -3,7 +3,9 @@ library only."""
 
 from collections.abc import Sequence
 
-FULL, FP8 = "full", "fp8"
+from ..config import CHOICES
+
+FULL, FP8 = CHOICES["wire"]
 #: Bytes of the float32 scale of one token and head.
 SCALE_BYTES = 4
 
