@@ -17,16 +17,16 @@ PLANNED = (
 )
 
 
-def sets_degrees(config: ParallelConfig) -> bool:
-    """Return whether a configuration says itself how the work is shared."""
-    return any(getattr(config, name) != getattr(ParallelConfig, name) for name in PLANNED)
+def set_by_hand(config: ParallelConfig) -> list[str]:
+    """Name the fields by which a configuration says itself how the work is shared."""
+    return [name for name in PLANNED if getattr(config, name) != getattr(ParallelConfig, name)]
 
 
 def unused_method(method: str, config: ParallelConfig) -> str:
     """Say that ``method`` chooses nothing where ``config`` does by hand; nothing where it does as it says."""
-    if method == MANUAL or not sets_degrees(config):
+    chosen = set_by_hand(config)
+    if method == MANUAL or not chosen:
         return ""
-    chosen = [name for name in PLANNED if getattr(config, name) != getattr(ParallelConfig, name)]
     listed = ", ".join(f"{name} {getattr(config, name)}" for name in chosen)
     are, defaults = (
         ("are", "them back to their defaults") if len(chosen) > 1 else ("is", "it back to its default")
@@ -119,7 +119,7 @@ def config_of(
     if method not in METHODS:
         raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
     config = ParallelConfig(**fields).validate()
-    if method != MANUAL and not config.address and not sets_degrees(config):
+    if method != MANUAL and not config.address and not set_by_hand(config):
         auto = AutoConfig(method=method, gpus=gpus, base=config, shares=shares)
         auto.devices(gpus_here)
         return auto

@@ -14,7 +14,7 @@ from tiny import write_checkpoint
 from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.parallel import mesh
-from backend.planner.auto_config import AutoConfig, config_of, sets_degrees
+from backend.planner.auto_config import AutoConfig, config_of, set_by_hand
 from backend.planner.choose import AUTO, EXACT, MEMORY, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import Machine, RequestEstimate
@@ -231,7 +231,7 @@ def test_a_plan_takes_the_first_of_the_devices():
     "fields", [{"ulysses_degree": 2}, {"shard_weights": True}, {"num_pipeline_patch": 2}, {"wire": "fp8"}]
 )
 def test_degrees_that_are_set_are_manual(fields):
-    assert sets_degrees(ParallelConfig(**fields)) and not sets_degrees(ParallelConfig(warmup_steps=4))
+    assert set_by_hand(ParallelConfig(**fields)) and not set_by_hand(ParallelConfig(warmup_steps=4))
 
 
 @pytest.mark.parametrize("path", sorted(API.glob("*.json")), ids=lambda path: path.stem)
