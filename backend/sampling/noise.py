@@ -15,6 +15,12 @@ from ..models.latent_tokens import NestedGrid, TokenGrid
 CACHED = 4
 
 
+def next_seed(seed: int) -> int:
+    """Return one more than a request's seed, by which ComfyUI draws further noise on the CPU; after the last
+    seed comes the first."""
+    return (seed + 1) % (1 << 64)
+
+
 class FreshNoise:
     """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for.
     ``same_on_all_ranks`` makes one of what ranks with other GPUs draw from the same seed."""
@@ -28,11 +34,8 @@ class FreshNoise:
         sigmas: Tensor,
         same_on_all_ranks: Callable[[Tensor], Tensor] = lambda drawn: drawn,
     ):
-        # ComfyUI's default_noise_sampler: on the CPU the seed is one more than the request's (after the last
-        # one comes the first)
-        self.generator = torch.Generator(device).manual_seed(
-            (seed + 1) % (1 << 64) if device.type == "cpu" else seed
-        )
+        own = next_seed(seed) if device.type == "cpu" else seed  # as ComfyUI's default_noise_sampler
+        self.generator = torch.Generator(device).manual_seed(own)
         self.shape = (batch, *grid.shape)
         self.grid = grid
         self.device = device

@@ -14,7 +14,7 @@ from ..protocol import Sample
 from ..protocol.solver_names import PERCENTS
 from .guidance import CFG_BRANCHES, Prompt, branch_of
 from .model_inputs import ModelInputs, inputs_of
-from .noise import FreshNoise
+from .noise import FreshNoise, next_seed
 from .prediction import PREDICTIONS, Prediction
 from .solver_registry import Problem
 from .solvers.unipc import LAST_SIGMA
@@ -218,7 +218,7 @@ class Inpaint:
         self.noise = request.noise
         if request.mask is not None and request.solver == "ddim":
             # ComfyUI's ddim masks with noise of its own
-            generator = torch.Generator("cpu").manual_seed((request.seed + 1) % (1 << 64))
+            generator = torch.Generator("cpu").manual_seed(next_seed(request.seed))
             noise = torch.randn(request.batch, *request.grid.shape, generator=generator)
             self.noise = request.grid.to_tokens(noise)[request.own_samples].to(request.noise)
 
