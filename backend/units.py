@@ -1,5 +1,5 @@
-"""Writes numbers for people: bytes in the decimal units that file managers use, and blocks. Standard library
-only."""
+"""Writes numbers for people: bytes in the decimal units that file managers use, blocks and ranks. Standard
+library only."""
 
 from collections.abc import Sequence
 
@@ -34,3 +34,8 @@ def blocks_text(blocks: Sequence[int]) -> str:
     """Write a stage's blocks (first, last + 1); a transformer that runs whole counts none."""
     first, end = blocks
     return f"blocks {first}-{end - 1}" if end > first else "all blocks"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write "rank 3" or "ranks 0, 1"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..protocol.heartbeats import Beat, Heartbeats
+from ..units import ranks_text
 from .durations import duration
 
 #: Seconds between two looks.
@@ -102,10 +103,7 @@ class SilenceWatch:
         for rank in sorted(ranks):
             ended = done and rank in last and last[rank].request == newest
             steps.setdefault(last[rank].step + 2 if ended else 1, []).append(rank)
-        return " and ".join(
-            f"rank{'s' * (len(of_step) > 1)} {', '.join(map(str, of_step))} in step {step}"
-            for step, of_step in steps.items()
-        )
+        return " and ".join(f"{ranks_text(each)} in step {step}" for step, each in steps.items())
 
     def _patience(self, seconds: float, state: str) -> float:
         """Return for how long a rank in this state may be silent where the limit is ``seconds``."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..units import blocks_text, megabytes
+from ..units import blocks_text, megabytes, ranks_text
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,4 @@ def by_rank(reasons: list[str]) -> list[str]:
     for rank, reason in enumerate(reasons):
         if reason:
             ranks.setdefault(reason, []).append(rank)
-    return [
-        f"rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}: {reason}"
-        for reason, which in ranks.items()
-    ]
+    return [f"{ranks_text(which)}: {reason}" for reason, which in ranks.items()]
