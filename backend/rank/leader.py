@@ -85,7 +85,7 @@ class Leader(ServedModels):
     def lead(self):
         """Serve until a client says Shutdown."""
         while True:
-            job = self.server.next_job(PING_SECONDS)
+            job = self.server.jobs.next(PING_SECONDS)
             if job is None:
                 self.control.broadcast(Ping())
                 self.free_parked()
@@ -96,7 +96,7 @@ class Leader(ServedModels):
                 return
             self.run(job)
             self.clock.note_memory(self.engine.memory.reserved())
-            self.server.finish(job)
+            self.server.jobs.finish(job)
 
     def run(self, job: Job):
         """Refuse or run one request, and answer it in any case.

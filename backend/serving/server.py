@@ -136,7 +136,7 @@ class Connection:
                 if job.running or not isinstance(job.message, protocol.WITHDRAWABLE):
                     break
                 job.reply(protocol.Cancelled(0))
-                self.server.finish(job)
+                self.server.jobs.finish(job)
 
     def _write(self):
         while (message := self.outbox.get()) is not None:
@@ -219,10 +219,6 @@ class Server:
             self._next_log = now + STRANGER_LOG_SECONDS
             print(f"A client was not let in: it {what}.", file=sys.stderr)
 
-    def next_job(self, timeout: float) -> Job | None:
-        """Return the oldest waiting job, or None after ``timeout`` seconds without one."""
-        return self.jobs.next(timeout)
-
     def send_to_all(self, message):
         """Send a message to every client, from any thread."""
         for client in list(self.members):
@@ -236,10 +232,6 @@ class Server:
         deadline = time.monotonic() + LEAVE_SECONDS
         for client in members:
             client.writer.join(max(0.0, deadline - time.monotonic()))
-
-    def finish(self, job: Job):
-        """Mark a job as done, so that a Cancel from now on does not stop it."""
-        self.jobs.finish(job)
 
     @property
     def running_for(self) -> Connection | None:

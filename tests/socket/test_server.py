@@ -31,9 +31,9 @@ def test_requests_of_two_clients_queue_and_answers_find_their_way(server):
     for index, client in enumerate(clients):
         framing.send(client, Load(f"/{index}"))
     for _ in clients:
-        job = server.next_job(5)
+        job = server.jobs.next(5)
         job.reply(protocol.Loaded(job.message.path, "flux"))
-        server.finish(job)
+        server.jobs.finish(job)
     for index, client in enumerate(clients):
         while isinstance(reply := framing.receive(client), (protocol.Waiting, protocol.Begun)):
             pass
@@ -47,20 +47,20 @@ def test_who_gives_memory_back_does_not_wait_for_another_client(server, message)
     """In the midst of a graph, which cannot be cancelled then: nothing is given back."""
     here, other = greeted(server), greeted(server)
     framing.send(other, Load("/long"))
-    job = server.next_job(5)
+    job = server.jobs.next(5)
     framing.send(here, message)
     assert framing.receive(here) == protocol.Result({"left": [], "freed": False})
     framing.send(here, protocol.Unload("m", True, waits=True))  # for a request of its own
-    server.finish(job)
-    assert server.next_job(5).message.waits
+    server.jobs.finish(job)
+    assert server.jobs.next(5).message.waits
     framing.send(here, message)
-    assert server.next_job(5).message == message
+    assert server.jobs.next(5).message == message
 
 
 def test_a_client_that_leaves_cancels_its_request(server):
     client = greeted(server)
     framing.send(client, Load("/a"))
-    job = server.next_job(5)
+    job = server.jobs.next(5)
     client.close()
     assert job.cancelled.wait(5)
 
@@ -68,10 +68,10 @@ def test_a_client_that_leaves_cancels_its_request(server):
 def test_cancel_after_the_end_does_not_touch_the_next_request(server):
     client = greeted(server)
     framing.send(client, Load("/a"))
-    server.finish(server.next_job(5))
+    server.jobs.finish(server.jobs.next(5))
     framing.send(client, protocol.Cancel())
     framing.send(client, Load("/b"))
-    job = server.next_job(5)
+    job = server.jobs.next(5)
     time.sleep(0.1)
     assert not job.cancelled.is_set()
 
@@ -84,27 +84,27 @@ def test_a_sample_that_waits_is_cancelled_at_once(server):
     """While another client's runs; it never reaches the ranks."""
     busy, waiting = greeted(server), greeted(server)
     framing.send(busy, sample())
-    runs = server.next_job(5)
+    runs = server.jobs.next(5)
     framing.send(waiting, sample())
     framing.send(waiting, protocol.Cancel())
     assert framing.receive(waiting) == protocol.Waiting("Sample")
     assert framing.receive(waiting) == protocol.Cancelled(0)
-    assert not runs.cancelled.is_set() and server.next_job(0.05) is None
+    assert not runs.cancelled.is_set() and server.jobs.next(0.05) is None
     framing.send(waiting, sample())
-    assert server.next_job(5) is not None
+    assert server.jobs.next(5) is not None
 
 
 def test_answers_keep_their_order_when_a_running_sample_is_cancelled(server):
     client = greeted(server)
     for _ in range(2):
         framing.send(client, sample())
-    first = server.next_job(5)
+    first = server.jobs.next(5)
     framing.send(client, protocol.Cancel())
     assert first.cancelled.wait(5)
     first.reply(protocol.Cancelled(7))
-    server.finish(first)
+    server.jobs.finish(first)
     assert framing.receive(client) == protocol.Cancelled(7)
-    second = server.next_job(5)
+    second = server.jobs.next(5)
     assert second is not None and second.cancelled.wait(5)
 
 
@@ -120,13 +120,13 @@ def test_status_is_told_while_the_ranks_work(server):
     assert status(asks).running == "" and status(asks).models == {"m": "/m.safetensors"}
     for _ in range(2):
         framing.send(busy, sample())
-    job = server.next_job(5)
+    job = server.jobs.next(5)
     time.sleep(0.05)
     report = status(asks)
     assert (report.running, report.waiting, report.answered) == ("Sample", 1, {})
     assert 0.05 <= report.running_seconds <= report.seconds
     job.reply(Failure("cfg is NaN"))
-    server.finish(job)
+    server.jobs.finish(job)
     report = status(asks)
     assert (report.running, report.answered, report.last_error) == ("", {"Sample": 1}, "cfg is NaN")
 
@@ -178,7 +178,7 @@ def test_a_slow_reader_does_not_hold_up_replies(server):
     """Replies wait in the connection's own outbox: the thread of the ranks never blocks on a client."""
     client = greeted(server)
     framing.send(client, Load("/a"))
-    job = server.next_job(5)
+    job = server.jobs.next(5)
     done = threading.Event()
     threading.Thread(
         target=lambda: ([job.reply(protocol.Loaded("m" * 100000, "flux")) for _ in range(200)], done.set()),
@@ -193,7 +193,7 @@ def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkey
     monkeypatch.setattr("backend.serving.server.LEAVE_SECONDS", 0.2)
     before, client = server.clients._value, greeted(server)
     framing.send(client, Load("/a"))
-    server.next_job(5).reply(protocol.Loaded("m", "x" * 1_000_000))
+    server.jobs.next(5).reply(protocol.Loaded("m", "x" * 1_000_000))
     client.shutdown(socket.SHUT_WR)
     deadline = time.monotonic() + 60
     while server.clients._value < before and time.monotonic() < deadline:
@@ -207,7 +207,7 @@ def test_what_was_computed_is_written_before_the_ranks_end(server):
     large = protocol.Result({}, {"samples": torch.zeros(1 << 22)})
     for client in (waits, deaf):
         framing.send(client, sample())
-        server.next_job(5).reply(large)
+        server.jobs.next(5).reply(large)
     found = []
     reader = threading.Thread(target=lambda: found.append(framing.receive(waits)))
     reader.start()
@@ -230,7 +230,7 @@ def test_a_flood_of_requests_is_stopped(server):
 def test_a_reply_that_cannot_be_written_is_a_failure(server):
     client = greeted(server)
     framing.send(client, Load("/a"))
-    server.next_job(5).reply(protocol.Result({"seconds": float("inf")}))
+    server.jobs.next(5).reply(protocol.Result({"seconds": float("inf")}))
     assert "cannot be written" in framing.receive(client).message
     framing.send(client, Ping())
     assert framing.receive(client) == Pong(["m"])
@@ -292,7 +292,7 @@ def test_previews_are_bounded():
 def test_previews_are_counted_with_their_cost(server):
     now, client = [0.0], greeted(server)
     framing.send(client, Load("/a"))
-    job, previews = server.next_job(5), Previews(0.2, lambda: now[0])
+    job, previews = server.jobs.next(5), Previews(0.2, lambda: now[0])
 
     def start():
         now[0] += 0.05

@@ -75,7 +75,7 @@ def test_nothing_works_before_the_token(server, first):
     client = connect(server)
     framing.send(client, first)
     assert isinstance(framing.receive(client), Failure)
-    assert server.next_job(0.05) is None
+    assert server.jobs.next(0.05) is None
 
 
 def test_large_frame_before_the_token_is_refused(server):

@@ -47,7 +47,7 @@ def asked(client, message):
 def test_who_waits_is_told_for_how_long_and_when_it_begins(server):
     busy, second, third = (greeted(server) for _ in range(3))
     assert asked(busy, SAMPLE) == []
-    runs = server.next_job(5)
+    runs = server.jobs.next(5)
     runs.total = 20
     assert asked(second, Load("/a")) == [Waiting("Sample", 0, 20)]
     assert asked(third, SAMPLE) == [Waiting("Sample", 0, 20, before=1)]
@@ -55,13 +55,13 @@ def test_who_waits_is_told_for_how_long_and_when_it_begins(server):
     assert framing.receive(second) == Waiting("Sample", 8, 20)
     assert framing.receive(third) == Waiting("Sample", 8, 20, before=1)
     runs.reply(RESULT)
-    server.finish(runs)
-    runs = server.next_job(5)
+    server.jobs.finish(runs)
+    runs = server.jobs.next(5)
     assert framing.receive(second) == Begun()
     assert framing.receive(third) == Waiting("Load")
     runs.reply(Loaded("m", "flux"))
-    server.finish(runs)
-    runs = server.next_job(5)
+    server.jobs.finish(runs)
+    runs = server.jobs.next(5)
     runs.reply(RESULT)
     assert [framing.receive(third) for _ in range(2)] == [Begun(), RESULT]
 
@@ -72,14 +72,14 @@ def test_what_waits_for_nobody_else_has_its_replies_alone(server):
     client, idle = greeted(server), greeted(server)
     for message, answer in ((Load("/a"), Loaded("m", "flux")), (SAMPLE, RESULT)):
         assert asked(client, message) == []
-        job = server.next_job(5)
+        job = server.jobs.next(5)
         assert asked(client, message) == []
         job.reply(Progress(1, 2))
         job.reply(answer)
-        server.finish(job)
-        job = server.next_job(5)
+        server.jobs.finish(job)
+        job = server.jobs.next(5)
         job.reply(answer)
-        server.finish(job)
+        server.jobs.finish(job)
         assert [framing.receive(client) for _ in range(3)] == [Progress(1, 2), answer, answer]
     assert asked(idle, SAMPLE) == []
 
@@ -87,7 +87,7 @@ def test_what_waits_for_nobody_else_has_its_replies_alone(server):
 def test_who_leaves_the_queue_is_no_longer_before_others(server):
     busy, second, third = (greeted(server) for _ in range(3))
     asked(busy, SAMPLE)
-    server.next_job(5)
+    server.jobs.next(5)
     asked(second, Load("/a"))
     assert asked(third, SAMPLE) == [Waiting("Sample", before=1)]
     assert asked(second, protocol.Cancel()) == [Cancelled(0)]
@@ -99,7 +99,7 @@ def waits(server):
     """A Backend of this server, which another client keeps busy with a request of 20 steps, and that job."""
     other = greeted(server)
     asked(other, SAMPLE)
-    job = server.next_job(5)
+    job = server.jobs.next(5)
     job.total = 20
     backend = Backend(ParallelConfig(address="tcp:host:1"), BackendClient(f"unix:{server.path}", TOKEN))
     yield backend, job
@@ -161,8 +161,8 @@ def test_an_interrupt_that_meets_the_begin_of_a_load_ends_the_connection(waits, 
 
     def check():
         if backend.wait_line:
-            server.finish(job)
-            assert server.next_job(5).message == Load("/a")
+            server.jobs.finish(job)
+            assert server.jobs.next(5).message == Load("/a")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -181,10 +181,10 @@ def test_an_interrupt_that_meets_the_end_of_a_load(waits, server, answer, stays)
 
     def check():
         if backend.wait_line:
-            server.finish(job)
-            mine = server.next_job(5)
+            server.jobs.finish(job)
+            mine = server.jobs.next(5)
             mine.reply(answer)
-            server.finish(mine)
+            server.jobs.finish(mine)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -200,10 +200,10 @@ def test_no_step_is_missed_while_another_client_is_served(waits, server, monkeyp
     looks = []
 
     def end():
-        server.finish(job)
-        mine = server.next_job(5)
+        server.jobs.finish(job)
+        mine = server.jobs.next(5)
         mine.reply(RESULT)
-        server.finish(mine)
+        server.jobs.finish(mine)
 
     def should_cancel():
         looks.append(bool(backend.wait_line))

@@ -93,7 +93,8 @@ def test_parked_models_of_clients_that_have_gone_leave_while_nothing_runs():
     told = []
     ranks.control.broadcast = told.append
     jobs = [None, Job(Shutdown(), here)]
-    ranks.server = cast(Any, SimpleNamespace(next_job=lambda _: jobs.pop(0), write_out=lambda: None))
+    queue = SimpleNamespace(next=lambda _: jobs.pop(0))
+    ranks.server = cast(Any, SimpleNamespace(jobs=queue, write_out=lambda: None))
     ranks.lead()
     assert list(ranks.files) == ["used", "on a device"] and told == [Ping(), Unload("parked"), Shutdown()]
 

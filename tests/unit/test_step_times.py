@@ -97,13 +97,15 @@ def test_every_rank_notes_its_memory_after_each_message(ring, is_leader):
     messages = [Release([0]), Shutdown()]
     rank.control = SimpleNamespace(receive=lambda: messages.pop(0), broadcast=lambda message: None)
     rank.server = SimpleNamespace(
-        next_job=lambda seconds: SimpleNamespace(
-            message=messages.pop(0),
-            is_abandoned=False,
-            reply=lambda answer: None,
-            cancelled=threading.Event(),
+        jobs=SimpleNamespace(
+            next=lambda seconds: SimpleNamespace(
+                message=messages.pop(0),
+                is_abandoned=False,
+                reply=lambda answer: None,
+                cancelled=threading.Event(),
+            ),
+            finish=lambda job: None,
         ),
-        finish=lambda job: None,
         write_out=lambda: None,
     )
     rank.lead() if is_leader else rank.follow()
