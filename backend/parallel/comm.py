@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mesh import Axis
+from .mesh import Axis, require_work
 
 #: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg,
 #: outputs, modulation, linear-attention state, halo, scales).
@@ -287,9 +287,3 @@ class Pipe:
         for work, _ in self.sending:
             work.wait()
         self.sending.clear()
-
-
-def require_work(work: dist.Work | None) -> dist.Work:
-    """Return the handle of a communication, which every rank of its group has."""
-    assert work is not None, "torch returns None to ranks outside of the group"
-    return work

@@ -151,7 +151,7 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
         world_size=dist.get_world_size(),
         **axes,
         sp=_sp_axis(config, axes),
-        **_tp_grid(config),
+        **_tp_grid(config, alone),
         weights=weights,
         edges=_edges(config, local),
         control=control,
@@ -201,6 +201,12 @@ def _own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
     """Return the group that torch made: this rank is in it, so it is neither None nor NON_GROUP_MEMBER."""
     assert isinstance(group, dist.ProcessGroup), "every rank is in one group of an enumeration"
     return group
+
+
+def require_work(work: dist.Work | None) -> dist.Work:
+    """Return the handle of a communication, which every rank of its group has."""
+    assert work is not None, "torch returns None to ranks outside of the group"
+    return work
 
 
 def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
@@ -277,8 +283,7 @@ def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch
         work = dist.isend(x, receiver, group=group)
     else:
         work = dist.irecv(x, sender, group=group)
-    assert work is not None, "this rank is in the group"
-    work.wait()
+    require_work(work).wait()
 
 
 def _connect_all(group: dist.ProcessGroup, device: torch.device):
@@ -294,13 +299,11 @@ def _connect_all(group: dist.ProcessGroup, device: torch.device):
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
-def _tp_grid(config: ParallelConfig) -> dict[str, Axis]:
-    """Return tp as r x c ranks (tp_rows), for inputs (r) and outputs (c)."""
+def _tp_grid(config: ParallelConfig, alone: Axis) -> dict[str, Axis]:
+    """Return tp as r x c ranks (tp_rows), for inputs (r) and outputs (c); ``alone`` for both elsewhere."""
     tp = config.tensor_parallel_degree
     if tp == 1 or config.split_scheme != "2d":
-        return dict.fromkeys(
-            ("tp_inputs", "tp_outputs"), Axis(group=None, rank=0, size=1, ranks=(dist.get_rank(),))
-        )
+        return {"tp_inputs": alone, "tp_outputs": alone}
     rows = tp_rows(tp)
     of_rows, of_columns = shares.grid_shares(config.shares_of("tp"), rows)
     grid = layout(config).reshape(-1, rows, tp // rows)

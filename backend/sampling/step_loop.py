@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel.comm import WAIT_CLOCK, Pipe, all_gather, broadcast, cat_or_same
-from ..parallel.mesh import Mesh
+from ..parallel.mesh import Mesh, require_work
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
 from ..runtime.callbacks import nothing
@@ -308,8 +308,7 @@ class Denoiser:
         else:
             own = int(self.mesh.rank == 0 and self.callbacks.should_stop())
             flag = torch.tensor([own], dtype=torch.uint8)
-            work = dist.broadcast(flag, 0, group=self.mesh.control, async_op=True)
-            assert work is not None, "every rank is in the control group"
+            work = require_work(dist.broadcast(flag, 0, group=self.mesh.control, async_op=True))
             self.stop_broadcasts = [(w, b) for w, b in self.stop_broadcasts if not w.is_completed()] + [
                 (work, flag)
             ]
