@@ -3,10 +3,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from torch import Tensor
+
+from .patterns import first_match
 
 #: How a list of blocks carries its streams: text and image in arguments of their own, both joined in one
 #: argument, or image tokens alone (the first lists: text enters after them).
@@ -159,10 +160,9 @@ class Blocks:
 
     def latent_of(self, name: str) -> str:
         """Name the nested latent that passes the layer ``name`` of a block; "" for the whole stream."""
-        found = self.latent_layers.items()
-        return next((latent for pattern, latent in found if fnmatchcase(name, pattern)), "")
+        return first_match(name, self.latent_layers, "")
 
     def flop_share(self, name: str, config: Mapping) -> float:
         """Return the share of the FLOPs of the layer ``name`` of a block that a token costs."""
-        shares = self.flop_shares.items()
-        return next((share(config) for pattern, share in shares if fnmatchcase(name, pattern)), 1)
+        share = first_match(name, self.flop_shares, None)
+        return 1 if share is None else share(config)

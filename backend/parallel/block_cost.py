@@ -13,7 +13,7 @@ from torch import nn
 from ..models.blocks import IMAGE_ONLY
 from ..models.patterns import matches
 from .block_streams import block_list
-from .matrix_cuts import KEYS, QUERIES, is_leaf
+from .matrix_cuts import KEYS, QUERIES, features_of, has_layer
 from .stage_split import IMAGE_TOKENS, TEXT_TOKENS
 
 #: A layer of queries, keys, values and the MLP at once: its width is not that of the queries.
@@ -118,7 +118,7 @@ def attention_calls(block: nn.Module, list_name: str, family, config: Mapping) -
                 queries=queries,
                 keys=keys,
                 width=width,
-                kv_width=key_width(module) or width,
+                kv_width=features_of(module, KEYS) or width,  # grouped keys are narrower
                 is_control=is_control,
             )
         )
@@ -180,18 +180,10 @@ def _attention(block, list_name, family, config, image, text, latents) -> int:
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module makes queries."""
-    return not is_leaf(module) and any(hasattr(module, name) for name in QUERY_LAYERS)
+    return has_layer(module, QUERY_LAYERS)
 
 
 def query_width(module: nn.Module, family, config: Mapping) -> int:
     """Return the features of the queries of all heads of an attention module."""
-    layer = next((getattr(module, name) for name in QUERIES if hasattr(module, name)), None)
-    if layer is not None:
-        return layer.out_features
-    return family.blocks.heads(config) * family.blocks.head_size(config)
-
-
-def key_width(module: nn.Module) -> int:
-    """Return the features of the keys of all heads of an attention module, fewer than those of queries where
-    these are grouped; 0 where no layer makes keys alone."""
-    return next((getattr(module, name).out_features for name in KEYS if hasattr(module, name)), 0)
+    own = features_of(module, QUERIES)
+    return own or family.blocks.heads(config) * family.blocks.head_size(config)

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..models.patterns import matches
+from ..models.patterns import first_match, matches
 from .mesh import Axis, Mesh
 from .sequence import Span
 
@@ -174,16 +173,12 @@ def cut_plan(
     groups = _check_heads(layers, ranks, uneven)
     cuts = {}
     for name, layer in layers.items():
-        cut = _megatron(layers, name, _style(styles, name))
+        cut = _megatron(layers, name, first_match(name, styles, None))
         if cut is None and isinstance(layer, nn.Linear) and _is_modulation(name, family):
             cut = _whole(layer, "column", 1)
         if cut is not None:
             cuts[name] = cut
     return CutPlan(_between_blocks(layers, cuts, family, units, groups if uneven else 0))
-
-
-def _style(styles: Mapping, name: str):
-    return next((style for pattern, style in styles.items() if fnmatchcase(name, pattern)), None)
 
 
 def _is_modulation(name: str, family) -> bool:
@@ -205,22 +200,24 @@ def head_groups(modules: Iterable[nn.Module]) -> int:
     return math.gcd(*(count for module in modules for count in _head_counts(module)))
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Return whether a module has none of its own. Most are layers, which take long to say that they lack a
-    name."""
-    return next(module.children(), None) is None
+def has_layer(module: nn.Module, names: Iterable[str]) -> bool:
+    """Return whether a module has a layer of one of these ``names``."""
+    # most modules are layers themselves, which take long to say that they lack a name
+    is_layer = next(module.children(), None) is None
+    return not is_layer and any(hasattr(module, name) for name in names)
+
+
+def features_of(module: nn.Module, names: Iterable[str]) -> int:
+    """Return the features of the layer of a module that has the first of these ``names``; 0 without one."""
+    return next((getattr(module, name).out_features for name in names if hasattr(module, name)), 0)
 
 
 def _head_counts(attention: nn.Module) -> list[int]:
     """Count the heads of an attention module: of queries, as it says, and of keys, by their width too."""
-    if is_leaf(attention):
+    if not has_layer(attention, QUERIES):
         return []
-    queries, keys = (
-        next((getattr(attention, name).out_features for name in names if hasattr(attention, name)), 0)
-        for names in (QUERIES, KEYS)
-    )
-    if not queries:
-        return []
+    queries = features_of(attention, QUERIES)
+    keys = features_of(attention, KEYS)
     counts = [getattr(attention, key, None) for key in HEAD_COUNTS]
     known = [count for count in counts if isinstance(count, int)]
     return [*known, keys * known[0] // queries] if known and keys else known
@@ -236,7 +233,7 @@ def _check_heads(layers: Mapping[str, nn.Module], ranks: int, uneven: bool) -> i
             f"or 2d."
         )
     for name, module in layers.items():
-        if uneven or is_leaf(module) or not any(hasattr(module, query) for query in QUERIES):
+        if uneven or not has_layer(module, QUERIES):
             continue
         for kind in HEAD_COUNTS:
             count = getattr(module, kind, None)
@@ -300,8 +297,7 @@ def _between_blocks(
     """
     if not units and not groups:
         return dict(cuts)
-    inner = {name: module for name, module in layers.items() if not is_leaf(module)}
-    attentions = {name for name, module in inner.items() if any(hasattr(module, q) for q in QUERIES)}
+    attentions = {name for name, module in layers.items() if has_layer(module, QUERIES)}
     by_block = defaultdict(dict)
     for name, cut in cuts.items():
         if not cut.exchanges:
