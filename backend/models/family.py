@@ -49,13 +49,11 @@ def _image_pixels(config) -> tuple[int, int, int]:
     return 1, 8, 8
 
 
-def _patch(config) -> tuple[int, int, int]:
+def patch_of(config: Config) -> tuple[int, int, int]:
     """Return the patch of a configuration, whose patch_size is a number, or one for each axis."""
     size = config["patch_size"]
-    if isinstance(size, int):
-        return config.get("patch_size_t") or 1, size, size
-    time, height, width = (1, *size)[-3:]
-    return time, height, width
+    time, height, width = (1, size, size) if isinstance(size, int) else (1, *size)[-3:]
+    return config.get("patch_size_t") or time, height, width
 
 
 def _every_token(grid, cond) -> None:
@@ -77,7 +75,7 @@ class Latent:
     """
 
     channels: Callable[[Config], int] = _channels
-    patch: Callable[[Config], tuple[int, int, int]] = _patch
+    patch: Callable[[Config], tuple[int, int, int]] = patch_of
     frames: bool | None = None
     pixels: Callable[[Config], tuple[int, int, int]] = _image_pixels
     nested: Nested | None = None

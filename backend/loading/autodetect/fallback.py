@@ -18,7 +18,7 @@ import torch
 from ...errors import UnsupportedError, reason
 from ...models.blocks import Blocks
 from ...models.discrete_schedule import of_scheduler, prediction
-from ...models.family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO, Noise
+from ...models.family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO, Noise, patch_of
 from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
 from .block_trace import Trace, shallow, trace
@@ -182,18 +182,6 @@ def _check_inputs(cls: type, first: Trace):
                 raise cannot_run(cls, why)
 
 
-def _patch_of(config: Mapping) -> tuple[int, int, int]:
-    """Return the patch (pt, ph, pw) that a configuration states; 1 on an axis for which it states none."""
-    size = config.get("patch_size") or 1
-    if isinstance(size, int):
-        return config.get("patch_size_t") or 1, size, size
-    time = config.get("patch_size_t")
-    if not time:
-        time = size[0] if len(size) == 3 else 1
-    height, width = size[-2:]
-    return time, height, width
-
-
 class ClassInputs:
     """What a class's configuration tells of its latent and its inputs."""
 
@@ -201,7 +189,8 @@ class ClassInputs:
         self.cls = cls
         self.config = config
         self.inputs = inputs
-        self.patch: tuple[int, int, int] = (1, 2, 2) if inputs.packed else _patch_of(config)
+        stated = {**config, "patch_size": config.get("patch_size") or 1}
+        self.patch: tuple[int, int, int] = (1, 2, 2) if inputs.packed else patch_of(stated)
         self.channels = config["in_channels"] // 4 if inputs.packed else config["in_channels"]
 
     def width(self, name: str) -> int:
