@@ -37,12 +37,17 @@ class Cost:
     @property
     def total(self) -> float:
         """Seconds of all steps."""
+        offloaded = self._offloaded() * (self.request.steps if self.request.drained else 1)
+        synchronous, stale = self._steps
+        in_patches = stale * self.step(self.plan.patches) if stale else 0.0
+        return synchronous * self.step(1) + in_patches + offloaded
+
+    @property
+    def _steps(self) -> tuple[int, int]:
+        """Count the steps of the whole sequence, and those of patches with stale keys and values."""
         steps = self.request.steps
-        offloaded = self._offloaded() * (steps if self.request.drained else 1)
-        if not self.plan.has_stale_kv:
-            return steps * self.step(1) + offloaded
-        synchronous = min(self.plan.warmup_steps, steps)
-        return synchronous * self.step(1) + (steps - synchronous) * self.step(self.plan.patches) + offloaded
+        synchronous = min(self.plan.warmup_steps, steps) if self.plan.has_stale_kv else steps
+        return synchronous, steps - synchronous
 
     def _offloaded(self) -> float:
         """Return the seconds in which modulation that waits in host memory comes: once for many steps, or for
@@ -195,12 +200,9 @@ class Cost:
     @property
     def _passes(self) -> int:
         """Return how often each block runs in a request."""
-        steps = self.request.steps
         patches = self.plan.patches
-        if not self.plan.has_stale_kv:
-            return steps * self._batches(1)
-        synchronous = min(self.plan.warmup_steps, steps)
-        return synchronous * self._batches(1) + (steps - synchronous) * patches * self._batches(patches)
+        synchronous, stale = self._steps
+        return synchronous * self._batches(1) + stale * patches * self._batches(patches)
 
     def _activation(self, patches: int, features: int | None = None) -> float:
         """Return the bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group:
