@@ -3,7 +3,6 @@ nodes and the backend; standard library only."""
 
 import math
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -94,6 +93,16 @@ class ParallelConfig:
         return self.ring_degree * self.ulysses_degree
 
     @property
+    def prompt_degree(self) -> int:
+        """Ranks that divide blocks, tokens and matrices of one prompt: pp x ring x ulysses x tp."""
+        return self.pipefusion_degree * self.sp_degree * self.tensor_parallel_degree
+
+    @property
+    def sharding_degree(self) -> int:
+        """Ranks that divide the weights under shard_weights: dp x ring x ulysses."""
+        return self.data_parallel_degree * self.sp_degree
+
+    @property
     def patches(self) -> int:
         """Pipeline patches per step (M): ``num_pipeline_patch``, or the pipeline degree where that is 0."""
         return self.num_pipeline_patch or self.pipefusion_degree
@@ -158,13 +167,13 @@ class ParallelConfig:
     @property
     def rank_shares(self) -> tuple[float, ...]:
         """Each rank's share of the work; () where all are equal. ConfigError for what is no such list."""
-        shares = read_shares(self.shares)
-        if shares and len(shares) != self.world_size:
+        own = shares.parsed(self.shares)
+        if own and len(own) != self.world_size:
             raise ConfigError(
-                f"shares is {self.shares!r:.200}, {len(shares)} number{'s' * (len(shares) > 1)}, but "
+                f"shares is {self.shares!r:.200}, {len(own)} number{'s' * (len(own) > 1)}, but "
                 f"{self.product}. Write one for each rank, in the order of gpus, or leave it empty."
             )
-        return shares
+        return own
 
     def shares_of(self, *axes: str) -> tuple[float, ...]:
         """Return each index's share on mesh ``axes``: the sum over its ranks; () where they are equal."""
@@ -297,7 +306,7 @@ class ParallelConfig:
                     f"shard_weights is on and {name} is {getattr(self, name)}, which divides the weights "
                     f"already; switch shard_weights off or set {name} to 1."
                 )
-        if self.shard_weights and self.sp_degree * self.data_parallel_degree == 1:
+        if self.shard_weights and self.sharding_degree == 1:
             raise ConfigError(
                 "shard_weights shards over ulysses, ring and data-parallel ranks, but those degrees are 1; "
                 "raise one of them or switch shard_weights off."
@@ -325,18 +334,6 @@ class ParallelConfig:
             )
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps is {_short(self.warmup_steps)}; use 0 or a positive number.")
-
-
-def read_shares(text: str) -> tuple[float, ...]:
-    """Read ``ParallelConfig.shares``; () for an empty text. ConfigError for anything but positive numbers."""
-    with suppress(ValueError):
-        shares = tuple(float(entry) for entry in text.split(",")) if text.strip() else ()
-        if all(math.isfinite(share) and share > 0 for share in shares):
-            return shares
-    raise ConfigError(
-        f"shares is {text!r:.200}, which is not a list of positive numbers. Write one for each GPU, like "
-        f'"60,40", or leave it empty for equal shares.'
-    )
 
 
 def in_words(degrees: dict) -> str:

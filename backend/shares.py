@@ -2,11 +2,27 @@
 library only."""
 
 import itertools
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
+
+from .errors import ConfigError
 
 #: Shares whose ratio is nearer to 1 than this are equal: nothing is divided so finely.
 EQUAL = 1.001
+
+
+def parsed(text: str) -> tuple[float, ...]:
+    """Read ``ParallelConfig.shares``; () for an empty text. ConfigError for anything but positive numbers."""
+    with suppress(ValueError):
+        shares = tuple(float(entry) for entry in text.split(",")) if text.strip() else ()
+        if all(math.isfinite(share) and share > 0 for share in shares):
+            return shares
+    raise ConfigError(
+        f"shares is {text!r:.200}, which is not a list of positive numbers. Write one for each GPU, like "
+        f'"60,40", or leave it empty for equal shares.'
+    )
 
 
 def written(shares: Sequence[float]) -> str:

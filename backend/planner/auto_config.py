@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from ..config import AXES, MAX_CPU_RANKS, ConfigError, ParallelConfig, read_shares
+from ..config import AXES, MAX_CPU_RANKS, ConfigError, ParallelConfig
 from ..hardware.gpu_sharing import shares_gpu
+from ..shares import parsed
 from .choose import AUTO, MANUAL, METHODS
 
 #: Fields that the planner sets, and ``wire``, which it never changes: it is not exact. A graph that sets one
@@ -48,7 +49,7 @@ class AutoConfig:
     @property
     def rank_shares(self) -> tuple[float, ...]:
         """The shares as numbers; () where there are none. ConfigError for what is no such list."""
-        return read_shares(self.shares)
+        return parsed(self.shares)
 
     def devices(self, gpus_here: int) -> list[int]:
         """Return the GPUs that may be used on a machine with so many, or the ranks of the CPU. ConfigError

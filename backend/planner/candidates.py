@@ -41,9 +41,8 @@ def candidates(
         if not _divides(plan, shape, request):
             continue
         plans = [*_patched(plan, shape, request, exact)]
-        replicas = plan.sp_degree * plan.data_parallel_degree
         undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1 and not shape.whole_only
-        if can_shard and replicas > 1 and undivided:
+        if can_shard and plan.sharding_degree > 1 and undivided:
             plans.append(replace(plan, shard_weights=True))
         yield from filter(_is_computed, plans)
 
@@ -56,12 +55,11 @@ def _is_computed(plan: ParallelConfig) -> bool:
 def _divides(plan: ParallelConfig, shape: ModelShape, request: RequestEstimate) -> bool:
     """Return whether every rank has work: prompts, samples, blocks, heads and tokens go round."""
     tp = plan.tensor_parallel_degree
-    whole = plan.pipefusion_degree * plan.sp_degree * tp == 1
     heads = shape.heads // tp
     return (
         plan.cfg_degree <= request.prompts
         and plan.data_parallel_degree <= request.batch
-        and (whole or not shape.whole_only)
+        and (plan.prompt_degree == 1 or not shape.whole_only)
         and (plan.ring_degree == 1 or shape.rings)
         and (tp == 1 or (shape.tensor and (shape.head_groups or shape.heads) % tp == 0))
         and plan.ulysses_degree <= heads

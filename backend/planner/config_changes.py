@@ -48,12 +48,11 @@ def same_ranks(config: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yield configurations of as many ranks that divide the weights, those with the fewest changes first.
     They need not suit the model, nor their other settings (ParallelConfig.validate)."""
     yield replace(config, shard_weights=True)
-    divided = config.sp_degree * config.tensor_parallel_degree * config.pipefusion_degree
     of_guidance = {"cfg_degree": 1}
     of_samples = {"cfg_degree": 1, "data_parallel_degree": 1}
     for ranks, others in (
-        (divided, {}),
-        (divided * config.cfg_degree, of_guidance),
+        (config.prompt_degree, {}),
+        (config.prompt_degree * config.cfg_degree, of_guidance),
         (config.world_size, of_samples),
     ):
         for fields in dividing_weights(ranks):

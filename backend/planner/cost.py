@@ -123,12 +123,6 @@ class Cost:
             return prompts
         return math.ceil(every / samples_at_once(self.request.image_tokens))
 
-    @property
-    def _replica(self) -> int:
-        """Count the ranks, all neighbours, among which the tokens, blocks and matrices of one prompt are
-        divided."""
-        return self.plan.pipefusion_degree * self.plan.sp_degree * self.plan.tensor_parallel_degree
-
     @cached_property
     def _sequence(self) -> int:
         return self.shape.sequence(self.request.image_tokens, self.request.text_tokens)
@@ -290,7 +284,7 @@ class Cost:
         replicas and for calls that are each their own."""
         if not self.plan.shard_weights:
             return 0.0
-        ranks = self.plan.sp_degree * self.plan.data_parallel_degree
+        ranks = self.plan.sharding_degree
         rate = self.machine.neighbour(self.plan.world_size if self.plan.data_parallel_degree > 1 else ranks)
         size = sum(block.weights for block in blocks)
         if self.request.drained or self.plan.data_parallel_degree > 1:
@@ -307,12 +301,12 @@ class Cost:
         carried = max(1 + stage[-1].skips for stage in self._stages[:-1])
         return self.machine.latency + carried * self._activation(
             patches
-        ) / self.plan.sp_degree / self.machine.neighbour(self._replica)
+        ) / self.plan.sp_degree / self.machine.neighbour(self.plan.prompt_degree)
 
     def _combine(self) -> float:
         """Return the seconds in which CFG ranks gather their predictions."""
         if self.plan.cfg_degree == 1:
             return 0.0
-        rate = self.machine.neighbour(self._replica * self.plan.cfg_degree)
+        rate = self.machine.neighbour(self.plan.prompt_degree * self.plan.cfg_degree)
         # float32 of a token's latent pixels: at most about 64 numbers
         return self.machine.latency + self._most_samples * self.request.image_tokens * 64 * 4 / rate

@@ -80,7 +80,7 @@ def _held(
 def _weights(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> int:
     """Return the bytes of weights on a rank; modulation is spread to balance them. FSDP2 cuts equally."""
     if plan.shard_weights:
-        return math.ceil(shape.weights / (plan.sp_degree * plan.data_parallel_degree))
+        return math.ceil(shape.weights / plan.sharding_degree)
     own = _own_blocks(shape, plan, share)
     cut = share.matrices / plan.tensor_parallel_degree
     plain = sum(

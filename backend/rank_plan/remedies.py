@@ -39,8 +39,7 @@ def remedies(config: ParallelConfig, size: RequestSize, quantized: bool) -> Iter
     if config.has_stale_kv:
         fields.append({"num_pipeline_patch": 1, "stale_kv": "reuse"})
     fields += [{"offload_modulation": True}, {"shard_weights": True}]
-    divided = config.sp_degree * config.tensor_parallel_degree * config.pipefusion_degree
-    fields += dividing_weights(divided)
+    fields += dividing_weights(config.prompt_degree)
     others = dict.fromkeys(replace(config, **changed) for changed in fields)
     for other in others:
         if other != config:

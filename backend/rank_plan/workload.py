@@ -197,9 +197,8 @@ class Workload:
         here, whole = self._on_stage(place, stages)
         if not self.config.shard_weights:
             return whole
-        ranks = self.config.sp_degree * self.config.data_parallel_degree
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
-        return replace(whole, device=sum(each.shard(rank, ranks) for each in here))
+        return replace(whole, device=sum(each.shard(rank, self.config.sharding_degree) for each in here))
 
     def _on_stage(self, place: MeshPlace, stages: Stages) -> tuple[list[HeldParameter], HeldWeights]:
         """Return the parameters of the rank at ``place``, and their bytes before they are sharded: those of
