@@ -232,23 +232,7 @@ def mxfp8(
     x: Tensor, weight: "PackedWeight", bias: Tensor | None, max_over_ranks: MaxOverRanks | None
 ) -> Tensor:
     """Multiply blocks of 32 values, of activations and weights; on a CPU, what these blocks stand for."""
-    tensors = weight.packed.tensors
-    rows = _rows(x)
-    inside, after = _bias_where(x, bias)
-
-    def product(chunk: slice) -> Tensor:
-        inputs = rows[chunk]
-        quantized, scales = _kitchen().quantize_mxfp8(inputs, pad_32x=len(inputs) % 32 != 0)
-        if x.device.type == "cpu":
-            seen = _kitchen().dequantize_mxfp8(quantized, scales, x.dtype)
-            return F.linear(seen[: len(inputs)], weight.dequantized(but="smoothing"), bias)
-        block_scales = _tiled(tensors["block_scales"], torch.float8_e8m0fnu)
-        arguments = (quantized, tensors["values"], scales, block_scales)
-        return _kitchen().scaled_mm_mxfp8(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
-
-    return _in_chunks(
-        x, columns=weight.shape[0], bias=after, chunks=_block_chunks(rows, "quantize_mxfp8"), product=product
-    )
+    return _multiply_blocks("mxfp8", 32, x, weight, bias)
 
 
 def nvfp4(
@@ -256,30 +240,38 @@ def nvfp4(
 ) -> Tensor:
     """Multiply blocks of 16 values under a scale of all; on a CPU, what these blocks stand for."""
     tensors = weight.packed.tensors
-    rows = _rows(x)
-    inside, after = _bias_where(x, bias)
     scale = tensors.get("input_scale")
     if scale is None:
         amax = torch.linalg.vector_norm(x, float("inf"))  # the largest, without a copy
         scale = (amax if max_over_ranks is None else max_over_ranks(amax)) / (MAX_E4M3 * MAX_E2M1)
     scale = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # blocks are divided by it
+    return _multiply_blocks("nvfp4", 16, x, weight, bias, scale, tensors["tensor_scale"].float())
+
+
+def _multiply_blocks(
+    kind: str, size: int, x: Tensor, weight: "PackedWeight", bias: Tensor | None, *tensor_scales: Tensor
+) -> Tensor:
+    """Multiply with comfy-kitchen's functions of that ``kind``, whose blocks have ``size`` values.
+    tensor_scales: of all activations, and of all weights, where the format has them."""
+    verbs = ("quantize", "dequantize", "scaled_mm")
+    quantize, dequantize, multiply = (getattr(_kitchen(), f"{verb}_{kind}") for verb in verbs)
+    tensors = weight.packed.tensors
+    own_scale = tensor_scales[:1]
+    rows = _rows(x)
+    inside, after = _bias_where(x, bias)
 
     def product(chunk: slice) -> Tensor:
         inputs = rows[chunk]
-        quantized, scales = _kitchen().quantize_nvfp4(inputs, scale, pad_16x=len(inputs) % 16 != 0)
+        quantized, scales = quantize(inputs, *own_scale, **{f"pad_{size}x": len(inputs) % size != 0})
         if x.device.type == "cpu":
-            seen = _kitchen().dequantize_nvfp4(quantized, scale, scales, x.dtype)
+            seen = dequantize(quantized, *own_scale, scales, x.dtype)
             return F.linear(seen[: len(inputs)], weight.dequantized(but="smoothing"), bias)
-        block_scales = _tiled(tensors["block_scales"], torch.float8_e4m3fn)
-        arguments = (
-            *(quantized, tensors["values"], scale),
-            *(tensors["tensor_scale"].float(), scales, block_scales),
-        )
-        return _kitchen().scaled_mm_nvfp4(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
+        of_weight = _tiled(tensors["block_scales"], scales.dtype)
+        arguments = (quantized, tensors["values"], *tensor_scales, scales, of_weight)
+        return multiply(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
-    return _in_chunks(
-        x, columns=weight.shape[0], bias=after, chunks=_block_chunks(rows, "quantize_nvfp4"), product=product
-    )
+    chunks = _block_chunks(rows, f"quantize_{kind}")
+    return _in_chunks(x, columns=weight.shape[0], bias=after, chunks=chunks, product=product)
 
 
 def _in_chunks(
