@@ -36,7 +36,6 @@ class RankPlan:
 
     rank: int
     place: dict[str, int]
-    stage: int
     blocks: tuple[int, int]
     heads: int
     samples: int
@@ -62,7 +61,7 @@ class RankPlan:
         }
         held = ", ".join(f"{name} {megabytes(size)}" for name, size in rest.items() if size)
         return (
-            f"rank {self.rank}: stage {self.stage}, {blocks_text(self.blocks)}, {self.heads} heads, "
+            f"rank {self.rank}: stage {self.place['pp']}, {blocks_text(self.blocks)}, {self.heads} heads, "
             f"{len(self.patches)} patches, {sum(map(sum, self.patches))} tokens, weights "
             f"{megabytes(self.weight_bytes)}{host}, {held}, in all about "
             f"{megabytes(self.device_bytes)}, sends per step: {sent or 'nothing'}"
@@ -152,7 +151,6 @@ def _plan(work: Workload, rank: int, place: MeshPlace, stages: Stages) -> RankPl
     return RankPlan(
         rank=rank,
         place=place,
-        stage=place["pp"],
         blocks=(blocks.start, blocks.stop),
         heads=work.heads(place),
         samples=work.batch,
