@@ -19,6 +19,7 @@ import torch
 from ..config import ParallelConfig
 from ..hardware.device_memory import host_bytes
 from ..hardware.gpu_kernels import Capability
+from ..loading.regular_files import file_state
 from ..protocol import BackendError, RefusedError
 from ..runtime.callbacks import nothing
 from ..runtime.torch_version import installed
@@ -104,8 +105,7 @@ def least_capability(device: str, indices: list[int]) -> Capability | None:
 def stamp(path: Path) -> tuple:
     """Tell versions of a file apart, or of the files of a folder of diffusers."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    stats = [(str(each), each.stat()) for each in files if each.is_file()]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return tuple((str(each), *state) for each in files if (state := file_state(each)))
 
 
 def _hardware(config: ParallelConfig, device: str) -> dict:

@@ -20,7 +20,7 @@ from ..units import fine_gigabytes
 from .adapters import LoRA, cut
 from .checkpoint import Checkpoint
 from .lora_file_bytes import matrix
-from .lora_keys import Lora, LoraUse, file_state, open_lora
+from .lora_keys import Lora, LoraUse, open_lora
 from .lora_products import (
     LoraChange,
     MatrixShard,
@@ -32,6 +32,7 @@ from .lora_products import (
 )
 from .lora_targets import Targets
 from .lora_validation import check_values
+from .regular_files import file_state
 
 #: LoRAs in the order in which they are added.
 Stack = tuple[LoraUse, ...]
@@ -85,7 +86,7 @@ class FusedWeights:
         return loras
 
     def _open(self, path: str) -> Lora:
-        key = path, file_state(path)
+        key = path, file_state(Path(path))
         lora = self._opened.pop(key, None) or open_lora(path, self.targets, self.checkpoint.name)
         self._opened[key] = lora
         return lora

@@ -29,6 +29,7 @@ from .lora_spellings import (
 )
 from .lora_targets import Targets
 from .lora_validation import check_form
+from .regular_files import file_state
 from .safetensors_files import TensorFiles
 
 KINDS: tuple[type[Adapter], ...] = (LoRA, LoHa, LoKr, Difference)
@@ -107,17 +108,8 @@ def lora_stack(loras: list, folders: Folders = ANYWHERE) -> tuple[LoraUse, ...]:
             raise UnsupportedError(f"{what} (a finite number, at most {MAX_STRENGTH:,}).")
         path, strength = lora
         folders.check(path)
-        uses.append(LoraUse(path, float(strength), file_state(path)))
+        uses.append(LoraUse(path, float(strength), file_state(Path(path))))
     return tuple(uses)
-
-
-def file_state(path: str) -> tuple[int, ...]:
-    """Return what changes with the file at ``path``; empty where there is none."""
-    file = Path(path)
-    if not file.is_file():
-        return ()
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size
 
 
 def stack_digest(stack: tuple[LoraUse, ...]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .adapters import Adapter
+from .regular_files import file_state
 from .safetensors_files import FLOATING
 
 #: Stored types of an alpha that is an integer.
@@ -57,8 +58,7 @@ def check_values(path: str, strength: float, adapters: Iterable[tuple[object, Ad
     """Refuse values that are NaN, infinite or too large to be multiplied in the ``adapters`` (target,
     adapter) of the file at ``path``, each tensor of which is read once. Raises UnsupportedError."""
     where = Path(path)
-    stamp = where.stat()
-    known = _largest_values(path, changed=stamp.st_mtime_ns, size=stamp.st_size)
+    known = _largest_values(path, file_state(where))
     for _, adapter in adapters:
         for role, key in adapter.keys.items():
             if key not in known:
@@ -75,7 +75,7 @@ def check_values(path: str, strength: float, adapters: Iterable[tuple[object, Ad
 
 
 @lru_cache(FILES)
-def _largest_values(path: str, changed: int, size: int) -> dict[str, float]:
+def _largest_values(path: str, state: tuple[int, ...]) -> dict[str, float]:
     """Return key -> largest magnitude of one state of a file, to be filled by the caller."""
     return {}
 

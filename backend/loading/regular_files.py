@@ -32,6 +32,15 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
+def file_state(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file, its size and time of change (ns); empty where there is none."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return ()
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else ()
+
+
 def not_regular(path: Path) -> UnsupportedError:
     """Return the refusal of what is there but has no bytes of its own."""
     what = f"{quoted(path.name)} is not a regular file but a folder, pipe, socket or device"
