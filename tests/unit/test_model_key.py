@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from backend.errors import RAN_OUT, UnsupportedError
 from backend.loading.load_report import by_rank
 from backend.loading.lora_keys import lora_stack, stack_digest
 from backend.loading.model_key import check_same, content_key, model_key
+from backend.loading.regular_files import file_state
 from backend.parallel import mesh
 from backend.protocol import Load
 from backend.rank.admission import Admission, FatalOutOfMemory, InsufficientMemory
@@ -213,3 +215,11 @@ def test_files_of_two_machines_are_compared_by_size_and_header(tmp_path):
         (tmp_path / "b/m.safetensors").write_bytes(other)
         with pytest.raises(UnsupportedError, match="m.safetensors' is another file on this rank's machine"):
             check_same(str(first), content_key(str(tmp_path / "b/m.safetensors")), key)
+
+
+def test_what_is_no_file_has_no_state(tmp_path):
+    file = tmp_path / "lora.safetensors"
+    file.write_bytes(b"abc")
+    os.utime(file, ns=(0, 7))
+    assert file_state(file) == (3, 7)
+    assert [file_state(Path(each)) for each in (tmp_path, tmp_path / "gone", "a\0b")] == [(), (), ()]
