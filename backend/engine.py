@@ -38,7 +38,7 @@ from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, MatmulChoice
 from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
-from .rank_plan import describe
+from .rank_plan import RequestSize, describe
 from .runtime import callbacks
 from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_inputs import ModelInputs
@@ -271,8 +271,8 @@ class Engine:
         asked = ("num_pipeline_patch", "stale_kv", "wire")
         config = replace(self.config, **{name: getattr(message, name) for name in asked})
         tokens = check_workload(message, config, family=checkpoint.family, model_config=checkpoint.config)
-        request = {"branches": message.prompts, "dtype": model.dtype, "choices": model.choices}
-        plans = describe(config, checkpoint, tokens, message.text_tokens, **request)
+        request = RequestSize(tokens, message.text_tokens, prompts=message.prompts)
+        plans = describe(config, checkpoint, request, model.dtype, model.choices)
         return tokens, [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling

@@ -30,9 +30,9 @@ from .loading.compute_dtype import chosen_dtype
 from .loading.recognition import open_checkpoint
 from .loading.scale_values import check_scales
 from .loading.weight_loading import choices
-from .parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from .planner.config_changes import named_change
 from .rank_plan.describe import mesh_indices
+from .rank_plan.request_size import RequestSize
 from .rank_plan.shape_of import shape_of
 from .rank_plan.weights import HeldWeights
 from .rank_plan.workload import Workload, tensor_mesh
@@ -66,17 +66,7 @@ def check_before_start(
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
         cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))  # ranks choose alike (Matrix)
         found = choices(checkpoint, cuts, matmul, where, capability)
-        work = Workload(
-            config=config,
-            checkpoint=checkpoint,
-            image_tokens=IMAGE_TOKENS,
-            text_tokens=TEXT_TOKENS,
-            batch=1,
-            prompts_per_rank=1,
-            dtype=dtype,
-            calls=1,
-            choices=found,
-        )
+        work = Workload(config, checkpoint, RequestSize(prompts=1, calls=1), dtype, found)
         check_memory(work, device, memory or [])
         check_scales(checkpoint)
 

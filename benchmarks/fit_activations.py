@@ -58,19 +58,8 @@ def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Ro
     """Read one dry run."""
     checkpoint = model(golden).checkpoint
     size = model(golden).size
-    work = Workload(
-        config=ParallelConfig(),
-        checkpoint=checkpoint,
-        image_tokens=size.image_tokens,
-        text_tokens=size.text_tokens,
-        batch=1,
-        prompts_per_rank=1,
-        dtype=torch.bfloat16,
-        calls=1,
-        choices={},
-        latents=size.latents,
-    )
-    unit = (size.image_tokens + size.text_tokens) * unit_bytes(work)
+    work = Workload(ParallelConfig(), checkpoint, size, torch.bfloat16, {})
+    unit = size.tokens * unit_bytes(work)
     plan = plans_of(golden, method, ranks)[rank]
     sp = ranks if method in ("ulysses", "ring") else 1
     tp = ranks if method == "tensor parallel" else 1

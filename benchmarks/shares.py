@@ -25,7 +25,7 @@ from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.probe import Probe
-from backend.rank_plan import describe
+from backend.rank_plan import RequestSize, describe
 from backend.sampling.step_loop import Callbacks
 from backend.shares import written
 
@@ -104,7 +104,7 @@ class Way:
 
 def work(config: ParallelConfig, model: str, tokens: int, text: int) -> list[str]:
     """Count what each rank has: tokens, heads, blocks."""
-    ranks = describe(config, open_checkpoint(model), tokens, text)
+    ranks = describe(config, open_checkpoint(model), RequestSize(tokens, text))
     return [
         f"{sum(map(sum, rank.patches))} tokens, {rank.heads} heads, {rank.blocks[1] - rank.blocks[0]} blocks"
         for rank in ranks

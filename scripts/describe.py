@@ -23,7 +23,7 @@ from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.compute_dtype import default_dtype
 from backend.loading.recognition import open_checkpoint
-from backend.rank_plan import automatic_choices, describe
+from backend.rank_plan import RequestSize, automatic_choices, describe
 
 
 def options() -> argparse.Namespace:
@@ -31,12 +31,13 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument(
-        "--image-tokens", type=int, default=4096, help="image tokens of a request (4096: Flux at 1024 x 1024)"
-    )
-    parser.add_argument("--text-tokens", type=int, default=512, help="text tokens of a request")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--branches", type=int, choices=(1, 2), default=2, help="2 with a negative prompt")
+    usual = RequestSize()
+    image_help = "image tokens of a request (%(default)s: Flux at 1024 x 1024)"
+    parser.add_argument("--image-tokens", type=int, default=usual.image_tokens, help=image_help)
+    parser.add_argument("--text-tokens", type=int, default=usual.text_tokens, help="text tokens of a request")
+    parser.add_argument("--batch", type=int, default=usual.batch)
+    prompts_help = "2 with a negative prompt"
+    parser.add_argument("--prompts", type=int, choices=(1, 2), default=usual.prompts, help=prompts_help)
     parser.add_argument("--compute-capability", type=float, help="of the GPUs, such as 8.9")
     parser.add_argument("--json", action="store_true", help="print every number, as JSON")
     for field in fields(ParallelConfig):
@@ -58,10 +59,7 @@ def main():
         plans = describe(
             config,
             checkpoint,
-            chosen.image_tokens,
-            chosen.text_tokens,
-            chosen.batch,
-            chosen.branches,
+            RequestSize(chosen.image_tokens, chosen.text_tokens, chosen.batch, chosen.prompts),
             dtype,
             choices=automatic_choices(config, checkpoint, capability),
         )

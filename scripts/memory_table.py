@@ -17,7 +17,7 @@ from released_forms import File, checkpoint_of
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import Checkpoint
-from backend.rank_plan import RankPlan, describe
+from backend.rank_plan import RankPlan, RequestSize, describe
 
 PART = Part("docs/memory.md", "memory", "scripts/memory_table.py")
 RANKS = (2, 4, 8)
@@ -75,8 +75,9 @@ EXPERTS = ("Wan 2.2 A14B, one expert", "Wan 2.2 A14B, both experts")
 def planned(checkpoint: Checkpoint, file: File, **fields) -> list[RankPlan] | None:
     """Plan every rank of a file; None where a degree does not fit the model."""
     config = ParallelConfig(**fields)
+    request = RequestSize(file.image, file.text, prompts=1, calls=CALLS)
     try:
-        return describe(config, checkpoint, file.image, file.text, branches=1, calls=CALLS)
+        return describe(config, checkpoint, request)
     except (ConfigError, UnsupportedError):
         return None
 

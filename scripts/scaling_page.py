@@ -30,7 +30,7 @@ from backend.planner.cost import Cost
 from backend.planner.machine import OVERHEAD, Machine, RequestEstimate
 from backend.planner.model_shape import ModelShape
 from backend.planner.option import Option
-from backend.rank_plan import RankPlan
+from backend.rank_plan import RankPlan, describe
 from backend.rank_plan.request_size import RequestSize, size_of
 from backend.rank_plan.shape_of import shape_of
 from backend.sampling.validation import check_degrees
@@ -142,7 +142,7 @@ def plans_of(family: str, method: str, ranks: int) -> list[RankPlan]:
     found = model(family)
     config = replace(ParallelConfig(), **{dry_run.METHODS[method]: ranks}).validate()
     check_degrees(found.checkpoint, config)
-    return found.size.plans(config, found.checkpoint, torch.bfloat16)
+    return describe(config, found.checkpoint, found.size, torch.bfloat16)
 
 
 # ------------------------------------------------------------------ projected seconds

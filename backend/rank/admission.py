@@ -14,13 +14,12 @@ from ..config import ParallelConfig
 from ..errors import RAN_OUT, SHORT, UnsupportedError, reason
 from ..hardware.device_memory import DeviceMemory, host_free, is_out_of_memory
 from ..loading.checkpoint import Checkpoint
-from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..planner.memory import spare_bytes
 from ..protocol import ModelCall, Sample
 from ..quantization.dequantized_cache import may_cache_dequantized
 from ..quantization.kernels import MatmulChoice
 from ..quantization.packed_weight import scratch_bytes
-from ..rank_plan.describe import CALLS, RankPlan, describe
+from ..rank_plan.describe import RankPlan, describe
 from ..rank_plan.need import Need, load_need, request_need
 from ..rank_plan.remedies import fitting
 from ..rank_plan.request_size import RequestSize
@@ -32,7 +31,7 @@ from ..units import fine_gigabytes
 #: Plans of requests that are cached: of two experts with and without a negative prompt.
 CACHED_PLANS = 4
 #: Request that a model should bear once it is loaded, where a load asks what would fit.
-TYPICAL = RequestSize(IMAGE_TOKENS, TEXT_TOKENS, batch=1, prompts=2, calls=CALLS)
+TYPICAL = RequestSize()
 NOTHING = Need(0, 0)
 NO_SETTING = (
     "No single setting (stale_kv, num_pipeline_patch, offload_modulation, shard_weights, "
@@ -172,7 +171,7 @@ class Admission:
     def plan_load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Planned:
         """Plan the load of a checkpoint on every rank; ``dtype``: of its weights. Raises ConfigError,
         UnsupportedError."""
-        plans = describe(self.config, checkpoint, dtype=dtype)
+        plans = describe(self.config, checkpoint, TYPICAL, dtype)
         mapped = dtype == checkpoint.dtype or checkpoint.is_quantized
         needs = [load_need(plan, self.memory.device.type, mapped) for plan in plans]
         return Planned(self.config, checkpoint, TYPICAL, dtype, plans, needs, is_loaded=False)
@@ -192,7 +191,7 @@ class Admission:
         known = (plans for owner, about, plans in self._plans if owner is checkpoint and about == key)
         plans = next(known, None)
         if plans is None:
-            plans = size.plans(config, checkpoint, dtype, choices=choices)
+            plans = describe(config, checkpoint, size, dtype, choices)
             self._plans.append((checkpoint, key, plans))
         held = scratch_bytes(self.memory.device)
         needs = [request_need(plan, held) for plan in plans]

@@ -3,3 +3,4 @@
 from .describe import RankPlan as RankPlan
 from .describe import automatic_choices as automatic_choices
 from .describe import describe as describe
+from .request_size import RequestSize as RequestSize

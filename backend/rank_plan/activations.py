@@ -58,7 +58,7 @@ def activation_bytes(work: Workload, place: MeshPlace, stages: Stages) -> int:
     skipped = long_skips(work.checkpoint, stages.blocks[place["pp"]]) * _stream(work)
     token = fitted.on_rank(work.config, skipped, tokens, matrices)
     held = fitted.of_samples(work.config, work.batch, token)
-    return math.ceil((work.image_tokens + work.text_tokens) * held)
+    return math.ceil(work.request.tokens * held)
 
 
 def activations_of(work: Workload, two: Workload | None) -> Activations:
@@ -67,7 +67,7 @@ def activations_of(work: Workload, two: Workload | None) -> Activations:
     fitted = _fitted(work)
     if fitted is not None:
         return fitted
-    tokens = work.image_tokens + work.text_tokens
+    tokens = work.request.tokens
     of_ranks = (_by_layers(each, FIRST, each.checkpoint.stages(each.config)) for each in (work, two or work))
     whole, half = of_ranks
     cut = 2 * max(0, whole - half) / tokens
@@ -87,10 +87,10 @@ def _fitted(work: Workload) -> Activations | None:
     if work.family.name not in FITTED:
         return None
     numbers = {name: number * unit_bytes(work) for name, number in FITTED[work.family.name].items()}
-    controls = CONTROLS * (_width(work, work.controls) - _width(work, 1)) * work.dtype.itemsize
+    controls = CONTROLS * (_width(work, work.request.controls) - _width(work, 1)) * work.dtype.itemsize
     numbers["replicated"] += controls
     numbers["outside"] += controls
-    tokens = work.image_tokens + work.text_tokens
+    tokens = work.request.tokens
     return Activations(**numbers, latents=latent_bytes(work) / max(1, tokens))
 
 
@@ -112,7 +112,8 @@ def latent_bytes(work: Workload) -> int:
     latent = work.family.latent
     config = work.checkpoint.config
     features = latent.channels(config) * math.prod(latent.patch(config))
-    return FLOAT32 * (LATENTS * work.image_tokens * features + 2 * work.sequence.joint * work.head_size)
+    stored = LATENTS * work.request.image_tokens * features
+    return FLOAT32 * (stored + 2 * work.sequence.joint * work.head_size)
 
 
 def _by_layers(work: Workload, place: MeshPlace, stages: Stages) -> int:
@@ -125,7 +126,7 @@ def _by_layers(work: Workload, place: MeshPlace, stages: Stages) -> int:
     )
     own = shards.local
     nested = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
-    text = len(own.text) if position else work.text_tokens
+    text = len(own.text) if position else work.request.text_tokens
     stream = _stream(work)
     controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
     names = work.checkpoint.block_names
@@ -135,7 +136,7 @@ def _by_layers(work: Workload, place: MeshPlace, stages: Stages) -> int:
     ]
     within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
     within += long_skips(work.checkpoint, stages.blocks[place["pp"]]) * stream * own.stream
-    tokens = sequence.joint if position else work.image_tokens + text
+    tokens = sequence.joint if position else work.request.image_tokens + text
     outside = (STREAMS_OUTSIDE * stream + controls) * tokens
     latents = latent_bytes(work)
     one = max(within, outside) + latents

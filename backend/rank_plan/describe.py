@@ -10,16 +10,13 @@ from ..config import ParallelConfig
 from ..hardware.gpu_kernels import Capability
 from ..loading import weight_loading
 from ..loading.checkpoint import Checkpoint
-from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS, Stages
+from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, MatmulChoice
-from ..shares import shard_sizes
 from ..units import blocks_text, megabytes
 from .activations import activation_bytes
+from .request_size import RequestSize
 from .traffic import sent
 from .workload import MeshPlace, Workload, tensor_mesh
-
-#: Calls of the model in a request, by default.
-CALLS = 28
 
 
 @dataclass(frozen=True)
@@ -81,44 +78,31 @@ class RankPlan:
 def describe(
     config: ParallelConfig,
     checkpoint: Checkpoint,
-    image_tokens: int = IMAGE_TOKENS,
-    text_tokens: int = TEXT_TOKENS,
-    batch: int = 1,
-    branches: int = 2,
+    request: RequestSize,
     dtype: torch.dtype | None = None,
-    calls: int = CALLS,
     choices: Mapping[str, MatmulChoice] | None = None,
     bits: int = 0,
-    latents: tuple[tuple[str, int], ...] = (),
-    controls: int = 1,
-    image_features: int | None = None,
 ) -> list[RankPlan]:
     """Describe every rank of ``config`` with the transformer of ``checkpoint``.
 
-    image_tokens, text_tokens: of a request (4096 + 512: Flux at 1024 x 1024). branches: 2 with a negative
-    prompt. dtype: of the weights, the file's by default. calls: of the model with each prompt. choices: how
-    quantized parameters multiply, by default by the dequantized weight. bits: of a value of the linear layers
-    in blocks, were the file quantized; 0 for the file as it is. latents: name and tokens of nested ones, in
-    the order of their tokens; without them all tokens are the first's. controls: control inputs of a prompt,
-    where the model has layers for them. image_features: as in RequestSize. Raises ConfigError and
-    UnsupportedError as loading does.
+    dtype: of the weights, the file's by default. choices: quantized parameter -> how it multiplies, by
+    default by the dequantized weight. bits: of a value of the linear layers in blocks, were the file
+    quantized; 0 for the file as it is. Raises ConfigError and UnsupportedError as loading does.
     """
     config.validate()
-    shards = shard_sizes(batch, count=config.data_parallel_degree, shares=config.shares_of("dp"))
-    samples = [max(1, size) for size in shards]
-    prompts_per_rank = branches // config.cfg_degree
     dtype = dtype or checkpoint.dtype
-    request = (image_tokens, text_tokens, samples[0], prompts_per_rank)
-    more = (bits, latents, controls, image_features)
-    work = Workload(config, checkpoint, *request, dtype, calls, choices or {}, *more)
-    works = {count: replace(work, batch=count) for count in set(samples)}
+    replicas = [
+        Workload(config, checkpoint, request, dtype, choices or {}, bits, replica)
+        for replica in range(config.data_parallel_degree)
+    ]
+    works = {work.batch: work for work in replicas}  # one for all replicas of as many samples
     stages = checkpoint.stages(config)
     alike = ("cfg",) if config.shard_weights else ("cfg", "dp")  # where ranks hold and send the same
     plans: dict[tuple, RankPlan] = {}
     of_ranks = []
     for rank, place in enumerate(mesh_indices(config)):
-        count = samples[place["dp"]]
-        held = {**place, "tp": work.tensor_ranks_alike[place["tp"]]}
+        count = replicas[place["dp"]].batch
+        held = {**place, "tp": replicas[0].tensor_ranks_alike[place["tp"]]}
         key = (count, *(index for axis, index in held.items() if axis not in alike))
         if key not in plans:
             plans[key] = _plan(works[count], rank, place, stages)

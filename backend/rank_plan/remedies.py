@@ -11,6 +11,7 @@ from ..loading.checkpoint import Checkpoint
 from ..planner.config_changes import dividing_weights, settings
 from ..quantization.kernels import MatmulChoice
 from ..sampling.validation import check_degrees
+from .describe import describe
 from .need import request_need
 from .request_size import RequestSize
 
@@ -73,7 +74,7 @@ def fitting(
         try:
             check_degrees(checkpoint, remedy.config.validate())
             of_file = None if remedy.bits else choices  # another file multiplies otherwise
-            plans = remedy.size.plans(remedy.config, checkpoint, dtype, remedy.bits, of_file)
+            plans = describe(remedy.config, checkpoint, remedy.size, dtype, of_file, remedy.bits)
         except (ConfigError, UnsupportedError):
             continue  # the model or the other settings forbid it
         needs = (plan.weight_bytes + request_need(plan).likely for plan in plans)

@@ -1,56 +1,43 @@
 """How large a request is, counted from its message: what its memory follows from."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
+from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..planner.machine import samples_at_once
 from ..protocol import ModelCall, Sample
-from ..quantization.kernels import MatmulChoice
 from ..sampling.guidance import branch_of
 from ..sampling.model_inputs import ModelInputs, inputs_of
 from ..sampling.request import request_config
-from .describe import RankPlan, describe
 
 
 @dataclass(frozen=True)
 class RequestSize:
-    """A request as rank_plan counts it. image_tokens: of the latent and of references; text_tokens: of the
-    longest prompt; batch, prompts: of all replicas and both CFG branches; calls: of the model with each
-    prompt; latents: name and tokens of nested ones, as they follow each other; controls: control inputs
-    (Conditioning.controls) of the prompt with most of them; image_features: Conditioning.image_features of
-    the prompt with most of them, None for as many as is usual."""
+    """A request as rank_plan counts it; by default Flux at 1024 x 1024 with a negative prompt.
 
-    image_tokens: int
-    text_tokens: int
-    batch: int
-    prompts: int
-    calls: int
+    image_tokens: of the latent and of references. text_tokens: of the longest prompt. batch, prompts: of all
+    replicas and both CFG branches. calls: of the model with each prompt. latents: name and tokens of nested
+    ones, as they follow each other; all tokens are the first's without them. controls, image_features: of the
+    prompt with most of them, as Conditioning counts them; None for as many features as is usual.
+    """
+
+    image_tokens: int = IMAGE_TOKENS
+    text_tokens: int = TEXT_TOKENS
+    batch: int = 1
+    prompts: int = 2
+    calls: int = 28
     latents: tuple[tuple[str, int], ...] = ()
     controls: int = 1
     image_features: int | None = None
 
-    def plans(
-        self,
-        config: ParallelConfig,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        bits: int = 0,
-        choices: Mapping[str, MatmulChoice] | None = None,
-    ) -> list[RankPlan]:
-        """Plan every rank; ``bits`` and ``choices`` as in describe. Raises ConfigError and
-        UnsupportedError."""
-        size = (self.image_tokens, self.text_tokens, self.batch, max(self.prompts, config.cfg_degree))
-        settings = {"dtype": dtype, "calls": self.calls, "bits": bits, "choices": choices}
-        settings |= {"latents": self.latents, "controls": self.controls}
-        settings |= {"image_features": self.image_features}
-        return describe(config, checkpoint, *size, **settings)
+    @property
+    def tokens(self) -> int:
+        """Count the image and text tokens of a sample."""
+        return self.image_tokens + self.text_tokens
 
 
 def planned_config(message: Sample | ModelCall, config: ParallelConfig) -> ParallelConfig:

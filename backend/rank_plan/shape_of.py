@@ -24,6 +24,7 @@ from ..quantization.matmul import NATIVE_FORMATS, RULES
 from ..runtime.opaque_ops import compiles_on_gpus
 from ..runtime.torch_version import unshardable
 from .activations import FIRST, activations_of
+from .request_size import RequestSize
 from .weights import HeldParameter, held_parameters, planned_scratch_bytes
 from .workload import Workload
 
@@ -81,17 +82,8 @@ class _Measured:
 
     def _work(self, tensor: int = 1) -> Workload:
         plan = ParallelConfig(tensor_parallel_degree=tensor)
-        return Workload(
-            config=plan,
-            checkpoint=self.checkpoint,
-            image_tokens=IMAGE_TOKENS,
-            text_tokens=TEXT_TOKENS,
-            batch=1,
-            prompts_per_rank=1,
-            dtype=self.dtype,
-            calls=1,
-            choices=self.choices,
-        )
+        request = RequestSize(prompts=1, calls=1)
+        return Workload(plan, self.checkpoint, request, self.dtype, self.choices)
 
     @property
     def _sharding_needs(self) -> str:

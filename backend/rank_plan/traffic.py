@@ -91,7 +91,7 @@ def _mixing(work: Workload, place: MeshPlace, blocks: int, patch: TokenShards) -
     ranks = patch.sp_size
     calls = blocks * work.batch * work.prompts_per_rank
     own = len(patch.local.image)
-    line = math.isqrt(work.image_tokens) + 1
+    line = math.isqrt(work.request.image_tokens) + 1
     tokens = own if work.config.has_stale_kv else min(line, own)
     others = (patch.sp_rank > 0) + (patch.sp_rank < ranks - 1)
     if tokens == own:
@@ -126,7 +126,7 @@ def _tensor_parallel(work: Workload, place: MeshPlace, stages: Stages, patches: 
         for name, _ in work.sequence.latents
     }
     if not work.family.blocks.text_position:  # every rank and patch reads the whole prompt
-        text = work.text_tokens * len(patches)
+        text = work.request.text_tokens * len(patches)
     own = place["pp"]
     total = 0
     for module, cut in work.cuts(place).items():

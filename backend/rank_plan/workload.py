@@ -20,6 +20,7 @@ from ..parallel.wire_bytes import kv_heads_sent
 from ..planner.model_shape import samples_of_activations
 from ..quantization.kernels import MatmulChoice
 from ..shares import grid_shares, shard_edges, shard_sizes
+from .request_size import RequestSize
 from .weights import (
     FOUND,
     HeldParameter,
@@ -50,22 +51,27 @@ def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
 
 @dataclass(frozen=True)
 class Workload:
-    """The request and model that the plans are for; batch and prompts_per_rank are of one replica
-    and CFG rank. choices: quantized parameter -> how it multiplies. The others are as in describe."""
+    """A request on the ranks of one ``replica`` of a configuration. choices, bits: as in describe."""
 
     config: ParallelConfig
     checkpoint: Checkpoint
-    image_tokens: int
-    text_tokens: int
-    batch: int
-    prompts_per_rank: int
+    request: RequestSize
     dtype: torch.dtype
-    calls: int
     choices: Mapping[str, MatmulChoice]
     bits: int = 0
-    latents: tuple[tuple[str, int], ...] = ()
-    controls: int = 1
-    image_features: int | None = None
+    replica: int = 0
+
+    @cached_property
+    def batch(self) -> int:
+        """Count the samples on the replica, at least one."""
+        shares = self.config.shares_of("dp")
+        shards = shard_sizes(self.request.batch, count=self.config.data_parallel_degree, shares=shares)
+        return max(1, shards[self.replica])
+
+    @property
+    def prompts_per_rank(self) -> int:
+        """Count the prompts that a rank computes, one after the other."""
+        return -(-self.request.prompts // self.config.cfg_degree)
 
     @property
     def family(self):
@@ -84,9 +90,10 @@ class Workload:
     def sequence(self) -> SequenceLengths:
         """The tokens of a forward; of nested latents all are the first's where nothing else is known."""
         position = self.family.blocks.text_position
-        latents = self.latents or tuple(latents_of(self.family, self.image_tokens).items())
-        text = self.text_tokens if position else 0
-        return SequenceLengths(text=text, image=self.image_tokens, text_position=position, latents=latents)
+        image = self.request.image_tokens
+        text = self.request.text_tokens if position else 0
+        latents = self.request.latents or tuple(latents_of(self.family, image).items())
+        return SequenceLengths(text=text, image=image, text_position=position, latents=latents)
 
     @property
     def is_linear(self) -> bool:
@@ -138,7 +145,7 @@ class Workload:
     @property
     def width(self) -> int:
         """Features of a token between blocks."""
-        return self.family.blocks.hidden_width(self.checkpoint.config, self.controls)
+        return self.family.blocks.hidden_width(self.checkpoint.config, self.request.controls)
 
     @property
     def head_size(self) -> int:
@@ -181,7 +188,7 @@ class Workload:
 
     def runs(self, part: AttentionCall | LayerTokens) -> int:
         """Count how often an attention call or a layer runs in a forward."""
-        return self.controls if part.is_control else 1
+        return self.request.controls if part.is_control else 1
 
     def call_head_size(self, call: AttentionCall) -> int:
         """Count the features of a head of an attention call."""
@@ -215,7 +222,7 @@ class Workload:
             ]
             waiting = self.modulation if self.config.offload_modulation else frozenset()
             host = sum(each.bytes for each in here if each.module in waiting)
-            tokens = self.batch * -(-(self.image_tokens + self.text_tokens) // self.config.sp_degree)
+            tokens = self.batch * -(-self.request.tokens // self.config.sp_degree)
             gathered = gathered_bytes(here) if self.config.shard_weights else 0
             device = sum(each.bytes for each in here) - host
             held = self._known[tp, own] = (
@@ -300,11 +307,11 @@ class Workload:
                 size = self.call_head_size(call)
                 width += self.runs(call) * size * self._of_tensor_rank(call.kv_width // size, place)
         more = self.batch * self.prompts_per_rank - samples_of_activations(self.config, self.batch)
-        tokens = max(self.text_tokens, self.family.cache.padded_prompt)
-        if self.image_features is None:
+        tokens = max(self.request.text_tokens, self.family.cache.padded_prompt)
+        if self.request.image_features is None:
             tokens += self.family.conditioning.image_features(self.checkpoint.config, None)
         else:
-            tokens += self.image_features
+            tokens += self.request.image_features
         return 2 * more * width * tokens * self.dtype.itemsize
 
     def modulation_bytes(self, place: MeshPlace, stages: Stages) -> int:
@@ -313,7 +320,7 @@ class Workload:
         most = self.batch * self.prompts_per_rank
         if not (self.config.shard_weights and self.config.data_parallel_degree > 1):
             ahead = embeddings_ahead(max(widths), self.dtype)
-            most = min(self.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
+            most = min(self.request.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
         return most * widths[place["pp"]] * self.dtype.itemsize
 
     def _modulation_widths(self, place: MeshPlace, stages: Stages) -> list[int]:

@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from backend import engine as engine_module
 from backend.config import ParallelConfig
-from backend.engine import Engine, describe
+from backend.engine import Engine
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import compiled_blocks, fsdp, mesh, modulation_cache, tensor_parallel, ulysses_ring
 from backend.parallel.ring_library import ring_library
+from backend.rank_plan import RequestSize, describe
 from backend.sampling.step_loop import Callbacks
 
 
@@ -91,7 +92,7 @@ def described(
 ) -> list[dict[str, int]]:
     """What describe() says that every rank sends in ``steps`` of 60 image and 12 text tokens, and keeps of
     modulation."""
-    plans = describe(config, checkpoint, 60, 12, batch, calls=steps, dtype=dtype)
+    plans = describe(config, checkpoint, RequestSize(60, 12, batch, calls=steps), dtype)
     replicas = (
         config.data_parallel_degree
     )  # tell each other their results and last predictions, of (16, 20, 12) a sample, once a request

@@ -31,7 +31,7 @@ from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
-from backend.rank_plan import describe
+from backend.rank_plan import RequestSize, describe
 from backend.serving.broadcast import FIRST
 
 
@@ -215,7 +215,8 @@ def test_a_description_is_of_the_settings_that_were_asked_for(backend, checkpoin
     for patches, stale in ((1, "reuse"), (5, "extrapolate")):
         told = backend.describe(protocol.Describe(model, [16, 64, 48], 100, 1, patches, stale))
         config = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=patches, stale_kv=stale)
-        plans = describe(config, open_checkpoint(checkpoint), 768, 100, branches=1, dtype=torch.float32)
+        size = RequestSize(768, 100, prompts=1)
+        plans = describe(config, open_checkpoint(checkpoint), size, torch.float32)
         assert told.image_tokens == 768 and told.ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
         assert len(told.ranks[0]["patches"]) == patches
     asked = protocol.Describe(model, [16, 64, 48], 100, 1)

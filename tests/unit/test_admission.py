@@ -19,6 +19,7 @@ from backend.engine import Engine
 from backend.parallel import mesh
 from backend.protocol import ModelCall
 from backend.rank.admission import Admission, InsufficientMemory, RankMemory, short_ranks
+from backend.rank_plan import describe
 from backend.rank_plan.need import Need
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
 from backend.sampling.runs import Prepared
@@ -30,7 +31,7 @@ SIDES = ("positive", "negative")
 WAN = "wan2.2-i2v-A14B"
 WAN_SIZE = RequestSize(21 * 45 * 80, 512, batch=1, prompts=2, calls=40)
 READY = Prepared(None, None)
-FLUX_SIZE = RequestSize(4096, 512, batch=1, prompts=1, calls=28)
+FLUX_SIZE = RequestSize(prompts=1)
 
 
 def room(rank=0, least=1, likely=2, free=10, cached=0, memory="", ready=True) -> RankMemory:
@@ -146,9 +147,9 @@ def test_a_quantized_file_is_named_for_one_rank(flux):
 
 
 def test_a_quantized_file_is_about_the_size_of_the_real_one(flux):
-    size = RequestSize(4096, 512, 1, 1, 28)
-    real = size.plans(ParallelConfig(), opened("var__flux1-dev-fp8-e4m3fn__Kijai_"), BF16)[0].weight_bytes
-    derived = size.plans(ParallelConfig(), flux, BF16, bits=8)[0].weight_bytes
+    size = RequestSize(prompts=1)
+    real = describe(ParallelConfig(), opened("var__flux1-dev-fp8-e4m3fn__Kijai_"), size, BF16)[0].weight_bytes
+    derived = describe(ParallelConfig(), flux, size, BF16, bits=8)[0].weight_bytes
     assert derived == pytest.approx(real, rel=0.02)
 
 
@@ -173,7 +174,7 @@ def test_released_files_that_fit_are_admitted(name, degrees, card, size):
     free = [int((card - 1.5) * GB)] * config.world_size
     loads, _ = check(config, checkpoint, [FakeMemory(f, name=str(i)) for i, f in enumerate(free)], load=True)
     assert loads == [None] * config.world_size
-    plans = size.plans(config, checkpoint, BF16)
+    plans = describe(config, checkpoint, size, BF16)
     left = [FakeMemory(f - plan.weight_bytes, name=str(plan.rank)) for f, plan in zip(free, plans)]
     samples, _ = check(config, checkpoint, left, size)
     assert samples == [None] * config.world_size

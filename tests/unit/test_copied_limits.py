@@ -13,6 +13,7 @@ from backend.parallel import block_cost, mesh, stage_split
 from backend.planner.machine import RequestEstimate
 from backend.protocol import heartbeats, load_choices
 from backend.quantization import kernels
+from backend.rank_plan import RequestSize
 
 #: Constants that several processes or rooms need -> the one file that gives each its value.
 OWNERS = {
@@ -59,4 +60,5 @@ def test_what_copies_were_of_are_the_same_objects():
     assert mesh.TIMEOUT.total_seconds() == heartbeats.MAX_COLLECTIVE_SECONDS
     typical = stage_split.IMAGE_TOKENS, stage_split.TEXT_TOKENS
     assert (block_cost.IMAGE_TOKENS, block_cost.TEXT_TOKENS) == typical
-    assert (RequestEstimate().image_tokens, RequestEstimate().text_tokens) == typical
+    for request in (RequestEstimate(), RequestSize()):
+        assert (request.image_tokens, request.text_tokens) == typical

@@ -19,7 +19,7 @@ from backend.client.model_choice import ModelChoice
 from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint
 from backend.protocol import BackendError
-from backend.rank_plan.describe import describe
+from backend.rank_plan import RequestSize, describe
 
 ULYSSES = ParallelConfig(ulysses_degree=2)
 
@@ -139,6 +139,6 @@ def test_both_models_run_on_so_many_ranks(tmp_path, ranks, device):
     config = doctor_life.for_both(ranks)
     assert config.validate().world_size == ranks
     path = tiny.write_checkpoint(tmp_path / "tiny.safetensors", doctor_life.OTHER)
-    describe(config, open_checkpoint(str(path)), image_tokens=192, text_tokens=12)
+    describe(config, open_checkpoint(str(path)), RequestSize(192, 12))
     flux = {"num_attention_heads": common.FLUX["num_attention_heads"], **doctor_sizes.SIZES[device].flux}
     assert flux["num_attention_heads"] % config.ulysses_degree == 0

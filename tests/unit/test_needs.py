@@ -14,14 +14,16 @@ from backend.planner.machine import TOKENS_AT_ONCE
 from backend.protocol import ModelCall, Sample
 from backend.quantization import kernels
 from backend.quantization.kernels import MatmulChoice
+from backend.rank import admission as admissions
 from backend.rank.admission import Admission, InsufficientMemory
+from backend.rank_plan import describe
 from backend.rank_plan.need import Need, load_need
 from backend.rank_plan.remedies import remedies
 from backend.rank_plan.request_size import RequestSize, planned_config, size_of
 from backend.sampling.runs import Prepared
 
 BF16 = torch.bfloat16
-SIZE = RequestSize(4096, 512, batch=1, prompts=1, calls=28)
+SIZE = RequestSize(prompts=1)
 QUANTIZED = "var__flux1-dev-fp8-e4m3fn__Kijai_"
 
 
@@ -51,13 +53,13 @@ def admission(memory: FakeMemory) -> Admission:
 
 def test_plans_are_kept_by_checkpoint_and_request(flux, monkeypatch):
     """Two files with two sizes each, as two experts with and without a negative prompt."""
-    made, plans = Counter(), RequestSize.plans
+    made: Counter[RequestSize] = Counter()
 
-    def counted(size, *given, **named):
+    def counted(config, checkpoint, size, *given):
         made[size] += 1
-        return plans(size, *given, **named)
+        return describe(config, checkpoint, size, *given)
 
-    monkeypatch.setattr(RequestSize, "plans", counted)
+    monkeypatch.setattr(admissions, "describe", counted)
     own = admission(FakeMemory(80 * GB))
     larger, other = replace(SIZE, image_tokens=16384), opened("flux2-dev")
 
@@ -89,7 +91,7 @@ def test_a_request_is_planned_with_the_products_that_were_chosen(monkeypatch):
     assert scratch(native) == 0 < scratch(None) == scratch({})
     monkeypatch.setattr(kernels, "_fuses", lambda name: False)
     monkeypatch.setattr(kernels, "_may_fuse", lambda: False)
-    tokens, widest = SIZE.image_tokens + SIZE.text_tokens, 15360
+    tokens, widest = SIZE.tokens, 15360
     assert scratch(native) == tokens * widest + kernels.BYTES_PER_FLOAT8_VALUE * kernels.CHUNK
 
 

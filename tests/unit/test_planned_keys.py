@@ -20,7 +20,7 @@ from backend.parallel.modulation_cache import CachedLayer
 from backend.parallel.sequence import Span
 from backend.planner.machine import RequestEstimate
 from backend.planner.memory import held
-from backend.rank_plan import describe
+from backend.rank_plan import RequestSize, describe
 from backend.rank_plan.request_size import size_of
 from backend.rank_plan.shape_of import shape_of
 from backend.sampling import model_call as calls
@@ -55,12 +55,13 @@ def test_as_many_bytes_as_a_request_caches_are_planned(family, tmp_path):
     text = sample.tensors["positive.c_crossattn"].shape[1]
     dtype = engine.models["tiny"].dtype
 
-    def planned(**request) -> int:
-        return describe(ParallelConfig(), open_checkpoint(path), 64, text, dtype=dtype, **request)[0].kv_bytes
+    def planned(**size) -> int:
+        request = RequestSize(64, text, **size)
+        return describe(ParallelConfig(), open_checkpoint(path), request, dtype)[0].kv_bytes
 
-    assert sample.cfg != 1.0 and planned(branches=2) == found[0] / 2 > 0
-    assert planned(branches=1) == planned(branches=1, batch=2) == 0
-    assert planned(branches=2, batch=3) == 3 * planned(branches=2)
+    assert sample.cfg != 1.0 and planned(prompts=2) == found[0] / 2 > 0
+    assert planned(prompts=1) == planned(prompts=1, batch=2) == 0
+    assert planned(prompts=2, batch=3) == 3 * planned(prompts=2)
 
 
 @pytest.mark.parametrize("features", [True, False])
@@ -83,9 +84,10 @@ def test_features_of_an_image_are_cached_and_planned(name, features, tmp_path):
     size = size_of(sample, ParallelConfig(), model.family, model.config)
     tokens = clip.shape[1] if features else size.text_tokens
     assert size.image_features == tokens
-    [plan] = size.plans(ParallelConfig(), open_checkpoint(path), model.dtype)
+    [plan] = describe(ParallelConfig(), open_checkpoint(path), size, model.dtype)
     assert plan.kv_bytes == cached[-1] > 0
-    usual = replace(size, image_features=None).plans(ParallelConfig(), open_checkpoint(path), model.dtype)[0]
+    size_of_usual = replace(size, image_features=None)
+    usual = describe(ParallelConfig(), open_checkpoint(path), size_of_usual, model.dtype)[0]
     of_clip = 50 if name == "wan21-flf2v" else 257  # as many as it has positions
     assert usual.kv_bytes * (size.text_tokens + tokens) == plan.kv_bytes * (size.text_tokens + of_clip)
 
@@ -140,7 +142,7 @@ def test_the_planner_counts_as_ranks_do(family, fields, tmp_path):
     checkpoint = open_checkpoint(str(made(tmp_path / "tiny.safetensors", family)))
     plan = ParallelConfig(**fields)
     shape = shape_of(checkpoint, checkpoint.dtype)
-    ranks = describe(plan, checkpoint, 2048, 128, batch=2, calls=1)
+    ranks = describe(plan, checkpoint, RequestSize(2048, 128, batch=2, calls=1))
     planned = held(shape, plan, RequestEstimate(2048, 128, 20, 2, batch=2)).keys
     assert planned == pytest.approx(max(rank.kv_bytes for rank in ranks), rel=0.01)
     assert (planned > 0) == (family != "ltx23" and plan.cfg_degree == 1)
@@ -188,7 +190,7 @@ def test_a_family_holds_the_keys_and_values_that_are_planned(tmp_path, family, m
     engine.sample(sample, noting_prompts(model, cached))
     config = ParallelConfig(pipefusion_degree=2)
     size = size_of(sample, config, model.family, model.config)
-    planned = sum(plan.kv_bytes for plan in size.plans(config, pristine, model.dtype))
+    planned = sum(plan.kv_bytes for plan in describe(config, pristine, size, model.dtype))
     held = made[0].bytes + (cached[-1] if size.prompts == 2 else 0)
     assert planned <= held <= MORE_KV.get(family, 1.0) * planned
 
@@ -212,7 +214,7 @@ def test_keys_and_values_of_every_control_video_are_planned(tmp_path, monkeypatc
         cached: list[int] = []
         engine.sample(sent, noting_prompts(model, cached))
         size = size_of(sent, config, model.family, model.config)
-        plans = size.plans(config, pristine, model.dtype)
+        plans = describe(config, pristine, size, model.dtype)
         assert size.controls == videos
         assert sum(plan.kv_bytes for plan in plans) == made[-1].bytes + cached[-1]
         found.append(plans[0].bytes_per_step["pipeline"])

@@ -22,7 +22,7 @@ from backend.planner.memory import held
 from backend.planner.model_shape import ModelShape
 from backend.planner.placement import Ranks
 from backend.quantization.kernels import MatmulChoice
-from backend.rank_plan import describe
+from backend.rank_plan import RequestSize, describe
 from backend.rank_plan.shape_of import shape_of
 
 README = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
@@ -320,7 +320,7 @@ def test_bytes_on_the_wire_are_those_of_describe(checkpoint, degrees, wire):
     plan = ParallelConfig(**degrees, wire=wire)
     link = Machine("link", 1e30, 1e30, 1e30, p2p=1.0, all_to_all={}, latency=0.0, launch=0.0)
     seconds = Cost(shape_of(checkpoint, checkpoint.dtype), plan, link, RequestEstimate(2048, 128, 1, 2)).total
-    ranks = describe(plan, checkpoint, 2048, 128, branches=2)
+    ranks = describe(plan, checkpoint, RequestSize(2048, 128))
     sent = [sum(rank.bytes_per_step.get(name, 0) for name in ("ulysses", "ring")) for rank in ranks]
     assert seconds == pytest.approx(sum(sent) / len(sent), rel=0.01)
 
@@ -340,7 +340,7 @@ def test_bytes_on_the_wire_are_those_of_describe(checkpoint, degrees, wire):
 def test_bytes_are_those_of_describe(checkpoint, fields):
     """Of the fullest rank: weights to 5 %, keys and values to 1 %, and in all from 5 % less to 25 % more."""
     shape, plan = shape_of(checkpoint, checkpoint.dtype), ParallelConfig(**fields)
-    ranks = describe(plan, checkpoint, 2048, 128, calls=1)
+    ranks = describe(plan, checkpoint, RequestSize(2048, 128, calls=1))
     found = held(shape, plan, RequestEstimate(2048, 128, 20, 2))
     assert found.weights == pytest.approx(max(rank.weight_bytes for rank in ranks), rel=0.05)
     assert found.keys == pytest.approx(max(rank.kv_bytes for rank in ranks), rel=0.01)

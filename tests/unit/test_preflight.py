@@ -21,10 +21,9 @@ from backend.planner.auto_config import config_of
 from backend.planner.model_shape import ModelShape
 from backend.preflight import check_before_start, read_shape
 from backend.protocol import BackendError, RefusedError
-from backend.rank_plan import describe
+from backend.rank_plan import RequestSize, describe
 from backend.rank_plan import shape_of as measured
 from backend.rank_plan.remedies import remedies
-from backend.rank_plan.request_size import RequestSize
 from backend.rank_plan.shape_of import shape_of
 from backend.runtime import opaque_ops
 from backend.sampling import validation
@@ -68,7 +67,7 @@ def test_settings_of_the_loader_are_checked(model, change):
 def test_weights_that_no_gpu_holds_are_refused(model):
     """By the bytes that ``describe`` counts: one less is refused, as many are accepted."""
     config = ParallelConfig(pipefusion_degree=2, device="cuda")
-    plans = describe(config, open_checkpoint(model), dtype=torch.float32)
+    plans = describe(config, open_checkpoint(model), RequestSize(), torch.float32)
     needed = [plan.weight_bytes + plan.scratch_bytes + plan.gathered_bytes for plan in plans]
     check_before_start(config, model, "fp32", device="cuda", capability=(8, 0), memory=needed)
     short = [needed[0], needed[1] - 1]
@@ -160,7 +159,7 @@ def test_sharding_is_not_named_where_this_torch_cannot(model, monkeypatch):
 def test_a_remedy_holds_where_auto_has_chosen_the_degrees(plan):
     """Its plan is not in the inputs, which are at their defaults."""
     config = ParallelConfig(**plan)
-    size = RequestSize(4096, 512, 1, 2, 28)
+    size = RequestSize()
     of_config = [each for each in remedies(config, size, quantized=True) if each.config != config]
     assert of_config
     for remedy in of_config:
@@ -182,7 +181,8 @@ def test_who_waits_for_anothers_question_can_be_interrupted(model):
 
 def test_ranks_on_the_cpu_share_its_memory(model):
     config = ParallelConfig(ulysses_degree=2, device="cpu")
-    needed = sum(plan.weight_bytes for plan in describe(config, open_checkpoint(model), dtype=torch.float32))
+    plans = describe(config, open_checkpoint(model), RequestSize(), torch.float32)
+    needed = sum(plan.weight_bytes for plan in plans)
     check_before_start(config, model, memory=[needed])
     with pytest.raises(UnsupportedError, match="on 2 ranks together"):
         check_before_start(config, model, memory=[needed - 1])

@@ -28,7 +28,7 @@ from backend.planner.memory import held
 from backend.quantization import kernels
 from backend.quantization.formats import effort_of
 from backend.quantization.packed_weight import PackedWeight, free_scratch, scratch_bytes
-from backend.rank_plan import describe
+from backend.rank_plan import RequestSize, describe
 from backend.rank_plan.need import request_need
 from backend.rank_plan.request_size import size_of
 from backend.rank_plan.shape_of import shape_of
@@ -36,6 +36,7 @@ from backend.sampling.step_loop import Callbacks
 
 GGUF = ("Q8_0", "Q4_K", "Q5_1", "IQ4_XS")
 FILES = ("plain", *KINDS, "legacy", "header", "gguf")
+SIZE = RequestSize(60, 12)
 TP = [
     {"tensor_parallel_degree": ranks, "split_scheme": scheme}
     for ranks, scheme in ((4, "megatron"), (3, "row"), (3, "column"), (4, "2d"))
@@ -82,7 +83,7 @@ def loaded(config: ParallelConfig, groups: mesh.Mesh, path, dtype: str = "bf16")
 @pytest.mark.parametrize("kind", FILES)
 def test_weights_are_those_of_the_loaded_rank(files, kind, degrees):
     config = ParallelConfig(**degrees)
-    for plan in describe(config, open_checkpoint(str(files[kind])), 60, 12, dtype=torch.bfloat16):
+    for plan in describe(config, open_checkpoint(str(files[kind])), SIZE, torch.bfloat16):
         model = loaded(config, stand_in(config, plan.place), files[kind])
         assert plan.weight_bytes + plan.host_bytes == model.report.weight_bytes
         held = [model.transformer, *chain.from_iterable(model.cache.hosted)]
@@ -117,9 +118,7 @@ def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind,
     engine.load("tiny", str(files[kind]), "bf16", matmul)
     model = engine.models["tiny"]
     assert {choice.kernel is not None for choice in model.choices.values()} == {matmul != "weight only"}
-    (plan,) = describe(
-        ParallelConfig(), open_checkpoint(str(files[kind])), 60, 12, dtype=model.dtype, choices=model.choices
-    )
+    (plan,) = describe(ParallelConfig(), open_checkpoint(str(files[kind])), SIZE, model.dtype, model.choices)
     assert plan.weight_bytes == model.report.weight_bytes
     assert bool(plan.scratch_bytes) == has_scratch
 
@@ -127,7 +126,7 @@ def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind,
 def test_what_dequantizing_makes_is_needed_at_every_request(files):
     """The memory for a weight stays from the first one on."""
     free_scratch()
-    (plan,) = describe(ParallelConfig(), open_checkpoint(str(files["gguf"])), 60, 12, dtype=torch.bfloat16)
+    (plan,) = describe(ParallelConfig(), open_checkpoint(str(files["gguf"])), SIZE, torch.bfloat16)
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(files["gguf"]), "bf16")
     engine.sample(golden_request("euler_simple", "tiny")[0], Callbacks())
@@ -140,8 +139,8 @@ def test_what_dequantizing_makes_is_needed_at_every_request(files):
 def test_sharded_weights_are_those_of_the_loaded_rank(files, kind, ranks):
     """Equal to the values that FSDP holds; its padding, at most a row of each tensor, is not counted."""
     config = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
-    whole = describe(ParallelConfig(), open_checkpoint(str(files[kind])), 60, 12, dtype=torch.bfloat16)[0]
-    plans = describe(config, open_checkpoint(str(files[kind])), 60, 12, dtype=torch.bfloat16)
+    whole = describe(ParallelConfig(), open_checkpoint(str(files[kind])), SIZE, torch.bfloat16)[0]
+    plans = describe(config, open_checkpoint(str(files[kind])), SIZE, torch.bfloat16)
     assert sum(plan.weight_bytes for plan in plans) == whole.weight_bytes
     for plan in plans:
         dist.init_process_group("fake", store=FakeStore(), rank=plan.rank, world_size=ranks)
@@ -163,7 +162,7 @@ def test_the_block_that_runs_is_gathered_twice_and_the_next_one_once(files):
         block = next((each for each in sizes if each and name.startswith(f"{each}.")), "")
         if not block or name.startswith(f"{block}.0."):
             sizes[block] += parameter.numel() * parameter.element_size()
-    assert describe(config, open_checkpoint(path), dtype=torch.bfloat16)[0].gathered_bytes == (
+    assert describe(config, open_checkpoint(path), RequestSize(), torch.bfloat16)[0].gathered_bytes == (
         3 * max(sizes["transformer_blocks"], sizes["single_transformer_blocks"]) + sizes[""]
     )
 
@@ -172,7 +171,7 @@ def test_weights_that_stay_in_float32_are_counted_so(tmp_path):
     path = write_checkpoint(tmp_path / "h3.safetensors", "minimax-h3")
     model = loaded(ParallelConfig(), mesh.single(), path)
     kept = [p for p in model.transformer.parameters() if p.dtype == torch.float32]
-    plan = describe(ParallelConfig(), open_checkpoint(str(path)), dtype=torch.bfloat16)[0]
+    plan = describe(ParallelConfig(), open_checkpoint(str(path)), RequestSize(), torch.bfloat16)[0]
     assert kept and plan.weight_bytes == model.report.weight_bytes
 
 
@@ -202,7 +201,7 @@ def test_activations_are_about_what_a_request_allocates(tmp_path, family, dtype)
     pt, ph, pw = model.family.latent.patch(model.config)
     image = frames * height * width // (pt * ph * pw)
     text = sample.tensors["positive.c_crossattn"].shape[1]
-    plan = describe(ParallelConfig(), open_checkpoint(str(path)), image, text, dtype=model.dtype)[0]
+    plan = describe(ParallelConfig(), open_checkpoint(str(path)), RequestSize(image, text), model.dtype)[0]
     measured = memory.peak - model.cache.most_bytes
     assert 0.75 <= plan.activation_bytes / measured <= 1.45
 
@@ -249,7 +248,7 @@ def test_activations_of_control_videos_are_about_what_they_allocate(tmp_path, vi
     with memory:
         engine.sample(sample, Callbacks())
     size = size_of(sample, engine.config, model.family, model.config)
-    plan = size.plans(engine.config, pristine, model.dtype)[0]
+    plan = describe(engine.config, pristine, size, model.dtype)[0]
     assert 0.75 <= plan.activation_bytes / (memory.peak - model.cache.most_bytes) <= 1.65
 
 
@@ -262,7 +261,7 @@ def test_a_batch_through_a_one_patch_pipeline_is_planned_as_ranks_count_it(tmp_p
     planned, counted = [], []
     for batch in (1, 4):
         planned.append(held(shape, plan, RequestEstimate(4096, 512, 20, 1, batch)).activations)
-        ranks = describe(plan, checkpoint, 4096, 512, batch, 1)
+        ranks = describe(plan, checkpoint, RequestSize(batch=batch, prompts=1))
         counted.append(max(rank.activation_bytes for rank in ranks))
     assert planned == pytest.approx(counted, rel=0.25)
     assert planned[1] - planned[0] == pytest.approx(counted[1] - counted[0], rel=0.01, abs=8)
@@ -271,9 +270,8 @@ def test_a_batch_through_a_one_patch_pipeline_is_planned_as_ranks_count_it(tmp_p
 
 def test_activations_divide_over_tokens_and_heads(files):
     def told(**fields):
-        return describe(ParallelConfig(**fields), open_checkpoint(str(files["plain"])), 4096, 512)[
-            0
-        ].activation_bytes
+        plans = describe(ParallelConfig(**fields), open_checkpoint(str(files["plain"])), RequestSize())
+        return plans[0].activation_bytes
 
     assert told(ulysses_degree=4) < 0.6 * told()
     assert told(tensor_parallel_degree=4) < 0.7 * told()
@@ -286,7 +284,7 @@ def test_the_script_prints_json(files, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["describe.py", path, "--tensor-parallel-degree", "2", "--json"])
     runpy.run_path(str(script), run_name="__main__")
     found = json.loads(capsys.readouterr().out)
-    plans = describe(ParallelConfig(tensor_parallel_degree=2), open_checkpoint(path))
+    plans = describe(ParallelConfig(tensor_parallel_degree=2), open_checkpoint(path), RequestSize())
     assert found == {"ranks": [json.loads(json.dumps(plan.as_dict())) for plan in plans]}
     wanted = {"weight_bytes", "scratch_bytes", "kv_bytes", "modulation_bytes", "activation_bytes"}
     assert wanted <= found["ranks"][0].keys()

@@ -11,11 +11,11 @@ from families import golden
 from tiny import golden_request, write_checkpoint
 
 from backend.config import ParallelConfig
-from backend.engine import Engine, describe
+from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.parallel.modulation_cache import AHEAD
-from backend.rank_plan import weights, workload
+from backend.rank_plan import RequestSize, describe, weights, workload
 from backend.rank_plan.request_size import size_of
 from backend.sampling.step_loop import Callbacks
 
@@ -49,7 +49,7 @@ def checkpoint(tmp_path_factory):
 
 
 def plans(checkpoint, **fields):
-    return describe(ParallelConfig(**fields), checkpoint, IMAGE, TEXT, branches=1)
+    return describe(ParallelConfig(**fields), checkpoint, RequestSize(IMAGE, TEXT, prompts=1))
 
 
 @pytest.mark.parametrize("mechanism", FORMULAS)
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_formulas(checkpoint, mechanism, ranks):
 def test_traffic_of_a_hybrid_does_not_grow_with_patches(checkpoint):
     """PP x SP sends only fresh rows: the same bytes at 2 and at 8 patches."""
     hybrid = (ParallelConfig(pipefusion_degree=2, ring_degree=2, num_pipeline_patch=m) for m in (2, 8))
-    few, many = (describe(config, checkpoint, 2048, 128)[0].bytes_per_step for config in hybrid)
+    few, many = (describe(config, checkpoint, RequestSize(2048, 128))[0].bytes_per_step for config in hybrid)
     assert few["ring"] == pytest.approx(many["ring"], rel=0.02)
 
 
@@ -96,15 +96,12 @@ def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
     computes them. FSDP shards modulation apart, and computes it ahead too."""
     row = 4 * WIDTH * (DOUBLE * 2 * 6 + SINGLE * 3)
 
-    def told(calls=28, **workload):
-        return [
-            plan.modulation_bytes
-            for plan in describe(
-                ParallelConfig(**workload.pop("config", {})), checkpoint, IMAGE, TEXT, calls=calls, **workload
-            )
-        ]
+    def told(calls=28, config=None, **size):
+        request = RequestSize(IMAGE, TEXT, calls=calls, **size)
+        plans = describe(ParallelConfig(**(config or {})), checkpoint, request)
+        return [plan.modulation_bytes for plan in plans]
 
-    assert told() == told(batch=3) == [2 * 28 * row] and told(6, branches=1) == [6 * row]
+    assert told() == told(batch=3) == [2 * 28 * row] and told(6, prompts=1) == [6 * row]
     assert told(100000) == [AHEAD // row * row]
     assert sum(told(config={"pipefusion_degree": 3})) == 2 * 28 * row and "modulation 2.1 MB" in str(
         plans(checkpoint)[0]
@@ -118,6 +115,13 @@ def test_explicit_stages_and_stale_buffers(checkpoint):
     assert [plan.blocks for plan in reuse] == [(0, 3), (3, 12)]
     assert [plan.kv_bytes for plan in reuse] == [2 * A * 3, 2 * A * 9]
     assert [plan.kv_bytes for plan in extrapolate] == [2 * plan.kv_bytes for plan in reuse]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_one_prompt_is_planned_on_every_rank_of_cfg(checkpoint, degree):
+    """Each of them computes it: keys and values of none were planned under cfg_degree 2."""
+    found = plans(checkpoint, cfg_degree=degree, pipefusion_degree=2)
+    assert [plan.kv_bytes for plan in found] == [A * LAYERS] * len(found)
 
 
 def test_keys_and_values_that_are_kept_are_counted(tmp_path):
@@ -138,7 +142,8 @@ def test_keys_and_values_that_are_kept_are_counted(tmp_path):
     kept = found[-1]
 
     def told(text=12, **fields):
-        return describe(ParallelConfig(**fields), engine.check_load(path, "default").checkpoint, 80, text)[0]
+        opened = engine.check_load(path, "default").checkpoint
+        return describe(ParallelConfig(**fields), opened, RequestSize(80, text))[0]
 
     assert told().kv_bytes == kept == 4 * 2 * 2 * 12 * 128 * 4 and told(text=0).kv_bytes == 0
     for degree in ("ulysses_degree", "ring_degree", "cfg_degree", "tensor_parallel_degree"):
@@ -203,7 +208,7 @@ def test_prompts_are_those_of_the_side_with_most(checkpoint):
     def held(**fields) -> list[int]:
         config = ParallelConfig(pipefusion_degree=2, **fields)
         size = size_of(sample, config, checkpoint.family, checkpoint.config)
-        return [plan.kv_bytes for plan in size.plans(config, checkpoint, torch.float32)]
+        return [plan.kv_bytes for plan in describe(config, checkpoint, size, torch.float32)]
 
     each = [size // 4 for size in held()]
     assert held(cfg_degree=2) == [3 * size for size in each] * 2
@@ -212,9 +217,9 @@ def test_prompts_are_those_of_the_side_with_most(checkpoint):
 def test_what_plans_find_of_a_checkpoint_is_cached_with_it(tmp_path):
     """Alike for all requests, and gone with the checkpoint, which maps a whole file."""
     opened = open_checkpoint(str(write_checkpoint(tmp_path / "flux-tiny.safetensors")))
-    describe(ParallelConfig(), opened)
+    describe(ParallelConfig(), opened, RequestSize())
     found = dict(weights.FOUND[opened])
-    describe(ParallelConfig(), opened, 64, 8)
+    describe(ParallelConfig(), opened, RequestSize(64, 8))
     assert found and weights.FOUND[opened].keys() == found.keys()
     assert all(weights.FOUND[opened][key] is value for key, value in found.items())
     gone = weakref.ref(opened)

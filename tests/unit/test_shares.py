@@ -18,7 +18,7 @@ from backend.planner.choose import MEMORY, Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import RESERVE, Machine, RequestEstimate
 from backend.planner.weight_swaps import WeightSwaps
-from backend.rank_plan import describe
+from backend.rank_plan import RequestSize, describe
 from backend.rank_plan.workload import tensor_mesh
 from backend.sampling.model_call import samples_of_replicas
 
@@ -99,7 +99,7 @@ def test_more_share_is_more_work(checkpoint):
 
     def ranks(**fields):
         config = replace(ParallelConfig(shares="75,25"), **fields).validate()
-        return describe(config, checkpoint, 2048, 128, batch=4)
+        return describe(config, checkpoint, RequestSize(2048, 128, batch=4))
 
     tokens = [sum(map(sum, rank.patches)) for rank in ranks(ulysses_degree=2)]
     assert tokens == [1632, 544] and [rank.heads for rank in ranks(ulysses_degree=2)] == [6, 2]
