@@ -18,6 +18,7 @@ from ..protocol import BackendError, Failure, RefusedError, framing, handshake, 
 from ..protocol.messages import LORAS
 from ..runtime.callbacks import nothing
 from . import fork_guard
+from .interrupts import PATIENCE
 from .step_timer import StepTimer
 
 #: A listener takes a connection within this long.
@@ -99,6 +100,8 @@ class BackendClient:
         self.waits_since = 0.0
         #: Whether the last request left the queue, without any effect.
         self.withdrawn = False
+        #: The reply to an Unload that began before its interrupt could take it out of the queue: it is done.
+        self.late_reply: protocol.Result | None = None
         self._is_hung = is_hung
         self._steps_of_ranks = steps_of_ranks
         #: Models of which a call has ended.
@@ -118,9 +121,11 @@ class BackendClient:
 
         ``check()`` is called about ten times a second. What either raises closes the connection, since the
         reply still to come could be taken for the next one's; not while the request waits for another
-        client's, which it is taken out of the queue for. Raises RefusedError where the backend stays as it
-        was, BackendError where it ended. A reply of more than ``limit`` bytes is not read.
+        client's, which it is taken out of the queue for; an Unload that begins first is waited for. Raises
+        RefusedError where the backend stays as it was, BackendError where it ended. A reply of more than
+        ``limit`` bytes is not read.
         """
+        self.late_reply = None
         self.send(message)
         try:
             while (reply := self._next(limit)) is None or isinstance(reply, protocol.Progress):
@@ -130,8 +135,7 @@ class BackendClient:
         except BaseException:
             waits = not self.closed and self.waiting is not None
             can_leave = waits and isinstance(message, protocol.WITHDRAWABLE)
-            self.withdrawn = can_leave and self._is_withdrawn()
-            if not self.withdrawn:
+            if not (can_leave and self._has_left(message)):
                 self.close()
             raise
         return self._accepted(reply)
@@ -284,20 +288,31 @@ class BackendClient:
                 return
         self.close()
 
-    def _is_withdrawn(self) -> bool:
+    def _has_left(self, message) -> bool:
         """Take a request that waits for another client's out of the queue. Return whether its end is read,
-        and nothing of it is left: not where it began first and goes on, or has loaded what nobody here knows
-        of, or where the backend ends."""
-        deadline = time.monotonic() + WITHDRAW_SECONDS
+        and nothing of it is left (``withdrawn``): not where it began first and goes on, or has loaded what
+        nobody here knows of, or where the backend ends. An Unload that began first goes on to its end."""
+        began = time.monotonic()
         with suppress(BackendError, RefusedError):
             self.send(protocol.Cancel())
-            while time.monotonic() < deadline:
+            while not self._is_hung():
+                has_begun = self.waiting is None and isinstance(message, protocol.Unload)
+                if time.monotonic() > began + (PATIENCE if has_begun else WITHDRAW_SECONDS):
+                    return False
                 reply = self._next()
-                if isinstance(reply, Failure):
-                    return not reply.fatal
                 if reply is not None:
-                    return isinstance(reply, (protocol.Cancelled, protocol.Described))
+                    return self._is_end(reply, message)
         return False
+
+    def _is_end(self, reply, message) -> bool:
+        """Note what a request was answered that was to leave the queue. Return whether that ends it."""
+        if isinstance(message, protocol.Unload) and isinstance(reply, protocol.Result):
+            self.late_reply = reply
+        elif isinstance(reply, Failure):
+            self.withdrawn = not reply.fatal
+        else:
+            self.withdrawn = isinstance(reply, (protocol.Cancelled, protocol.Described))
+        return self.withdrawn or self.late_reply is not None
 
     def _next(self, limit: int = framing.MAX_BODY):
         """Return the next message, all of it, or None where none begins within POLL_SECONDS, or where it is

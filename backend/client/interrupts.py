@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
+from typing import Any
 
 from ..protocol import WITHDRAWABLE, RefusedError
 from ..runtime.callbacks import nothing
@@ -58,7 +59,8 @@ class InterruptWatch:
     An exception out of them closes the connection, which ends the ranks and frees all weights. A short
     request is not worth that, such as one that only names LoRAs. So its interrupt waits for the reply, at
     most for PATIENCE seconds. Progress shows that a request is not short, and ends the wait. One that
-    ``is_waiting`` for another client's has not begun, and is interrupted at once if it is WITHDRAWABLE.
+    ``is_waiting`` for another client's has not begun, and is interrupted at once if it is WITHDRAWABLE. Where
+    it has ended by then (``late_reply``), its interrupt waits until the caller has noted that.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class InterruptWatch:
         on_progress: Callable = nothing,
         is_short: bool = True,
         is_waiting: Callable[[], bool] = lambda: False,
+        late_reply: Callable[[], Any] = lambda: None,
     ):
         self._check = check
         self._is_waiting = is_waiting
+        self._late_reply = late_reply
         self._may_withdraw = False
         self._on_progress = on_progress
         self._is_short = is_short
@@ -85,6 +89,12 @@ class InterruptWatch:
         except RefusedError:
             self.end()
             raise
+        except BaseException as interrupt:
+            reply = self._late_reply()
+            if reply is None:
+                raise
+            self._hold(interrupt)
+            return reply
 
     def check(self):
         """Let the caller interrupt the request, at once or at its end."""
@@ -96,9 +106,8 @@ class InterruptWatch:
         elif self._interrupt is None:
             try:
                 self._check()
-            except BaseException as interrupt:  # by whatever the caller interrupts; end raises it
-                self._interrupt = interrupt
-                self._since = time.monotonic()
+            except BaseException as interrupt:  # by whatever the caller interrupts
+                self._hold(interrupt)
         elif time.monotonic() > self._since + PATIENCE:
             self.end()
 
@@ -107,6 +116,11 @@ class InterruptWatch:
         self._is_short = False
         self.end()
         self._on_progress(progress)
+
+    def _hold(self, interrupt: BaseException):
+        """Keep an interrupt, which ``end`` raises."""
+        self._interrupt = interrupt
+        self._since = time.monotonic()
 
     def end(self):
         """Raise the interrupt that has waited, if there is one."""

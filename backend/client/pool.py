@@ -154,7 +154,12 @@ class Backend(Connected):
     def _watch(self, *callbacks, **options) -> InterruptWatch:
         """Return what delays interrupts of requests to this backend, but for those that wait for another
         client's."""
-        return InterruptWatch(*callbacks, **options, is_waiting=lambda: self.client.waiting is not None)
+        return InterruptWatch(
+            *callbacks,
+            **options,
+            is_waiting=lambda: self.client.waiting is not None,
+            late_reply=lambda: self.client.late_reply,
+        )
 
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""

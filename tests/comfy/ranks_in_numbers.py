@@ -29,6 +29,7 @@ class Ranks:
         self.room = 10
         self.closed = False
         self.waiting = None
+        self.late_reply = None
         self.withdrawn = False
 
     def request(self, message, *_):

@@ -154,6 +154,52 @@ def test_an_unload_that_waits_is_interrupted_and_the_connection_stays(waits, ser
     assert backend.client.request(protocol.Ping()) == protocol.Pong(["m"]) and not backend.client.withdrawn
 
 
+@pytest.mark.parametrize("runs_on", [False, True], ids=["answered", "runs on"])
+def test_an_interrupt_that_meets_an_unload_leaves_the_connection(waits, server, monkeypatch, runs_on):
+    """It hung up, which ends ranks that nobody else uses. What the Unload did is noted."""
+    monkeypatch.setattr("backend.client.client.WITHDRAW_SECONDS", 0.3)
+    backend, job = waits
+    backend.models["/a", "default", "auto"] = "m"
+
+    def answer(mine):
+        mine.reply(Result({"left": [0], "freed": True, "dropped": []}))
+        server.finish(mine)
+
+    def check():
+        if backend.wait_line:
+            server.finish(job)
+            mine = server.next_job(5)
+            assert mine.message == protocol.Unload("m")
+            if runs_on:
+                threading.Timer(1.0, answer, [mine]).start()
+            else:
+                answer(mine)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.unload(("/a", "default", "auto"), park=False, check=check)
+    assert backend.alive() and not backend.client.withdrawn and not backend.models
+    assert backend.client.request(protocol.Ping()) == protocol.Pong(["m"])
+
+
+def test_a_load_that_is_interrupted_as_another_model_leaves_loads_nothing(waits, server):
+    """The model that has left is no longer known, and the connection stays."""
+    backend, job = waits
+    backend.models |= {("/a", "default", "auto"): "m", ("/b", "default", "auto"): "n"}
+
+    def check():
+        if backend.wait_line:
+            server.finish(job)
+            mine = server.next_job(5)
+            mine.reply(Result())
+            server.finish(mine)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.load("/c", keep=[("/b", "default", "auto")], check=check)
+    assert backend.alive() and [*backend.models.values()] == ["n"] and server.jobs.qsize() == 0
+
+
 def test_an_interrupt_that_meets_the_begin_of_a_load_ends_the_connection(waits, server, monkeypatch):
     """As before: the ranks load."""
     monkeypatch.setattr("backend.client.client.WITHDRAW_SECONDS", 0.3)

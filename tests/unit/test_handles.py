@@ -95,6 +95,7 @@ class Ranks:
         self.room = room
         self.closed = False
         self.waiting = None
+        self.late_reply = None
         self.withdrawn = False
         self.reads: list[str] = []
         self.held: list[str] = []

@@ -74,6 +74,7 @@ def test_a_cancelled_load_that_is_refused_is_not_tried_again():
         welcome = SimpleNamespace(devices=[])
         closed = False
         waiting = None
+        late_reply = None
 
         def request(self, message, check, on_progress):
             check()
@@ -98,6 +99,7 @@ def test_a_change_of_methods_is_whole_before_an_interrupt(caller, monkeypatch):
         welcome = SimpleNamespace(device="cpu")
         closed = False
         waiting = None
+        late_reply = None
 
         def request(self, message, check, on_progress):
             check()
