@@ -19,7 +19,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,14 +26,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 COLUMNS = 110
 #: In the environment of the doctor that goes on in the ranks' Python.
 MOVED = "PARALLEL_DIT_DOCTOR_IN"
-
-
-def remedy(error: ImportError) -> str:
-    """Return what to do about a package that is not there."""
-    from backend.runtime.install_command import TOGETHER, install_command  # which needs none
-
-    rest = install_command(["-r", str(ROOT / "requirements.txt")])
-    return f"{TOGETHER}; then run: {rest}" if error.name == "torch" else f"run: {rest}"
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -66,11 +57,16 @@ def show(findings: Iterable, report) -> list:
 
 
 def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
-    """Run --full; a package that it lacks is a problem like others."""
-    import doctor_runs
+    """Run --full; whatever ends it as a whole, a package that it lacks too, is a problem with its remedy."""
+    import doctor_findings
     from doctor_next import advised
 
-    return map(advised, doctor_runs.full(chosen, facts))
+    def full(facts) -> Iterable:
+        import doctor_runs  # which needs most packages
+
+        return doctor_runs.full(chosen, facts)
+
+    return map(advised, doctor_findings.findings("full", full, facts))
 
 
 def draw(findings: list, path: Path):
@@ -130,10 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
         end_with_parent()
     try:
         import doctor_checks as checks
-        import doctor_findings
         from doctor_facts import Facts
         from doctor_report import Report
     except ImportError as error:  # without torch there is nothing to ask
+        from doctor_wheels import remedy  # which needs none
+
         print(f"problem  packages           {error}; {remedy(error)}")
         return 1
     facts = Facts()
@@ -146,9 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         findings = show(checks.quick(facts), report)
         if chosen.full:
-            findings += show(
-                doctor_findings.findings("full", partial(run_backend, chosen=chosen), facts), report
-            )
+            findings += show(run_backend(facts, chosen), report)
         ended = "complete"
     except SystemExit as end:
         ended = f"signal {end.code - 128}" if isinstance(end.code, int) and end.code > 128 else "exit"

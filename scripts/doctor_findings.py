@@ -1,8 +1,11 @@
 """What checks of scripts/doctor.py find, and what becomes of one that fails or is refused."""
 
+import errno
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+
+from doctor_wheels import remedy
 
 from backend.client.planning import is_memory_shortage
 from backend.protocol import BackendError, RefusedError
@@ -10,6 +13,8 @@ from backend.protocol import BackendError, RefusedError
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 #: Words of refusals by which something is broken (backend/rank/, sampling/).
 OF_FAULTS = ("has computed NaN", "could not be loaded (", "could not be checked (")
+#: Numbers of errors of a folder that has no room, or may not be written.
+NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 class NoRoomError(OSError):
@@ -57,6 +62,10 @@ def findings(name: str, check: Callable, subject, what: str = "") -> Iterator[Fi
 def _failed(name: str, error: Exception, what: str) -> Finding:
     why = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
     text = f"{what}: this check failed ({why})" if what else f"this check failed ({why})"
+    if isinstance(error, ModuleNotFoundError):
+        text += f"; {remedy(error)}"
+    elif isinstance(error, OSError) and error.errno in NO_DISK:
+        text += "; make room there, or set TMPDIR to another folder"
     details = {"traceback": traceback.format_exc(), **getattr(error, "evidence", {})}
     return Finding(name, PROBLEM, text, details)
 

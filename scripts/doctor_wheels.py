@@ -31,6 +31,14 @@ UNKNOWN = "of unknown version"
 IMPORT_SECONDS = 60.0
 
 
+def remedy(error: ImportError) -> str:
+    """Return what to do about a package that is not there."""
+    from backend.runtime.install_command import TOGETHER, install_command  # which needs none
+
+    rest = install_command(["-r", str(ROOT / "requirements.txt")])
+    return f"{TOGETHER}; then run: {rest}" if error.name == "torch" else f"run: {rest}"
+
+
 @dataclass(frozen=True)
 class Wheel:
     """A package: its version, what its import raised (empty: nothing), and whether that took too long."""

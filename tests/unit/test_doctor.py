@@ -1,5 +1,6 @@
 """scripts/doctor.py's checks, on facts of machines that are not here."""
 
+import errno
 import json
 import os
 import signal
@@ -285,6 +286,26 @@ def test_full_without_a_package_still_writes_the_report(monkeypatch, tmp_path, c
     assert doctor.main(["--full", "--json", str(out)]) == 1
     full = [each for each in json.loads(out.read_text())["findings"] if each["check"] == "full"]
     assert [each["status"] for each in full] == [PROBLEM] and "doctor_runs" in full[0]["text"]
+    assert "pip install" in full[0]["text"] and full[0]["text"].endswith('requirements.txt"')
+
+
+@pytest.mark.parametrize(
+    "error, remedy",
+    [
+        (OSError(errno.ENOSPC, "No space left"), "; make room there, or set TMPDIR to another folder"),
+        (KeyError("rings"), "; report it, with the file of --json"),
+    ],
+    ids=["a full disk", "a fault"],
+)
+def test_what_ends_full_as_a_whole_has_a_remedy(monkeypatch, error, remedy):
+    """As where its folder cannot be made: no check has begun that could say it."""
+
+    def full(chosen, facts):
+        raise error
+
+    monkeypatch.setattr(doctor_runs, "full", full)
+    (found,) = doctor.run_backend(machine(), doctor.options(["--full"]))
+    assert found.status == PROBLEM and found.text.endswith(remedy)
 
 
 def test_a_lab_sends_what_a_configuration_asks_of_a_request(monkeypatch, tmp_path):
