@@ -1,7 +1,12 @@
 """Every tensor of every family's requests, broken in every way: it is refused in a sentence before any
-collective, or it runs."""
+collective, or it runs, as bad_tensors.json says of each case. After a change of what is refused, with
+PARALLEL_DIT_TEST_WRITE=1 in the environment, the file is written anew; read its difference.
+"""
 
+import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +24,9 @@ from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 from backend.sampling.validation import check_sample
 
+#: Family or variant -> tensor -> what runs though it is broken so; all other cases are refused.
+TABLE = Path(__file__).with_name("bad_tensors.json")
+WRITES = os.environ.get("PARALLEL_DIT_TEST_WRITE") == "1"
 #: Most rows of latent pixels: what is refused depends on ranks of tensors, not on their sizes.
 SIDE = 8
 #: What is wrong -> the tensor with it, None where it cannot be.
@@ -89,40 +97,64 @@ def changes(tensors: dict, keys) -> dict[tuple[str, str], dict]:
     return {case: change for case, change in found.items() if None not in change.values()}
 
 
-@pytest.mark.parametrize(
-    "name", [*(family for family in LATENT_FORMATS if family != "minimax-h3-curves"), *FURTHER]
-)
-def test_a_broken_tensor_is_refused_or_runs(name, tmp_path):
-    path, variant = tmp_path / f"{name}.safetensors", VARIANTS.get(name)
-    sample = request(name) if variant else golden(f"{name}__euler_simple")[0]
+NAMES = [*(family for family in LATENT_FORMATS if family != "minimax-h3-curves"), *FURTHER]
+
+
+def broken_requests(name: str, sample):
+    """Yield each case, (name of a tensor, what is wrong), with its request, from a valid one of two steps."""
+    variant = VARIANTS.get(name)
     small = cropped(sample.tensors, SIDE)
     tensors = {key: value for key, value in small.items() if not key.startswith("negative.")}
     valid = replace(sample, cfg=1.0, tensors=tensors | {"sigmas": tensors["sigmas"][:2]})
-    checkpoint, engine = (
-        open_checkpoint(str(write(path, name) if variant else write_checkpoint(path, name))),
-        None,
-    )
-    wrong = []
-    for case, change in changes(
-        valid.tensors, [f"positive.{key}" for key in variant.arguments] if variant else tensors
-    ).items():
-        broken = replace(valid, tensors=valid.tensors | change)
+    keys = [f"positive.{key}" for key in variant.arguments] if variant else tensors
+    for case, change in changes(valid.tensors, keys).items():
+        yield case, replace(valid, tensors=valid.tensors | change)
+
+
+def is_refused(broken, checkpoint) -> bool:
+    """Return whether the check refuses a request. What else it raises has no sentence."""
+    try:
+        check_sample(broken, ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
+    except UnsupportedError:
+        return True
+    return False
+
+
+def expected(name: str, running: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return what the table says of a family's cases, or write into it which are ``running``."""
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    if WRITES:
+        table[name] = running
+        text = json.dumps({each: table[each] for each in NAMES if each in table}, indent=1)
+        TABLE.write_text(text + "\n")
+    return table[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_broken_tensor_is_refused_or_runs(name, tmp_path):
+    """What runs and what does not stays so, unless somebody means it."""
+    path = tmp_path / f"{name}.safetensors"
+    sample = request(name) if name in VARIANTS else golden(f"{name}__euler_simple")[0]
+    checkpoint = open_checkpoint(str(write(path, name) if name in VARIANTS else write_checkpoint(path, name)))
+    engine, running, wrong = None, {}, []
+    for (tensor, what), broken in broken_requests(name, sample):
         try:
-            check_sample(broken, ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, "cpu")
-        except UnsupportedError:
-            continue
-        except Exception as error:
-            wrong.append((*case, "no sentence", error))
-            continue
-        if engine is None:
-            engine = Engine(ParallelConfig(), mesh.single())
-            engine.load("tiny", str(path), "default")
-        try:
+            if is_refused(broken, checkpoint):
+                continue
+            running.setdefault(tensor, []).append(what)
+            if engine is None:
+                engine = Engine(ParallelConfig(), mesh.single())
+                engine.load("tiny", str(path), "default")
             samples, _ = engine.sample(broken, Callbacks())
             assert samples.shape == broken.tensors["noise"].shape and samples.isfinite().all()
         except Exception as error:
-            wrong.append((*case, "fails", error))
+            wrong.append((tensor, what, error))
     assert not wrong
+    assert running == expected(name, running)
+
+
+def test_the_table_has_every_family():
+    assert [*json.loads(TABLE.read_text())] == NAMES
 
 
 def test_a_check_that_fails_is_a_refusal(tmp_path):
