@@ -18,14 +18,19 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 COLUMNS = 110
-#: In the environment of the doctor that goes on in the ranks' Python.
+#: In the environment of the doctor that goes on in the ranks' Python: that Python, and when it began.
 MOVED = "PARALLEL_DIT_DOCTOR_IN"
+SINCE = "PARALLEL_DIT_DOCTOR_SINCE"
+#: When this program began (time.monotonic, the same clock in the ranks' Python): imports and quick checks are
+#: of the minutes that somebody waits for.
+BEGAN = float(os.environ.get(SINCE, time.monotonic()))
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -38,7 +43,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="of --full (default: GPUs, if any)"
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="longest time of --full (default 10)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="longest time of all (default 10)")
     parser.add_argument("--only", default="", help="of --full: checks whose names begin so, separated by ,")
     parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -64,7 +69,7 @@ def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
     def full(facts) -> Iterable:
         import doctor_runs  # which needs most packages
 
-        return doctor_runs.full(chosen, facts)
+        return doctor_runs.full(chosen, facts, began=BEGAN)
 
     return map(advised, doctor_findings.findings("full", full, facts))
 
@@ -102,7 +107,8 @@ def go_on_in_ranks_python(arguments: list[str]):
     except ConfigError as error:
         sys.exit(f"problem  python             {error}")
     if python != sys.executable and MOVED not in os.environ:
-        os.execve(python, [python, __file__, *arguments], {**inherited(os.environ), MOVED: python})
+        moved = {MOVED: python, SINCE: str(BEGAN)}
+        os.execve(python, [python, __file__, *arguments], {**inherited(os.environ), **moved})
 
 
 def end_with_parent():

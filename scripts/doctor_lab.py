@@ -62,11 +62,13 @@ class Run:
 
 
 class Lab(Models):
-    """Runs requests on ``ranks`` ranks of ``device`` ("cuda" or "cpu") until ``minutes`` are over. ``gpus``:
-    those that torch has kernels for, the first ones by default."""
+    """Runs requests on ``ranks`` ranks of ``device`` ("cuda" or "cpu") until ``minutes`` are over, of which
+    seconds are ``spent``. ``gpus``: those that torch has kernels for, the first ones by default."""
 
-    def __init__(self, device: str, ranks: int, minutes: float, gpus: list[int] | None = None):
-        super().__init__(minutes)
+    def __init__(
+        self, device: str, ranks: int, minutes: float, gpus: list[int] | None = None, spent: float = 0.0
+    ):
+        super().__init__(minutes, spent)
         self.device = device
         self.ranks = ranks
         first = list(range(ranks))

@@ -1,6 +1,7 @@
 """What scripts/doctor.py --full runs, as a list of functions of a Lab that return findings."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -244,13 +245,14 @@ def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float
     return {str(steps[0]): few, str(steps[1]): many}
 
 
-#: Name -> run: what only several GPUs can tell comes first, after what it is compared with.
+#: Name -> run: what only several GPUs can tell comes first, after what it is compared with. "methods" comes
+#: between the two of speed: it begins on the one rank of the first, and the second has its ranks.
 RUNS: dict[str, Callable[[Lab], Found]] = {
     "links": links,
     "one rank": one_rank,
     "speed of one rank": speed_of_one,
-    "speed": speed,
     "methods": all_methods,
+    "speed": speed,
     "life": life,
     "waits": waits,
     "shapes": shapes,
@@ -280,8 +282,9 @@ def in_time(lab: Lab, run: Callable[[Lab], Found]) -> Found:
     yield from run(lab)
 
 
-def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
-    """Run what ``chosen.only`` selects. ``lab``: by default one of this machine."""
+def full(chosen, facts: Facts, lab: Lab | None = None, began: float | None = None) -> Found:
+    """Run what ``chosen.only`` selects. ``lab``: by default one of this machine. ``began``: when the minutes
+    did (time.monotonic), by default now."""
     names = [name for name in RUNS if name.startswith(tuple(chosen.only.split(",")))]
     if not names:
         known = ", ".join(RUNS)
@@ -306,13 +309,14 @@ def full(chosen, facts: Facts, lab: Lab | None = None) -> Found:
         yield Finding("full", WARNING, text)
     if not names:
         return
-    lab = lab or Lab(device, ranks, chosen.minutes, facts.usable)
+    spent = 0.0 if began is None else time.monotonic() - began
+    lab = lab or Lab(device, ranks, chosen.minutes, facts.usable, spent)
     timed = [name for name in names if lab.ranks > 1 or name not in NOT_OF_ONE]
-    fitting, others = in_order(timed, chosen.minutes)
+    fitting, others = in_order(timed, chosen.minutes, lab.spent)
     about = f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes"
     if others:
         about += f"; they may be short for {', '.join(others)}, which then end early"
-        about += f" (--minutes {minutes_of(timed)} has time for all)"
+        about += f" (--minutes {minutes_of(timed, lab.spent)} has time for all)"
     yield Finding("full", OK, about, {"fitting": fitting, "others": others})
     try:
         for index, name in enumerate(names := [name for name in names if name not in others] + others):

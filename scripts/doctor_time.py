@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 
 from doctor_findings import OutOfTime
 
-#: Check -> seconds that it takes on two GPUs, estimated from its starts of ranks (6 s each), loads, requests
-#: and files. What is worth most comes first: what the default has no time for by these estimates comes last.
+#: Check -> seconds that it takes on two GPUs, estimated from its starts of ranks (6 s each), changes of their
+#: methods (2 s each, with a load), requests and files. What is worth most comes first: what the default has
+#: no time for by these estimates comes last.
 SECONDS = {
     "links": 30,
     "one rank": 25,
     "speed of one rank": 75,  # a file of 3.7 GB, which takes 37 s of them, 12 requests
-    "speed": 100,  # seven starts, 60 requests
-    "methods": 100,  # seven starts, 80 requests of tiny models
+    "methods": 80,  # a start, nine changes, 80 requests of tiny models
+    "speed": 80,  # the ranks of methods, seven changes, 60 requests
     "life": 40,
     "waits": 40,
     "shapes": 170,  # eight files, nine starts, 24 timed methods of six requests
@@ -40,12 +41,12 @@ def usable_seconds(minutes: float) -> float:
     return whole - min(CLOSING_SECONDS, CLOSING_SHARE * whole)
 
 
-def in_order(names: Iterable[str], minutes: float) -> tuple[list[str], list[str]]:
-    """Divide checks, in order, into those that so many minutes have time for, and the others, which have what
-    those leave."""
+def in_order(names: Iterable[str], minutes: float, spent: float = 0.0) -> tuple[list[str], list[str]]:
+    """Divide checks, in order, into those that so many minutes have time for, of which seconds are ``spent``,
+    and the others, which have what those leave."""
     fitting: list[str] = []
     others: list[str] = []
-    left = usable_seconds(minutes)
+    left = usable_seconds(minutes) - spent
     for name in names:
         seconds = SECONDS.get(name, OTHERS)
         (fitting if seconds <= left else others).append(name)
@@ -53,17 +54,18 @@ def in_order(names: Iterable[str], minutes: float) -> tuple[list[str], list[str]
     return fitting, others
 
 
-def minutes_of(names: Iterable[str]) -> int:
-    """Return the whole minutes that have time for these checks."""
-    return math.ceil((sum(SECONDS.get(name, OTHERS) for name in names) + CLOSING_SECONDS) / 60)
+def minutes_of(names: Iterable[str], spent: float = 0.0) -> int:
+    """Return the whole minutes that have time for these checks, after what is ``spent`` before them."""
+    return math.ceil((spent + sum(SECONDS.get(name, OTHERS) for name in names) + CLOSING_SECONDS) / 60)
 
 
 class Clock:
-    """The time until ``minutes`` are over, and that of the check under way."""
+    """The time until ``minutes`` are over, of which seconds are ``spent``, and that of the check begun."""
 
-    def __init__(self, minutes: float):
+    def __init__(self, minutes: float, spent: float = 0.0):
         self.minutes = minutes
-        self.end = time.monotonic() + usable_seconds(minutes)
+        self.spent = spent
+        self.end = time.monotonic() + max(0.0, usable_seconds(minutes) - spent)
         self.part = ""
         self.part_end = self.end
 

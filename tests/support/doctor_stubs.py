@@ -55,8 +55,8 @@ class StubLab(Clock):
     gpus = (0, 1)
     size = doctor_lab.SIZES["cpu"]
 
-    def __init__(self, is_late=False):
-        super().__init__(10.0)
+    def __init__(self, spent=0.0, is_late=False):
+        super().__init__(10.0, spent)
         self.is_late = is_late
         self.closed = self.links_failed = False
         self.rates = None

@@ -300,7 +300,7 @@ def test_full_without_a_package_still_writes_the_report(monkeypatch, tmp_path, c
 def test_what_ends_full_as_a_whole_has_a_remedy(monkeypatch, error, remedy):
     """As where its folder cannot be made: no check has begun that could say it."""
 
-    def full(chosen, facts):
+    def full(chosen, facts, began):
         raise error
 
     monkeypatch.setattr(doctor_runs, "full", full)
@@ -334,7 +334,7 @@ def test_sigterm_ends_what_full_has_started(monkeypatch):
     monkeypatch.setattr("doctor_facts.Facts", lambda: machine(topology=""))
     closed = []
 
-    def full(chosen, facts):
+    def full(chosen, facts, began):
         try:
             yield doctor_findings.Finding("full", OK, "running")
             os.kill(os.getpid(), signal.SIGTERM)

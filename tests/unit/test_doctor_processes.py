@@ -182,6 +182,7 @@ def test_it_goes_on_in_the_python_of_the_ranks_once(tmp_path, monkeypatch, other
     )
     for _, _, environment in ran:
         monkeypatch.setenv(doctor.MOVED, environment[doctor.MOVED])
+        assert float(environment[doctor.SINCE]) == doctor.BEGAN  # its minutes go on, too
         doctor.go_on_in_ranks_python(["--full"])
     assert len(ran) == other
 

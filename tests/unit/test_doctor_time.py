@@ -90,7 +90,7 @@ def test_what_one_check_does_not_use_others_have(time):
     for index, name in enumerate(names):
         clock.begin(name, names[index + 1 :])
         parts[name] = clock.part_seconds
-    assert parts["shapes"] == pytest.approx(580) and parts["links"] < 90
+    assert parts[names[-1]] == pytest.approx(580) and parts["links"] < 90
     clock.begin("links")
     assert clock.part_seconds == pytest.approx(580)  # of --only links
 
@@ -141,6 +141,45 @@ def test_checks_that_do_nothing_on_one_rank_have_no_part(time, monkeypatch, rank
     wanted = [name for name in doctor_runs.RUNS if ranks > 1 or name not in ("speed", "methods", "life")]
     fitting, _ = doctor_time.in_order(wanted, 10.0)
     assert later[0] == fitting[1:] and len(later) == len(doctor_runs.RUNS)
+
+
+def test_the_minutes_begin_with_the_program(time, monkeypatch):
+    """Its imports and quick checks are of the minutes that somebody waits for."""
+    begun = []
+
+    class Lab(StubLab):
+        def __init__(self, device, ranks, minutes, gpus, spent):
+            super().__init__(spent)
+            begun.append(self)
+
+    monkeypatch.setattr(doctor_runs, "Lab", Lab)
+    monkeypatch.setattr(doctor_runs, "time", time)
+    monkeypatch.setattr(doctor, "BEGAN", 100.0)
+    time.seconds = 130.0
+    first = next(iter(doctor.run_backend(machine(), doctor.options(["--full"]))))
+    (lab,) = begun
+    assert lab.end == 100.0 + doctor_time.usable_seconds(10.0)
+    assert "shapes" in first.values["fitting"] and "memory" in first.values["others"]
+
+
+def test_methods_and_speed_share_their_ranks():
+    """One rank starts once for both, and so do all ranks, which go on as each method."""
+    ranks = []
+
+    class Lab(StubLab):
+        def run(self, config, *args, **how):
+            ranks.append(config.world_size)
+            return super().run(config, *args, **how)
+
+        def kept(self, key, make):
+            if key not in known:
+                known[key] = make()
+            return known[key]
+
+    known = {}
+    full_findings(Lab(), "--only", "methods,speed")
+    starts = [size for before, size in zip([0, *ranks], ranks) if size != before]
+    assert starts == [1, 2]
 
 
 def test_nothing_is_made_beyond_the_end(time):
