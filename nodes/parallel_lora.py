@@ -10,7 +10,7 @@ from ..backend.protocol import RefusedError
 from .host.handle import ParallelDiT, with_lora
 from .host.progress import node_text
 from .host.refusals import errors_on_node
-from .host.report import shown
+from .host.report import lora_line, shown
 from .host.schema import ALIASES, schema
 from .host.socket_types import ParallelDiTType
 
@@ -70,7 +70,7 @@ class ParallelLoRA(io.ComfyNode):
                 f"the page."
             )
         changed = with_lora(dit, os.path.abspath(path), strength)
-        return _reported(changed, changed.loaded.info["notes"][-1])
+        return _reported(changed, lora_line(dit.loaded.info, changed.loaded.info, changed.config))
 
 
 def _reported(dit: ParallelDiT, line: str) -> io.NodeOutput:

@@ -13,6 +13,7 @@ from ...backend.protocol import RefusedError
 from . import stock_loras
 from .handle import ParallelDiT, with_lora
 from .progress import node_text
+from .report import lora_line
 
 #: Attachment of a MODEL: its handle, with the LoRAs that ComfyUI's own loaders have added, and the patches of
 #: each one's file. Not an entry of transformer_options, which a guider of two models hands to both.
@@ -81,7 +82,8 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             _refused("a LoRA without a weight of this transformer")(self)
         if path:
             patched = with_lora(dit, path, strength_patch)
-            said = (patched.loaded.info[what][-1] for what in ("notes", "warnings"))
+            info = patched.loaded.info
+            said = (lora_line(dit.loaded.info, info, patched.config), info["warnings"][-1])
             node_text()("\n".join(filter(None, said)))
             self.set_attachments(HANDLE, (patched, files | {path: patches}))
             self.patches_uuid = uuid.uuid4()

@@ -1,9 +1,11 @@
 """The lines under the nodes: what each rank holds, what a request would take, and how a run went."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...backend.config import ParallelConfig
+from ...backend.planner.rank_shares import rank_shares
 from ...backend.protocol import Described
+from ...backend.quantization.lora_bytes import LoraBytes
 from ...backend.units import blocks_text, gigabytes_or_megabytes
 
 #: Key of the text in what a node shows (web/report.js reads it).
@@ -38,6 +40,29 @@ def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]
 def quantized_lines(quantized: Sequence[dict]) -> list[str]:
     """Return a line for each kind of quantized layers, and how they multiply."""
     return [f"{kind['layers']} {kind['format']} layers, {kind['multiplication']}" for kind in quantized]
+
+
+def lora_line(before: Mapping, after: Mapping, config: ParallelConfig) -> str:
+    """Return the note on the last LoRA of a model, and how much it takes on a rank next to quantized weights.
+    Of weights that are not quantized it changes the values alone.
+
+    ``before``, ``after``: Loaded.info without that LoRA and with it. A stage is taken to have as much of it
+    as of the weights.
+    """
+    note = after["notes"][-1]
+    counts = zip(after["lora_bytes"], before["lora_bytes"])
+    more = LoraBytes(*(max(0, all_of_them - others) for all_of_them, others in counts))
+    if not more.total:
+        return note
+    weights = {rank["stage"]: rank["weight_bytes"] for rank in after["ranks"]}
+    of_stage = {stage: size / max(1, sum(weights.values())) for stage, size in weights.items()}
+    ranks = zip(after["ranks"], rank_shares(config, 1))
+    tp = config.tensor_parallel_degree
+    sizes = [more.on_rank(share.matrices / tp) * of_stage[rank["stage"]] for rank, share in ranks]
+    most = gigabytes_or_megabytes(max(sizes))
+    bound = "" if most == gigabytes_or_megabytes(min(sizes)) else "at most "
+    unit = "GPU" if after["device"] == "cuda" else "rank"
+    return f"{note} · {bound}+{most} on each {unit}"
 
 
 def plan_line(config: ParallelConfig, prompts: int, what: str, described: Described) -> str:

@@ -65,7 +65,7 @@ def test_a_node_says_that_it_waits_for_another_client(host):
 def test_comfyuis_own_lora_loaders_show_the_note_and_what_a_lora_costs(host, warning, monkeypatch):
     """A note alone, too: the line of an earlier file stayed under the node."""
     info = {"notes": ["of another one", "changes added: 1"], "warnings": ["", warning], "weights": {}}
-    info["parts"] = {}
+    info |= {"parts": {}, "lora_bytes": [0, 0, 0]}
     module, sent = host.remote_patcher, []
     dit = SimpleNamespace(loaded=SimpleNamespace(info=info), config=SimpleNamespace(address=""))
     monkeypatch.setattr(module, "with_lora", lambda *_: dit)

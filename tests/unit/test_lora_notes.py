@@ -34,7 +34,7 @@ def node(monkeypatch):
         monkeypatch.setattr(folders, "get_full_path", lambda kind, name: f"/loras/{name}", raising=False)
         sent = []
         monkeypatch.setattr(module, "node_text", lambda: sent.append)
-        yield SimpleNamespace(module=module, sent=sent)
+        yield SimpleNamespace(module=module, sent=sent, config=ParallelConfig())
 
 
 def notes(folder, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -45,15 +45,17 @@ def notes(folder, tensors: dict[str, torch.Tensor]) -> list[str]:
     return [lora.note for lora in engine.models["tiny"].weights.open(stack)]
 
 
-def shown(node, note: str, strength: float, monkeypatch) -> str:
-    """The line under the node that adds such a LoRA."""
-    loaded = SimpleNamespace(info={"notes": ["of another one", note], "warnings": ["", ""]})
-    found = SimpleNamespace(loaded=loaded)
+def shown(node, note: str, strength: float, monkeypatch, size: int = 0) -> str:
+    """The line under the node that adds such a LoRA, of so many bytes next to quantized weights."""
+    info = {"lora_bytes": [0, size, 0], "device": "cuda", "ranks": [{"stage": 0, "weight_bytes": 1}]}
+    loaded = SimpleNamespace(info={"notes": ["of another one", note], "warnings": ["", ""], **info})
+    found = SimpleNamespace(loaded=loaded, config=node.config)
+    dit = SimpleNamespace(loaded=SimpleNamespace(info={"lora_bytes": [0, 0, 0]}))
     monkeypatch.setattr(node.module, "with_lora", lambda dit, path, strength: found)
-    output = node.module.ParallelLoRA.execute("dit", "lora.safetensors", strength)
+    output = node.module.ParallelLoRA.execute(dit, "lora.safetensors", strength)
     (line,) = node.sent
     assert output.ui == {"parallel_dit": [line]}
-    assert output.values == (found if strength else "dit",)
+    assert output.values == (found if strength else dit,)
     return line
 
 
@@ -93,6 +95,12 @@ def test_a_file_of_which_all_is_added_says_so(node, tmp_path, monkeypatch):
     rows, columns = shallow_flux()["double_blocks.0.img_mlp.0.weight"]
     (note,) = notes(tmp_path, {"diffusion_model.double_blocks.0.img_mlp.0.diff": randn(rows, columns)})
     assert shown(node, note, 1.0, monkeypatch) == "changes added: 1"
+
+
+def test_what_it_takes_on_each_gpu_stands_under_the_node(node, monkeypatch):
+    """Load Parallel DiT's line has that of the weights; a LoRA of a quantized model can be a large part."""
+    line = shown(node, "changes added: 304", 1.0, monkeypatch, size=1_200_000_000)
+    assert line == "changes added: 304 · +1.2 GB on each GPU"
 
 
 def test_a_strength_of_nothing_says_so(node, monkeypatch):

@@ -23,6 +23,29 @@ def test_ranks_without_gpus():
     assert line == "rank 1 · 9.4 MB · all blocks"
 
 
+def lora_info(factors: int, *stages: int, **changes) -> dict:
+    """Loaded.info with a LoRA of so many bytes, on ranks of these stages, the last of which is the larger."""
+    ranks = [{"stage": stage, "weight_bytes": 40 + 20 * (stage == max(stages))} for stage in stages]
+    info = {"notes": ["changes added: 1"], "lora_bytes": [factors, 0, 0], "ranks": ranks, "device": "cuda"}
+    return info | changes
+
+
+def test_a_lora_next_to_quantized_weights_says_what_it_takes():
+    """The last one alone, on the rank that has most of it; one that is summed into weights takes nothing."""
+    gb = 10**9
+    tp, pp = ParallelConfig(tensor_parallel_degree=2), ParallelConfig(pipefusion_degree=2)
+    line = report.lora_line(lora_info(gb, 0), lora_info(3 * gb, 0), ParallelConfig())
+    assert line == "changes added: 1 · +2.0 GB on each GPU"
+    on_cpu = lora_info(4 * gb, 0, 0, device="cpu")
+    assert report.lora_line(lora_info(0, 0, 0), on_cpu, tp) == "changes added: 1 · +3.0 GB on each rank"
+    uneven = replace(tp, shares="3,1")
+    line = report.lora_line(lora_info(0, 0, 0), lora_info(4 * gb, 0, 0), uneven)
+    assert line == "changes added: 1 · at most +3.5 GB on each GPU"
+    line = report.lora_line(lora_info(0, 0, 1), lora_info(gb // 2, 0, 1), pp)
+    assert line == "changes added: 1 · at most +300.0 MB on each GPU"
+    assert report.lora_line(lora_info(0, 0), lora_info(0, 0), ParallelConfig()) == "changes added: 1"
+
+
 def test_one_line_for_the_plan():
     rank = {"device_bytes": 5_000_000_000, "weight_bytes": 4_000_000_000, "host_bytes": 0}
     ranks = [{**rank, "bytes_per_step": {"ulysses": 30_000_000, "cfg": 5_000_000}}]
