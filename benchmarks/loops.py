@@ -1,29 +1,43 @@
 """A diffusers transformer in the plainest sampling loop there is: what the engine is compared with."""
 
 from contextlib import contextmanager
+from functools import cache
 from unittest.mock import patch
 
 import torch
 from diffusers.models._modeling_parallel import ContextParallelConfig
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from torch import Tensor
 
 from backend.protocol import Sample
 
+#: The backend of diffusers by which its ring attends: "native", which Ulysses takes, returns no log-sum-exp.
+RING_BACKEND = "_native_flash"
+
 
 class PlainLoop:
-    """Euler steps of a flow model over diffusers' own Flux; ``ulysses`` > 1 runs it with diffusers' own
-    context parallelism."""
+    """Euler steps of a flow model over diffusers' own Flux; ``parallel`` runs it with diffusers' own context
+    parallelism."""
 
-    def __init__(self, model: str, device: str, ulysses: int = 1):
+    def __init__(self, model: str, device: str, parallel: ContextParallelConfig | None = None):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.transformer = FluxTransformer2DModel.from_pretrained(model, torch_dtype=dtype)
         self.transformer.eval().requires_grad_(False)
         torch.nn.Module.to(self.transformer, device)  # whose signature diffusers' own method hides
         self.device = device
-        if ulysses > 1:
+        if parallel:
+            if (parallel.ring_degree or 1) > 1:
+                self._attend_with_sums()
             with _one_accelerator(device):
-                self.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ulysses))
+                self.transformer.enable_parallelism(config=parallel)
         self.compiled = {}
+
+    def _attend_with_sums(self):
+        """Have attention return its log-sum-exp, by which a ring merges; in this transformer alone."""
+        flash_on_cpu()
+        with attention_backend("native"):  # setting a model's backend sets that of the process, too
+            self.transformer.set_attention_backend(RING_BACKEND)
 
     def compile(self, fullgraph: bool):
         """Compile the blocks as diffusers does; ``compiled`` runs use them, others do not."""
@@ -85,3 +99,29 @@ def _one_accelerator(device: str):
         return
     with patch("torch.accelerator.device_count", lambda: 1):
         yield
+
+
+@cache
+def flash_on_cpu() -> torch.library.Library:
+    """Give the operator of torch's flash attention, which has kernels on GPUs alone, torch's kernel of the
+    same on the CPU: diffusers' backend calls the operator by name. Nothing else calls it with CPU tensors."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", _flash, "CPU")
+    return library  # whose end would take the kernel away
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+):
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, sums = on_cpu(query, key, value, dropout_p, is_causal, scale=scale)
+    # lengths and random states are of sequences of several lengths, and of dropout
+    nothing = query.new_empty(0)
+    return out, sums, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing

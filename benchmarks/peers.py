@@ -3,13 +3,17 @@ rounds.
 
     python benchmarks/peers.py --ranks 1    # what the engine costs: the time of whole requests
     python benchmarks/peers.py              # Ulysses of two ranks against diffusers' own context parallelism
+    python benchmarks/peers.py --ring       # the ring of two ranks against diffusers' own
     python benchmarks/peers.py --compile    # and both with compiled blocks (compile_repeated_blocks)
 
 "by CPU" compares rank 0's CPU seconds: work alone, without waiting, and without what other processes take.
 Graphs are compiled before the first round, by the CPU's or the GPU's inductor.
 
+diffusers' ring merges by log-sum-exps, which its usual backend does not return. That of torch's flash
+attention does; its operator has no kernel on the CPU and gets torch's own there (loops.py).
+
 raylight and xDiT are not compared here: they need CUDA and NCCL, so on the CPU there is nothing to compare.
-diffusers' ring attention does not run on the CPU either, and it has no PipeFusion and no CFG parallelism.
+diffusers has no PipeFusion and no CFG parallelism.
 """
 
 import argparse
@@ -23,12 +27,13 @@ import common
 import loops
 import report
 import torch
+from diffusers.models._modeling_parallel import ContextParallelConfig
 
 from backend.config import ParallelConfig
 from backend.sampling.step_loop import Callbacks
 
-#: Our time over diffusers': what the engine may cost, and what Ulysses should save.
-ONE_RANK_OR_COMPILED, ULYSSES = 1.02, 1 / 1.05
+#: Our time over diffusers': what the engine may cost, what Ulysses should save, and what a ring may take.
+ONE_RANK_OR_COMPILED, ULYSSES, RING = 1.02, 1 / 1.05, 1.0
 #: Request.compile -> what the rows are called.
 NAMES = {"blocks": ", compiled", "off": ""}
 
@@ -44,13 +49,20 @@ class Contest:
     busy: list[float]
 
 
+def configurations(options: argparse.Namespace) -> tuple[ParallelConfig, ContextParallelConfig | None]:
+    """Return ours and diffusers' of the same method and ranks; of one rank diffusers has none."""
+    degree = {"ring_degree" if options.ring else "ulysses_degree": options.ranks}
+    theirs = ContextParallelConfig(**degree) if options.ranks > 1 else None
+    return ParallelConfig(**degree), theirs
+
+
 def contest(options: argparse.Namespace, model: str) -> Contest:
     """Run diffusers and ours in rounds, with compiled blocks first where those are asked for."""
     sample = common.request(model, options.steps, side=options.side, text=options.text)
-    config = ParallelConfig(ulysses_degree=options.ranks)
+    config, parallel = configurations(options)
     alone = options.ranks == 1
     ours = common.alone(options.device, model) if alone else common.engine(config, options.device, model)
-    theirs = loops.PlainLoop(model, options.device, options.ranks)
+    theirs = loops.PlainLoop(model, options.device, parallel)
     if options.compile:
         theirs.compile(fullgraph=alone)  # their context parallelism breaks graphs
 
@@ -79,12 +91,14 @@ def measured(contenders: dict[str, Callable[[], torch.Tensor]], options: argpars
 def show(results: Contest, options: argparse.Namespace):
     """Print a row for each, and write the numbers, all over those of the first."""
     base, ours, *_ = results.seconds
-    goal = ONE_RANK_OR_COMPILED if options.ranks == 1 or options.compile else ULYSSES
+    goal = RING if options.ring else ULYSSES
+    goal = ONE_RANK_OR_COMPILED if options.ranks == 1 or options.compile else goal
     ratios = {
         name: common.ratios(seconds, results.seconds[base]) for name, seconds in results.seconds.items()
     }
     by_cpu = {name: common.ratios(seconds, results.cpu[base]) for name, seconds in results.cpu.items()}
-    title = "one rank" if options.ranks == 1 else f"Ulysses, {options.ranks} ranks"
+    method = "ring" if options.ring else "Ulysses"
+    title = "one rank" if options.ranks == 1 else f"{method}, {options.ranks} ranks"
     goals = {ours: [f"<= {goal:.2f}", report.outcome(ratios[ours]["median"] <= goal)]}
     rows = [
         [
@@ -99,7 +113,7 @@ def show(results: Contest, options: argparse.Namespace):
     report.table([title, "seconds", f"x {base}", "by CPU", "goal", ""], rows)
     print(f"largest relative difference of the latents: {results.difference:.1e}")
     report.write(
-        f"peers-{options.ranks}{'-compiled' if options.compile else ''}",
+        f"peers-{options.ranks}{'-ring' if options.ring else ''}{'-compiled' if options.compile else ''}",
         f"Our time over {base}'s, {title}",
         "less is better",
         [report.Bar(name, **ratio, goal=goal if name == ours else None) for name, ratio in ratios.items()],
@@ -117,7 +131,10 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--compile", action="store_true", help="compare both with compiled blocks too")
+    parser.add_argument("--ring", action="store_true", help="compare rings, not Ulysses")
     options = common.parse(parser)
+    if options.ring and options.ranks == 1:
+        parser.error("--ring wants at least 2 ranks")
     if options.ranks == 1:
         with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
             if not options.model:

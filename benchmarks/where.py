@@ -27,6 +27,7 @@ import common
 import loops
 import report
 import torch
+from diffusers.models._modeling_parallel import ContextParallelConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.config import ParallelConfig
@@ -139,7 +140,8 @@ def actions(options, model: str, sample):
     """Yield each method and what samples by it on all ranks, or on this one alone."""
     for method in options.methods:
         if method == "diffusers":
-            loop = loops.PlainLoop(model, options.device, options.ranks)
+            parallel = ContextParallelConfig(ulysses_degree=options.ranks)
+            loop = loops.PlainLoop(model, options.device, parallel)
             yield method, lambda loop=loop: loop(sample)
             continue
         field = METHODS[method]

@@ -46,6 +46,7 @@ LEFT_OUT = {
     "unit/test_memory_page.py::test_the_page_is_what_the_script_makes": "describes every file, for a minute",
     "unit/test_scaling_page.py::test_the_page_is_what_the_script_makes": "projects and counts every model",
     "socket/test_scaling.py::test_scaling_measures_two_ranks": "starts ranks and measures",
+    "unit/test_benchmarks.py::test_peers_compares_rings_of_two_ranks": "starts ranks and measures",
     "socket/test_allowed_folders.py::test_a_folder_that_is_allowed_later_needs_another_backend": "two",
     "socket/test_odd_messages.py::test_it_is_refused_and_the_ranks_stay": "a backend; the fuzz has no ranks",
     "socket/test_odd_messages.py::test_freeing_what_is_not_there": "starts a backend",

@@ -5,13 +5,17 @@ import json
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from benchmarked import BENCHMARKS, SMALL, save_model
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 from backend.client import nccl_settings, pool
+from backend.config import ParallelConfig
 from backend.protocol import Ping
 
 
@@ -61,6 +65,68 @@ def test_peers_compares_two_ways_to_the_same_latent(start, model, tmp_path):
     report = json.loads((tmp_path / "peers-1.json").read_text())
     assert report["difference"] < 1e-5 and report["ratio"]["median"] > 0
     assert (tmp_path / "peers-1.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("option, degree", [([], "ulysses_degree"), (["--ring"], "ring_degree")])
+def test_peers_has_both_run_the_same_method(monkeypatch, option, degree):
+    """Of as many ranks as it starts."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import peers
+
+    run = []
+    monkeypatch.setattr(peers, "contest", lambda options, model: run.extend(peers.configurations(options)))
+    monkeypatch.setattr(peers, "show", lambda results, options: None)
+    monkeypatch.setattr(peers.common, "hold_to_one_core", lambda device: None)
+    monkeypatch.setattr(peers.common, "leave", lambda: None)
+    for name, value in (("RANK", "0"), (peers.common.MODEL_VARIABLE, "a model")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--ranks", "3", *option])
+    peers.main()
+    ours, theirs = run
+    degrees = {"ring_degree": 1, "ulysses_degree": 1, degree: 3}
+    assert {name: getattr(theirs, name) for name in degrees} == degrees
+    assert ours == replace(ParallelConfig(), **{degree: 3})
+
+
+def test_a_ring_of_one_rank_is_refused(start, capsys):
+    with pytest.raises(SystemExit):
+        start("peers", "--ring", "--ranks", "1")
+    assert "--ring wants at least 2 ranks" in capsys.readouterr().err
+
+
+def test_peers_compares_rings_of_two_ranks(start, model, tmp_path):
+    """diffusers' own runs on the CPU, too, and attends by a backend that this model alone has."""
+    with pytest.raises(SystemExit) as end:
+        start("peers", *SMALL, "--ring", "--model", model, "--out", str(tmp_path))
+    assert end.value.code == 0
+    report = json.loads((tmp_path / "peers-2-ring.json").read_text())
+    assert report["difference"] < 1e-5 and report["rounds"].keys() == {"diffusers", "ours"}
+
+
+def test_the_operator_of_flash_attention_is_exact_on_the_cpu(monkeypatch):
+    """Outputs and log-sum-exps, by which diffusers' ring merges."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import loops
+
+    loops.flash_on_cpu()
+    query, key, value = torch.randn(3, 1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.3)
+    scores = 0.3 * query @ key.mT
+    torch.testing.assert_close(out, scores.softmax(-1) @ value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sums, scores.logsumexp(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_has_its_ring_to_itself(monkeypatch, model):
+    """Setting the backend of one sets that of every other model, whose attention is then another."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import loops
+
+    before = _AttentionBackendRegistry.get_active_backend()
+    loop = loops.PlainLoop(model, "cpu")
+    loop._attend_with_sums()
+    assert _AttentionBackendRegistry.get_active_backend() == before
+    backends = {vars(each)["_attention_backend"] for each in loop.transformer.attn_processors.values()}
+    assert backends == {loops.RING_BACKEND}
 
 
 def test_start_reports_every_round_but_the_first(start, tmp_path, monkeypatch, capsys):
