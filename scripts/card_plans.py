@@ -1,4 +1,5 @@
-"""What auto takes on two GeForce cards over PCIe: the tables of docs/degrees.md, planned on headers alone.
+"""What auto takes on two GeForce cards over PCIe, and what image models gain that do not fit one: the tables
+of docs/degrees.md, planned on headers alone.
 
     python scripts/card_plans.py [--write]
 
@@ -20,6 +21,7 @@ from page_parts import Part, markdown
 from published import RTX4090
 from released_forms import checkpoint_of
 
+from backend.config import ParallelConfig
 from backend.planner.choose import AUTO, EXACT, PlanChoice, choose
 from backend.planner.machine import OVERHEAD, RESERVE, Machine, RequestEstimate
 from backend.planner.model_shape import ModelShape
@@ -28,6 +30,7 @@ from backend.planner.question import Question
 from backend.rank_plan.shape_of import shape_of
 
 PART = Part("docs/degrees.md", "cards", "scripts/card_plans.py")
+GATHERED_PART = Part("docs/degrees.md", "gathered", "scripts/card_plans.py")
 #: The cards of docs/scaling.md; other GeForce cards have other rates and the same links.
 CARD = replace(RTX4090, launch=Machine.launch, overhead=OVERHEAD)
 GPUS = 2
@@ -88,6 +91,25 @@ TABLES = {
         Row("Krea 2, int8 ConvRot", SQUARE, 8),
         Row("Qwen-Image 2512, fp8 scaled", LARGE, 4),
         Row(BOTH, VIDEO, 4),
+    ),
+}
+
+#: How weights are stored -> image models of the tables.
+GATHERED = {
+    "bf16": ("Flux.1 dev", "Flux.2 dev", "Krea 2", "Qwen-Image", "Z-Image Turbo"),
+    "fp8": ("Flux.1 dev",),
+    "fp8 scaled": ("Flux.2 dev", "Qwen-Image 2512"),
+    "int8 ConvRot": ("Krea 2", "Z-Image Turbo"),
+    "Q4_K": ("Flux.1 dev", "Qwen-Image"),
+}
+#: Plans of a model that does not fit -> cfg, and what they set.
+DIVIDING: dict[str, tuple[float, dict]] = {
+    "`ring_degree`, `shard_weights`": (1.0, {"ring_degree": GPUS, "shard_weights": True}),
+    "`ulysses_degree`, `shard_weights`": (1.0, {"ulysses_degree": GPUS, "shard_weights": True}),
+    "`tensor_parallel_degree`": (1.0, {"tensor_parallel_degree": GPUS}),
+    "`pipefusion_degree`, `num_pipeline_patch` 1, `cfg` 4.0": (
+        4.0,
+        {"pipefusion_degree": GPUS, "num_pipeline_patch": 1},
     ),
 }
 
@@ -158,8 +180,31 @@ def tables() -> str:
     return "\n".join(f"Two cards of {card} GB:\n\n{table(card)}" for card in TABLES)
 
 
+def gain(file: str, card: int, cfg: float, degrees: dict) -> float:
+    """Return how many times as fast as one card a plan is, whether it fits or not."""
+    tokens = LARGE if file.startswith("Qwen") else SQUARE
+    asked = question(Row(file, tokens, 20, cfg), card)
+    one, plan = (asked.option(each) for each in (ParallelConfig(), ParallelConfig(**degrees)))
+    return one.sampling_seconds / plan.sampling_seconds
+
+
+def gathered() -> str:
+    """Write least and most that plans gain of image models, by how their weights are stored."""
+    rows = []
+    for form, models in GATHERED.items():
+        cells = [f"{form} ({', '.join(models)})"]
+        for cfg, degrees in DIVIDING.values():
+            gains = [gain(f"{model}, {form}", card, cfg, degrees) for model in models for card in TABLES]
+            least, most = f"{min(gains):.1f}", f"{max(gains):.1f}"
+            cells.append(least if least == most else f"{least} to {most}")
+        rows.append(tuple(cells))
+    return markdown(("weights", *DIVIDING), rows)
+
+
 if __name__ == "__main__":
     made = tables()
     if "--write" in sys.argv[1:]:
         PART.write(made)
+        GATHERED_PART.write(gathered())
     print(made)
+    print(gathered())

@@ -63,3 +63,8 @@ def test_experts_take_turns_on_cards_that_hold_one():
 def test_plans_of_two_cards_are_in_the_page(card):
     """docs/degrees.md is what scripts/card_plans.py makes."""
     assert card_plans.table(card) in card_plans.PART.read()
+
+
+@pytest.mark.full
+def test_gains_of_models_that_do_not_fit_are_in_the_page():
+    assert card_plans.GATHERED_PART.read() == card_plans.gathered()
