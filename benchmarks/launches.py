@@ -3,11 +3,12 @@
     python benchmarks/launches.py [--json] [--only FAMILY ...] [--waits] [--write]
 
 Needs no GPU: meta tensors stand for one (meta_device.py). Every family with a golden latent runs as one rank
-of every method, in bf16, at its golden size; of a pipeline the first, a middle and the last stage, of which
-the largest number counts. A micro-step is one CFG branch of one patch: the model's call, and of the first
-stage the solvers' step. Printed for one of the last step: waits (reads of device values and copies between
-host and device), operations on the device, operations on host tensors, and microseconds of the host outside
-of operations. --write stores the counts that a test holds.
+of every method, in bf16, at its golden size, and quantized models (packed_models.py) of a few methods; of a
+pipeline the first, a middle and the last stage, of which the largest number counts. A micro-step is one CFG
+branch of one patch: the model's call, and of the first stage the solvers' step. Printed for one of the last
+step: waits (reads of device values and copies between host and device), operations on the device, operations
+on host tensors, and microseconds of the host outside of operations. --write stores the counts that a test
+holds.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks"), str(ROOT / "tests/support")]
+import packed_models
 import torch
 from families import LATENT_FORMATS, golden
 from headers import HeaderFiles, fold
@@ -60,6 +63,8 @@ LEFT_OUT = {
     "minimax-h3-curves": "differs from minimax-h3 in its weights alone",
 }
 FAMILIES = tuple(name for name in LATENT_FORMATS if name not in LEFT_OUT)
+#: Quantized models, and the methods of which they are counted.
+PACKED, PACKED_METHODS = tuple(packed_models.MODELS), ("one rank", "u2", "pp2")
 #: Steps of a request, and of one whose second step is like any later one: nothing is stale in it, and no text
 #: was in the first one alone.
 STEPS, STEPS_WITHOUT_PATCHES = 3, 2
@@ -78,8 +83,15 @@ class Launches:
     host_us: float
 
 
+def methods_of(family: str) -> tuple[str, ...]:
+    """Return the methods of which a family or a quantized model is counted."""
+    return PACKED_METHODS if family in PACKED else tuple(METHODS)
+
+
 def checkpoint_of(family: str) -> Checkpoint:
     """Recognise the golden family's checkpoint by its shapes."""
+    if family in PACKED:
+        return packed_models.checkpoint_of(family)
     return replace(_recognised(family))  # without a transformer, of which each rank takes its own apart
 
 
@@ -186,6 +198,8 @@ def load(
 
 def request_of(family: str, batch: int = 1, steps: int = STEPS) -> Sample:
     """Return the family's golden request in ``steps`` of Euler; Flux has one of a ``batch`` of 2."""
+    if family in PACKED:
+        return packed_models.request_for(family, steps)
     case = "euler_simple" if batch == 1 else f"batch{batch}"
     found = golden_request(case) if family == "flux-dev" else golden(f"{family}__{case}")
     sigmas = torch.linspace(found[0].tensors["sigmas"][0].item(), 0, steps + 1)
@@ -223,12 +237,14 @@ def run(
     """Run the family's request as one rank; return the loop whose last step ``mode`` has seen."""
     checkpoint = checkpoint_of(family)
     mesh = mesh_of(config, rank)
+    is_packed = family in PACKED
     with meta_device(mode if isinstance(mode, Count) else Count()), torch.inference_mode():
-        model = load(checkpoint, config, mesh)
+        model = packed_models.load(family, config, mesh) if is_packed else load(checkpoint, config, mesh)
         model.cache.offload()
         sample = request_of(family, steps=steps)
         request = build(sample, config, model.family, model.config, model.dtype, META)
-        with running(model, request) as runner:
+        on_meta = packed_models.running_on_meta(family, model) if is_packed else nullcontext()
+        with on_meta, running(model, request) as runner:
             loop = LastStep(mesh, request, runner, with_downloads(callbacks or Callbacks(), request))
             loop.mode = mode
             with mode:
@@ -284,7 +300,9 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.add_argument("--only", nargs="*", default=FAMILIES, help="golden families")
+    parser.add_argument(
+        "--only", nargs="*", default=(*FAMILIES, *PACKED), help="golden families, quantized models"
+    )
     parser.add_argument("--methods", nargs="*", default=tuple(METHODS), help=", ".join(METHODS))
     parser.add_argument("--waits", action="store_true", help="say what waits, and in which function")
     parser.add_argument("--write", action="store_true", help=f"store the counts in {STORED.name}")
@@ -294,7 +312,7 @@ def main():
     for family in options.only:
         if options.write and lines:
             write(lines)
-        for method in options.methods:
+        for method in (each for each in options.methods if each in methods_of(family)):
             line, waits = measure(family, method, not options.quick)
             lines.append(line)
             if not options.json:

@@ -17,14 +17,17 @@ PART = Part("docs/design/host.md", "launches", "scripts/launches_page.py")
 
 
 def cell(family: str, method: str) -> str:
-    """Write the counts of a family under a method."""
+    """Write the counts of a family under a method; nothing where they are not stored."""
+    if method not in launches.methods_of(family):
+        return ""
     device, host, waits = launches.stored()[family][method]
     return f"{device:g}, {host:g}, {waits:g}"
 
 
 def table() -> str:
-    """Write a line for each family."""
-    rows = [(family, *(cell(family, method) for method in launches.METHODS)) for family in launches.FAMILIES]
+    """Write a line for each family and each quantized model."""
+    every = (*launches.FAMILIES, *launches.PACKED)
+    rows = [(family, *(cell(family, method) for method in launches.METHODS)) for family in every]
     return markdown(("family (golden size)", *launches.METHODS), rows)
 
 

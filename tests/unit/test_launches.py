@@ -15,6 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import launches
 import launches_page
 import meta_shapes
+import packed_models
 import released_sizes
 import signatures
 from meta_device import META, Count, meta_device
@@ -22,6 +23,8 @@ from variants import VARIANTS, described, request
 
 from backend.config import ParallelConfig
 from backend.loading import staging
+from backend.quantization import gguf_blocks
+from backend.quantization.packed_weight import quantized
 from backend.sampling.step_loop import Callbacks
 from backend.serving.progress import Previews
 
@@ -58,6 +61,41 @@ def test_nor_does_one_of_many_ranks(family):
     check(family, MANY)
 
 
+#: Quantized models that the fast tier counts: many kernels to dequantize, and ranks that compare values.
+FAST = ("flux-dev Q4_K", "flux-dev nvfp4, native")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in launches.PACKED],
+)
+def test_nor_does_one_of_quantized_weights(model):
+    check(model, launches.PACKED_METHODS)
+
+
+#: Matrices of a Flux with two blocks of each kind: 14 of a double block, 6 of a single one.
+MATRICES = 2 * 14 + 2 * 6
+
+
+@pytest.mark.parametrize("model", FAST)
+def test_quantized_models_are_loaded_as_their_files_store_them(model):
+    """Every matrix of the blocks, and none of them as bf16."""
+    config = ParallelConfig()
+    with meta_device(Count()), torch.inference_mode():
+        loaded = packed_models.load(model, config, launches.mesh_of(config, 0))
+    weights = quantized(loaded.modules)
+    assert len(weights) == MATRICES
+    assert {each.format_name for each in weights} == {packed_models.MODELS[model].form}
+    assert {each.choice.kernel for each in weights} == {packed_models.MODELS[model].kernel}
+
+
+def test_waits_of_dequantization_are_seen(monkeypatch):
+    """Shifts that each product writes to the device anew."""
+    monkeypatch.setattr(gguf_blocks, "_on_device", gguf_blocks._on_device.__wrapped__)
+    _, waits = launches.measure("flux-dev Q4_K", "one rank", timing=False)
+    assert set(waits) == {"tensor in gguf_blocks._on_device"}
+
+
 def avoidable(waits: dict[str, int]) -> set[str]:
     """Return what waits, but for functions of diffusers that are listed."""
     return {place for place in waits if place.rpartition(" in ")[2] not in OF_DIFFUSERS}
@@ -65,7 +103,7 @@ def avoidable(waits: dict[str, int]) -> set[str]:
 
 def test_the_page_is_what_the_script_makes():
     assert launches_page.PART.read() == launches_page.table()
-    assert len(launches_page.PART.rows()) == len(launches.FAMILIES)
+    assert len(launches_page.PART.rows()) == len(launches.FAMILIES + launches.PACKED)
 
 
 def check(family: str, methods: tuple[str, ...]):
