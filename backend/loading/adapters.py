@@ -90,9 +90,16 @@ class Adapter(ABC):
         """Return whether magnitudes are of rows: each row of the result depends on that of the weight."""
         return "dora_scale" in self.keys and self.shape_of("dora_scale") == (self.shape[0], 1)
 
-    def magnitudes(self, rows: Spans, device: torch.device) -> Tensor:
-        """Read the magnitudes of these rows, where it ``scales_rows``."""
-        return self._read("dora_scale", device, rows=rows).flatten()
+    @property
+    def scales_columns(self) -> bool:
+        """Return whether magnitudes are of columns: each depends on the same column with the difference."""
+        return self.needs_the_whole and not self.scales_rows
+
+    def magnitudes(self, rows: Spans, columns: Spans, device: torch.device) -> Tensor:
+        """Read the magnitudes of these rows where it ``scales_rows``, else of these columns."""
+        if self.scales_rows:
+            return self._read("dora_scale", device, rows=rows).flatten()
+        return self._read("dora_scale", device, columns=columns).flatten()
 
     def add_to(self, weight: Tensor, strength: float, rows: Spans, columns: Spans) -> Tensor:
         """Return ``weight`` (float32), these rows and columns of it, with the adapter."""
@@ -245,10 +252,10 @@ class Difference(Adapter):
 
 
 def is_low_rank(adapter: Adapter) -> TypeGuard[Factored]:
-    """Return whether nothing but a product of two small matrices is added, to rows that may be scaled. The
-    same on all ranks, whatever they hold: native products that compare values over ranks wait for each
-    other."""
-    if not isinstance(adapter, Factored) or (adapter.needs_the_whole and not adapter.scales_rows):
+    """Return whether nothing but a product of two small matrices is added, to rows or columns that may be
+    scaled. The same on all ranks, whatever they hold: native products that compare values over ranks wait for
+    each other."""
+    if not isinstance(adapter, Factored):
         return False
     rows, columns = adapter.shape
     return isinstance(adapter, LoRA) or adapter.factor_rank * (rows + columns) <= MAX_FACTORS * rows * columns

@@ -11,8 +11,8 @@ from .lora_spellings import KEY, TEXT_ENCODER
 
 #: Role -> shape of a file's tensor.
 Shapes = Mapping[str, Sequence[int]]
-#: Bytes of a number on the ranks, and of a number for each row (DoRA).
-NUMBER, ROW_SCALE = 2, 4
+#: Bytes of a number on the ranks, and of a factor of a row or column (DoRA).
+NUMBER, SCALE = 2, 4
 #: Numbers in the factors of a LoHa or LoKr for one of the matrix: with more, the matrix itself costs less.
 MAX_FACTORS = 0.5
 #: End of a module's name in single files -> parameters of which its matrix has the rows: each is next to a
@@ -67,21 +67,27 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
         return LoraBytes(NUMBER * sum(math.prod(shape) for shape in roles.values()))
     most = MAX_FACTORS * rows * columns
     pieces = _pieces(stem, rows, columns)
-    if lokr and "dora_scale" not in roles:
+    scales = SCALE * _factors_of_magnitudes(roles, rows, columns * pieces)
+    if lokr:
         (outer, blocks, _), (height, width, _) = lokr
         inner = matrix(roles["lokr_w2_b"])[0] * (height + width) if "lokr_w2_b" in roles else math.inf
         numbers = outer * blocks + int(min(inner, height * width))
         if numbers <= most:
             again = (min(pieces, outer) - 1) * (numbers - outer * blocks)
-            return LoraBytes(uncut=NUMBER * (numbers + again))
-    is_scaled = "dora_scale" in roles
-    if is_scaled and matrix(roles["dora_scale"]) != (rows, 1):
-        return LoraBytes(copies=NUMBER * rows * columns)
+            return LoraBytes(factors=2 * scales, uncut=NUMBER * (numbers + again))
     factors = rank * (rows + columns)
     if "up" not in roles and factors > most:
         return LoraBytes(copies=NUMBER * rows * columns)
     factors += rank * (pieces - 1) * columns
-    return LoraBytes(NUMBER * factors + (ROW_SCALE * rows if is_scaled else 0))
+    return LoraBytes(NUMBER * factors + scales)
+
+
+def _factors_of_magnitudes(roles: Shapes, rows: int, columns: int) -> int:
+    """Count the rows or columns that magnitudes multiply, of the stored weight. Of a Kronecker product next
+    to it as many."""
+    if "dora_scale" not in roles:
+        return 0
+    return rows if matrix(roles["dora_scale"]) == (rows, 1) else columns
 
 
 def _factor(roles: Shapes, name: str) -> tuple[int, int, int]:

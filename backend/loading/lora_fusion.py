@@ -3,7 +3,6 @@ out is gone to the last bit."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from itertools import count, groupby
 from pathlib import Path
 
@@ -28,10 +27,10 @@ from .lora_products import (
     are_products,
     first_unscaled,
     plain,
-    with_magnitudes,
 )
 from .lora_targets import Targets
 from .lora_validation import check_values
+from .magnitudes import WeightScales, weight_scales, with_magnitudes
 from .regular_files import file_state
 
 #: LoRAs in the order in which they are added.
@@ -216,9 +215,14 @@ class FusedWeights:
         """Give parameters that the single file keeps in one tensor their values under ``changes``."""
         special = [name for name in names if self._needs_the_whole(name, changes.get(name, []))]
         wholes = self._wholes(special[0], changes) if special else {}
+        scales: dict[str, WeightScales] = {}
         for name in names:
             if name in self.packed:
-                self._set_adapters(self.packed[name], name, changes.get(name, []), wholes)
+                adapters = [change.adapter for change in changes.get(name, [])]
+                if name not in scales and first_unscaled(adapters) and are_products(adapters):
+                    self.packed[name].set_adapters({})
+                    scales |= self._scales(name, changes)
+                self._set_adapters(self.packed[name], name, changes.get(name, []), wholes, scales)
                 continue
             parameter = getattr(*self.owners[name])
             here = fsdp.own_rows(parameter)
@@ -257,7 +261,23 @@ class FusedWeights:
             value = value if here is None else value[here.indices]
         return self._sum(name, value, changes, rows, columns) if changes and value.numel() else value
 
-    def _set_adapters(self, weight: PackedWeight, name: str, changes: list[LoraChange], wholes):
+    def _scales(self, name: str, changes: LoraChanges) -> dict[str, WeightScales]:
+        """Compute by what magnitudes multiply a quantized weight and its changes on this rank, and where they
+        are of columns, all weights of the same tensor: one norm is over the rows of all."""
+        names, own = [name], changes[name]
+        if any(change.adapter.scales_columns for change in self._concerning(name, changes)):
+            names, own = self._dependent(name, changes), self._concerning(name, changes)
+        spans = {each: self._spans(each, self.cuts) for each in names}
+        return weight_scales(own, spans, self.checkpoint, self.device, self.packed[name].device)
+
+    def _set_adapters(
+        self,
+        weight: PackedWeight,
+        name: str,
+        changes: list[LoraChange],
+        wholes: Mapping[str, Tensor],
+        scales: Mapping[str, WeightScales],
+    ):
         """Put LoRAs next to a quantized weight, or adapters of other kinds into a copy that is held whole."""
         adapters = [change.adapter for change in changes]
         if not are_products(adapters):
@@ -268,17 +288,14 @@ class FusedWeights:
         matrix_shard = self._matrix_shard(name, self.cuts)
         if first_unscaled(adapters):
             weight.set_adapters({})
-            shard = self.cuts.get(name.rpartition(".")[0])
-            rows = replace(shard, inputs=(Span(0, matrix_shard.width),)) if shard else None
-            stored = self.checkpoint.read(name, torch.float32, self.device, rows).to(weight.device)
-            added = with_magnitudes(changes, matrix_shard, stored, weight.dtype)
+            added = with_magnitudes(changes, matrix_shard, scales[name], weight.device, weight.dtype)
         else:
             added = plain(changes, matrix_shard, weight.device, weight.dtype, dict(weight.adapters))
         for change in changes:
             held = added.adapters.get(change.key) or added.adapters.get(change.scaled_key)
             if isinstance(held, LowRank):
                 self._ranks[name, change.key] = held.up.shape[1]
-        weight.set_adapters(added.adapters, row_scale=added.row_scale)
+        weight.set_adapters(added.adapters, row_scale=added.row_scale, column_scale=added.column_scale)
 
     def _matrix_shard(self, name: str, cuts: Mapping[str, Shard]) -> MatrixShard:
         return MatrixShard(name, *self._spans(name, cuts), *matrix(self.checkpoint.shapes[name]))

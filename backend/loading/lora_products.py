@@ -11,13 +11,13 @@ from torch import Tensor
 from ..parallel.sequence import Span
 from ..quantization.added_products import AddedProduct, LowRank
 from ..quantization.lora_bytes import LoraBytes
-from .adapters import Adapter, Factored, Spans, cut, is_low_rank
+from .adapters import Adapter, Factored, Spans, is_low_rank
 from .lokr import LoKr
 from .lora_keys import LoraUse
 from .lora_selection import Target
 
-#: Bytes of a factor of a row, in float32.
-ROW_SCALE_BYTES = 4
+#: Bytes of a factor of a row or column, in float32.
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class LoraChange:
 
     @property
     def scaled_key(self) -> tuple:
-        """Tells one whose rows are multiplied by what its magnitudes, or those after it, say."""
+        """Tells one that is multiplied by what its magnitudes, or those after it, say."""
         return self.order, *self.key
 
 
@@ -56,15 +56,17 @@ class MatrixShard(NamedTuple):
 
 
 class HeldProducts(NamedTuple):
-    """Adapters next to a weight by key, and what its rows are multiplied by."""
+    """Adapters next to a weight by key, and what its rows and columns are multiplied by."""
 
     adapters: dict[Hashable, AddedProduct]
     row_scale: Tensor | None = None
+    column_scale: Tensor | None = None
 
 
 def is_kronecker(adapter: Adapter) -> TypeGuard[LoKr]:
-    """Return whether nothing but a small Kronecker product is added."""
-    return isinstance(adapter, LoKr) and not adapter.needs_the_whole and adapter.is_small
+    """Return whether nothing but a small Kronecker product is added, to rows or columns that may be
+    scaled."""
+    return isinstance(adapter, LoKr) and adapter.is_small
 
 
 def is_product(adapter: Adapter) -> bool:
@@ -73,16 +75,24 @@ def is_product(adapter: Adapter) -> bool:
 
 
 def are_products(adapters: Sequence[Adapter]) -> bool:
-    """Return whether changes of one weight, in their order, are all held as products. Magnitudes scale
-    rows of what was added before: a low-rank product bears that, a Kronecker product does not. The same on
-    all ranks (see is_low_rank)."""
-    scaled = first_unscaled(adapters)
-    return all(map(is_low_rank, adapters[:scaled])) and all(map(is_product, adapters[scaled:]))
+    """Return whether changes of one weight are all held as products. The same on all ranks (see
+    is_low_rank)."""
+    return all(map(is_product, adapters))
 
 
 def first_unscaled(adapters: Sequence[Adapter]) -> int:
     """Return how many adapters there are up to the last one with magnitudes."""
-    return max((i + 1 for i, each in enumerate(adapters) if each.needs_the_whole), default=0)
+    return max(first_unscaled_rows(adapters), first_unscaled_columns(adapters))
+
+
+def first_unscaled_rows(adapters: Sequence[Adapter]) -> int:
+    """Return how many adapters there are up to the last one with magnitudes of rows."""
+    return max((i + 1 for i, each in enumerate(adapters) if each.scales_rows), default=0)
+
+
+def first_unscaled_columns(adapters: Sequence[Adapter]) -> int:
+    """Return how many adapters there are up to the last one with magnitudes of columns."""
+    return max((i + 1 for i, each in enumerate(adapters) if each.scales_columns), default=0)
 
 
 def added_bytes(
@@ -94,18 +104,21 @@ def added_bytes(
     if not are_products(adapters):
         return LoraBytes(copies=rows * columns * dtype.itemsize)
     scaled = first_unscaled(adapters)
-    by_key = {each.scaled_key: each for each in changes[:scaled]}
-    by_key |= {each.key: each for each in changes[scaled:]}
+    has_rows, has_columns = first_unscaled_rows(adapters), first_unscaled_columns(adapters)
+    by_key = {each.scaled_key: (i, each) for i, each in enumerate(changes[:scaled])}
+    by_key |= {each.key: (scaled, each) for each in changes[scaled:]}
     factors = uncut = 0
-    for key, change in by_key.items():
+    scales = rows * bool(has_rows) + columns * bool(has_columns)
+    for i, change in by_key.values():
         adapter = change.adapter
-        if key == change.key and is_kronecker(adapter):
+        if is_kronecker(adapter):
             uncut += adapter.held_numbers(shard.stored_rows(change), shard.columns)
+            scales += rows * (i < has_rows) + columns * (i < has_columns)
             continue
         assert isinstance(adapter, Factored), "checked by are_products"
         factors += (ranks.get(change.key) or adapter.factor_rank) * (rows + columns)
-    scale = rows * ROW_SCALE_BYTES if scaled else 0
-    return LoraBytes(factors=factors * dtype.itemsize + scale, copies=0, uncut=uncut * dtype.itemsize)
+    size = factors * dtype.itemsize + scales * SCALE_BYTES
+    return LoraBytes(factors=size, copies=0, uncut=uncut * dtype.itemsize)
 
 
 def low_rank(change: LoraChange, where: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -137,36 +150,6 @@ def plain(
         strength = change.use.strength + (before.strength if before else 0.0)
         adapters[change.key] = replace(known[change.key], strength=strength)
     return HeldProducts(adapters)
-
-
-def with_magnitudes(
-    changes: Sequence[LoraChange], shard: MatrixShard, weight: Tensor, dtype: torch.dtype
-) -> HeldProducts:
-    """Return changes some of which have magnitudes m of rows. One makes w + s (m / |w| (w + d) - w) of
-    a row w (Adapter.applied_to), which is c w + s m / |w| d with c = 1 + s (m / |w| - 1): what was there
-    before is multiplied by c. ``weight``: the stored values of these rows, all columns, in float32."""
-    device = weight.device
-    last = first_unscaled([change.adapter for change in changes])
-    every = (Span(0, shard.width),)
-    row_scale = torch.ones(len(weight), 1, device=device)
-    factors: list[tuple[Tensor, Tensor]] = []
-    for change in changes[:last]:
-        where = shard.stored_rows(change)
-        up, down = low_rank(change, where, every, device)
-        if change.adapter.needs_the_whole:
-            norm = weight.norm(dim=1) + torch.finfo(torch.float32).eps
-            ratio = (change.adapter.magnitudes(where, device) / norm).unsqueeze(1)
-            scale = 1 + change.use.strength * (ratio - 1)
-            factors = [(scale * before, right) for before, right in factors]
-            up, row_scale, weight = ratio * up, scale * row_scale, scale * weight
-        factors.append((up, cut(down, None, shard.columns)))
-        weight = weight + change.use.strength * (up @ down)
-    adapters: dict[Hashable, AddedProduct] = {}
-    for change, (up, down) in zip(changes, factors):
-        up, down = used(up, down)
-        adapters[change.scaled_key] = LowRank(up.to(dtype), down.to(dtype), strength=change.use.strength)
-    rest, _ = plain(changes[last:], shard, device, dtype, {})
-    return HeldProducts(adapters | rest, row_scale.flatten())
 
 
 def used(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:

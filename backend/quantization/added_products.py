@@ -85,29 +85,36 @@ def cut_blocks(wanted: Sequence[range], size: int) -> BlockCut:
 @dataclass
 class Kronecker:
     """``strength`` x the Kronecker product of ``left`` and of the product of ``right`` (one matrix, or two),
-    next to a weight. rows, columns: runs of its rows and columns that the weight has; None: all."""
+    next to a weight. rows, columns: runs of its rows and columns that the weight has; None: all. row_scale,
+    column_scale: what those are multiplied by (DoRA), in float32."""
 
     left: Tensor
     right: tuple[Tensor, ...]
     strength: float
     rows: tuple[range, ...] | None = None
     columns: tuple[range, ...] | None = None
+    row_scale: Tensor | None = None
+    column_scale: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """What it holds."""
-        return [self.left, *self.right]
+        scales = (self.row_scale, self.column_scale)
+        return [self.left, *self.right, *(each for each in scales if each is not None)]
 
     def move(self, fn: Callable[[Tensor], Tensor]):
         """Replace what it holds, as nn.Module._apply does."""
         self.left, self.right = fn(self.left), tuple(map(fn, self.right))
+        self.row_scale = None if self.row_scale is None else fn(self.row_scale)
+        self.column_scale = None if self.column_scale is None else fn(self.column_scale)
 
     def difference(self) -> Tensor:
         """Return what it adds to the weight, as a whole."""
         second = self.right[0] if len(self.right) == 1 else self.right[0] @ self.right[1]
         whole = torch.kron(self.left, second.contiguous())
         rows = whole if self.rows is None else torch.cat([whole[r.start : r.stop] for r in self.rows])
-        return self.strength * (rows if self.columns is None else columns_of(rows, self.columns))
+        own = rows if self.columns is None else columns_of(rows, self.columns)
+        return self.strength * scaled(own, self.row_scale, self.column_scale)
 
     def add_to(self, out: Tensor, x: Tensor):
         """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time: what is made for
@@ -121,13 +128,17 @@ class Kronecker:
 
     def _add_to_rows(self, rows: Tensor, x: Tensor):
         """Add the product with ``x`` (tokens, columns) to ``rows`` (tokens, rows)."""
-        if self.rows is None and rows.is_contiguous():
+        x = scaled(x, None, self.column_scale)
+        if self.rows is None and self.row_scale is None and rows.is_contiguous():
             self._add_blocks(rows, self._blocks_of(x))
             return
         height, width = len(self.left), len(self.right[0])
         whole = rows.new_zeros(len(rows), height * width)
         self._add_blocks(whole, self._blocks_of(x))
-        rows += whole if self.rows is None else columns_of(whole, self.rows)
+        own = whole if self.rows is None else columns_of(whole, self.rows)
+        if self.row_scale is not None:
+            own *= self.row_scale
+        rows += own
 
     def _blocks_of(self, x: Tensor) -> Tensor:
         """Return ``x`` (tokens, columns) as (tokens, blocks, columns of the second matrix), with zeros where
@@ -188,3 +199,13 @@ def strengths_of(adapters: Sequence[LowRank]) -> Tensor:
     """Return the strength of each rank of several LoRAs."""
     each_rank = [each.strength for each in adapters for _ in range(len(each.down))]
     return torch.tensor(each_rank, device=adapters[0].down.device)
+
+
+def scaled(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    """Multiply the rows and columns of ``x`` by float32 factors (None: by 1); round the product once to the
+    type of ``x``."""
+    if rows is None:
+        # nothing in float32 is made of what may be a layer's whole input
+        return x if columns is None else torch.mul(x, columns, out=torch.empty_like(x))
+    by_rows = x * rows.unsqueeze(1)
+    return (by_rows if columns is None else by_rows * columns).to(x.dtype)

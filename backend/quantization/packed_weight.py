@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import reason
 from ..hardware.device_memory import is_out_of_memory
 from ..runtime.opaque_ops import opaque
-from .added_products import AddedProduct, LowRank, concatenated, divide, strengths_of
+from .added_products import AddedProduct, LowRank, concatenated, divide, scaled, strengths_of
 from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
 from .kernels import Kernel, MatmulChoice, MaxOverRanks, float8, mxfp8, nvfp4
 from .packed import Packed
@@ -27,8 +27,9 @@ class PackedWeight(nn.Module):
     """A quantized matrix as a linear layer's ``weight``; what its file stores are its parameters.
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
-    the products, by key. row_scale: what the stored weight's rows are multiplied by (DoRA), in float32.
-    whole: the weight in ``dtype`` where adapters of another kind are in it; the stored one stays next to it.
+    the products, by key. row_scale, column_scale: what the stored weight's rows and columns are multiplied by
+    (DoRA), in float32: its outputs and inputs. whole: the weight in ``dtype`` where adapters of another kind
+    are in it; the stored one stays next to it.
     buffer: memory of its own in which the weight stays once it is dequantized
     (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
     max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
@@ -48,6 +49,7 @@ class PackedWeight(nn.Module):
         self._scale = _one_scale(packed) if dtype in SCALED_AFTER else None
         self.adapters: dict[Hashable, AddedProduct] = {}
         self.row_scale: Tensor | None = None
+        self.column_scale: Tensor | None = None
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
         self.buffer: Tensor | None = None
@@ -82,6 +84,7 @@ class PackedWeight(nn.Module):
         adapters: Mapping[Hashable, AddedProduct],
         whole: Tensor | None = None,
         row_scale: Tensor | None = None,
+        column_scale: Tensor | None = None,
     ):
         """Have these adapters added to the products, or multiply by ``whole`` instead."""
         parts = _low_rank(adapters)
@@ -89,13 +92,15 @@ class PackedWeight(nn.Module):
             self._joined = replace(self._joined, strengths=strengths_of(list(parts.values())))
         else:
             self._joined = concatenated(list(parts.values()))
-        self.adapters, self.whole, self.row_scale = dict(adapters), whole, row_scale
+        self.adapters, self.whole = dict(adapters), whole
+        self.row_scale, self.column_scale = row_scale, column_scale
 
     @property
     def added_tensors(self) -> list[Tensor]:
         """What is next to the stored weight: of its adapters, or the weight as a whole."""
         of_adapters = [tensor for each in self.adapters.values() for tensor in each.tensors]
-        return of_adapters + [each for each in (self.row_scale, self.whole) if each is not None]
+        others = (self.row_scale, self.column_scale, self.whole)
+        return of_adapters + [each for each in others if each is not None]
 
     @property
     def format_name(self) -> str:
@@ -123,8 +128,7 @@ class PackedWeight(nn.Module):
     def effective(self) -> Tensor:
         """Return the weight with the adapters in it, in memory of its own."""
         weight = self.packed.dequantize(self.dtype) if self.whole is None else self.whole
-        if self.row_scale is not None:
-            weight = (weight * self.row_scale.unsqueeze(1)).to(weight.dtype)
+        weight = scaled(weight, self.row_scale, self.column_scale)
         for adapter in self.adapters.values():
             weight = weight + adapter.difference()
         return weight
@@ -139,20 +143,22 @@ class PackedWeight(nn.Module):
             if not isinstance(each, LowRank):
                 each.move(fn)
         self.row_scale = None if self.row_scale is None else fn(self.row_scale)
+        self.column_scale = None if self.column_scale is None else fn(self.column_scale)
         self.whole = None if self.whole is None else fn(self.whole)
         return super()._apply(fn, recurse)
 
     def linear(self, x: Tensor, bias: Tensor | None, max_over_ranks: MaxOverRanks | None = None) -> Tensor:
         """Return x W^T + bias, (..., rows). ``max_over_ranks``: where columns are cut over ranks."""
         within = bias if self.row_scale is None else None
+        inputs = scaled(x, None, self.column_scale)
         if self.whole is not None:
-            out = F.linear(x, self.whole, within)
+            out = F.linear(inputs, self.whole, within)
         elif self.choice.kernel is not None and x.numel():
-            out = self._native(self.choice.kernel, x, within, max_over_ranks)
+            out = self._native(self.choice.kernel, inputs, within, max_over_ranks)
         else:
             if self.max_over_token_ranks is not None:  # the other ranks wait for this one
                 self.max_over_token_ranks(x.new_zeros(()))
-            out = self._by_dequantized(x, within)
+            out = self._by_dequantized(inputs, within)
         self._adapt(out, x)
         if bias is not None and within is None:
             out += bias
@@ -178,7 +184,8 @@ class PackedWeight(nn.Module):
             if plain is None:
                 out.copy_(self.linear(x, None))
                 return
-            torch.addmm(out, x, plain.t(), beta=0, alpha=factor, out=out)
+            inputs = scaled(x, None, self.column_scale)
+            torch.addmm(out, inputs, plain.t(), beta=0, alpha=factor, out=out)
             self._adapt(out, x)
 
         return multiply

@@ -149,9 +149,13 @@ def write_mixed(path: Path, shapes: Mapping[str, Sequence[int]], with_factored: 
     rows, columns = shapes["double_blocks.1.img_mlp.2.weight"]
     tensors = {key: value for key, value in tensors.items() if not key.startswith(mlp)}
     tensors |= {f"{mlp}.lokr_w1": randn(4, 8) * 0.1, f"{mlp}.lokr_w2": randn(rows // 4, columns // 8) * 0.1}
+    tensors[f"{mlp}.dora_scale"] = 0.5 + randn(1, columns).abs()
     for module, added in factored(shapes).items() if with_factored else ():
         tensors = {key: value for key, value in tensors.items() if not key.startswith(f"{module}.")}
         tensors |= {f"{module}.{role}": value for role, value in added.items()}
+    for name in ("double_blocks.0.img_mlp.0", "single_blocks.1.linear2"):
+        module = "lora_unet_" + name.replace(".", "_")
+        tensors[f"{module}.dora_scale"] = 0.5 + randn(shapes[f"{name}.weight"][0], 1).abs()
     tensors |= {
         f"diffusion_model.{name}.diff_b": randn(shape[0]) * 0.1
         for name, shape in matrices.items()

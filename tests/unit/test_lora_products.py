@@ -1,5 +1,5 @@
-"""What is next to quantized weights as products of small matrices: Kronecker products of LoKr, and low-rank
-ones under DoRA's magnitudes of rows."""
+"""LoRAs next to quantized weights as products of small matrices: low-rank ones and LoKr's Kronecker products,
+under DoRA's magnitudes of rows and of columns too."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from families import golden
-from live_memory import LiveMemory
 from loras import randn
 from quantized import plain_float8
 from safetensors.torch import load_file, save_file
@@ -16,157 +15,44 @@ from tiny import relative, shallow_flux, write_shallow_flux
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import lora_fusion, lora_products
-from backend.loading.lokr import LoKr
 from backend.loading.lora_file_bytes import file_bytes
 from backend.loading.lora_keys import lora_stack
-from backend.loading.lora_products import are_products
 from backend.loading.lora_spellings import stem_of_rows
-from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import compiled_blocks, mesh
-from backend.parallel.sequence import Span
-from backend.quantization.added_products import MAX_TOKENS, Kronecker, LowRank
-from backend.quantization.formats import PLAIN_FLOAT8
-from backend.quantization.packed import Packed
-from backend.quantization.packed_weight import PackedWeight, multiplier
+from backend.quantization.added_products import Kronecker, LowRank
 from backend.sampling.step_loop import Callbacks
 from backend.units import fine_gigabytes
 
-CPU = torch.device("cpu")
-ROWS, COLUMNS = 96, 64
-#: Form of a matrix of ROWS x COLUMNS -> its tensors, and what is held of w2.
-LOKR = {
-    "full": ({"lokr_w1": randn(4, 8), "lokr_w2": randn(24, 8)}, 1),
-    "balanced": ({"lokr_w1": randn(8, 8), "lokr_w2": randn(12, 8)}, 1),
-    "wide w1": ({"lokr_w1": randn(2, 16), "lokr_w2": randn(48, 4)}, 1),
-    "tall w1": ({"lokr_w1": randn(16, 2), "lokr_w2": randn(6, 32)}, 1),
-    "w1 of a row": ({"lokr_w1": randn(1, 4), "lokr_w2": randn(96, 16)}, 1),
-    "factored": ({"lokr_w1": randn(2, 2), "lokr_w2_a": randn(48, 3), "lokr_w2_b": randn(3, 32)}, 2),
-    "factored w1": (
-        {
-            "lokr_w1_a": randn(4, 2),
-            "lokr_w1_b": randn(2, 4),
-            "lokr_w2": randn(24, 16),
-            "alpha": torch.tensor(6.0),
-        },
-        1,
-    ),
-    "large factors": ({"lokr_w1": randn(8, 8), "lokr_w2_a": randn(12, 9), "lokr_w2_b": randn(9, 8)}, 1),
+#: Kind with magnitudes -> the kind without, and the dimension over which norms are.
+SCALED = {
+    "dora": ("lora", 1),
+    "dora of columns": ("lora", 0),
+    "lokr of rows": ("lokr", 1),
+    "lokr of columns": ("lokr", 0),
 }
-ALL = (Span(0, ROWS),), (Span(0, COLUMNS),)
-SPANS = {
-    "all": ALL,
-    "blocks of rows": ((Span(48, 96),), ALL[1]),
-    "rows of a block": ((Span(3, 5),), ALL[1]),
-    "odd rows": ((Span(5, 31), Span(40, 41), Span(41, 90)), ALL[1]),
-    "blocks of columns": (ALL[0], (Span(32, 64),)),
-    "odd columns": (ALL[0], (Span(3, 29), Span(33, 64))),
-    "both": ((Span(48, 96), Span(0, 48)), (Span(1, 2), Span(3, 4))),
-    "no rows": ((Span(96, 96),), ALL[1]),
-    "no columns": (ALL[0], (Span(8, 8),)),
-}
-
-
-def adapter(folder: Path, tensors: dict) -> LoKr:
-    save_file(tensors, folder / "a.safetensors")
-    return LoKr(TensorFiles([folder / "a.safetensors"]), {role: role for role in tensors}, (ROWS, COLUMNS))
-
-
-@pytest.mark.parametrize("spans", SPANS)
-@pytest.mark.parametrize("form", LOKR)
-@torch.inference_mode()
-def test_a_kronecker_product_is_the_difference(form, spans, tmp_path):
-    """Of any rows and columns, in as many numbers as were counted, whichever matrix comes first."""
-    tensors, held = LOKR[form]
-    lokr = adapter(tmp_path, tensors)
-    rows, columns = SPANS[spans]
-    wanted = lokr.scale * lokr.difference(rows, columns, CPU)
-    found = lokr.kronecker(rows, columns, CPU, torch.float32)
-    found.strength = 0.5
-    assert lokr.is_small and len(found.right) == held
-    assert sum(x.numel() for x in found.tensors) == lokr.held_numbers(rows, columns) < ROWS * COLUMNS / 2
-    assert found.difference().shape == wanted.shape
-    assert (found.difference() - 0.5 * wanted).norm() <= 1e-6 * wanted.norm()
-    height, width = wanted.shape
-    for x in (randn(2, 7, width), randn(5, 2 * width)[:, :width], randn(width), randn(2, 0, width)):
-        before = randn(*x.shape[:-1], height, seed=1)
-        out = before.clone()
-        found.add_to(out, x)
-        added = 0.5 * x.double() @ wanted.double().T
-        assert (out - before - added).norm() <= 1e-6 * (added.norm() + before.norm())
-
-
-@torch.inference_mode()
-def test_a_kronecker_product_is_added_to_parts_of_memory(tmp_path):
-    """Whose tokens are not next to each other."""
-    found = adapter(tmp_path, LOKR["full"][0]).kronecker(*ALL, CPU, torch.float32)
-    x, memory = randn(5, COLUMNS), torch.zeros(5, 2 * ROWS)
-    found.add_to(memory[:, :ROWS], x)
-    assert relative(memory[:, :ROWS], x @ found.difference().T) <= 1e-6
-    assert not memory[:, ROWS:].any()
-
-
-@pytest.mark.parametrize("spans", ["all", "odd rows", "odd columns", "rows of a block"])
-@pytest.mark.parametrize("form", ["balanced", "wide w1", "tall w1", "factored"])
-@torch.inference_mode()
-def test_what_a_kronecker_product_makes_does_not_grow_with_tokens(form, spans, tmp_path):
-    """Nothing is as large as the inputs or the outputs of a long sequence, whose last tokens are fewer."""
-    rows, columns = SPANS[spans]
-    found = adapter(tmp_path, LOKR[form][0]).kronecker(rows, columns, CPU, torch.float32)
-    difference = found.difference()
-    peaks = []
-    for tokens in (MAX_TOKENS, 3 * MAX_TOKENS + 5):
-        x, out = randn(tokens, difference.shape[1]), torch.zeros(tokens, len(difference))
-        with LiveMemory() as memory:
-            found.add_to(out, x)
-        assert relative(out, x @ difference.T) <= 1e-6
-        peaks.append(memory.peak)
-    assert 0 < peaks[0] == peaks[1]
-
-
-@torch.inference_mode()
-def test_all_kinds_are_added_to_one_product(tmp_path):
-    """Two that are joined, one that is not, and rows that are scaled before any is added; whichever way the
-    product is made, and after what is held has moved."""
-    values = {"values": randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)}
-    weight = PackedWeight(Packed(PLAIN_FLOAT8, {}, values, COLUMNS, (range(COLUMNS),)), torch.float32)
-    stored = weight.effective()
-    lora = [LowRank(randn(ROWS, rank), randn(rank, COLUMNS), 0.3) for rank in (4, 8)]
-    kronecker = adapter(tmp_path, LOKR["full"][0]).kronecker(*ALL, CPU, torch.float32)
-    scale, x, bias = randn(ROWS, seed=2), randn(5, COLUMNS), randn(ROWS, seed=3)
-    wanted = scale.unsqueeze(1) * stored + sum(each.difference() for each in (*lora, kronecker))
-    weight.set_adapters({"a": lora[0], "b": kronecker, "c": lora[1]}, row_scale=scale)
-    for _ in range(2):
-        assert relative(weight.effective(), wanted) <= 1e-6
-        assert relative(weight.linear(x, bias), x @ wanted.T + bias) <= 1e-6
-        out = torch.empty(5, ROWS)
-        multiplier(weight)(x, out)
-        assert relative(out, x @ wanted.T) <= 1e-6
-        held = weight.added_tensors  # whose memory is not given to others before it is compared
-        weight._apply(torch.clone)
-        moved = {tensor.data_ptr() for tensor in weight.added_tensors}
-        assert not moved & {tensor.data_ptr() for tensor in held}
-    weight.set_adapters({})
-    assert torch.equal(weight.effective(), stored) and not weight.added_tensors
 
 
 def write(folder: Path) -> tuple[Path, dict[str, Path]]:
-    """A float8 file of the shallow Flux, and LoRAs of the same matrices: plain ones, with magnitudes of rows,
-    and Kronecker products of full matrices."""
+    """A float8 file of the shallow Flux, and LoRAs of the same matrices: plain ones, Kronecker products of
+    full matrices, both with magnitudes, and whole differences."""
     state = load_file(write_shallow_flux(folder / "plain.safetensors"))
     save_file(plain_float8(state), folder / "float8.safetensors")
     shapes = shallow_flux()
-    found: dict[str, dict] = {"lora": {}, "dora": {}, "lokr": {}}
+    found: dict[str, dict] = {kind: {} for kind in ("lora", "lokr", "diff", *SCALED)}
     for name in ("double_blocks.0.img_attn.qkv", "double_blocks.0.img_mlp.0", "single_blocks.0.linear2"):
         rows, columns = shapes[f"{name}.weight"]
         module = "lora_unet_" + name.replace(".", "_")
-        for kind in ("lora", "dora"):
-            up, down = randn(rows, 3, seed=len(kind)) * 0.2, randn(3, columns, seed=ord(kind[0])) * 0.1
-            found[kind] |= {f"{module}.lora_up.weight": up, f"{module}.lora_down.weight": down}
-        norm = state[f"{name}.weight"].norm(dim=1, keepdim=True)
-        found["dora"][f"{module}.dora_scale"] = norm * (1 + 0.3 * randn(rows, 1))
-        found["dora"][f"{module}.alpha"] = torch.tensor(2.0)
-        found["lokr"] |= {f"{module}.lokr_w1": randn(4, 8) * 0.1}
-        found["lokr"] |= {f"{module}.lokr_w2": randn(rows // 4, columns // 8) * 0.1}
+        roles = {
+            "lora": {"lora_up.weight": randn(rows, 3) * 0.2, "lora_down.weight": randn(3, columns) * 0.1},
+            "lokr": {"lokr_w1": randn(4, 8) * 0.1, "lokr_w2": randn(rows // 4, columns // 8) * 0.1},
+            "diff": {"diff": randn(rows, columns) * 0.01},
+        }
+        for kind, (bare, dim) in SCALED.items():
+            norm = state[f"{name}.weight"].norm(dim=dim, keepdim=True)
+            magnitudes = norm * (1 + 0.3 * randn(*norm.shape))
+            roles[kind] = roles[bare] | {"dora_scale": magnitudes, "alpha": torch.tensor(2.0)}
+        for kind, tensors in roles.items():
+            found[kind] |= {f"{module}.{role}": value.clone() for role, value in tensors.items()}
     for kind, tensors in found.items():
         save_file(tensors, folder / f"{kind}.safetensors")
     return folder / "float8.safetensors", {kind: folder / f"{kind}.safetensors" for kind in found}
@@ -179,7 +65,15 @@ STACKS = {
     ("lora", "dora", "lora", "lokr"): True,
     ("dora", "lora", "dora"): True,
     ("dora", "dora", "lokr", "lokr"): True,
-    ("lokr", "dora"): False,
+    ("lokr", "dora"): True,
+    ("dora of columns",): True,
+    ("lokr of rows",): True,
+    ("lokr of columns",): True,
+    ("lora", "lokr", "dora of columns", "lora"): True,
+    ("lokr of columns", "dora", "lokr of rows", "dora of columns"): True,
+    ("lora", "lokr of rows", "lokr of columns", "lokr"): True,
+    ("lokr", "diff"): False,
+    ("diff", "dora of columns", "lokr of rows"): False,
 }
 
 
@@ -236,25 +130,14 @@ def test_a_layer_that_is_held_twice_is_the_cost_of_the_lora_that_needs_it(tmp_pa
         weights.fuse(stack)
         size = sum(w.whole.nbytes for w in weights.packed.values() if w.whole is not None)
         assert any(warnings(*names)) == bool(size)
-        assert not size or fine_gigabytes(size) in warnings(*names)[-1]
-    assert warnings("lokr", "dora", strength=0.0) == ["", ""]
-    words = "With the LoRA dora.safetensors changes are no products of small matrices in 5 quantized layers, "
-    for names in (("lokr", "dora"), ("dora", "lokr", "dora"), ("lokr", "dora", "lora")):
+        assert not size or fine_gigabytes(size) in " ".join(warnings(*names))
+    assert warnings("lokr", "diff", strength=0.0) == ["", ""]
+    words = "With the LoRA diff.safetensors changes are no products of small matrices in 5 quantized layers, "
+    for names in (("lokr", "diff"), ("dora", "lokr", "diff", "diff"), ("diff", "dora of columns")):
         found = [warning.startswith(words) for warning in warnings(*names)]
-        at = names.index("lokr") + 1
+        at = names.index("diff")
         assert found == [i == at for i in range(len(names))]
         assert all(not warning for i, warning in enumerate(warnings(*names)) if i != at)
-
-
-def test_magnitudes_of_columns_need_the_whole(tmp_path):
-    """They are norms of columns with what is added, and scale the inputs of the stored weight."""
-    tensors = {"lokr_w1": randn(4, 8), "lokr_w2": randn(24, 8)}
-    rows = adapter(tmp_path, tensors | {"dora_scale": randn(ROWS, 1).abs()})
-    assert not are_products([rows])  # a Kronecker product whose factors are large
-    small = {"lokr_w1": randn(2, 2), "lokr_w2_a": randn(48, 2), "lokr_w2_b": randn(2, 32)}
-    rows = adapter(tmp_path, small | {"dora_scale": randn(ROWS, 1).abs()})
-    columns = adapter(tmp_path, small | {"dora_scale": randn(1, COLUMNS).abs()})
-    assert are_products([rows]) and not are_products([columns])
 
 
 def test_rows_of_a_tensor_are_planned_as_they_are_held(tmp_path):
@@ -275,7 +158,7 @@ def test_rows_of_a_tensor_are_planned_as_they_are_held(tmp_path):
     assert model.held_lora_bytes == planned.total == 3 * 4 * (256 + 256) * 2
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "large lokr", "loha", "large loha", "diff"])
+@pytest.mark.parametrize("kind", ["lora", "lokr", *SCALED, "large lokr", "loha", "large loha", "diff"])
 def test_a_file_is_planned_as_it_is_held(kind, tmp_path):
     """From its header alone, before ranks open it: of a matrix that no other shares, to the byte."""
     path, files = write(tmp_path)
@@ -301,8 +184,27 @@ def test_a_file_is_planned_as_it_is_held(kind, tmp_path):
     assert planned == model.lora_bytes_by_kind(stack, whole=True) and planned.total
     model.weights.fuse(stack)
     assert model.held_lora_bytes == planned.total
-    wanted = {"lora": "factors", "dora": "factors", "lokr": "uncut", "loha": "factors"}
-    assert getattr(planned, wanted.get(kind, "copies")) == planned.total
+    is_copy = kind in ("large lokr", "large loha", "diff")
+    assert bool(planned.copies) == is_copy and bool(planned.uncut) == kind.startswith("lokr")
+    assert bool(planned.factors) == (not is_copy and kind != "lokr")
+
+
+@pytest.mark.parametrize("kind", ["dora of columns", "lokr of columns"])
+def test_magnitudes_of_columns_are_planned_for_each_parameter(kind, tmp_path):
+    """Of a matrix that has the rows of three, each of which has factors of its columns."""
+    path, files = write(tmp_path)
+    module = "lora_unet_double_blocks_0_img_attn_qkv"
+    tensors = {key: each for key, each in load_file(files[kind]).items() if key.startswith(f"{module}.")}
+    save_file(tensors, tmp_path / "one.safetensors")
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), "bf16", "weight only")
+    model, stack = engine.models["tiny"], lora_stack([[str(tmp_path / "one.safetensors"), 1.0]])
+    planned = file_bytes({key: value.shape for key, value in tensors.items()})
+    assert planned.factors == model.lora_bytes_by_kind(stack, whole=True).factors
+    model.weights.fuse(stack)
+    held = [weight for weight in model.weights.packed.values() if weight.adapters]
+    found = [weight.column_scale for weight in held]
+    assert len(found) == 3 and all(each is not None and each.shape == (256,) for each in found)
 
 
 def test_compiled_blocks_have_no_graphs_of_their_own_for_them(tmp_path, monkeypatch):
@@ -341,3 +243,8 @@ def test_kinds_that_are_held(tmp_path):
     for weight in held:
         assert [type(each) for each in weight.adapters.values()] == [LowRank, LowRank, Kronecker]
         assert weight.row_scale is not None and [*weight.adapters.values()][2].strength == 1.0
+    weights.fuse(lora_stack([[str(files[name]), 0.5] for name in ("lokr", "lokr of columns", "lokr")]))
+    for weight in held:
+        assert weight.row_scale is None and weight.column_scale is not None
+        beside = [each for each in weight.adapters.values() if isinstance(each, Kronecker)]
+        assert [each.column_scale is not None for each in beside] == [True, True, False]

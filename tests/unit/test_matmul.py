@@ -133,6 +133,18 @@ def test_smoothed_inputs(kitchen, kind):
     assert torch.equal(found, product(kind, x * smoothing, quantized, None))
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+@torch.inference_mode()
+def test_inputs_are_quantized_after_magnitudes_of_columns(kitchen, kind):
+    """As inputs with the factors in them are, and outputs have those of rows."""
+    x, rows, columns = numbers(20, COLUMNS, seed=1), torch.linspace(0.5, 2, ROWS), torch.rand(COLUMNS) + 0.5
+    quantized = theirs(kind, numbers(ROWS, COLUMNS, seed=3))
+    weight = ours(kind, quantized, x.dtype)
+    weight.set_adapters({}, row_scale=rows, column_scale=columns)
+    wanted = (product(kind, x * columns, quantized, None).float() * rows).to(x.dtype)
+    assert torch.equal(weight.linear(x, None), wanted)
+
+
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kind", LAYOUTS)
 @torch.inference_mode()
@@ -142,7 +154,8 @@ def test_halves_of_the_tokens_are_multiplied_in_turn(kitchen, kind, native):
     weight = ours(kind, theirs(kind, numbers(ROWS, COLUMNS, seed=3)), x.dtype)
     if not native:
         weight.choice = MatmulChoice(None, "")
-    weight.set_adapters({"a lora": LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)})
+    lora = LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)
+    weight.set_adapters({"a lora": lora}, column_scale=torch.linspace(0.5, 2, COLUMNS))
     assert can_multiply_in_chunks(weight) == (not native or kind in ("fp8", "mxfp8"))
     if can_multiply_in_chunks(weight):
         out = torch.empty(22, ROWS)
