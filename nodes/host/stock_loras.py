@@ -202,8 +202,19 @@ def _of_weight(
     elif len(products) == 1 and not spans:
         each = [_named(module, products[0])]
     else:
+        _check_rows(name, products, shape)
         each = [_named(module, _joined(products, shape))]
     return {key: value for tensors in each for key, value in tensors.items()}
+
+
+def _check_rows(name: str, products: list[Product], shape: Sequence[int]):
+    """Refuse products that have not the rows for which they are. ComfyUI takes keys and values of Lumina 2
+    for as many rows as its queries, which are three times as many."""
+    for product in products:
+        _, first, count = product.offset or (0, 0, shape[0])
+        if len(product.up) != count or first + count > shape[0]:
+            what = f"a LoRA of {len(product.up)} rows for its rows {first} to {first + count} of {shape[0]}"
+            raise _refusal(name, what)
 
 
 def _named(stem: str, product: Product) -> dict[str, Tensor]:

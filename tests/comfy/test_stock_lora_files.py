@@ -22,6 +22,7 @@ with comfy_modules():
     import comfy.lora
     import comfy.lora_convert
     import comfy.sd
+    import comfy.weight_adapter
 
 
 def test_the_newest_files_are_kept(tmp_path, monkeypatch):
@@ -61,6 +62,25 @@ def test_tensors_stay_as_they_are_stored(flux, spelling):
     assert {value.dtype for value in factors.values()} == {torch.bfloat16}
     assert sorted(value.sum().item() for value in factors.values()) == sorted(v.sum().item() for v in stored)
     assert sum(value.nbytes for value in factors.values()) == sum(value.nbytes for value in stored)
+
+
+@pytest.mark.parametrize("rows", [(64, 40), (128, 64), (0, 128)], ids=str)
+def test_rows_that_a_weight_has_not_are_refused(rows, monkeypatch, tmp_path):
+    """ComfyUI gives keys and values of Lumina 2 the places that they had if they were as many as queries."""
+    monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
+
+    def patch(up: int) -> comfy.weight_adapter.LoRAAdapter:
+        weights = (torch.ones(up, 2), torch.ones(2, 64), None, None, None, None)
+        return comfy.weight_adapter.LoRAAdapter(set(), weights)
+
+    name, shapes, edges = "a.attention.qkv.weight", {"a.attention.qkv.weight": [128, 64]}, [0, 64, 96, 128]
+    first, count = rows
+    queries = {(f"diffusion_model.{name}", (0, 0, 64)): patch(64)}
+    assert stock_loras.write(queries, shapes, {name: edges})
+    keys = {(f"diffusion_model.{name}", (0, first, count)): patch(32)}
+    says = f"gets a LoRA of 32 rows for its rows {first} to {first + count} of 128, which .* Parallel LoRA"
+    with pytest.raises(RefusedError, match=says):
+        stock_loras.write(queries | keys, shapes, {name: edges})
 
 
 def test_rows_that_are_no_whole_parameter_are_of_one_product(flux):
