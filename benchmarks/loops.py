@@ -124,4 +124,6 @@ def _flash(
     out, sums = on_cpu(query, key, value, dropout_p, is_causal, scale=scale)
     # lengths and random states are of sequences of several lengths, and of dropout
     nothing = query.new_empty(0)
+    # strides are those of the GPU kernel, which compiled code expects of the operator
+    sums = sums.contiguous()
     return out, sums, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing

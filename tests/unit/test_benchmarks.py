@@ -114,6 +114,8 @@ def test_the_operator_of_flash_attention_is_exact_on_the_cpu(monkeypatch):
     scores = 0.3 * query @ key.mT
     torch.testing.assert_close(out, scores.softmax(-1) @ value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(sums, scores.logsumexp(-1), rtol=1e-5, atol=1e-6)
+    # as the operator promises compiled code
+    assert out.is_contiguous() and sums.is_contiguous()
 
 
 def test_a_model_has_its_ring_to_itself(monkeypatch, model):
