@@ -13,6 +13,7 @@ from torch import Tensor
 from ..client.model_choice import ModelChoice
 from ..config import ConfigError
 from ..errors import quoted
+from ..planner.machine import is_latent_shape
 from ..protocol import framing
 
 #: Keys of ComfyUI's CONDITIONING -> the names of the model arguments that ComfyUI makes of them.
@@ -156,7 +157,7 @@ def _check_latent(request: SampleRequest, name: str):
         return
     several = isinstance(latent, list) and bool(latent) and isinstance(latent[0], list)
     sizes = latent if several else [latent]
-    if not all(_is_size(size) for size in sizes):
+    if not all(is_latent_shape(size) for size in sizes):
         raise ConfigError(
             f"{name}'s latent is {quoted(latent)}; write the latent's size, [channels, height, width] or "
             f"[channels, frames, height, width], or a list of sizes, or name a file."
@@ -175,11 +176,6 @@ def check_several(request: SampleRequest, name: str, count: int):
             f"{name} has {count} latents, and out is {quoted(out.name)}, which has one; end its name with "
             f"{SUFFIXES[1]}."
         )
-
-
-def _is_size(size) -> bool:
-    """Return whether ``size`` is [C, [T,] H, W]."""
-    return isinstance(size, list) and len(size) in (3, 4) and all(type(n) is int and n > 0 for n in size)
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:

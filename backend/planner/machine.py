@@ -270,6 +270,12 @@ def sides_of(shape: Sequence[int]) -> Sides:
     return time, height, width
 
 
+def is_latent_shape(shape: Any) -> bool:
+    """Return whether ``shape`` lists (C, [T,] H, W) as whole numbers above 0."""
+    has_sides = isinstance(shape, (list, tuple)) and len(shape) in (3, 4)
+    return has_sides and all(type(side) is int and side > 0 for side in shape)
+
+
 def tokens_of(sides: Sides, patch: Sides) -> int:
     """Count the tokens of a latent (T, H, W)."""
     return math.prod(max(1, -(-side // size)) for side, size in zip(sides, patch))

@@ -2,6 +2,7 @@
 Refusals are sentences."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from ..errors import UnsupportedError
 from ..models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
+from ..planner.machine import is_latent_shape
 from ..quantization.formats import dtype_name
 
 #: Types of a request's tensors; those of its latent and its prompt are floating-point.
@@ -56,8 +58,8 @@ def check_latent(
     nested = family.latent.nested
     if nested is None:
         channels = family.latent.channels(model_config)
-        is_latent = not shapes and len(shape) in family.latent.dimensions
-        if not is_latent or shape[1] < channels or (shape[1] > channels and not has_more):
+        is_one = not shapes and len(shape) in family.latent.dimensions
+        if not is_one or shape[1] < channels or (shape[1] > channels and not has_more):
             wanted = f"{channels} channels{' or more' if has_more else ''}"
             what = f"there are {len(shapes)} latents" if shapes else f"the latent has shape {shape}"
             raise UnsupportedError(
@@ -67,13 +69,7 @@ def check_latent(
             )
         return
     wanted = nested.channels(model_config)
-    if len(shapes) != len(wanted) or any(
-        not isinstance(part, (list, tuple))
-        or len(part) not in (3, 4)
-        or not all(isinstance(side, int) and side > 0 for side in part)
-        or part[0] != channels
-        for part, channels in zip(shapes, wanted)
-    ):
+    if len(shapes) != len(wanted) or not all(map(is_latent, shapes, wanted)):
         parts = " and ".join(f"{name} of {channels} channels" for name, channels in zip(nested.names, wanted))
         raise UnsupportedError(
             f"the latents have shapes {shapes!r:.200} but {family.name} wants {parts}; "
@@ -84,6 +80,11 @@ def check_latent(
             f"the latent has shape {shape}, which does not hold latents of shapes {shapes!r:.200}; pack "
             f"them as (batch, 1, elements of all)."
         )
+
+
+def is_latent(shape: Any, channels: int) -> bool:
+    """Return whether ``shape`` lists (C, [T,] H, W) of so many ``channels``."""
+    return is_latent_shape(shape) and shape[0] == channels
 
 
 def check_arguments(

@@ -27,7 +27,7 @@ from .model_inputs import ModelInputs, prompts_of, sample_inputs
 from .prediction import FLOW, PREDICTIONS
 from .request import request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
-from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers
+from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers, is_latent
 
 #: Numbers that float32 holds with room to spare.
 MAX_NUMBER = 1e30
@@ -316,8 +316,7 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
     latent = message.latent
     nested = family.latent.nested
     channels = nested.channels(model_config)[0] if nested else family.latent.channels(model_config)
-    sides = len(latent) in (3, 4) and all(type(side) is int and 1 <= side <= MAX_SIDE for side in latent)
-    if not sides or latent[0] != channels:
+    if not is_latent(latent, channels) or max(latent) > MAX_SIDE:
         raise UnsupportedError(
             f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
             f"channels, [frames,] height, width), sides of at most {MAX_SIDE}."

@@ -85,6 +85,7 @@ def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(opened):
     [
         ("minimax-h3", [], "make them with the model's own"),
         ("minimax-h3", [[24, 3, 16, 16], [30, 2, 16]], "audio of 32 channels"),
+        ("minimax-h3", [[24, 3, 16, 16], [32, True, 16]], "audio of 32 channels"),
         ("minimax-h3", [[24, 3, 16, 16], [32, 2, 16]], "does not hold latents of shapes"),
         ("minimax-h3", [[24, 3, 16, 16], [32, 1, 30]], "makes stereo"),
         ("sd3", [[16, 16, 16], [16, 16, 16]], "there are 2 latents"),
