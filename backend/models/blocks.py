@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .patterns import first_match
 
@@ -80,9 +80,13 @@ class BlockAdapter:
 
     def text_after_blocks(self, text: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the text as the model gets it from the last block, if its first list is not joined:
-        ``text``, as long as the first lists returned it, or ``whole`` of it, as long as the model handed it
-        in."""
+        ``text``, as long as the first lists returned it, ``whole`` of it, as long as the model handed it in,
+        or none of it, where it would be taken for the image's."""
         return text
+
+    def leave(self, transformer: nn.Module, tokens):
+        """Prepare the layers of ``transformer`` after its blocks, up to Blocks.output_layer, for the image
+        tokens that they are given now: this rank's."""
 
     def cut(self, call: Mapping[str, Any], tokens) -> dict[str, Any]:
         """Return further arguments, next to per_token, that differ for a block which is given ``tokens``."""

@@ -104,6 +104,14 @@ class LlamaInEveryBlock(BlockAdapter):
     def between_lists(self, image, whole):
         return whole(image)
 
+    def text_after_blocks(self, text, whole):
+        return text[:, :0]  # the model would cut it off as what is after the whole image
+
+
+def activated_experts(config):
+    """Return the share of the experts that run for a token."""
+    return config["num_activated_experts"] / config["num_routed_experts"]
+
 
 #: Tensor parallelism: pattern of modules -> style.
 TENSOR_PLAN = {
@@ -128,15 +136,12 @@ FAMILY = Family(
         text_position="last",
         values=(("block.attn1.to_v", "block.attn1.to_v_t"),),
         needs_text_token=True,
+        output_layer="final_layer",
         adapter=LlamaInEveryBlock(),
         per_token={"image_rotary_emb": ("joint", 1)},
         text_layers=("block.attn1.to_*_t", "block.ff_t.*"),
         routers=("block.ff_i.gate",),
-        flop_shares={
-            "block.ff_i.experts.*": lambda config: (
-                config["num_activated_experts"] / config["num_routed_experts"]
-            )
-        },
+        flop_shares={"block.ff_i.experts.*": activated_experts},
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "y", "encoder_hidden_states_llama3"),

@@ -151,6 +151,7 @@ FAMILY = Family(
         needs_text_token=True,
         text_layers=TEXT_LAYERS,
         per_token={"freqs_cis": ("image", 0), "image_rotary_emb": ("image", 0)},
+        output_layer="proj_out",
         adapter=FirstFrame(),
     ),
     conditioning=Conditioning(

@@ -224,6 +224,7 @@ class Stage:
             self._send(forward, self.pipe, streams)
             raise StageDone
         if index == structure.total - 1:
+            self.adapter.leave(self.transformer, forward.tokens)
             streams = forward.leave(streams)
         elif index == structure.entry - 1:
             return forward.whole(streams["image"])

@@ -120,13 +120,15 @@ class Condition(hunyuan.HunyuanVideoConditionEmbedding):
 
 
 class LastNorm(AdaLayerNormContinuous):
-    """The last norm, with a second modulation for the first frame's ``tokens``."""
+    """The last norm, with a second modulation for the first frame's tokens. ``frame``: how many these are;
+    ``tokens``: how many of them are in the call under way."""
 
+    frame = 0
     tokens = 0
 
     def forward(self, x, embedding):
         replaced = getattr(embedding, "second", None)
-        if replaced is None:
+        if replaced is None or self.tokens == 0:
             return super().forward(x, embedding)
         first = super().forward(x[:, : self.tokens], replaced)
         return torch.cat([first, super().forward(x[:, self.tokens :], embedding)], dim=1)
@@ -148,7 +150,8 @@ def patch_module(transformer, config):
 
 def prepare(transformer, grid):
     """Set how many tokens a frame has, which the last norm needs."""
-    transformer.norm_out.tokens = grid.counts[1] * grid.counts[2]
+    norm = transformer.norm_out
+    norm.frame = norm.tokens = grid.counts[1] * grid.counts[2]
 
 
 class FirstFrame(BlockAdapter):
@@ -158,3 +161,7 @@ class FirstFrame(BlockAdapter):
         counted = {"num_tokens": ("image",), "frame_tokens": ("text", "image")}
         given = [name for name in counted if call.get(name) is not None]
         return {name: tokens.leading(call[name], counted[name]) for name in given}
+
+    def leave(self, transformer, tokens):
+        norm: Any = transformer.norm_out
+        norm.tokens = tokens.leading(norm.frame, ("image",))[0]
