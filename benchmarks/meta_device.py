@@ -246,7 +246,6 @@ def meta_device(count: Count) -> Iterator[None]:
         replace(torch, "unique", _unique)
         for name, value in READERS.items():
             replace(Tensor, name, _reader(count, name, getattr(Tensor, name), value))
-        replace(Tensor, "__invert__", _inverted(Tensor.__invert__))
         replace(Tensor, "__getitem__", _indexed(count, Tensor.__getitem__))
         replace(Tensor, "__setitem__", _indexed(count, Tensor.__setitem__))
         replace(Tensor, "to", _to_host(count, Tensor.to))
@@ -270,26 +269,11 @@ def _reader(count: Count, name: str, own, value):
     return read
 
 
-def _inverted(own):
-    """Every mask is true, so what it leaves out are no tokens."""
-
-    def invert(self):
-        out = own(self)
-        if out.device.type == "meta" and out.dtype == torch.bool:
-            out.is_nowhere = True
-        return out
-
-    return invert
-
-
 def _indexed(count: Count, own):
     def access(self, index, *value):
         parts = index if isinstance(index, tuple) else (index,)
         if self.device.type == "meta" and any(isinstance(each, list) for each in parts):
             count.wait("index")  # a list is a tensor of the host first
-        if getattr(index, "is_nowhere", False) and not value:
-            count.wait("index")
-            return own(self, slice(0, 0))
         return own(self, index, *value)
 
     return access

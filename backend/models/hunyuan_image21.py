@@ -4,18 +4,20 @@ single-stream in the released size); two kinds of text (Qwen, byT5) are joined i
 from types import SimpleNamespace
 from typing import Any, cast
 
-from diffusers.models.transformers.transformer_hunyuanimage import HunyuanImageCombinedTimeGuidanceEmbedding
+import torch.nn.functional as F
+from diffusers.models.transformers import transformer_hunyuanimage as theirs
 
 from . import hunyuan_video
 from .blocks import BlockAdapter
 from .common.double_stream import DOUBLE_APART, SINGLE_APART, SINGLE_STREAM
-from .common.request_arguments import distilled_guidance
+from .common.request_arguments import distilled_guidance, once
+from .common.text_order import TextOrder
 from .common.timestep_precision import round_input
 from .family import STEP_END, Build, Conditioning, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, under
 
 
-class Condition(HunyuanImageCombinedTimeGuidanceEmbedding):
+class Condition(theirs.HunyuanImageCombinedTimeGuidanceEmbedding):
     """The embedding of timesteps and guidance, also of a distilled model's without guidance."""
 
     def forward(self, timestep, timestep_r=None, guidance=None):
@@ -23,12 +25,44 @@ class Condition(HunyuanImageCombinedTimeGuidanceEmbedding):
             return super().forward(timestep, timestep_r, guidance)
         names = ("time_proj", "timestep_embedder", "time_proj_r", "timestep_embedder_r")
         unguided = SimpleNamespace(guidance_embedder=None, **{name: getattr(self, name) for name in names})
-        return HunyuanImageCombinedTimeGuidanceEmbedding.forward(cast(Any, unguided), timestep, timestep_r)
+        own = theirs.HunyuanImageCombinedTimeGuidanceEmbedding.forward
+        return own(cast(Any, unguided), timestep, timestep_r)
+
+
+class OrderedText(theirs.HunyuanImageTransformer2DModel):
+    """diffusers' model, with an ``order`` of the text that is made once a request: its own forward asks the
+    device at each call which tokens masks hide. Returns tokens."""
+
+    # its own arguments, which the family's file alone passes
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states,
+        timestep,
+        encoder_hidden_states,
+        encoder_attention_mask,
+        order,
+        attention_mask=None,
+        encoder_hidden_states_2=None,
+        timestep_r=None,
+        guidance=None,
+        return_dict=True,
+    ):
+        rotary = self.rope(hidden_states)
+        temb = self.time_guidance_embed(timestep, guidance=guidance, timestep_r=timestep_r)
+        image = self.x_embedder(hidden_states)
+        text = self.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
+        if encoder_hidden_states_2 is not None and self.context_embedder_2 is not None:
+            text = order.joined(self.context_embedder_2(encoder_hidden_states_2), text)
+        given = dict(attention_mask=attention_mask, image_rotary_emb=rotary)
+        for block in (*self.transformer_blocks, *self.single_transformer_blocks):
+            image, text = block(image, text, temb, **given)
+        return (self.proj_out(self.norm_out(image, temb)),)
 
 
 def patch_module(transformer, config):
     """Round the sines of timesteps and guidance to the dtype of their layer; diffusers leaves them in
     float32. Requests may have no guidance."""
+    transformer.__class__ = OrderedText
     embedders = transformer.time_guidance_embed
     embedders.__class__ = Condition
     for embedder in (embedders.timestep_embedder, embedders.timestep_embedder_r, embedders.guidance_embedder):
@@ -43,16 +77,31 @@ def forward_args(config, grid, latent, sigma, cond):
     text = cond["c_crossattn"]
     glyphs = cond.get("txt_byt5")
     guidance = distilled_guidance(config, cond, batch)
+    mask = once(cond, "mask", lambda: cond.get("attention_mask", hunyuan_video.all_tokens(text)).bool())
+    order = once(cond, "order", lambda: text_order(mask, glyphs))
     return dict(
         hidden_states=grid.pad(latent),
         timestep=sigma.expand(batch) * 1000,
         timestep_r=cond[STEP_END].expand(batch) * 1000 if STEP_END in cond else None,
         guidance=None if guidance is None else guidance * 1000,
         encoder_hidden_states=text,
-        encoder_attention_mask=cond.get("attention_mask", hunyuan_video.all_tokens(text)),
+        encoder_attention_mask=mask,
         encoder_hidden_states_2=glyphs,
-        encoder_attention_mask_2=None if glyphs is None else hunyuan_video.all_tokens(glyphs),
+        order=order,
+        attention_mask=once(cond, "key mask", lambda: key_mask(order.mask, grid)),
     )
+
+
+def text_order(mask, glyphs):
+    """Return how byT5's tokens and those of Qwen with a ``mask`` follow each other; attention reads all of
+    byT5's."""
+    texts = [] if glyphs is None else [hunyuan_video.all_tokens(glyphs)]
+    return TextOrder([*texts, mask], hides=not bool(mask.all()))
+
+
+def key_mask(text, grid):
+    """Return a mask (B, 1, 1, image + text) of what attention reads; None where that is everything."""
+    return None if text is None else F.pad(text, (grid.tokens, 0), value=True)[:, None, None]
 
 
 def count_text_tokens(cond):
@@ -127,8 +176,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
         "latent.frames": False,
         "latent.pixels": lambda config: (1, 32, 32),
         "noise": Noise(),
-        "io": ModelIO(arguments=forward_args),
-        "blocks.output_layer": "proj_out",
+        "io": ModelIO(arguments=forward_args, output=lambda output, grid: output),
         "blocks.per_token": {"image_rotary_emb": ("image", 0)},
         "blocks.adapter": BlockAdapter(),
         "conditioning": Conditioning(

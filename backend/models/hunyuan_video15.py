@@ -1,19 +1,19 @@
 """HunyuanVideo 1.5 of Tencent: 54 double-stream blocks; three kinds of text (image features, byT5, Qwen) are
 joined inside the model."""
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
+from torch import Tensor
 
 from . import hunyuan_video
 from .blocks import APART, BlockAdapter
 from .common import references
-from .common.call_state import call_state
 from .common.double_stream import DOUBLE_APART
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
+from .common.text_order import TextOrder
 from .common.timestep_precision import round_input
 from .family import FP16_OR_BF16, STEP_END, Build, Conditioning, ModelIO
 from .hunyuan_video import NAMES, SPELLINGS, all_tokens, video_config
@@ -24,17 +24,48 @@ class KeyMask(HunyuanVideoAttnProcessor2_0):
     """HunyuanVideo's attention with the text mask (B, text) as one over keys; 1.5's own makes a mask of
     tokens x tokens, gigabytes for a video."""
 
-    def __init__(self, call: SimpleNamespace):
-        super().__init__()
-        self.call = call
-
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
     ):
         mask = None
-        if attention_mask is not None and self.call.hides:
-            mask = F.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
+        if attention_mask is not None:
+            mask = F.pad(attention_mask, (hidden_states.shape[1], 0), value=True)[:, None, None]
         return super().__call__(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
+
+
+class OrderedText(HunyuanVideo15Transformer3DModel):
+    """diffusers' model, with what masks and image decide made once a request (Prompt): its own forward asks
+    the device at each call which tokens are hidden, and whether there is an image. Returns tokens."""
+
+    # its own arguments, which the family's file alone passes
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states,
+        timestep,
+        encoder_hidden_states,
+        encoder_attention_mask,
+        encoder_hidden_states_2,
+        image_embeds,
+        prompt,
+        timestep_r=None,
+        return_dict=True,
+    ):
+        rotary = self.rope(hidden_states)
+        temb = self.time_embed(timestep, timestep_r=timestep_r)
+        image = self.x_embedder(hidden_states)
+        words = self.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
+        glyphs = self.context_embedder_2(encoder_hidden_states_2)
+        features = self.image_embedder(image_embeds)
+        if prompt.is_without_image:
+            features = features * 0.0
+        kinds = self.cond_type_embed(torch.arange(3, device=words.device))
+        words = words + kinds[0]
+        if prompt.hidden_words is not None:
+            words = words.masked_fill(prompt.hidden_words, 0.0)
+        text = prompt.order.joined(features + kinds[2], glyphs + kinds[1], words)
+        for block in self.transformer_blocks:
+            image, text = block(image, text, temb, prompt.order.mask, rotary)
+        return (self.proj_out(self.norm_out(image, temb)),)
 
 
 def clip_text(block, arguments, outputs):
@@ -44,23 +75,32 @@ def clip_text(block, arguments, outputs):
 
 
 def patch_module(transformer, config):
-    """Patch the transformer: the cheaper mask for every block, its text clipped; sines of the timestep, made
+    """Patch the transformer: an order of the text that is made once a request, the cheaper mask for every
+    block, its text clipped; sines of the timestep, made
     in float32, in their layer's dtype."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
     if config["use_meanflow"]:
         round_input(transformer.time_embed.timestep_embedder_r.linear_1)
-    call = call_state(transformer, {"hides": True})
+    transformer.__class__ = OrderedText
     for block in transformer.transformer_blocks:
-        block.attn.set_processor(KeyMask(call))
+        block.attn.set_processor(KeyMask())
         block.register_forward_hook(clip_text)
 
 
-def hides_tokens(cond):
-    """Return whether there are text tokens, or those of an image that is not there, which attention leaves
-    out."""
-    mask = cond.get("attention_mask")
-    image = cond.get("clip_fea")
-    return (mask is not None and not bool(mask.all())) or (image is not None and not bool(image.any()))
+class Prompt:
+    """What masks and image of a prompt decide, made once a request. No tuple: FSDP2 makes new ones of those.
+
+    order: image, glyphs and words as they follow each other. hidden_words: (B, words, 1), true for those that
+    attention leaves out, or None. is_without_image: an image's features are given, and all zero.
+    """
+
+    def __init__(self, words: Tensor, glyphs: Tensor, image: Tensor):
+        """``words``: their mask (B, tokens). ``glyphs``, ``image``: their features (B, tokens, width)."""
+        self.is_without_image = image.shape[1] > 0 and not bool(image.any())
+        self.hidden_words = None if bool(words.all()) else ~words.bool()[..., None]
+        features = torch.zeros_like(all_tokens(image)) if self.is_without_image else all_tokens(image)
+        hides = self.is_without_image or self.hidden_words is not None
+        self.order = TextOrder([features, all_tokens(glyphs), words], hides)
 
 
 def forward_args(config, grid, latent, sigma, cond):
@@ -70,18 +110,25 @@ def forward_args(config, grid, latent, sigma, cond):
     text = cond["c_crossattn"]
     channels = config["in_channels"] - latent.shape[1]
     image = cond.get("c_concat", latent.new_zeros(batch, channels, *latent.shape[2:]))
-    glyphs = cond.get("txt_byt5", text.new_zeros(batch, 0, config["text_embed_2_dim"]))
+    mask = once(cond, "mask", lambda: cond.get("attention_mask", all_tokens(text)))
+    glyphs = once(cond, "glyphs", lambda: given(cond, "txt_byt5", config["text_embed_2_dim"]))
+    features = once(cond, "features", lambda: given(cond, "clip_fea", config["image_embed_dim"]))
     return dict(
         hidden_states=grid.pad(torch.cat([latent, image], dim=1)),
         timestep=sigma.expand(batch) * 1000,
         timestep_r=cond[STEP_END].expand(batch) * 1000 if STEP_END in cond else None,
         encoder_hidden_states=text,
-        encoder_attention_mask=cond.get("attention_mask", all_tokens(text)),
+        encoder_attention_mask=mask,
         encoder_hidden_states_2=glyphs,
-        encoder_attention_mask_2=all_tokens(glyphs),
-        image_embeds=cond.get("clip_fea", text.new_zeros(batch, 0, config["image_embed_dim"])),
-        hides=once(cond, "hides", lambda: hides_tokens(cond)),
+        image_embeds=features,
+        prompt=once(cond, "prompt", lambda: Prompt(mask, glyphs, features)),
     )
+
+
+def given(cond, name, width):
+    """Return the argument ``name`` (B, tokens, width), without tokens where the request has none."""
+    text = cond["c_crossattn"]
+    return cond.get(name, text.new_zeros(text.shape[0], 0, width))
 
 
 def refusal(config, grid, cond):
@@ -131,8 +178,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
         "name": "hunyuan-video-1.5",
         "transformer": "HunyuanVideo15Transformer3DModel",
         "latent.pixels": lambda config: (4, 16, 16),
-        "io": ModelIO(arguments=forward_args),
-        "blocks.output_layer": "proj_out",
+        "io": ModelIO(arguments=forward_args, output=lambda output, grid: output),
         "blocks.lists": {"transformer_blocks": APART},
         "blocks.per_token": {"freqs_cis": ("image", 0)},
         "blocks.text_mask": "attention_mask",

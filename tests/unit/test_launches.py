@@ -34,8 +34,6 @@ FEW, MANY = ("one rank", "u2", "pp2"), ("u8", "ring 4", "pp8")
 #: A function of diffusers that waits at every step -> what for. It cannot be done once a request, since the
 #: noise level is in it.
 OF_DIFFUSERS = {
-    "transformer_hunyuan_video15.forward": "puts tokens of three prompts in order by their masks",
-    "transformer_hunyuanimage.forward": "puts tokens of two prompts in order by their masks",
     "transformer_hidream_image.moe_infer": "asks how many tokens each expert has",
 }
 #: More than was measured by at most this factor.
