@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.loading import staging
 from backend.parallel import attention_kernels
+from backend.sampling.noise import FreshNoise
 
 META = torch.device("meta")
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +86,10 @@ class Count(Mode):
             return self._leave(*args)
         out = compute(func, args, kwargs)
         if self.active:
-            self._note(func, given_to(args, kwargs), tensors_in(out))
+            given = given_to(args, kwargs)
+            if _is_sent(func, given, args, kwargs):
+                given = given[:-1]
+            self._note(func, given, tensors_in(out))
         return out
 
     def _leave(self, onto: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
@@ -110,6 +114,14 @@ class Count(Mode):
             self.wait(name)
         if name not in NO_KERNEL and (facts.writes or not _share_memory(given, made)):
             self.device[name] += 1
+
+
+def _is_sent(func, given: list[Tensor], args: tuple, kwargs: dict | None) -> bool:
+    """Does an operation copy its last tensor, page-locked memory of the host, so that nobody waits for it?"""
+    if not given or not getattr(given[-1], "is_page_locked", False):
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args)), **(kwargs or {})}.get("non_blocking", False)
 
 
 def _share_memory(given: list[Tensor], made: list[Tensor]) -> bool:
@@ -194,11 +206,15 @@ def _unique(x: Tensor, sorted=True, return_inverse=False, return_counts=False, d
     return x, SimpleNamespace(tolist=lambda: list(range(len(x))))
 
 
-class NoNoise:
-    """Stands for FreshNoise: there is no generator on a meta device."""
+class NoNoise(FreshNoise):
+    """FreshNoise without a generator, of which a meta device has none. What the host draws it draws."""
 
     def __init__(self, seed: int, batch: int, grid, device: torch.device, *rest):
-        self.draw = lambda index: grid.to_tokens(torch.empty(batch, *grid.shape, device=device))
+        super().__init__(seed, batch, grid, torch.device("cpu"), *rest)
+        self.device = device
+
+    def draw(self, index: int) -> Tensor:
+        return self.grid.to_tokens(torch.empty(self.shape, device=self.device))
 
 
 #: Reads of values, as methods of Tensor -> what they return of a tensor without values.

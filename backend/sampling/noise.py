@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..loading.staging import send
 from ..models.latent_tokens import NestedGrid, TokenGrid
 
 #: Draws that are cached: patches of one step are at most one model call apart, and a call consumes at most
@@ -59,7 +60,7 @@ class FreshNoise:
         standard deviation.
 
         ComfyUI's BrownianTreeNoiseSampler: the tree spans the schedule and is drawn on the CPU, so every
-        device has the same path.
+        device has the same path. The device need not have caught up for the copy to it.
         """
         key = (float(sigma), float(target))
         if key not in self.drawn:
@@ -69,7 +70,7 @@ class FreshNoise:
                 # it rounds the schedule's ends, then finds the queries outside by as much
                 warnings.simplefilter("ignore")
                 increment = cast(Tensor, self._tree()(min(key), max(key)))  # a tuple with more arguments
-            self._cache(key, increment * sign / deviation)
+            self._cache(key, send(increment * sign / deviation, self.device))
         return self.drawn[key]
 
     def _tree(self):
@@ -82,6 +83,6 @@ class FreshNoise:
         return self.tree
 
     def _cache(self, key: object, noise: Tensor):
-        self.drawn[key] = self.grid.to_tokens(noise.to(self.device))
+        self.drawn[key] = self.grid.to_tokens(noise)
         if len(self.drawn) > CACHED:
             self.drawn.pop(next(iter(self.drawn)))

@@ -153,7 +153,13 @@ def test_nor_does_one_of_a_variant(monkeypatch, variant, method):
     assert line.device_ops > 0 and avoidable(waits) == set()
 
 
-@pytest.mark.parametrize("sampler", ["dpmpp_2m", "uni_pc", "res_multistep", "euler_ancestral", "lcm"])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        *("dpmpp_2m", "uni_pc", "res_multistep", "euler_ancestral", "lcm"),
+        *("dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde"),  # of a path that the host draws
+    ],
+)
 def test_nor_does_one_of_another_solver(monkeypatch, sampler):
     """In a fifth step, which has the history that these solvers read."""
     sample = replace(launches.request_of("flux-dev", steps=5), sampler=sampler)
@@ -213,6 +219,9 @@ def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, family, conf
 WAITS = {
     "a copy to the device": lambda x: torch.arange(3).to(META),
     "a copy of a number": lambda x: torch.tensor(2.0).to(META),
+    "a copy to the device that is waited for": lambda x: staging.page_locked((3,), x.dtype).to(META),
+    "a copy from pageable memory": lambda x: torch.arange(3).to(META, non_blocking=True),
+    "a copy into the device's own": lambda x: x.copy_(staging.page_locked((3,), x.dtype)),
     "a copy from the device": lambda x: x.cpu(),
     "a copy to pageable memory": lambda x: torch.empty(3).copy_(x, non_blocking=True),
     "a copy that is waited for": lambda x: staging.page_locked((3,), x.dtype).copy_(x),
@@ -231,6 +240,10 @@ FREE = {
     "a number of the host": lambda x: x * torch.tensor(2.0),
     "positions on the device": lambda x: x[torch.arange(2, device=META)],
     "a copy to page-locked memory": lambda x: staging.page_locked((3,), x.dtype).copy_(x, non_blocking=True),
+    "a copy from page-locked memory": lambda x: staging.send(torch.arange(3), META),
+    "a copy from there into the device's own": (
+        lambda x: x.copy_(staging.page_locked((3,), x.dtype), non_blocking=True)
+    ),
     "a cast": lambda x: x.to(torch.float64),
     "a number of repeats": lambda x: x.repeat_interleave(2),
 }

@@ -1,5 +1,5 @@
-"""Weights travel to a GPU through two page-locked buffers in turn, previews from it into page-locked memory.
-No GPU: the CPU or a meta device stands for one."""
+"""Weights travel to a GPU through two page-locked buffers in turn, noise through memory of its own, previews
+from it into page-locked memory. No GPU: the CPU or a meta device stands for one."""
 
 import pytest
 import torch
@@ -118,6 +118,33 @@ class Host(torch.Tensor):
     def copy_(self, tensor, **how):
         self.log.append(("copy", tensor.device.type, how))
         return self
+
+
+class Staged(torch.Tensor):
+    """Page-locked memory that writes down in ``log`` what it holds as it is copied from, and how."""
+
+    log: list
+
+    def to(self, device, **how):
+        self.log.append((self.tolist(), device.type, how))
+        return torch.empty(self.shape, device=device)
+
+
+def test_what_is_sent_has_memory_of_its_own_and_nobody_waits_for_it(monkeypatch):
+    log, memory = [], []
+
+    def page_locked(shape, dtype):
+        memory.append(torch.empty(shape, dtype=dtype).as_subclass(Staged))
+        memory[-1].log = log
+        return memory[-1]
+
+    monkeypatch.setattr(staging, "page_locked", page_locked)
+    first, second = torch.ones(2), torch.zeros(2)
+    for tensor in (first, second):
+        assert staging.send(tensor, torch.device("meta")).is_meta
+    assert log == [([1, 1], "meta", {"non_blocking": True}), ([0, 0], "meta", {"non_blocking": True})]
+    assert [each.tolist() for each in memory] == [[1, 1], [0, 0]]
+    assert staging.send(first, CPU) is first and len(memory) == 2
 
 
 def test_a_download_is_started_and_asked_but_not_waited_for(monkeypatch):
