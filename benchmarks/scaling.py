@@ -66,7 +66,7 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
     }
     return ways | {
         f"pipefusion M={patches}": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=patches)
-        for patches in (ranks, 2 * ranks)
+        for patches in (ranks, ranks + 1, 2 * ranks)  # which auto chooses among
     }
 
 

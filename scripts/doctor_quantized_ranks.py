@@ -27,11 +27,12 @@ Found = Iterator[Finding]
 
 
 def methods(ranks: int) -> dict[str, ParallelConfig]:
-    """Return the methods that hold, divide, gather and distribute quantized weights."""
+    """Return the methods that hold, divide, gather and distribute quantized weights. They are gathered around
+    a ring, which auto takes for such files."""
     return {
         "ulysses": ParallelConfig(ulysses_degree=ranks),
         "tensor parallel": ParallelConfig(tensor_parallel_degree=ranks),
-        "FSDP": ParallelConfig(ulysses_degree=ranks, shard_weights=True),
+        "ring, FSDP": ParallelConfig(ring_degree=ranks, shard_weights=True),
         "pipefusion M=1": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1),
     }
 

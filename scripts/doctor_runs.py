@@ -52,6 +52,7 @@ def methods(ranks: int) -> dict[str, ParallelConfig]:
     configs["ring, wire fp8"] = replace(configs["ring"], wire="fp8")
     configs["tensor parallel"] = ParallelConfig(tensor_parallel_degree=ranks)
     configs["FSDP"] = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
+    configs["ring, FSDP"] = ParallelConfig(ring_degree=ranks, shard_weights=True)
     configs["pipefusion M=1"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1)
     configs[f"pipefusion M={ranks}"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=ranks)
     if ranks == 2:
@@ -176,7 +177,8 @@ def speed(lab: Lab) -> Found:
         configs[name] = config
         if name in ("ulysses", "ring"):  # of the same ranks
             configs[f"{name}, wire fp8"] = replace(config, wire="fp8")
-    configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
+    for name in ("FSDP", "ring, FSDP"):
+        configs[name] = methods(lab.ranks)[name]
     if lab.rates and lab.rates.differs:  # as auto divides, which the methods above do not
         parts = written(lab.rates.speeds_of(lab.ranks))
         unlike = {name: replace(configs[name], shares=parts) for name in ("ulysses", "ring", "tp")}
@@ -245,8 +247,9 @@ def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float
     return {str(steps[0]): few, str(steps[1]): many}
 
 
-#: Name -> run: what only several GPUs can tell comes first, after what it is compared with. "methods" comes
-#: between the two of speed: it begins on the one rank of the first, and the second has its ranks.
+#: Name -> run: what only several GPUs can tell comes first, after what it is compared with; quantized files,
+#: which most people load, before shapes. "methods" comes between the two of speed: it begins on the one rank
+#: of the first, and the second has its ranks.
 RUNS: dict[str, Callable[[Lab], Found]] = {
     "links": links,
     "one rank": one_rank,
@@ -255,12 +258,12 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "speed": speed,
     "life": life,
     "waits": waits,
-    "shapes": shapes,
-    "memory": memory,
-    "compiled": compiled,
-    "kernels": kernels,
     "quantized": quantized,
     "dequantized once": dequantized_once,
+    "memory": memory,
+    "shapes": shapes,
+    "compiled": compiled,
+    "kernels": kernels,
 }
 #: Those that run the mid-size Flux, whose file goes after the last of them.
 OF_FLUX = ("speed of one rank", "speed", "life", "shapes", "memory", "compiled", "kernels")

@@ -3,9 +3,11 @@
 import errno
 import importlib.util
 import os
+import re
 import shutil
 from types import SimpleNamespace
 
+import common
 import doctor_lab
 import doctor_models
 import doctor_quantized
@@ -13,6 +15,8 @@ import doctor_room
 import doctor_runs
 import doctor_steps
 import pytest
+import released_sizes
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from doctor_findings import OK, WARNING, NoRoomError
 from doctor_sizes import SIZES
 from doctor_stubs import StubLab, full_findings
@@ -156,7 +160,17 @@ def test_every_file_goes_after_its_last_use(monkeypatch):
         assert ("flux",) not in dropped or name not in doctor_runs.OF_FLUX
     assert {("quantized", kind) for kind in KINDS} < set(lab.dropped) and ("flux",) in lab.dropped
     assert {("released", family) for family in doctor_steps.SHAPES} < set(lab.dropped)
-    assert ("flux",) in dict(ran)["quantized"] and doctor_room.SPARE
+    of_quantized = {each for each in dict(ran)["shapes"] if each[0] == "quantized"}
+    assert of_quantized == {("quantized", kind) for kind in KINDS}  # the largest files are made then
+
+
+def test_the_page_says_how_much_room_the_largest_files_take():
+    """The mid-size Flux, and two blocks of MiniMax-H3 in bf16, int8 and fp8, each above half of bf16."""
+    size = doctor_room.model_bytes(FluxTransformer2DModel, common.FLUX | SIZES["cuda"].flux, 2)
+    largest = doctor_room.model_bytes(*released_sizes.arguments_of("minimax-h3", doctor_models.BLOCKS), 2)
+    page = (doctor_models.ROOT / "docs/performance.md").read_text()
+    room = re.search(r"Files take\s(\d+) GB of `TMPDIR` at most", page)
+    assert room and 1 < int(room[1]) * 1e9 / (size + 2 * largest) < 1.1
 
 
 def test_the_bf16_file_goes_where_its_timing_fails():

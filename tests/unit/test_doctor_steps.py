@@ -61,16 +61,17 @@ def test_waits_of_no_step_are_not_called_ok(device, steps):
 def test_a_method_that_hangs_takes_no_other_with_it(monkeypatch):
     """In benchmarks/waits.py, which runs all in one group of ranks."""
     lab = Ranks()
-    lab.hung.note(doctor_runs.methods(2)["ring"])
+    every = doctor_runs.methods(2)
+    lab.hung.note(every["ring"])
+    lab.hung.note(every["ring, FSDP"])
     found = list(doctor_steps.waits(lab))
-    assert (
-        lab.skipped == ["ring", "ring, wire fp8"] and found[-1].status == WARNING and "ring" in found[-1].text
-    )
+    skipped = ["ring", "ring, wire fp8", "ring, FSDP"]
+    assert lab.skipped == skipped and found[-1].status == WARNING and "ring" in found[-1].text
     ran = []
     monkeypatch.setattr(waits, "watch", lambda config, *_: ran.append(config) or None)
     monkeypatch.setattr(waits.mesh, "build", lambda *_: None)
     monkeypatch.setattr(waits.mesh, "close", lambda groups: None)
-    waits.rank(2, "cpu", Path(), lambda found: None, skipped=("ring", "ring, wire fp8", "cfg"))
+    waits.rank(2, "cpu", Path(), lambda found: None, skipped=(*skipped, "cfg"))
     assert ran and not [each for each in ran if each.ring_degree > 1 or each.cfg_degree > 1]
 
 

@@ -115,6 +115,7 @@ def test_estimates_and_the_default_agree(time, monkeypatch):
     assert all(parts[name] >= seconds[name] - 1e-6 for name in fitting)
     enough = doctor_time.minutes_of(doctor_runs.RUNS)
     assert all(name in about.text for name in others) and f"--minutes {enough} has time for all" in about.text
+    assert {"quantized", "dequantized once"} < set(fitting)  # which most people load
     assert doctor_time.in_order(doctor_runs.RUNS, enough) == (list(doctor_runs.RUNS), [])
     assert f"--minutes {enough}" in (doctor.ROOT / "docs" / "performance.md").read_text()
 
@@ -155,11 +156,11 @@ def test_the_minutes_begin_with_the_program(time, monkeypatch):
     monkeypatch.setattr(doctor_runs, "Lab", Lab)
     monkeypatch.setattr(doctor_runs, "time", time)
     monkeypatch.setattr(doctor, "BEGAN", 100.0)
-    time.seconds = 130.0
+    time.seconds = 140.0
     first = next(iter(doctor.run_backend(machine(), doctor.options(["--full"]))))
     (lab,) = begun
     assert lab.end == 100.0 + doctor_time.usable_seconds(10.0)
-    assert "shapes" in first.values["fitting"] and "memory" in first.values["others"]
+    assert "quantized" in first.values["fitting"] and "memory" in first.values["others"]
 
 
 def test_methods_and_speed_share_their_ranks():
