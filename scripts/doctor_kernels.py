@@ -1,6 +1,7 @@
 """What scripts/doctor.py --full runs of kernels: attention in the mid-size Flux and by itself on every head
 size, attention in rings, and compiled blocks against eager ones."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from doctor_next import OTHER_METHOD, REPORT
 from doctor_processes import Ended
 from doctor_time import while_time
 
+from backend.client.cache_files import cache_folder
 from backend.config import CHOICES, ParallelConfig
 from backend.parallel.kernel_table import kernel_of
 from backend.protocol import RefusedError
@@ -25,6 +27,8 @@ LATENT = 0.25
 APPROXIMATE, EXACT = 0.2, 2e-2
 #: Compiled blocks add in another order: distance of latents in float32, and in bf16.
 COMPILED = {"cpu": 1e-5, "cuda": 5e-2}
+#: A request's note of what it compiled (backend/parallel/compiled_blocks.py).
+GRAPHS = re.compile(r"compiled (\d+) graphs? of blocks in ([\d.]+) s")
 
 Found = Iterator[Finding]
 
@@ -130,17 +134,28 @@ def _cell(row: dict) -> str:
 
 def compiled(lab: Lab) -> Found:
     """Compiled blocks against eager ones, on one rank and over all, whole and sharded, which auto may choose
-    together: seconds a step, latents, notes."""
+    together: seconds a step, those of compiling, latents, notes."""
     configs = {"one rank": ParallelConfig()}
     if lab.ranks > 1:
         configs["ulysses"] = ParallelConfig(ulysses_degree=lab.ranks)
         configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
+        configs["ring"] = ParallelConfig(ring_degree=lab.ranks)
     lab.flux()
+    # some of its graphs may be read from there
+    had_cache = any((cache_folder() / "inductor").glob("*"))
     for name in while_time(lab, configs):
-        yield from possible("compiled", name, partial(_compiled, name=name, config=configs[name]), lab)
+        tried = partial(_compiled, name=name, config=configs[name], had_cache=had_cache)
+        yield from possible("compiled", name, tried, lab)
 
 
-def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:
+def compiling(notes: list[str]) -> dict[str, float]:
+    """Return how many graphs a request compiled by its notes, and in how many seconds; nothing where it had
+    them."""
+    found = next(filter(None, map(GRAPHS.match, notes)), None)
+    return {"graphs": int(found[1]), "compile_seconds": float(found[2])} if found else {}
+
+
+def _compiled(lab: Lab, name: str, config: ParallelConfig, had_cache: bool = False) -> Found:
     path = lab.flux()
     request = partial(lab.request, path)
     eager, whole = lab.step_seconds(config, path, request)
@@ -149,12 +164,16 @@ def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:
     distance = relative(runs[1].samples, runs[0].samples)
     notes = [note for note in runs[1].notes if "uncompiled" in note]
     values = {"method": f"{name}, compiled", "seconds": seconds, "eager": eager, "distance": distance}
-    values |= {"timed": run.timed, "timed_eager": whole.timed}
+    values |= {"timed": run.timed, "timed_eager": whole.timed, "had_cache": had_cache}
+    made = compiling(run.first_notes)
+    values |= made
     if notes:
         yield Finding("compiled", WARNING, f"{name}: {notes[0]}", values)
         return
     text = f"{name}: {seconds:.4f} s a step with compiled blocks, {eager:.4f} s without, "
     text += f"{eager / seconds:.2f} times as fast; latent {distance:.1e} off"
+    if made:
+        text += f"; compiled {made['graphs']} graphs in {made['compile_seconds']:.1f} s"
     status = OK if distance <= COMPILED[lab.device] else PROBLEM
     if status == OK and seconds > eager:
         status = WARNING

@@ -48,13 +48,15 @@ PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 @dataclass(frozen=True)
 class Run:
     """A request's latent (float32, the model's space), its seconds at the client, what the load said, the
-    ranks' statistics, and of ``step_seconds`` those of every timed request: few steps twice, many twice."""
+    ranks' statistics, and of ``step_seconds`` those of every timed request (few steps twice, many twice) and
+    the notes of the one before them, which compiles blocks."""
 
     samples: Tensor
     seconds: float
     info: dict = field(default_factory=dict)
     stats: dict = field(default_factory=dict)
     timed: list[float] = field(default_factory=list)
+    first_notes: list[str] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
@@ -166,11 +168,11 @@ class Lab(Models):
         """Return seconds of one step, by two requests of which one has more steps: what comes before and
         after steps cancels. Each is timed twice after one that is not, and the faster counts."""
         few, many = self.size.steps
-        self.run(config, path, request(few), **how)
+        first = self.run(config, path, request(few), **how)
         timed = [self.run(config, path, request(steps), **how).seconds for steps in (few, few, many, many)]
         last = self.run(config, path, request(few), **how)
         step = max(1e-6, min(timed[2:]) - min(timed[:2])) / (many - few)
-        return step, replace(last, timed=timed)
+        return step, replace(last, timed=timed, first_notes=first.notes)
 
     def machine(self) -> Machine:
         """Measure rates and links anew: what is kept for this machine may be of better days. Ranks that start

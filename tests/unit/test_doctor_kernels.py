@@ -7,7 +7,8 @@ import torch
 from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import StubLab
 
-from backend.config import CHOICES
+from backend.config import CHOICES, ParallelConfig
+from backend.parallel import compiled_blocks
 from backend.parallel.kernel_table import KERNELS
 from backend.protocol import RefusedError
 
@@ -50,3 +51,48 @@ def test_no_ring_without_links(ranks, failed, said):
     lab.ranks, lab.links_failed = ranks, failed
     found = [each for each in doctor_kernels.kernels(lab) if "ring" in each.text]
     assert not lab.rings and [each.status for each in found] == said
+
+
+class CompilingLab(StubLab):
+    """Ranks whose first request compiles."""
+
+    ranks = 1
+
+    def __init__(self, notes):
+        super().__init__()
+        self.notes = notes
+
+    def step_seconds(self, config, path, request, **how):
+        notes = self.notes if config.compile == "blocks" else []
+        return 1.0, doctor_lab.Run(torch.ones(4), 1.0, first_notes=notes)
+
+
+@pytest.mark.parametrize("graphs", [1, 12])
+def test_the_seconds_of_compiling_are_reported(monkeypatch, tmp_path, graphs):
+    """As ranks say them: a note of the first request alone."""
+    monkeypatch.setattr(doctor_kernels, "cache_folder", lambda: tmp_path)
+    compiler = compiled_blocks.Compiler()
+    monkeypatch.setattr(compiled_blocks, "COMPILER", compiler)
+    monkeypatch.setattr(compiled_blocks, "unavailable", lambda: "")
+    with compiled_blocks.compiled([]) as notes:
+        compiler.graphs += graphs
+        compiler.seconds += 34.56
+        said = ["another note", *notes()]
+    (found,) = doctor_kernels.compiled(CompilingLab(said))
+    wanted = {"graphs": graphs, "compile_seconds": 34.6, "had_cache": False}
+    assert found.values.items() >= wanted.items() and f"compiled {graphs} graphs in 34.6 s" in found.text
+    (tmp_path / "inductor" / "ab").mkdir(parents=True)
+    (again,) = doctor_kernels.compiled(CompilingLab([]))
+    assert again.values["had_cache"] and "compile_seconds" not in again.values
+
+
+def test_the_notes_of_the_request_before_those_that_are_timed_stay(monkeypatch):
+    lab = doctor_lab.Lab("cpu", 1, 10.0)
+    notes = iter([["compiled 2 graphs of blocks in 3.0 s"], *[[]] * 5])
+    monkeypatch.setattr(
+        lab, "run", lambda *rest, **how: doctor_lab.Run(torch.ones(2), 1.0, stats={"notes": next(notes)})
+    )
+    _, run = lab.step_seconds(ParallelConfig(), lab.folder, lambda steps: None)
+    assert doctor_kernels.compiling(run.first_notes) == {"graphs": 2, "compile_seconds": 3.0}
+    assert not run.notes and len(run.timed) == 4
+    lab.close()
