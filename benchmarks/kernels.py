@@ -27,7 +27,8 @@ from backend.parallel.kernel_table import activated, fits, kernel_of
 from backend.runtime.parent_pipe import be_killed_with_parent, end_with_parent
 
 KERNELS = CHOICES["attention"][1:]
-HEAD_SIZES = (64, 128, 256)
+#: Of the released models: most have 128; PixArt 72, Hunyuan-DiT 88, Lumina 2 96, which kernels pad or lack.
+HEAD_SIZES = (64, 72, 88, 96, 128, 256)
 HEADS = 8
 #: Device -> tokens, dtype, timed calls.
 SIZES = {"cuda": (4096, torch.bfloat16, 20), "cpu": (256, torch.float32, 3)}

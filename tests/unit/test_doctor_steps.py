@@ -22,6 +22,7 @@ from doctor_stubs import ENDED
 
 from backend.config import ParallelConfig
 from backend.parallel import mesh
+from backend.rank_plan.shape_of import shape_of
 
 
 class Ranks:
@@ -150,6 +151,15 @@ def test_torchs_kernel_runs_on_every_head_size_and_with_a_mask(head_size):
         q, k, v, mask = kernels.inputs("cpu", head_size, masked)
         assert masked == (mask is not None and not mask.all())
     assert "unavailable" in kernels.row("flash-attn", "cpu", head_size, False)
+
+
+def test_kernels_run_on_the_head_sizes_of_released_models():
+    """Also on those that are no power of two, which kernels pad or lack."""
+    sizes = {}
+    for family in ("pixart-sigma", "hunyuan-dit", "lumina2", "flux-dev", "ideogram4"):
+        shape = shape_of(released_sizes.checkpoint_of(family), torch.bfloat16)
+        sizes[family] = shape.width // shape.heads
+    assert sizes["pixart-sigma"] == 72 and set(sizes.values()) <= set(kernels.HEAD_SIZES)
 
 
 @pytest.mark.parametrize(
