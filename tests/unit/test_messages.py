@@ -18,6 +18,7 @@ from wires import Log, Message, Operation
 from backend.config import ParallelConfig
 from backend.loading.checkpoint import Checkpoint
 from backend.parallel import compiled_blocks, tensor_parallel, ulysses_ring
+from backend.rank_plan.shape_of import shape_of
 from backend.sampling.model_runner import running
 from backend.sampling.request import build
 from backend.sampling.step_loop import Callbacks, Denoiser
@@ -186,6 +187,23 @@ def test_weights_are_gathered_in_one_order(methods):
         assert len(gathers) >= EXACT_STEPS * shallow_checkpoint().block_count
         ahead = [op for op in gathers if PRODUCTS & {*log.meanwhile(op)}]
         assert len(ahead) >= EXACT_STEPS * (shallow_checkpoint().block_count - 1)
+
+
+@pytest.mark.parametrize("family", ["flux-dev", "wan21-t2v", "z-image-turbo"])
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_a_step_gathers_the_weights_that_the_planner_counts(family, method):
+    """Those of all blocks, for each prompt, without modulation and what is outside of blocks."""
+    checkpoint = launches.checkpoint_of(family)
+    config = configuration((method,), shard_weights=True)
+    gathered = []
+    for steps in (EXACT_STEPS, EXACT_STEPS + 1):
+        (log,) = run(family, config, checkpoint, SECOND, steps)
+        of_weights = [op for op in log.operations if op.group.startswith("weights")]
+        gathered.append(sum(value.nbytes for op in of_weights for value in op.received))
+    counted = sum(block.weights for block in shape_of(checkpoint, torch.bfloat16).blocks)
+    tensors = launches.request_of(family).tensors
+    prompts = len({"positive", "negative"} & {name.partition(".")[0] for name in tensors})
+    assert gathered[1] - gathered[0] == pytest.approx(prompts * counted, rel=1e-2)
 
 
 def test_a_rank_that_gathers_once_more_is_found():
