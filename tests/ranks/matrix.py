@@ -93,9 +93,8 @@ def described(
     """What describe() says that every rank sends in ``steps`` of 60 image and 12 text tokens, and keeps of
     modulation."""
     plans = describe(config, checkpoint, RequestSize(60, 12, batch, calls=steps), dtype)
-    replicas = (
-        config.data_parallel_degree
-    )  # tell each other their results and last predictions, of (16, 20, 12) a sample, once a request
+    # these send each other their results and last predictions, of (16, 20, 12) a sample, once a request
+    replicas = config.data_parallel_degree
     once = {"outputs": 2 * (replicas - 1) * batch // replicas * 16 * 20 * 12 * 4} if replicas > 1 else {}
     return [
         dict(
