@@ -69,7 +69,7 @@ class InterruptWatch:
         on_progress: Callable = nothing,
         is_short: bool = True,
         is_waiting: Callable[[], bool] = lambda: False,
-        late_reply: Callable[[], Any] = lambda: None,
+        late_reply: Callable[[], Any] = nothing,
     ):
         self._check = check
         self._is_waiting = is_waiting
