@@ -17,13 +17,14 @@ from .common import guide_weights
 from .common.header_config import multiplier, transformer_config
 from .common.ltx2_blocks import (
     LATENTS,
+    MASKS,
     Attention,
     LTX2Block,
     VideoAndAudio,
-    distinct,
+    audio_corners,
     gate_by_highest_level,
     highest,
-    levels_of,
+    noise_levels,
     share_levels,
 )
 from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, MIN_TOKENS, connector, put_connectors
@@ -33,8 +34,6 @@ from .family import Build, Cache, Conditioning, Family, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 from .ltxv import HEADS, LATENT, corners, guides, times, tokens_of_frame
 
-#: What ComfyUI calls the masks of the video's latent and of the audio's.
-MASKS = ("denoise_mask", "audio_denoise_mask")
 #: The attention modules of a block.
 ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 
@@ -98,17 +97,6 @@ def single_frames(grid, cond, device):
     return grid.select(marks, 0).view(1, -1, 1)
 
 
-def noise_levels(grid, cond, sigma, batch, factor):
-    """Return what Levels takes of latents with a mask: the few levels times ``factor``, and each token's."""
-    of_latents = {}
-    for part, latent, name in zip(grid.grids, LATENTS.names, MASKS):
-        if name in cond:
-            tokens = part.to_tokens(cond[name].float())[..., 0]
-            levels, indices = levels_of(once(cond, name, partial(distinct, tokens)), sigma, batch)
-            of_latents[latent] = (levels * factor, indices)
-    return of_latents
-
-
 def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. A finished prompt is the video's and the audio's; LTX-2's that is
     not is both."""
@@ -127,6 +115,7 @@ def forward_args(config, grid, tokens, sigma, cond):
         both = [corners(grid.grids[0], cond, tokens.device, True, side) for side in (0, 1)]
         return torch.stack(both, dim=3)
 
+    moments = partial(audio_corners, config, grid.grids[1].counts[1], tokens.device)
     marks = {}
     if config.get("use_keyframes_abs_pos_embedding"):
         frames = once(cond, "marks", lambda: single_frames(grid.grids[0], cond, tokens.device))
@@ -144,7 +133,7 @@ def forward_args(config, grid, tokens, sigma, cond):
         audio_sigma=highest(levels[1], batch),
         noise_levels=noise_levels(grid, cond, sigma, batch, factor),
         video_coords=once(cond, "corners", sides).expand(batch, -1, -1, -1),
-        audio_num_frames=grid.grids[1].counts[1],
+        audio_coords=once(cond, "audio corners", moments).expand(batch, -1, -1, -1),
         **marks,
     )
 
@@ -306,7 +295,18 @@ LATENT_LAYERS = {
 }
 #: Keys and values of the prompt.
 PROMPT_LAYERS = ("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v")
-PROMPT_MODULES = ("caption_projection", "audio_caption_projection", "rope", "cross_attn_rope")
+CACHE = Cache(
+    prompt_layers=PROMPT_LAYERS,
+    padded_prompt=MIN_TOKENS,
+    prompt_modules=(
+        "caption_projection",
+        "audio_caption_projection",
+        "rope",
+        "audio_rope",
+        "cross_attn_rope",
+        "cross_attn_audio_rope",
+    ),
+)
 FAMILY = Family(
     name="ltx2",
     transformer="LTX2VideoTransformer3DModel",
@@ -338,7 +338,7 @@ FAMILY = Family(
         precise=("frame_rate", "guide_weights"),
         refusal=refusal,
     ),
-    cache=Cache(prompt_layers=PROMPT_LAYERS, padded_prompt=MIN_TOKENS, prompt_modules=PROMPT_MODULES),
+    cache=CACHE,
     build=Build(patch_module=patch_module),
     tensor_plan={**COMMON, "*.to_gate_logits": "colwise"},
     layout=LAYOUT,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers.models import attention_processor
 from diffusers.models.transformers import transformer_flux, transformer_flux2
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
 from families import golden
 from ranks.flux_requests import shortened
 from tiny import golden_request, write_checkpoint, write_shallow_flux
@@ -16,8 +17,10 @@ from variants import VARIANTS, request, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.loading.recognition import open_checkpoint
 from backend.models.common.fewer_passes import angles_of
 from backend.models.common.known_signatures import CACHED_INSPECT, known_signatures
+from backend.models.common.ltx2_blocks import audio_corners
 from backend.parallel import mesh, modulation_cache
 from backend.sampling import model_runner
 from backend.sampling.step_loop import Callbacks
@@ -92,7 +95,7 @@ def forget_answers(monkeypatch, kind: str):
         ("ltxv", 2, 2),
         ("hunyuan-dit", 2, 1),
         ("sana", 2, 2),
-        ("ltx2", 4, 4),
+        ("ltx2", 4, 6),
     ],
 )
 def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
@@ -110,6 +113,16 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
     assert modulation_cache.COMPUTED["prompt"] == 2 * (blocks * layers + before)
     forget_answers(monkeypatch, "prompt")
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
+
+
+@pytest.mark.parametrize("clock", [{}, dict(scale_factor=8, hop_length=320, sampling_rate=48000)])
+def test_moments_of_audio_are_those_that_diffusers_makes_at_every_step(clock, tmp_path):
+    """Of the usual clock, and of one that a folder states."""
+    path = str(write_checkpoint(tmp_path / "ltx2.safetensors", "ltx2"))
+    config = open_checkpoint(path).config | {f"audio_{name}": value for name, value in clock.items()}
+    theirs = LTX2VideoTransformer3DModel.from_config(config).audio_rope
+    found = audio_corners(config, 7, torch.device("cpu"))
+    assert_same_bits(found, theirs.prepare_audio_coords(1, 7, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

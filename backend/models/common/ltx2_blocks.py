@@ -1,7 +1,7 @@
 """Blocks of LTX-2: how the engine joins their two streams; ComfyUI's order of cross-attention, streams
 without tokens, and noise levels of single tokens."""
 
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_ltx2 import (
     LTX2AdaLayerNormSingle,
     LTX2AudioVideoAttnProcessor,
+    LTX2AudioVideoRotaryPosEmbed,
     LTX2VideoTransformerBlock,
     apply_interleaved_rotary_emb,
     apply_split_rotary_emb,
@@ -19,9 +20,16 @@ from ..blocks import BlockAdapter
 from ..family import Nested
 from . import guide_weights
 from .call_state import call_state
+from .request_arguments import once
 
 #: Audio: channels and frequencies of a latent, one moment of which is a token.
 CHANNELS, FREQUENCIES = 8, 16
+#: What ComfyUI calls the masks of the video's latent and of the audio's.
+MASKS = ("denoise_mask", "audio_denoise_mask")
+#: Moments of the spectrogram to one of the latent's, where the configuration does not tell; and what else of
+#: it turns moments into seconds.
+AUDIO_SCALE = 4
+AUDIO_CLOCK = ("patch_size_t", "sampling_rate", "hop_length")
 LATENTS = Nested(
     ("video", "audio"),
     patches=lambda config: ((1, 1, 1), (1, 1, FREQUENCIES)),
@@ -68,6 +76,20 @@ class VideoAndAudio(BlockAdapter):
             sizes = [tokens.sequence.length_of(name) for name in names]
         pieces = dict(zip(LATENTS.order, image.split(sizes, dim=1)))
         return [pieces[i][..., : call[name].shape[2]] for i, name in enumerate(STREAMS)]
+
+
+def audio_corners(config, moments, device):
+    """Return (1, 1, moments, 2): where tokens of audio begin and end, in seconds, as diffusers' forward makes
+    them at every step from arguments of these names."""
+    stated = {name: config[f"audio_{name}"] for name in AUDIO_CLOCK if f"audio_{name}" in config}
+    positions = LTX2AudioVideoRotaryPosEmbed(
+        dim=0,
+        scale_factors=(config.get("audio_scale_factor", AUDIO_SCALE),),
+        causal_offset=config.get("causal_offset", 1),
+        modality="audio",
+        **stated,
+    )
+    return positions.prepare_audio_coords(1, moments, device)
 
 
 class Attention(LTX2AudioVideoAttnProcessor):
@@ -142,6 +164,17 @@ def levels_of(known, times, batch):
     if len(times) > 1:
         indices = indices + len(values) * torch.arange(batch, device=indices.device)[:, None]
     return levels.flatten(), indices.expand(batch, -1).flatten()
+
+
+def noise_levels(grid, cond, sigma, batch, factor):
+    """Return what Levels takes of latents with a mask: the few levels times ``factor``, and each token's."""
+    of_latents = {}
+    for part, latent, name in zip(grid.grids, LATENTS.names, MASKS):
+        if name in cond:
+            tokens = part.to_tokens(cond[name].float())[..., 0]
+            levels, indices = levels_of(once(cond, name, partial(distinct, tokens)), sigma, batch)
+            of_latents[latent] = (levels * factor, indices)
+    return of_latents
 
 
 def share_levels(transformer, modules):
