@@ -192,7 +192,7 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear", "norm2.linear")),
+    cache=Cache(modulation=("norm1.linear", "norm2.linear"), image_modules=("patch_embed",)),
     build=Build(patch_module=patch_module, dtypes=BF16_OR_FP16),
     layout=LAYOUT,
 )

@@ -145,6 +145,7 @@ FAMILY = Family(
             "x_embedders.image_cond",
             "mode_blocks.image_cond.[0-9]",
         ),
+        image_modules=("x_embedders.image",),
     ),
     build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), patch_module=patch_module),
     tensor_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},

@@ -152,6 +152,6 @@ FAMILY = Family(
         required=(),
     ),
     build=Build(patch_module=patch_module),
-    cache=Cache(prompt_modules=("rotary_emb", "llm_cond_proj")),
+    cache=Cache(prompt_modules=("rotary_emb", "llm_cond_proj"), image_modules=("input_proj",)),
     layout=LAYOUT,
 )

@@ -306,6 +306,7 @@ CACHE = Cache(
         "cross_attn_rope",
         "cross_attn_audio_rope",
     ),
+    image_modules=("proj_in", "audio_proj_in"),
 )
 FAMILY = Family(
     name="ltx2",

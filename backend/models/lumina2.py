@@ -185,6 +185,7 @@ FAMILY = Family(
             "context_refiner.[0-9]",
             "rope_embedder.tables",
         ),
+        image_modules=("x_embedder",),
     ),
     build=Build(patch_module=patch_module),
     tensor_plan={

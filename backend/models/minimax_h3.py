@@ -273,6 +273,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("rope", "context_embedder", "token_refiner"),
+        image_modules=("proj_in", "audio_proj_in"),
         modulation=("adaln_proj.linear",),
         modulation_per_sample=False,
     ),

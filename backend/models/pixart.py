@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import inf, isqrt
 
 import torch
-from diffusers.models.embeddings import get_2d_sincos_pos_embed
+from diffusers.models.embeddings import PatchEmbed, get_2d_sincos_pos_embed
 
 from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
@@ -16,25 +16,39 @@ from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, Mo
 from .key_layout import MLP, Layout, blocks_of, under
 
 
+class Embedder(PatchEmbed):
+    """diffusers' embedder with positions that fit each latent.
+
+    stated_scale: of positions, in a file that has its table, or None.
+    """
+
+    stated_scale: float | None
+
+    def fit(self, grid):
+        """Scale the position table with the latent's size, as ComfyUI does, or by what is stated; diffusers
+        keeps the trained one."""
+        height, width = grid.padded.shape[1:]
+        middle = (height + width) // 2
+        scale = self.stated_scale or max(round(middle / 64), 1)
+        table = get_2d_sincos_pos_embed(
+            self.proj.out_channels,
+            grid.counts[1:],
+            interpolation_scale=scale,
+            base_size=max(round(middle / 64) * 64 // self.patch_size, 1),
+            output_type="pt",
+        )
+        self.pos_embed = table.float().unsqueeze(0).to(self.pos_embed.device)
+        self.height, self.width = grid.counts[1:]
+
+
 def prepare(transformer, grid):
-    """Scale the position table with the latent's size, as ComfyUI does, or as patch_module found it;
-    diffusers keeps the trained one."""
-    embed, (height, width) = transformer.pos_embed, grid.padded.shape[1:]
-    middle = (height + width) // 2
-    scale = embed.stated_scale or max(round(middle / 64), 1)
-    table = get_2d_sincos_pos_embed(
-        embed.proj.out_channels,
-        grid.counts[1:],
-        interpolation_scale=scale,
-        base_size=max(round(middle / 64) * 64 // embed.patch_size, 1),
-        output_type="pt",
-    )
-    embed.pos_embed = table.float().unsqueeze(0).to(embed.pos_embed.device)
-    embed.height, embed.width = grid.counts[1:]
+    """Fit the positions to the latent."""
+    transformer.pos_embed.fit(grid)
 
 
 def patch_module(transformer, config):
-    """Keep the position scale of a file that has its table."""
+    """Let the embedder fit its positions, and keep the scale of a file that has its table."""
+    transformer.pos_embed.__class__ = Embedder
     transformer.pos_embed.stated_scale = config.get("position_scale")
 
 
@@ -189,6 +203,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("caption_projection",),
+        image_modules=("pos_embed",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
     ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module, pipeline=pipeline_entries),

@@ -297,7 +297,7 @@ FAMILY = Family(
         count_text_tokens=count_text_tokens,
         refusal=refusal,
     ),
-    cache=Cache(static_text=True, prompt_modules=("txt_in", "pos_embed")),
+    cache=Cache(static_text=True, prompt_modules=("txt_in", "pos_embed"), image_modules=("img_in",)),
     build=Build(patch_module=patch_module),
     tensor_plan=None,
     layout=LAYOUT,

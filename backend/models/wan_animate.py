@@ -83,12 +83,15 @@ def patch_module(transformer, config):
             block.face.set_processor(FaceAttention())
     plain_rope = transformer.rope.forward
 
+    def encode(transformer, args, kwargs):
+        if call.face_pixel_values is not None:
+            frames = kwargs["hidden_states"].shape[2] // config["patch_size"][0]
+            call.faces = encoded_faces(transformer, call.face_pixel_values, frames)
+
     def embed(convolution, args, x):
         if call.pose_latents is not None:
             pose = transformer.pose_patch_embedding(call.pose_latents)[:, :, : x.shape[2] - 1]
             x = x + F.pad(pose, (0, 0, 0, 0, 1, x.shape[2] - 1 - pose.shape[2]))
-        if call.face_pixel_values is not None:
-            call.faces = encoded_faces(transformer, call.face_pixel_values, x.shape[2])
         return x
 
     def rotate(latent):
@@ -97,6 +100,7 @@ def patch_module(transformer, config):
         numbers = torch.arange(frames, device=cos.device).repeat_interleave(cos.shape[1] // frames)
         return cos, sin, numbers.view(1, -1, 1, 1)
 
+    transformer.register_forward_pre_hook(encode, with_kwargs=True)
     transformer.forward = WanTransformer3DModel.forward.__get__(transformer)
     # before the tokens are joined with others, and flattened
     transformer.patch_embedding.register_forward_hook(embed, prepend=True)

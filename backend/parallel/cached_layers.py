@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..models.family import Family
 from ..models.patterns import matches
 from .block_streams import block_list
+from .embedded_shapes import ShapeLayer
 from .mesh import Mesh
 from .modulation_cache import CachedLayer, LayerCache, layer_features
 from .pipeline_stage import StageDone
@@ -39,7 +40,8 @@ def cache_layers(
         parent = transformer.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         shared = not family.cache.modulation_per_sample
-        layers[name] = CachedLayer(getattr(parent, leaf), kind, cache.current, shared)
+        made = ShapeLayer if kind == "shape" else CachedLayer
+        layers[name] = made(getattr(parent, leaf), kind, cache.current, shared)
         setattr(parent, leaf, layers[name])
     cache.layers = list(layers.values())
     cache.width = max(
@@ -54,7 +56,7 @@ def _wanted(
     transformer: nn.Module, blocks: Sequence[str], family: Family, is_first_stage: bool
 ) -> list[tuple[str, str]]:
     """Return (name, kind) of every layer to cache: of each block, then of the transformer. Stages after the
-    first are sent image tokens; of what their own embedders return they use the shape, and references."""
+    first are sent image tokens and references; of what their own embedders return they use the shape."""
     wanted = []
     for block in blocks:
         wanted.append((f"{block}.", "modulation", family.cache.modulation))
@@ -62,7 +64,7 @@ def _wanted(
     wanted.append(("", "prompt", family.cache.prompt_modules))
     wanted.append(("", "step", family.cache.step_modules))
     if not is_first_stage:
-        wanted.append(("", "prompt", family.cache.image_modules))
+        wanted.append(("", "shape", family.cache.image_modules))
     return [
         (prefix + name, kind)
         for prefix, kind, patterns in wanted

@@ -75,9 +75,9 @@ class CurrentCall:
 class CachedLayer(nn.Module):
     """Returns cached answers in the place of ``layer``.
 
-    kind: "modulation" or "step" (once an evaluation) or "prompt" (once a request). shared: what is computed
-    ahead holds for all samples of a batch. table: modulation computed ahead, (rows, features). known:
-    (prompt, samples, which call of a forward) -> the answer.
+    kind: "modulation" or "step" (once an evaluation), "prompt" or "shape" (once a request). shared: what is
+    computed ahead holds for all samples of a batch. table: modulation computed ahead, (rows, features).
+    known: (prompt, samples, which call of a forward) -> the answer.
     """
 
     keeps_answers = True

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy_modules import comfy_modules
+from diffusers.models.embeddings import PatchEmbed
 
 from backend.models import kandinsky5 as kandinsky5_family
 from backend.models import pixart as pixart_family
@@ -31,7 +32,7 @@ def test_pixarts_positions_are_comfyuis(table, side):
         state["pos_embed"] = torch.empty(1, table, 16, device="meta")
         shapes["pos_embed"] = (1, table, 16)
     detected = detect_unet_config(state, "").get("pe_interpolation")
-    embed = SimpleNamespace(proj=SimpleNamespace(out_channels=16), patch_size=2, pos_embed=torch.empty(0))
+    embed = PatchEmbed(height=8, width=8, patch_size=2, in_channels=4, embed_dim=16)
     transformer = SimpleNamespace(pos_embed=embed)
     pixart_family.patch_module(transformer, pixart_family.config_from_shapes(shapes))
     pixart_family.prepare(transformer, TokenGrid((4, side, side + 32), (1, 2, 2)))

@@ -2,6 +2,8 @@
 image (Fun Control), frames after the video's (Phantom), images and videos in context (Bernini). A camera's
 path (Fun Camera) is added to the latent's tokens."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -122,20 +124,23 @@ def patch_module(transformer, config):
     call = call_state(transformer, {"further": {}}, tokens=None)
     plain_rope = transformer.rope.forward
 
+    def count(transformer, args, kwargs):
+        call.tokens = kwargs["hidden_states"][0, 0].numel() // math.prod(config["patch_size"])
+
     def embed(convolution, args, x):
         if "camera_conditions" in call.further:
             x = x + transformer.control_adapter(call.further["camera_conditions"])
         tokens = [x.flatten(2)]
-        call.tokens = tokens[0].shape[2]
         if "reference_latent" in call.further:
             tokens.append(transformer.ref_conv(call.further["reference_latent"]).flatten(2))
         # its forward alone: a call would come back here
         tokens += [convolution.forward(latent).flatten(2) for latent in _videos(call.further)]
-        return torch.cat(tokens, dim=2)
+        return torch.cat(tokens, dim=2) if len(tokens) > 1 else tokens[0]
 
     def rotate(latent):
         return rotary(plain_rope, config["patch_size"], latent, call.further)
 
+    transformer.register_forward_pre_hook(count, with_kwargs=True)
     transformer.patch_embedding.register_forward_hook(embed)
     transformer.norm_out.register_forward_pre_hook(lambda norm, args: (args[0][:, : call.tokens],))
     transformer.rope.forward = rotate

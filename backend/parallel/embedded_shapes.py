@@ -1,0 +1,61 @@
+"""The embedders of the latent on stages after the first, which need the shape of what they return, not its
+values: a stage is sent its tokens (Stage._receive)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .modulation_cache import COMPUTED, CachedLayer
+
+
+class ShapeOnly(Tensor):
+    """Zeros in a shape, of which one is in memory. What diffusers does to embedded tokens before the blocks
+    leaves it so: ``contiguous`` would write all of them."""
+
+    VIEWS = (Tensor.flatten, Tensor.transpose)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return out.as_subclass(cls) if func in cls.VIEWS else out
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "ShapeOnly":
+        """Return zeros of the shape, type and device of ``tensor``."""
+        return tensor.new_zeros(1).expand(tensor.shape).as_subclass(cls)
+
+
+class ShapeLayer(CachedLayer):
+    """Stands in the place of an embedder of the latent and calls it once, for the shape: in a request once
+    for each prompt (hooks may add tokens of its references) and each shape of its inputs.
+
+    known: (prompt, shapes of the inputs) -> ShapeOnly.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a model's forward reads of its embedder."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layer, name)
+
+    def forward(self, *args, **kwargs) -> Any:
+        context = self.current.context
+        if context is None:
+            return self.layer(*args, **kwargs)
+        inputs = (*args, *kwargs.values())
+        key = (context.prompt, *(each.shape for each in inputs if isinstance(each, Tensor)))
+        if key not in self.known:
+            COMPUTED[self.kind] += 1
+            self.known[key] = ShapeOnly.of(self.layer(*args, **kwargs))
+        return self.known[key]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the cached answers."""
+        return sum(answer.untyped_storage().nbytes() for answer in self.known.values())
