@@ -233,6 +233,7 @@ FAMILY: Family = wan.FAMILY.changed(
         "blocks.count_attention_calls": count_attention_calls,
         "conditioning.accepted": ("c_crossattn", "c_concat", "clip_fea", "pose_latents", "face_pixel_values"),
         "conditioning.refusal": refusal,
+        "cache.prompt_modules": (*wan.FAMILY.cache.prompt_modules, "motion_encoder", "face_encoder"),
         "cache.prompt_layers": (*wan.FAMILY.cache.prompt_layers, "face.to_k", "face.to_v"),
         # diffusers reads the type of a layer in the embedder before it
         "cache.step_modules": ("condition_embedder.time_proj",),

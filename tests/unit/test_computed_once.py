@@ -125,6 +125,21 @@ def test_moments_of_audio_are_those_that_diffusers_makes_at_every_step(clock, tm
     assert_same_bits(found, theirs.prepare_audio_coords(1, 7, torch.device("cpu")))
 
 
+def test_faces_are_encoded_once_a_request(tmp_path, monkeypatch):
+    """For each prompt, as many at once as memory has room for; and the latent is the one without memory."""
+    file = write(tmp_path / "animate.safetensors", "wan22-animate-small")
+    engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
+    engine.load("tiny", str(file), "default")
+    sample = shortened(replace(request("wan22-animate-small"), num_pipeline_patch=2), STALE_STEPS)
+    encoder = engine.models["tiny"].transformer.face_encoder
+    calls = []
+    getattr(encoder, "layer", encoder).register_forward_hook(lambda *_: calls.append(1))
+    samples, _ = engine.sample(sample, Callbacks())
+    assert len(calls) == len(SIDES)
+    forget_answers(monkeypatch, "prompt")
+    assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
+
+
 @pytest.mark.parametrize(
     "family, layers",
     [
