@@ -5,7 +5,8 @@
 Needs no GPU: meta tensors stand for one (meta_device.py). Every family with a golden latent runs as one rank
 of every method, in bf16, at its golden size, and quantized models (packed_models.py) of a few methods; of a
 pipeline the first, a middle and the last stage, of which the largest number counts. A micro-step is one CFG
-branch of one patch: the model's call, and of the first stage the solvers' step. Printed for one of the last
+branch of one patch: the model's call, and of the first stage the solvers' step. Files of GGUF need the
+package gguf, and are left out without it. Printed for one of the last
 step: waits (reads of device values and copies between host and device), operations on the device, operations
 on host tensors, and microseconds of the host outside of operations. --write stores the counts that a test
 holds.
@@ -300,9 +301,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.add_argument(
-        "--only", nargs="*", default=(*FAMILIES, *PACKED), help="golden families, quantized models"
-    )
+    every = (*FAMILIES, *packed_models.readable())
+    parser.add_argument("--only", nargs="*", default=every, help="golden families, quantized models")
     parser.add_argument("--methods", nargs="*", default=tuple(METHODS), help=", ".join(METHODS))
     parser.add_argument("--waits", action="store_true", help="say what waits, and in which function")
     parser.add_argument("--write", action="store_true", help=f"store the counts in {STORED.name}")

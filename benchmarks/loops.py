@@ -28,12 +28,12 @@ class PlainLoop:
         self.device = device
         if parallel:
             if (parallel.ring_degree or 1) > 1:
-                self._attend_with_sums()
+                self._attend_with_lse()
             with _one_accelerator(device):
                 self.transformer.enable_parallelism(config=parallel)
         self.compiled = {}
 
-    def _attend_with_sums(self):
+    def _attend_with_lse(self):
         """Have attention return its log-sum-exp, by which a ring merges; in this transformer alone."""
         flash_on_cpu()
         with attention_backend("native"):  # setting a model's backend sets that of the process, too
@@ -121,9 +121,9 @@ def _flash(
     scale: float | None = None,
 ):
     on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, sums = on_cpu(query, key, value, dropout_p, is_causal, scale=scale)
+    out, lse = on_cpu(query, key, value, dropout_p, is_causal, scale=scale)
     # lengths and random states are of sequences of several lengths, and of dropout
     nothing = query.new_empty(0)
     # strides are those of the GPU kernel, which compiled code expects of the operator
-    sums = sums.contiguous()
-    return out, sums, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing
+    lse = lse.contiguous()
+    return out, lse, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import cast
 from unittest.mock import patch
@@ -67,6 +68,12 @@ MODELS = {
     "flux-dev Q4_K": PackedModel("Q4_K"),
     "flux-dev Q4_K, once": PackedModel("Q4_K", stays=True),
 }
+
+
+def readable() -> list[str]:
+    """Return the models whose files this Python can make: those of GGUF need its package."""
+    has_gguf = find_spec("gguf") is not None
+    return [name for name, model in MODELS.items() if has_gguf or model.form in (*FORMS, NVFP4)]
 
 
 class MetaFiles(HeaderFiles):

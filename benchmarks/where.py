@@ -140,7 +140,8 @@ def actions(options, model: str, sample):
     """Yield each method and what samples by it on all ranks, or on this one alone."""
     for method in options.methods:
         if method == "diffusers":
-            parallel = ContextParallelConfig(ulysses_degree=options.ranks)
+            is_divided = options.ranks > 1
+            parallel = ContextParallelConfig(ulysses_degree=options.ranks) if is_divided else None
             loop = loops.PlainLoop(model, options.device, parallel)
             yield method, lambda loop=loop: loop(sample)
             continue

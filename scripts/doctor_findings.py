@@ -13,8 +13,8 @@ from backend.protocol import BackendError, RefusedError
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 #: Words of refusals by which something is broken (backend/rank/, sampling/).
 OF_FAULTS = ("has computed NaN", "could not be loaded (", "could not be checked (")
-#: Numbers of errors of a folder that has no room, or may not be written.
-NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+#: Numbers of errors of a disk that has no room, or cannot be written.
+NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class NoRoomError(OSError):
@@ -66,6 +66,8 @@ def _failed(name: str, error: Exception, what: str) -> Finding:
         text += f"; {remedy(error)}"
     elif isinstance(error, OSError) and error.errno in NO_DISK:
         text += "; make room there, or set TMPDIR to another folder"
+    elif isinstance(error, PermissionError):
+        text += "; allow this user that, or set TMPDIR to another folder"
     details = {"traceback": traceback.format_exc(), **getattr(error, "evidence", {})}
     return Finding(name, PROBLEM, text, details)
 

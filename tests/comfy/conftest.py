@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pack  # before parallel_dit, which it makes importable as ComfyUI does
+import pack  # noqa: F401  # before parallel_dit, which it makes importable as ComfyUI does
 import tiny
 import variants
 from comfy_server import ComfyServer
@@ -18,12 +18,6 @@ from families import LATENT_FORMATS
 from golden_graphs import error_of, graph, ranks_of
 from parallel_dit.backend.client import pool
 from servers import comfy_over
-
-
-@pytest.fixture(scope="session", autouse=True)
-def folders_of_the_pack(tmp_path_factory):
-    """What tests/conftest.py allows, for the pack under its name in ComfyUI."""
-    pool.allow(tmp_path_factory.getbasetemp(), pack.ROOT / "demo")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -82,7 +76,6 @@ def family_comfy(tmp_path_factory):
 def pairs(folder):
     """Name of a golden family -> its Pair."""
     from pairs import Pair  # here, since it imports ComfyUI
-    from parallel_dit.backend.client import pool
 
     yield functools.cache(lambda name: Pair(name, folder))
     pool.close_all()

@@ -163,12 +163,12 @@ def test_an_interrupt_that_meets_an_unload_leaves_the_connection(waits, server, 
 
     def answer(mine):
         mine.reply(Result({"left": [0], "freed": True, "dropped": []}))
-        server.finish(mine)
+        server.jobs.finish(mine)
 
     def check():
         if backend.wait_line:
-            server.finish(job)
-            mine = server.next_job(5)
+            server.jobs.finish(job)
+            mine = server.jobs.next(5)
             assert mine.message == protocol.Unload("m")
             if runs_on:
                 threading.Timer(1.0, answer, [mine]).start()
@@ -189,10 +189,10 @@ def test_a_load_that_is_interrupted_as_another_model_leaves_loads_nothing(waits,
 
     def check():
         if backend.wait_line:
-            server.finish(job)
-            mine = server.next_job(5)
+            server.jobs.finish(job)
+            mine = server.jobs.next(5)
             mine.reply(Result())
-            server.finish(mine)
+            server.jobs.finish(mine)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

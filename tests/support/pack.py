@@ -23,10 +23,17 @@ class OneBackend(MetaPathFinder, Loader):
         sys.modules[module.__name__] = importlib.import_module(own_name)
 
 
+def _load(name: str, folder: Path):
+    path = folder / "__init__.py"
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=[str(folder)])
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
 if "parallel_dit" not in sys.modules:
+    if (
+        importlib.util.find_spec("backend") is None
+    ):  # the path is ComfyUI's, whose modules this folder would hide
+        _load("backend", ROOT / "backend")
     sys.meta_path.insert(0, OneBackend())
-    spec = importlib.util.spec_from_file_location(
-        "parallel_dit", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
-    sys.modules["parallel_dit"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["parallel_dit"])
+    _load("parallel_dit", ROOT)

@@ -141,6 +141,22 @@ def imports(module: str, at_start: bool = False) -> set[str]:
     return found - {""}
 
 
+def absolute_imports(module: str) -> set[str]:
+    """The first names of what a file imports absolutely."""
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(str(node.module))
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.partition(".")[0] for name in found}
+
+
+def test_imports_within_the_pack_are_relative():
+    """ComfyUI imports the pack under its folder's name: there is no ``backend`` there, as in tests."""
+    assert not {module for module in SOURCES if absolute_imports(module) & {"backend", "nodes"}}
+
+
 def all_imports(module: str) -> set[str]:
     """Every module that comes with a file: what it imports, what that imports, and their packages."""
     found: set[str] = set()

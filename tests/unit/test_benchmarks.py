@@ -110,12 +110,12 @@ def test_the_operator_of_flash_attention_is_exact_on_the_cpu(monkeypatch):
 
     loops.flash_on_cpu()
     query, key, value = torch.randn(3, 1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
-    out, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.3)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.3)
     scores = 0.3 * query @ key.mT
     torch.testing.assert_close(out, scores.softmax(-1) @ value, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sums, scores.logsumexp(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-6)
     # as the operator promises compiled code
-    assert out.is_contiguous() and sums.is_contiguous()
+    assert out.is_contiguous() and lse.is_contiguous()
 
 
 def test_a_model_has_its_ring_to_itself(monkeypatch, model):
@@ -125,7 +125,7 @@ def test_a_model_has_its_ring_to_itself(monkeypatch, model):
 
     before = _AttentionBackendRegistry.get_active_backend()
     loop = loops.PlainLoop(model, "cpu")
-    loop._attend_with_sums()
+    loop._attend_with_lse()
     assert _AttentionBackendRegistry.get_active_backend() == before
     backends = {vars(each)["_attention_backend"] for each in loop.transformer.attn_processors.values()}
     assert backends == {loops.RING_BACKEND}

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from itertools import product
+from unittest.mock import Mock
 
 import doctor
 import doctor_checks
@@ -293,17 +294,14 @@ def test_full_without_a_package_still_writes_the_report(monkeypatch, tmp_path, c
     "error, remedy",
     [
         (OSError(errno.ENOSPC, "No space left"), "; make room there, or set TMPDIR to another folder"),
+        (PermissionError(errno.EACCES, "denied"), "; allow this user that, or set TMPDIR to another folder"),
         (KeyError("rings"), "; report it, with the file of --json"),
     ],
-    ids=["a full disk", "a fault"],
+    ids=["a full disk", "a locked folder", "a fault"],
 )
 def test_what_ends_full_as_a_whole_has_a_remedy(monkeypatch, error, remedy):
     """As where its folder cannot be made: no check has begun that could say it."""
-
-    def full(chosen, facts, began):
-        raise error
-
-    monkeypatch.setattr(doctor_runs, "full", full)
+    monkeypatch.setattr(doctor_runs, "full", Mock(side_effect=error))
     (found,) = doctor.run_backend(machine(), doctor.options(["--full"]))
     assert found.status == PROBLEM and found.text.endswith(remedy)
 

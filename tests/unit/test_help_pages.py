@@ -135,7 +135,7 @@ def test_pages_have_the_numbers_of_the_code():
         "docs/reliability.md"
     )
     on_host, on_gpu = read("docs/design/host.md").partition("it is that of a Brownian path")[::2]
-    on_host, on_gpu = on_host[-150:], on_gpu[:200]
+    on_host, on_gpu = on_host[-150:], on_gpu[:400]
     assert all(f"`{name}`" in on_host for name in BROWNIAN) and "`er_sde`" in on_gpu
     for page in ("docs/dependencies.md", "web/docs/ParallelConfig.md"):
         assert "in about ten seconds" in read(page), page

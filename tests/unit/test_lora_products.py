@@ -170,12 +170,10 @@ def test_a_file_is_planned_as_it_is_held(kind, tmp_path):
         tensors = {key: value for key, value in found.items() if key.startswith(f"{module}.")}
     elif kind == "large lokr":
         tensors = {f"{module}.lokr_w1": randn(1, 1), f"{module}.lokr_w2": randn(rows, columns)}
-    elif "loha" in kind:
+    else:
         rank = 4 if kind == "loha" else 13
         tensors = {f"{module}.hada_w{i}_a": randn(rows, rank, seed=i) for i in (1, 2)}
         tensors |= {f"{module}.hada_w{i}_b": randn(rank, columns, seed=i) for i in (1, 2)}
-    else:
-        tensors = {f"{module}.diff": randn(rows, columns)}
     save_file(tensors, tmp_path / "one.safetensors")
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(path), "bf16", "weight only")
@@ -246,5 +244,5 @@ def test_kinds_that_are_held(tmp_path):
     weights.fuse(lora_stack([[str(files[name]), 0.5] for name in ("lokr", "lokr of columns", "lokr")]))
     for weight in held:
         assert weight.row_scale is None and weight.column_scale is not None
-        beside = [each for each in weight.adapters.values() if isinstance(each, Kronecker)]
-        assert [each.column_scale is not None for each in beside] == [True, True, False]
+        kronecker = [each for each in weight.adapters.values() if isinstance(each, Kronecker)]
+        assert [each.column_scale is not None for each in kronecker] == [True, True, False]
