@@ -253,8 +253,8 @@ def _multiply_blocks(
 ) -> Tensor:
     """Multiply with comfy-kitchen's functions of that ``kind``, whose blocks have ``size`` values.
     tensor_scales: of all activations, and of all weights, where the format has them."""
-    verbs = ("quantize", "dequantize", "scaled_mm")
-    quantize, dequantize, multiply = (getattr(_kitchen(), f"{verb}_{kind}") for verb in verbs)
+    functions = _kitchen()
+    quantize = getattr(functions, f"quantize_{kind}")
     tensors = weight.packed.tensors
     own_scale = tensor_scales[:1]
     rows = _rows(x)
@@ -264,10 +264,11 @@ def _multiply_blocks(
         inputs = rows[chunk]
         quantized, scales = quantize(inputs, *own_scale, **{f"pad_{size}x": len(inputs) % size != 0})
         if x.device.type == "cpu":
-            seen = dequantize(quantized, *own_scale, scales, x.dtype)
+            seen = getattr(functions, f"dequantize_{kind}")(quantized, *own_scale, scales, x.dtype)
             return F.linear(seen[: len(inputs)], weight.dequantized(but="smoothing"), bias)
         of_weight = _tiled(tensors["block_scales"], scales.dtype)
         arguments = (quantized, tensors["values"], *tensor_scales, scales, of_weight)
+        multiply = getattr(functions, f"scaled_mm_{kind}")
         return multiply(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
     chunks = _block_chunks(rows, f"quantize_{kind}")
