@@ -265,13 +265,15 @@ def _edge(pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | in
     """Make the process group of two neighbouring stages.
 
     On CUDA it has a stream of high priority: a block's kernels do not delay what the next stage waits for.
-    And few thread blocks copy, so that most of the GPU keeps computing.
+    And few thread blocks copy, so that most of the GPU keeps computing; as many as NCCL likes where torch was
+    built with one before 2.17, whose communicators cannot be configured.
     """
     if device.type != "cuda":
         return dist.new_group(list(pair), backend="gloo", timeout=TIMEOUT)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a new one for each: it is kept
     options._timeout = TIMEOUT
-    options.config.max_ctas = EDGE_CTAS
+    if hasattr(options, "config"):
+        options.config.max_ctas = EDGE_CTAS
     return dist.new_group(list(pair), backend="nccl", timeout=TIMEOUT, pg_options=options)
 
 

@@ -1,6 +1,7 @@
 """The layout of ranks and their groups, without processes."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,3 +176,103 @@ def test_ranks_ask_whether_their_gpus_differ(rank_1, monkeypatch, device, differ
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     assert rank_1(of_degrees(ulysses=2), device).gpus_differ == found
     assert asked == (["GPU 1"] if device == "cuda" else [])
+
+
+class Options:
+    """In the place of ProcessGroupNCCL.Options."""
+
+    def __init__(self, is_high_priority_stream: bool = False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+class OptionsWithoutConfig(Options):
+    def __init__(self, is_high_priority_stream: bool = False):
+        super().__init__(is_high_priority_stream)
+        del self.config
+
+
+#: Two pipelines of three stages, and what connects them: each stage to the next, and the last to the first.
+PIPELINES = ParallelConfig(cfg_degree=2, pipefusion_degree=3)
+PAIRS = [(0, 1), (3, 4), (1, 2), (4, 5), (2, 0), (5, 3)]
+
+
+class EdgeLog:
+    """What a rank asks of torch for its edges. made: of each group its ranks and arguments. sent, received:
+    (peer, ranks of the group) of each message. waited: how many were waited for."""
+
+    def __init__(self, monkeypatch, rank: int, options: type = Options):
+        self.made: list[tuple[tuple[int, ...], dict]] = []
+        self.sent: list[tuple] = []
+        self.received: list[tuple] = []
+        self.waited = 0
+        self.groups: dict[int, tuple[int, ...]] = {}
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(size, device="meta"))
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "new_group", self.new_group)
+        monkeypatch.setattr(dist, "isend", lambda x, peer, group: self.message(self.sent, peer, group))
+        monkeypatch.setattr(dist, "irecv", lambda x, peer, group: self.message(self.received, peer, group))
+
+    def new_group(self, ranks: list[int], **arguments) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(0, 2)
+        self.made.append((tuple(ranks), arguments))
+        self.groups[id(group)] = tuple(ranks)
+        arguments["group"] = group  # it lives as long as its id is looked up
+        return group
+
+    def message(self, log: list, peer: int, group: dist.ProcessGroup):
+        log.append((peer, self.groups[id(group)]))
+        return SimpleNamespace(wait=self.wait)
+
+    def wait(self):
+        self.waited += 1
+
+
+@pytest.mark.parametrize("options", [Options, OptionsWithoutConfig])
+def test_edges_on_gpus_are_urgent_and_leave_most_of_the_gpu_to_blocks(monkeypatch, options):
+    """Each by options of its own, which torch keeps. A torch whose NCCL is before 2.17 has no limit of CTAs:
+    it ended every start."""
+    log = EdgeLog(monkeypatch, 0, options)
+    mesh._edges(PIPELINES, torch.device("cuda"))
+    assert [ranks for ranks, _ in log.made] == PAIRS
+    every = [arguments["pg_options"] for _, arguments in log.made]
+    assert len({id(each) for each in every}) == len(PAIRS)
+    for _, arguments in log.made:
+        assert arguments["backend"] == "nccl" and arguments["timeout"] == mesh.TIMEOUT
+        assert "device_id" not in arguments  # which would connect at once, and by a split of the whole group
+    for each in every:
+        assert each.is_high_priority_stream and each._timeout == mesh.TIMEOUT
+        assert options is OptionsWithoutConfig or each.config.max_ctas == mesh.EDGE_CTAS == 4
+
+
+def test_edges_on_cpus_are_gloos(monkeypatch):
+    log = EdgeLog(monkeypatch, 0)
+    mesh._edges(PIPELINES, torch.device("cpu"))
+    assert [ranks for ranks, _ in log.made] == PAIRS
+    for _, arguments in log.made:
+        assert arguments["backend"] == "gloo" and arguments["timeout"] == mesh.TIMEOUT
+
+
+def test_every_edge_is_connected_by_one_message_in_one_order(monkeypatch):
+    """All ranks make all groups in the same order, and an edge's sender and receiver use the same one."""
+    sent, received = [], []
+    for rank in range(PIPELINES.world_size):
+        with monkeypatch.context() as of_rank:
+            log = EdgeLog(of_rank, rank)
+            edges = mesh._edges(PIPELINES, torch.device("cuda"))
+        assert [ranks for ranks, _ in log.made] == PAIRS
+        assert log.waited == len(log.sent + log.received) == 2
+        sent += [(rank, *each) for each in log.sent]
+        received += [(peer, rank, ranks) for peer, ranks in log.received]
+        place = rank % 3
+        found = [group and log.groups[id(group)] for group in vars(edges).values()]
+        outputs = PAIRS[4 + rank // 3]
+        wanted = [
+            None if place == 0 else (rank - 1, rank),
+            None if place == 2 else (rank, rank + 1),
+            None if place == 1 else outputs,
+        ]
+        assert found == wanted
+    assert sorted(sent) == sorted(received) == sorted((*pair, pair) for pair in PAIRS)
