@@ -34,8 +34,8 @@ class Compiler:
     """Compiles the blocks of this process, and knows what that has cost.
 
     graphs: how many were compiled, in so many seconds. compiled: a class's forward -> the compiled one.
-    failed: the same -> why it runs uncompiled, as one sentence. passing: those of failed that the next
-    request tries again. began: whether the graph of the block that runs has.
+    failed: the same -> why it runs uncompiled. passing: those of failed that the next request tries again.
+    began: whether the graph of the block that runs has.
     """
 
     graphs: int = 0
@@ -82,7 +82,18 @@ class Compiler:
         if is_passing:
             self.passing.add(forward)
         until = "" if is_passing else ", until the ranks are stopped"
-        self.failed[forward] = f"{type(block).__name__} runs uncompiled: {why.rstrip('.')}{until}"
+        self.failed[forward] = f"{why.rstrip('.')}{until}"
+
+    def failure(self, blocks: Iterable[nn.Module]) -> str:
+        """Return which kinds of ``blocks`` run uncompiled, and why; empty where none does."""
+        kinds: dict[str, list[str]] = {}
+        for kind in dict.fromkeys(map(type, blocks)):
+            if kind.forward in self.failed:
+                kinds.setdefault(self.failed[kind.forward], []).append(kind.__name__)
+        return "; ".join(
+            f"{', '.join(names)} run{'s' * (len(names) == 1)} uncompiled: {why}"
+            for why, names in kinds.items()
+        )
 
     def _backend(self, graph, inputs):
         """Compile one graph, and count it. Raises RuntimeError for what Inductor would leave to eager frames,
@@ -105,6 +116,17 @@ class Compiler:
 
 
 COMPILER = Compiler()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How compiling went on this rank in a request, in sentences; empty where there is nothing to say.
+
+    made: which graphs were compiled. failure: why blocks run uncompiled.
+    """
+
+    made: str = ""
+    failure: str = ""
 
 
 def _plain(value: Any, first: bool) -> Any:
@@ -150,24 +172,23 @@ def _usual_strides(value: Tensor, first: bool) -> Tensor:
 
 
 @contextmanager
-def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
-    """Have ``blocks`` run compiled; yield a function that says how that went, in sentences. Hooks of blocks
-    run outside of the graphs, as FSDP's must."""
+def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], Outcome]]:
+    """Have ``blocks`` run compiled; yield a function that says how that went. Hooks of blocks run outside of
+    the graphs, as FSDP's must."""
     blocks = list(blocks)
     graphs = COMPILER.graphs
     seconds = COMPILER.seconds
     COMPILER.forget_passing()
     why_not = unavailable()
     if why_not:
-        yield lambda: [f"blocks run uncompiled: {why_not}"]
+        yield lambda: Outcome(failure=f"blocks run uncompiled: {why_not}")
         return
 
-    def notes() -> list[str]:
+    def outcome() -> Outcome:
         made = COMPILER.graphs - graphs
         took = COMPILER.seconds - seconds
-        failed = {COMPILER.failed.get(type(block).forward) for block in blocks}
-        new = [f"compiled {made} graph{'s' * (made > 1)} of blocks in {took:.1f} s"] if made else []
-        return new + sorted(filter(None, failed))
+        new = f"compiled {made} graph{'s' * (made > 1)} of blocks in {took:.1f} s" if made else ""
+        return Outcome(new, COMPILER.failure(blocks))
 
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = 8 * MAX_GRAPHS
@@ -176,7 +197,7 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], list[str]]]:
     for block in blocks:
         vars(block)["forward"] = _compiled_forward(block, block is blocks[0])
     try:
-        yield notes
+        yield outcome
     finally:
         RUNNING.layers = {}  # they hold weights, which may be unloaded
         for block in blocks:

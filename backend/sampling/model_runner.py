@@ -15,7 +15,7 @@ from ..config import CHOICES, ParallelConfig
 from ..hardware.device_memory import segments_grow
 from ..hardware.gpu_kernels import Capability
 from ..loading import parking
-from ..loading.load_report import LoadReport
+from ..loading.load_report import LoadReport, by_rank
 from ..loading.lora_fusion import FusedWeights, Stack
 from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
@@ -25,7 +25,7 @@ from ..parallel import comm, fsdp, kernel_choice, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.block_streams import block_list
 from ..parallel.cached_layers import first_block_argument
-from ..parallel.compiled_blocks import compiled
+from ..parallel.compiled_blocks import Outcome, compiled
 from ..parallel.kernel_table import activated
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
@@ -37,6 +37,7 @@ from ..quantization.kernels import MatmulChoice
 from ..quantization.lora_bytes import LoraBytes
 from ..quantization.packed_weight import PackedWeight, quantized
 from ..runtime.opaque_ops import unavailable
+from ..serving.broadcast import all_gather_object
 from .request import Request
 
 
@@ -159,12 +160,12 @@ class Runner:
         model: LoadedModel,
         request: Request,
         buffers: KVBuffers | None = None,
-        notes: Callable[[], list[str]] = list,
+        outcome: Callable[[], Outcome] = Outcome,
     ):
         self.model = model
         self.request = request
         self.buffers = buffers
-        self.notes = notes
+        self.outcome = outcome
         self.calls = 0
         #: Evaluation -> the model's time (0-d) on the device.
         self.times: dict[int, Tensor] = {}
@@ -272,10 +273,19 @@ class Runner:
 
     def statistics(self, started: float) -> dict:
         """Return the seconds since ``started`` (time.perf_counter), the calls of the model, the bytes sent by
-        purpose, and what a user should be told, in sentences."""
+        purpose, and what a user should be told, in sentences. Every rank calls it."""
         seconds = time.perf_counter() - started
         calls = {"model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
-        return {"seconds": seconds, **calls, "notes": [*self._unread(), *self.notes()]}
+        outcome = self.outcome()
+        notes = [*self._unread(), outcome.made, *self._failures(outcome.failure)]
+        return {"seconds": seconds, **calls, "notes": list(filter(None, notes))}
+
+    def _failures(self, own: str) -> list[str]:
+        """Return why ranks do not compile: all run at the slowest one's speed, and rank 0 speaks for them."""
+        mesh = self.model.cache.mesh
+        if mesh.world_size == 1 or self.request.config.compile != "blocks":
+            return [own]
+        return by_rank(all_gather_object(own, mesh.control))
 
     def _unread(self) -> list[str]:
         """Return the notes on arguments of the request that the model does not read."""
@@ -299,17 +309,17 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
         # torch's own function, which the hook replaces, whatever DIFFUSERS_ATTN_BACKEND says
         kernel = request.config.attention
         with attention_backend("native"), rotary(), known_signatures(), activated(kernel):
-            with _attention(model, request) as buffers, _blocks(model, request) as notes:
-                yield Runner(model, request, buffers, notes)
+            with _attention(model, request) as buffers, _blocks(model, request) as outcome:
+                yield Runner(model, request, buffers, outcome)
     finally:
         model.cache.end_request()
         fsdp.reshard(model.transformer)  # torch leaves the root's weights whole, which nobody counts
 
 
-def _blocks(model: LoadedModel, request: Request) -> AbstractContextManager[Callable[[], list[str]]]:
+def _blocks(model: LoadedModel, request: Request) -> AbstractContextManager[Callable[[], Outcome]]:
     """Return the blocks of this rank as the request has them run."""
     if request.config.compile != "blocks":
-        return nullcontext(list)
+        return nullcontext(Outcome)
     if model.stage:
         return compiled(model.stage.own_blocks)
     return compiled(

@@ -77,14 +77,7 @@ class ControlChannel:
 
     def all_gather_object(self, value) -> list:
         """Gather every rank's ``value`` (anything that JSON holds) on every rank, in order of ranks."""
-        data = _as_tensor(json.dumps(value).encode())
-        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.ranks)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-        padded[: len(data)] = data
-        gathered = [torch.empty_like(padded) for _ in range(self.ranks)]
-        dist.all_gather(gathered, padded, group=self.group)
-        return [json.loads(own[: int(size)].numpy().tobytes()) for own, size in zip(gathered, sizes)]
+        return all_gather_object(value, self.group)
 
     def all_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Gather as many integers of every rank, in order of ranks: one collective."""
@@ -94,6 +87,19 @@ class ControlChannel:
         gathered = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(gathered, own, group=self.group)
         return [each.tolist() for each in gathered]
+
+
+def all_gather_object(value, group: dist.ProcessGroup | None) -> list:
+    """Gather every rank's ``value`` (anything that JSON holds) on every rank of ``group``, in their order."""
+    ranks = dist.get_world_size(group)
+    data = _as_tensor(json.dumps(value).encode())
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(data)] = data
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded, group=group)
+    return [json.loads(own[: int(size)].numpy().tobytes()) for own, size in zip(gathered, sizes)]
 
 
 def _as_tensor(data: bytes) -> Tensor:

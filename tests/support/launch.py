@@ -29,6 +29,7 @@ TESTS = Path(__file__).parents[1]
 PROGRAMS = [
     "uncollected",  # before what is imported
     *("ranks.dispatch", "ranks.matrix", "ranks.family_runs", "ranks.packed", "ranks.native_int8"),
+    "ranks.compilers",
     "ranks.fixed_segments",
 ]
 #: Ranks give way to the tests of one process and of tests/socket, which run at the same time and must not be

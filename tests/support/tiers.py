@@ -24,6 +24,7 @@ LEFT_OUT = {
     "socket/test_allowed_folders.py::test_a_client_loads_from_the_allowed_folders_alone": "starts a backend",
     "socket/test_cli_sample.py::test_ranks_that_stay_give_the_latent_of_the_same_request": "starts a backend",
     "unit/test_compiled_blocks.py::test_batches_have_graphs_of_their_own_at_most_once": "traces five times",
+    "ranks/test_compilers.py": "traces blocks on two ranks",
     "unit/test_inductor.py::test_inductor_keeps_the_latent": "a C++ compiler, for a minute",
     "unit/test_effect_order.py::test_inductor_alone_moves_them": "of Inductor, and once more a trace",
     "unit/test_effect_order.py::test_opaque_operations_run_in_the_order_of_the_code": "traces blocks",

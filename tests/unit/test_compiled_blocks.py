@@ -62,15 +62,15 @@ class Doubles(torch.nn.Module):
 TOY_KINDS = 2
 
 
-def run_toys() -> list[str]:
-    """Run two blocks of each kind of toys, as a request does; return its notes. The result is exact."""
+def run_toys() -> compiled_blocks.Outcome:
+    """Run two blocks of each kind of toys, as a request does; return its outcome. The result is exact."""
     blocks = [kind() for kind in (Adds, Doubles) for _ in range(2)]
-    with compiled_blocks.compiled(blocks) as notes:
+    with compiled_blocks.compiled(blocks) as outcome:
         x = torch.ones(2, 3)
         for block in blocks:
             x = block(x)
         assert x.eq(12).all()
-        return notes()
+        return outcome()
 
 
 def steps(sample, count: int, **changes):
@@ -98,7 +98,7 @@ def test_one_graph_for_each_kind_of_block(tmp_path, monkeypatch, compiler):
 
 
 def test_without_a_compiler_blocks_run_as_they_are(monkeypatch, compiler):
-    """One line for each kind of block, the same numbers, and no second attempt."""
+    """One line for all kinds of blocks, the same numbers, and no second attempt."""
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
     tried = []
     lookup = torch._dynamo.lookup_backend
@@ -106,9 +106,10 @@ def test_without_a_compiler_blocks_run_as_they_are(monkeypatch, compiler):
     for _ in range(2):
         # not by monkeypatch, after which Inductor has no such setting
         with torch._inductor.config.patch(force_disable_caches=True):
-            notes = run_toys()
-        assert len(notes) == TOY_KINDS
-        assert all("runs uncompiled" in note and "\n" not in note for note in notes)
+            found = run_toys()
+        assert not found.made and "\n" not in found.failure
+        assert found.failure.startswith("Adds, Doubles run uncompiled: ")
+        assert found.failure.count("uncompiled") == 1
     assert compiler.graphs == 0 and tried.count("inductor") == TOY_KINDS
 
 
@@ -117,14 +118,14 @@ def test_a_block_of_too_many_graphs_runs_uncompiled(monkeypatch, compiler):
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
     monkeypatch.setattr(compiled_blocks, "MAX_GRAPHS", 2)
     block = Adds()
-    with compiled_blocks.compiled([block]) as notes:
+    with compiled_blocks.compiled([block]) as outcome:
         for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
             assert block(torch.ones(2, 3, dtype=dtype)).eq(2).all()
         assert compiler.graphs == 2
-        assert notes()[1:] == [
+        assert outcome().failure == (
             "Adds runs uncompiled: its inputs differ in more ways than the 2 graphs that are compiled "
             "of it, until the ranks are stopped"
-        ]
+        )
 
 
 def test_what_inductor_leaves_to_eager_frames_runs_uncompiled_from_its_start(monkeypatch, compiler):
@@ -134,9 +135,9 @@ def test_what_inductor_leaves_to_eager_frames_runs_uncompiled_from_its_start(mon
         raise torch._dynamo.exc.SkipFrame("BF16 is not supported")
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: skips)
-    notes = run_toys()
-    assert compiler.graphs == 0 and len(notes) == TOY_KINDS
-    assert all("runs uncompiled" in note and "BF16 is not supported" in note for note in notes)
+    failure = run_toys().failure
+    assert compiler.graphs == 0 and len(compiler.failed) == TOY_KINDS
+    assert failure.startswith("Adds, Doubles run uncompiled: ") and "BF16 is not supported" in failure
 
 
 def test_errors_in_the_compiler_that_torch_does_not_wrap_are_its_own(monkeypatch, compiler):
@@ -146,9 +147,9 @@ def test_errors_in_the_compiler_that_torch_does_not_wrap_are_its_own(monkeypatch
         raise AssertionError("bug")
 
     monkeypatch.setattr(torch._dynamo.output_graph.OutputGraph, "compile_and_call_fx_graph", fails)
-    notes = run_toys()
-    assert compiler.graphs == 0 and len(notes) == TOY_KINDS
-    assert all(note.endswith(", until the ranks are stopped") for note in notes)
+    failure = run_toys().failure
+    assert compiler.graphs == 0 and len(compiler.failed) == TOY_KINDS
+    assert failure.endswith(", until the ranks are stopped")
 
 
 def test_a_request_runs_and_says_why_its_blocks_are_not_compiled(tmp_path, monkeypatch, compiler):
@@ -163,8 +164,9 @@ def test_a_request_runs_and_says_why_its_blocks_are_not_compiled(tmp_path, monke
     monkeypatch.setattr(torch, "compile", knows_no_python)
     uncompiled, stats = engine.sample(replace(sample, compile="blocks"), Callbacks())
     assert uncompiled.equal(plain) and compiler.graphs == 0
-    assert len(stats["notes"]) == FLUX_KINDS
-    assert all(note.endswith(", until the ranks are stopped") for note in stats["notes"])
+    [note] = stats["notes"]
+    assert note.startswith("FluxBlock, FluxSingleBlock run uncompiled: torch.compile")
+    assert note.endswith(", until the ranks are stopped")
 
 
 def test_a_full_disk_is_no_verdict_on_later_requests(monkeypatch, compiler):
@@ -178,11 +180,11 @@ def test_a_full_disk_is_no_verdict_on_later_requests(monkeypatch, compiler):
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
     with monkeypatch.context() as within:
         within.setattr(torch._dynamo, "lookup_backend", lambda name: full)
-        notes = run_toys()
-    assert len(tried) == len(notes) == TOY_KINDS
-    assert all("No space left" in note and "until the ranks" not in note for note in notes)
-    [note] = run_toys()
-    assert note.startswith(f"compiled {TOY_KINDS} graphs")
+        failure = run_toys().failure
+    assert len(tried) == TOY_KINDS
+    assert "No space left" in failure and "until the ranks" not in failure
+    found = run_toys()
+    assert found.made.startswith(f"compiled {TOY_KINDS} graphs") and not found.failure
     assert compiler.graphs == TOY_KINDS and not compiler.failed
 
 
