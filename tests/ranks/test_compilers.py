@@ -1,7 +1,11 @@
-"""Compilers of several ranks (compilers.py)."""
+"""Compilers of several ranks (compilers.py): one that fails, and Inductor itself."""
 
+import os
+
+import pytest
 from launch import run_ranks
 from ranks.compilers import FULL
+from ranks.family_cases import EVERY_COMPILED
 
 #: Double and single blocks of Flux.
 KINDS = 2
@@ -14,4 +18,13 @@ def test_a_compiler_that_fails_on_another_rank_is_named(tmp_path):
     [note] = [each for each in found["notes"] if "uncompiled" in each]
     kinds = "FluxBlock, FluxSingleBlock"
     assert note.startswith(f"rank 1: {kinds} run uncompiled: ") and FULL in note
+    assert found["relative"] <= 1e-5
+
+
+@pytest.mark.skipif(EVERY_COMPILED not in os.environ, reason="a C++ compiler on every rank, for minutes")
+def test_inductor_on_every_rank(tmp_path):
+    """Ranks generate code for shards of their own, and send in one order."""
+    found = run_ranks("ranks.compilers", 2, tmp_path, str(tmp_path), "inductor")
+    assert all(graphs and not failed for graphs, failed in found["graphs and failed"])
+    assert not [note for note in found["notes"] if "uncompiled" in note]
     assert found["relative"] <= 1e-5
