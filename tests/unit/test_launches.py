@@ -112,6 +112,8 @@ def check(family: str, methods: tuple[str, ...]):
         assert line.waits == stored, method
         assert line.device_ops <= SLACK * device, method
         assert line.cpu_ops <= min(SLACK * host, MAX_ON_HOST), method
+        # what is stored is not of an older state, which would leave room for more
+        assert device <= SLACK * line.device_ops and host <= SLACK * line.cpu_ops, method
 
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
