@@ -59,8 +59,8 @@ class LoKr(Factored):
         return outer * blocks + (inner * (height + width) if inner else height * width)
 
     def kronecker(self, rows: Spans, columns: Spans, device: torch.device, dtype: torch.dtype) -> Kronecker:
-        """Return these rows and columns as a Kronecker product of strength 1, of what the file has, or of w2
-        itself where that is smaller than its factors."""
+        """Return these rows and columns as a Kronecker product of strength 1, before alpha, of what the file
+        has, or of w2 itself where that is smaller than its factors."""
         row_cut, column_cut = self._cuts(rows, columns)
         left = cut(self._factor("lokr_w1", device), _spans(row_cut.blocks), _spans(column_cut.blocks))
         inner_rows, inner_columns = _spans(row_cut.inner), _spans(column_cut.inner)
@@ -71,7 +71,7 @@ class LoKr(Factored):
             right = (cut(self._factor("lokr_w2", device), inner_rows, inner_columns),)
         tensors = [each.to(dtype) for each in right]
         return Kronecker(
-            (self.scale * left).to(dtype),
+            left.to(dtype),
             tuple(tensors),
             strength=1.0,
             rows=row_cut.runs,

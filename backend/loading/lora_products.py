@@ -31,6 +31,12 @@ class LoraChange:
     adapter: Adapter
 
     @property
+    def strength(self) -> float:
+        """What its product is multiplied by. Factors stay as the file has them: alpha / rank would make the
+        values of small ones so small that float16 has few bits for them, or none."""
+        return self.use.strength * self.adapter.scale
+
+    @property
     def key(self) -> tuple:
         """Tells an adapter of a file from others, whatever its strength."""
         return self.use.path, self.use.stamp, *self.adapter.keys.values()
@@ -122,10 +128,9 @@ def added_bytes(
 
 
 def low_rank(change: LoraChange, where: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return what a change adds at strength 1 as two matrices in float32, before magnitudes."""
+    """Return two matrices in float32 whose product, at its ``strength``, a change adds before magnitudes."""
     assert isinstance(change.adapter, Factored), "checked by are_products"
-    up, down = change.adapter.factors(where, columns, device)
-    return up * change.adapter.scale, down
+    return change.adapter.factors(where, columns, device)
 
 
 def plain(
@@ -147,7 +152,7 @@ def plain(
                 made = LowRank(up.to(dtype), down.to(dtype), strength=0.0)
             known[change.key] = made
         before = adapters.get(change.key)
-        strength = change.use.strength + (before.strength if before else 0.0)
+        strength = change.strength + (before.strength if before else 0.0)
         adapters[change.key] = replace(known[change.key], strength=strength)
     return HeldProducts(adapters)
 

@@ -153,11 +153,11 @@ def with_magnitudes(
         rows, columns = scales[change.order]
         if is_kronecker(change.adapter):
             bare = change.adapter.kronecker(where, shard.columns, device, dtype)
-            made = replace(bare, strength=change.use.strength, row_scale=rows, column_scale=columns)
+            made = replace(bare, strength=change.strength, row_scale=rows, column_scale=columns)
         else:
             up, down = low_rank(change, where, shard.columns, device)
             up, down = used(Scales(rows=rows).of(up), Scales(columns=columns).of(down))
-            made = LowRank(up.to(dtype), down.to(dtype), strength=change.use.strength)
+            made = LowRank(up.to(dtype), down.to(dtype), strength=change.strength)
         adapters[change.scaled_key] = made
     rest = plain(changes[last:], shard, device, dtype, {})
     return HeldProducts(adapters | rest.adapters, *scales[None])

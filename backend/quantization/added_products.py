@@ -1,7 +1,7 @@
 """What LoRAs add to the products of a quantized weight, held as small matrices next to it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ MAX_TOKENS = 4096
 @dataclass
 class LowRank:
     """A LoRA next to a weight: ``strength`` x ``up`` (rows, rank) x ``down`` (rank, columns). strengths: of
-    each rank, where it stands for several (joined)."""
+    each rank relative to ``strength``, where it stands for several (joined)."""
 
     up: Tensor
     down: Tensor
@@ -35,8 +35,8 @@ class LowRank:
         self.strengths = None if self.strengths is None else fn(self.strengths)
 
     def difference(self) -> Tensor:
-        """Return what it adds to the weight, as a whole."""
-        return self.strength * (self.up @ self.down)
+        """Return what it adds to the weight, as a whole, in float32."""
+        return self.strength * (self.up.float() @ self.down.float())
 
     def add_to(self, out: Tensor, x: Tensor):
         """Add the product with ``x`` to ``out`` (..., rows) in place: nothing else of its size is made."""
@@ -109,9 +109,9 @@ class Kronecker:
         self.column_scale = None if self.column_scale is None else fn(self.column_scale)
 
     def difference(self) -> Tensor:
-        """Return what it adds to the weight, as a whole."""
-        second = self.right[0] if len(self.right) == 1 else self.right[0] @ self.right[1]
-        whole = torch.kron(self.left, second.contiguous())
+        """Return what it adds to the weight, as a whole, in float32."""
+        first, *second = (each.float() for each in (self.left, *self.right))
+        whole = torch.kron(first, second[0].contiguous() if len(second) == 1 else second[0] @ second[1])
         rows = whole if self.rows is None else torch.cat([whole[r.start : r.stop] for r in self.rows])
         own = rows if self.columns is None else columns_of(rows, self.columns)
         return self.strength * scaled(own, self.row_scale, self.column_scale)
@@ -183,9 +183,9 @@ def concatenated(adapters: Sequence[LowRank]) -> LowRank | None:
         return adapters[0] if adapters else None
     up = torch.cat([each.up for each in adapters], dim=1)
     down = torch.cat([each.down for each in adapters])
-    together = LowRank(up, down, strength=1.0, strengths=strengths_of(adapters))
+    together = LowRank(up, down, strength=1.0)
     divide(together, adapters)
-    return together
+    return at_strengths(together, adapters)
 
 
 def divide(together: LowRank, adapters: Sequence[LowRank]):
@@ -195,10 +195,13 @@ def divide(together: LowRank, adapters: Sequence[LowRank]):
         each.up, each.down = parts
 
 
-def strengths_of(adapters: Sequence[LowRank]) -> Tensor:
-    """Return the strength of each rank of several LoRAs."""
-    each_rank = [each.strength for each in adapters for _ in range(len(each.down))]
-    return torch.tensor(each_rank, device=adapters[0].down.device)
+def at_strengths(together: LowRank, adapters: Sequence[LowRank]) -> LowRank:
+    """Return what stands for several LoRAs at their strengths. The largest one stays a number, which products
+    multiply by in float32; others are relative to it, since they multiply what may be in float16."""
+    largest = max(abs(each.strength) for each in adapters) or 1.0
+    each_rank = [each.strength / largest for each in adapters for _ in range(len(each.down))]
+    strengths = torch.tensor(each_rank, device=adapters[0].down.device)
+    return replace(together, strength=largest, strengths=strengths)
 
 
 def scaled(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import reason
 from ..hardware.device_memory import is_out_of_memory
 from ..runtime.opaque_ops import opaque
-from .added_products import AddedProduct, LowRank, concatenated, divide, scaled, strengths_of
+from .added_products import AddedProduct, LowRank, at_strengths, concatenated, divide, scaled
 from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
 from .kernels import Kernel, MatmulChoice, MaxOverRanks, float8, mxfp8, nvfp4
 from .packed import Packed
@@ -89,7 +89,7 @@ class PackedWeight(nn.Module):
         """Have these adapters added to the products, or multiply by ``whole`` instead."""
         parts = _low_rank(adapters)
         if self._joined is not None and len(parts) > 1 and [*parts] == [*_low_rank(self.adapters)]:
-            self._joined = replace(self._joined, strengths=strengths_of(list(parts.values())))
+            self._joined = at_strengths(self._joined, list(parts.values()))
         else:
             self._joined = concatenated(list(parts.values()))
         self.adapters, self.whole = dict(adapters), whole
@@ -131,7 +131,7 @@ class PackedWeight(nn.Module):
         weight = scaled(weight, self.row_scale, self.column_scale)
         for adapter in self.adapters.values():
             weight = weight + adapter.difference()
-        return weight
+        return weight.to(self.dtype)
 
     def _apply(self, fn, recurse=True):
         """Move what is next to the stored weight with it."""
