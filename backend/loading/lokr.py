@@ -107,9 +107,22 @@ class LoKr(Factored):
         return (identity, whole) if is_first else (whole, identity)
 
     def difference(self, rows, columns, device):
+        """Compute no more rows than these, and read no more of w2: it may be large."""
         one = self._factor("lokr_w1", device)
-        two = self._factor("lokr_w2", device)
-        return torch.cat([torch.cat([self._block(one, two, r, c) for c in columns], dim=1) for r in rows])
+        height = self._factor_shape("lokr_w2")[0]
+        found = [torch.empty(0, sum(map(len, columns)), device=device)]
+        for blocks, inner in (run for span in rows for run in _block_runs(span, height)):
+            two = self._second(inner, device)
+            every = Span(0, len(blocks) * len(inner))
+            some = one[blocks.start : blocks.stop]
+            found.append(torch.cat([self._block(some, two, every, span) for span in columns], dim=1))
+        return torch.cat(found)
+
+    def _second(self, rows: Span, device: torch.device) -> Tensor:
+        """Return rows of w2."""
+        if "lokr_w2" in self.keys:
+            return self._read("lokr_w2", device, rows=(rows,))
+        return self._read("lokr_w2_a", device, rows=(rows,)) @ self._read("lokr_w2_b", device)
 
     @staticmethod
     def _block(one, two, rows, columns):
@@ -141,3 +154,20 @@ def _ranges(spans: Spans) -> list[range]:
 def _spans(runs: Iterable[range]) -> list[Span]:
     """Return runs as spans; one without rows where there are none."""
     return [Span(run.start, run.stop) for run in runs] or [Span(0, 0)]
+
+
+def _block_runs(rows: Span, height: int) -> list[tuple[range, Span]]:
+    """Return ``rows`` of a product as runs of blocks, each ``height`` rows of it, and which rows of each: the
+    end of a block, whole blocks, the beginning of one."""
+    if not len(rows):
+        return []
+    first, last = -(-rows.lo // height), rows.hi // height
+    if first > last:  # within one block
+        return [(range(last, first), Span(rows.lo - last * height, rows.hi - last * height))]
+    runs = [
+        (range(first - 1, first), Span(rows.lo - (first - 1) * height, height)),
+        (range(first, last), Span(0, height)),
+        (range(last, last + 1), Span(0, rows.hi - last * height)),
+    ]
+    is_met = (rows.lo < first * height, first < last, last * height < rows.hi)
+    return [run for run, met in zip(runs, is_met) if met]

@@ -7,7 +7,8 @@ columns do the same with columns, and |w + d| for |w|. So the stored weight and 
 products of their own, with factors for their rows and their columns.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from .lora_products import (
     LoraChange,
     MatrixShard,
     first_unscaled,
+    first_unscaled_rows,
     is_kronecker,
     low_rank,
     plain,
@@ -33,6 +35,8 @@ from .lora_products import (
 
 #: Added to norms, as in ComfyUI.
 EPSILON = torch.finfo(torch.float32).eps
+#: Most values of a weight that are followed at a time: 16 MB, of which there are a few with a change.
+MAX_VALUES = 1 << 22
 
 
 class Scales(NamedTuple):
@@ -63,30 +67,91 @@ WeightScales = dict[int | None, Scales]
 
 @dataclass
 class FollowedWeight:
-    """A weight as its changes make it one after the other. value: these ``rows`` of a parameter of
-    ``height``, in float32."""
+    """A weight as its ``changes`` make it one after the other, some rows at a time: as a whole in float32 it
+    is several times what is stored, and a card may be nearly full.
 
-    value: Tensor
-    rows: Spans
-    height: int
-    scales: WeightScales = field(default_factory=lambda: {None: Scales()})
+    rows, columns: of the parameter ``name``, read to ``read_on``, computed on ``device``. column_ratios:
+    magnitudes of columns / their norms, by the order of the change, as far as they are known.
+    """
 
-    def stored_rows(self, name: str, change: LoraChange) -> list[Span]:
-        """Return where the rows are in the tensor that is changed."""
-        return change.target.pieces[name].rows(self.rows, self.height)
+    name: str
+    changes: list[LoraChange]
+    checkpoint: Checkpoint
+    read_on: torch.device
+    device: torch.device
+    rows: tuple[Span, ...]
+    columns: tuple[Span, ...]
+    column_ratios: dict[int, Tensor] = field(default_factory=dict)
 
-    def add(self, change: LoraChange, updated: Tensor, ratio: Scales):
-        """Have a change in it: ``updated`` at strength 1, but for its ``ratio`` of magnitudes to norms."""
-        strength = change.use.strength
-        of_earlier = Scales(*(None if each is None else 1 + strength * (each - 1) for each in ratio))
-        self.scales = {order: each.times(of_earlier) for order, each in self.scales.items()}
-        self.scales[change.order] = ratio
-        self.value.lerp_(ratio.of(updated), strength)
+    def chunks(self) -> Iterator[Span]:
+        """Cut the rows so that each chunk has few values; where there are none, one chunk is empty."""
+        step = max(1, MAX_VALUES // max(1, sum(map(len, self.columns))))
+        for span in [each for each in self.rows if len(each)] or self.rows[:1]:
+            for lo in range(span.lo, max(span.hi, span.lo + 1), step):
+                yield Span(lo, min(lo + step, span.hi))
+
+    def states(self, chunk: Span, last: LoraChange) -> Iterator[tuple[LoraChange, Tensor, Tensor | None]]:
+        """Yield each change up to ``last``, the rows of a chunk before it, and where it has magnitudes of
+        rows, those / their norms. Column ratios before ``last`` are known."""
+        shard = Shard((chunk,), self.columns)
+        stored = self.checkpoint.read(self.name, torch.float32, self.read_on, shard)
+        value = stored.to(self.device, copy=True)  # it may be the file's own memory
+        del stored
+        for change in self.changes:
+            ratio = None
+            if change.adapter.scales_rows:
+                magnitudes = change.adapter.magnitudes(self._stored(chunk, change), (), self.device)
+                ratio = magnitudes / (value.norm(dim=1) + EPSILON)
+            yield change, value, ratio
+            if change is last:
+                return
+            scales = Scales(ratio, self.column_ratios.get(change.order))
+            value.lerp_(scales.of(self.updated(change, chunk, value)), change.use.strength)
+
+    def updated(self, change: LoraChange, chunk: Span, value: Tensor) -> Tensor:
+        """Return rows with the whole difference of a change, before magnitudes."""
+        adapter = change.adapter
+        difference = adapter.difference(self._stored(chunk, change), self.columns, self.device)
+        return torch.add(value, difference, alpha=adapter.scale)
+
+    def _stored(self, chunk: Span, change: LoraChange) -> list[Span]:
+        """Return where rows are in the tensor that is changed."""
+        return change.target.pieces[self.name].rows((chunk,), self.checkpoint.shapes[self.name][0])
+
+    def column_norms(self, change: LoraChange) -> Tensor:
+        """Compute the norms of the columns with the whole difference of a change."""
+        norms = torch.zeros(sum(map(len, self.columns)), device=self.device)
+        for chunk in self.chunks():
+            for each, value, _ in self.states(chunk, change):
+                if each is change:
+                    norms = torch.hypot(norms, self.updated(change, chunk, value).norm(dim=0))
+        return norms
+
+    def row_ratios(self) -> dict[int, Tensor]:
+        """Compute magnitudes of rows / their norms, by the order of the change."""
+        found = defaultdict(list)
+        last = first_unscaled_rows([each.adapter for each in self.changes])
+        for chunk in self.chunks() if last else ():
+            for change, _, ratio in self.states(chunk, self.changes[last - 1]):
+                if ratio is not None:
+                    found[change.order].append(ratio)
+        return {order: torch.cat(ratios) for order, ratios in found.items()}
+
+    def scales(self) -> WeightScales:
+        """Return the factors of what is stored and of each change, once all column ratios are known."""
+        row_ratios = self.row_ratios()
+        found: WeightScales = {None: Scales()}
+        for change in self.changes:
+            ratio = Scales(row_ratios.get(change.order), self.column_ratios.get(change.order))
+            of_earlier = [None if each is None else 1 + change.use.strength * (each - 1) for each in ratio]
+            found = {order: each.times(Scales(*of_earlier)) for order, each in found.items()}
+            found[change.order] = ratio
+        return found
 
 
 def weight_scales(
     changes: Sequence[LoraChange],
-    spans: Mapping[str, tuple[Spans, Spans]],
+    spans: Mapping[str, tuple[tuple[Span, ...], tuple[Span, ...]]],
     checkpoint: Checkpoint,
     read_on: torch.device,
     device: torch.device,
@@ -95,47 +160,41 @@ def weight_scales(
     ``spans`` has.
 
     changes: of all of them, in order, some with magnitudes. Norms are over whole rows, or over whole columns
-    of all weights that a change is for: those values are read whichever rank holds them.
+    of all weights that a change is for: those values are read whichever rank holds them, once for each
+    magnitudes of columns and once for all of rows.
     """
     changes = changes[: first_unscaled([change.adapter for change in changes])]
     scale_rows = [each.adapter.scales_rows for each in changes if each.adapter.needs_the_whole]
     all_rows = not all(scale_rows)
     all_columns = any(scale_rows) or len({tuple(columns) for _, columns in spans.values()}) > 1
     followed = {}
-    wanted: Spans = ()
     for name, (rows, columns) in spans.items():
         height, width = matrix(checkpoint.shapes[name])
-        needed = (Span(0, height),) if all_rows else rows
-        wanted = (Span(0, width),) if all_columns else columns
-        value = checkpoint.read(name, torch.float32, read_on, Shard(tuple(needed), tuple(wanted)))
-        followed[name] = FollowedWeight(value.to(device, copy=True), needed, height)
+        followed[name] = FollowedWeight(
+            name=name,
+            changes=[change for change in changes if name in change.target.pieces],
+            checkpoint=checkpoint,
+            read_on=read_on,
+            device=device,
+            rows=(Span(0, height),) if all_rows else rows,
+            columns=(Span(0, width),) if all_columns else columns,
+        )
     for change in changes:
-        _follow(change, {name: followed[name] for name in change.target.pieces if name in followed}, wanted)
+        if change.adapter.scales_columns:
+            _follow_columns(change, [followed[name] for name in change.target.pieces if name in followed])
     found = {}
     for name, (rows, columns) in spans.items():
         own = rows if all_rows else None, columns if all_columns else None
-        found[name] = {order: each.cut(*own) for order, each in followed[name].scales.items()}
+        found[name] = {order: each.cut(*own) for order, each in followed[name].scales().items()}
     return found
 
 
-def _follow(change: LoraChange, weights: Mapping[str, FollowedWeight], columns: Spans):
-    """Apply a change to the values of the ``weights`` that it is for."""
-    adapter = change.adapter
-    updated = {}
-    for name, weight in weights.items():
-        difference = adapter.difference(weight.stored_rows(name, change), columns, weight.value.device)
-        updated[name] = difference.mul_(adapter.scale).add_(weight.value)
-    ratios = dict.fromkeys(weights, Scales())
-    if adapter.scales_rows:
-        for name, weight in weights.items():
-            magnitudes = adapter.magnitudes(weight.stored_rows(name, change), columns, weight.value.device)
-            ratios[name] = Scales(rows=magnitudes / (weight.value.norm(dim=1) + EPSILON))
-    elif adapter.needs_the_whole:
-        norm = torch.stack([value.norm(dim=0) for value in updated.values()]).norm(dim=0)
-        magnitudes = adapter.magnitudes((), columns, norm.device)
-        ratios = dict.fromkeys(weights, Scales(columns=magnitudes / (norm + EPSILON)))
-    for name, weight in weights.items():
-        weight.add(change, updated.pop(name), ratios[name])
+def _follow_columns(change: LoraChange, weights: Sequence[FollowedWeight]):
+    """Have the column ratios of a change known to the ``weights`` that it is for."""
+    norm = torch.stack([weight.column_norms(change) for weight in weights]).norm(dim=0)
+    ratio = change.adapter.magnitudes((), weights[0].columns, norm.device) / (norm + EPSILON)
+    for weight in weights:
+        weight.column_ratios[change.order] = ratio
 
 
 def with_magnitudes(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import golden
+from live_memory import LiveMemory
 from loras import randn
 from quantized import plain_float8
 from safetensors.torch import load_file, save_file
@@ -14,7 +15,7 @@ from tiny import relative, shallow_flux, write_shallow_flux
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading import lora_fusion, lora_products
+from backend.loading import lora_fusion, lora_products, magnitudes
 from backend.loading.lora_file_bytes import file_bytes
 from backend.loading.lora_keys import lora_stack
 from backend.loading.lora_spellings import stem_of_rows
@@ -112,6 +113,29 @@ def test_stacks_are_the_whole_differences(tmp_path, monkeypatch):
         for name, weight in effective(engine).items():
             assert relative(found[key][name], weight) <= 1e-6, (key, name)
         assert any(not weight.equal(bare[name]) for name, weight in effective(engine).items())
+
+
+def test_norms_are_computed_by_few_rows(tmp_path, monkeypatch):
+    """What is made for the factors of magnitudes does not grow with the weights, and they are the same."""
+    path, files = write(tmp_path)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), "fp32", "weight only")
+    weights = engine.models["tiny"].weights
+    whole, values = magnitudes.MAX_VALUES, 1 << 11
+    for names in (names for names, products in STACKS.items() if products and {*names} & {*SCALED}):
+        changes = weights._changes(lora_stack([[str(files[name]), 0.7] for name in names]))
+        monkeypatch.setattr(magnitudes, "MAX_VALUES", whole)
+        wanted = {name: weights._scales(name, changes)[name] for name in changes}
+        monkeypatch.setattr(magnitudes, "MAX_VALUES", values)
+        for name, factors in wanted.items():
+            with LiveMemory() as memory:
+                found = weights._scales(name, changes)[name]
+            assert 0 < memory.peak <= 6 * values * 4 < weights.packed[name].shape.numel()
+            assert found.keys() == factors.keys()
+            for order, each in factors.items():
+                for one, two in zip(found[order], each):
+                    assert (one is None) == (two is None)
+                    assert one is None or two is None or relative(one, two) <= 1e-6
 
 
 def test_a_layer_that_is_held_twice_is_the_cost_of_the_lora_that_needs_it(tmp_path):
