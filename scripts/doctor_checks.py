@@ -16,7 +16,8 @@ from backend.runtime.install_command import how_to_install, install_command
 PYTHON = (3, 11)
 #: Compute capability with bf16 tensor cores.
 BF16 = (8, 0)
-#: Bytes that should be free on a disk that holds sockets, logs and files of --full.
+#: Bytes that should be free on a disk that holds sockets and logs; --full asks for the room of its files
+#: itself.
 DISK = 2 << 30
 HOST_MEMORY = 8 << 30
 #: Part of a GPU's memory that others may use before it is said.

@@ -1,10 +1,12 @@
 """What scripts/doctor.py --full runs of kernels: attention in the mid-size Flux and by itself on every head
 size, attention in rings, and compiled blocks against eager ones."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible, refused
@@ -141,10 +143,8 @@ def compiled(lab: Lab) -> Found:
         configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
         configs["ring"] = ParallelConfig(ring_degree=lab.ranks)
     lab.flux()
-    # some of its graphs may be read from there
-    had_cache = any((cache_folder() / "inductor").glob("*"))
     for name in while_time(lab, configs):
-        tried = partial(_compiled, name=name, config=configs[name], had_cache=had_cache)
+        tried = partial(_compiled, name=name, config=configs[name])
         yield from possible("compiled", name, tried, lab)
 
 
@@ -155,7 +155,11 @@ def compiling(notes: list[str]) -> dict[str, float]:
     return {"graphs": int(found[1]), "compile_seconds": float(found[2])} if found else {}
 
 
-def _compiled(lab: Lab, name: str, config: ParallelConfig, had_cache: bool = False) -> Found:
+def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:
+    """Compare one configuration. Ranks that stay have the graphs of the one before: a note counts further
+    ones alone, and some may be read from the cache's folder."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_folder() / "inductor"
+    had_cache = any(Path(folder).glob("*"))
     path = lab.flux()
     request = partial(lab.request, path)
     eager, whole = lab.step_seconds(config, path, request)

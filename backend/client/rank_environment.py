@@ -136,6 +136,8 @@ def _compiler(threads: int) -> dict[str, str]:
     """Return where compiled blocks are kept: in one folder for all ranks, private since code is loaded from
     it; and what Triton compiles, in a home that cannot be written."""
     found = {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor")}
+    # headers of C++ that are compiled ahead go to a folder of temporary files, which anybody may have made
+    found["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     if not os.access(os.path.expanduser("~"), os.W_OK):
         found["TRITON_HOME"] = str(cache_folder())
     return found | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(MAX_COMPILE_THREADS, threads))}

@@ -62,8 +62,10 @@ def test_a_user_without_a_home_starts_ranks(place, monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(cache_files.Path, "home", homeless)
-    folder = Path(sanitized_environment({}, ParallelConfig(), "cpu")["TORCHINDUCTOR_CACHE_DIR"])
+    env = sanitized_environment({}, ParallelConfig(), "cpu")
+    folder = Path(env["TORCHINDUCTOR_CACHE_DIR"])
     assert folder.parent.parent == place and folder.parent.stat().st_mode & 0o777 == 0o700
+    assert env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] == "0"  # they would be in a folder of anybody's
 
 
 def test_others_cannot_write_to_the_folder(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What does not change within a request or a step is computed once: counted in every family."""
 
 import inspect
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from variants import VARIANTS, request, write
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
+from backend.models import wan_animate
 from backend.models.common.fewer_passes import angles_of
 from backend.models.common.known_signatures import CACHED_INSPECT, known_signatures
 from backend.models.common.ltx2_blocks import audio_corners
@@ -126,16 +128,19 @@ def test_moments_of_audio_are_those_that_diffusers_makes_at_every_step(clock, tm
 
 
 def test_faces_are_encoded_once_a_request(tmp_path, monkeypatch):
-    """For each prompt, as many at once as memory has room for; and the latent is the one without memory."""
+    """For each prompt, a few at once; and the latent is the one without memory."""
+    monkeypatch.setattr(wan_animate, "FACES_AT_ONCE", 2)
     file = write(tmp_path / "animate.safetensors", "wan22-animate-small")
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
     engine.load("tiny", str(file), "default")
     sample = shortened(replace(request("wan22-animate-small"), num_pipeline_patch=2), STALE_STEPS)
-    encoder = engine.models["tiny"].transformer.face_encoder
-    calls = []
-    getattr(encoder, "layer", encoder).register_forward_hook(lambda *_: calls.append(1))
+    calls = Counter()
+    for name in ("motion_encoder", "face_encoder"):
+        encoder = engine.models["tiny"].transformer.get_submodule(name)
+        encoder.layer.register_forward_hook(lambda *_, name=name: calls.update([name]))
     samples, _ = engine.sample(sample, Callbacks())
-    assert len(calls) == len(SIDES)
+    pieces = math.ceil(sample.tensors["positive.face_pixel_values"].shape[2] / wan_animate.FACES_AT_ONCE)
+    assert pieces > 1 and calls == {"motion_encoder": pieces * len(SIDES), "face_encoder": len(SIDES)}
     forget_answers(monkeypatch, "prompt")
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
 
