@@ -1,10 +1,13 @@
 """The rooms of the project and who may import whom, read from the source with ast."""
 
 import ast
+import re
 from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
 
 import pytest
-from source_files import ROOT, SOURCES, assigned, python_files
+from source_files import ROOT, SOURCES, assigned, complexity, functions, lines, python_files
 
 #: Rooms from bottom to top: files of a room import rooms above it in this list alone. A room is a folder, or
 #: a file at the top of the backend.
@@ -105,11 +108,6 @@ COLLECTIVES = (
 REGISTRY = "backend.models"
 #: Limits of a file and of a function, at 110 columns.
 FILE_LINES, FUNCTION_LINES, COMPLEXITY, FAMILY_LINES = 350, 50, 12, 40
-#: What McCabe counts.
-BRANCHES = (
-    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.For, ast.AsyncFor, ast.While),
-    *(ast.ExceptHandler, ast.match_case),
-)
 #: Files and functions over a limit -> why. An entry that is not needed any more fails.
 EXCEPTIONS: dict[str, str] = {}
 
@@ -123,13 +121,38 @@ def registered() -> list[str]:
     return ast.literal_eval(text).split()
 
 
-def imports(module: str, at_start: bool = False) -> set[str]:
-    """Every module that a file imports, by its full name; ``at_start``: when it is imported itself."""
-    path = SOURCES[module]
+@dataclass(frozen=True)
+class Facts:
+    """What the rules ask of a file. imports: every module that it imports, by full name; at_start: when it is
+    imported itself; absolute: packages that it does not name by dots. functions: NAME or CLASS.NAME of all
+    that are in no other one -> lines, complexity."""
+
+    imports: frozenset[str]
+    at_start: frozenset[str]
+    absolute: frozenset[str]
+    functions: dict[str, tuple[int, int]]
+
+
+@cache
+def facts(module: str) -> Facts:
+    """Read a file once for all tests. Its tree, which is large, goes."""
+    tree = ast.parse(SOURCES[module].read_text())
+    return Facts(
+        imports=_imported(module, ast.walk(tree)),
+        at_start=_imported(module, tree.body),
+        absolute=_absolute(tree),
+        functions={name: (lines(node), complexity(node)) for name, node in functions(tree).items()},
+    )
+
+
+def imports(module: str) -> frozenset[str]:
+    return facts(module).imports
+
+
+def _imported(module: str, nodes) -> frozenset[str]:
     found = {f"{REGISTRY}.{name}" for name in registered()} if module == REGISTRY else set()
-    tree = ast.parse(path.read_text())
-    package = module.split(".")[: None if path.name == "__init__.py" else -1]
-    for node in tree.body if at_start else ast.walk(tree):
+    package = module.split(".")[: None if SOURCES[module].name == "__init__.py" else -1]
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -138,23 +161,23 @@ def imports(module: str, at_start: bool = False) -> set[str]:
             names = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name for name in names if name in SOURCES or not base.startswith(("backend", "nodes"))}
             found |= set() if names <= SOURCES.keys() else {base}
-    return found - {""}
+    return frozenset(found - {""})
 
 
-def absolute_imports(module: str) -> set[str]:
-    """The first names of what a file imports absolutely."""
+def _absolute(tree: ast.Module) -> frozenset[str]:
+    """The packages that a file imports by their own names, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level:
             found.add(str(node.module))
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name.partition(".")[0] for name in found}
+    return frozenset(name.partition(".")[0] for name in found)
 
 
 def test_imports_within_the_pack_are_relative():
     """ComfyUI imports the pack under its folder's name: there is no ``backend`` there, as in tests."""
-    assert not {module for module in SOURCES if absolute_imports(module) & {"backend", "nodes"}}
+    assert not {module for module in SOURCES if facts(module).absolute & {"backend", "nodes"}}
 
 
 def all_imports(module: str) -> set[str]:
@@ -223,7 +246,8 @@ def test_backend_never_imports_comfy(module):
 def test_nodes_reach_the_backend_through_its_shared_rooms_only(module):
     reached = {m for m in imports(module) if under(m, ["backend"])}
     assert not [m for m in reached if not under(m, SHARED) and m not in SHARED_FILES]
-    assert not [m for m in imports(module, at_start=module in LATE) if under(m, HEAVY)]
+    own = facts(module).at_start if module in LATE else imports(module)
+    assert not [m for m in own if under(m, HEAVY)]
 
 
 @pytest.mark.parametrize("module", [m for m in SOURCES if under(m, SHARED) or m in SHARED_FILES])
@@ -250,7 +274,9 @@ def test_parallel_methods_name_no_family(module):
 
 
 FAMILY_FILES = {
-    path.stem: path for path in sorted((ROOT / "backend/models").glob("*.py")) if "FAMILY" in assigned(path)
+    path.stem: path
+    for path in sorted((ROOT / "backend/models").glob("*.py"))
+    if re.search(r"^FAMILY\b", path.read_text(), re.MULTILINE)
 }
 
 
@@ -275,38 +301,16 @@ def test_root_package_needs_no_comfyui():
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
 
 
-def lines(node) -> int:
-    return node.end_lineno - node.lineno + 1
-
-
-def complexity(function) -> int:
-    """McCabe's number, as ruff's C901 counts it: one for a function, and one for every branch."""
-    return sum(isinstance(node, BRANCHES) for node in ast.walk(function))
-
-
-def functions() -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """FILE.NAME or FILE.CLASS.NAME -> every function that is in no other function."""
-    found = {}
-    for module, path in SOURCES.items():
-        body = ast.parse(path.read_text()).body
-        for owner in [None, *(node for node in body if isinstance(node, ast.ClassDef))]:
-            prefix = f"{module}.{owner.name}" if owner else module
-            for node in owner.body if owner else body:
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    found[f"{prefix}.{node.name}"] = node
-    return found
-
-
+@cache
 def over_limits() -> dict[str, int]:
     """Files over FILE_LINES, and functions of the product over FUNCTION_LINES or COMPLEXITY -> their
     number."""
     found = {str(path): len((ROOT / path).read_text().splitlines()) for path in python_files()}
     found = {path: size for path, size in found.items() if size > FILE_LINES}
-    for name, node in functions().items():
-        if lines(node) > FUNCTION_LINES:
-            found[name] = lines(node)
-        elif complexity(node) > COMPLEXITY:
-            found[name] = complexity(node)
+    for module in SOURCES:
+        for name, (size, branches) in facts(module).functions.items():
+            if size > FUNCTION_LINES or branches > COMPLEXITY:
+                found[f"{module}.{name}"] = size if size > FUNCTION_LINES else branches
     return found
 
 
