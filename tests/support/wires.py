@@ -218,8 +218,8 @@ def ranks_of(group: str) -> list[int]:
 
 
 @contextmanager
-def recorded(log: Log) -> Iterator[None]:
-    """Write down what one rank sends, receives and waits for."""
+def recorded(log: Log, operations: bool = True) -> Iterator[None]:
+    """Write down what one rank sends, receives and waits for, and the ``operations`` in between."""
     peers = _Peers(log)
     stand_ins = {
         "isend": peers.isend,
@@ -234,7 +234,8 @@ def recorded(log: Log) -> Iterator[None]:
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(dist, name, stand_in))
-        stack.enter_context(OperationWatch(log))
+        if operations:
+            stack.enter_context(OperationWatch(log))
         yield
 
 

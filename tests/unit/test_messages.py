@@ -89,8 +89,10 @@ def one_rank(
         _ = own.transformer  # built before operations are recorded, in half of the time
     if config.shard_weights:
         gather_weights(own, str(mesh.weights), config.sp_degree * config.data_parallel_degree, own.modulation)
-    with meta_device(Count()), torch.inference_mode(), wires.recorded(log):
+    # of loading, messages alone count: to see its operations costs a third of it
+    with meta_device(Count()), torch.inference_mode(), wires.recorded(log, operations=False):
         model = launches.load(own, config, mesh, stages)
+    with meta_device(Count()), torch.inference_mode(), wires.recorded(log):
         sample = launches.request_of(family, batch=mesh.dp.size, steps=steps)
         sample = replace(sample, wire=config.wire, compile=config.compile)
         request = build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
