@@ -63,7 +63,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def by_rank(reasons: list[str]) -> list[str]:
-    """Return each reason for which ranks could not load, with those ranks; an empty one is none."""
+    """Return each reason with the ranks that give it; an empty one is none."""
     ranks: dict[str, list[int]] = {}
     for rank, reason in enumerate(reasons):
         if reason:

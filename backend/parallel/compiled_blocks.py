@@ -3,6 +3,7 @@ kind share their graphs, so the first one compiles for all."""
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,12 +20,17 @@ from torch.fx.experimental import _config as shapes
 from ..errors import reason
 from ..hardware.device_memory import is_out_of_memory
 from ..runtime.opaque_ops import RUNNING, opaque_layers, unavailable
+from ..units import ranks_text
 from .effect_order import in_order
 
 #: What compiles the graphs: a name of torch.compiler.list_backends().
 BACKEND = INDUCTOR = "inductor"
 #: Most graphs of one kind of block: the whole sequence and patches, with text and without, batch sizes.
 MAX_GRAPHS = 64
+#: In the place of kinds of blocks, where none is compiled.
+ALL_BLOCKS = "blocks"
+#: Where an error of torch's goes on with where it arose, and advice for developers.
+ADVICE = re.compile(r"\s*(?:from user code:|Set TORCHDYNAMO_VERBOSE)")
 #: Causes that pass, as disks that are full: what they made fail is compiled in the next request.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
@@ -74,7 +80,7 @@ class Compiler:
 
     def _note(self, block: nn.Module, error: Exception):
         """Note why a block runs uncompiled, from now on or in this request."""
-        why = reason(error)
+        why = reason(ADVICE.split(str(error), maxsplit=1)[0] or type(error).__name__)
         if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
             why = f"its inputs differ in more ways than the {MAX_GRAPHS} graphs that are compiled of it"
         forward = type(block).forward
@@ -84,16 +90,13 @@ class Compiler:
         until = "" if is_passing else ", until the ranks are stopped"
         self.failed[forward] = f"{why.rstrip('.')}{until}"
 
-    def failure(self, blocks: Iterable[nn.Module]) -> str:
-        """Return which kinds of ``blocks`` run uncompiled, and why; empty where none does."""
+    def failures(self, blocks: Iterable[nn.Module]) -> dict[str, list[str]]:
+        """Return why some ``blocks`` run uncompiled: each reason, and the kinds of blocks."""
         kinds: dict[str, list[str]] = {}
         for kind in dict.fromkeys(map(type, blocks)):
             if kind.forward in self.failed:
                 kinds.setdefault(self.failed[kind.forward], []).append(kind.__name__)
-        return "; ".join(
-            f"{', '.join(names)} run{'s' * (len(names) == 1)} uncompiled: {why}"
-            for why, names in kinds.items()
-        )
+        return kinds
 
     def _backend(self, graph, inputs):
         """Compile one graph, and count it. Raises RuntimeError for what Inductor would leave to eager frames,
@@ -120,13 +123,28 @@ COMPILER = Compiler()
 
 @dataclass(frozen=True)
 class Outcome:
-    """How compiling went on this rank in a request, in sentences; empty where there is nothing to say.
-
-    made: which graphs were compiled. failure: why blocks run uncompiled.
-    """
+    """How compiling went on this rank in a request. made: which graphs were compiled, in a sentence; empty
+    where none was. failures: each reason why blocks run uncompiled -> their kinds."""
 
     made: str = ""
-    failure: str = ""
+    failures: dict[str, list[str]] = field(default_factory=dict)
+
+
+def failure_lines(of_ranks: list[dict[str, list[str]]]) -> list[str]:
+    """Return one line for each reason of any rank (Outcome.failures): which kinds of blocks run uncompiled,
+    and of several ranks on which."""
+    kinds: dict[str, dict[str, None]] = {}
+    ranks: dict[str, list[int]] = {}
+    for rank, failures in enumerate(of_ranks):
+        for why, names in failures.items():
+            ranks.setdefault(why, []).append(rank)
+            kinds.setdefault(why, {}).update(dict.fromkeys(names))
+    lines = []
+    for why, names in kinds.items():
+        where = f"{ranks_text(ranks[why])}: " if len(of_ranks) > 1 else ""
+        is_one = len(names) == 1 and ALL_BLOCKS not in names
+        lines.append(f"{where}{', '.join(names)} run{'s' * is_one} uncompiled: {why}")
+    return lines
 
 
 def _plain(value: Any, first: bool) -> Any:
@@ -181,14 +199,14 @@ def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], Outcome]]:
     COMPILER.forget_passing()
     why_not = unavailable()
     if why_not:
-        yield lambda: Outcome(failure=f"blocks run uncompiled: {why_not}")
+        yield lambda: Outcome(failures={why_not: [ALL_BLOCKS]})
         return
 
     def outcome() -> Outcome:
         made = COMPILER.graphs - graphs
         took = COMPILER.seconds - seconds
         new = f"compiled {made} graph{'s' * (made > 1)} of blocks in {took:.1f} s" if made else ""
-        return Outcome(new, COMPILER.failure(blocks))
+        return Outcome(new, COMPILER.failures(blocks))
 
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = 8 * MAX_GRAPHS

@@ -158,16 +158,17 @@ class Kronecker:
         tokens, blocks, width = x.shape
         outer, rows = len(self.left), len(self.right[0])
         numbers = sum(each.numel() for each in self.right)
+        left = self.left.expand(tokens, outer, blocks)
         if blocks * (numbers + outer * rows) <= outer * (numbers + blocks * width):
             for each in reversed(self.right):
                 x = F.linear(x, each)
-            first = self.left.expand(tokens, outer, blocks)
-            out.view(tokens, outer, rows).baddbmm_(first, x, alpha=self.strength)
+            out.view(tokens, outer, rows).baddbmm_(left, x, alpha=self.strength)
             return
-        x = (self.left @ x).flatten(0, 1)
+        # with the strength in it: where alpha is small, sums of blocks alone are more than float16 holds
+        x = torch.baddbmm(x.new_empty(1), left, x, beta=0, alpha=self.strength).flatten(0, 1)
         for each in reversed(self.right[1:]):
             x = F.linear(x, each)
-        out.view(-1, rows).addmm_(x, self.right[0].t(), alpha=self.strength)
+        out.view(-1, rows).addmm_(x, self.right[0].t())
 
 
 AddedProduct = LowRank | Kronecker

@@ -15,7 +15,7 @@ from ..config import CHOICES, ParallelConfig
 from ..hardware.device_memory import segments_grow
 from ..hardware.gpu_kernels import Capability
 from ..loading import parking
-from ..loading.load_report import LoadReport, by_rank
+from ..loading.load_report import LoadReport
 from ..loading.lora_fusion import FusedWeights, Stack
 from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
@@ -25,7 +25,7 @@ from ..parallel import comm, fsdp, kernel_choice, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
 from ..parallel.block_streams import block_list
 from ..parallel.cached_layers import first_block_argument
-from ..parallel.compiled_blocks import Outcome, compiled
+from ..parallel.compiled_blocks import Outcome, compiled, failure_lines
 from ..parallel.kernel_table import activated
 from ..parallel.kv_buffers import KVBuffers
 from ..parallel.modulation_cache import LayerCache
@@ -277,15 +277,15 @@ class Runner:
         seconds = time.perf_counter() - started
         calls = {"model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
         outcome = self.outcome()
-        notes = [*self._unread(), outcome.made, *self._failures(outcome.failure)]
+        notes = [*self._unread(), outcome.made, *self._failures(outcome.failures)]
         return {"seconds": seconds, **calls, "notes": list(filter(None, notes))}
 
-    def _failures(self, own: str) -> list[str]:
-        """Return why ranks do not compile: all run at the slowest one's speed, and rank 0 speaks for them."""
+    def _failures(self, own: dict[str, list[str]]) -> list[str]:
+        """Say why ranks do not compile: all run at the slowest one's speed, and rank 0 speaks for them."""
         mesh = self.model.cache.mesh
         if mesh.world_size == 1 or self.request.config.compile != "blocks":
-            return [own]
-        return by_rank(all_gather_object(own, mesh.control))
+            return failure_lines([own])
+        return failure_lines(all_gather_object(own, mesh.control))
 
     def _unread(self) -> list[str]:
         """Return the notes on arguments of the request that the model does not read."""

@@ -107,10 +107,18 @@ def test_without_a_compiler_blocks_run_as_they_are(monkeypatch, compiler):
         # not by monkeypatch, after which Inductor has no such setting
         with torch._inductor.config.patch(force_disable_caches=True):
             found = run_toys()
-        assert not found.made and "\n" not in found.failure
-        assert found.failure.startswith("Adds, Doubles run uncompiled: ")
-        assert found.failure.count("uncompiled") == 1
+        [line] = compiled_blocks.failure_lines([found.failures])
+        assert not found.made and "\n" not in line and line.startswith("Adds, Doubles run uncompiled: ")
     assert compiler.graphs == 0 and tried.count("inductor") == TOY_KINDS
+
+
+def test_a_reason_has_one_line_for_all_ranks():
+    """Stages have different kinds of blocks, and each of them names its own."""
+    lines = compiled_blocks.failure_lines
+    full, other = lines([{"full": ["Double"]}, {"full": ["Double", "Single"], "old": ["Other"]}, {}])
+    assert full == "ranks 0, 1: Double, Single run uncompiled: full"
+    assert other == "rank 1: Other runs uncompiled: old" and lines([{}, {}]) == []
+    assert lines([{"old torch": [compiled_blocks.ALL_BLOCKS]}]) == ["blocks run uncompiled: old torch"]
 
 
 def test_a_block_of_too_many_graphs_runs_uncompiled(monkeypatch, compiler):
@@ -122,10 +130,10 @@ def test_a_block_of_too_many_graphs_runs_uncompiled(monkeypatch, compiler):
         for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
             assert block(torch.ones(2, 3, dtype=dtype)).eq(2).all()
         assert compiler.graphs == 2
-        assert outcome().failure == (
+        assert compiled_blocks.failure_lines([outcome().failures]) == [
             "Adds runs uncompiled: its inputs differ in more ways than the 2 graphs that are compiled "
             "of it, until the ranks are stopped"
-        )
+        ]
 
 
 def test_what_inductor_leaves_to_eager_frames_runs_uncompiled_from_its_start(monkeypatch, compiler):
@@ -135,7 +143,7 @@ def test_what_inductor_leaves_to_eager_frames_runs_uncompiled_from_its_start(mon
         raise torch._dynamo.exc.SkipFrame("BF16 is not supported")
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: skips)
-    failure = run_toys().failure
+    [failure] = compiled_blocks.failure_lines([run_toys().failures])
     assert compiler.graphs == 0 and len(compiler.failed) == TOY_KINDS
     assert failure.startswith("Adds, Doubles run uncompiled: ") and "BF16 is not supported" in failure
 
@@ -147,9 +155,9 @@ def test_errors_in_the_compiler_that_torch_does_not_wrap_are_its_own(monkeypatch
         raise AssertionError("bug")
 
     monkeypatch.setattr(torch._dynamo.output_graph.OutputGraph, "compile_and_call_fx_graph", fails)
-    failure = run_toys().failure
+    [failure] = compiled_blocks.failure_lines([run_toys().failures])
     assert compiler.graphs == 0 and len(compiler.failed) == TOY_KINDS
-    assert failure.endswith(", until the ranks are stopped")
+    assert failure == "Adds, Doubles run uncompiled: bug, until the ranks are stopped"
 
 
 def test_a_request_runs_and_says_why_its_blocks_are_not_compiled(tmp_path, monkeypatch, compiler):
@@ -180,11 +188,11 @@ def test_a_full_disk_is_no_verdict_on_later_requests(monkeypatch, compiler):
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
     with monkeypatch.context() as within:
         within.setattr(torch._dynamo, "lookup_backend", lambda name: full)
-        failure = run_toys().failure
+        [failure] = compiled_blocks.failure_lines([run_toys().failures])
     assert len(tried) == TOY_KINDS
     assert "No space left" in failure and "until the ranks" not in failure
     found = run_toys()
-    assert found.made.startswith(f"compiled {TOY_KINDS} graphs") and not found.failure
+    assert found.made.startswith(f"compiled {TOY_KINDS} graphs") and not found.failures
     assert compiler.graphs == TOY_KINDS and not compiler.failed
 
 

@@ -123,3 +123,12 @@ def test_a_sum_that_float16_does_not_hold_is_one_before_its_strength():
     out = torch.zeros(2, 4).half()
     lora.add_to(out, torch.full((2, 8), 50.0).half())
     assert torch.equal(out, torch.full((2, 4), 40000.0).half())  # of 128 x 40000
+
+
+@torch.inference_mode()
+def test_sums_of_blocks_have_the_strength_in_them():
+    """What the first matrix of a Kronecker product makes is stored in float16."""
+    lokr = Kronecker(torch.ones(1, 8).half(), (torch.full((4, 4), 0.25).half(),), strength=1 / 16)
+    out = torch.zeros(2, 4).half()
+    lokr.add_to(out, torch.full((2, 32), 10000.0).half())
+    assert torch.equal(out, torch.full((2, 4), 5000.0).half())  # of 80000 / 16
