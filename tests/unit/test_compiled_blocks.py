@@ -99,13 +99,12 @@ def test_one_graph_for_each_kind_of_block(tmp_path, monkeypatch, compiler):
 
 def test_without_a_compiler_blocks_run_as_they_are(monkeypatch, compiler):
     """One line for all kinds of blocks, the same numbers, and no second attempt."""
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
     tried = []
     lookup = torch._dynamo.lookup_backend
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: tried.append(name) or lookup(name))
     for _ in range(2):
-        # not by monkeypatch, after which Inductor has no such setting
-        with torch._inductor.config.patch(force_disable_caches=True):
+        # not by monkeypatch, after which Inductor has no such settings
+        with torch._inductor.config.patch({"force_disable_caches": True, "cpp.cxx": ("/nowhere/g++",)}):
             found = run_toys()
         [line] = compiled_blocks.failure_lines([found.failures])
         assert not found.made and "\n" not in line and line.startswith("Adds, Doubles run uncompiled: ")
