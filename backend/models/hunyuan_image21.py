@@ -60,8 +60,8 @@ class OrderedText(theirs.HunyuanImageTransformer2DModel):
 
 
 def patch_module(transformer, config):
-    """Round the sines of timesteps and guidance to the dtype of their layer; diffusers leaves them in
-    float32. Requests may have no guidance."""
+    """Order the text once a request; round the sines of timesteps and guidance to the dtype of their layer,
+    which diffusers leaves in float32. Requests may have no guidance."""
     transformer.__class__ = OrderedText
     embedders = transformer.time_guidance_embed
     embedders.__class__ = Condition

@@ -76,8 +76,7 @@ def clip_text(block, arguments, outputs):
 
 def patch_module(transformer, config):
     """Patch the transformer: an order of the text that is made once a request, the cheaper mask for every
-    block, its text clipped; sines of the timestep, made
-    in float32, in their layer's dtype."""
+    block, its text clipped; sines of the timestep, made in float32, in their layer's dtype."""
     round_input(transformer.time_embed.timestep_embedder.linear_1)
     if config["use_meanflow"]:
         round_input(transformer.time_embed.timestep_embedder_r.linear_1)
