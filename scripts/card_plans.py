@@ -1,9 +1,9 @@
 """What auto takes on two GeForce cards over PCIe, and what image models gain that do not fit one: the tables
-of docs/degrees.md, planned on headers alone.
+of docs/degrees.md and of README's quick start, planned on headers alone.
 
     python scripts/card_plans.py [--write]
 
-Prints them; --write puts them into the page. A test compares both. Nothing here is measured: seconds are
+Prints them; --write puts them into the pages. A test compares both. Nothing here is measured: seconds are
 backend/planner/cost.py's, on the machine of docs/scaling.md.
 """
 
@@ -31,6 +31,7 @@ from backend.rank_plan.shape_of import shape_of
 
 PART = Part("docs/degrees.md", "cards", "scripts/card_plans.py")
 GATHERED_PART = Part("docs/degrees.md", "gathered", "scripts/card_plans.py")
+QUICK_PART = Part("README.md", "quick start", "scripts/card_plans.py")
 #: The cards of docs/scaling.md; other GeForce cards have other rates and the same links.
 CARD = replace(RTX4090, launch=Machine.launch, overhead=OVERHEAD)
 GPUS = 2
@@ -92,6 +93,14 @@ TABLES = {
         Row("Qwen-Image 2512, fp8 scaled", LARGE, 4),
         Row(BOTH, VIDEO, 4),
     ),
+}
+#: File -> the template that loads it, or loads it after a change of ``model_name``.
+TEMPLATES = {
+    "Flux.1 dev, fp8": "flux_txt2img",
+    "Z-Image Turbo, int8 ConvRot": "z_image_int8_txt2img",
+    "Krea 2, int8 ConvRot": "krea2_int8_lora_txt2img",
+    "Qwen-Image 2512, fp8 scaled": "qwen_image_lightning_txt2img",
+    BOTH: "wan22_lightx2v_t2v",
 }
 
 #: How weights are stored -> image models of the tables.
@@ -180,6 +189,20 @@ def tables() -> str:
     return "\n".join(f"Two cards of {card} GB:\n\n{table(card)}" for card in TABLES)
 
 
+def quick() -> str:
+    """Write README's table: what auto takes for a template on two cards of either size."""
+    sizes = sorted(TABLES, reverse=True)
+    rows = []
+    for row in TABLES[min(sizes)]:
+        plans = []
+        for card in sizes:
+            name, _, took, factor, _ = cells(row, card)
+            plans.append(f"{took}: {factor}{name.removeprefix(row.file)}")
+        rows.append((row.file, TEMPLATES[row.file], f"{row.cfg}, {row.steps}", *plans))
+    head = ("your model", "template", "`cfg`, steps", *(f"two of {card} GB" for card in sizes))
+    return markdown(head, rows)
+
+
 def gain(file: str, card: int, cfg: float, degrees: dict) -> float:
     """Return how many times as fast as one card a plan is, whether it fits or not."""
     tokens = LARGE if file.startswith("Qwen") else SQUARE
@@ -206,5 +229,6 @@ if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
         PART.write(made)
         GATHERED_PART.write(gathered())
+        QUICK_PART.write(quick())
     print(made)
     print(gathered())

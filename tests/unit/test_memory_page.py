@@ -1,5 +1,6 @@
 """docs/memory.md is what scripts/memory_table.py makes."""
 
+import json
 from functools import cache
 
 import card_plans
@@ -63,6 +64,18 @@ def test_experts_take_turns_on_cards_that_hold_one():
 def test_plans_of_two_cards_are_in_the_page(card):
     """docs/degrees.md is what scripts/card_plans.py makes."""
     assert card_plans.table(card) in card_plans.PART.read()
+
+
+@pytest.mark.full
+def test_quick_start_says_what_auto_takes():
+    """README's table is what scripts/card_plans.py makes, and its templates have these steps and guidance."""
+    assert card_plans.QUICK_PART.read() == card_plans.quick()
+    for row in card_plans.TABLES[16]:
+        graph = json.loads(
+            (memory_table.ROOT / f"workflows/api/{card_plans.TEMPLATES[row.file]}.json").read_text()
+        )
+        samplers = [node["inputs"] for node in graph.values() if "steps" in node["inputs"]]
+        assert {(inputs["steps"], inputs["cfg"]) for inputs in samplers} == {(row.steps, row.cfg)}
 
 
 @pytest.mark.full
