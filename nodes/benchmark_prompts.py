@@ -38,7 +38,7 @@ def trials(graph: dict, selected: str = "", check: Callable[[], None] = nothing)
     ``graph``, else the first one is taken. ``check`` is called while the machine is measured, and may raise.
     Raises ConfigError, RefusedError or BackendError.
     """
-    sampler = selected if _is_sampler(graph, selected) else _first_sampler(graph)
+    sampler = next((key for key in (selected, *graph) if _is_sampler(graph, key)), "")
     loader = loader_of(graph, sampler)
     if loader is None:
         raise ConfigError("the graph has no Parallel Sampler on a Load Parallel DiT; add them and try again.")
@@ -83,10 +83,6 @@ def inputs_of(auto: AutoConfig, plan: ParallelConfig, question: Question, device
 def _is_sampler(graph: dict, key: str) -> bool:
     kind = graph.get(key, {}).get("class_type", "")
     return kind.startswith("ParallelSampler") and loader_of(graph, key) is not None
-
-
-def _first_sampler(graph: dict) -> str:
-    return next((key for key in graph if _is_sampler(graph, key)), "")
 
 
 def _config_of(graph: dict, node: str | None) -> ParallelConfig | AutoConfig:

@@ -30,14 +30,8 @@ def references(graph: dict, sampler: str, pixels: Sides, latent: LatentSize) -> 
             origin = source(graph, key, "latent")
             given += [sizes.of(origin)] if origin else []
         if kind in ENCODERS and source(graph, key, "vae"):
-            given += [_encoded(sizes.of(each), ENCODERS[kind]) for each in _images(graph, key)]
+            images = [source(graph, key, name) for name in graph[key]["inputs"] if "image" in name]
+            encoded = [sizes.of(image) for image in images if image]
+            megapixels = ENCODERS[kind]
+            given += [size.with_megapixels(megapixels) for size in encoded] if megapixels else encoded
     return [sizes.sides(size) for size in given]
-
-
-def _images(graph: dict, encoder: str) -> list[str]:
-    linked = (source(graph, encoder, name) for name in graph[encoder]["inputs"] if "image" in name)
-    return [each for each in linked if each]
-
-
-def _encoded(size: LatentSize, megapixels: float) -> LatentSize:
-    return size.with_megapixels(megapixels) if megapixels else size

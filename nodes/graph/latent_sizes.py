@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...backend.planner.machine import Sides
@@ -24,6 +23,8 @@ PADDED_SIDES = {"target_width", "target_height"}
 UPSCALE_PIXELS, MIN_UPSCALE = 8, 64
 #: Hands on the sides of an image.
 MEASURE = "GetImageSize"
+#: Nodes that put the samples of all their latents into one.
+BATCHES = ("LatentBatch", "BatchLatentsNode")
 #: What names of upscaling models have: x2, 4x, x1.5.
 TIMES = re.compile(r"(?<![\d.])(\d(?:\.\d)?)x(?!\d)|x(\d(?:\.\d)?)(?!\d)", re.IGNORECASE)
 
@@ -56,7 +57,9 @@ class GraphSizes:
     ``pixels`` (T, H, W); ``usual``: of a source that does not tell its own."""
 
     def __init__(self, graph: dict, pixels: Sides, usual: LatentSize):
-        self.graph, self.pixels, self.usual = graph, pixels, usual
+        self.graph = graph
+        self.pixels = pixels
+        self.usual = usual
         self._known: dict[str, LatentSize] = {}
 
     def of(self, node: str, seen: frozenset[str] = frozenset()) -> LatentSize:
@@ -91,10 +94,33 @@ class GraphSizes:
         inputs = constants(self.graph, key) | self._measured(key, seen)
         if kind in BATCHES:
             return self._joined(key, size, seen)
-        if kind in CHANGES:
-            return CHANGES[kind](self, size, inputs, self._model_name(key))
+        changed = self._after_kind(kind, key, size, inputs)
+        if changed is not None:
+            return changed
         ratio = _by_ratio(inputs, size)
         return size.scaled(ratio) if ratio else _with_own(inputs, size)
+
+    def _after_kind(self, kind: str, key: str, size: LatentSize, inputs: dict) -> LatentSize | None:
+        """Return what a node makes of a size whose output does not follow from the names of its inputs alone;
+        None of other nodes."""
+        match kind:
+            case "LatentUpscale":
+                return _resized_latent(self, size, inputs)
+            case "LatentUpscaleBy":
+                return _latent_scaled(self, size, _number(inputs, FACTOR) or 1.0)
+            case "ResizeImagesByLongerEdge" | "ResizeImagesByShorterEdge":
+                return _to_edge(size, inputs)
+            case "LTXVLatentUpsampler":
+                return _upsampled_ltx(self, size, self._model_name(key))
+            case "ImageUpscaleWithModel":
+                return size.scaled(_model_factor(self._model_name(key), 1.0))
+            case "FluxKontextImageScale":
+                return size.with_megapixels(1.0)
+            case "RepeatLatentBatch" | "RepeatImageBatch":
+                return replace(size, batch=size.batch * positive(inputs, "amount", default=1))
+            case "LatentFromBatch":  # its ``length`` counts samples, not frames
+                return replace(size, batch=min(size.batch, positive(inputs, "length", default=size.batch)))
+        return None
 
     def _measured(self, key: str, seen: frozenset[str]) -> dict[str, int]:
         """Return the inputs of a node that are linked to a side of GetImageSize."""
@@ -180,11 +206,7 @@ def _latent_scaled(sizes: GraphSizes, size: LatentSize, factor: float) -> Latent
     return sizes.with_latent(size, round(height * factor), round(width * factor))
 
 
-def _upscaled_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
-    return _latent_scaled(sizes, size, _number(inputs, FACTOR) or 1.0)
-
-
-def _resized_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+def _resized_latent(sizes: GraphSizes, size: LatentSize, inputs: dict) -> LatentSize:
     """Return the size after LatentUpscale, whose sides are pixels of latents that have 8 a value."""
     _, rows, columns = sizes.sides(size)
     width, height = _given_sides(inputs)
@@ -201,7 +223,7 @@ def _resized_latent(sizes: GraphSizes, size: LatentSize, inputs: dict, model: st
     return sizes.with_latent(size, rows, columns)
 
 
-def _to_edge(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+def _to_edge(size: LatentSize, inputs: dict) -> LatentSize:
     """Return the size after a node that gives the longer or the shorter side, and rounds the other down."""
     longer, shorter = (positive(inputs, name, default=0) for name in ("longer_edge", "shorter_edge"))
     edge = longer or shorter
@@ -214,43 +236,9 @@ def _to_edge(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> L
     return replace(size, width=max(1, int(width * (edge / height))), height=edge)
 
 
-def _upsampled_ltx(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
+def _upsampled_ltx(sizes: GraphSizes, size: LatentSize, model: str) -> LatentSize:
     """Return the size after a model that doubles the sides, or the frames."""
     factor = _model_factor(model, 2.0)
     if "temporal" in model:  # the first frame stays one
         return replace(size, length=1 + round((size.length - 1) * factor))
     return _latent_scaled(sizes, size, factor)
-
-
-def _upscaled_image(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
-    return size.scaled(_model_factor(model, 1.0))
-
-
-def _for_kontext(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
-    return size.with_megapixels(1.0)
-
-
-def _repeated(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
-    return replace(size, batch=size.batch * positive(inputs, "amount", default=1))
-
-
-def _picked(sizes: GraphSizes, size: LatentSize, inputs: dict, model: str) -> LatentSize:
-    """Return the size after a node whose input ``length`` counts samples, not frames."""
-    return replace(size, batch=min(size.batch, positive(inputs, "length", default=size.batch)))
-
-
-#: Nodes that put the samples of all their latents into one.
-BATCHES = ("LatentBatch", "BatchLatentsNode")
-#: Nodes whose output does not follow from the names of their inputs alone -> what they make of a size.
-CHANGES: dict[str, Callable[[GraphSizes, LatentSize, dict, str], LatentSize]] = {
-    "LatentUpscale": _resized_latent,
-    "LatentUpscaleBy": _upscaled_latent,
-    "ResizeImagesByLongerEdge": _to_edge,
-    "ResizeImagesByShorterEdge": _to_edge,
-    "LTXVLatentUpsampler": _upsampled_ltx,
-    "ImageUpscaleWithModel": _upscaled_image,
-    "FluxKontextImageScale": _for_kontext,
-    "RepeatLatentBatch": _repeated,
-    "RepeatImageBatch": _repeated,
-    "LatentFromBatch": _picked,
-}
