@@ -26,8 +26,7 @@ from .host.plan_report import loaded_lines, request_line
 from .host.progress import NodeStatus, node_text
 from .host.refusals import errors_on_node
 from .host.report import shown
-from .host.schema import ALIASES, advanced, schema
-from .host.socket_types import ParallelConfigType, ParallelDiTType
+from .host.schema import ALIASES, ParallelConfigType, ParallelDiTType, advanced, schema
 from .parallel_config import config_in
 
 #: Shown while the page waits for its graph to be queued.

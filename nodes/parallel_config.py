@@ -8,8 +8,7 @@ from ..backend.planner.auto_config import AutoConfig, config_of
 from ..backend.planner.choose import AUTO, METHODS
 from .graph.queued_graph import queued, validated, values
 from .host.refusals import errors_on_node
-from .host.schema import ALIASES, advanced, schema
-from .host.socket_types import ParallelConfigType
+from .host.schema import ALIASES, ParallelConfigType, advanced, schema
 
 #: The largest values that a mouse wheel can reach; ParallelConfig refuses what the machine does not have.
 _MAX_VALUES = {**dict.fromkeys(AXES.values(), 64), "num_pipeline_patch": 1024, "warmup_steps": 10000}

@@ -11,8 +11,7 @@ from .host.handle import ParallelDiT, with_lora
 from .host.progress import node_text
 from .host.refusals import errors_on_node
 from .host.report import lora_line, shown
-from .host.schema import ALIASES, schema
-from .host.socket_types import ParallelDiTType
+from .host.schema import ALIASES, ParallelDiTType, schema
 
 
 class ParallelLoRA(io.ComfyNode):

@@ -34,8 +34,7 @@ from .host.rank_weights import host_room
 from .host.refusals import errors_on_node
 from .host.remote_patcher import RemotePatcher, attach_lora_metadata
 from .host.sampling_on_ranks import OnRanks, release
-from .host.schema import ALIASES, schema
-from .host.socket_types import ParallelDiTType
+from .host.schema import ALIASES, ParallelDiTType, schema
 
 #: Entries of transformer_options that ComfyUI's transformers read, and what sets them.
 REFUSED_OPTIONS = {

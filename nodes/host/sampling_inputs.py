@@ -4,7 +4,7 @@ import comfy.samplers
 from comfy_api.latest import io
 
 from ...backend.protocol.solver_names import SOLVERS
-from .socket_types import ParallelDiTType
+from .schema import ParallelDiTType
 
 DIT = ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT.")
 STEPS = io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps.")

@@ -1,9 +1,11 @@
-"""What the schemas of all nodes share: category, and words by which people look for them."""
+"""What the schemas of all nodes share: category, words by which people look for them, own socket types."""
 
 from dataclasses import fields
 
 from comfy_api.latest import io
 
+ParallelConfigType = io.Custom("PARALLEL_CONFIG")
+ParallelDiTType = io.Custom("PARALLEL_DIT")
 CATEGORY = "Parallel DiT"
 #: What people who look for more than one GPU type into ComfyUI's search.
 ALIASES = (
