@@ -281,11 +281,8 @@ class RemoteTransformer(ElsewhereModule):
             meanwhile=lambda: holds.append(self.cached_arguments.holds()),
             room=room,
         )
-        asks = room is not None
         check = partial(status.check, CANCELLING, backend)
-        result = run_evicting_models(
-            backend, dit.choice, lambda all_ranks: sample(all_ranks=all_ranks), check, asks
-        )
+        result = run_evicting_models(backend, dit.choice, sample, check, looks=room is not None)
         # ranks that miss cached arguments have not looked at their memory
         if sampling is not None and result is not None and "missing" not in result.stats:
             sampling.sizes.add(str(size))

@@ -41,8 +41,9 @@ def plan_under_node(
     """Choose the ranks of a model as planning.plan_for does, with what it waits for under the node, and
     Cancel."""
     _make_room(auto)
-    with _watched() as watching:
-        config, lines = planning.plan_for(auto, model, request, others, *watching)
+    with NodeStatus() as status:
+        check = partial(status.check, "cancelling")
+        config, lines = planning.plan_for(auto, model, request, others, check, status.show)
     for line in lines:
         logging.info("parallel-dit: %s", line)
     return config, lines
@@ -112,13 +113,6 @@ def _own_gpu() -> int | None:
     """Return the GPU on which ComfyUI computes, as its text encoder and VAE; None for another device."""
     device = comfy.model_management.get_torch_device()
     return (device.index or 0) if device.type == "cuda" else None
-
-
-@contextmanager
-def _watched() -> Iterator[tuple]:
-    """Give ``check`` and ``show`` of planning.plan_for for the node that runs now."""
-    with NodeStatus() as status:
-        yield partial(status.check, "cancelling"), status.show
 
 
 def sample_planned(
@@ -206,18 +200,15 @@ def _size_of_calls(shape: torch.Size, guider) -> torch.Size:
     context windows cut it, that of one window, the frame before it and all frames of guides (LTX-Video),
     which may be in any window."""
     handler = guider.model_options.get("context_handler")
-    length, dim = (getattr(handler, name, None) for name in ("context_length", "dim"))
+    length = getattr(handler, "context_length", None)
+    dim = getattr(handler, "dim", None)
     if length is None or dim is None or dim >= len(shape):
         return shape
     length += 1 if getattr(handler, "causal_window_fix", False) else 0
-    prompts = (each for branch in guider.conds.values() for each in branch)
-    length += max(map(_guide_frames, prompts), default=0)
+    prompts = [each for branch in guider.conds.values() for each in branch]
+    guides = [each.get("guide_attention_entries") or () for each in prompts]
+    length += max((sum(guide["latent_shape"][0] for guide in each) for each in guides), default=0)
     return torch.Size(min(side, length) if axis == dim else side for axis, side in enumerate(shape))
-
-
-def _guide_frames(cond: dict) -> int:
-    """Count the latent frames of a prompt's guides, which are after those of the video."""
-    return sum(guide["latent_shape"][0] for guide in cond.get("guide_attention_entries") or ())
 
 
 def _references(conds: dict[str, list[dict]]) -> tuple[torch.Tensor, ...]:

@@ -197,9 +197,7 @@ def _load_with_status(
 
     room = room and room.keeping(entries_to_keep(backend, choice))
     load = partial(backend.load, *choice, loras=loras, check=check, on_progress=show, room=room)
-    loaded = run_evicting_models(
-        backend, choice, lambda all_ranks: load(all_ranks=all_ranks), check, make_room
-    )
+    loaded = run_evicting_models(backend, choice, load, check, make_room)
     named = {(handle.config.topology(), handle.choice) for handle in _handles}
     register(config.topology(), choice, backend, loaded, named, is_named)
     if not config.address and loaded.info["device"] == "cuda":  # on the CPU a file is mapped, not read

@@ -31,34 +31,30 @@ _weights: dict[tuple, tuple[Backend, list[RankWeights]]] = {}
 def run_evicting_models(
     backend: Backend,
     choice: ModelChoice,
-    run: Callable[[bool], Ran],
+    run: Callable[..., Ran],
     check: Callable[[], None],
     looks=True,
 ) -> Ran:
     """Run a load or a request of ``choice``. Where ranks lack memory for it, models leave, the least recently
     used one first, and it runs again: those that the running graph does not load, but the next one may; then
-    its others, such as the first of two experts. They are parked where the host has room. ``run`` gets
-    whether every rank is to have what it likely needs: where it ``looks``, while models are there that the
-    graph does not load, or any that leave for that. ``check`` may interrupt a wait for others. RefusedError
-    where that is not enough."""
+    its others, such as the first of two experts. They are parked where the host has room. ``run`` gets as
+    ``all_ranks`` whether every rank is to have what it likely needs: where it ``looks``, while models are
+    there that the graph does not load, or any that leave for that. ``check`` may interrupt a wait for others.
+    RefusedError where that is not enough."""
     left: set[ModelChoice] = set()
     backend.aside.discard(choice)  # it comes back by itself
     while True:
         others = [each for each in backend.models if each not in (choice, *left)]
-        idle = [
-            each
-            for each in others
-            if each not in backend.aside and may_hold_memory(_entries(backend, {each}))
-        ]
+        present = [each for each in others if each not in backend.aside]
+        idle = [each for each in present if may_hold_memory(_entries(backend, {each}))]
         unneeded = unnamed(idle, running()) if looks else None
         all_ranks = unneeded is not None or (looks and bool(idle) and _others_leave(backend, choice))
         try:
-            return run(all_ranks)
+            return run(all_ranks=all_ranks)
         except RefusedError as error:
-            if (
-                backend.process is None
-            ):  # another client may have brought back what we have parked: who knows,
-                # so for what is likely alone nothing of it is asked to leave
+            # another client may have brought back what we have parked: who knows, so for what is likely
+            # alone nothing of it is asked to leave
+            if backend.process is None:
                 idle = idle or [each for each in others if each in backend.aside]
             unneeded = unneeded or unnamed(idle, running())
             if not error.lacking or not idle:
@@ -167,22 +163,18 @@ def drop_beyond_room(backend: Backend, choice: ModelChoice):
             unload(backend, each, park=False)
 
 
-def park_aside(backend: Backend, choice: ModelChoice, named: Collection[ModelChoice], check):
-    """Park models of ranks that other clients use, too, once no handle has ``named`` them and the running
-    graph does not load them: ranks refuse others' requests for want of what these hold."""
+def make_way(backend: Backend, choice: ModelChoice, named: Collection[ModelChoice], check):
+    """Have models that the running graph does not load make way before a load of ``choice``, as far as they
+    do not stay on ranks of our own until memory lacks (run_evicting_models). Ranks refuse requests of their
+    other clients for want of what models hold: those that no handle has ``named`` are parked there."""
+    if backend.process is not None:
+        if backend.welcome.device == "cpu":
+            drop_beyond_room(backend, choice)
+        return
     for each in spare_models(backend):
         if each not in (choice, *named, *backend.aside):
             unload(backend, each, waits=True, check=check)
             backend.aside.add(each)
-
-
-def make_way(backend: Backend, choice: ModelChoice, named: Collection[ModelChoice], check):
-    """Have models that nobody has ``named`` make way before a load of ``choice``, as far as they do not stay
-    on ranks of our own until memory lacks (run_evicting_models)."""
-    if backend.process is None:
-        park_aside(backend, choice, named, check)
-    elif backend.welcome.device == "cpu":
-        drop_beyond_room(backend, choice)
 
 
 def free_weights(check=nothing) -> int:

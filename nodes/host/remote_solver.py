@@ -68,14 +68,9 @@ class RemoteSolver:
         with Reporter(callback, noise, steps, disable_pbar, self.wants_denoised) as reporter:
             interrupted = partial(reporter.status.interrupted, backend=self.backend)
             room = host_room().keeping(entries_to_keep(self.backend, self.dit.choice))
-            result = run_evicting_models(
-                self.backend,
-                self.dit.choice,
-                lambda all_ranks: self.backend.sample(
-                    request, reporter, interrupted, room=room, all_ranks=all_ranks
-                ),
-                partial(reporter.status.check, CANCELLING, self.backend),
-            )
+            sample = partial(self.backend.sample, request, reporter, interrupted, room=room)
+            check = partial(reporter.status.check, CANCELLING, self.backend)
+            result = run_evicting_models(self.backend, self.dit.choice, sample, check)
             if result is None:
                 raise interrupt()
             samples = result.tensors["samples"].to(noise.device)

@@ -89,8 +89,5 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
 
 def _adds_latents(latent_format) -> bool:
     """Return whether ComfyUI gives an empty latent of this format the others, as it does for MiniMax-H3."""
-    ours, usual = (
-        getattr(each, "fix_empty_latent", None)
-        for each in (type(latent_format), comfy.latent_formats.LatentFormat)
-    )
-    return ours is not usual
+    usual = getattr(comfy.latent_formats.LatentFormat, "fix_empty_latent", None)
+    return getattr(type(latent_format), "fix_empty_latent", None) is not usual
