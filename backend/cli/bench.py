@@ -13,7 +13,6 @@ import statistics
 import time
 from pathlib import Path
 
-from ..client.client import BackendClient
 from ..client.pool import Backend
 from ..config import ConfigError, ParallelConfig
 from ..protocol import Ping
@@ -38,17 +37,15 @@ def main(arguments: list[str]) -> int:
     requests = read_requests(chosen.request.read_text(), chosen.request.absolute().parent)
     client = connect(chosen)
     config = read_settings(chosen.config, client.welcome)
-    print(json.dumps({"degrees": client.welcome.degrees, "device": client.welcome.device, **pings(client)}))
+    welcome = client.welcome
+    round_trips = [1000 * timed(lambda: client.request(Ping()))[0] for _ in range(PINGS)]
+    about = {"degrees": welcome.degrees, "device": welcome.device, **spread("round_trip_ms", round_trips)}
+    print(json.dumps(about))
     backend = Backend(config, client)
     for request in requests:
         print(json.dumps(measured(backend, request, config, chosen.rounds)), flush=True)
     backend.close()
     return 0
-
-
-def pings(client: BackendClient) -> dict:
-    """Return the socket's round trip in milliseconds."""
-    return spread("round_trip_ms", [1000 * timed(lambda: client.request(Ping()))[0] for _ in range(PINGS)])
 
 
 def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, rounds: int) -> dict:
@@ -58,14 +55,15 @@ def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, r
     first, result = timed(lambda: backend.sample(message))
     every = [timed(lambda: backend.sample(message))[0] for _ in range(rounds)]
     steps = len(message.tensors["sigmas"]) - 1
-    numbers = {
+    return {
         "model": Path(request.model).name,
         "latent": list(result.tensors["samples"].shape),
         "steps": steps,
+        "load_seconds": round(load, 3),
+        "first_seconds": round(first, 3),
+        **spread("seconds", every),
+        "seconds_per_step": round(statistics.median(every) / steps, 4),
     }
-    numbers |= {"load_seconds": round(load, 3), "first_seconds": round(first, 3)}
-    numbers |= spread("seconds", every)
-    return numbers | {"seconds_per_step": round(statistics.median(every) / steps, 4)}
 
 
 def timed(action) -> tuple:

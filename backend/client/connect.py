@@ -12,8 +12,6 @@ from .launcher import READY_SECONDS
 
 #: Environment variable with the addresses that a graph may name.
 ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"
-
-
 #: What is raised where nobody listens at an address: no socket, or that of one that has ended.
 _NOT_THERE = (FileNotFoundError, ConnectionRefusedError)
 #: Addresses at which this process has found a backend.

@@ -100,15 +100,13 @@ class Connected:
         try:
             return action()
         except BackendError as error:
-            self.why = self.why or self._cause(error)
+            if self.why is None and self.process is not None:
+                self.why = self.process.failure()
+            elif self.why is None:
+                self.why = BackendError(f"{error}; the next run connects again.")
             # a new one each time: a traceback would hold the tensors of its request as long as the backend
             raise type(self.why)(*self.why.args) from error
         finally:
             self.last_used = time.monotonic()
             if self.client.closed:
                 self.close()
-
-    def _cause(self, error: BackendError) -> BackendError:
-        if self.process is None:
-            return BackendError(f"{error}; the next run connects again.")
-        return self.process.failure()

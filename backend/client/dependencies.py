@@ -44,15 +44,18 @@ def require_dependencies(requirements: Path = REQUIREMENTS, python: str = sys.ex
     known = (python, requirements, installed_at(python))
     if known in _complete:
         return
-    unmet = unmet_requirements(requirements) if python == sys.executable else _unmet_of(python, requirements)
-    if not unmet:
-        _complete.add(known)
+    if python == sys.executable:
+        whose = "ComfyUI's Python"
+        unmet = unmet_requirements(requirements)
     else:
-        whose = "ComfyUI's Python" if python == sys.executable else f"{python} ({VARIABLE})"
+        whose = f"{python} ({VARIABLE})"
+        unmet = _asked(python, requirements)["unmet"]
+    if unmet:
         raise MissingDependencyError(
             f"The parallel backend needs {', '.join(unmet)}, which {whose} does not have; "
             f"{how_to_install(unmet, python)}"
         )
+    _complete.add(known)
 
 
 def _require_python(version: Sequence[int], whose: str, remedy: str):
@@ -74,10 +77,6 @@ def ranks_versions() -> dict[str, str]:
 def _versions() -> dict[str, str]:
     found = {name: installed(name) or "none" for name in DIVIDING}
     return {"python": sys.version.split()[0], **found}
-
-
-def _unmet_of(python: str, requirements: Path) -> list[str]:
-    return _asked(python, requirements)["unmet"]
 
 
 def _asked(python: str, requirements: Path) -> dict:

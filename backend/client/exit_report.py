@@ -32,6 +32,13 @@ NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILI
 #: 10 MB a channel and peer.
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 1 << 30
+#: What an error of GPUs says -> the remedy.
+_HINTS = {
+    r"peer access|cuda failure 217": " (GPUs of this machine do not reach each other's memory; python "
+    "scripts/doctor.py --full, or a first run with method auto, finds another way and keeps it)",
+    r"busy or unavailable": " (the GPU is in exclusive mode, and another program has it: sudo nvidia-smi -c "
+    "DEFAULT)",
+}
 #: Signal -> what sends it to a rank that nobody has killed.
 _SENDERS = {
     "SIGKILL": ", as the system does when memory runs out",
@@ -68,7 +75,8 @@ class RankFailure:
     def __str__(self):
         who = f"rank {self.rank}" + (f" on {self.machine}" if self.machine else "")
         if self.error:
-            hint = shared_memory_hint(self.error) or _peer_access_hint(self.error) or _busy_hint(self.error)
+            known = (hint for words, hint in _HINTS.items() if re.search(words, self.error, re.IGNORECASE))
+            hint = shared_memory_hint(self.error) or next(known, "")
             return f"{who} failed with {self.error}{hint}"
         if self.code < 0:
             return f"{who} {killed_by(-self.code)}"
@@ -156,12 +164,8 @@ def _recorded_errors(folder: Path, first_rank: int):
         except ValueError:  # the rank was killed while it wrote
             continue
         seconds = float(record["extraInfo"]["timestamp"])
-        yield RankFailure(
-            rank=first_rank + int(path.parent.name),
-            code=1,
-            error=_one_line(record["message"]),
-            seconds=seconds,
-        )
+        rank = first_rank + int(path.parent.name)
+        yield RankFailure(rank, error=_one_line(record["message"]), seconds=seconds)
 
 
 def _words(folder: Path, local_rank: int, code: int) -> str:
@@ -208,20 +212,3 @@ def shared_memory_hint(error: str) -> str:
         f" ({SHARED_MEMORY} has {size >> 20} MB, in which NCCL keeps what GPUs without peer access send each "
         f"other; if this is a container, start it with --shm-size=8g or --ipc=host)"
     )
-
-
-def _peer_access_hint(error: str) -> str:
-    """Name the remedy where the driver refuses GPUs the memory of each other."""
-    if not re.search(r"peer access|cuda failure 217", error, re.IGNORECASE):
-        return ""
-    return (
-        " (GPUs of this machine do not reach each other's memory; python scripts/doctor.py --full, or a "
-        "first run with method auto, finds another way and keeps it)"
-    )
-
-
-def _busy_hint(error: str) -> str:
-    """Name the remedy where a GPU lets no further process in."""
-    if "busy or unavailable" not in error:
-        return ""
-    return " (the GPU is in exclusive mode, and another program has it: sudo nvidia-smi -c DEFAULT)"

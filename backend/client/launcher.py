@@ -159,7 +159,10 @@ class BackendProcess:
                 time.sleep(0.1)
         except _NotReady:
             self._private.keep()
-            self._gave_up = f"it was not ready after {seconds:.0f} s{ready_text}{self._links_hint()}"
+            hint = ""
+            if self._started >= self._ranks:  # they wait for each other
+                hint = links_hint(self._link is not None, self._is_on_gpus and self._ranks > 1)
+            self._gave_up = f"it was not ready after {seconds:.0f} s{ready_text}{hint}"
             what = f"The backend gives up: {self._gave_up}"
             raise BackendError(f"{what}; the reason may be in its log, {self.log}.") from None
         self._client = client
@@ -188,12 +191,6 @@ class BackendProcess:
     @property
     def _started(self) -> int:
         return sum(1 for _ in self.folder.glob(f"{STORE}.ready-*"))
-
-    def _links_hint(self) -> str:
-        """Say what started ranks wait for, and what to do; empty where it is something else."""
-        if self._started < self._ranks:
-            return ""
-        return links_hint(self._link is not None, self._is_on_gpus and self._ranks > 1)
 
     @property
     def running(self) -> bool:
@@ -239,9 +236,9 @@ class BackendProcess:
         ranks of NCCL may do so for hours."""
         if self.silence:
             return
-        if not self._wait(GRACE_SECONDS if self._ended_elsewhere else EXIT_REPORT_SECONDS):
-            if self._ended_elsewhere:
-                self._kill_ranks()
+        has_ended = self._wait(GRACE_SECONDS if self._ended_elsewhere else EXIT_REPORT_SECONDS)
+        if self._ended_elsewhere and not has_ended:
+            self._kill_ranks()
 
     def steps_of_ranks(self, done: int) -> str:
         """Say in which step each rank here is, as SilenceWatch does."""
@@ -321,8 +318,7 @@ class BackendProcess:
 
     def dump_stacks(self):
         """Have every rank write into the log where its threads are, also one that hangs in one of them."""
-        if hasattr(signal, "SIGUSR1"):
-            self._signal_ranks(signal.SIGUSR1)
+        self._signal_ranks(signal.SIGUSR1)
 
     def _kill_ranks(self):
         self._killed |= self._signal_ranks(signal.SIGKILL)

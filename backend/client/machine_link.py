@@ -77,9 +77,8 @@ class Peer:
     def has_hung_up(self) -> bool:
         """Look whether the other end has closed the connection, without taking what it has sent."""
         try:
-            return bool(select.select([self.socket], [], [], 0)[0]) and not self.socket.recv(
-                1, socket.MSG_PEEK
-            )
+            readable, _, _ = select.select([self.socket], [], [], 0)
+            return bool(readable) and not self.socket.recv(1, socket.MSG_PEEK)
         except OSError:
             return True
 

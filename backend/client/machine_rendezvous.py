@@ -218,15 +218,10 @@ def _proved(connection: socket.socket, host: str, token: str) -> Peer:
     if not isinstance(index, int) or not isinstance(theirs, str) or not handshake.is_nonce(theirs):
         raise ConnectionError("it is no launcher")
     nonce = handshake.new_nonce()
-    peer.send(
-        {
-            "nonce": nonce,
-            "proof": handshake.proof(token, f"{ROLE} 0", client_nonce=theirs, backend_nonce=nonce),
-        }
-    )
-    if not handshake.is_proof(
-        str(ask("proof")), token=token, role=f"{ROLE} {index}", client_nonce=theirs, backend_nonce=nonce
-    ):
+    own = handshake.proof(token, f"{ROLE} 0", client_nonce=theirs, backend_nonce=nonce)
+    peer.send({"nonce": nonce, "proof": own})
+    proof = str(ask("proof"))
+    if not handshake.is_proof(proof, token, f"{ROLE} {index}", client_nonce=theirs, backend_nonce=nonce):
         raise ConnectionError("it does not know the token")
     peer.index = index
     peer.name = f"machine {index} ({host})"
@@ -298,15 +293,10 @@ def _prove(peer: Peer, machines: Machines, token: str, hello: dict) -> str:
         proof = str(peer.ask("proof", deadline - time.monotonic()))
     except (TimeoutError, ConnectionResetError) as error:
         return str(error)
-    if not handshake.is_proof(proof, token=token, role=f"{ROLE} 0", client_nonce=nonce, backend_nonce=theirs):
+    if not handshake.is_proof(proof, token, f"{ROLE} 0", client_nonce=nonce, backend_nonce=theirs):
         raise BackendError(f"{peer.name} does not know this token, so nothing was sent to it.")
-    peer.send(
-        {
-            "proof": handshake.proof(
-                token, f"{ROLE} {machines.index}", client_nonce=nonce, backend_nonce=theirs
-            )
-        }
-    )
+    own = handshake.proof(token, f"{ROLE} {machines.index}", client_nonce=nonce, backend_nonce=theirs)
+    peer.send({"proof": own})
     return ""
 
 

@@ -80,8 +80,7 @@ def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]
     ways = cache_files.read("nccl", link_key(environment), _parsed)
     if not ways:
         return WAYS[0]
-    # earlier versions wrote numbers, which count until the GPUs are measured again
-    names = {*gpu_names(gpus), *map(str, gpus)}
+    names = set(gpu_names(gpus))
     return WAYS[max((way for group, way in ways.items() if len(group & names) > 1), default=0)]
 
 
@@ -90,9 +89,6 @@ def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str
     ways = cache_files.read("nccl", link_key(environment), _parsed) or {}
     group = frozenset(gpu_names(gpus))
     index = WAYS.index(way)
-    numbers = frozenset(map(str, gpus))
-    if numbers != group:
-        ways.pop(numbers, None)
     if ways.get(group, 0) != index:
         ways[group] = index
         written = {",".join(sorted(each)): its for each, its in ways.items()}

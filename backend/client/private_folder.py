@@ -202,13 +202,9 @@ def open_within(folder: Path, name: str, flags: int) -> int:
     one of both is a link, or nothing is there."""
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if not _is_private(inside):
+        found = os.fstat(inside)
+        if found.st_uid != os.getuid() or found.st_mode & 0o777 != 0o700:
             raise PermissionError(errno.EACCES, "it is not this user's alone", str(folder))
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
     finally:
         os.close(inside)
-
-
-def _is_private(folder: int) -> bool:
-    found = os.fstat(folder)
-    return found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700

@@ -42,10 +42,10 @@ class ServedModels(Worker):
     def free_abandoned(self, message, every: bool) -> bool:
         """Unload the oldest model that no connected client has loaded, or ``every`` such one; return whether
         there was one besides that of ``message``. Parked ones are in nobody's way."""
-        idle = [key for key in self._abandoned(on_devices=True) if not self._is_of(message, key)]
-        self._unload_all(
-            idle if every else idle[:1], "no connected client has loaded it, and one lacks memory"
-        )
+        base = getattr(message, "model", "").partition(LORAS)[0]
+        idle = [key for key in self._abandoned(on_devices=True) if key != base]
+        leaving = idle if every else idle[:1]
+        self._unload_all(leaving, "no connected client has loaded it, and one lacks memory")
         return bool(idle)
 
     def is_on_devices(self, model: LoadedModel) -> bool:
@@ -56,9 +56,6 @@ class ServedModels(Worker):
         named = self.named.of_connected()
         found = [key for key in self.files if key not in named]
         return [key for key in found if self.is_on_devices(self.engine.models[key]) is on_devices]
-
-    def _is_of(self, message, key: str) -> bool:
-        return getattr(message, "model", "").partition(LORAS)[0] == key
 
     def _unload_all(self, keys: Sequence[str], why: str):
         for key in keys:

@@ -31,11 +31,6 @@ from ..protocol.handshake import MIN_TOKEN
 from ..protocol.heartbeats import Heartbeats
 from ..runtime.parent_pipe import be_killed_with_parent, end_with_parent
 
-try:
-    import resource
-except ImportError:  # Windows, which writes no core dumps here
-    resource = None
-
 TOKEN_VARIABLE = "PARALLEL_DIT_TOKEN"
 #: Key of the ranks' store under which the first rank of a machine leaves the configuration that it has read.
 _CONFIG_KEY = "parallel-dit/config"
@@ -62,8 +57,7 @@ def begin() -> Start:
     sys.stdout = LossyLog(sys.stdout)
     sys.stderr = LossyLog(sys.stderr)
     _leave_no_core()
-    if hasattr(faulthandler, "register"):  # before its first beat, after which the launcher may ask for it
-        faulthandler.register(signal.SIGUSR1, file=2)
+    faulthandler.register(signal.SIGUSR1, file=2)  # before its first beat: the launcher may ask for it then
     beats = _beat(options.heartbeats) if options.heartbeats else None
     leads = int(os.environ["RANK"]) == 0
     store = mesh.file_store(options.store) if options.store else None
@@ -163,9 +157,10 @@ def _from_parent(store) -> tuple[str, str]:
 
 def _leave_no_core():
     """Have a crash write no core dump: gigabytes of weights, and the token, into the folder of the logs."""
-    if resource is not None:
-        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    import resource  # commands that import this file run under Windows, too
+
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def _beat(path: str) -> Heartbeats | None:

@@ -33,7 +33,7 @@ def be_killed_with_parent():
     where all ranks wait in launches of kernels, which hold the GIL, none would see it, and torchrun waits for
     them. Not before all that is written to the pipe has been: that would kill it, too. Older kernels than
     LINUX leave it to ``end_with_parent``."""
-    if not signals_the_end_alone(os.uname().release if hasattr(os, "uname") else ""):
+    if not signals_the_end_alone(os.uname().release):
         return
     with suppress(ImportError, AttributeError, OSError):  # another system, or no /proc
         import fcntl
