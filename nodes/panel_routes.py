@@ -26,11 +26,9 @@ def add_routes(
     actions: Mapping[str, Callable[[dict], object]],
     mistakes: tuple[type[Exception], ...],
 ):
-    """Answer GET PREFIX/NAME by ``questions`` and POST PREFIX/NAME by ``actions``, each on a thread.
-
-    An action gets the JSON object of the body. A text is answered as such, anything else as JSON. One of
-    ``mistakes`` is answered 400 with its sentence.
-    """
+    """Answer GET PREFIX/NAME by ``questions`` and POST PREFIX/NAME by ``actions``, each on a thread. An
+    action gets the JSON object of the body. A text is answered as such, anything else as JSON, and one of
+    ``mistakes`` as 400 with its sentence."""
 
     async def answered(call: Callable[[], object]) -> web.Response:
         try:

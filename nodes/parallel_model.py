@@ -1,10 +1,7 @@
 """The ParallelModel node: a PARALLEL_DIT as a MODEL, which every sampler, guider and scheduler of ComfyUI can
-use.
-
-The MODEL is ComfyUI's own model object without weights. In the place of its transformer is a module that
-sends each call to the ranks: one round trip a step. What would reach into the transformer is refused by name,
-at the node that does it where that can be.
-"""
+use. It is ComfyUI's own model object without weights; in the place of its transformer is a module that sends
+each call to the ranks: one round trip a step. What would reach into the transformer is refused by name, at
+the node that does it where that can be."""
 
 import logging
 from collections import OrderedDict

@@ -142,7 +142,6 @@ def run(
 def _sampled(
     backend: pool.Backend, request: SampleRequest, config: ParallelConfig, keep: Collection[ModelChoice]
 ):
-    """Return the result of a request, and the shapes of its latents."""
     waits = partial(_show_turn, backend)
     loaded = backend.load(*request.choice, keep=[request.choice, *keep], loras=request.loras, check=waits)
     for warning in loaded.info.get("warnings", []):

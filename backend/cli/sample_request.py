@@ -130,7 +130,6 @@ def _lora(name: str, lora, folder: Path) -> list:
 
 
 def _check(request: SampleRequest, name: str):
-    """Refuse what no model can run."""
     _check_latent(request, name)
     if request.steps < 1 or request.batch < 1 or request.shift < 0:
         values = f"{request.steps} steps, batch {request.batch}, shift {request.shift:g}"

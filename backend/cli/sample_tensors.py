@@ -102,8 +102,7 @@ def _given(levels: list) -> Tensor:
 
 
 def _latents(request: SampleRequest) -> list[Tensor]:
-    """Return the latents to start from, in the model's space, (B, C, [T,] H, W) each: zeros for empty ones.
-    ConfigError for a file without one."""
+    """Return the latents to start from, in the model's space, (B, C, [T,] H, W) each. Raises ConfigError."""
     if request.sizes:
         return [torch.zeros(request.batch, *size) for size in request.sizes]
     tensors = read_tensors(request.latent)

@@ -114,5 +114,4 @@ def metrics(report: Report) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape a label's value."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -23,11 +23,9 @@ MAX_EARLIER = 4
 
 
 class ArgumentCache:
-    """Replace arguments that the ranks have cached by their keys.
-
-    Values are compared, not identities: a node may change a prompt in place. A value is matched by a sparse
-    fingerprint; ``holds`` verifies it fully while the ranks compute, since that takes longer than sending.
-    """
+    """Replace arguments that the ranks have cached by their keys. Values are compared, not identities: a node
+    may change a prompt in place. A value is matched by a sparse fingerprint; ``holds`` verifies it fully
+    while the ranks compute, since that takes longer than sending."""
 
     def __init__(self):
         self._earlier: deque[str] = deque(maxlen=MAX_EARLIER)
@@ -39,8 +37,7 @@ class ArgumentCache:
         return [*self._earlier, *([self.client] if self.known else [])]
 
     def reset(self):
-        """Send everything again, under another id. What ranks have under this one stays until it is
-        ``forgotten``."""
+        """Send everything again, under another id; ranks keep what they have until it is ``forgotten``."""
         self._earlier.extend([self.client] if self.known else [])
         self._begin()
 

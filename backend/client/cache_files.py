@@ -1,5 +1,4 @@
-"""What was measured of this machine, its GPUs and models: files of JSON, which later processes read too, in
-the folder of what is measured or compiled once for this machine and user."""
+"""Files of JSON with what was measured of this machine, its GPUs and models, for later processes, too."""
 
 import hashlib
 import json
@@ -50,8 +49,7 @@ def read_or_measure(
 
 
 def read(kind: str, key: list, parse: Callable[[dict], Measured]) -> Measured | None:
-    """Return what ``parse`` makes of the file of ``kind`` and ``key``; None where there is none, or it is not
-    ours."""
+    """Return what ``parse`` makes of the file of ``kind`` and ``key``; None where there is none of ours."""
     path = _path(kind, key)
     try:
         return parse(json.loads(_passing.get(path) or _unwritten.get(path) or path.read_text()))
@@ -60,8 +58,7 @@ def read(kind: str, key: list, parse: Callable[[dict], Measured]) -> Measured | 
 
 
 def write(kind: str, key: list, measured: dict):
-    """Write ``measured`` to the file of ``kind`` and ``key``; where the disk takes nothing, keep it until
-    this process ends."""
+    """Write the file of ``kind`` and ``key``; what the disk does not take is kept until this process ends."""
     path = _path(kind, key)
     written = json.dumps(measured)
     try:

@@ -1,7 +1,4 @@
-"""The client's end of a backend's socket: one request at a time, with progress and cancel while it runs.
-
-Imports neither ComfyUI nor torch.distributed: scripts use it as the nodes do.
-"""
+"""The client's end of a backend's socket: one request at a time, with progress and cancel while it runs."""
 
 import selectors
 import socket

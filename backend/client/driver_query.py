@@ -1,8 +1,5 @@
-"""Asks programs of a GPU's driver (nvidia-smi, rocm-smi), which hang where the driver does. Standard library
-only.
-
-A process in a system call that hangs is not ended by SIGKILL, and subprocess.run waits for it after that.
-"""
+"""Asks programs of a GPU's driver (nvidia-smi, rocm-smi), which hang where the driver does: SIGKILL does not
+end them then, and subprocess.run would wait for that. Standard library only."""
 
 import subprocess
 import time

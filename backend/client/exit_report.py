@@ -1,7 +1,6 @@
 """Why a backend ended: the first rank that failed, from what torchrun and the ranks left in its folder.
-
-torchrun kills the other ranks once one has failed, and ranks fail whose peer is gone; neither is the cause.
-"""
+torchrun kills the other ranks once one has failed, and ranks fail whose peer is gone; neither is the
+cause."""
 
 import json
 import re

@@ -1,9 +1,7 @@
-"""Keeps descriptors that processes of ours live by out of forks of this one. Standard library only.
-
-A process that another custom node forks (concurrent.futures, multiprocessing) has a copy of every descriptor,
-and close-on-exec does not act: ranks would not see their pipe end with ComfyUI, and would hold all memory of
-the GPUs for as long as that process lives.
-"""
+"""Keeps descriptors that processes of ours live by out of forks of this one. A process that another custom
+node forks (concurrent.futures, multiprocessing) has a copy of every descriptor, and close-on-exec does not
+act: ranks would not see their pipe end with ComfyUI, and would hold the GPUs' memory for as long as that
+process lives. Standard library only."""
 
 import os
 

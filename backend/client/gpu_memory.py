@@ -1,7 +1,4 @@
-"""Memory that is free on GPUs while ranks of ours run there, with what these have themselves.
-
-Imports neither ComfyUI nor torch.distributed.
-"""
+"""Memory that is free on GPUs while ranks of ours run there, with what these have themselves."""
 
 from ..config import ConfigError
 from ..planner.machine import RESERVE

@@ -20,8 +20,7 @@ OWN = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")
 
 
 def ranks_python() -> str:
-    """Return the interpreter of ranks, probes and readers of headers. ConfigError where the variable names
-    none."""
+    """Return the interpreter of ranks, probes and readers of headers. Raises ConfigError for no program."""
     chosen = os.environ.get(VARIABLE, "").strip()
     if not chosen:
         return sys.executable
@@ -35,15 +34,13 @@ def ranks_python() -> str:
 
 
 def packages_changed() -> int:
-    """Return when packages were last installed for the ranks' interpreter (nanoseconds), whose versions are
-    not known here; 0 where it is ours."""
+    """Return when packages were last installed for the ranks' Python (nanoseconds); 0 where it is ours."""
     python = ranks_python()
     return 0 if python == sys.executable else installed_at(python)
 
 
 def installed_at(python: str) -> int:
-    """Return when packages were last installed for an interpreter (nanoseconds), 0 where that is not
-    known."""
+    """Return when packages were last installed for an interpreter (nanoseconds), 0 where nobody knows."""
     folders = Path(python).parent.parent.glob("lib/python3*/site-packages")
     return max((folder.stat().st_mtime_ns for folder in folders), default=0)
 

@@ -1,5 +1,4 @@
-"""Starts one backend on this machine and ends it: a torchrun agent, its ranks, and the private folder of
-their socket and logs. Imports neither ComfyUI nor torch.distributed."""
+"""Starts and ends one backend on this machine: torchrun's agent, its ranks, their private folder."""
 
 import atexit
 import json
@@ -253,8 +252,7 @@ class BackendProcess:
         return BackendClient(self.address, self._token, check, self._is_hung, self._watch.steps_of_ranks)
 
     def close(self):
-        """End every rank: ask, then close their pipe, then kill what is left. More than once is fine, also on
-        several threads."""
+        """End every rank: ask, close their pipe, kill what is left. Any thread may, more than once."""
         self._closing = True
         with self._ending:
             if not self._ended:

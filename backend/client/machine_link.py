@@ -1,10 +1,7 @@
 """The connection between the launchers of a backend's machines: it carries the configuration, heartbeats, and
-why one has ended.
-
-It is made by machine_rendezvous.py. Lines of JSON travel: nothing is unpickled, and nothing is encrypted.
-Every machine writes twice a second; one that is not heard of is silent, as a rank is (silence.py). Imports
-neither ComfyUI nor torch.
-"""
+why one has ended. machine_rendezvous.py makes it. Lines of JSON travel: nothing is unpickled, and nothing is
+encrypted. Every machine writes twice a second; one that is not heard of is silent, as a rank is
+(silence.py)."""
 
 import json
 import select

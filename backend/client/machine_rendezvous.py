@@ -1,8 +1,5 @@
-"""How the launchers of a backend's machines find each other.
-
-Machine 0 listens on its interface to the others, which connect to it. Both ends prove that they know the
-token (protocol/handshake.py), which never travels. Imports neither ComfyUI nor torch.
-"""
+"""How the launchers of a backend's machines find each other: machine 0 listens on its interface, the others
+connect to it. Both ends prove that they know the token (protocol/handshake.py), which never travels."""
 
 import socket
 import sys

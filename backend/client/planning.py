@@ -1,5 +1,4 @@
-"""Plans of auto: what the planner chooses for a model and a request on this machine, as it was measured.
-Imports neither ComfyUI nor torch.distributed."""
+"""Plans of auto: what the planner chooses for a model and a request on this machine, as it was measured."""
 
 import math
 import os
@@ -229,9 +228,8 @@ def note_shared(gpu: int | None):
 
 
 def note_left(gpu: int, size: int):
-    """Have the next plans count that ComfyUI needs room on a GPU between requests of this size: it has just
-    taken weights from ranks there, of which at most ``size`` bytes could have stayed. Not where the ranks run
-    as no plan of auto placed them."""
+    """Have the next plans count that ComfyUI has just taken weights from ranks on a GPU, of which at most
+    ``size`` bytes could have stayed; not where the ranks run as no plan of auto placed them."""
     running = pool.launched()
     if running is None or not _as_planned(running.config):
         return
@@ -341,8 +339,7 @@ def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
 
 
 def _host_memory() -> int:
-    """Return the bytes of host memory that programs may have: what is free, or was before our ranks parked
-    weights there."""
+    """Return the bytes of host memory that are free, or were before our ranks parked weights there."""
     key = ("host memory",)
     if pool.launched() is None or key not in _history.free:
         _history.free[key] = (host_free(swap=False),)

@@ -1,5 +1,4 @@
-"""The backends that this process uses: reused while they live and their topology fits, launched or connected
-otherwise. Imports neither ComfyUI nor torch.distributed."""
+"""The backends that this process uses: reused while they live and fit, launched or connected otherwise."""
 
 import logging
 import os
@@ -152,8 +151,7 @@ class Backend(Connected):
         return result
 
     def _watch(self, *callbacks, **options) -> InterruptWatch:
-        """Return what delays interrupts of requests to this backend, but for those that wait for another
-        client's."""
+        """Return what delays interrupts of requests here, but of those that wait for another client's."""
         return InterruptWatch(
             *callbacks,
             **options,

@@ -1,5 +1,4 @@
-"""Asks a process of its own what a model's headers say: what they refuse, before ranks are started or ended
-for it, and the model's shape."""
+"""Asks a process of its own what a model's headers say: its shape, and what ranks would refuse."""
 
 import hashlib
 import json

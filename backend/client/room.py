@@ -1,8 +1,6 @@
-"""Room on the GPUs that ranks share with this process, made by ComfyUI's memory manager.
-
-The manager is an argument: this imports no ComfyUI. It counts what its own process caches as free, which is
-of no use to a rank, so the cache goes first and last.
-"""
+"""Room on the GPUs that ranks share with this process, made by ComfyUI's memory manager, which is an
+argument. It counts what its own process caches as free, which is of no use to a rank: the cache goes first
+and last."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace

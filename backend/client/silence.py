@@ -1,8 +1,6 @@
 """Finds a rank whose heartbeats have stopped: its process is stopped, or hangs where no thread of it can run.
-
 Looks are counted, not seconds: where this process was stopped itself, as by a suspended machine, nobody is
-blamed for it. Imports neither ComfyUI nor torch.
-"""
+blamed for it."""
 
 import os
 import threading
@@ -113,8 +111,7 @@ class SilenceWatch:
 
 
 def process_state(pid: int) -> str:
-    """Return a process's state letter in /proc; empty where there is none, "R" where /proc does not
-    tell."""
+    """Return a process's state letter in /proc; empty where there is none, "R" where /proc does not say."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

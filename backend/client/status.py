@@ -1,7 +1,4 @@
-"""How the backends of this process are, also while they work: asked through a connection of its own.
-
-Imports no ComfyUI.
-"""
+"""How the backends of this process are, also while they work: asked through a connection of its own."""
 
 import os
 import stat

@@ -1,8 +1,6 @@
 """How fast the steps of one request end, and a word to the user where none does while all ranks live: GPUs
-wait for each other inside a kernel, which no heartbeat shows. Nothing is ended: a slow step looks the same.
-
-Imports neither ComfyUI nor torch.
-"""
+wait for each other inside a kernel, which no heartbeat shows. Nothing is ended: a slow step looks the
+same."""
 
 import logging
 import time

@@ -47,8 +47,7 @@ def cpu_limit(root: Path = ROOT, groups: str | None = None) -> float:
 
 
 def _groups(text: str | None) -> list[tuple[list[str], str]]:
-    """Return (controllers, path) of each group; ``text`` as in memory_limits. Version 2's line names no
-    controller: [""]."""
+    """Return (controllers, path) of each group in a text as in memory_limits; version 2 names none: [""]."""
     try:
         lines = (Path("/proc/self/cgroup").read_text() if text is None else text).splitlines()
     except OSError:

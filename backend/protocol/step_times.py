@@ -1,9 +1,6 @@
-"""When each rank computed its last steps, how long it waited in them for others, and what it sent; and how
-much of its GPU its allocator has.
-
-A ring of records for each rank, in the memory of its heartbeats: the rank writes a few numbers a step and
-waits for nobody, and rank 0 reads those of all ranks while they work. Standard library only.
-"""
+"""When each rank computed its last steps, how long it waited in them for others, what it sent, and what its
+allocator has: a ring of records for each rank, in the memory of its heartbeats. The rank waits for nobody,
+and rank 0 reads those of all ranks while they work. Standard library only."""
 
 import struct
 from collections.abc import Iterator

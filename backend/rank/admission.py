@@ -1,8 +1,6 @@
-"""Whether a load or a request fits on the device of every rank, before any collective of it starts.
-
-All ranks gather what is free, in one round of a few integers; rank 0 adds what each needs (rank_plan). All
-decide the same from the same numbers, so that either all go on or none does, and the backend stays up.
-"""
+"""Whether a load or a request fits on the device of every rank, before any collective of it starts. All ranks
+gather what is free, in one round of a few integers; rank 0 adds what each needs (rank_plan). All decide the
+same from the same numbers: either all go on, or none does and the backend stays up."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping

@@ -1,8 +1,6 @@
-"""Cache of model arguments, such as prompts, that clients refer to in later calls instead of sending them.
-
-A client says what to cache, under which key, and what to forget. Every rank gets the same calls in the same
-order, so all cache the same.
-"""
+"""Cache of model arguments, such as prompts, that clients refer to in later calls instead of sending them. A
+client says what to cache, under which key, and what to forget. Every rank gets the same calls in the same
+order, so all cache the same."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """A shared-memory buffer of the ranks of one machine: rank 0 writes a message's body, the others copy it out.
-
 gloo's sockets take several times as long. The memory is a memfd without a name, which the others open through
-/proc, as only processes of one user on one machine can.
-"""
+/proc, as only processes of one user on one machine can."""
 
 import mmap
 import os

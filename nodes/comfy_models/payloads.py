@@ -9,10 +9,8 @@ from ...backend.protocol import RefusedError
 
 
 def connectors_stand_in(config: dict):
-    """Return a function in the place of ComfyUI's connectors, which are on the ranks.
-
-    It marks a prompt that they have yet to finish by one more feature, where its width does not show that.
-    """
+    """Return a function in the place of ComfyUI's connectors, which are on the ranks: it marks a prompt that
+    they have yet to finish by one more feature, where its width does not show that."""
 
     def connectors(states, unprocessed=False):
         marked = unprocessed and not config["use_prompt_embeddings"]

@@ -1,8 +1,6 @@
-"""ComfyUI's own model object of a transformer family, without weights.
-
-With it ComfyUI's own code computes everything around the transformer: schedules, latent scaling, the model's
-arguments from a CONDITIONING and their defaults. A family is one entry of FAMILIES.
-"""
+"""ComfyUI's own model object of a transformer family, without weights. With it ComfyUI's own code computes
+everything around the transformer: schedules, latent scaling, the model's arguments from a CONDITIONING and
+their defaults. A family is one entry of FAMILIES."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -203,12 +201,9 @@ def weightless_patcher(
     transformer: Callable[[torch.dtype, dict], torch.nn.Module] = ElsewhereModule,
     patcher=comfy.model_patcher.ModelPatcher,
 ) -> comfy.model_patcher.ModelPatcher:
-    """Return ComfyUI's ModelPatcher around its model object for a loaded transformer. Raises RefusedError for
-    an unknown family.
-
-    ``transformer``: (dtype, attributes) -> the module in the transformer's place; ``patcher``: ModelPatcher's
-    class.
-    """
+    """Return ComfyUI's ModelPatcher around its model object for a loaded transformer. ``transformer``:
+    (dtype, attributes) -> the module in the transformer's place; ``patcher``: ModelPatcher's class. Raises
+    RefusedError for an unknown family."""
     family = family_named(loaded)
     config = loaded.info["config"]
     attributes = {}

@@ -62,8 +62,7 @@ class TextPipeline:
 
 
 def pipeline_class(folder: Path) -> str:
-    """Return the name of the folder's pipeline; RefusedError for one that is none, or that is not known
-    here."""
+    """Return the name of the folder's pipeline; RefusedError for one that is none, or unknown here."""
     index = _index(folder)
     if index is None:
         raise RefusedError(

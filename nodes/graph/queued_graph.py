@@ -1,8 +1,6 @@
-"""The graph that somebody queues, while ComfyUI validates it, and the one that runs.
-
-``validate_inputs`` of a node is given its own values alone. ComfyUI hands a graph to every prompt handler
-right before it validates it, in the same task, so a context variable brings it there.
-"""
+"""The graph that somebody queues, while ComfyUI validates it, and the one that runs. ``validate_inputs`` of a
+node is given its own values alone: ComfyUI hands a graph to every prompt handler right before it validates
+it, in the same task, so a context variable brings it there."""
 
 import importlib
 from collections.abc import Iterable, Iterator

@@ -34,10 +34,8 @@ _AROUND = {"area", "set_area_to_bounds", "default"}
 
 
 def check_conditioning(name: str, conditioning: list, family_name: str, family: ComfyFamily):
-    """Raise RefusedError for the first thing in ``conditioning`` that the backend would have to drop.
-
-    ``name``: the input's.
-    """
+    """Raise RefusedError for the first thing in ``conditioning``, the input ``name``, that the backend would
+    drop."""
     if not conditioning:
         raise RefusedError(f"{name} holds no prompt; connect a text encoder.")
     for _, values in conditioning:
@@ -63,9 +61,7 @@ def _remedy(key: str) -> str:
 
 def latent_shapes(cond: dict) -> list[list[int]]:
     """Return [C, [T,] H, W] of each of several latents that are packed in one; empty where there is one.
-
-    ``cond``: as in model_arguments.
-    """
+    ``cond``: as in model_arguments."""
     known = cond["model_conds"].get("latent_shapes")
     return [list(shape[1:]) for shape in known.cond] if known is not None and len(known.cond) > 1 else []
 
@@ -73,13 +69,10 @@ def latent_shapes(cond: dict) -> list[list[int]]:
 def model_arguments(
     name: str, cond: dict, batch: int, accepted: list[str], family: ComfyFamily, other: dict | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...).
-
-    Each is of ``batch`` samples; a list becomes KEY.0, KEY.1, ...
-
-    ``cond``: one prompt as comfy.samplers.process_conds leaves it; ``other``: the other one, where there are
-    two. ``accepted``: the names that the backend takes.
-    """
+    """Return the transformer's arguments by ComfyUI's names (c_crossattn, y, guidance, ...), each of
+    ``batch`` samples; a list becomes KEY.0, KEY.1, ... ``cond``: one prompt as comfy.samplers.process_conds
+    leaves it; ``other``: the other one, where there are two. ``accepted``: the names that the backend
+    takes."""
     arguments = _of_batch(cond, batch)
     values = {key: value.cond for key, value in arguments.items()}
     if other:
@@ -88,10 +81,8 @@ def model_arguments(
 
 
 def as_tensors(name: str, arguments: dict, accepted: list[str]) -> dict[str, torch.Tensor]:
-    """Return model arguments as they are sent, a list as KEY.0, KEY.1, ...
-
-    RefusedError, which says that ``name`` sets it, for one that the backend does not take.
-    """
+    """Return model arguments as they are sent, a list as KEY.0, KEY.1, ... RefusedError, which says that
+    ``name`` sets it, for one that the backend does not take."""
     tensors = {}
     for key, value in arguments.items():
         if key not in accepted:
@@ -134,11 +125,9 @@ def _in_one_batch(own: dict, other: dict) -> dict:
 
 
 def limits_and_weight(cond: dict, noise: torch.Tensor) -> tuple[dict, torch.Tensor | None]:
-    """Return (entry of Sample.prompts, weight by position or None) of a prompt.
-
-    ``cond``: as comfy.samplers.process_conds leaves it. ``noise``: (B, C, [T,] H, W). The weight
-    (B, 1, [T,] H, W) is ComfyUI's own, of strength and mask.
-    """
+    """Return (entry of Sample.prompts, weight by position or None) of a prompt, ``cond`` as in
+    model_arguments, for ``noise`` (B, C, [T,] H, W). The weight (B, 1, [T,] H, W) is ComfyUI's own, of
+    strength and mask."""
     names = (("from", "timestep_start"), ("until", "timestep_end"))
     limits = {key: float(cond[limit]) for key, limit in names if limit in cond}
     if "mask" not in cond:

@@ -38,11 +38,9 @@ _handles: "weakref.WeakSet[ParallelDiT]" = weakref.WeakSet()
 @dataclass(frozen=True, eq=False)
 class ParallelDiT:
     """A PARALLEL_DIT: where a transformer is loaded, ComfyUI's weightless ``patcher`` for it, and the LoRAs
-    that are added, (path, strength) each.
-
-    ``auto``: what chose ``config``, for one request, and chooses again for another; None where the degrees
-    are set. ``others``: models that stay on the same ranks. ``lines``: why this plan.
-    """
+    that are added, (path, strength) each. ``auto``: what chose ``config``, for one request, and chooses again
+    for another; None where the degrees are set. ``others``: models that stay on the same ranks. ``lines``:
+    why this plan."""
 
     config: ParallelConfig
     path: str
@@ -65,11 +63,9 @@ def load(
     config: ParallelConfig, path: str, weight_dtype: str, matmul: str = "auto", **planned
 ) -> ParallelDiT:
     """Load the transformer at ``path`` in the backend of ``config``, which is launched where there is none.
-    ``planned``: auto, others and lines of the handle.
-
-    ConfigError, RefusedError or BackendError, in one sentence, where that cannot be. An interrupt of ComfyUI
-    ends the launch or the load, and the backend with it.
-    """
+    ``planned``: auto, others and lines of the handle. ConfigError, RefusedError or BackendError, in one
+    sentence, where that cannot be. An interrupt of ComfyUI ends the launch or the load, and the backend with
+    it."""
     _, loaded = _load(config, ModelChoice(path, weight_dtype, matmul))
     patcher = weightless_patcher(loaded)
     return _track(ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul, **planned))
@@ -144,11 +140,9 @@ def with_plan(handle: ParallelDiT, config: ParallelConfig, lines: tuple[str, ...
 
 
 def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend, Loaded]:
-    """Return the live backend of a handle with its transformer loaded, again where it has to be. Errors as in
-    ``load``.
-
+    """Return the live backend of a handle with its transformer loaded, again where it has to be.
     ``make_room``: ComfyUI may unload its models for it, which takes back the patches of one that samples.
-    """
+    Errors as in ``load``."""
     return _load(handle.config, handle.choice, handle.loras, make_room)
 
 

@@ -91,11 +91,8 @@ def interrupt() -> BaseException:
 
 class Reporter:
     """Progress of the ranks -> ComfyUI's callback, which draws bar and preview and raises on an interrupt,
-    and the time that is left.
-
-    ``latent``: stands for x0 (B, C, [T,] H, W) until a preview comes. ``holds_last``: the last step is
-    reported by ``last`` alone.
-    """
+    and the time that is left. ``latent``: stands for x0 (B, C, [T,] H, W) until a preview comes.
+    ``holds_last``: the last step is reported by ``last`` alone."""
 
     def __init__(self, callback, latent: torch.Tensor, total: int, disable_pbar: bool, holds_last: bool):
         self.latest = latent

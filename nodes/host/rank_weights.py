@@ -1,8 +1,6 @@
-"""A transformer's weights on the ranks, as ComfyUI's memory manager sees them.
-
-One entry of its list for each device, with the device and the size that they have there. So the manager takes
-them where that frees the device in question, and there alone; *Unload Models* takes them anywhere.
-"""
+"""A transformer's weights on the ranks, as ComfyUI's memory manager sees them: one entry of its list for each
+device, with the device and the size that they have there. So the manager takes them where that frees the
+device in question, and there alone; *Unload Models* takes them anywhere."""
 
 import math
 from collections import defaultdict

@@ -129,10 +129,8 @@ def attach_lora_metadata(patcher: comfy.model_patcher.ModelPatcher, loras: tuple
 
 
 def take_bypass_loras():
-    """Let Load LoRA (Bypass) add a LoRA to the MODEL of Parallel Model as Load LoRA does.
-
-    ComfyUI hangs these LoRAs on the transformer's modules, finds none here, and would go on without the LoRA.
-    """
+    """Let Load LoRA (Bypass) add a LoRA to the MODEL of Parallel Model as Load LoRA does: ComfyUI hangs it on
+    the transformer's modules, finds none here, and would go on without the LoRA."""
     name = "load_bypass_lora_for_models"
     bypass = getattr(comfy.sd, name, None)
     if bypass is None:  # an older ComfyUI

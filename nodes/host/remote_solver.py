@@ -1,9 +1,6 @@
-"""The solver's loop of ComfyUI's samplers, run by the ranks.
-
-ComfyUI's own sampling code computes noise, schedule, masks, conditioning and latent scaling, as for any
-model. A wrapper around its innermost call, the solver's loop over steps, hands that loop's inputs to the
-ranks instead.
-"""
+"""The solver's loop of ComfyUI's samplers, run by the ranks. ComfyUI's own sampling code computes noise,
+schedule, masks, conditioning and latent scaling, as for any model; a wrapper around its innermost call, the
+solver's loop over steps, hands that loop's inputs to the ranks instead."""
 
 import importlib
 from functools import partial
@@ -39,12 +36,9 @@ PREVIEW_SECONDS = 0.2
 
 class RemoteSolver:
     """Called by ComfyUI in place of a solver's ``sample``: the same inputs, the same result, computed by the
-    ranks.
-
-    ``wants_denoised``: the last progress callback gets the last step's prediction of the whole batch, as
-    ComfyUI's own solvers give it; without it callbacks get the latest preview, and the noise where there is
-    none yet.
-    """
+    ranks. ``wants_denoised``: the last progress callback gets the last step's prediction of the whole batch,
+    as ComfyUI's own solvers give it; without it callbacks get the latest preview, and the noise where there
+    is none yet."""
 
     def __init__(self, dit: ParallelDiT, sampler_name: str):
         self.dit = dit
@@ -157,10 +151,8 @@ def model_on_ranks(
 
 
 def sample_on_ranks(node: str, dit: ParallelDiT, shift: float, inputs: dict) -> io.NodeOutput:
-    """Run ComfyUI's own sampler node of that name with the solver on the ranks.
-
-    ``inputs``: those of ComfyUI's node, without its ``model``. Errors as in ``handle.load``.
-    """
+    """Run ComfyUI's own sampler node of that name with the solver on the ranks. ``inputs``: those of
+    ComfyUI's node, without its ``model``. Errors as in ``handle.load``."""
     sampler = getattr(importlib.import_module("nodes"), node)()  # whole only once every pack is imported
     cfg = inputs["cfg"]
     sampler_name = inputs["sampler_name"]

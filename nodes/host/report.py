@@ -18,11 +18,9 @@ def shown(lines: Sequence[str]) -> dict:
 
 
 def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]) -> list[str]:
-    """Return a line for each rank: its device, its weights, its blocks.
-
-    ``ranks``: LoadReports as dictionaries. ``gpus``: number of each rank's GPU; ``memory``: bytes of each.
-    Both are empty where ranks have none, or are elsewhere.
-    """
+    """Return a line for each rank: its device, its weights, its blocks. ``ranks``: LoadReports as
+    dictionaries. ``gpus``: number of each rank's GPU; ``memory``: bytes of each; both empty where ranks have
+    none, or are elsewhere."""
     lines = []
     for index, rank in enumerate(ranks):
         name = f"GPU {gpus[index]}" if gpus else f"rank {rank['rank']}"
@@ -44,11 +42,8 @@ def quantized_lines(quantized: Sequence[dict]) -> list[str]:
 
 def lora_line(before: Mapping, after: Mapping, config: ParallelConfig) -> str:
     """Return the note on the last LoRA of a model, and how much it takes on a rank next to quantized weights.
-    Of weights that are not quantized it changes the values alone.
-
-    ``before``, ``after``: Loaded.info without that LoRA and with it. A stage is taken to have as much of it
-    as of the weights.
-    """
+    Of weights that are not quantized it changes the values alone. ``before``, ``after``: Loaded.info without
+    that LoRA and with it. A stage is taken to have as much of it as of the weights."""
     note = after["notes"][-1]
     counts = zip(after["lora_bytes"], before["lora_bytes"])
     more = LoraBytes(*(max(0, all_of_them - others) for all_of_them, others in counts))

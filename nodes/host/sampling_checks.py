@@ -43,11 +43,9 @@ def check_inputs(dit, cfg: float, sampler_name: str, positive: list, negative: l
 
 
 def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
-    """Raise RefusedError for a LATENT of another model.
-
-    ComfyUI gives an empty one the right channels, and latents next to it, by itself.
-    ``nested``: channels of the latents, where the transformer takes several.
-    """
+    """Raise RefusedError for a LATENT of another model. ComfyUI gives an empty one the right channels, and
+    latents next to it, by itself. ``nested``: channels of the latents, where the transformer takes
+    several."""
     samples = latent["samples"]
     if not samples.shape[0]:
         raise RefusedError("latent_image is a batch of 0 latents; use a batch of at least 1.")

@@ -30,11 +30,9 @@ WITHOUT_SCALES = "without scales"
 
 
 def flag_lines(arguments: Mapping[str, Any], chosen: Mapping[str, str], info: dict) -> list[str]:
-    """Return a line for each flag that ComfyUI runs with and the ranks do not, or that works against them.
-
-    ``arguments``: of ComfyUI's command line. ``chosen``: the values of the inputs in NODES. ``info``: of the
-    loaded model. Nothing is said of ranks on the CPU, and of what a model or its GPUs cannot do.
-    """
+    """Return a line for each flag that ComfyUI runs with and the ranks do not, or that works against them;
+    none of ranks on the CPU, and of what a model or its GPUs cannot do. ``arguments``: of ComfyUI's command
+    line; ``chosen``: the values of the inputs in NODES; ``info``: of the loaded model."""
     if info["device"] != "cuda":
         return []
     fast = {feature.value for feature in arguments["fast"]}
