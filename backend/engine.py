@@ -264,16 +264,16 @@ class Engine:
         return self.models[key].facts(self.config, self.mesh.device.type, self.capabilities)
 
     @refusing("what is to be described")
-    def describe(self, message: Describe, checkpoint: Checkpoint) -> tuple[int, list[dict]]:
-        """Count the latent's tokens, and describe each rank (RankPlan.as_dict) for a loaded model;
-        ``checkpoint``: of the same file, itself not loaded. Raises UnsupportedError or ConfigError."""
+    def describe(self, message: Describe, checkpoint: Checkpoint) -> list[dict]:
+        """Describe each rank (RankPlan.as_dict) for a loaded model; ``checkpoint``: of the same file, itself
+        not loaded. Raises UnsupportedError or ConfigError."""
         model = self.loaded(message.model)
         asked = ("num_pipeline_patch", "stale_kv", "wire")
         config = replace(self.config, **{name: getattr(message, name) for name in asked})
         tokens = check_workload(message, config, family=checkpoint.family, model_config=checkpoint.config)
         request = RequestSize(tokens, message.text_tokens, prompts=message.prompts)
         plans = describe(config, checkpoint, request, model.dtype, model.choices)
-        return tokens, [plan.as_dict() for plan in plans]
+        return [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling
     def _checked_by(self, name: str) -> dict:

@@ -132,9 +132,8 @@ class Describe:
 
 @dataclass(frozen=True)
 class Described:
-    """``image_tokens``: tokens of the latent; ``ranks``: rank_plan.RankPlan.as_dict() of each."""
+    """``ranks``: rank_plan.RankPlan.as_dict() of each."""
 
-    image_tokens: int
     ranks: list
 
 

@@ -206,7 +206,7 @@ class Leader(ServedModels):
 
     def on_describe(self, job: Job, message: Describe) -> Act:
         """Describe each rank; nothing runs. Raises UnsupportedError or ConfigError."""
-        return partial(job.reply, Described(*self.engine.describe(message, self._checkpoint(message.model))))
+        return partial(job.reply, Described(self.engine.describe(message, self._checkpoint(message.model))))
 
     def _checkpoint(self, model: str) -> Checkpoint:
         """Return the checkpoint of a loaded model. Raises UnsupportedError."""

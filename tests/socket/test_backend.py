@@ -217,7 +217,7 @@ def test_a_description_is_of_the_settings_that_were_asked_for(backend, checkpoin
         config = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=patches, stale_kv=stale)
         size = RequestSize(768, 100, prompts=1)
         plans = describe(config, open_checkpoint(checkpoint), size, torch.float32)
-        assert told.image_tokens == 768 and told.ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
+        assert told.ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
         assert len(told.ranks[0]["patches"]) == patches
     asked = protocol.Describe(model, [16, 64, 48], 100, 1)
     for changes in (

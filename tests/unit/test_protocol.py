@@ -23,7 +23,7 @@ EXAMPLES = {
     "Arrange": protocol.Arrange({"cfg_degree": 2}),
     "Load": protocol.Load("/a", "bf16", [["/b", 0.5]]),
     "Describe": protocol.Describe("m", [16, 128, 128], 512, 2, 4),
-    "Described": protocol.Described(4096, ["rank 0"]),
+    "Described": protocol.Described(["rank 0"]),
     "Loaded": protocol.Loaded("m", "flux", {"a": 1}),
     "Unload": protocol.Unload("m"),
     "Sample": Sample(
