@@ -21,8 +21,7 @@ from ..runtime.callbacks import nothing
 from . import fork_guard
 from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
-from .exit_report import cause_among, failures, full_disk, last_error
-from .links_hint import links_hint
+from .exit_report import cause_among, failures, full_disk, last_error, links_hint
 from .machine_link import Link
 from .pack_version import require_same_pack
 from .private_folder import LOGS, private_folder

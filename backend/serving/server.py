@@ -1,7 +1,9 @@
 """Rank 0's socket: authenticated clients, one queue of requests, replies that never hold up the ranks."""
 
+import os
 import queue
 import socket
+import stat
 import sys
 import threading
 import time
@@ -15,7 +17,6 @@ from ..protocol import ProtocolError, handshake, tcp
 from ..protocol.framing import receive, send
 from ..protocol.handshake import HELLO_SECONDS, MAX_HELLO
 from .job_queue import Job, JobQueue
-from .listener import listen
 
 #: Least time between two lines in the log on clients that fail the handshake: they must not fill the disk.
 STRANGER_LOG_SECONDS = 10.0
@@ -259,6 +260,25 @@ class Server:
         found = {"rank": rank, "machine": machine, "pid": pid, **self.of_rank(rank)}
         # another machine's process number may be another process's here
         return found | {"resident_bytes": _resident(pid) if machine == 0 else 0}
+
+
+def listen(address: str) -> socket.socket:
+    """Listen at "unix:PATH" or "tcp:HOST:PORT", where an empty HOST is 127.0.0.1."""
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        folder = os.path.dirname(where)
+        if stat.S_IMODE(os.stat(folder).st_mode) & 0o077:
+            raise PermissionError(
+                f"the socket's folder {folder} can be entered by other users; make it private (chmod 700)."
+            )
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(where)
+    else:
+        host, _, port = where.rpartition(":")
+        # an empty host would be every interface of this machine; who wants that writes 0.0.0.0
+        listener = socket.create_server((host or "127.0.0.1", int(port)))
+    listener.listen()
+    return listener
 
 
 def _resident(pid: int) -> int:

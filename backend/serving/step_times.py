@@ -40,17 +40,14 @@ class StepClock:
             self._ring.device_bytes = size
 
 
-def step_records(beats: Heartbeats | None, rank: int) -> list[list]:
-    """Return the last steps of a rank: [request, step, begin (seconds from now, negative), seconds, waited,
-    bytes sent] of each; empty where nobody keeps them."""
-    times = beats.step_times(rank) if beats else ()
-    now = time.monotonic()
-    return [
-        [each.request, each.step, each.begin - now, each.seconds, each.waited, each.sent] for each in times
-    ]
-
-
 def noted(beats: Heartbeats | None, rank: int) -> dict:
-    """Return what a rank has noted: device_bytes, 0 where nobody reads them, and ``steps``, its records."""
-    device_bytes = beats.device_bytes(rank) if beats else 0
-    return {"device_bytes": device_bytes, "steps": step_records(beats, rank)}
+    """Return what a rank has noted: device_bytes, and of each of its last ``steps`` [request, step, begin
+    (seconds from now, negative), seconds, waited, bytes sent]; 0 and none where nobody keeps them."""
+    if beats is None:
+        return {"device_bytes": 0, "steps": []}
+    now = time.monotonic()
+    steps = [
+        [each.request, each.step, each.begin - now, each.seconds, each.waited, each.sent]
+        for each in beats.step_times(rank)
+    ]
+    return {"device_bytes": beats.device_bytes(rank), "steps": steps}

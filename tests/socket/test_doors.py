@@ -27,7 +27,7 @@ from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Challenge, Failure, framing, handshake
 from backend.protocol.messages import VERSION
 from backend.rank import start
-from backend.serving.listener import listen
+from backend.serving.server import listen
 
 pytestmark = pytest.mark.usefixtures("real_launches")  # whose environments and doors are looked at
 

@@ -21,8 +21,8 @@ from backend.client import (
 )
 from backend.client.agent_command import launch_command
 from backend.client.client import HandshakeError
+from backend.client.exit_report import links_hint
 from backend.client.launcher import BackendProcess
-from backend.client.links_hint import links_hint
 from backend.client.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Failure, RefusedError, Status, framing

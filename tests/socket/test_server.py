@@ -13,9 +13,8 @@ from backend import protocol
 from backend.client.client import BackendClient, HandshakeError
 from backend.loading.staging import Download
 from backend.protocol import BackendError, Failure, Load, Ping, Pong, Welcome, framing, tcp
-from backend.serving.listener import listen
 from backend.serving.progress import Previews, progress
-from backend.serving.server import MAX_CLIENTS, MAX_WAITING, Server
+from backend.serving.server import MAX_CLIENTS, MAX_WAITING, Server, listen
 
 
 def test_garbage_closes_one_connection_only(server):
