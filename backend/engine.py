@@ -299,11 +299,8 @@ class Engine:
         self, sample: Sample, callbacks: Callbacks, prepared: Prepared | None = None
     ) -> tuple[Tensor, dict]:
         """Denoise; return (B, C, [T,] H, W) in float32 on the first stage, and statistics. Raises
-        RequestCancelled.
-
-        callbacks.on_step gets the number of steps done and a function that starts a Download of x0.
-        ``prepared``: by prepare_sample, where that was done before.
-        """
+        RequestCancelled. callbacks.on_step gets the number of steps done and a function that starts a
+        Download of x0. ``prepared``: by prepare_sample, where that was done before."""
         prepared = prepared or self.prepare_sample(sample)
         return run_request(self.mesh, prepared, sample.denoised, callbacks)
 

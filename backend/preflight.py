@@ -53,11 +53,9 @@ def check_before_start(
     memory: list[int] | None = None,
     folders: Folders = ANYWHERE,
 ):
-    """Refuse what the ranks of ``config`` could not load. Raises UnsupportedError or ConfigError.
-
-    ``device``: "cuda" or "cpu"; ``capability``: the least of the ranks' GPUs. ``memory``: bytes of each
-    rank's GPU, or of the whole machine as one number where ranks run on the CPU; nothing where it is unknown.
-    """
+    """Refuse what the ranks of ``config`` could not load. Raises UnsupportedError or ConfigError. ``device``:
+    "cuda" or "cpu"; ``capability``: the least of the ranks' GPUs. ``memory``: bytes of each rank's GPU, or of
+    the whole machine as one number where ranks run on the CPU; nothing where it is unknown."""
     where = torch.device(device)
     folders.check(path)
     with refusing("the model"):

@@ -68,10 +68,8 @@ def _first_size(request: SampleRequest) -> tuple[list[int], int]:
 
 def noise_levels(request: SampleRequest, prediction: str) -> Tensor:
     """Return (steps + 1,) noise levels that fall to 0, for a model of this ``prediction`` (flow, eps, v).
-
     Flow models: as diffusers' FlowMatchEulerDiscreteScheduler with a fixed shift. Others: as ComfyUI's
-    scheduler "simple", on the timesteps of the scheduler's configuration. Raises ConfigError.
-    """
+    scheduler "simple", on the timesteps of the scheduler's configuration. Raises ConfigError."""
     if request.sigmas:
         return _given(request.sigmas)
     scheduler = read_json(request.scheduler, "scheduler_config.json") if request.scheduler else None

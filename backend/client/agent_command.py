@@ -14,11 +14,9 @@ ONE_MACHINE = Machines()
 
 
 def rendezvous_flags(folder: Path) -> list[str]:
-    """Return torchrun's flags for an agent that keeps its state in a file of the private ``folder``.
-
-    Its usual store is a TCP server on all interfaces that authenticates nobody, and the agent unpickles what
-    lies in it: whoever reaches the port could run code. The heartbeat is rare, since the file only grows.
-    """
+    """Return torchrun's flags for an agent that keeps its state in a file of the private ``folder``. Its
+    usual store is a TCP server on all interfaces that authenticates nobody, and the agent unpickles what lies
+    in it: whoever reaches the port could run code. The heartbeat is rare, since the file only grows."""
     settings = "store_type=file,keep_alive_interval=3600"
     where = ["--rdzv-endpoint", str(folder / "rdzv"), "--rdzv-conf", settings]
     return ["--rdzv-backend", "c10d", *where, "--local-addr", "127.0.0.1"]

@@ -101,10 +101,8 @@ class Machines:
 
 def crossing(degrees: dict[str, int], machines: int) -> dict[str, bool]:
     """Return for each mesh axis of several ranks whether some group of it has ranks of several machines.
-
     Ranks are numbered machine by machine and the fastest axes are tp, ulysses, ring, pp, cfg, dp. So those
-    that speak most often are the last to cross. ``degrees``: sizes, slowest first.
-    """
+    that speak most often are the last to cross. ``degrees``: sizes, slowest first."""
     here = math.prod(degrees.values()) // machines
     crosses = {}
     span = 1

@@ -47,11 +47,9 @@ def plan_for(
     show=nothing,
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
     """Choose the ranks of a model and say why, in a line for the choice and one for each runner-up.
-
     ``others``: models that stay on the same ranks. ``check`` is called while something is measured and may
     raise; ``show`` gets a line. Raises ConfigError where nothing fits, RefusedError for a model that cannot
-    be loaded, BackendError where the machine cannot be measured.
-    """
+    be loaded, BackendError where the machine cannot be measured."""
     devices = devices_of(auto)
     if len(devices) == 1:
         return auto.placed(auto.base, devices), tuple(filter(None, [_why_alone(auto, devices)]))

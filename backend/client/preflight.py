@@ -46,11 +46,8 @@ def check_headers(
 ):
     """Refuse a model that the ranks of ``config`` could not load: its family, blocks, heads, formats, and
     weights larger than the memory. ``folders``: from where ranks may load. ``check()`` is called ten times a
-    second and may raise to give up.
-
-    Raises RefusedError, ConfigError where ``config`` does not fit this machine, BackendError where the
-    process ends without an answer.
-    """
+    second and may raise to give up. Raises RefusedError, ConfigError where ``config`` does not fit this
+    machine, BackendError where the process ends without an answer."""
     device = config.resolve_device(torch.cuda.device_count())
     question = {
         "config": asdict(replace(config, device=device, gpus="", address="")),

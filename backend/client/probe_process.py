@@ -78,11 +78,9 @@ def measured_rates(
     longest: float = MAX_SECONDS,
 ) -> dict:
     """Return what the ranks of ``config`` measure (Machine.as_dict), each try in ``longest`` seconds at most.
-
     Where GPUs do not reach each other as NCCL chooses, the ways of nccl_settings are tried: the first that
     works is kept for all ranks that start here, and "links" of the result says so. ``check`` and ``show`` as
-    in measurements.machine_rates. Raises UnmeasuredError.
-    """
+    in measurements.machine_rates. Raises UnmeasuredError."""
     ways = nccl_settings.to_try(os.environ) if device == "cuda" and config.world_size > 1 else [{}]
     failed = []
     for way in ways:

@@ -1,7 +1,5 @@
-"""Ends a rank with the process that has started it, however that ended. Standard library only.
-
-Standard input is a pipe whose other end the launcher alone holds: it closes with the launcher.
-"""
+"""Ends a rank with the process that has started it, however that ended. Standard library only. Standard input
+is a pipe whose other end the launcher alone holds: it closes with the launcher."""
 
 import os
 import re

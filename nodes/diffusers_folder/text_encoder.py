@@ -10,11 +10,9 @@ from .pipelines import TextPipeline
 
 
 class DiffusersCLIP:
-    """What CLIPTextEncode and other nodes that encode one text ask of a CLIP.
-
-    ``patcher``: ComfyUI's handle of the encoders' weights, with which its memory management moves them.
-    ``negative``: prompts are encoded as the pipeline encodes negative ones.
-    """
+    """What CLIPTextEncode and other nodes that encode one text ask of a CLIP. ``patcher``: ComfyUI's handle
+    of the encoders' weights, with which its memory management moves them. ``negative``: prompts are encoded
+    as the pipeline encodes negative ones."""
 
     def __init__(self, pipeline: TextPipeline, patcher: comfy.model_patcher.ModelPatcher, negative=False):
         self.pipeline = pipeline
