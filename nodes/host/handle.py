@@ -43,20 +43,13 @@ class ParallelDiT:
     why this plan."""
 
     config: ParallelConfig
-    path: str
-    weight_dtype: str
+    choice: ModelChoice
     loaded: Loaded
     patcher: comfy.model_patcher.ModelPatcher
     loras: tuple[tuple[str, float], ...] = ()
-    matmul: str = "auto"
     auto: AutoConfig | None = None
     others: tuple[ModelChoice, ...] = ()
     lines: tuple[str, ...] = ()
-
-    @property
-    def choice(self) -> ModelChoice:
-        """What the backend holds for it."""
-        return ModelChoice(self.path, self.weight_dtype, self.matmul)
 
 
 def load(
@@ -66,9 +59,9 @@ def load(
     ``planned``: auto, others and lines of the handle. ConfigError, RefusedError or BackendError, in one
     sentence, where that cannot be. An interrupt of ComfyUI ends the launch or the load, and the backend with
     it."""
-    _, loaded = _load(config, ModelChoice(path, weight_dtype, matmul))
-    patcher = weightless_patcher(loaded)
-    return _track(ParallelDiT(config, path, weight_dtype, loaded, patcher, matmul=matmul, **planned))
+    choice = ModelChoice(path, weight_dtype, matmul)
+    _, loaded = _load(config, choice)
+    return _track(ParallelDiT(config, choice, loaded, weightless_patcher(loaded), **planned))
 
 
 def _track(handle: ParallelDiT) -> ParallelDiT:

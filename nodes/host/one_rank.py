@@ -32,10 +32,10 @@ def path() -> Path:
 
 def key(dit: ParallelDiT, sample: Sample, device: str) -> str:
     """Return what tells requests apart whose steps take other times on one rank."""
-    file = Path(dit.path)
+    file = Path(dit.choice.path)
     size = file.stat().st_size if file.is_file() else 0
     shapes = {name: list(value.shape) for name, value in sorted(sample.tensors.items()) if name != "sigmas"}
-    kind = (dit.path, size, dit.loaded.info["dtype"], dit.matmul, len(dit.loras), device)
+    kind = (dit.choice.path, size, dit.loaded.info["dtype"], dit.choice.matmul, len(dit.loras), device)
     request = (sample.sampler, sample.attention, sample.latent_shapes, shapes)
     return hashlib.sha256(json.dumps([kind, request]).encode()).hexdigest()[:32]
 

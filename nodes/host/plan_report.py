@@ -44,7 +44,8 @@ def loaded_lines(dit: ParallelDiT) -> list[str]:
     memory = [torch.cuda.get_device_properties(index).total_memory for index in gpus]
     info = dit.loaded.info
     attention = info["attention"][dit.config.attention]
-    chosen = {"attention": dit.config.attention, "weight_dtype": dit.weight_dtype, "matmul": dit.matmul}
+    _, weight_dtype, matmul = dit.choice
+    chosen = {"attention": dit.config.attention, "weight_dtype": weight_dtype, "matmul": matmul}
     kernels = [attention, *quantized_lines(info["quantized"])]
     return [*rank_lines(info["ranks"], gpus, memory), *kernels, *flag_lines(vars(args), chosen, info)]
 

@@ -29,6 +29,7 @@ with comfy_modules():
     import comfy.model_patcher
     import comfy.supported_models
     from parallel_dit.backend.client.idle import Users
+    from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.nodes.comfy_models.registry import weightless_patcher
     from parallel_dit.nodes.host import remote_solver
@@ -95,4 +96,4 @@ def parallel_dit(family: str, folder, monkeypatch) -> ParallelDiT:
     facts = rank.engine.facts("tiny")
     loaded = client_protocol.Loaded("tiny", rank.engine.models["tiny"].family.name, facts)
     monkeypatch.setattr(remote_solver, "ensure_loaded", lambda handle: (rank, loaded))
-    return ParallelDiT(ClientConfig(), "", "default", loaded, weightless_patcher(loaded)), rank
+    return ParallelDiT(ClientConfig(), ModelChoice(""), loaded, weightless_patcher(loaded)), rank

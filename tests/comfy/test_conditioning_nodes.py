@@ -20,6 +20,7 @@ with comfy_modules():
     from golden_pack import TestGoldenText
     from native import ParallelDiT, Rank, client_protocol, remote_solver, weightless_patcher
     from pairs import _conditioning, parts
+    from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
 
     import nodes
@@ -248,7 +249,7 @@ def both(case: str, path) -> tuple:
     model = pictures.TestReferenceModel().run(str(path), native.json.dumps(told))[0]
     rank = Rank(str(path))
     loaded = client_protocol.Loaded("tiny", rank.engine.models["tiny"].family.name, rank.engine.facts("tiny"))
-    dit = ParallelDiT(ParallelConfig(), "", "default", loaded, weightless_patcher(loaded))
+    dit = ParallelDiT(ParallelConfig(), ModelChoice(""), loaded, weightless_patcher(loaded))
     family = case if case in FAMILIES else variants.VARIANTS[case].family
     stored = load_file(GOLDEN / f"{family}__euler_simple.safetensors")
     return model, dit, rank, {name: _conditioning(stored, name) for name in ("positive", "negative")}

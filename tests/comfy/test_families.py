@@ -21,6 +21,7 @@ with comfy_modules():
     import comfy.model_detection
     import comfy.samplers
     import comfy.supported_models
+    from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes.comfy_models.registry import FAMILIES as NODE_FAMILIES
@@ -209,9 +210,8 @@ def test_keys_of_inpainting_reach_what_reads_them(loaded, key):
 
 def test_the_latent_that_is_assumed_is_one_of_the_model(loaded):
     name, loaded = loaded
-    what, latent = assumed_latent(
-        ParallelDiT(ClientConfig(), "", "default", loaded, weightless_patcher(loaded))
-    )
+    dit = ParallelDiT(ClientConfig(), ModelChoice(""), loaded, weightless_patcher(loaded))
+    what, latent = assumed_latent(dit)
     family, golden_latent = FAMILIES[loaded.family], load(f"{name}__euler_simple")[0]["noise"]
     assert (
         check_workload(Describe("m", latent, 512, 2), ParallelConfig(), family, loaded.info["config"]) > 500

@@ -102,7 +102,7 @@ def test_a_lora_takes_the_plan_that_ranks_have(backend, monkeypatch, auto, confi
     monkeypatch.setattr(pool, "_backends", {SAMPLED.topology(): backend})
     asked = []
     monkeypatch.setattr(handle, "backend_for", lambda config, *_: asked.append(config) or backend)
-    loader = handle.ParallelDiT(LOADED, "/a", "default", None, None, auto=auto)
+    loader = handle.ParallelDiT(LOADED, ModelChoice("/a"), None, None, auto=auto)
     found = handle.with_lora(loader, "/lora", 0.5)
     assert asked == [config] and found.config == config and found.loras == (("/lora", 0.5),)
 
@@ -110,7 +110,7 @@ def test_a_lora_takes_the_plan_that_ranks_have(backend, monkeypatch, auto, confi
 def test_a_lora_of_a_model_that_no_rank_holds_has_the_plan_of_its_loader(backend, monkeypatch):
     backend.process = SimpleNamespace(running=True, models=pool._folders)
     monkeypatch.setattr(pool, "_backends", {SAMPLED.topology(): backend})
-    loader = handle.ParallelDiT(LOADED, "/a", "default", None, None, auto=AutoConfig())
+    loader = handle.ParallelDiT(LOADED, ModelChoice("/a"), None, None, auto=AutoConfig())
     assert handle._at_hand(loader) == LOADED
 
 
@@ -120,7 +120,7 @@ def test_weights_under_another_topology_are_not_listed_twice(backend):
     loaded = backend.client.request(Load("/a"))
     backend.models["/a", "default", "auto"] = "/a"
     configs = ParallelConfig(ulysses_degree=2), ParallelConfig(ring_degree=2)
-    handles = [handle.ParallelDiT(config, "/a", "default", loaded, None) for config in configs]
+    handles = [handle.ParallelDiT(config, ModelChoice("/a"), loaded, None) for config in configs]
     for each in handles:
         named = {(other.config.topology(), other.choice) for other in handles}
         models_on_ranks.register(each.config.topology(), each.choice, backend, loaded, named, handle.is_named)
