@@ -18,7 +18,7 @@ from .graph.queued_graph import executed, queued, samplers_of, source, validated
 from .host import handle
 from .host.auto_plan import run_planned
 from .host.device import check_device
-from .host.graph_requests import other_loaders, request_of_graph
+from .host.graph_requests import loaded_models, request_of_graph
 from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
 from .host.model_files import model_choice_of, model_folders, model_paths
@@ -155,8 +155,7 @@ def _load(config: ParallelConfig | AutoConfig, choice: ModelChoice, graph: dict,
     """Load a model on the ranks of ``config``, or on those that are the best for what the graph says."""
     if isinstance(config, ParallelConfig):
         return handle.load(config, *choice)
-    others = {other for inputs in other_loaders(graph, key) if (other := model_choice_of(inputs))}
-    further = tuple(sorted(others - {choice}))
+    further = tuple(sorted(loaded_models(graph, besides=key) - {choice}))
 
     def planned(auto: AutoConfig, request: planning.EstimateOf) -> ParallelDiT:
         note = () if auto is config else (LEANEST,)

@@ -236,17 +236,15 @@ class BackendClient:
         try:
             ours = handshake.new_nonce()
             challenge = self._asked(protocol.Hello(ours), protocol.Challenge, check)
-            if not handshake.is_nonce(challenge.nonce) or not handshake.is_proof(
-                challenge.proof,
-                token=token,
-                role=handshake.BACKEND,
-                client_nonce=ours,
-                backend_nonce=challenge.nonce,
-            ):
+            nonces = {"client_nonce": ours, "backend_nonce": challenge.nonce}
+            is_known = handshake.is_nonce(challenge.nonce) and handshake.is_proof(
+                challenge.proof, token, handshake.BACKEND, **nonces
+            )
+            if not is_known:
                 what = "it does not know our token, so nothing of ours was sent to it"
                 remedy = "check that PARALLEL_DIT_TOKEN is the token that it was started with"
                 raise BackendError(f"{what}; {remedy}")
-            mine = handshake.proof(token, handshake.CLIENT, client_nonce=ours, backend_nonce=challenge.nonce)
+            mine = handshake.proof(token, handshake.CLIENT, **nonces)
             # it has proved itself, and says a line of every rank
             return self._asked(protocol.Proof(mine), protocol.Welcome, check, framing.MAX_HEADER)
         except (BackendError, RefusedError) as error:

@@ -200,9 +200,8 @@ def spare_more(
     if option is alone and key not in _history.spared and have_ranks_run_out():
         _history.spared[key] = 0
     elif option.fits:  # else what is free now is less than it was, and rules the plan out
-        _history.spared[key] = (
-            _history.spared.get(key, 0) + option.room - option.bytes + math.ceil(SPARED * option.room)
-        )
+        left = option.room - option.bytes
+        _history.spared[key] = _history.spared.get(key, 0) + left + math.ceil(SPARED * option.room)
     return True
 
 
@@ -325,13 +324,11 @@ def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
     running = pool.launched()
     if running is None:
         _history.free[key] = measurements.free_memory(device, devices)
+        return _history.free[key]
     known = _history.free.get(key) or measurements.usual_memory(device, devices)
-    if (
-        running is not None
-        and device == "cuda"
-        and time.monotonic() > _history.looked.get(key, -math.inf) + LOOK_SECONDS
-    ):
-        _history.looked[key] = time.monotonic()
+    now = time.monotonic()
+    if device == "cuda" and now > _history.looked.get(key, -math.inf) + LOOK_SECONDS:
+        _history.looked[key] = now
         known = _history.free[key] = gpu_memory.free_now(known, devices, running)
     return known
 

@@ -61,12 +61,9 @@ class UnmeasuredError(BackendError):
         self.remedy = remedy
         self.of_links = of_links
         first = remedy or "run python scripts/doctor.py, which says what is wrong with GPUs and links"
-        # degrees by hand would start the same links
-        last = (
-            "gpus of Parallel Config to 1"
-            if of_links
-            else "the degrees of Parallel Config by hand (method manual)"
-        )
+        last = "the degrees of Parallel Config by hand (method manual)"
+        if of_links:  # which degrees by hand would start, too
+            last = "gpus of Parallel Config to 1"
         super().__init__(f"Auto could not measure this machine ({why}); {first}, or set {last}.")
 
 

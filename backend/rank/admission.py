@@ -135,10 +135,11 @@ class Planned:
 
     def shortage(self, memories: list[RankMemory], short: RankMemory) -> str:
         """Say which rank lacks how much, and with which settings it would fit."""
-        plan = self.plans[short.rank] if self.is_loaded else None
-        what = (
-            ("for this request", "nothing was run") if plan else ("to load this model", "nothing is loaded")
-        )
+        plan = None
+        what = ("to load this model", "nothing is loaded")
+        if self.is_loaded:
+            plan = self.plans[short.rank]
+            what = ("for this request", "nothing was run")
         stays = [self.is_loaded and rank not in self.parked for rank in range(len(self.plans))]
         held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
         capacity = [memory.free + memory.cached + own for memory, own in zip(memories, held)]
@@ -339,8 +340,8 @@ def _shortage(
         }
     listed = ", ".join(f"{name} {fine_gigabytes(size)}" for name, size in parts.items() if size >= 1e7)
     need = f"{fine_gigabytes(memory.need.likely)} {what}" + (f" ({listed})" if listed else "")
-    least = (
-        f", at least {fine_gigabytes(memory.need.least)}," if memory.need.least < memory.need.likely else ""
-    )
+    least = ""
+    if memory.need.least < memory.need.likely:
+        least = f", at least {fine_gigabytes(memory.need.least)},"
     free = fine_gigabytes(memory.free + memory.cached)
     return f"rank {memory.rank} needs about {need}{least} but {free} are free on its device, so {result}."

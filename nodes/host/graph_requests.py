@@ -34,15 +34,10 @@ SPLIT, SPLIT_BY_PART = "SplitSigmas", "SplitSigmasDenoise"
 SIGMA = re.compile(r"[-+]?(?:\d*\.*\d+)")
 
 
-def other_loaders(graph: dict, key: str) -> list[dict]:
-    """Return the values of the other loaders of a graph, whose models stay on the same ranks."""
-    others = [other for other, node in graph.items() if other != key and node.get("class_type") == LOADER]
-    return [values(graph, other) for other in others]
-
-
-def loaded_models(graph: dict) -> set[ModelChoice]:
-    """Return what the loaders of a graph load, as far as constants tell it."""
-    found = (model_choice_of(values(graph, key)) for key in graph if graph[key].get("class_type") == LOADER)
+def loaded_models(graph: dict, besides: str = "") -> set[ModelChoice]:
+    """Return what the loaders of a graph load, but for the one ``besides``, as far as constants tell it."""
+    loaders = [key for key, node in graph.items() if node.get("class_type") == LOADER and key != besides]
+    found = (model_choice_of(values(graph, key)) for key in loaders)
     return {choice for choice in found if choice}
 
 
@@ -137,11 +132,9 @@ def _steps(graph: dict, sampler: str, inputs: dict) -> int:
     if source(graph, sampler, "sigmas"):
         return _scheduled(graph, sampler) or STEPS
     steps = positive(inputs, "steps", default=STEPS)
-    return max(
-        1,
-        min(positive(inputs, "end_at_step", default=steps), steps)
-        - positive(inputs, "start_at_step", default=0),
-    )
+    first = positive(inputs, "start_at_step", default=0)
+    end = positive(inputs, "end_at_step", default=steps)
+    return max(1, min(end, steps) - first)
 
 
 def _scheduled(graph: dict, sampler: str) -> int:

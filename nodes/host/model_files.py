@@ -27,6 +27,8 @@ FURTHER_TRANSFORMERS = ("transformer_2",)
 HOLD = {*INDEXES, "config.json"}
 #: LoRAs whose headers are counted once for each state of their files.
 MAX_LORAS = 64
+#: What reading the header of a broken file raises.
+BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error)
 
 
 def model_paths() -> dict[str, str]:
@@ -104,15 +106,7 @@ def _bytes_of(path: str, size: int, _changed: float) -> LoraBytes:
         header = json.loads(comfy.utils.safetensors_header(path, max_size=MAX_HEADER_BYTES) or "{}")
         header.pop("__metadata__", None)
         held = file_bytes({key: tuple(map(int, each["shape"])) for key, each in header.items()})
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ):
+    except BROKEN:
         return LoraBytes(size)
     return held if header else LoraBytes(size)
 

@@ -25,12 +25,9 @@ def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]
     for index, rank in enumerate(ranks):
         name = f"GPU {gpus[index]}" if gpus else f"rank {rank['rank']}"
         held = rank["weight_bytes"]
-        # a card of "24 GB" has 24 GiB
-        weights = (
-            f"{held / 2**30:.1f} of {memory[index] / 2**30:.0f} GiB"
-            if memory
-            else gigabytes_or_megabytes(held)
-        )
+        weights = gigabytes_or_megabytes(held)
+        if memory:  # a card of "24 GB" has 24 GiB
+            weights = f"{held / 2**30:.1f} of {memory[index] / 2**30:.0f} GiB"
         lines.append(f"{name} · {weights} · {blocks_text(rank['blocks'])}")
     return lines
 

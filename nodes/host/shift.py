@@ -40,7 +40,6 @@ def apply_shift(model: comfy.model_patcher.ModelPatcher, shift: float, family_na
         """As ComfyUI's nodes make it."""
 
     shifted = ModelSampling(model.model.model_config)
-    shifted.set_parameters(
-        shift=shift, **({} if exponential else {"multiplier": getattr(own, "multiplier", 1.0)})
-    )
+    more = {} if exponential else {"multiplier": getattr(own, "multiplier", 1.0)}
+    shifted.set_parameters(shift=shift, **more)
     model.add_object_patch("model_sampling", shifted)

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -251,7 +252,7 @@ def executed(graph):
     return sys.modules["parallel_dit.nodes.graph.queued_graph"].executed
 
 
-def test_loaders_and_samplers_that_do_not_run_do_not_count(executed, graph):
+def test_loaders_and_samplers_that_do_not_run_do_not_count(executed, graph, monkeypatch):
     """They reserved memory, or raised for a file that is not supported."""
     prompt = queued(WAN_LATENT)
     prompt["4"] = {"class_type": "VAEDecode", "inputs": {"samples": ["3", 0]}}
@@ -263,7 +264,9 @@ def test_loaders_and_samplers_that_do_not_run_do_not_count(executed, graph):
     }
     assert executed(idle | prompt, "1") == prompt
     request = graph.request_of_graph(executed(idle | prompt, "1"), "1", latent_of("flux"))
-    assert request.steps == 20 and not graph.other_loaders(executed(idle | prompt, "1"), "1")
+    monkeypatch.setattr(graph, "model_choice_of", itemgetter("model_name"))
+    assert graph.loaded_models(idle | prompt, besides="1") == {"b"}
+    assert request.steps == 20 and not graph.loaded_models(executed(idle | prompt, "1"), besides="1")
 
 
 def test_a_node_that_runs_though_no_output_needs_it_has_the_whole_graph(executed):
