@@ -330,8 +330,7 @@ class Engine:
         return call_model(self.mesh, prepared, call.tensors["x"].shape[0])
 
     def check_result(self, result: Tensor, name: str):
-        """Refuse what the model ``name`` has computed where no value of it is a number. Raises
-        UnsupportedError."""
+        """Refuse what the model ``name`` has computed where no value is a number. Raises UnsupportedError."""
         model = self.models[name]
         check_result(result, model.weights.checkpoint.name, model.dtype)
 

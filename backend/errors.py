@@ -1,5 +1,4 @@
-"""The error of everything that users can put right, and how words that are not ours stand in its message;
-standard library only."""
+"""The errors that users can put right, and words that are not ours in a message; standard library only."""
 
 #: Module of the errors that users see: ComfyUI's page writes it before the class, and the real one is a path.
 SHORT = "parallel_dit"
@@ -14,8 +13,7 @@ class ConfigError(ValueError):
 
 
 class UnsupportedError(ValueError):
-    """A request, file or model that cannot run; the message says what, why, the values and the remedy. The
-    backend stays warm."""
+    """A request, file or model that cannot run: what, why, the values and the remedy. Ranks stay warm."""
 
     __module__ = SHORT
 

@@ -163,8 +163,7 @@ class Probe:
             return 0.0
 
     def speeds(self) -> tuple[float, ...]:
-        """Return how many times as fast as the slowest rank each is, by one timed step of all at once: linear
-        layers and attention as in a block."""
+        """Return how many times as fast as the slowest each rank is, by one step of all, as in a block."""
 
         def step():
             for _ in range(LAYERS):
@@ -188,8 +187,7 @@ class Probe:
         return self.sustained(action)
 
     def sustained(self, action: Callable[[], object]) -> float:
-        """Return the mean seconds of ``action``: ranks on the CPU may share a core, which the fastest call
-        does not show."""
+        """Return the mean seconds of ``action``: the fastest call does not show that ranks share a core."""
         if self.kind == "cuda":
             return self.seconds(action)
         action()
@@ -250,8 +248,7 @@ class Probe:
         return self._gemm(self.together), flop / attention, size / copied, self.together(kernels)
 
     def _host_link(self) -> float:
-        """Return the bytes/s from host memory, page locked where that can be, as parked weights come back
-        (loading/parking.py)."""
+        """Return the bytes/s from host memory, page locked if possible, as parked weights come back."""
         empty = page_locked if self.kind == "cuda" else torch.empty
         waiting = empty((self.sent,), dtype=torch.uint8)
         x = torch.empty(self.sent, dtype=torch.uint8, device=self.device)

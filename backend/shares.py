@@ -1,5 +1,4 @@
-"""Shares of the work of ranks that differ in speed ("60,40"), and whole things divided by them. Standard
-library only."""
+"""Shares of the work of ranks that differ in speed ("60,40"), and what they divide. Standard library only."""
 
 import itertools
 import math

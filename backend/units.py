@@ -1,5 +1,4 @@
-"""Writes numbers for people: bytes in the decimal units that file managers use, blocks and ranks. Standard
-library only."""
+"""Writes numbers for people: bytes in decimal units, blocks and ranks. Standard library only."""
 
 from collections.abc import Sequence
 

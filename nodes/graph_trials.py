@@ -1,5 +1,4 @@
-"""What a benchmark of a graph asks first, and what ends that question: it measures this machine, maybe for
-minutes, and makes room on its GPUs."""
+"""What a benchmark of a graph asks first, for minutes maybe: this machine is measured; and what ends it."""
 
 import threading
 from collections.abc import Callable

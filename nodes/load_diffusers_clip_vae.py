@@ -1,5 +1,4 @@
-"""The LoadDiffusersCLIPVAE node: CLIP and VAE out of a pipeline's folder, for models whose encoders ComfyUI
-does not have."""
+"""The LoadDiffusersCLIPVAE node: CLIP and VAE of a pipeline's folder, for encoders that ComfyUI lacks."""
 
 import os
 from pathlib import Path

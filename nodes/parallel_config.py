@@ -90,8 +90,7 @@ def _widget(name: str, tooltip: str):
 
 
 class ParallelConfigNode(io.ComfyNode):
-    """Inputs -> a validated ParallelConfig, or an AutoConfig where the degrees are left open; ConfigError for
-    what cannot run on this machine."""
+    """Inputs -> a validated ParallelConfig, or an AutoConfig; ConfigError for what cannot run here."""
 
     @classmethod
     def define_schema(cls):

@@ -73,7 +73,6 @@ class ParallelLoRA(io.ComfyNode):
 
 
 def _reported(dit: ParallelDiT, line: str) -> io.NodeOutput:
-    """Return the output of a node under which ``line`` stands: one in any case, for the page keeps the one
-    before where it is given none."""
+    """Return a node's output with ``line`` under it: the page would keep the one before, were none given."""
     node_text()(line)
     return io.NodeOutput(dit, ui=shown([line]))

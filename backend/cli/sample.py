@@ -31,8 +31,7 @@ from .status import connect, parser_of
 
 
 def main(arguments: list[str]) -> int:
-    """Sample the requests of a file; 1 where one of a list fails. Raises ConfigError, RefusedError or
-    BackendError, in one sentence, where a single one does, or none can run."""
+    """Sample a file's requests; return 1 where one of a list fails. Raises what a single one fails with."""
     options = _options(arguments)
     text, folder = _source(options.request)
     requests = read_requests(text, folder)
@@ -110,8 +109,7 @@ def _connected(options: argparse.Namespace) -> pool.Backend:
 
 
 def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
-    """Return the ranks for a request: those that ``config`` says, or those that the planner chooses, whose
-    reasons are printed. Raises ConfigError where nothing fits, RefusedError and BackendError."""
+    """Return the ranks of ``config``, or those that the planner chooses; print why. Errors as in plan_for."""
     if isinstance(config, ParallelConfig):
         return config
     plan, lines = plan_for(config, request.choice, partial(planned_request, request), show=_line)

@@ -131,8 +131,7 @@ def _packed(latents: list[Tensor]) -> Tensor:
 
 
 def _vae_scaling(request: SampleRequest, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (factor, offset) with VAE units = model space * factor + offset, by channel of ``like``; 1 and 0
-    without a VAE's configuration."""
+    """Return (factor, offset) by channel of ``like``: VAE units = model space * factor + offset."""
     config = read_json(request.vae, "config.json") if request.vae else {}
     factor = torch.as_tensor(config.get("latents_std") or 1.0) / (config.get("scaling_factor") or 1.0)
     offset = torch.as_tensor(config.get("latents_mean") or 0.0) + (config.get("shift_factor") or 0.0)

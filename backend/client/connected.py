@@ -40,8 +40,7 @@ class Connected:
 
     @property
     def wait_line(self) -> str:
-        """Say what the request under way waits for, once it has waited a while: another client's. Empty where
-        it does not."""
+        """Say for which other client's request ours has waited a while; empty where it does not."""
         waiting = self.client.waiting
         if waiting is None or time.monotonic() - self.client.waits_since < SHOWN_SECONDS:
             return ""

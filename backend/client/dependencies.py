@@ -68,8 +68,7 @@ def _require_python(version: Sequence[int], whose: str, remedy: str):
 
 
 def ranks_versions() -> dict[str, str]:
-    """Return the versions of the ranks' interpreter, and those of its packages that divide a step. Raises
-    BackendError where it cannot be asked."""
+    """Return the versions of the ranks' Python and of its DIVIDING packages. Raises BackendError."""
     python = ranks_python()
     return _versions() if python == sys.executable else _asked(python, REQUIREMENTS)["versions"]
 

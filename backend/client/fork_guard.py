@@ -1,7 +1,6 @@
-"""Keeps descriptors that processes of ours live by out of forks of this one. A process that another custom
-node forks (concurrent.futures, multiprocessing) has a copy of every descriptor, and close-on-exec does not
-act: ranks would not see their pipe end with ComfyUI, and would hold the GPUs' memory for as long as that
-process lives. Standard library only."""
+"""Keeps descriptors that processes of ours live by out of forks of this one. What another custom node forks
+(concurrent.futures, multiprocessing) has a copy of each, and close-on-exec does not act: ranks would not see
+their pipe end with ComfyUI, and hold the GPUs as long as that lives. Standard library only."""
 
 import os
 

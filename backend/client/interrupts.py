@@ -17,8 +17,7 @@ POLL_SECONDS = 0.1
 
 @contextmanager
 def turn(lock: Lock, check: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock that others may hold for minutes. ``check`` is called meanwhile and may raise to give up:
-    nothing has been sent yet."""
+    """Hold a lock that others may hold for minutes; ``check`` may raise to give up, with nothing sent yet."""
     while not lock.acquire(timeout=POLL_SECONDS):
         check()
     try:
@@ -81,8 +80,7 @@ class InterruptWatch:
         self._since = 0.0
 
     def ask(self, request: Callable, message):
-        """Send ``message`` by ``request`` and return its reply. A refusal is re-raised as the waiting
-        interrupt, if there is one."""
+        """Return ``request``'s reply to ``message``; a refusal is re-raised as the interrupt that waits."""
         self._may_withdraw = isinstance(message, WITHDRAWABLE)
         try:
             return request(message, self.check, self.on_progress)

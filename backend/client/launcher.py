@@ -45,8 +45,7 @@ NOBODY_ASKED = "it was told to end"
 
 
 class ClosedError(BackendError):
-    """We end the backend ourselves, as at the end of this process, while another thread still waits for it:
-    no failure, and nothing to report."""
+    """We end the backend, as at this process's end, while a thread waits for it: nothing to report."""
 
 
 class _NotReady(Exception):
@@ -200,8 +199,7 @@ class BackendProcess:
         return not self.silence and self._agent.poll() == 0
 
     def failure(self) -> BackendError:
-        """Return the error for a request that the backend has not answered: its failure cause, or ClosedError
-        where we are ending it."""
+        """Return the error for an unanswered request: the failure cause, or ClosedError where we end it."""
         if self._closing:
             return ClosedError("The backend ends with the process that started it.")
         return BackendError(self.failure_cause())

@@ -1,7 +1,6 @@
-"""The connection between the launchers of a backend's machines: it carries the configuration, heartbeats, and
-why one has ended. machine_rendezvous.py makes it. Lines of JSON travel: nothing is unpickled, and nothing is
-encrypted. Every machine writes twice a second; one that is not heard of is silent, as a rank is
-(silence.py)."""
+"""The connection between the launchers of a backend's machines (machine_rendezvous.py makes it): it carries
+the configuration, heartbeats, and why one has ended. Lines of JSON travel: nothing is unpickled or encrypted.
+Every machine writes twice a second; one that is not heard of is silent, as a rank is (silence.py)."""
 
 import json
 import select
@@ -80,8 +79,7 @@ class Peer:
             return True
 
     def ask(self, key: str, seconds: float, limit: int = MAX_HELLO) -> Any:
-        """Return what the first line with ``key`` says, or None for a refusal. Raises ConnectionError or
-        TimeoutError."""
+        """Return what the first line with ``key`` says, None for a refusal. Raises OSError."""
         deadline = time.monotonic() + seconds
         while not self.said.keys() & {key, "refused"}:
             self.socket.settimeout(max(0.01, deadline - time.monotonic()))

@@ -1,5 +1,4 @@
-"""The machines of one backend: which of them this is, where they meet, and which methods cross their
-network."""
+"""The machines of one backend: which this is, where they meet, and which methods cross their network."""
 
 import math
 import socket
@@ -84,8 +83,7 @@ class Machines:
 
     @property
     def name(self) -> str:
-        """This machine's name for messages; empty where there is one. An interface that has lost its address
-        may be what there is to say."""
+        """This machine's name for messages, without its address if that is lost; empty where there is one."""
         if self.count == 1:
             return ""
         try:

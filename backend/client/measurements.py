@@ -1,5 +1,4 @@
-"""What the planner has to know, measured by processes of our own and kept: the rates of this machine, the
-shape of a model, and the memory that is free. Imports neither ComfyUI nor torch.distributed."""
+"""What the planner has to know, measured by processes of our own and kept: rates, shapes, free memory."""
 
 import math
 import os
@@ -65,8 +64,7 @@ def model_shape(
     choice: ModelChoice, device: str, indices: list[int], check: Check, show: Callable[[str], None]
 ) -> ModelShape:
     """Return the shape of a transformer on the devices ``indices``, read once for each state of its file and
-    of what decides how it is computed. ``check`` and ``show`` as above. Raises RefusedError where it cannot
-    be loaded, and BackendError."""
+    of what decides how it is computed. ``check``, ``show`` as above. Raises RefusedError and BackendError."""
 
     def measure() -> dict:
         show("reading the model's headers")
@@ -109,8 +107,7 @@ def known(choice: ModelChoice, device: str, indices: list[int]) -> tuple[ModelSh
 
 
 def load_rate(choice: ModelChoice, device: str) -> float:
-    """Return the bytes/s at which all ranks together read a model's file when they last did; 0 where they
-    never have."""
+    """Return the bytes/s at which all ranks together read a model's file last; 0 where they never have."""
     return cache_files.read("load", _file_key(choice, device), _rate_in) or 0.0
 
 
@@ -197,8 +194,7 @@ def bare_uuid(uuid: str) -> str:
 
 
 def _free_bytes_by_driver() -> dict[str, int]:
-    """Return index, UUID and bare UUID of each GPU -> free bytes, empty where there is no nvidia-smi, or it
-    hangs."""
+    """Return index, UUID and bare UUID of each GPU -> free bytes; empty where nvidia-smi is none or hangs."""
     query = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = driver_query.answer(query, SMI_SECONDS)

@@ -105,8 +105,7 @@ def _why_alone(auto: AutoConfig, devices: list[int]) -> str:
 def _ranks(
     auto: AutoConfig, question: Question, models: tuple[ModelChoice, ...], devices: list[int]
 ) -> Ranks | None:
-    """Return the ranks that may go on under a plan of ``auto``; None where others have to start. ``models``:
-    those of the question."""
+    """Return the ranks that may go on under a plan of ``auto`` for ``models``; None where others start."""
     running = pool.launched()
     if running is None or running.config.world_size > len(devices):
         return None
@@ -130,8 +129,7 @@ def _as_planned(config: ParallelConfig) -> bool:
 
 
 def takes_turns(model: ModelChoice, config: ParallelConfig) -> bool:
-    """Return whether the plan by which ranks of ``config`` run counts on ``model`` without the others of its
-    graph next to it."""
+    """Return whether the plan of the ranks of ``config`` counts on ``model`` without the graph's others."""
     last = _history.last
     return last is not None and model in last.turns and _as_planned(config)
 
@@ -206,8 +204,7 @@ def spare_more(
 
 
 def spare_no_more(auto: AutoConfig, model: ModelChoice) -> bool:
-    """Plan as if ranks had never run out of memory, where no plan is left that spares as much; return whether
-    they had."""
+    """Plan as if ranks had never run out of memory, where no plan spares as much; return whether they had."""
     return _history.spared.pop(_spared_key(auto, model), 0) > 0
 
 
@@ -234,8 +231,7 @@ def note_left(gpu: int, size: int):
 
 
 def _why_spared(auto: AutoConfig, model: ModelChoice, unit: str) -> str:
-    """Return a sentence after that of a choice where memory is spared, else nothing. ``unit``: as in its
-    Option."""
+    """Return a sentence for after a choice where memory is spared (``unit``: as in Option), else nothing."""
     size = _history.spared.get(_spared_key(auto, model), 0)
     if not size:
         return ""

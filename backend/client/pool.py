@@ -183,8 +183,7 @@ class Backend(Connected):
 
 
 def allow(*folders: str | os.PathLike):
-    """Let backends load files below ``folders``; without a call nothing can be loaded. One that was launched
-    before ends when it is next needed."""
+    """Let backends load files below ``folders`` alone. One that was launched before ends when next needed."""
     _folders.update(os.path.abspath(folder) for folder in folders)
 
 

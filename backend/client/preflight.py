@@ -90,8 +90,7 @@ def read_shape(
 
 
 def least_capability(device: str, indices: list[int]) -> Capability | None:
-    """Return the least compute capability of GPUs, by which all ranks choose types and kernels; None on the
-    CPU and with ROCm."""
+    """Return GPUs' least compute capability, by which all ranks choose; None on the CPU and with ROCm."""
     if device == "cpu" or torch.version.hip:
         return None
     gpus = [torch.cuda.get_device_properties(index) for index in indices]

@@ -57,8 +57,7 @@ class Room:
         return {self.management.get_torch_device(), *self._used}
 
     def make(self, welcome: Welcome, lacking: dict[int, int]):
-        """Have as many bytes free on the device of each rank as it is ``lacking``, as far as unloading
-        ComfyUI's models gets."""
+        """Have so many bytes free for each rank as it is ``lacking``, as far as ComfyUI's models go."""
         for rank, size in lacking.items():
             device = self.gpus.get(welcome.devices[rank])
             if device is not None:

@@ -35,8 +35,7 @@ def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[in
 
 
 def cpu_limit(root: Path = ROOT, groups: str | None = None) -> float:
-    """Return how many processors' time the groups of this process may take; infinity without a limit.
-    ``groups`` as in memory_limits."""
+    """Return how many processors' time this process's groups may take; infinity without a limit."""
     limits = [math.inf]
     for controllers, path in _groups(groups):
         if controllers == [""]:

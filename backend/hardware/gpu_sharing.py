@@ -1,5 +1,4 @@
-"""Whether all ranks run on one GPU, which shows what they compute and not how fast: of scripts/doctor.py on a
-machine with one."""
+"""Whether all ranks run on one GPU, as scripts/doctor.py has them on a machine with one."""
 
 import os
 

@@ -28,8 +28,7 @@ class BackendError(RuntimeError):
 
 
 class RefusedError(ValueError):
-    """The backend refused a request and stays warm; the message says what, why and the remedy. ``lacking``:
-    as in Failure, by rank."""
+    """The backend refused a request and stays warm: what, why and the remedy. ``lacking``: as in Failure."""
 
     __module__ = SHORT
     lacking: dict[int, int] = {}

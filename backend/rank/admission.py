@@ -80,8 +80,7 @@ class FatalOutOfMemory(RuntimeError):
 
 
 def crowded(memories: list[RankMemory], bound: Callable[[Need], int]) -> list[RankMemory]:
-    """Return the ranks on a memory that does not hold what its ranks need together by ``bound``, those with
-    the largest need first."""
+    """Return the ranks whose memory does not hold their needs by ``bound``, the largest need first."""
     shared: dict[str, list[RankMemory]] = defaultdict(list)
     for memory in memories:
         shared[memory.device].append(memory)
@@ -168,8 +167,7 @@ class Admission:
         self._admitted: tuple | None = None
 
     def plan_load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Planned:
-        """Plan the load of a checkpoint on every rank; ``dtype``: of its weights. Raises ConfigError,
-        UnsupportedError."""
+        """Plan a load on every rank; ``dtype``: of its weights. Raises ConfigError, UnsupportedError."""
         plans = describe(self.config, checkpoint, TYPICAL, dtype)
         mapped = dtype == checkpoint.dtype or checkpoint.is_quantized
         needs = [load_need(plan, self.memory.device.type, mapped) for plan in plans]
@@ -315,8 +313,7 @@ def _about(message: Sample | ModelCall) -> tuple | None:
 
 
 def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Prepared | None:
-    """Return what ``prepare`` makes, or None where memory runs out: no other rank waits for this one yet, so
-    it says so in the next round."""
+    """Return what ``prepare`` makes; None where memory runs out, which this rank says in the next round."""
     try:
         return prepare()
     except Exception as error:

@@ -139,9 +139,8 @@ def own_token(path: str | None) -> str:
 
 
 def _from_parent(store) -> tuple[str, str]:
-    """Return the configuration as JSON, and the token on rank 0. The ranks of a machine share one pipe, so
-    the first of them alone reads its line and passes the configuration on. Only rank 0's launcher sends a
-    token."""
+    """Return the configuration as JSON, and on rank 0 the token. The ranks of a machine share one pipe: the
+    first of them reads its line and passes the configuration on. Only rank 0's launcher sends a token."""
     if os.environ["LOCAL_RANK"] != "0":
         return store.get(_CONFIG_KEY).decode(), ""
     line = b""

@@ -166,8 +166,7 @@ class Worker:
             raise RefusedByAllRanks(self.tried[case])
 
     def _guarded(self, run):
-        """Run; where memory runs out, say so with numbers. One rank alone goes on. Raises
-        InsufficientMemory."""
+        """Run; where memory runs out, say so with numbers. A single rank goes on: InsufficientMemory."""
         try:
             return run()
         except Exception as error:

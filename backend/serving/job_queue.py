@@ -80,8 +80,7 @@ class JobQueue:
             self._came.notify()
 
     def next(self, timeout: float) -> Job | None:
-        """Return the oldest waiting job, which runs from now on, or None after ``timeout`` seconds without
-        one."""
+        """Return the oldest waiting job, which runs from now on; None after ``timeout`` seconds."""
         with self._came:
             if not self._came.wait_for(self.qsize, timeout):
                 return None
@@ -95,8 +94,7 @@ class JobQueue:
             return job
 
     def finish(self, job: Job):
-        """Mark a job as done, so that a Cancel from now on does not stop it. Of one that waits: who calls
-        holds ``taking``."""
+        """Mark a job as done, which Cancel no longer stops. Of one that waits: who calls holds ``taking``."""
         if job in self._waiting:
             self._waiting.remove(job)
             self._send_waiting_to_all()

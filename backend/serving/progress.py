@@ -57,8 +57,7 @@ class Previews:
 
 
 def progress(job: Job, step: int, total: int, previews: Previews, start: Callable[[], Download]):
-    """Reply that ``step`` of ``total`` steps are done, with the x0 that Previews.latest has for a client that
-    keeps up."""
+    """Reply that ``step`` of ``total`` steps are done, with Previews.latest for a client that keeps up."""
     tensors = previews.latest(start) if job.client_keeps_up else {}
     job.reply(protocol.Progress(step, total, tensors))
 

@@ -80,8 +80,7 @@ def model_config(info: dict):
 
 
 def _latent_format(info: dict, vae: dict):
-    """Return the scaling of the VAE's latents: its scale and shift, or its mean and deviation of each
-    channel."""
+    """Return the scaling of the VAE's latents: scale and shift, or mean and deviation of each channel."""
     shape = (1, info["latent_channels"], *[1] * info["latent_dimensions"])
 
     def channels(name, neutral):

@@ -41,8 +41,7 @@ class SanaLatent(comfy.latent_formats.LatentFormat):
 
 
 class QwenImage21Latent(comfy.latent_formats.LatentFormat):
-    """The scaling of Qwen-Image 2.1's own VAE, 1/16 of the image's size: every channel by its own mean and
-    deviation."""
+    """The scaling of Qwen-Image 2.1's own VAE, 1/16 of the image's size: a mean and deviation a channel."""
 
     latent_channels = 64
     spacial_downscale_ratio = 16
@@ -59,8 +58,7 @@ def _channels(values: tuple[float, ...], latent: torch.Tensor) -> torch.Tensor:
 
 
 class Shapes(comfy.latent_formats.Flux):
-    """Flux's scaling around latents of the demo model, which are rearranged pixels; previews show the
-    pixels."""
+    """Flux's scaling around latents of the demo model: rearranged pixels, which previews show."""
 
     def __init__(self):
         super().__init__()

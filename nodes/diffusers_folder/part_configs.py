@@ -1,5 +1,4 @@
-"""Configurations of a folder's text encoder and VAE: their libraries build what these say without a limit, in
-ComfyUI's own process."""
+"""Configurations of a folder's text encoder and VAE, by which libraries build without a limit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,7 @@ IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def check_config(part: Path):
-    """Refuse a part that has more layers than any published one, or names code to load. Raises
-    UnsupportedError."""
+    """Refuse a part with more layers than any published one, or code to load. Raises UnsupportedError."""
     config = part / "config.json"
     for name, value in _entries(read_json(config) if config.is_file() else {}):
         counted = value if isinstance(value, list) else [value]

@@ -1,5 +1,4 @@
-"""A CLIP whose prompts the pipeline of a diffusers folder encodes: the part of ComfyUI's object that nodes
-call which encode text."""
+"""A CLIP whose prompts a diffusers folder's pipeline encodes: what nodes call that encode text."""
 
 import comfy.model_management
 import comfy.model_patcher

@@ -1,5 +1,4 @@
-"""Reference images that a queued graph gives to a prompt: their tokens go through the model with the
-latent's."""
+"""Reference images of a queued graph's prompt, whose tokens go through the model with the latent's."""
 
 from dataclasses import replace
 

@@ -41,14 +41,12 @@ def queued() -> dict:
 
 
 def queued_by() -> str | None:
-    """Return the id of the page that has queued the graph that is validated now, empty where a script has;
-    None outside of that."""
+    """Return the id of the page that queued what is validated now, empty for a script; else None."""
     return _queued_by.get()
 
 
 def running() -> dict:
-    """Return the graph that ComfyUI runs now, or ran last, as ``queued`` does: with the nodes that nodes
-    have added."""
+    """Return the graph that ComfyUI runs now, or ran last, with the nodes that nodes have added."""
     graph = get_progress_state().dynprompt
     return {key: graph.get_node(key) for key in graph.all_node_ids()}
 
@@ -210,8 +208,7 @@ def _loader_of_inputs(graph: dict, node: str, known: dict[str, str | None]) -> s
 
 
 def _used_inputs(graph: dict, node: str) -> Iterable[str]:
-    """Return the inputs of a node that ComfyUI runs: of a Switch that of the side it takes, as far as that is
-    known."""
+    """Return the inputs of a node that ComfyUI runs: of a Switch the side it takes, as far as is known."""
     is_switch = graph[node].get("class_type") in SWITCHES
     return ("switch", *_sides(graph, node)) if is_switch else graph[node]["inputs"]
 

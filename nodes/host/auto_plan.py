@@ -38,8 +38,7 @@ Ran = TypeVar("Ran")
 def plan_under_node(
     auto: AutoConfig, model: ModelChoice, request: EstimateOf, others: tuple[ModelChoice, ...] = ()
 ) -> tuple[ParallelConfig, tuple[str, ...]]:
-    """Choose the ranks of a model as planning.plan_for does, with what it waits for under the node, and
-    Cancel."""
+    """Choose ranks as planning.plan_for does; show what it waits for under the node, and take Cancel."""
     _make_room(auto)
     with NodeStatus() as status:
         check = partial(status.check, "cancelling")

@@ -1,5 +1,4 @@
-"""CONDITIONING -> the transformer's arguments, by ComfyUI's own code; what the backend cannot do is refused
-by name."""
+"""CONDITIONING -> the transformer's arguments, by ComfyUI's own code; the rest is refused by name."""
 
 import comfy.conds
 import comfy.samplers
@@ -34,8 +33,7 @@ _AROUND = {"area", "set_area_to_bounds", "default"}
 
 
 def check_conditioning(name: str, conditioning: list, family_name: str, family: ComfyFamily):
-    """Raise RefusedError for the first thing in ``conditioning``, the input ``name``, that the backend would
-    drop."""
+    """Raise RefusedError for the first thing in the input ``name`` that the backend would have to drop."""
     if not conditioning:
         raise RefusedError(f"{name} holds no prompt; connect a text encoder.")
     for _, values in conditioning:

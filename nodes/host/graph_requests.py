@@ -82,8 +82,7 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
 
 
 def _lora_bytes(graph: dict, loader: str) -> tuple[LoraBytes, LoraBytes]:
-    """Return the bytes of the LoRAs of a loader's model, and of those of others, which are on the same
-    ranks."""
+    """Return the bytes of the LoRAs of a loader's model, and of those of others on the same ranks."""
     own = others = LoraBytes()
     for key, node in graph.items():
         strength = LORAS.get(node.get("class_type", ""))
@@ -127,8 +126,7 @@ def _sampler_of(graph: dict, model: str) -> str:
 
 
 def _steps(graph: dict, sampler: str, inputs: dict) -> int:
-    """Return the steps that a sampler with these ``inputs`` makes, or those of the sigmas that it is
-    given."""
+    """Return the steps that a sampler with these ``inputs`` makes, or those of its sigmas."""
     if source(graph, sampler, "sigmas"):
         return _scheduled(graph, sampler) or STEPS
     steps = positive(inputs, "steps", default=STEPS)
@@ -138,8 +136,7 @@ def _steps(graph: dict, sampler: str, inputs: dict) -> int:
 
 
 def _scheduled(graph: dict, sampler: str) -> int:
-    """Count the steps of a sampler's sigmas, from the node that makes them to it; 0 where that takes a
-    run."""
+    """Count the steps of a sampler's sigmas, from the node that makes them on; 0 where that takes a run."""
     steps = 0
     for key, output in reversed(list(upstream(graph, sampler, ("sigmas",)))):
         inputs = constants(graph, key)

@@ -93,8 +93,7 @@ def model_choice_of(inputs: dict) -> ModelChoice | None:
 
 
 def lora_size(name: str) -> LoraBytes:
-    """Return the bytes that ranks hold of a file of models/loras next to quantized weights; none where there
-    is none of that name."""
+    """Return the bytes that ranks hold of a file of models/loras next to quantized weights; 0 of no file."""
     path = folder_paths.get_full_path("loras", name)
     return LoraBytes() if path is None else _bytes_of(path, os.path.getsize(path), os.path.getmtime(path))
 

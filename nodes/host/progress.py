@@ -1,5 +1,4 @@
-"""What somebody sees while the ranks work: ComfyUI's bar and preview on the node, a line of text under it,
-and the terminal's bar."""
+"""What somebody sees while ranks work: ComfyUI's bar, preview and text on the node, the terminal's bar."""
 
 import time
 from collections.abc import Callable
@@ -139,8 +138,7 @@ class Reporter:
 
 
 def tolerate_preview_oom(callback: Callable, status: NodeStatus) -> Callable:
-    """Return ComfyUI's ``callback`` of a step, whose preview may be out of memory: the ranks have what they
-    need, and the sampling goes on."""
+    """Return ComfyUI's ``callback`` of a step, whose preview may run out of memory: the sampling goes on."""
 
     def call(*arguments):
         try:

@@ -141,8 +141,7 @@ def dynamic_weights(index: int) -> int:
 
 
 def entries(loaded: Loaded, welcome: Welcome, free: Free) -> list[RankWeights]:
-    """Return an entry for each device of this machine that holds weights of a loaded transformer; ``free`` as
-    in RankWeights."""
+    """Return an entry for each of this machine's devices that holds a transformer's weights."""
     cpu = torch.device("cpu")
     devices = host_room().gpus | {device_name(cpu): cpu}
     ranks: dict[torch.device, list[int]] = defaultdict(list)
@@ -157,6 +156,5 @@ def entries(loaded: Loaded, welcome: Welcome, free: Free) -> list[RankWeights]:
 
 
 def may_hold_memory(entries: list[RankWeights]) -> bool:
-    """Return whether a model with these entries may hold memory of devices: not where ComfyUI knows that all
-    are parked."""
+    """Return whether a model may hold devices' memory: not where ComfyUI knows that all of it is parked."""
     return not entries or any(entry.held for entry in entries)

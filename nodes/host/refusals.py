@@ -23,8 +23,7 @@ _NAMES = tuple(f"{SHORT}.{error.__name__}: " for error in MISTAKES)
 
 @contextmanager
 def errors_on_node():
-    """Show under the node that runs now, where progress is shown, why it fails: in a ``with``, or around a
-    node's ``execute``."""
+    """Show under the node that runs now why it fails: in a ``with``, or around a node's ``execute``."""
     try:
         yield
     except (*MISTAKES, BackendError) as error:
@@ -35,8 +34,7 @@ def errors_on_node():
 
 
 def says_more(record: logging.LogRecord) -> bool:
-    """Filter a log: ComfyUI's has the sentence of an exception, then its traceback, which of a mistake says
-    nothing more."""
+    """Filter a log: after the sentence of a mistake ComfyUI's has a traceback, which says nothing more."""
     text = record.msg
     if not isinstance(text, str) or not text.startswith("Traceback (most recent call last)"):
         return True

@@ -1,5 +1,4 @@
-"""The ModelPatcher of Parallel Model: takes LoRAs of ComfyUI's own loaders, refuses what else would change
-weights."""
+"""The ModelPatcher of Parallel Model: takes LoRAs of ComfyUI's loaders, refuses other changes of weights."""
 
 import functools
 import os

@@ -1,5 +1,4 @@
-"""The ``shift`` input: what ComfyUI's ModelSampling nodes do to a MODEL, for the model object of a
-PARALLEL_DIT."""
+"""The ``shift`` input: what ComfyUI's ModelSampling nodes do, for a PARALLEL_DIT's model object."""
 
 import math
 

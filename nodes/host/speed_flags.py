@@ -1,5 +1,4 @@
-"""Flags of ComfyUI's command line that change how fast its own models run and do not reach the ranks, and
-those that work against the ranks."""
+"""Flags of ComfyUI that make its own models faster and do not reach the ranks, or work against these."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -49,8 +49,7 @@ def folder() -> str:
 
 
 class Product(NamedTuple):
-    """A LoRA's ``up`` @ ``down`` on a weight, or on rows of it; ``function``: puts its rows in their
-    order."""
+    """A LoRA's ``up`` @ ``down`` on a weight, or on rows of it; ``function`` puts its rows in order."""
 
     up: Tensor
     down: Tensor
