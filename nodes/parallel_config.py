@@ -70,12 +70,6 @@ TOOLTIPS = {
 BASIC = ("gpus", "method", "device")
 
 
-def _input(name: str, tooltip: str):
-    """Return the widget of a field."""
-    widget = _widget(name, tooltip)
-    return widget if name in BASIC else advanced(widget)
-
-
 def _widget(name: str, tooltip: str):
     """Return the widget of a field, of the type of its default."""
     shared = {"default": getattr(ParallelConfig, name, AUTO), "optional": True, "tooltip": tooltip}
@@ -94,13 +88,14 @@ class ParallelConfigNode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls):
+        widgets = {name: _widget(name, tooltip) for name, tooltip in TOOLTIPS.items()}
         return schema(
             *ALIASES,
             node_id="ParallelConfig",
             display_name="Parallel Config",
             description="How many GPUs, and how they share the work: auto chooses for each sampler, unless a "
             "degree is set. Then the number of ranks (one per GPU) is the product of the degrees.",
-            inputs=[_input(name, tooltip) for name, tooltip in TOOLTIPS.items()],
+            inputs=[each if name in BASIC else advanced(each) for name, each in widgets.items()],
             outputs=[ParallelConfigType.Output(display_name="config", tooltip="For LoadParallelDiT.")],
         )
 

@@ -233,19 +233,17 @@ def _differing(theirs: Any, ours: dict) -> tuple[str, str]:
     return ", ".join(mine), ", ".join(other)
 
 
-def join(
-    machines: Machines, token: str, hello: dict, seconds: float = READY_SECONDS, check: Check = nothing
-) -> tuple[Link, dict]:
+def join(machines: Machines, token: str, hello: dict, seconds: float = READY_SECONDS) -> tuple[Link, dict]:
     """On another machine: connect to machine 0 and wait until all have joined; return the link and what
     machine 0 says to ``begin``. Raises BackendError or ConfigError."""
     deadline = time.monotonic() + seconds
     said = ""
     while True:
-        peer = _connected(machines, deadline, seconds, check)
+        peer = _connected(machines, deadline, seconds)
         try:
             silence = _prove(peer, machines, token, hello)
             if not silence:
-                return Link(machines, [peer]), _wait_for_begin(peer, deadline, check)
+                return Link(machines, [peer]), _wait_for_begin(peer, deadline)
         except OSError as error:
             peer.socket.close()
             what = f"what listens at {machines.host}:{machines.link_port} is no launcher ({error})"
@@ -263,14 +261,13 @@ def join(
         time.sleep(0.2)
 
 
-def _connected(machines: Machines, deadline: float, seconds: float, check: Check) -> Peer:
+def _connected(machines: Machines, deadline: float, seconds: float) -> Peer:
     """Return a connection to machine 0's port. Raises BackendError where there is none by the deadline."""
     target = (machines.host, machines.link_port)
     while True:
-        check()
         try:
             connection = socket.create_connection(target, 2.0, (machines.address, 0))
-            return Peer(connection, index=0, name=machines.leader)
+            return Peer(connection, index=0, name=f"machine 0 ({machines.host})")
         except OSError as error:
             if time.monotonic() > deadline:
                 why = f"machine 0 was not reached at {target[0]}:{target[1]} in {seconds:.0f} s ({error})"
@@ -297,9 +294,8 @@ def _prove(peer: Peer, machines: Machines, token: str, hello: dict) -> str:
     return ""
 
 
-def _wait_for_begin(peer: Peer, deadline: float, check: Check) -> dict:
+def _wait_for_begin(peer: Peer, deadline: float) -> dict:
     while not peer.said.keys() & {"begin", "refused"}:
-        check()
         try:
             peer.ask("begin", 0.5, MAX_LINE)
         except TimeoutError:

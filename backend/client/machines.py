@@ -91,11 +91,6 @@ class Machines:
         except ConfigError:
             return f"machine {self.index}"
 
-    @property
-    def leader(self) -> str:
-        """Machine 0's name for messages."""
-        return f"machine 0 ({self.host})"
-
 
 def crossing(degrees: dict[str, int], machines: int) -> dict[str, bool]:
     """Return for each mesh axis of several ranks whether some group of it has ranks of several machines.

@@ -53,15 +53,13 @@ class Leader(ServedModels):
 
     def __init__(self, begun: start.Start):
         super().__init__(begun)
-        names = self.admission.names
         config = begun.config
-        degrees = config.degrees
         welcome = Welcome(
             world_size=config.world_size,
             device=begun.device,
-            degrees=degrees,
+            degrees=config.degrees,
             pids=self.pids,
-            devices=names,
+            devices=self.admission.names,
             settings=config.of_ranks,
         )
         self.beats = begun.beats

@@ -25,19 +25,19 @@ class ControlChannel:
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.buffer = self._shared(self.rank) if self.ranks > 1 else None
+        self.buffer = self._shared() if self.ranks > 1 else None
 
-    def _shared(self, rank: int) -> SharedBuffer | None:
+    def _shared(self) -> SharedBuffer | None:
         """Return memory that every rank has, or None."""
         buffer = None
         address = None
         with suppress(OSError, AttributeError):
-            if rank == 0:
+            if self.rank == 0:
                 buffer, address = SharedBuffer.make(self.ranks)
         address = self.all_gather_object(address)[0]
         if buffer is None and address:
             with suppress(OSError, ValueError):
-                buffer = SharedBuffer.join(address, self.ranks, rank)
+                buffer = SharedBuffer.join(address, self.ranks, self.rank)
         return buffer if all(self.all_gather_object(buffer is not None)) else None
 
     def broadcast(self, message):

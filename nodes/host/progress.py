@@ -171,12 +171,7 @@ def node_text() -> Callable[[str], None]:
         validated = queued_by()  # other pages may have other nodes of that number
         page = server.client_id if validated is None else validated
         if page:
-            server.send_progress_text(page_text(text), context.node_id, page)
+            # older pages take it as HTML, names in files included, and none shows an empty text
+            server.send_progress_text(text.replace("<", "‹") or " ", context.node_id, page)
 
     return send
-
-
-def page_text(text: str) -> str:
-    """Return a text as the page may have it: older ones take it as HTML, names in files included, and none
-    shows an empty one."""
-    return text.replace("<", "‹") or " "
