@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
     def plan(index: int, request: SampleRequest):
         found = planned(config, request)
-        check_headers(found, *request.choice, pool.folders())
+        check_headers(found, request.choice, pool.folders())
         plans[index] = found
 
     def sample(index: int, request: SampleRequest):

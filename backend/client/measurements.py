@@ -68,7 +68,7 @@ def model_shape(
 
     def measure() -> dict:
         show("reading the model's headers")
-        return read_shape(*choice, device, indices, check)
+        return read_shape(choice, device, indices, check)
 
     key = _shape_key(choice, device, indices)
     shape = cache_files.read_or_measure("shape", key, measure, ModelShape.from_dict)

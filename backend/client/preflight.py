@@ -26,6 +26,7 @@ from . import cache_files, fork_guard
 from .exit_report import killed_by
 from .interpreter import PACK, answered, packages_changed, ranks_python
 from .interrupts import turn
+from .model_choice import ModelChoice
 from .pack_version import IMPORTED, require_same_pack
 from .rank_environment import sanitized_environment
 
@@ -36,24 +37,15 @@ POLL_SECONDS = 0.1
 ACCEPTED = 200
 
 
-def check_headers(
-    config: ParallelConfig,
-    path: str,
-    weight_dtype: str,
-    matmul: str,
-    folders: Iterable[str],
-    check=nothing,
-):
+def check_headers(config: ParallelConfig, choice: ModelChoice, folders: Iterable[str], check=nothing):
     """Refuse a model that the ranks of ``config`` could not load: its family, blocks, heads, formats, and
     weights larger than the memory. ``folders``: from where ranks may load. ``check()`` is called ten times a
     second and may raise to give up. Raises RefusedError, ConfigError where ``config`` does not fit this
     machine, BackendError where the process ends without an answer."""
     device = config.resolve_device(torch.cuda.device_count())
     question = {
+        **choice._asdict(),
         "config": asdict(replace(config, device=device, gpus="", address="")),
-        "path": path,
-        "weight_dtype": weight_dtype,
-        "matmul": matmul,
         "device": device,
         "folders": sorted(folders),
         **_hardware(config, device),
@@ -78,15 +70,11 @@ def _digest(question: dict) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
-def read_shape(
-    path: str, weight_dtype: str, matmul: str, device: str, indices: list[int], check=nothing
-) -> dict:
+def read_shape(choice: ModelChoice, device: str, indices: list[int], check=nothing) -> dict:
     """Return the shape of a transformer (ModelShape.as_dict) on the GPUs ``indices``, or on the CPU.
     ``check`` and errors as in check_headers."""
-    config = ParallelConfig(device=device)
-    question = {"path": path, "weight_dtype": weight_dtype, "matmul": matmul, "device": device}
-    capability = least_capability(device, indices)
-    return _ask({**question, "folders": None, "capability": capability}, config, check)["shape"]
+    where = {"device": device, "folders": None, "capability": least_capability(device, indices)}
+    return _ask({**choice._asdict(), **where}, ParallelConfig(device=device), check)["shape"]
 
 
 def least_capability(device: str, indices: list[int]) -> Capability | None:

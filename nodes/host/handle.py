@@ -96,7 +96,7 @@ def check_model(config: ParallelConfig, choice: ModelChoice, check: Callable[[],
     at_hand = backend_at_hand(config)
     if config.address or (at_hand is not None and at_hand.alive()):
         return
-    check_headers(config, *choice, folders(), check)
+    check_headers(config, choice, folders(), check)
 
 
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:

@@ -252,7 +252,7 @@ def test_nothing_is_started_of_an_updated_pack(monkeypatch):
     monkeypatch.setattr(preflight, "_reader", None)
     starts = (
         lambda: BackendProcess(ParallelConfig(device="cpu"), "cpu"),
-        lambda: preflight.read_shape("/m.safetensors", "default", "auto", "cpu", [0]),
+        lambda: preflight.read_shape(ModelChoice("/m.safetensors"), "cpu", [0]),
         lambda: probe_process.run(["false"], {}, lambda: None),
     )
     for start in starts:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tiny import write_checkpoint
 
 from backend.client import cache_files, preflight
+from backend.client.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.allowed_folders import ANYWHERE
@@ -192,16 +193,16 @@ def test_a_process_answers_several_questions(model):
     """One is accepted, and not asked again; the shape is told; one is refused; once the process has ended,
     another answers."""
     config = ParallelConfig(device="cpu")
-    question = (model, "default", "auto", [model.rpartition("/")[0]])
+    question = (ModelChoice(model), [model.rpartition("/")[0]])
     preflight.check_headers(config, *question)
     asked = []
     preflight.check_headers(config, *question, asked.append)
     assert not asked
     first = preflight._reader
-    shape = ModelShape.from_dict(preflight.read_shape(*question[:3], "cpu", [0]))
+    shape = ModelShape.from_dict(preflight.read_shape(ModelChoice(model), "cpu", [0]))
     assert shape == shape_of(open_checkpoint(model), torch.float32) and preflight._reader is first
     with pytest.raises(RefusedError, match="weight_dtype"):
-        preflight.read_shape(model, "fp8", "auto", "cpu", [0])
+        preflight.read_shape(ModelChoice(model, "fp8"), "cpu", [0])
     deep = replace(config, pipefusion_degree=13)
     with pytest.raises(RefusedError, match="has 12 blocks"):
         preflight.check_headers(deep, *question)
@@ -239,14 +240,14 @@ def test_what_is_printed_while_python_starts_is_no_answer(model, monkeypatch, tm
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(preflight, "_reader", None)
     folder = model.rpartition("/")[0]
-    preflight.check_headers(ParallelConfig(device="cpu"), model, "default", "auto", [folder])
+    preflight.check_headers(ParallelConfig(device="cpu"), ModelChoice(model), [folder])
     assert preflight._reader is not None
 
 
 def test_another_process_does_not_ask_again(model, monkeypatch):
     """Unless the file, the pack or a package is another one; a refusal is not kept."""
     monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question))
-    question = (ParallelConfig(device="cpu"), model, "bf16", "auto", ["/x"])
+    config = ParallelConfig(device="cpu")
     changed = {"IMPORTED": "another", "stamp": lambda path: ("newer",), "packages_changed": lambda: 7}
     changed["installed"] = lambda name: "newer"
     for changes in ({}, *({name: value} for name, value in changed.items())):
@@ -254,7 +255,7 @@ def test_another_process_does_not_ask_again(model, monkeypatch):
         for name, value in changes.items():
             monkeypatch.setattr(preflight, name, value)
         for _ in range(3):
-            preflight.check_headers(*question)
+            preflight.check_headers(config, ModelChoice(model, "bf16"), ["/x"])
             monkeypatch.setattr(cache_files, "_unwritten", {})  # of this process
         assert len(asked) == 1
 
@@ -265,7 +266,7 @@ def test_another_process_does_not_ask_again(model, monkeypatch):
     monkeypatch.setattr(preflight, "_ask", refuse)
     for _ in range(2):
         with pytest.raises(RefusedError):
-            preflight.check_headers(*question[:2], "fp16", *question[3:])
+            preflight.check_headers(config, ModelChoice(model, "fp16"), ["/x"])
     assert len(asked) == 3
 
 
@@ -273,13 +274,13 @@ def test_a_process_that_fails_is_an_error_of_its_own(model, monkeypatch):
     monkeypatch.setattr(preflight, "_reader", None)
     monkeypatch.setattr(preflight, "sanitized_environment", lambda *_: {"PYTHONHOME": "/nowhere"})
     with pytest.raises(BackendError, match="could not be read, .*: .+"):
-        preflight.check_headers(ParallelConfig(device="cpu"), model, "bf16", "auto", [])
+        preflight.check_headers(ParallelConfig(device="cpu"), ModelChoice(model, "bf16"), [])
 
 
 def test_a_process_that_could_not_be_started_is_started_again(model, monkeypatch):
     """The one before it had ended, so its pipe is closed."""
     folders = [str(Path(model).parent)]
-    preflight.check_headers(ParallelConfig(device="cpu"), model, "bf16", "auto", folders)
+    preflight.check_headers(ParallelConfig(device="cpu"), ModelChoice(model, "bf16"), folders)
     assert preflight._reader is not None
     preflight._reader.process.kill()
     preflight._reader.process.wait()
@@ -287,8 +288,10 @@ def test_a_process_that_could_not_be_started_is_started_again(model, monkeypatch
         patch.setattr(preflight, "require_same_pack", lambda: (_ for _ in ()).throw(BackendError("restart")))
         for weight_dtype in ("fp16", "fp32"):
             with pytest.raises(BackendError, match="restart"):
-                preflight.check_headers(ParallelConfig(device="cpu"), model, weight_dtype, "auto", folders)
-    preflight.check_headers(ParallelConfig(device="cpu"), model, "fp16", "auto", folders)
+                preflight.check_headers(
+                    ParallelConfig(device="cpu"), ModelChoice(model, weight_dtype), folders
+                )
+    preflight.check_headers(ParallelConfig(device="cpu"), ModelChoice(model, "fp16"), folders)
 
 
 def test_a_question_is_json(monkeypatch, tmp_path):
@@ -297,7 +300,7 @@ def test_a_question_is_json(monkeypatch, tmp_path):
     save_file({"a": torch.zeros(1)}, path)
     asked = []
     monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question))
-    preflight.check_headers(ParallelConfig(ulysses_degree=2, device="cpu"), str(path), "bf16", "auto", ["/x"])
+    preflight.check_headers(ParallelConfig(ulysses_degree=2, device="cpu"), ModelChoice(str(path)), ["/x"])
     (question,) = asked
     assert json.loads(json.dumps(question)) == question
     assert question["config"]["ulysses_degree"] == 2 and question["device"] == "cpu"
