@@ -41,8 +41,7 @@ def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Latents travel packed 2x2, references after; text ids are zeros,
     image ids (number, y, x). diffusers multiplies timestep and guidance by 1000 itself."""
     batch = tokens.shape[0]
-    how = references.method(cond, "offset")
-    how = how if how in references.METHODS else "offset"
+    how = references.method(cond, "offset", references.METHODS)
     image = references.with_features(tokens, grid, cond)
     return dict(
         hidden_states=torch.cat([image, *references.tokens(grid, cond)], dim=1),
@@ -58,14 +57,22 @@ def forward_args(config, grid, tokens, sigma, cond):
 def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. Fill, Canny and Depth take an image as channels;
     diffusers' blocks give one timestep to all tokens."""
+    wrong = references.refusal(config, grid, cond)
+    if wrong:
+        return wrong
+    has_references = bool(references.references(cond))
     takes_channels = config["in_channels"] != (config["out_channels"] or config["in_channels"])
-    if references.references(cond) and takes_channels:
+    if has_references and takes_channels:
         return (
             "it has reference latents, but this model takes its image as channels (Fill, Canny, Depth); "
             "use FLUX.1 Kontext or remove ReferenceLatent."
         )
-    wrong = references.wrong_references(grid, cond, references.OTHER_METHOD)
-    return wrong or references.wrong_channels(config["in_channels"] // 4, grid, cond)
+    if has_references and references.method(cond, "offset") == references.AT_ZERO:
+        return (
+            f"the references are placed by {references.AT_ZERO}, which this model in diffusers does not "
+            "have; choose another method in Edit Model Reference Method."
+        )
+    return references.wrong_channels(config["in_channels"] // 4, grid, cond)
 
 
 def widths(config):

@@ -20,6 +20,8 @@ from .common.timestep_precision import keep_timestep
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, under
 
+#: Ways to place references that Flux.2 knows.
+METHODS = (*references.METHODS, references.AT_ZERO)
 #: What ComfyUI's method "index" counts references by, on the first axis of positions.
 NUMBERS = 10
 
@@ -31,13 +33,12 @@ def forward_args(config, grid, tokens, sigma, cond):
     batch = tokens.shape[0]
     device = tokens.device
     text = cond["c_crossattn"]
-    how = references.method(cond, "index")
+    how = references.method(cond, "index", METHODS)
     at_zero = how == references.AT_ZERO and bool(references.references(cond))
-    placed = how if how in (*references.METHODS, references.AT_ZERO) else "offset"
 
     def image_positions():
-        image = references.all_positions(grid, cond, placed, device)
-        spread = image.new_tensor((NUMBERS if placed in ("index", references.AT_ZERO) else 1, 1, 1))
+        image = references.all_positions(grid, cond, how, device)
+        spread = image.new_tensor((NUMBERS if how in ("index", references.AT_ZERO) else 1, 1, 1))
         found = torch.nn.functional.pad(image * spread, (0, 1))
         return torch.cat([found, (found[:, :1] > 0).to(found)], dim=1) if at_zero else found
 
@@ -58,10 +59,6 @@ def forward_args(config, grid, tokens, sigma, cond):
         img_ids=once(cond, "img_ids", image_positions),
         txt_ids=once(cond, "txt_ids", text_positions),
     )
-
-
-def refusal(config, grid, cond):
-    return references.wrong_references(grid, cond)
 
 
 def config_from_shapes(shapes):
@@ -265,7 +262,7 @@ FAMILY = Family(
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         ignored=("y",),
         context_tokens=references.token_count,
-        refusal=refusal,
+        refusal=references.refusal,
     ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),
     tensor_plan={

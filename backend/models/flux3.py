@@ -54,7 +54,7 @@ def refusal(config, grid, cond):
     leads, which no solver here tells them."""
     if config["flow_map"]:
         return "the model is a step-distilled Flux.3 (flow_map), which is not supported; use another Flux.3."
-    return references.wrong_references(grid, cond)
+    return references.refusal(config, grid, cond)
 
 
 def config_from_shapes(shapes):

@@ -36,7 +36,7 @@ def forward_args(config, grid, tokens, sigma, cond):
         return torch.cat([image.new_zeros(text.shape[1], 3), image])
 
     timestep = sigma.expand(tokens.shape[0])
-    if references.references(read) and references.method(read, "") == references.AT_ZERO:
+    if references.references(read) and references.method(read, "index") == references.AT_ZERO:
         timestep = torch.cat([timestep, torch.zeros_like(timestep)])
     return dict(
         hidden_states=torch.cat([tokens, *references.tokens(grid, read)], dim=1),
@@ -49,7 +49,7 @@ def forward_args(config, grid, tokens, sigma, cond):
 def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. ComfyUI runs frames as a batch; one frame is all that the
     model makes."""
-    wrong = references.wrong_references(grid, cond)
+    wrong = references.refusal(config, grid, cond)
     if wrong or grid.counts[0] == 1:
         return wrong
     return f"the latent has {grid.counts[0]} frames, but Krea 2 makes one image; use a batch instead."

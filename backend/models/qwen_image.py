@@ -111,8 +111,7 @@ def forward_args(config, grid, tokens, sigma, cond):
     """Return the arguments of the forward. Latents travel packed 2x2, references after; diffusers multiplies
     the timestep by 1000 itself."""
     batch = tokens.shape[0]
-    how = references.method(cond, default_method(config))
-    how = how if how in METHODS else "offset"
+    how = references.method(cond, default_method(config), METHODS)
     count = references.token_count(config, grid, cond)
     device = tokens.device
 
@@ -138,11 +137,6 @@ def default_method(config):
     if config.get("use_additional_t_cond"):
         return "negative_index"
     return references.AT_ZERO if config.get("zero_cond_t") else "index"
-
-
-def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
-    return references.wrong_references(grid, cond)
 
 
 #: Of a file whose model was trained with reference images at timestep zero (Edit 2511), the method then
@@ -203,7 +197,7 @@ FAMILY = Family(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
         widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
         context_tokens=references.token_count,
-        refusal=refusal,
+        refusal=references.refusal,
     ),
     cache=Cache(
         prompt_modules=("txt_norm", "txt_in", "pos_embed"),

@@ -221,7 +221,7 @@ def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. The pieces of the sequence have to fit."""
     grids = references.grids(grid, cond)
     length = cond["c_crossattn"].shape[1]
-    wrong = references.wrong_references(grid, cond)
+    wrong = references.refusal(config, grid, cond)
     if wrong:
         return wrong
     if references.method(cond, references.AT_ZERO) != references.AT_ZERO:

@@ -1,7 +1,7 @@
 """Reference images: latents whose tokens follow the latent's in the image stream, at positions of their own
 (ComfyUI's ref_latents_method), and latents that come as further channels."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from .request_arguments import once
 METHODS = ("offset", "index", "uxo")
 #: The method under which the tokens of references are modulated by timestep 0.
 AT_ZERO = "index_timestep_zero"
-#: The remedy where a method does not exist (wrong_references).
-OTHER_METHOD = "choose another method in Edit Model Reference Method"
 
 
 def listed(cond: Mapping[str, Tensor], name: str) -> list[Tensor]:
@@ -29,17 +27,18 @@ def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
     return listed(cond, "ref_latents")
 
 
-def method(cond: Mapping[str, Tensor], default: str) -> str:
-    """Return how the references are placed: one of REFERENCE_METHODS."""
-    if "ref_latents_method" not in cond:
-        return default
-    number = once(cond, "ref_latents_method", lambda: int(cond["ref_latents_method"].flatten()[0]))
-    return REFERENCE_METHODS[number]
+def method(cond: Mapping[str, Tensor], default: str, known: Collection[str] = REFERENCE_METHODS) -> str:
+    """Return how the references are placed: one of REFERENCE_METHODS, of which those that are not ``known``
+    to a model are "offset" to it."""
+    how = default
+    if "ref_latents_method" in cond:
+        number = once(cond, "ref_latents_method", lambda: int(cond["ref_latents_method"].flatten()[0]))
+        how = REFERENCE_METHODS[number]
+    return how if how in known else "offset"
 
 
-def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero: str = "") -> str | None:
-    """Return why references cannot be put next to this latent, or None. ``timestep_zero``: what to use for
-    the method index_timestep_zero, "" where the model has it."""
+def refusal(config, grid: TokenGrid, cond: Mapping[str, Tensor]) -> str | None:
+    """Return why references cannot be put next to this latent, or None: Conditioning.refusal."""
     names = [name for name in cond if name.partition(".")[0] == "ref_latents"]
     if not all(name.partition(".")[2].isdecimal() for name in names):
         called = ", ".join(names)
@@ -57,11 +56,6 @@ def wrong_references(grid: TokenGrid, cond: Mapping[str, Tensor], timestep_zero:
         return (
             f"ref_latents_method is {number}; it is 0 to {len(REFERENCE_METHODS) - 1}, for "
             f"{', '.join(REFERENCE_METHODS)}."
-        )
-    if timestep_zero and names and method(cond, "") == AT_ZERO:
-        return (
-            f"the references are placed by {AT_ZERO}, which this model in diffusers does not "
-            f"have; {timestep_zero}."
         )
     return None
 
