@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .blocks import Blocks
 from .common.tensor_plans import COMMON
 from .discrete_schedule import DiscreteSchedule
-from .key_layout import Layout
+from .key_layout import Layout, no_entries
 from .latent_tokens import NestedGrid, PartialGrid, TokenGrid
 from .patterns import matches
 
@@ -41,6 +41,15 @@ class Nested:
     rescale: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
 
 
+def _nothing(*given: object) -> None:
+    return None
+
+
+def count_none(*given: object) -> int:
+    """Return 0, whatever is asked about."""
+    return 0
+
+
 def _channels(config) -> int:
     return config["in_channels"]
 
@@ -54,10 +63,6 @@ def patch_of(config: Config) -> tuple[int, int, int]:
     size = config["patch_size"]
     time, height, width = (1, size, size) if isinstance(size, int) else (1, *size)[-3:]
     return config.get("patch_size_t") or time, height, width
-
-
-def _every_token(grid, cond) -> None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Latent:
     frames: bool | None = None
     pixels: Callable[[Config], tuple[int, int, int]] = _image_pixels
     nested: Nested | None = None
-    left_out: Callable[[TokenGrid, Arguments], Tensor | None] = _every_token
+    left_out: Callable[[TokenGrid, Arguments], Tensor | None] = _nothing
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -167,21 +172,8 @@ class ModelIO:
         return self.of_latent(grid.to_latent(tokens), grid)
 
 
-def _no_context(config, grid, cond) -> int:
-    return 0
-
-
-def _no_refusal(config, grid, cond) -> None:
-    return None
-
-
 def _one_control(cond) -> int:
     return 1
-
-
-def no_image_features(config, cond) -> int:
-    """Count none."""
-    return 0
 
 
 def prompt_tokens(cond: Arguments) -> int:
@@ -213,10 +205,10 @@ class Conditioning:
     notes: Mapping[str, str] = field(default_factory=dict)
     precise: tuple[str, ...] = ()
     count_text_tokens: Callable[[Arguments], int] = prompt_tokens
-    context_tokens: Callable[[Config, Any, Arguments], int] = _no_context
+    context_tokens: Callable[[Config, Any, Arguments], int] = count_none
     controls: Callable[[Arguments], int] = _one_control
-    image_features: Callable[[Config, Arguments | None], int] = no_image_features
-    refusal: Callable[[Config, Any, Arguments], str | None] = _no_refusal
+    image_features: Callable[[Config, Arguments | None], int] = count_none
+    refusal: Callable[[Config, Any, Arguments], str | None] = _nothing
 
     def cast(self, name: str, value: Tensor, device, dtype) -> Tensor:
         """Move the argument ``name`` to the transformer's device, and to its type if it is floating-point."""
@@ -251,10 +243,6 @@ class Cache:
     static_text: bool = False
 
 
-def _no_entries(pipeline) -> dict:
-    return {}
-
-
 @dataclass(frozen=True)
 class Build:
     """How the diffusers class becomes the family's transformer.
@@ -272,15 +260,11 @@ class Build:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     float32: tuple[str, ...] = ()
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    pipeline: Callable[[Mapping[str, Config]], dict[str, Any]] = _no_entries
+    pipeline: Callable[[Mapping[str, Config]], dict[str, Any]] = no_entries
 
     def is_float32(self, name: str) -> bool:
         """Return whether the parameter ``name`` stays in float32."""
         return matches(name, self.float32)
-
-
-def _no_variant(config) -> dict:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -304,7 +288,7 @@ class Family:
     cache: Cache = Cache()
     build: Build = Build()
     tensor_plan: Mapping[str, Any] | None = field(default_factory=lambda: COMMON)
-    variant: Callable[[Config], dict[str, Any]] = _no_variant
+    variant: Callable[[Config], dict[str, Any]] = no_entries
 
     def of(self, config: Config) -> "Family":
         """Return the family as it is for a transformer of this configuration."""

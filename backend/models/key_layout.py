@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _nothing_moved(config: Mapping) -> dict[str, str]:
+def no_entries(given: object) -> dict[str, Any]:
+    """Return nothing, where a family has nothing to say."""
     return {}
 
 
@@ -77,11 +79,11 @@ class Layout:
     reshaped: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     apart: Mapping[str, str] = field(default_factory=dict)
-    metadata: Callable[[Mapping[str, str]], dict] = lambda strings: {}
-    named: Callable[[str], dict] = lambda name: {}
+    metadata: Callable[[Mapping[str, str]], dict] = no_entries
+    named: Callable[[str], dict] = no_entries
     unread: Mapping[str, str] = field(default_factory=dict)
     companion: CompanionFolder | None = None
-    moved: Callable[[Mapping], Mapping[str, str]] = _nothing_moved
+    moved: Callable[[Mapping], Mapping[str, str]] = no_entries
     by_head: Mapping[str, str] = field(default_factory=dict)
 
     def keys(self, keys: Collection[str]) -> dict[str, str] | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import wan
 from .common import wan_blocks
 from .common.call_state import call_state
-from .family import Family, ModelIO, no_image_features
+from .family import Family, ModelIO, count_none
 from .key_layout import blocks_of, under
 
 
@@ -161,7 +161,7 @@ FAMILY: Family = wan.FAMILY.changed(
         "conditioning.ignored": ("clip_fea",),
         "conditioning.precise": ("vace_strength",),
         "conditioning.controls": lambda cond: cond["vace_context"].shape[1],
-        "conditioning.image_features": no_image_features,
+        "conditioning.image_features": count_none,
         "conditioning.refusal": refusal,
         "cache.prompt_layers": ("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v"),
         "build.patch_module": patch_module,
