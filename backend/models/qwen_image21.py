@@ -218,12 +218,12 @@ def _sequence(grid, cond, batch, device):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. The pieces of the sequence have to fit."""
-    grids = references.grids(grid, cond)
-    length = cond["c_crossattn"].shape[1]
+    """Return why these inputs do not run, or None."""
     wrong = references.refusal(config, grid, cond)
     if wrong:
         return wrong
+    grids = references.grids(grid, cond)
+    length = cond["c_crossattn"].shape[1]
     if references.method(cond, references.AT_ZERO) != references.AT_ZERO:
         return (
             f"the references are placed by another method than {references.AT_ZERO}, the only one that "
@@ -241,10 +241,10 @@ def refusal(config, grid, cond):
             f"the {length} tokens of the prompt, in order; encode the prompt with TextEncodeQwenImage21."
         )
     mask = cond.get("attention_mask")
-    if not length or mask is not None and (tuple(mask.shape[1:]) != (length,) or not mask[:, 0].all()):
+    if mask is not None and (mask.shape[1] != length or not mask[:, 0].all()):
         return (
-            f"attention_mask has the shape {None if mask is None else list(mask.shape)} for {length} "
-            f"tokens of prompt; give it one entry for each token, with padding after the prompt."
+            f"attention_mask has the shape {list(mask.shape)} for {length} tokens of prompt; give it one "
+            f"entry for each token, with padding after the prompt."
         )
     return None
 

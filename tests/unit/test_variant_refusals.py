@@ -35,6 +35,8 @@ def opened(folder):
             "ref_latents.0 has shape .* VAE of this model",
         ),
         ("flux-kontext", {"ref_latents": torch.zeros(1, 16, 8, 8)}, "call them ref_latents.0"),
+        ("flux-kontext", {"ref_latents.first": torch.zeros(1, 16, 8, 8)}, "call them ref_latents.0"),
+        ("qwen-image21-edit", {"ref_latents.first": torch.zeros(1, 16, 8, 8)}, "call them ref_latents.0"),
         (
             "flux-kontext",
             {"ref_latents.0": torch.zeros(3, 16, 8, 8)},
