@@ -2,6 +2,7 @@
 share their modulation; no pooled prompt, latents of 128 channels."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers.models.normalization import AdaLayerNormContinuous
@@ -145,7 +146,7 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         image = hidden_states
         text = encoder_hidden_states
         if temb_mod_img.shape[0] != 2 * image.shape[0]:
-            given = temb_mod_img, temb_mod_txt, image_rotary_emb, joint_attention_kwargs
+            given = temb_mod_img, temb_mod_txt, image_rotary_emb
             if torch.compiler.is_compiling():
                 return all_within_range(*super().forward(image, text, *given))
             return self.in_fewer_passes(image, text, *given)
@@ -157,7 +158,6 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
             hidden_states=(1 + part(1)) * self.norm1(image) + part(0),
             encoder_hidden_states=(1 + c_scale) * self.norm1_context(text) + c_shift,
             image_rotary_emb=tables,
-            **(joint_attention_kwargs or {}),
         )
         image = image + part(2) * attended
         image = image + part(5) * self.ff(self.norm2(image) * (1 + part(4)) + part(3))
@@ -165,7 +165,7 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         text = text + c_mlp[2] * self.ff_context(self.norm2_context(text) * (1 + c_mlp[1]) + c_mlp[0])
         return all_within_range(text, image)
 
-    def in_fewer_passes(self, image, text, image_modulation, text_modulation, tables, more):
+    def in_fewer_passes(self, image, text, image_modulation, text_modulation, tables):
         """Compute the same as diffusers' forward (fewer_passes.py)."""
         (shift, scale, gate), of_image = theirs.Flux2Modulation.split(image_modulation, 2)
         (c_shift, c_scale, c_gate), of_text = theirs.Flux2Modulation.split(text_modulation, 2)
@@ -173,7 +173,6 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
             hidden_states=modulated(self.norm1, image, 1 + scale, shift),
             encoder_hidden_states=modulated(self.norm1_context, text, 1 + c_scale, c_shift),
             image_rotary_emb=tables,
-            **(more or {}),
         )
         image = gated(image, attended, gate)
         text = gated(text, c_attended, c_gate)
@@ -185,7 +184,7 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
 
 
 class SingleBlock(theirs.Flux2SingleTransformerBlock):
-    """The same of text and image in one stream."""
+    """The same of text and image in one stream, as the model gives them."""
 
     def forward(
         self,
@@ -196,25 +195,19 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
         joint_attention_kwargs=None,
     ):
         x = hidden_states
-        if temb_mod.shape[0] != 2 * x.shape[0]:
-            if torch.compiler.is_compiling() or encoder_hidden_states is not None:
-                given = temb_mod, image_rotary_emb, joint_attention_kwargs
-                made = super().forward(x, encoder_hidden_states, *given)
-                return within_range(made) if isinstance(made, torch.Tensor) else all_within_range(*made)
-            shift, scale, gate = theirs.Flux2Modulation.split(temb_mod, 1)[0]
-            normed = modulated(self.norm, x, 1 + scale, shift)
-            more = joint_attention_kwargs or {}
-            attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb, **more)
-            return within_range(gated(x, attended, gate))
-        tables, of_references = taken_apart(image_rotary_emb)
-        part = references.of_tokens(temb_mod.unflatten(-1, (3, -1)), of_references)
-        attended = self.attn(
-            hidden_states=(1 + part(1)) * self.norm(x) + part(0),
-            image_rotary_emb=tables,
-            **(joint_attention_kwargs or {}),
-        )
-        x = x + part(2) * attended
-        return within_range(x)
+        if temb_mod.shape[0] == 2 * x.shape[0]:
+            tables, of_references = taken_apart(image_rotary_emb)
+            part = references.of_tokens(temb_mod.unflatten(-1, (3, -1)), of_references)
+            normed = (1 + part(1)) * self.norm(x) + part(0)
+            attended = self.attn(hidden_states=normed, image_rotary_emb=tables)
+            return within_range(x + part(2) * attended)
+        if torch.compiler.is_compiling():
+            made: Any = super().forward(x, None, temb_mod, image_rotary_emb)
+            return within_range(made)
+        shift, scale, gate = theirs.Flux2Modulation.split(temb_mod, 1)[0]
+        normed = modulated(self.norm, x, 1 + scale, shift)
+        attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
+        return within_range(gated(x, attended, gate))
 
 
 class FinalNorm(adaptive_norms.AdaLayerNormContinuous):

@@ -1,6 +1,7 @@
 """Blocks of Flux.1, Qwen-Image and Z-Image in fewer passes over activations (fewer_passes.py): a norm and its
 modulation are one where all tokens are of one sample, a gate and its residual one. Where no rank has text, as
-in PipeFusion's later patches, nothing of it is called. Compiled blocks keep diffusers' form."""
+in PipeFusion's later patches, nothing of it is called. Compiled blocks keep diffusers' form. No family gives
+attention further arguments (joint_attention_kwargs), or Z-Image a mask of noise (Omni's)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +27,9 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
         image_rotary_emb=None,
         joint_attention_kwargs=None,
     ):
-        given = temb, image_rotary_emb, joint_attention_kwargs
-        if torch.compiler.is_compiling() or joint_attention_kwargs:
-            return all_within_range(*super().forward(hidden_states, encoder_hidden_states, *given))
+        if torch.compiler.is_compiling():
+            streams = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
+            return all_within_range(*streams)
         image, gate, *of_image = self.norm1(hidden_states, emb=temb)
         if not token_mixing.has_text():
             image = self.attended(image, image_rotary_emb)
@@ -65,9 +66,9 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
         image_rotary_emb=None,
         joint_attention_kwargs=None,
     ):
-        given = temb, image_rotary_emb, joint_attention_kwargs
-        if torch.compiler.is_compiling() or joint_attention_kwargs:
-            return all_within_range(*super().forward(hidden_states, encoder_hidden_states, *given))
+        if torch.compiler.is_compiling():
+            streams = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
+            return all_within_range(*streams)
         x = cat_text_image(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
         with Meanwhile(self.proj_mlp, normed) as mlp:
@@ -94,11 +95,11 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
     ):
         self.zero_cond_t = modulate_index is not None  # whether temb has both, which the call decides
         if torch.compiler.is_compiling() or self.zero_cond_t:
-            given = temb, image_rotary_emb, joint_attention_kwargs, modulate_index
             streams = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
+            given = temb, image_rotary_emb, None, modulate_index
             return all_within_range(*super().forward(*streams, *given))
         shift, scale, gate, *of_image = self.img_mod(temb).chunk(6, dim=-1)
-        if not (token_mixing.has_text() or joint_attention_kwargs):
+        if not token_mixing.has_text():
             image = self.attended(adapted(self.img_norm1, hidden_states, shift, scale), image_rotary_emb)
             image = _mlp(gated(hidden_states, image, gate[:, None]), self.img_norm2, self.img_mlp, *of_image)
             return encoder_hidden_states, within_range(image)
@@ -108,7 +109,6 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
             encoder_hidden_states=adapted(self.txt_norm1, encoder_hidden_states, text_shift, text_scale),
             encoder_hidden_states_mask=encoder_hidden_states_mask,
             image_rotary_emb=image_rotary_emb,
-            **joint_attention_kwargs or {},
         )
         image = gated(hidden_states, image, gate[:, None])
         text = gated(encoder_hidden_states, text, text_gate[:, None])
@@ -138,9 +138,8 @@ class ZImageBlock(transformer_z_image.ZImageTransformerBlock):
         adaln_noisy=None,
         adaln_clean=None,
     ):
-        if torch.compiler.is_compiling() or noise_mask is not None or not self.modulation:
-            given = adaln_input, noise_mask, adaln_noisy, adaln_clean
-            return super().forward(x, attn_mask, freqs_cis, *given)
+        if torch.compiler.is_compiling() or not self.modulation:
+            return super().forward(x, attn_mask, freqs_cis, adaln_input)
         scale, gate, ff_scale, ff_gate = self.adaLN_modulation(adaln_input)[:, None].chunk(4, dim=2)
         normed = rms_scaled(self.attention_norm1, x, 1 + scale)
         attended = self.attention(normed, attention_mask=attn_mask, freqs_cis=freqs_cis)
