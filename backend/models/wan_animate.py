@@ -108,20 +108,18 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward. pose_latents: (B, C, frames, H, W) of the pose video;
-    face_pixel_values: (B, 3, frames, H, W)."""
+    """Return the arguments of the forward; pose_latents, face_pixel_values: (B, C, frames, H, W)."""
     found = wan.forward_args(config, grid, latent, sigma, cond)
     return found | {name: cond.get(name) for name in ("pose_latents", "face_pixel_values")}
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. The pose has the latent's size, and faces that of their
-    encoder."""
+    """Return why these inputs do not run, or None."""
     pose: Tensor | None = cond.get("pose_latents")
     channels = config["latent_channels"]
     sides = list(grid.shape[2:])
     if pose is not None:
-        if pose.ndim != 5 or not pose.numel() or [pose.shape[1], *pose.shape[3:]] != [channels, *sides]:
+        if not _is_video(pose, channels, sides):
             return (
                 f"pose_latents has shape {list(pose.shape)}, but this model takes {channels} channels of "
                 f"{' x '.join(map(str, sides))} for this latent; give WanAnimateToVideo the latent's size."
@@ -130,9 +128,7 @@ def refusal(config, grid, cond):
             return f"pose_latents needs a latent of even sides, and this one is {sides[0]} x {sides[1]}."
     faces: Tensor | None = cond.get("face_pixel_values")
     size = config["motion_encoder_size"]
-    if faces is not None and (
-        faces.ndim != 5 or not faces.numel() or [faces.shape[1], *faces.shape[3:]] != [3, size, size]
-    ):
+    if faces is not None and not _is_video(faces, 3, [size, size]):
         return (
             f"face_pixel_values has shape {list(faces.shape)}, but this model takes a video of 3 channels "
             f"and {size} x {size} pixels; use WanAnimateToVideo, which makes it so."
@@ -140,9 +136,15 @@ def refusal(config, grid, cond):
     return wan.refusal(config, grid, cond)
 
 
+def _is_video(value: Tensor, channels: int, sides: list[int]) -> bool:
+    """Return whether it is (batch, channels, frames, *sides), and not empty."""
+    if value.ndim != 5 or not value.numel():
+        return False
+    return [value.shape[1], *value.shape[3:]] == [channels, *sides]
+
+
 def count_attention_calls(block) -> int:
-    """Count the calls of attention: to itself, the prompt, the image's features, and the face where there is
-    one."""
+    """Count the calls of attention: to itself, the prompt, the image's features, and maybe the face."""
     return 3 + (block.face is not None and block.call.faces is not None)
 
 
@@ -150,8 +152,7 @@ ENCODER = "motion_encoder.enc.net_app.convs"
 
 
 def config_from_shapes(shapes):
-    """Return the arguments of WanAnimateTransformer3DModel; each block of the face's encoder halves its
-    sides."""
+    """Return the arguments of the diffusers class; each block of the face's encoder halves its sides."""
     blocks = blocks_of(shapes, ENCODER) - 2
     size = 4 << blocks
     widths = [shapes[f"{ENCODER}.0.0.weight"][0]]
@@ -180,8 +181,7 @@ FACE = {
 
 
 def face_names(config):
-    """Return Layout.names of the face attentions and of the face's encoder, whose blocks are numbered from
-    1."""
+    """Return Layout.names of the face attentions and of the face's encoder, whose blocks begin at 1."""
     names = {}
     for number in range(config["num_layers"] // EVERY):
         names |= under(f"face_adapter.fuser_blocks.{number}", f"blocks.{EVERY * number}.face", FACE)

@@ -66,8 +66,7 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward. vace_context: control videos and their masks (B, videos, C, T, H,
-    W); vace_strength: of each."""
+    """Return the arguments of the forward; vace_context: (B, videos, C, T, H, W) of videos and masks."""
     context = cond["vace_context"]
     return dict(
         hidden_states=grid.pad(latent),
@@ -79,11 +78,10 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. Control videos have the latent's size, which their
-    convolution must divide."""
+    """Return why these inputs do not run, or None."""
     context: Tensor = cond["vace_context"]
     wanted = (config["vace_in_channels"], *grid.padded.shape[1:])
-    if context.ndim != 6 or not context.numel() or tuple(context.shape[2:]) != wanted:
+    if tuple(context.shape[2:]) != wanted:
         return (
             f"vace_context has shape {list(context.shape)}, but this model takes (batch, videos, "
             f"{', '.join(map(str, wanted))}) for a latent of {' x '.join(map(str, grid.shape[1:]))}; give "
@@ -93,8 +91,7 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Return the arguments of WanVACETransformer3DModel; control blocks are at equal distances, as in
-    ComfyUI."""
+    """Return the arguments of the diffusers class; control blocks are at equal distances."""
     layers = blocks_of(shapes, "blocks")
     control = blocks_of(shapes, "vace_blocks")
     return wan.config_from_shapes(shapes) | dict(

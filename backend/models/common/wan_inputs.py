@@ -48,18 +48,16 @@ def refusal(config, grid: TokenGrid, cond) -> str | None:
             return f"there is an input {name}; call those in context context_latents.0 and so on."
         if not value.is_floating_point():
             return f"{name} is {value.dtype}, where a floating-point tensor is needed; encode it again."
-        # what is embedded as the latent is has its channels; a camera's path has a number for each pixel
-        wanted = [config["in_channels"], None, None if kind == "context_latents" else sides]
-        if kind == "reference_latent":
-            wanted = [config["reference_channels"], 0, sides]
-        elif kind == "camera_conditions":
-            wanted = [config["camera_channels"], grid.shape[1], [SCALE * side for side in sides]]
-        if not _fits(value, *wanted):
-            channels, _, size = wanted
+        wanted = _shape(config, grid, kind)
+        pairs = zip(wanted, value.shape[1:])
+        is_wrong = value.ndim != 1 + len(wanted) or any(want not in (None, size) for want, size in pairs)
+        if is_wrong or not value.numel():
+            channels, *_, height, width = wanted
+            size = "" if height is None else f" of {height} x {width}"
             return (
-                f"{name} has shape {list(value.shape)}, but this model takes {channels} channels"
-                f"{'' if size is None else f' of {size[0]} x {size[1]}'} for a latent of {grid.shape[1]} x "
-                f"{sides[0]} x {sides[1]}; use the conditioning node of this model, with the same size."
+                f"{name} has shape {list(value.shape)}, but this model takes {channels} channels{size} for a "
+                f"latent of {grid.shape[1]} x {sides[0]} x {sides[1]}; use the conditioning node of this "
+                f"model, with the same size."
             )
         if kind in ("reference_latent", "camera_conditions") and sides != list(grid.padded.shape[2:]):
             return f"{name} needs a latent of even sides, and this one is {sides[0]} x {sides[1]}."
@@ -68,12 +66,16 @@ def refusal(config, grid: TokenGrid, cond) -> str | None:
     return None
 
 
-def _fits(value: Tensor, channels: int, frames: int | None, sides: list[int] | None) -> bool:
-    """Return whether it is (batch, channels, frames, height, width). ``frames`` 0: without that axis; None:
-    any number."""
-    if not value.numel() or value.ndim != (4 if frames == 0 else 5) or value.shape[1] != channels:
-        return False
-    return (not frames or value.shape[2] == frames) and (sides is None or list(value.shape[-2:]) == sides)
+def _shape(config, grid: TokenGrid, kind: str) -> tuple[int | None, ...]:
+    """Return the shape (channels, [frames,] height, width) that an input has; None for any size."""
+    frames, *sides = grid.shape[1:]
+    if kind == "reference_latent":
+        return config["reference_channels"], *sides
+    if kind == "camera_conditions":  # a number for each pixel
+        return config["camera_channels"], frames, *(SCALE * side for side in sides)
+    if kind == "context_latents":
+        return config["in_channels"], None, None, None
+    return config["in_channels"], None, *sides
 
 
 def padded(config, grid: TokenGrid, cond) -> dict[str, Tensor]:
@@ -98,8 +100,7 @@ class CameraResidual(nn.Module):
 
 
 class CameraAdapter(nn.Module):
-    """Plücker coordinates of every pixel (B, C, T, 8 H, 8 W) -> (B, D, T, H', W') of the tokens, as in
-    VideoX-Fun."""
+    """Plücker coordinates (B, C, T, 8 H, 8 W) -> (B, D, T, H', W') of the tokens, as in VideoX-Fun."""
 
     def __init__(self, channels: int, width: int, patch: tuple[int, int]):
         super().__init__()
@@ -163,10 +164,9 @@ def rotary(plain, patch, latent: Tensor, further) -> tuple[Tensor, Tensor]:
     )
     tables = []
     for table in plain(shape):
-        count = table.shape[1] // (start + frames + later) * start
-        video = table[:, count:]
-        own = video.shape[1] // (frames + later) * frames
-        tables.append([video[:, :own], table[:, :count], video[:, own:]])
+        of_frame = table.shape[1] // (start + frames + later)
+        image, video, after = table.split([start * of_frame, frames * of_frame, later * of_frame], dim=1)
+        tables.append([video, image, after])
     for number, reference in enumerate(_in_context(further), 1):
         cos, sin = plain(reference)
         for pieces, piece in zip(tables, _turned(cos, sin, number)):
