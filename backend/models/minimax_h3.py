@@ -87,8 +87,7 @@ def forward_args(config, grid, tokens, sigma, cond):
 
 
 def _sequence(grid, cond, device):
-    """Return the arguments that say what the tokens of the sequence are, made on the host: a device would be
-    waited for at every index."""
+    """Return what the tokens of the sequence are, made on the host: a device is waited for at an index."""
     video_tokens, audio_tokens = (one.tokens for one in grid.grids)
     text_length = cond["c_crossattn"].shape[1]
     references = torch.empty(0, dtype=torch.long)
@@ -131,8 +130,7 @@ def output(outputs, grid):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. The audio's two channels stand at the sides of the image;
-    reference tokens are described in full."""
+    """Return why these inputs do not run, or None."""
     channels = grid.grids[1].counts[1]
     if channels != 2:
         return (
@@ -149,32 +147,32 @@ def refusal(config, grid, cond):
             "given_tags (what each reference token is) and given_positions (where it stands) come together; "
             "send both."
         )
+    return _wrong_references(config, cond)
 
-    def count(name):
-        return cond[name].shape[1] if name in cond else 0
 
-    tags = cond.get("given_tags")
-    for name, width in (
-        ("given_video", 4 * config["in_channels"]),
-        ("given_audio", config["audio_in_channels"]),
+def _wrong_references(config, cond):
+    """Return why reference tokens are not what their tags say, or None."""
+    tags = cond.get("given_tags", torch.empty(1, 0))
+    given = []
+    tagged = []
+    for name, kind, width in (
+        ("given_video", VIDEO, 4 * config["in_channels"]),
+        ("given_audio", AUDIO, config["audio_in_channels"]),
     ):
-        if name in cond and cond[name].shape[2] != width:
+        tokens = cond.get(name, torch.empty(1, 0, width))
+        if tokens.shape[2] != width:
             return (
-                f"{name} has width {cond[name].shape[2]}, but a token of this model has {width} numbers; "
+                f"{name} has width {tokens.shape[2]}, but a token of this model has {width} numbers; "
                 f"encode it with the VAE of this model."
             )
-    tagged = {
-        name: int((tags == kind).sum()) // len(tags) if tags is not None else 0
-        for name, kind in (("given_video", VIDEO), ("given_audio", AUDIO))
-    }
-    is_wrong = any(count(name) != tokens for name, tokens in tagged.items())
-    if is_wrong or count("given_tags") != sum(tagged.values()):
-        return (
-            f"given_video and given_audio have {count('given_video')} and {count('given_audio')} tokens, "
-            f"but given_tags has {tagged['given_video']} of video (0) and {tagged['given_audio']} of "
-            f"audio (2)."
-        )
-    return None
+        given.append(tokens.shape[1])
+        tagged.append(int((tags == kind).sum()) // len(tags))
+    if given == tagged and sum(tagged) == tags.shape[1]:
+        return None
+    return (
+        f"given_video and given_audio have {given[0]} and {given[1]} tokens, but given_tags has {tagged[0]} "
+        f"of video (0) and {tagged[1]} of audio (2)."
+    )
 
 
 def patch_module(transformer, config):

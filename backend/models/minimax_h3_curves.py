@@ -12,7 +12,6 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 from torch import nn
 
 from . import minimax_h3
-from .family import Build
 
 
 class Curve(nn.Module):
@@ -75,13 +74,12 @@ LAYOUT = replace(
     names={**minimax_h3.LAYOUT.names, "adaln_t_table": "time_embedder.table"},
     unread=dict.fromkeys(("adaln_basis", "adaln_mean"), "what some merges keep of how the table was made"),
 )
-FAMILY = replace(
-    minimax_h3.FAMILY,
-    name="minimax-h3-curves",
-    cache=replace(minimax_h3.FAMILY.cache, modulation=()),
-    build=Build(
-        patch_module=patch_module,
-        float32=(*minimax_h3.FAMILY.build.float32, "*.adaln_proj.*", "norm_out.linear.*"),
-    ),
-    layout=LAYOUT,
+FAMILY = minimax_h3.FAMILY.changed(
+    {
+        "name": "minimax-h3-curves",
+        "cache.modulation": (),
+        "build.patch_module": patch_module,
+        "build.float32": (*minimax_h3.FAMILY.build.float32, "*.adaln_proj.*", "norm_out.linear.*"),
+        "layout": LAYOUT,
+    }
 )
