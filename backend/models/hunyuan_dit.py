@@ -5,11 +5,14 @@ A skip crosses every stage boundary between its two blocks, with the activation.
 stage would send the activation through every stage twice: double latency and bubbles, where skips cost bytes.
 """
 
+from types import SimpleNamespace
+
 import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 from diffusers.models.transformers.hunyuan_transformer_2d import HunyuanDiT2DModel
 
 from .blocks import APART, BlockAdapter, Blocks
+from .common.call_state import call_state
 from .common.request_arguments import once
 from .discrete_schedule import DiscreteSchedule
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
@@ -30,11 +33,13 @@ def schedule(config):
 class Padded(HunyuanDiT2DModel):
     """diffusers' model for prompts of any lengths: the padding that its forward reads is as long as they."""
 
+    call: SimpleNamespace
+
     @property
     def text_embedding_padding(self):
         learned = self._parameters["text_embedding_padding"]
         assert learned is not None, "every file has it"
-        lengths = self.__dict__.get("prompt_lengths", (TEXT, TEXT_T5))
+        lengths = self.call.prompt_lengths
         if lengths == (TEXT, TEXT_T5):
             return learned
         parts = zip(learned.split((TEXT, TEXT_T5)), lengths)
@@ -45,17 +50,14 @@ class Padded(HunyuanDiT2DModel):
 
 def patch_module(transformer, config):
     """Patch the transformer: timesteps that are not rounded to their type, and prompts of any lengths."""
+    transformer.call = call_state(transformer, prompt_lengths=(TEXT, TEXT_T5))
     transformer.__class__ = Padded
 
     def count(transformer, args, kwargs):
         names = ("encoder_hidden_states", "encoder_hidden_states_t5")
-        transformer.prompt_lengths = tuple(kwargs[name].shape[1] for name in names)
-
-    def forget(transformer, args, output):
-        transformer.__dict__.pop("prompt_lengths", None)
+        transformer.call.prompt_lengths = tuple(kwargs[name].shape[1] for name in names)
 
     transformer.register_forward_pre_hook(count, with_kwargs=True)
-    transformer.register_forward_hook(forget, always_call=True)
     embed = transformer.time_extra_emb
     embed.pooler.register_forward_pre_hook(lambda pooler, args: (args[0][:, :TEXT_T5],))
 
@@ -66,8 +68,7 @@ def patch_module(transformer, config):
 
 
 def rotary(config, grid, device):
-    """Return (cos, sin), each (tokens, head size), of positions over the image, fitted into the base
-    square."""
+    """Return (cos, sin), each (tokens, head size), of positions fitted into the base square."""
     rows, columns = grid.counts[1:]
     height = width = BASE
     if rows > columns:
@@ -112,7 +113,7 @@ def forward_args(config, grid, latent, timestep, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. The padding that the model learned has these lengths."""
+    """Return why these inputs do not run, or None."""
     lengths = cond["c_crossattn"].shape[1], cond["encoder_hidden_states_t5"].shape[1]
     if lengths[0] >= TEXT and lengths[1] >= TEXT_T5:
         return None

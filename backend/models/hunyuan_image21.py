@@ -71,8 +71,7 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward. Timesteps and guidance run to 1000; a prompt without quoted words
-    has no text of byT5."""
+    """Return the arguments of the forward; a prompt without quoted words has no text of byT5."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     glyphs = cond.get("txt_byt5")
@@ -93,8 +92,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def text_order(mask, glyphs):
-    """Return how byT5's tokens and those of Qwen with a ``mask`` follow each other; attention reads all of
-    byT5's."""
+    """Return the order of byT5's tokens, which attention reads, and of Qwen's with a ``mask``."""
     texts = [] if glyphs is None else [hunyuan_video.all_tokens(glyphs)]
     return TextOrder([*texts, mask], hides=not bool(mask.all()))
 
@@ -111,20 +109,13 @@ def count_text_tokens(cond):
 
 def config_from_shapes(shapes):
     """Return the arguments of HunyuanImageTransformer2DModel; RoPE has two equal axes."""
-    embedding = shapes["img_in.proj.weight"]
-    head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
-    return dict(
-        in_channels=embedding[1],
-        out_channels=shapes["final_layer.linear.weight"][0] // (embedding[2] * embedding[3]),
-        patch_size=tuple(embedding[2:]),
-        num_attention_heads=embedding[0] // head,
-        attention_head_dim=head,
-        num_layers=blocks_of(shapes, "double_blocks"),
+    config = hunyuan_video.shared_config(shapes)
+    axis = config["attention_head_dim"] // 2
+    return config | dict(
+        patch_size=tuple(shapes["img_in.proj.weight"][2:]),
         num_single_layers=blocks_of(shapes, "single_blocks"),
-        num_refiner_layers=blocks_of(shapes, "txt_in.individual_token_refiner.blocks"),
-        text_embed_dim=shapes["txt_in.input_embedder.weight"][1],
         text_embed_2_dim=shapes["byt5_in.fc1.weight"][1],
-        rope_axes_dim=(head // 2, head // 2),
+        rope_axes_dim=(axis, axis),
         guidance_embeds="guidance_in.in_layer.weight" in shapes,
         use_meanflow="time_r_in.in_layer.weight" in shapes,
     )
@@ -159,8 +150,7 @@ ACCEPTED = ("c_crossattn", "txt_byt5", "attention_mask", "guidance")
 
 
 def variant(config):
-    """Return what a configuration changes of the family: the distilled model is told where a step ends
-    (MeanFlow), and reads guidance."""
+    """Return what MeanFlow, which is told where a step ends, and guidance change of the family."""
     changes = {}
     if config["use_meanflow"]:
         changes["conditioning.accepted"] = (*ACCEPTED, STEP_END)

@@ -1,6 +1,8 @@
 """HunyuanVideo of Tencent, text or image to video (v1 concat, v2 replace): 20 double-stream and 40
 single-stream blocks in the released size; text last, refined inside the model."""
 
+import math
+
 import torch
 
 from . import flux
@@ -40,7 +42,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. Image to video models need more."""
+    """Return why these inputs do not run, or None."""
     if cond["y"].shape[1] < config["pooled_projection_dim"]:
         return (
             f"y has width {cond['y'].shape[1]}, but this model reads {config['pooled_projection_dim']}; "
@@ -49,22 +51,27 @@ def refusal(config, grid, cond):
     return references.wrong_channels(config["in_channels"], grid, cond)
 
 
-def video_config(shapes):
-    """Return what HunyuanVideo and 1.5 derive alike."""
-    embedding = shapes["img_in.proj.weight"]
+def shared_config(shapes):
+    """Return what HunyuanVideo, 1.5 and HunyuanImage 2.1 derive alike."""
+    hidden, channels, *patch = shapes["img_in.proj.weight"]
     head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     return dict(
-        in_channels=embedding[1],
-        out_channels=shapes["final_layer.linear.weight"][0] // (embedding[2] * embedding[3] * embedding[4]),
-        patch_size=embedding[3],
-        patch_size_t=embedding[2],
-        num_attention_heads=embedding[0] // head,
+        in_channels=channels,
+        out_channels=shapes["final_layer.linear.weight"][0] // math.prod(patch),
+        num_attention_heads=hidden // head,
         attention_head_dim=head,
         num_layers=blocks_of(shapes, "double_blocks"),
         num_refiner_layers=blocks_of(shapes, "txt_in.individual_token_refiner.blocks"),
         text_embed_dim=shapes["txt_in.input_embedder.weight"][1],
-        rope_axes_dim=rope_axes(head),
     )
+
+
+def video_config(shapes):
+    """Return what HunyuanVideo and 1.5 derive alike."""
+    config = shared_config(shapes)
+    _, _, patch_size_t, patch_size, _ = shapes["img_in.proj.weight"]
+    axes = rope_axes(config["attention_head_dim"])
+    return config | dict(patch_size=patch_size, patch_size_t=patch_size_t, rope_axes_dim=axes)
 
 
 def config_from_shapes(shapes):

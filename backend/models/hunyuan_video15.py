@@ -103,8 +103,7 @@ class Prompt:
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward. Timesteps run to 1000, that of the step's end too; c_concat:
-    further channels, the image's latent and mask, or zeros."""
+    """Return the arguments of the forward; c_concat: the image's latent and mask, or zeros."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     channels = config["in_channels"] - latent.shape[1]
@@ -131,8 +130,7 @@ def given(cond, name, width):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. The image's channels are many, or left out for text to
-    video."""
+    """Return why these inputs do not run, or None. Text to video may leave c_concat out."""
     return references.wrong_channels(config["in_channels"], grid, cond) if "c_concat" in cond else None
 
 
