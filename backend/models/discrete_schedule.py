@@ -1,5 +1,6 @@
 """Noise levels of discrete timesteps, as ComfyUI computes them (ModelSamplingDiscrete)."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,7 +59,7 @@ class DiscreteSchedule:
     def is_highest(self, sigma: float) -> bool:
         """Return whether sampling that starts at ``sigma`` starts from pure noise."""
         highest = self.sigmas[-1].item()
-        return sigma > highest or abs(sigma - highest) <= 1e-5 * max(sigma, highest)
+        return sigma > highest or math.isclose(sigma, highest, rel_tol=1e-5)
 
 
 def prediction(scheduler: Mapping | None) -> str:

@@ -92,9 +92,8 @@ class Layout:
             if not self.spellings and any(prefix + key not in keys for key in self.signature):
                 continue  # without a look at each key, of which there may be many
             spelled = {self.spell(key.removeprefix(prefix)): key for key in keys if key.startswith(prefix)}
-            if all(key in spelled for key in self.signature) and not any(
-                key in spelled for key in self.absent
-            ):
+            has_signature = all(key in spelled for key in self.signature)
+            if has_signature and not any(key in spelled for key in self.absent):
                 return spelled
         return None
 

@@ -18,7 +18,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. The position table ends."""
+    """Return why these inputs do not run, or None."""
     most = config["pos_embed_max_size"]
     if max(grid.counts) <= most:
         return None
@@ -79,7 +79,6 @@ LAYOUT = Layout(
     names={
         "pos_embed": "pos_embed.pos_embed",
         "x_embedder.proj": "pos_embed.proj",
-        "context_embedder": "context_embedder",
         **under("t_embedder", "time_text_embed.timestep_embedder", MLP),
         **under("y_embedder", "time_text_embed.text_embedder", MLP),
         "final_layer.linear": "proj_out",

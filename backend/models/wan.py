@@ -114,8 +114,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. 2.1's image to video models may read CLIP features; the
-    position table ends."""
+    """Return why these inputs do not run, or None."""
     most = config.get("rope_max_seq_len", MAX_SIDE_TOKENS)
     if max(grid.counts) > most:
         counts = " x ".join(map(str, grid.counts))
@@ -164,8 +163,7 @@ PLAIN = ("t2v", "i2v")
 
 
 def metadata(strings):
-    """Refuse models that ComfyUI tells by the header alone: they have the keys of text or image to video, and
-    run otherwise. Raises UnsupportedError."""
+    """Refuse models that the header alone tells from text or image to video. Raises UnsupportedError."""
     stated = transformer_config(strings)
     kind = stated.get("model_type", PLAIN[0])
     name = STATED.get(str(kind), f"a model of type {quoted(kind)}") if kind not in PLAIN else None
@@ -222,7 +220,6 @@ LAYOUT = Layout(
     named=named,
     metadata=metadata,
     names={
-        "patch_embedding": "patch_embedding",
         "head.head": "proj_out",
         "head.modulation": "scale_shift_table",
         "text_embedding.0": f"{EMBEDDER}.text_embedder.linear_1",
@@ -280,8 +277,7 @@ def count_attention_calls(block: Any) -> int:
 
 
 def pixels(config) -> tuple[int, int, int]:
-    """Return how many pixels (T, H, W) one of the latent's stands for: the VAE of Wan 2.2's 5B model makes 48
-    channels of 16 x 16."""
+    """Return how many pixels (T, H, W) a latent pixel has; the VAE of 2.2's 5B makes 48 channels."""
     side = 16 if config["out_channels"] == 48 else 8
     return 4, side, side
 

@@ -41,14 +41,14 @@ class AdaLayerNormContinuous(normalization.AdaLayerNormContinuous):
 
 #: diffusers' class -> ours.
 CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    getattr(normalization, ours.__name__): ours
-    for ours in (AdaLayerNormZero, AdaLayerNormZeroSingle, AdaLayerNormContinuous)
+    normalization.AdaLayerNormZero: AdaLayerNormZero,
+    normalization.AdaLayerNormZeroSingle: AdaLayerNormZeroSingle,
+    normalization.AdaLayerNormContinuous: AdaLayerNormContinuous,
 }
 
 
 def is_bare(norm: nn.Module, x: Tensor, embedding: Tensor) -> bool:
-    """Return whether ``adapted`` can take the place of ``norm`` and what follows it, for embeddings (B,
-    D)."""
+    """Return whether ``adapted`` can stand for ``norm`` and what follows it, for embeddings (B, D)."""
     if torch.compiler.is_compiling() or embedding.ndim != 2:
         return False
     return type(norm) is nn.LayerNorm and norm.weight is None and x.dtype in (embedding.dtype, torch.float32)

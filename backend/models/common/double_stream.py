@@ -24,18 +24,6 @@ DOUBLE_STREAM = under(
         "txt_mlp.2": "ff_context.net.2",
     },
 )
-#: What files of Tencent's later models keep apart of these.
-DOUBLE_APART = under(
-    "double_blocks.{}",
-    "transformer_blocks.{}",
-    {f"img_attn_{each}": f"attn.to_{each}" for each in "qkv"}
-    | {f"txt_attn_{each}": f"attn.add_{each}_proj" for each in "qkv"},
-)
-SINGLE_APART = under(
-    "single_blocks.{}",
-    "single_transformer_blocks.{}",
-    {f"linear1_{each}": f"attn.to_{each}" for each in "qkv"} | {"linear1_mlp": "proj_mlp"},
-)
 #: The same of single-stream blocks.
 SINGLE_STREAM = under(
     "single_blocks.{}",
@@ -47,6 +35,18 @@ SINGLE_STREAM = under(
         "norm.query_norm.scale": "attn.norm_q.weight",
         "norm.key_norm.scale": "attn.norm_k.weight",
     },
+)
+#: What files of Tencent's later models keep apart of both.
+DOUBLE_APART = under(
+    "double_blocks.{}",
+    "transformer_blocks.{}",
+    {f"img_attn_{each}": f"attn.to_{each}" for each in "qkv"}
+    | {f"txt_attn_{each}": f"attn.add_{each}_proj" for each in "qkv"},
+)
+SINGLE_APART = under(
+    "single_blocks.{}",
+    "single_transformer_blocks.{}",
+    {f"linear1_{each}": f"attn.to_{each}" for each in "qkv"} | {"linear1_mlp": "proj_mlp"},
 )
 
 

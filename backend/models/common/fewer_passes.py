@@ -6,7 +6,6 @@ the last bit. A compiler fuses the operators of diffusers' forms, so compiled bl
 norms, which torch takes apart for it, and complex numbers.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from diffusers.models import embeddings, normalization
 from torch import Tensor, nn
 
-from .replaced_classes import replaced_names
+from .replaced_classes import imported, replaced_names
 
 THEIRS = embeddings.apply_rotary_emb
 TRANSFORMER = "diffusers.models.transformers.transformer_"
@@ -84,8 +83,7 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def modulated(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return norm(x) * scale + shift, of tokens x (B, S, D) and a norm without weights; scale and shift may
-    broadcast."""
+    """Return norm(x) * scale + shift, of tokens x (B, S, D) and a norm without weights."""
     if scale.numel() == x.shape[-1]:  # one sample's, and all of its tokens'
         return layer_norm(x, scale.flatten(), shift.flatten(), norm.eps)
     return torch.addcmul(shift.to(x.dtype), normed(norm, x), scale.to(x.dtype))
@@ -177,10 +175,11 @@ def of_qwen(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def rotary() -> AbstractContextManager[None]:
     """Have diffusers' blocks call these functions, as they call the attention of a request."""
     ours: list[tuple[ModuleType, str, Callable]] = []
-    for name in (name for name in (*CALLERS, *QWEN) if name in sys.modules):
-        attribute = "apply_rotary_emb_qwen" if name in QWEN else "apply_rotary_emb"
-        theirs = getattr(sys.modules[name], attribute, None)
-        if theirs is None or (name in CALLERS and theirs is not THEIRS):  # of another diffusers
-            continue
-        ours.append((sys.modules[name], attribute, of_qwen(theirs) if name in QWEN else apply_rotary_emb))
+    for module in imported(CALLERS):
+        if getattr(module, "apply_rotary_emb", None) is THEIRS:  # in another diffusers it may not be
+            ours.append((module, "apply_rotary_emb", apply_rotary_emb))
+    for module in imported(QWEN):
+        theirs = getattr(module, "apply_rotary_emb_qwen", None)
+        if theirs is not None:
+            ours.append((module, "apply_rotary_emb_qwen", of_qwen(theirs)))
     return replaced_names(ours)

@@ -2,13 +2,12 @@
 7 % of the host's time in a step of Flux."""
 
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 
-from .replaced_classes import replaced_names
+from .replaced_classes import imported, replaced_names
 
 MODELS = ("flux", "flux2", "ideogram4", "kandinsky", "krea2", "ltx", "ltx2")
 #: Modules whose layers read them.
@@ -42,5 +41,5 @@ CACHED_INSPECT = CachedInspect()
 
 def known_signatures() -> AbstractContextManager[None]:
     """Have diffusers' attention layers read signatures that are known."""
-    readers = [module for name in READERS if (module := sys.modules.get(name)) and hasattr(module, "inspect")]
+    readers = [module for module in imported(READERS) if hasattr(module, "inspect")]
     return replaced_names([(module, "inspect", CACHED_INSPECT) for module in readers])

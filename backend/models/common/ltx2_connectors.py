@@ -98,10 +98,7 @@ CONNECTOR = {
         "transformer_1d_blocks.{}",
         "transformer_blocks.{}",
         {
-            "attn1.to_q": "attn1.to_q",
-            "attn1.to_k": "attn1.to_k",
-            "attn1.to_v": "attn1.to_v",
-            "attn1.to_out.0": "attn1.to_out.0",
+            **{f"attn1.{name}": f"attn1.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")},
             "attn1.to_gate_logits": "attn1.to_gate_logits",
             "attn1.q_norm": "attn1.norm_q",
             "attn1.k_norm": "attn1.norm_k",

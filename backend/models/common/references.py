@@ -126,7 +126,7 @@ def positions(
 
 
 def all_positions(
-    grid: TokenGrid, cond: Mapping[str, Tensor], how: str, device=None, centred: bool = False
+    grid: TokenGrid, cond: Mapping[str, Tensor], how: str, device: torch.device, centred: bool = False
 ) -> Tensor:
     """Return the positions (tokens of the latent and of all references, 3)."""
     found = grids(grid, cond)

@@ -1,7 +1,8 @@
 """Modules of diffusers' that get a forward of ours, with the weights that they have; and what its files call
 during a request."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,11 @@ def replace_classes(transformer: nn.Module, ours: Mapping[type[nn.Module], type[
     for module in transformer.modules():
         if type(module) in ours:
             module.__class__ = ours[type(module)]
+
+
+def imported(names: Iterable[str]) -> list[ModuleType]:
+    """Return those of the Python modules ``names`` that are imported."""
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 @contextmanager

@@ -18,15 +18,15 @@ class RequestArguments(dict[str, Tensor]):
     def __init__(
         self,
         arguments: Mapping[str, Tensor],
-        whole: Mapping[str, Tensor] | None = None,
-        samples: slice = slice(None),
-        shared: dict[Hashable, Any] | None = None,
+        whole: Mapping[str, Tensor],
+        samples: slice,
+        shared: dict[Hashable, Any],
     ):
         super().__init__(arguments)
-        self.whole = arguments if whole is None else whole
+        self.whole = whole
         self.samples = samples
         self.cached: dict[str, Any] = {}
-        self.shared = {} if shared is None else shared
+        self.shared = shared
 
     def at_step(self, arguments: Mapping[str, Tensor]) -> "RequestArguments":
         """Return these arguments and those of one step, with what was made of these."""
@@ -36,8 +36,7 @@ class RequestArguments(dict[str, Tensor]):
 
 
 def distilled_guidance(config: Mapping[str, Any], cond: Mapping[str, Tensor], batch: int) -> Tensor | None:
-    """Return the guidance (batch,) of a guidance-distilled model; None for others, and where the request has
-    none (FluxDisableGuidance)."""
+    """Return the guidance (batch,) of a distilled model; None for others or without (FluxDisableGuidance)."""
     if not config["guidance_embeds"] or "guidance" not in cond:
         return None
     return cond["guidance"].reshape(-1).expand(batch)
