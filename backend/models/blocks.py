@@ -85,8 +85,7 @@ class BlockAdapter:
         return text
 
     def leave(self, transformer: nn.Module, tokens):
-        """Prepare the layers of ``transformer`` after its blocks, up to Blocks.output_layer, for the image
-        tokens that they are given now: this rank's."""
+        """Prepare the layers after the blocks, up to Blocks.output_layer, for this rank's image tokens."""
 
     def cut(self, call: Mapping[str, Any], tokens) -> dict[str, Any]:
         """Return further arguments, next to per_token, that differ for a block which is given ``tokens``."""

@@ -55,8 +55,7 @@ def forward_args(config, grid, tokens, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. Fill, Canny and Depth take an image as channels;
-    diffusers' blocks give one timestep to all tokens."""
+    """Return why these inputs do not run, or None."""
     wrong = references.refusal(config, grid, cond)
     if wrong:
         return wrong

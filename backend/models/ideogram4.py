@@ -51,8 +51,7 @@ class Prompt:
 
 
 def patch_module(transformer, config):
-    """Patch the transformer: less work for the prompt and the mask; float32 sines of the timestep in their
-    layer's dtype."""
+    """Patch the transformer: less work for the prompt and the mask, sines of the layer's dtype."""
     Prompt(transformer)
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:

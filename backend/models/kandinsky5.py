@@ -95,15 +95,13 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def _fits(known, grid):
-    """Return whether the known frames have the latent's channels and sides, and are no more than its
-    frames."""
+    """Return whether the known frames fit into the latent."""
     _, channels, frames, *sides = known.shape
     return channels == grid.shape[0] and frames <= grid.extent[0] and tuple(sides) == grid.extent[1:]
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. The position tables end; video models take further
-    channels."""
+    """Return why these inputs do not run, or None."""
     if max(grid.counts) > MAX_SIDE_TOKENS:
         counts = " x ".join(map(str, grid.counts))
         return (
@@ -128,8 +126,7 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Return the arguments of Kandinsky5Transformer3DModel; RoPE axes are (2, 3, 3)/8 of the head size. Video
-    models have 16 + 1 more channels."""
+    """Return the arguments of the diffusers class; RoPE axes are (2, 3, 3)/8 of the head size."""
     width, embedding = shapes["visual_embeddings.in_layer.weight"]
     out = shapes["out_layer.out_layer.weight"][0] // 4
     head = shapes["visual_transformer_blocks.0.cross_attention.key_norm.weight"][0]

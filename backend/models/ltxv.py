@@ -66,8 +66,7 @@ def corners(grid, cond, device, causal, side=0):
 
 
 def times(grid, mask, sigma, batch):
-    """Return noise levels (B,), or (B, tokens) where a mask keeps some: the level times the mask's first
-    value."""
+    """Return noise levels (B,), or (B, tokens), times the mask's first value, where there is a mask."""
     levels = sigma.expand(batch)
     return levels if mask is None else grid.to_tokens(mask.float())[..., 0] * levels[:, None]
 
@@ -100,7 +99,7 @@ def forward_args(config, grid, tokens, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. The mask and the guides are checked."""
+    """Return why these inputs do not run, or None."""
     mask = cond.get("denoise_mask")
     frame = tokens_of_frame(grid)
     if guides(cond) > grid.cells or guides(cond) % frame:
@@ -161,8 +160,7 @@ def config_from_shapes(shapes):
 
 
 def metadata(strings):
-    """Return the entry causal_temporal_positioning, which Lightricks' own configuration states (since 0.9.5)
-    and no shape shows."""
+    """Return causal_temporal_positioning, which Lightricks' configuration states since 0.9.5."""
     stated = transformer_config(strings)
     return {"causal_temporal_positioning": bool(stated.get("causal_temporal_positioning", False))}
 
