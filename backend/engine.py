@@ -153,7 +153,7 @@ class Engine:
 
     def _place(self, checkpoint: Checkpoint, block: str):
         """Offload and shard a loaded block: a rank never holds more than its share and a block."""
-        modulation = checkpoint.modulation(block)
+        modulation = checkpoint.modulation[block]
         if self.config.offload_modulation:
             parking.to_host(map(checkpoint.transformer.get_submodule, modulation), pinned=False)
         if self.config.shard_weights:

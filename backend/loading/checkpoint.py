@@ -27,20 +27,10 @@ from ..parallel import stage_split
 from ..parallel.block_cost import AttentionCall, LayerTokens, attention_calls, block_costs, layer_tokens
 from ..parallel.matrix_cuts import CutPlan, Shard, cut_plan
 from ..parallel.stage_split import Stages
-from ..quantization.packed import Packed
 from . import weight_loading
 from .autodetect import inputs
 from .config_limits import build, check_config
-from .parameter_sources import (
-    Source,
-    check_shape,
-    from_diffusers,
-    numbered,
-    read_packed,
-    read_shard,
-    read_whole,
-    sources,
-)
+from .parameter_sources import Source, StoredParameter, from_diffusers, numbered, sources
 from .safetensors_files import Weights
 
 #: diffusers' class -> ours, which computes the same (models/common/fewer_passes.py).
@@ -172,12 +162,9 @@ class Checkpoint:
             for block, module in self.blocks.items()
         ]
 
-    def modulation(self, block: str) -> list[str]:
-        """Name the modulation layers (family.cache.modulation) of a block."""
-        return self._modulation[block]
-
     @cached_property
-    def _modulation(self) -> dict[str, list[str]]:
+    def modulation(self) -> dict[str, list[str]]:
+        """Block -> its modulation layers (family.cache.modulation)."""
         patterns = self.family.cache.modulation
         return {
             block: [f"{block}.{name}" for name, _ in module.named_modules() if matches(name, patterns)]
@@ -187,12 +174,12 @@ class Checkpoint:
     def stages(self, config: ParallelConfig) -> Stages:
         """Split the blocks over pipeline stages, as the configuration lists them or by work and weights."""
         degree = config.pipefusion_degree
-        layers = [
-            {name: _size(self.transformer.get_submodule(name)) for name in self.modulation(block)}
-            if degree > 1
-            else {}
-            for block in self.block_names
-        ]
+        layers: list[dict[str, int]] = [{} for _ in self.block_names]
+        if degree > 1:
+            layers = [
+                {name: _size(self.transformer.get_submodule(name)) for name in names}
+                for names in self.modulation.values()
+            ]
         weights = [size - sum(own.values()) for size, own in zip(self.block_sizes.values(), layers)]
         uneven = config.shares_of("pp")
         return stage_split.plan(self.block_costs, weights, layers, degree, config.stage_counts, uneven)
@@ -250,14 +237,8 @@ class Checkpoint:
                 f"first {some(missing)}; the file is incomplete or of another variant."
             )
         for name, source in sources.items():
-            check_shape(
-                file=self.name,
-                family=self.family.name,
-                name=name,
-                source=source,
-                have=self.files.shapes[self.key(source)],
-                want=shapes[name],
-            )
+            stored = StoredParameter(self.files, self.key(source), source, shapes[name])
+            stored.check(self.name, self.family.name, name)
         return sources
 
     def _found(self, parameters: Shapes) -> dict[str, Source]:
@@ -291,22 +272,16 @@ class Checkpoint:
 
     load = weight_loading.load
 
+    def stored(self, name: str) -> StoredParameter:
+        """Return a parameter as the files have it."""
+        source = self.sources[name]
+        return StoredParameter(self.files, self.key(source), source, self.shapes[name])
+
     def read(
         self, name: str, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
     ) -> torch.Tensor:
         """Read a parameter, or the piece of it that ``shard`` keeps."""
-        source = self.sources[name]
-        key = self.key(source)
-        if shard is None:
-            return read_whole(self.files, key, source, dtype=dtype, device=device)
-        return read_shard(
-            self.files, key, source, shard=shard, height=self.shapes[name][0], dtype=dtype, device=device
-        )
-
-    def read_packed(self, name: str, device: torch.device, shard: Shard | None = None) -> Packed | None:
-        """Read what ``read`` would as the file stores it; None where it is no quantized matrix."""
-        source = self.sources[name]
-        return read_packed(self.files, self.key(source), source, shard, self.shapes[name][0], device)
+        return self.stored(name).read(dtype, device, shard)
 
 
 def _size(module: nn.Module) -> int:

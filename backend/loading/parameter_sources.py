@@ -15,6 +15,7 @@ from ..models.key_layout import Layout, Shapes
 from ..parallel.comm import cat_or_same
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
+from ..quantization.formats import Quantization
 from ..quantization.packed import Packed, join
 from .header_limits import is_number
 from .safetensors_files import StoredSize, Weights
@@ -60,82 +61,76 @@ def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     return by_name
 
 
-def check_shape(
-    file: str, family: str, name: str, source: Source, have: tuple[int, ...], want: tuple[int, ...]
-):
-    """Refuse a tensor of shape ``have`` where the parameter ``name`` needs ``want``. Raises
-    UnsupportedError."""
-    if source.shape is not None and math.prod(have) == math.prod(want):
-        return
-    rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
-    if (rows, *have[1:]) != want:
-        raise UnsupportedError(
-            f"{file}: {quoted(name)} has shape {(rows, *have[1:])} in the file but {family} with this "
-            f"configuration needs {want}; the file is of another variant."
-        )
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of that ``shape`` as ``files`` have it: in their tensor ``key``, as ``source`` says."""
 
+    files: Weights
+    key: str
+    source: Source
+    shape: tuple[int, ...]
 
-def read_whole(files: Weights, key: str, source: Source, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Read the rows of the tensor ``key`` that ``source`` names, in the parameter's order and shape."""
-    rows = slice(source.lo, source.hi) if source.hi is not None else slice(None)
-    tensor = files.read(key, rows, dtype=dtype, device=device)
-    if source.swap:
-        tensor = torch.cat(tensor.chunk(2)[::-1])
-    return tensor if source.shape is None else tensor.reshape(source.shape)
+    def check(self, file: str, family: str, name: str):
+        """Refuse a tensor of another shape than the parameter ``name`` needs. Raises UnsupportedError."""
+        have = self.files.shapes[self.key]
+        source = self.source
+        if source.shape is not None and math.prod(have) == math.prod(self.shape):
+            return
+        rows = have[0] if source.hi is None else min(source.hi, have[0]) - source.lo
+        if (rows, *have[1:]) != self.shape:
+            raise UnsupportedError(
+                f"{file}: {quoted(name)} has shape {(rows, *have[1:])} in the file but {family} with this "
+                f"configuration needs {self.shape}; the file is of another variant."
+            )
 
+    @property
+    def quantization(self) -> Quantization | None:
+        """How a quantized matrix is stored; None for what is none, or is viewed in another shape."""
+        return None if self.source.shape is not None else self.files.quantization(self.key)
 
-def read_shard(
-    files: Weights,
-    key: str,
-    source: Source,
-    shard: Shard,
-    height: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Read the rows and columns that ``shard`` keeps of a parameter of ``height`` rows, and nothing else."""
-    rows = [span.indices for span in source.rows(shard.outputs, height)]
-    columns = [slice(None)]
-    if len(files.shapes[key]) > 1:
-        columns = [span.indices for span in shard.inputs]
-    # one piece alone stays where it is mapped
-    return cat_or_same(
-        [cat_or_same([files.read(key, r, c, dtype, device) for c in columns], -1) for r in rows], 0
-    )
+    def read(self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> Tensor:
+        """Read it in its own order and shape, or the rows and columns that ``shard`` keeps of it."""
+        if shard is not None:
+            return self._read_shard(shard, dtype, device)
+        source = self.source
+        rows = slice(source.lo, source.hi) if source.hi is not None else slice(None)
+        tensor = self.files.read(self.key, rows, dtype=dtype, device=device)
+        if source.swap:
+            tensor = torch.cat(tensor.chunk(2)[::-1])
+        return tensor if source.shape is None else tensor.reshape(source.shape)
 
+    def _read_shard(self, shard: Shard, dtype: torch.dtype, device: torch.device) -> Tensor:
+        columns = [slice(None)]
+        if len(self.files.shapes[self.key]) > 1:
+            columns = [span.indices for span in shard.inputs]
+        below = []
+        for span in self.source.rows(shard.outputs, self.shape[0]):
+            pieces = [self.files.read(self.key, span.indices, each, dtype, device) for each in columns]
+            below.append(cat_or_same(pieces, -1))  # one piece alone stays where it is mapped
+        return cat_or_same(below, 0)
 
-def read_packed(
-    files: Weights, key: str, source: Source, shard: Shard | None, height: int, device: torch.device
-) -> Packed | None:
-    """Read what ``read_whole`` or ``read_shard`` would as it is stored; None where it is no quantized
-    matrix."""
-    if source.shape is not None:
-        return None
-    own = shard or _whole(files, key, height)
-    below = []
-    for span in source.rows(own.outputs, height):
-        row_pieces = [files.packed(key, span.indices, columns.indices, device) for columns in own.inputs]
-        pieces = [piece for piece in row_pieces if piece is not None]
-        if not pieces:
+    def read_packed(self, device: torch.device, shard: Shard | None = None) -> Packed | None:
+        """Read what ``read`` would as it is stored; None where it is no quantized matrix."""
+        if self.quantization is None:
             return None
-        below.append(join(pieces, 1))
-    return join(below, 0)
+        own = shard or self._whole
+        below = []
+        for span in self.source.rows(own.outputs, self.shape[0]):
+            pieces = [self.files.packed(self.key, span.indices, each.indices, device) for each in own.inputs]
+            below.append(join([piece for piece in pieces if piece is not None], 1))
+        return join(below, 0)
 
+    def packed_sizes(self, shard: Shard | None) -> list[StoredSize] | None:
+        """Measure what ``read_packed`` would read; None where it is no quantized matrix."""
+        if self.quantization is None:
+            return None
+        own = shard or self._whole
+        columns = [range(span.lo, span.hi) for span in own.inputs]
+        return self.files.stored_sizes(self.key, sum(map(len, own.outputs)), columns)
 
-def packed_sizes(
-    files: Weights, key: str, source: Source, shard: Shard | None, height: int
-) -> list[StoredSize] | None:
-    """Measure what ``read_packed`` would read; None where it is no quantized matrix."""
-    if source.shape is not None:
-        return None
-    own = shard or _whole(files, key, height)
-    columns = [range(span.lo, span.hi) for span in own.inputs]
-    return files.stored_sizes(key, sum(map(len, own.outputs)), columns)
-
-
-def _whole(files: Weights, key: str, height: int) -> Shard:
-    """Return the shard that is all of the matrix ``key``, of a parameter of ``height`` rows."""
-    return Shard((Span(0, height),), (Span(0, files.shapes[key][-1]),))
+    @property
+    def _whole(self) -> Shard:
+        return Shard((Span(0, self.shape[0]),), (Span(0, self.files.shapes[self.key][-1]),))
 
 
 def numbered(names: Iterable[str]) -> dict[str, list[str]]:

@@ -1,7 +1,7 @@
 """Fills a transformer with the weights of a checkpoint that a rank keeps, block by block."""
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -13,8 +13,9 @@ from ..hardware.gpu_kernels import Capability
 from ..parallel.block_cost import OUTSIDE
 from ..parallel.matrix_cuts import Shard
 from ..parallel.tensor_parallel import ShardedLinear
+from ..quantization.formats import Quantization
 from ..quantization.kernels import MatmulChoice
-from ..quantization.matmul import Matrix, Product, choose_all, column_unit
+from ..quantization.matmul import Matrix, choose_all, column_unit
 from ..quantization.packed_weight import PackedWeight, QuantLinear
 from ..runtime.callbacks import nothing
 
@@ -99,25 +100,22 @@ def matrices(
     """Return the parameters that stay quantized, from headers, cut over ranks as ``shards`` are; ``dtype``:
     in which the model computes."""
     of_parameter = {}
-    for name, source in checkpoint.sources.items():
-        where, _, leaf = name.rpartition(".")
-        module = checkpoint.transformer.get_submodule(where)
-        if leaf != "weight" or not keeps_packed(type(module), where in shards) or source.shape:
+    for layer, quantization in _quantized_layers(checkpoint):
+        if not keeps_packed(type(checkpoint.transformer.get_submodule(layer)), layer in shards):
             continue
-        quantization = checkpoint.files.quantization(checkpoint.key(source))
-        if quantization is not None:
-            rows, columns = checkpoint.shapes[name]
-            shard = shards.get(where)
-            heights = (rows,) if shard is None else shard.heights
-            edges = () if shard is None else shard.edges
-            own = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-            of_parameter[name] = Matrix(
-                format=quantization.format,
-                settings=quantization.settings,
-                rows=heights,
-                edges=edges or (0, columns),
-                dtype=own,
-            )
+        name = f"{layer}.weight"
+        rows, columns = checkpoint.shapes[name]
+        shard = shards.get(layer)
+        heights = (rows,) if shard is None else shard.heights
+        edges = () if shard is None else shard.edges
+        own = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
+        of_parameter[name] = Matrix(
+            format=quantization.format,
+            settings=quantization.settings,
+            rows=heights,
+            edges=edges or (0, columns),
+            dtype=own,
+        )
     return of_parameter
 
 
@@ -127,24 +125,23 @@ def choices(
     mode: str,
     device: torch.device,
     capability: Capability | None,
-    dtype: torch.dtype = torch.bfloat16,
-    refused: Mapping[Product, str] = {},
 ) -> dict[str, MatmulChoice]:
     """Return quantized parameter -> how it multiplies; arguments as in matrices and choose_all. Raises
     UnsupportedError."""
-    found = matrices(checkpoint, shards, dtype)
-    return choose_all(checkpoint.name, found, mode, device, capability, refused)
+    return choose_all(checkpoint.name, matrices(checkpoint, shards), mode, device, capability)
 
 
 def column_units(checkpoint: "Checkpoint") -> dict[str, int]:
     """Return linear layer -> neighbouring columns that must not be cut apart, where it is quantized."""
-    units = {}
-    for name, source in checkpoint.sources.items():
-        if name.endswith(".weight") and not source.shape:
-            quantization = checkpoint.files.quantization(checkpoint.key(source))
-            if quantization is not None:
-                units[name.removesuffix(".weight")] = column_unit(quantization.format, quantization.settings)
-    return units
+    return {layer: column_unit(*quantization) for layer, quantization in _quantized_layers(checkpoint)}
+
+
+def _quantized_layers(checkpoint: "Checkpoint") -> Iterator[tuple[str, Quantization]]:
+    """Yield the layers whose weights are quantized matrices, and how these are stored."""
+    for name in checkpoint.sources:
+        quantization = checkpoint.stored(name).quantization if name.endswith(".weight") else None
+        if quantization is not None:
+            yield name.removesuffix(".weight"), quantization
 
 
 def _fill(
@@ -160,7 +157,7 @@ def _fill(
     module = checkpoint.transformer.get_submodule(where)
     packed = None
     if leaf == "weight" and keeps_packed(type(module)):
-        packed = checkpoint.read_packed(name, device, shard)
+        packed = checkpoint.stored(name).read_packed(device, shard)
     if packed is None:
         value = checkpoint.read(name, dtype, device, shard)
         is_buffer = leaf in dict(module.named_buffers(recurse=False))

@@ -132,7 +132,7 @@ class _Measured:
         what quantized ones are "unpacked", and what is moved for that ("dequantizing"), by how many
         "kernels". Values of its "matrices", and by format of those that multiply natively."""
         names = self.checkpoint.block_names
-        modulation = {layer for block in names for layer in self.checkpoint.modulation(block)}
+        modulation = {layer for block in names for layer in self.checkpoint.modulation[block]}
         by_block = [Counter[str]() for _ in names]
         for name, each in zip(self.checkpoint.parameters, self._parameters):
             if each.block is None:

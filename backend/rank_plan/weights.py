@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..loading.checkpoint import Checkpoint
-from ..loading.parameter_sources import packed_sizes
 from ..loading.safetensors_files import StoredSize
 from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
@@ -108,14 +107,14 @@ def _held(
     module, _, leaf = name.rpartition(".")
     block, layer = checkpoint.parameters[name]
     shape = checkpoint.shapes[name]
-    source = checkpoint.sources[name]
+    stored = checkpoint.stored(name)
     cut = cuts.get(module)
     own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
     local_shape = _shape(shape, cut)
     plain = local_shape.numel() * own_dtype.itemsize
     packed = None
     if leaf == "weight" and keeps_packed(layer, cut is not None):
-        packed = packed_sizes(checkpoint.files, checkpoint.key(source), source, cut, shape[0])
+        packed = stored.packed_sizes(cut)
     if packed is None and bits and leaf == "weight" and block is not None and issubclass(layer, nn.Linear):
         packed = [StoredSize(local_shape[0], plain * bits // (8 * own_dtype.itemsize))]
     if packed is None:
@@ -125,7 +124,7 @@ def _held(
     native = {"kernel": choice.kernel, "matrix": (local_shape[0], local_shape[1])}
     if not choice.needs_scratch:
         return HeldParameter(module=module, block=block, sizes=packed, dtype=own_dtype, **native)
-    quantization = checkpoint.files.quantization(checkpoint.key(source))
+    quantization = stored.quantization
     if quantization is None:  # of a file that is plain: what is stored, and what it stands for
         moved = plain + sum(size.bytes for size in packed)
         return HeldParameter(

@@ -197,7 +197,7 @@ class Workload:
     @cached_property
     def modulation(self) -> frozenset[str]:
         """The modulation layers of all blocks."""
-        return frozenset(chain.from_iterable(map(self.checkpoint.modulation, self.checkpoint.block_names)))
+        return frozenset(chain.from_iterable(self.checkpoint.modulation.values()))
 
     def weights(self, place: MeshPlace, stages: Stages) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
@@ -330,7 +330,7 @@ class Workload:
                 sum(
                     self.features(layer, place)
                     for i in blocks
-                    for layer in self.checkpoint.modulation(self.checkpoint.block_names[i])
+                    for layer in self.checkpoint.modulation[self.checkpoint.block_names[i]]
                 )
                 for blocks in stages.blocks
             ]

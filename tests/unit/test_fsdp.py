@@ -218,7 +218,7 @@ def test_one_block_ahead_is_enough_on_any_link(family):
     costs = checkpoint.block_costs
     sizes = []
     for name in checkpoint.block_names:
-        apart = tuple(f"{layer}." for layer in checkpoint.modulation(name))
+        apart = tuple(f"{layer}." for layer in checkpoint.modulation[name])
         block = checkpoint.transformer.get_submodule(name)
         sizes.append(
             sum(p.numel() for key, p in block.named_parameters() if not f"{name}.{key}".startswith(apart))
