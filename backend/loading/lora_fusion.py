@@ -20,14 +20,7 @@ from .adapters import LoRA, cut
 from .checkpoint import Checkpoint
 from .lora_file_bytes import matrix
 from .lora_keys import Lora, LoraUse, open_lora
-from .lora_products import (
-    LoraChange,
-    MatrixShard,
-    added_bytes,
-    are_products,
-    first_unscaled,
-    plain,
-)
+from .lora_products import LoraChange, MatrixShard, added_bytes, are_products, first_unscaled, plain
 from .lora_targets import Targets
 from .lora_validation import check_values
 from .magnitudes import WeightScales, weight_scales, with_magnitudes
@@ -39,8 +32,6 @@ Stack = tuple[LoraUse, ...]
 UNKNOWN: Stack = (LoraUse("", 0.0),)
 #: LoRAs of a model whose keys are cached: those of Qwen-Image Lightning take 0.1 s to sort.
 OPENED = 8
-
-
 #: Parameter -> its changes in order, on all ranks.
 LoraChanges = Mapping[str, list[LoraChange]]
 
@@ -218,11 +209,7 @@ class FusedWeights:
         scales: dict[str, WeightScales] = {}
         for name in names:
             if name in self.packed:
-                adapters = [change.adapter for change in changes.get(name, [])]
-                if name not in scales and first_unscaled(adapters) and are_products(adapters):
-                    self.packed[name].set_adapters({})
-                    scales |= self._scales(name, changes)
-                self._set_adapters(self.packed[name], name, changes.get(name, []), wholes, scales)
+                self._set_adapters(name, changes, wholes, scales)
                 continue
             parameter = getattr(*self.owners[name])
             here = fsdp.own_rows(parameter)
@@ -272,26 +259,30 @@ class FusedWeights:
 
     def _set_adapters(
         self,
-        weight: PackedWeight,
         name: str,
-        changes: list[LoraChange],
+        changes: LoraChanges,
         wholes: Mapping[str, Tensor],
-        scales: Mapping[str, WeightScales],
+        scales: dict[str, WeightScales],
     ):
-        """Put LoRAs next to a quantized weight, or adapters of other kinds into a copy that is held whole."""
-        adapters = [change.adapter for change in changes]
+        """Put LoRAs next to a quantized weight, or adapters of other kinds into a copy that is held whole.
+        ``scales``: those that are known, of weights of the same tensor."""
+        weight = self.packed[name]
+        own = changes.get(name, [])
+        adapters = [change.adapter for change in own]
         if not are_products(adapters):
             weight.set_adapters({})
-            value = self._value(name, changes, wholes, torch.float32)
+            value = self._value(name, own, wholes, torch.float32)
             weight.set_adapters({}, value.to(weight.device, weight.dtype))
             return
         matrix_shard = self._matrix_shard(name, self.cuts)
         if first_unscaled(adapters):
             weight.set_adapters({})
-            added = with_magnitudes(changes, matrix_shard, scales[name], weight.device, weight.dtype)
+            if name not in scales:
+                scales |= self._scales(name, changes)
+            added = with_magnitudes(own, matrix_shard, scales[name], weight.device, weight.dtype)
         else:
-            added = plain(changes, matrix_shard, weight.device, weight.dtype, dict(weight.adapters))
-        for change in changes:
+            added = plain(own, matrix_shard, weight.device, weight.dtype, dict(weight.adapters))
+        for change in own:
             held = added.adapters.get(change.key) or added.adapters.get(change.scaled_key)
             if isinstance(held, LowRank):
                 self._ranks[name, change.key] = held.up.shape[1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.sequence import Span
-from ..quantization.added_products import AddedProduct, LowRank
+from ..quantization.added_products import AddedProduct, LowRank, scaled
 from ..quantization.lora_bytes import LoraBytes
 from .adapters import Adapter, Factored, Spans, is_low_rank
 from .lokr import LoKr
@@ -109,10 +109,10 @@ def added_bytes(
     adapters = [change.adapter for change in changes]
     if not are_products(adapters):
         return LoraBytes(copies=rows * columns * dtype.itemsize)
-    scaled = first_unscaled(adapters)
+    with_factors = first_unscaled(adapters)
     has_rows, has_columns = first_unscaled_rows(adapters), first_unscaled_columns(adapters)
-    by_key = {each.scaled_key: (i, each) for i, each in enumerate(changes[:scaled])}
-    by_key |= {each.key: (scaled, each) for each in changes[scaled:]}
+    by_key = {each.scaled_key: (i, each) for i, each in enumerate(changes[:with_factors])}
+    by_key |= {each.key: (with_factors, each) for each in changes[with_factors:]}
     factors = uncut = 0
     scales = rows * bool(has_rows) + columns * bool(has_columns)
     for i, change in by_key.values():
@@ -127,10 +127,24 @@ def added_bytes(
     return LoraBytes(factors=size, copies=0, uncut=uncut * dtype.itemsize)
 
 
-def low_rank(change: LoraChange, where: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two matrices in float32 whose product, at its ``strength``, a change adds before magnitudes."""
+def product_of(
+    change: LoraChange,
+    shard: MatrixShard,
+    device: torch.device,
+    dtype: torch.dtype,
+    row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
+) -> AddedProduct:
+    """Return what a change adds to a weight, held in ``dtype``. row_scale, column_scale: what its rows and
+    columns are multiplied by (magnitudes), in float32."""
+    where = shard.stored_rows(change)
+    if is_kronecker(change.adapter):
+        bare = change.adapter.kronecker(where, shard.columns, device, dtype)
+        return replace(bare, strength=change.strength, row_scale=row_scale, column_scale=column_scale)
     assert isinstance(change.adapter, Factored), "checked by are_products"
-    return change.adapter.factors(where, columns, device)
+    up, down = change.adapter.factors(where, shard.columns, device)
+    up, down = used(scaled(up, row_scale, None), scaled(down, None, column_scale))
+    return LowRank(up.to(dtype), down.to(dtype), strength=change.strength)
 
 
 def plain(
@@ -144,13 +158,7 @@ def plain(
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes:
         if change.key not in known:
-            where = shard.stored_rows(change)
-            if is_kronecker(change.adapter):
-                made = change.adapter.kronecker(where, shard.columns, device, dtype)
-            else:
-                up, down = used(*low_rank(change, where, shard.columns, device))
-                made = LowRank(up.to(dtype), down.to(dtype), strength=0.0)
-            known[change.key] = made
+            known[change.key] = product_of(change, shard, device, dtype)
         before = adapters.get(change.key)
         strength = change.strength + (before.strength if before else 0.0)
         adapters[change.key] = replace(known[change.key], strength=strength)

@@ -9,7 +9,7 @@ products of their own, with factors for their rows and their columns.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..quantization.added_products import AddedProduct, LowRank
+from ..quantization.added_products import AddedProduct
 from .adapters import Spans, cut
 from .checkpoint import Checkpoint
 from .lora_file_bytes import matrix
@@ -27,10 +27,8 @@ from .lora_products import (
     MatrixShard,
     first_unscaled,
     first_unscaled_rows,
-    is_kronecker,
-    low_rank,
     plain,
-    used,
+    product_of,
 )
 
 #: Added to norms, as in ComfyUI.
@@ -208,16 +206,7 @@ def with_magnitudes(
     last = first_unscaled([change.adapter for change in changes])
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes[:last]:
-        where = shard.stored_rows(change)
-        rows, columns = scales[change.order]
-        if is_kronecker(change.adapter):
-            bare = change.adapter.kronecker(where, shard.columns, device, dtype)
-            made = replace(bare, strength=change.strength, row_scale=rows, column_scale=columns)
-        else:
-            up, down = low_rank(change, where, shard.columns, device)
-            up, down = used(Scales(rows=rows).of(up), Scales(columns=columns).of(down))
-            made = LowRank(up.to(dtype), down.to(dtype), strength=change.strength)
-        adapters[change.scaled_key] = made
+        adapters[change.scaled_key] = product_of(change, shard, device, dtype, *scales[change.order])
     rest = plain(changes[last:], shard, device, dtype, {})
     return HeldProducts(adapters | rest.adapters, *scales[None])
 
