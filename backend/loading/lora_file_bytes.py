@@ -13,7 +13,7 @@ from .lora_spellings import KEY, TEXT_ENCODER
 Shapes = Mapping[str, Sequence[int]]
 #: Bytes of a number on the ranks, and of a factor of a row or column (DoRA).
 NUMBER, SCALE = 2, 4
-#: Numbers in the factors of a LoHa or LoKr for one of the matrix: with more, the matrix itself costs less.
+#: Numbers in the matrices of a LoHa or LoKr for one of the matrix: with more, the matrix itself costs less.
 MAX_FACTORS = 0.5
 #: End of a module's name in single files -> parameters of which its matrix has the rows: each is next to a
 #: factor of the columns on the ranks.
@@ -54,13 +54,14 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
     if "difference" in roles:
         shape = roles["difference"]
         return LoraBytes(copies=NUMBER * math.prod(shape) if len(shape) == 2 else 0)
-    names = ("lokr_w1", "lokr_w2") if any(role.startswith("lokr") for role in roles) else ()
-    lokr = [_factor(roles, name) for name in names]
+    is_lokr = any(role.startswith("lokr") for role in roles)
+    lokr = [_sides(roles, name) for name in ("lokr_w1", "lokr_w2")] if is_lokr else []
+    rank = 0
     if "hada_w1_a" in roles:
-        rows, columns, _ = _factor(roles, "hada_w1")
+        rows, columns = _sides(roles, "hada_w1")
         rank = math.prod(matrix(roles.get(f"hada_w{i}_b", ()))[0] for i in (1, 2))
-    elif lokr:
-        rows, columns, rank = (one * two for one, two in zip(*lokr))
+    elif is_lokr:
+        rows, columns = (one * two for one, two in zip(*lokr))
     elif {"up", "down"} <= roles.keys():
         (rows, _), (rank, columns) = matrix(roles["up"]), matrix(roles["down"])
     else:
@@ -68,16 +69,16 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
     most = MAX_FACTORS * rows * columns
     pieces = _pieces(stem, rows, columns)
     scales = SCALE * _factors_of_magnitudes(roles, rows, columns * pieces)
-    if lokr:
-        (outer, blocks, _), (height, width, _) = lokr
+    copy = LoraBytes(copies=NUMBER * rows * columns)
+    if is_lokr:
+        (outer, blocks), (height, width) = lokr
         inner = matrix(roles["lokr_w2_b"])[0] * (height + width) if "lokr_w2_b" in roles else math.inf
         numbers = outer * blocks + int(min(inner, height * width))
-        if numbers <= most:
-            again = (min(pieces, outer) - 1) * (numbers - outer * blocks)
-            return LoraBytes(factors=2 * scales, uncut=NUMBER * (numbers + again))
+        again = (min(pieces, outer) - 1) * (numbers - outer * blocks)
+        return LoraBytes(factors=2 * scales, uncut=NUMBER * (numbers + again)) if numbers <= most else copy
     factors = rank * (rows + columns)
     if "up" not in roles and factors > most:
-        return LoraBytes(copies=NUMBER * rows * columns)
+        return copy
     factors += rank * (pieces - 1) * columns
     return LoraBytes(NUMBER * factors + scales)
 
@@ -90,14 +91,11 @@ def _factors_of_magnitudes(roles: Shapes, rows: int, columns: int) -> int:
     return rows if matrix(roles["dora_scale"]) == (rows, 1) else columns
 
 
-def _factor(roles: Shapes, name: str) -> tuple[int, int, int]:
-    """Return rows, columns and inner size of a matrix that is whole, or a product of two."""
+def _sides(roles: Shapes, name: str) -> tuple[int, int]:
+    """Return rows and columns of a matrix that is whole, or a product of two."""
     if name in roles:
-        rows, columns = matrix(roles[name])
-        return rows, columns, min(rows, columns)
-    rows, _ = matrix(roles.get(f"{name}_a", ()))
-    inner, columns = matrix(roles.get(f"{name}_b", ()))
-    return rows, columns, min(rows, columns, inner)
+        return matrix(roles[name])
+    return matrix(roles.get(f"{name}_a", ()))[0], matrix(roles.get(f"{name}_b", ()))[1]
 
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from ..quantization.added_products import LowRank
 from ..quantization.lora_bytes import LoraBytes
 from ..quantization.packed_weight import PackedWeight
 from ..units import fine_gigabytes
-from .adapters import LoRA, cut
+from .adapters import cut
 from .checkpoint import Checkpoint
 from .lora_file_bytes import matrix
 from .lora_keys import Lora, LoraUse, open_lora
@@ -158,18 +158,15 @@ class FusedWeights:
         size = LoraBytes()
         for name, changes in changes_of.items():
             if name in quantized_names:
-                ranks = self._held_ranks(name, changes, bool(quantized))
+                ranks = self._held_ranks(name, changes)
                 size = size.and_of(added_bytes(changes, self._matrix_shard(name, cuts), dtype, ranks))
         return size
 
-    def _held_ranks(self, name: str, changes: list[LoraChange], of_whole: bool) -> dict[tuple, int]:
+    def _held_ranks(self, name: str, changes: list[LoraChange]) -> dict[tuple, int]:
         """Return the ranks of what low-rank changes take next to a quantized weight, by their keys, once they
-        were there. ``of_whole``: the matrix is not cut, even if it is on this rank."""
-        has_a_part = of_whole and name.rpartition(".")[0] in self.cuts
-        known = [each for each in changes if (name, each.key) in self._ranks]
-        # others than LoRAs have blocks for rows and columns
-        same = [each for each in known if isinstance(each.adapter, LoRA) or not has_a_part]
-        return {each.key: self._ranks[name, each.key] for each in same}
+        were there."""
+        known = [each.key for each in changes if (name, each.key) in self._ranks]
+        return {key: self._ranks[name, key] for key in known}
 
     def held_adapter_bytes(self) -> int:
         """Count the bytes of LoRAs that are next to quantized weights now. No file is opened."""

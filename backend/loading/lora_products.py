@@ -167,8 +167,7 @@ def plain(
 
 def used(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Leave out what changes none of these rows, or reads none of these columns: where queries, keys and
-    values are one tensor and their three LoRAs one product, each row has a third of it. A LoKr's factors have
-    a block for each of its own."""
+    values are one tensor and their three LoRAs one product, each row has a third of it."""
     is_used = up.ne(0).any(dim=0) & down.ne(0).any(dim=1)
     is_used[:1] |= not is_used.any()
     return (up, down) if is_used.all() else (up[:, is_used], down[is_used])

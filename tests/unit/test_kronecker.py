@@ -10,6 +10,7 @@ from loras import randn
 from safetensors.torch import save_file
 from tiny import relative
 
+from backend.loading.adapters import cut
 from backend.loading.lokr import LoKr
 from backend.loading.lora_products import are_products
 from backend.loading.safetensors_files import TensorFiles
@@ -21,6 +22,7 @@ from backend.quantization.packed_weight import PackedWeight, multiplier
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 96, 64
+NAMES = ("lokr_w1", "lokr_w2")
 #: Form of a matrix of ROWS x COLUMNS -> its tensors, and what is held of w2.
 LOKR = {
     "full": ({"lokr_w1": randn(4, 8), "lokr_w2": randn(24, 8)}, 1),
@@ -59,6 +61,11 @@ def adapter(folder: Path, tensors: dict) -> LoKr:
     return LoKr(TensorFiles([folder / "a.safetensors"]), {role: role for role in tensors}, (ROWS, COLUMNS))
 
 
+def whole(tensors: dict) -> torch.Tensor:
+    products = {name: tensors[f"{name}_a"] @ tensors[f"{name}_b"] for name in NAMES if name not in tensors}
+    return torch.kron(*((tensors | products)[name] for name in NAMES))
+
+
 @pytest.mark.parametrize("spans", SPANS)
 @pytest.mark.parametrize("form", LOKR)
 @torch.inference_mode()
@@ -67,7 +74,9 @@ def test_a_kronecker_product_is_the_difference(form, spans, tmp_path):
     tensors, held = LOKR[form]
     lokr = adapter(tmp_path, tensors)
     rows, columns = SPANS[spans]
-    wanted = lokr.scale * lokr.difference(rows, columns, CPU)
+    wanted = lokr.scale * cut(whole(tensors), rows, columns)
+    difference = lokr.scale * lokr.difference(rows, columns, CPU)
+    assert difference.shape == wanted.shape and (difference - wanted).norm() <= 1e-6 * wanted.norm()
     found = lokr.kronecker(rows, columns, CPU, torch.float32)
     found.strength = 0.5 * lokr.scale
     assert lokr.is_small and len(found.right) == held
@@ -81,6 +90,17 @@ def test_a_kronecker_product_is_the_difference(form, spans, tmp_path):
         found.add_to(out, x)
         added = 0.5 * x.double() @ wanted.double().T
         assert (out - before - added).norm() <= 1e-6 * (added.norm() + before.norm())
+
+
+@pytest.mark.parametrize(
+    ("spans", "runs", "rows"), [("all", 1, 24), ("rows of a block", 1, 2), ("odd rows", 6, 76)]
+)
+def test_no_more_of_w2_is_read_than_rows_need(spans, runs, rows, tmp_path):
+    """Of blocks of 24 rows: the end of one, whole ones, the beginning of one."""
+    tensors, _ = LOKR["full"]
+    lokr = adapter(tmp_path, tensors)
+    lokr.difference(*SPANS[spans], CPU)
+    assert lokr.files.bytes_read == runs * tensors["lokr_w1"].nbytes + rows * tensors["lokr_w2"][0].nbytes
 
 
 @pytest.mark.parametrize("spans", ["all", "odd rows", "odd columns", "both", "no rows", "no columns"])

@@ -1,4 +1,4 @@
-"""LoHa and LoKr that are products of two small matrices: next to quantized weights they are held as those."""
+"""LoHa and LoKr of small matrices: next to quantized weights they are held as those."""
 
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import lora_products
 from backend.loading.adapters import LoHa, is_low_rank
-from backend.loading.lokr import LoKr
 from backend.loading.lora_keys import lora_stack
 from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import mesh
@@ -24,17 +23,6 @@ from backend.sampling.step_loop import Callbacks
 CPU = torch.device("cpu")
 
 
-def lokr(one: tuple[int, int], two: tuple[int, int], inner: int = 0, inner_one: int = 0) -> dict:
-    """A LoKr whose w2 is a product of the ``inner`` size, and w1 of ``inner_one``; 0: no product."""
-    found = {}
-    for name, (rows, columns), size in (("lokr_w1", one, inner_one), ("lokr_w2", two, inner)):
-        if size:
-            found |= {f"{name}_a": randn(rows, size), f"{name}_b": randn(size, columns)}
-        else:
-            found[name] = randn(rows, columns)
-    return found
-
-
 def loha(rows: int, columns: int, *ranks: int) -> dict:
     left = {f"hada_w{i}_a": randn(rows, rank, seed=i) for i, rank in enumerate(ranks, 1)}
     return left | {f"hada_w{i}_b": randn(rank, columns, seed=i) for i, rank in enumerate(ranks, 1)}
@@ -42,13 +30,6 @@ def loha(rows: int, columns: int, *ranks: int) -> dict:
 
 #: Form -> (tensors for a matrix of 96 x 64, rank of its factors, whether they are small enough).
 FORMS = {
-    "lokr with blocks for rows": (lokr((4, 8), (24, 8), 2), 8, True),
-    "lokr with blocks for columns": (lokr((8, 4), (12, 16), 3), 12, True),
-    "lokr of two products": (lokr((8, 8), (12, 8), 2, 3), 6, True),
-    "lokr whose w1 is no smaller as a product": (lokr((2, 2), (48, 32), 2, 3), 4, True),
-    "lokr of a flat w2": (lokr((4, 32), (24, 2)), 8, True),
-    "lokr of a full w2": (lokr((8, 8), (12, 8)), 64, False),
-    "lokr of a large rank": (lokr((8, 8), (12, 8), 4), 32, False),
     "loha": (loha(96, 64, 4, 4), 16, True),
     "loha of two ranks": (loha(96, 64, 2, 3), 6, True),
     "loha of a large rank": (loha(96, 64, 5, 5), 25, False),
@@ -60,8 +41,7 @@ def test_factors_are_the_difference(form, tmp_path):
     """Of any rows and columns; and only those are used that are smaller than the matrix."""
     tensors, rank, is_small = FORMS[form]
     save_file(tensors, tmp_path / "a.safetensors")
-    kind = LoHa if form.startswith("loha") else LoKr
-    adapter = kind(TensorFiles([tmp_path / "a.safetensors"]), {role: role for role in tensors}, (96, 64))
+    adapter = LoHa(TensorFiles([tmp_path / "a.safetensors"]), {role: role for role in tensors}, (96, 64))
     assert adapter.size == (96, 64) and adapter.factor_rank == rank
     assert is_low_rank(adapter) == is_small
     for rows, columns in (
@@ -75,19 +55,6 @@ def test_factors_are_the_difference(form, tmp_path):
         wanted = adapter.difference(rows, columns, CPU)
         assert up.shape == (len(wanted), rank) and down.shape == (rank, wanted.shape[1])
         assert (up @ down - wanted).norm() <= 1e-6 * wanted.norm()
-
-
-@pytest.mark.parametrize("cut", ["rows", "columns"])
-def test_a_rank_holds_the_blocks_of_its_rows_or_columns(cut, tmp_path):
-    """A quarter of the rank for a quarter of the matrix, whichever way w1 could be multiplied."""
-    tensors = lokr((8, 8), (12, 8), 2)
-    save_file(tensors, tmp_path / "a.safetensors")
-    adapter = LoKr(TensorFiles([tmp_path / "a.safetensors"]), {role: role for role in tensors}, (96, 64))
-    spans = {"rows": (Span(0, 96),), "columns": (Span(0, 64),)}
-    spans[cut] = {"rows": (Span(24, 48),), "columns": (Span(16, 32),)}[cut]
-    up, down = lora_products.used(*adapter.factors(spans["rows"], spans["columns"], CPU))
-    assert up.shape[1] == len(down) == 4
-    assert relative(up @ down, adapter.difference(spans["rows"], spans["columns"], CPU)) <= 1e-6
 
 
 def write(folder: Path) -> tuple[Path, Path]:
