@@ -120,11 +120,8 @@ def _fused(shapes: Shapes) -> list[Target]:
         for prefix in [name.removesuffix(ends[0]) for name in shapes if name.endswith(ends[0])]:
             key = prefix + fused
             matrices = {prefix + end: matrix(shapes[prefix + end]) for end in ends if prefix + end in shapes}
-            if (
-                key in shapes
-                or len(matrices) < len(ends)
-                or len({width for _, width in matrices.values()}) > 1
-            ):
+            widths = {width for _, width in matrices.values()}
+            if key in shapes or len(matrices) < len(ends) or len(widths) > 1:
                 continue
             pieces = {}
             row = 0

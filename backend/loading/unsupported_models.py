@@ -209,14 +209,14 @@ UNSUPPORTED = (
     ),
 )
 OTHER_QUANTIZATION = "use a bf16, fp16, fp8, int8, mxfp8, nvfp4 or GGUF file of this model"
-#: End of a name that only a format has -> (what the file is, what to do instead).
+#: End of a name that only a format has -> how the file is quantized.
 UNSUPPORTED_FORMATS = {
-    "bitsandbytes__nf4": ("quantized as nf4 (bitsandbytes), which is not supported", OTHER_QUANTIZATION),
-    "bitsandbytes__fp4": ("quantized as fp4 (bitsandbytes), which is not supported", OTHER_QUANTIZATION),
-    "SCB": ("quantized as int8 by bitsandbytes, which is not supported", OTHER_QUANTIZATION),
-    "wscales": ("quantized for Nunchaku (SVDQuant), which is not supported", OTHER_QUANTIZATION),
-    "_data": ("quantized by quanto, as for Wan2GP, which is not supported", OTHER_QUANTIZATION),
-    "qzeros": ("quantized as GPTQ or AWQ, which is not supported", OTHER_QUANTIZATION),
+    "bitsandbytes__nf4": "as nf4 (bitsandbytes)",
+    "bitsandbytes__fp4": "as fp4 (bitsandbytes)",
+    "SCB": "as int8 by bitsandbytes",
+    "wscales": "for Nunchaku (SVDQuant)",
+    "_data": "by quanto, as for Wan2GP",
+    "qzeros": "as GPTQ or AWQ",
 }
 
 
@@ -235,9 +235,10 @@ def check_format(name: str, shapes: Shapes):
             f"{name} is a LoRA, which changes a transformer and is none; put it into models/loras and "
             f"add it with Parallel LoRA, to the model that it was made for."
         )
-    for end, (what, remedy) in UNSUPPORTED_FORMATS.items():
+    for end, how in UNSUPPORTED_FORMATS.items():
         if any(key.endswith(f".{end}") for key in shapes):
-            raise UnsupportedError(f"{name} is {what}; {remedy}.")
+            what = f"{name} is quantized {how}, which is not supported"
+            raise UnsupportedError(f"{what}; {OTHER_QUANTIZATION}.")
 
 
 def check_unread(name: str, family: Family, unread: Mapping[str, str]):

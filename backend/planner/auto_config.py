@@ -9,13 +9,7 @@ from .choose import AUTO, MANUAL, METHODS
 
 #: Fields that the planner sets, and ``wire``, which it never changes: it is not exact. A graph that sets one
 #: of them has chosen by hand.
-PLANNED = (
-    *AXES.values(),
-    "num_pipeline_patch",
-    "attn_layer_num_for_pp",
-    "shard_weights",
-    "wire",
-)
+PLANNED = (*AXES.values(), "num_pipeline_patch", "attn_layer_num_for_pp", "shard_weights", "wire")
 
 
 def set_by_hand(config: ParallelConfig) -> list[str]:
@@ -29,9 +23,9 @@ def unused_method(method: str, config: ParallelConfig) -> str:
     if method == MANUAL or not chosen:
         return ""
     listed = ", ".join(f"{name} {getattr(config, name)}" for name in chosen)
-    are, defaults = (
-        ("are", "them back to their defaults") if len(chosen) > 1 else ("is", "it back to its default")
-    )
+    are, defaults = "is", "it back to its default"
+    if len(chosen) > 1:
+        are, defaults = "are", "them back to their defaults"
     return f"method {method} is not used: {listed} {are} set; choose manual, or set {defaults} for {method}."
 
 

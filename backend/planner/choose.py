@@ -48,11 +48,8 @@ class PlanChoice:
             "PipeFusion drifts a little" if chosen.plan.has_stale_kv else f"same result as one {chosen.unit}"
         )
         first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}.{self.why}"
-        return [
-            first,
-            *self.notes,
-            *(f"next: {each.name}. {self._next(each, chosen)}." for each in self.runners_up),
-        ]
+        others = [f"next: {each.name}. {self._next(each, chosen)}." for each in self.runners_up]
+        return [first, *self.notes, *others]
 
     def _next(self, option: Option, chosen: Option) -> str:
         why = option.why_not(chosen) if self.method != MEMORY and not self.why else ""

@@ -14,7 +14,7 @@ from ..parallel.wire_bytes import FULL, head_bytes
 from ..shares import relative_shares, shard_sizes
 from .machine import Machine, RequestEstimate, samples_at_once
 from .model_shape import BlockShape, ModelShape, stages_of
-from .rank_shares import rank_shares
+from .rank_shares import RankShare, rank_shares
 
 #: Attention over blocks of keys and values that come around a ring, against one kernel over all of them.
 RING_EFFICIENCY = 0.87
@@ -85,26 +85,31 @@ class Cost:
         """Return for each stage the seconds of its rank that is last, as a multiple of those that the slowest
         GPU takes for an even share."""
         speeds = self.machine.speeds_of(self.plan.world_size)
-        loads = [0.0] * self.plan.pipefusion_degree
-        for each, speed in zip(rank_shares(self.plan, self.request.batch), speeds):
-            share = each.tokens * each.matrices * each.samples / self._most_samples
-            loads[each.stage] = max(loads[each.stage], share / speed)
-        return loads
+        work = [each.tokens * each.matrices * each.samples / self._most_samples for each in self._ranks]
+        return self._last([share / speed for share, speed in zip(work, speeds)])
 
     @cached_property
     def _reading(self) -> list[float]:
         """Return for each stage the seconds in which its last rank reads its weights, as a multiple of those
         that the slowest memory takes for an even share."""
         memories = self.machine.bandwidths_of(self.plan.world_size)
-        multiples = [0.0] * self.plan.pipefusion_degree
-        for each, memory in zip(rank_shares(self.plan, self.request.batch), memories):
-            multiples[each.stage] = max(multiples[each.stage], each.matrices / memory)
-        return multiples
+        return self._last([each.matrices / memory for each, memory in zip(self._ranks, memories)])
+
+    @cached_property
+    def _ranks(self) -> tuple[RankShare, ...]:
+        return rank_shares(self.plan, self.request.batch)
+
+    def _last(self, multiples: list[float]) -> list[float]:
+        """Return for each stage the most of its ranks' ``multiples``."""
+        most = [0.0] * self.plan.pipefusion_degree
+        for rank, multiple in zip(self._ranks, multiples):
+            most[rank.stage] = max(most[rank.stage], multiple)
+        return most
 
     @cached_property
     def _most_samples(self) -> int:
         """Latents of the rank that has most of the batch."""
-        return max(each.samples for each in rank_shares(self.plan, self.request.batch))
+        return max(each.samples for each in self._ranks)
 
     def _at_once(self, patches: int) -> float:
         """Count the samples that go through the model together, of several batches their mean: in a
@@ -299,9 +304,8 @@ class Cost:
         if self.plan.pipefusion_degree == 1:
             return 0.0
         carried = max(1 + stage[-1].skips for stage in self._stages[:-1])
-        return self.machine.latency + carried * self._activation(
-            patches
-        ) / self.plan.sp_degree / self.machine.neighbour(self.plan.prompt_degree)
+        sent = carried * self._activation(patches) / self.plan.sp_degree
+        return self.machine.latency + sent / self.machine.neighbour(self.plan.prompt_degree)
 
     def _combine(self) -> float:
         """Return the seconds in which CFG ranks gather their predictions."""

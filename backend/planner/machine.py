@@ -205,34 +205,27 @@ class Machine:
     @classmethod
     def from_dict(cls, values: dict) -> "Machine":
         """Read what ``as_dict`` made. TypeError, KeyError or ValueError for anything else."""
-        known: dict[str, Any] = {
-            each.name: values[each.name] for each in fields(cls) if each.name not in CHANGING
-        }
-        groups = {
-            name: {int(size): float(rate) for size, rate in values[name].items()}
-            for name in ("all_to_all", "rings")
-        }
-        lists = {name: tuple(values[name]) for name in ("names", "speeds", "bandwidths")}
-        native, *natives = (
-            {str(kind): float(rate) for kind, rate in each.items()}
-            for each in (values["native_rates"], *values["natives"])
-        )
-        machine = cls(**{**known, **lists, **groups, "native_rates": native, "natives": tuple(natives)})
-        numbers = [getattr(machine, each.name) for each in fields(cls) if each.type is float]
-        numbers += [
-            *machine.speeds,
-            *machine.bandwidths,
-            *machine.all_to_all.values(),
-            *machine.rings.values(),
-        ]
-        rates = [rate for each in (native, *natives) for rate in each.values()]
-        numbers += rates
-        if (
-            not all(math.isfinite(number) and number >= 0 for number in numbers)
-            or min(machine.gemm, machine.host_link, *rates) <= 0
-        ):
+        names = [each.name for each in fields(cls) if each.name not in CHANGING]
+        read: dict[str, Any] = {name: values[name] for name in names}
+        for name in ("all_to_all", "rings"):
+            read[name] = {int(size): float(rate) for size, rate in values[name].items()}
+        for name in ("names", "speeds", "bandwidths"):
+            read[name] = tuple(values[name])
+        read["native_rates"] = _native_rates(values["native_rates"])
+        read["natives"] = tuple(map(_native_rates, values["natives"]))
+        machine = cls(**read)
+        natives = [rate for each in (machine.native_rates, *machine.natives) for rate in each.values()]
+        groups = [*machine.all_to_all.values(), *machine.rings.values()]
+        alone = [getattr(machine, each.name) for each in fields(cls) if each.type is float]
+        numbers = [*alone, *machine.speeds, *machine.bandwidths, *groups, *natives]
+        are_finite = all(math.isfinite(number) and number >= 0 for number in numbers)
+        if not are_finite or min(machine.gemm, machine.host_link, *natives) <= 0:
             raise ValueError("rates are positive numbers")
         return machine
+
+
+def _native_rates(values: dict) -> dict[str, float]:
+    return {str(kind): float(rate) for kind, rate in values.items()}
 
 
 @dataclass(frozen=True)

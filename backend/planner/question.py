@@ -91,15 +91,9 @@ class Question:
     def _tightest(self, plan: ParallelConfig) -> Tightest:
         """Find the rank with least to spare."""
         rooms = self.machine.rooms(plan.world_size)
-        if not plan.shares and len(set(rooms)) == 1:
-            fullest = held(self.shape, plan, self.request, self.others)
-            return Tightest(
-                held=fullest.bytes,
-                room=rooms[0],
-                likely=fullest.likely,
-                besides_weights=fullest.likely - fullest.weights,
-            )
-        ranks = held_by_rank(self.shape, plan, self.request, self.others)
+        models = (self.shape, plan, self.request, self.others)
+        are_alike = not plan.shares and len(set(rooms)) == 1
+        ranks = [held(*models)] if are_alike else held_by_rank(*models)
         sizes = [each.bytes for each in ranks]
         size, room = max(zip(sizes, rooms), key=lambda pair: pair[0] - pair[1])
         beyond = max(each.likely - own for each, own in zip(ranks, rooms))
