@@ -1,8 +1,7 @@
 """The kinds of adapters in a LoRA file, each of which gives any rows and columns of its difference.
 
 The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.09685), LoHa (arXiv
-2309.14859), whole differences, and DoRA's magnitudes (arXiv 2402.09353) in the form of LyCORIS. LoKr is in
-lokr.py.
+2309.14859), whole differences, and LyCORIS' form of DoRA's magnitudes (arXiv 2402.09353). lokr.py has LoKr.
 """
 
 import math
@@ -252,9 +251,8 @@ class Difference(Adapter):
 
 
 def is_low_rank(adapter: Adapter) -> TypeGuard[Factored]:
-    """Return whether nothing but a product of two small matrices is added, to rows or columns that may be
-    scaled. The same on all ranks, whatever they hold: native products that compare values over ranks wait for
-    each other."""
+    """Return whether a product of two small matrices is all that is added, to rows or columns that may be
+    scaled. The same on all ranks: native products that compare values over ranks wait for each other."""
     if not isinstance(adapter, Factored):
         return False
     rows, columns = adapter.shape
@@ -267,8 +265,7 @@ def cut(whole: Tensor, rows: Spans | None, columns: Spans | None) -> Tensor:
 
 
 def _copied(stored: Tensor, device: torch.device) -> Tensor:
-    """Copy to ``device`` in float32: what a mapped file stores travels, and nothing stays in the file, which
-    may be overwritten."""
+    """Copy to ``device`` in float32: what a mapped file stores travels, and the file may be overwritten."""
     return upload(stored, device).to(torch.float32, copy=True)
 
 

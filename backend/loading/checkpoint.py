@@ -47,9 +47,9 @@ STORED_TABLES = ("pos_embed", "pos_embedding")
 @dataclass(eq=False)  # so that plans of it can be cached with it (rank_plan/weights.py)
 class Checkpoint:
     """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
-    keys: the layout's keys -> the file's, where they differ; pipeline: configurations next to a diffusers
-    folder's transformer, "scheduler" and "vae". autodetected: facts on a transformer that no family file
-    describes (autodetect/fallback.py)."""
+    keys: the layout's keys -> the file's, where they differ; pipeline: "scheduler" and "vae" configurations
+    of a diffusers folder. autodetected: facts on a transformer without a family file
+    (autodetect/fallback.py)."""
 
     name: str
     family: Family
@@ -118,7 +118,6 @@ class Checkpoint:
 
     @property
     def block_count(self) -> int:
-        """Count the blocks."""
         return len(self.block_names)
 
     @property  # not cached: a load fills the modules
@@ -156,7 +155,6 @@ class Checkpoint:
 
     @cached_property
     def attention_calls(self) -> list[list[AttentionCall]]:
-        """The attention calls of every block."""
         return [
             attention_calls(module, block.rpartition(".")[0], self.family, self.config)
             for block, module in self.blocks.items()
@@ -213,8 +211,7 @@ class Checkpoint:
 
     @cached_property
     def parameters(self) -> dict[str, tuple[int | None, type[nn.Module]]]:
-        """Whole parameter -> where its block is in pipeline order, None outside of blocks, and the class of
-        its layer."""
+        """Whole parameter -> index of its block (None outside of blocks), and the class of its layer."""
         order = {block: i for i, block in enumerate(self.block_names)}
         return {
             name: (

@@ -108,12 +108,10 @@ class GGUFFile:
         return Packed(*stored.quantization, values, (hi - lo) * stored.block, (kept,))
 
     def quantization(self, key: str) -> Quantization | None:
-        """Implement Weights.quantization."""
         stored = self._stored[key]
         return stored.quantization if stored.has_whole_blocks else None
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
-        """Implement Weights.stored_sizes."""
         stored = self._stored[key]
         if not stored.has_whole_blocks:
             return None

@@ -12,9 +12,8 @@ from ..units import blocks_text, megabytes, ranks_text
 @dataclass(frozen=True)
 class LoadReport:
     """One rank's part of a load. blocks: first and last + 1 of its stage; file_bytes: size of the whole
-    checkpoint; weight_bytes: on its device; peak_bytes: most device memory meanwhile (on the CPU,
-    of the process in all; 0 where the system does not say); quantized: its quantized layers
-    (quantization/matmul.summary)."""
+    checkpoint; weight_bytes: on its device; peak_bytes: most device memory meanwhile (on the CPU, of the
+    process in all; 0 where unknown); quantized: its quantized layers (quantization/matmul.summary)."""
 
     rank: int
     stage: int

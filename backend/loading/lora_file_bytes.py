@@ -1,6 +1,5 @@
-"""What ranks will hold of a LoRA file next to quantized weights, from its header alone and whatever the
-model: ComfyUI's process plans with it before ranks have opened the file. Ranks count what they hold
-(lora_products.py)."""
+"""What ranks will hold of a LoRA file next to quantized weights, from its header alone, so that ComfyUI's
+process can plan before ranks open the file. Ranks count what they hold (lora_products.py)."""
 
 import math
 from collections import defaultdict
@@ -84,8 +83,7 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
 
 
 def _factors_of_magnitudes(roles: Shapes, rows: int, columns: int) -> int:
-    """Count the rows or columns that magnitudes multiply, of the stored weight. Of a Kronecker product next
-    to it as many."""
+    """Count the rows or columns that magnitudes multiply, of the stored weight or of a Kronecker product."""
     if "dora_scale" not in roles:
         return 0
     return rows if matrix(roles["dora_scale"]) == (rows, 1) else columns

@@ -1,5 +1,4 @@
-"""A rank's weights with LoRAs in them, made from the checkpoint's own, which are read again: what is taken
-out is gone to the last bit."""
+"""A rank's weights with LoRAs in them, made from the checkpoint's own, so that removal is exact."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -68,8 +67,7 @@ class FusedWeights:
         self._opened: dict[tuple, Lora] = {}
 
     def open(self, stack: Stack) -> list[Lora]:
-        """Open the LoRAs of a stack, reading the headers of files that have changed. Raises
-        UnsupportedError."""
+        """Open the LoRAs of a stack, reading headers of changed files alone. Raises UnsupportedError."""
         loras = [self._open(use.path) for use in stack]
         for oldest in list(self._opened)[: -max(OPENED, len(stack))]:
             del self._opened[oldest]
@@ -90,9 +88,8 @@ class FusedWeights:
         return [f"{lora.warning} {cost}".strip() for lora, cost in zip(loras, self._costs(stack))]
 
     def _costs(self, stack: Stack) -> list[str]:
-        """Say for each LoRA what it costs next to quantized weights, empty where that is little. A layer
-        whose changes are not all products of small matrices is held a second time, in its dtype: for the
-        first LoRA with which they are not."""
+        """Say for each LoRA what it costs next to quantized weights; empty where that is little. A layer is
+        held a second time from the first LoRA whose changes are no products of small matrices."""
         names = [[] for _ in stack]
         for name, changes in self._changes(stack).items():
             adapters = [change.adapter for change in changes]
@@ -141,8 +138,7 @@ class FusedWeights:
         self.stack = stack
 
     def _forget(self, names: list[str]):
-        """Have parameters made again by the next ``fuse``, whatever its stack, and free what is next to
-        quantized ones."""
+        """Have the next ``fuse`` make parameters again, and free what is next to quantized ones."""
         self.stack = UNKNOWN
         self._held |= dict.fromkeys(names, UNKNOWN)
         for weight in (self.packed[name] for name in names if name in self.packed):
@@ -163,8 +159,7 @@ class FusedWeights:
         return size
 
     def _held_ranks(self, name: str, changes: list[LoraChange]) -> dict[tuple, int]:
-        """Return the ranks of what low-rank changes take next to a quantized weight, by their keys, once they
-        were there."""
+        """Return key -> rank of the low-rank changes that were next to a quantized weight before."""
         known = [each.key for each in changes if (name, each.key) in self._ranks]
         return {key: self._ranks[name, key] for key in known}
 
@@ -191,8 +186,7 @@ class FusedWeights:
         return sorted(concerning, key=lambda change: change.order)
 
     def _dependent(self, name: str, changes: LoraChanges) -> list[str]:
-        """Return the parameters of the same tensor, in the single file or in a file of changes: each one's
-        value may depend on those of all others."""
+        """Return the parameters of the same tensor, in the single file or in LoRAs: values depend on all."""
         names = list(self.targets.together[name].pieces)
         for each in names:  # which grows
             for change in changes.get(each, ()):
@@ -291,8 +285,7 @@ class FusedWeights:
     def _spans(
         self, name: str, cuts: Mapping[str, Shard], here: Span | None = None
     ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Return the rows and columns of a parameter that a rank with these ``cuts`` keeps, or its rows
-        ``here``."""
+        """Return the rows and columns of a parameter under these ``cuts``, or its rows ``here``."""
         shard = cuts.get(name.rpartition(".")[0])
         height, width = matrix(self.checkpoint.shapes[name])
         if shard is None:

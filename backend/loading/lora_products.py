@@ -1,5 +1,4 @@
-"""How the changes of a quantized weight are held next to it: as products of small matrices where all of them
-are such, else in a copy of the weight."""
+"""How changes of a quantized weight are held: as products of small matrices, or as a copy of it."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,8 +69,7 @@ class HeldProducts(NamedTuple):
 
 
 def is_kronecker(adapter: Adapter) -> TypeGuard[LoKr]:
-    """Return whether nothing but a small Kronecker product is added, to rows or columns that may be
-    scaled."""
+    """Return whether nothing but a small Kronecker product is added, maybe with magnitudes."""
     return isinstance(adapter, LoKr) and adapter.is_small
 
 
@@ -81,8 +79,7 @@ def is_product(adapter: Adapter) -> bool:
 
 
 def are_products(adapters: Sequence[Adapter]) -> bool:
-    """Return whether changes of one weight are all held as products. The same on all ranks (see
-    is_low_rank)."""
+    """Return whether all changes of a weight are held as products: the same on all ranks (is_low_rank)."""
     return all(map(is_product, adapters))
 
 

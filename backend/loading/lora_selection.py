@@ -9,8 +9,7 @@ from .parameter_sources import Source
 
 
 class MisfitError(UnsupportedError):
-    """An adapter that is not added, whose file is refused where most are so. ``short``: it and why, in
-    words."""
+    """An adapter that is not added; ``short`` says it in a few words. Most of them refuse a file."""
 
     def __init__(self, short: str, message: str):
         self.short = short

@@ -49,8 +49,7 @@ class Targets:
         self.theirs = _by_name(theirs)
 
     def find(self, stem: str, leaf: str = "") -> Target | None:
-        """Find the tensor that a key without its role names, or rows of one (stem_of_rows); ``leaf``: a
-        parameter other than the weight."""
+        """Find the tensor, or rows of it (stem_of_rows), that a key without its role names."""
         if rows := ROWS.fullmatch(stem):
             whole = self.find(rows[1], leaf)
             return whole and self._rows_of(whole, int(rows[2]), int(rows[3]))
@@ -79,8 +78,7 @@ class Targets:
 
     @cached_property
     def parts(self) -> dict[str, list[int]]:
-        """Return the weights of the single file that hold several parameters -> where in their rows these
-        begin and end."""
+        """Return weights of the single file with several parameters -> the rows where these begin and end."""
         stacked = {target.name: target for target in self.together.values() if len(target.pieces) > 1}
         edges = defaultdict(set)
         for key, target in stacked.items():

@@ -1,5 +1,4 @@
-"""A safetensors file mapped read-only, of which tensors are views: ranks of a machine share its pages, and it
-may be larger than the memory."""
+"""A safetensors file mapped read-only: ranks of a machine share its pages, and it may exceed the memory."""
 
 import json
 import mmap
@@ -25,9 +24,8 @@ DTYPES = tensor_body.DTYPES | {
 
 
 class MappedFile:
-    """The tensors of a file; ``entries``: what its header says of each. safetensors checks the header alone:
-    where it reads, it maps the file so that the system refuses one that is larger than the memory. Raises
-    UnsupportedError."""
+    """The tensors of a file; ``entries``: what its header says of each. safetensors only checks the header:
+    its own mapping is refused where a file exceeds the memory. Raises UnsupportedError."""
 
     def __init__(self, path: Path):
         try:

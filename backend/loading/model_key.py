@@ -16,25 +16,22 @@ HEADER_BYTES = 1 << 20
 
 
 def model_key(message: Load) -> str:
-    """Return the name of what a Load loads, from its fields and the files' state. Rank 0's is that of all
-    ranks: other machines have other inodes."""
+    """Name what a Load loads, by its fields and the files' state; rank 0's counts, as inodes differ."""
     path = Path(message.path).resolve()
     what = [str(path), message.weight_dtype, message.matmul, _stamps(path)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def check_unchanged(message: Load, before: str):
-    """Refuse a model whose key was ``before`` when this rank began to read it, and is another one now. Raises
-    UnsupportedError."""
+    """Refuse a model whose key is no longer that ``before`` this rank read it. Raises UnsupportedError."""
     if model_key(message) != before:
         name = quoted(Path(message.path).name)
         raise UnsupportedError(f"{name} was changed while it was read; load it again when it is complete")
 
 
 def content_key(path: str) -> str:
-    """Return a digest that tells on every machine whether a model's files are the same: of their sizes and
-    first megabytes, which have the headers, and of their names in a folder. Empty where they cannot be
-    read."""
+    """Digest the sizes, first megabytes (headers) and names of a model's files, the same on every machine.
+    Empty where they cannot be read."""
     digest = hashlib.sha256()
     root = Path(path)
     try:
@@ -50,8 +47,7 @@ def content_key(path: str) -> str:
 
 
 def check_same(path: str, own: str, first: str):
-    """Refuse a model whose ``content_key`` is another on this rank's machine than on rank 0's. Raises
-    UnsupportedError."""
+    """Refuse a model of another ``content_key`` than rank 0's machine has. Raises UnsupportedError."""
     if own and own != first:
         name = quoted(Path(path).name)
         what = f"{name} is another file on this rank's machine than on rank 0's"
@@ -59,8 +55,7 @@ def check_same(path: str, own: str, first: str):
 
 
 def other_lora(paths: list[str], own: list[str], first: list[str]) -> str:
-    """Return which LoRA has another ``content_key`` on a rank's machine than on rank 0's, as one sentence;
-    empty where none has."""
+    """Say which LoRA has another ``content_key`` than on rank 0's machine; empty where none has."""
     found = [path for path, mine, theirs in zip(paths, own, first) if mine != theirs]
     if not found:
         return ""

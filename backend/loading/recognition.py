@@ -23,9 +23,8 @@ from .unsupported_models import check_format, check_supported, check_unread
 def open_checkpoint(
     path: str, allowed: Folders = ANYWHERE, autodetected: Mapping | None = None
 ) -> Checkpoint:
-    """Recognise the file or folder at ``path``, reading headers only; a folder's index may name links to what
-    is ``allowed``. ``autodetected``: Checkpoint.autodetected of it, as another rank has it. Raises
-    UnsupportedError."""
+    """Recognise the file or folder at ``path`` by headers; a folder's index may link to what is ``allowed``.
+    ``autodetected``: as another rank's Checkpoint has it. Raises UnsupportedError."""
     where = Path(path)
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
@@ -35,8 +34,7 @@ def open_checkpoint(
 
 
 def check_complete(checkpoint: Checkpoint):
-    """Refuse an unsupported variant, an incomplete or quantized file, and tensors that nothing would read
-    now, on one rank. Raises UnsupportedError."""
+    """Refuse unsupported variants, incomplete files and tensors that nothing reads (UnsupportedError)."""
     for name, (value, what) in checkpoint.family.build.only.items():
         stated = checkpoint.config.get(name, value)
         if (tuple(stated) if isinstance(stated, list) else stated or None) != (value or None):
@@ -49,8 +47,7 @@ def check_complete(checkpoint: Checkpoint):
 
 
 def _unread(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return tensors that nothing reads, the layout's name -> the file's, but for those that diffusers' class
-    itself leaves out."""
+    """Return tensors that neither a family nor diffusers' class reads, the layout's name -> the file's."""
     own = checkpoint.keys or {key: key for key in checkpoint.files.shapes}
     patterns = checkpoint.transformer_class._keys_to_ignore_on_load_unexpected or ()
     ignored = [re.compile(pattern) for pattern in patterns]
@@ -128,8 +125,7 @@ def recognise(name: str, files: Weights) -> Checkpoint:
 
 
 def _config(layout: Layout, shapes: Shapes, name: str, files: Weights) -> dict:
-    """Return the configuration that a file's shapes, header and name tell, the later ones before the
-    earlier."""
+    """Return the configuration by a file's shapes, header and name; later ones overrule earlier ones."""
     return layout.config(shapes) | layout.metadata(files.metadata) | layout.named(name)
 
 

@@ -19,8 +19,7 @@ PIECE = 32 << 20
 
 
 class Staging:
-    """Two page-locked buffers that take turns, made by ``empty``; an ``event`` of each says when it may be
-    written again."""
+    """Two page-locked buffers that take turns; the ``event`` of each says when it may be written again."""
 
     def __init__(
         self,
@@ -46,8 +45,7 @@ class Staging:
 
 @cache
 def _staging() -> Staging | None:
-    """Return the buffers of this rank, which has one device; None where the system lets no memory be page
-    locked, as WSL 2 and containers may."""
+    """Return this rank's buffers; None where no memory can be page locked, as in WSL 2 and containers."""
     try:
         return Staging()
     except RuntimeError as error:
@@ -72,8 +70,7 @@ def upload_parameters(module: nn.Module, device: torch.device):
 
 
 def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory of the host that a GPU copies to while nobody waits; where none can be page locked, other
-    memory, for which the host waits."""
+    """Return page-locked host memory for asynchronous copies; where there is none, other memory."""
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError:
@@ -90,8 +87,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Download:
-    """A tensor on its way to the host, for which nobody waits: from a GPU into page-locked memory, on its
-    current stream; on the CPU a copy."""
+    """A tensor on its way to the host, for which nobody waits; on the CPU a copy."""
 
     def __init__(self, tensor: Tensor):
         if tensor.device.type == "cpu":

@@ -242,8 +242,7 @@ def check_format(name: str, shapes: Shapes):
 
 
 def check_unread(name: str, family: Family, unread: Mapping[str, str]):
-    """Refuse a file with tensors that nothing reads (the layout's name -> the file's), but for those that are
-    known by a reason. Raises UnsupportedError."""
+    """Refuse unknown ``unread`` tensors, the layout's name -> the file's. Raises UnsupportedError."""
     allowed = (*ALWAYS_UNREAD, *family.layout.unread)
     rest = [key for ours, key in unread.items() if not matches(ours, allowed)]
     if rest:

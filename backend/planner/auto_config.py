@@ -108,9 +108,8 @@ def _count(text: str) -> int:
 def config_of(
     gpus_here: int, method: str = AUTO, gpus: str = "", shares: str = "", **fields
 ) -> ParallelConfig | AutoConfig:
-    """Return what the inputs of Parallel Config say on a machine with so many GPUs: the degrees, or an
-    AutoConfig where they are left open. ``fields``: the others of ParallelConfig. ConfigError for what cannot
-    run there."""
+    """Return the configuration that Parallel Config's inputs give on a machine with so many GPUs; an
+    AutoConfig where the degrees are left open. ``fields``: others of ParallelConfig. Raises ConfigError."""
     if method not in METHODS:
         raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
     config = ParallelConfig(**fields).validate()

@@ -37,7 +37,6 @@ class PlanChoice:
 
     @property
     def plan(self) -> ParallelConfig:
-        """The plan to take."""
         return self.option.with_compile.plan
 
     @property

@@ -22,8 +22,7 @@ DOUBT = 0.25
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes of a rank, or the most of any rank, by what they are for. activations: the part of the transient
-    ones that is an estimate."""
+    """Bytes of a rank, or the most of any, by purpose. activations: the estimated part of the transient."""
 
     weights: int
     keys: int
@@ -42,14 +41,12 @@ class HeldBytes:
 
 
 def spare_bytes(left: int, likely: int) -> int:
-    """Return in how much of the memory that is ``left`` besides what a request ``likely`` needs weights may
-    stay dequantized."""
+    """Return the bytes for dequantized weights, of those ``left`` besides what a request ``likely`` needs."""
     return max(0, min(int(SPARE * left) - LEFT_FREE, left - int(DOUBT * likely)))
 
 
 def held(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple = ()) -> HeldBytes:
-    """Count what the fullest rank holds: the most of each kind. ``others``: shapes whose weights stay on the
-    same ranks."""
+    """Count the most of each kind on any rank. ``others``: shapes whose weights stay on the same ranks."""
     ranks = held_by_rank(shape, plan, request, others)
     return HeldBytes(*(max(getattr(each, kind.name) for each in ranks) for kind in fields(HeldBytes)))
 
@@ -105,8 +102,7 @@ def _own_blocks(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> ra
 
 
 def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: RankShare) -> int:
-    """Return the bytes of ``loras`` next to quantized weights on a rank, of its stage's blocks. FSDP2 does
-    not cut them."""
+    """Return the bytes of ``loras`` next to a stage's quantized weights. FSDP2 does not cut them."""
     if not loras.total:
         return 0
     own = _own_blocks(shape, plan, share)
@@ -116,8 +112,7 @@ def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: Ran
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Return the bytes of PipeFusion's buffers of stale keys and values, or of those of static text, and of
-    prompts'."""
+    """Return the bytes of stale keys and values (PipeFusion), or of static text's, and of prompts'."""
     own = _own_blocks(shape, plan, share)
     of_prompts = _of_prompts(shape, plan, request, share)
     if not plan.has_stale_kv:
@@ -150,8 +145,7 @@ def _of_prompts(shape: ModelShape, plan: ParallelConfig, request: RequestEstimat
 
 
 def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Return the bytes of a prompt's keys and values that are kept through a request, in families that
-    compute them once."""
+    """Return the bytes of a prompt's keys and values in families that compute them once a request."""
     if not shape.static_text:
         return 0
     heads = shape.heads / (plan.tensor_parallel_degree * plan.ulysses_degree) * share.matrices * share.heads
@@ -162,8 +156,7 @@ def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstima
 
 
 def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
-    """Return the bytes of sharded weights that are whole for a moment, as rank_plan counts them
-    (gathered_bytes)."""
+    """Return the bytes of sharded weights that are whole for a moment, as rank_plan's gathered_bytes."""
     if not plan.shard_weights:
         return 0
     sizes = sorted((block.weights + block.modulation for block in shape.blocks), reverse=True)

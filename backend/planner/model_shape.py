@@ -1,5 +1,4 @@
-"""What the planner knows of a transformer: FLOPs and bytes of each block. rank_plan/shape_of.py reads it from
-the headers of a file."""
+"""What the planner knows of a transformer: FLOPs and bytes of each block (read by rank_plan/shape_of.py)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -63,8 +62,7 @@ class BlockShape:
         return self.image * image + self.text * text
 
     def slowness(self, rates: Mapping[str, float]) -> float:
-        """Return how many times as long linear layers take as where none multiplies natively, under
-        Machine.native_rates."""
+        """Return the time of linear layers under Machine.native_rates, as a multiple of that without."""
         return 1 - self.native_share + self.native_share / rates.get(self.native_format, 1.0)
 
     def attention(self, image: int, text: int) -> float:
@@ -156,8 +154,7 @@ class ModelShape:
 
     @cached_property
     def _hash(self) -> int:
-        """Return the hash of all blocks, made once: what is cached of a shape is looked up many times for
-        every plan."""
+        """Hash all blocks once: shapes are keys of caches, looked up many times for every plan."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def sequence(self, image: int, text: int) -> int:
@@ -184,7 +181,6 @@ class ModelShape:
         return self.rest + sum(block.weights + block.modulation for block in self.blocks)
 
     def as_dict(self) -> dict:
-        """Return a dict for JSON."""
         return asdict(self)
 
     @classmethod

@@ -40,7 +40,6 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank has room."""
         return self.bytes <= self.room
 
     @property
@@ -50,8 +49,7 @@ class Option:
 
     @property
     def _doubt(self) -> float:
-        """Return how far the upper estimate exceeds the room, from 0 to 1; continuous, so that small changes
-        flip no choice."""
+        """Return how far the upper estimate exceeds the room, 0 to 1: continuous, for stable choices."""
         return min(1.0, max(0, self.likely - self.room) / max(1, self.likely - self.bytes))
 
     @property

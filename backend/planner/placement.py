@@ -53,9 +53,8 @@ class Ranks:
 def choose_placement(
     scores: Scores, further: list[Scores], running: Ranks | None, request: RequestEstimate
 ) -> tuple[ParallelConfig, dict[Placement, float]]:
-    """Return the plan of ``scores`` for a request, and Ranks.regret after it. ``further``: of the requests
-    that follow in the same graph, which count where one placement serves them all. ``running``: None for
-    ranks that have yet to start."""
+    """Return the plan of ``scores`` for a request, and Ranks.regret after it. ``further``: scores of the
+    requests that follow in the same graph. ``running``: None for ranks that have yet to start."""
     plans, totals = _by_placement(scores, further)
     here = running.plan.placement if running else ()
     if running is None or here not in totals:  # there is no staying

@@ -64,7 +64,6 @@ class Question:
         return replace(asked, shape=shape, others=others, machine=asked.machine.of_first(ranks), shapes=())
 
     def option(self, plan: ParallelConfig) -> Option:
-        """Estimate one plan."""
         return self.of_first(plan.world_size)._option(plan)
 
     def _option(self, plan: ParallelConfig) -> Option:
@@ -105,8 +104,7 @@ class Question:
         )
 
     def _shares(self, ranks: int) -> list[str]:
-        """Return how so many ranks may share the work: as the user says, else by speed, by memory or equally,
-        where their GPUs differ."""
+        """Return the shares to try: the user's, else by speed, by memory and equal where GPUs differ."""
         if ranks == 1:
             return [""]
         if self.shares:
@@ -136,8 +134,7 @@ class Question:
         return options
 
     def _filling_alike(self, plan: ParallelConfig) -> ParallelConfig:
-        """Return the plan with shares by which every GPU is as full as the others: what each holds whatever
-        its share fills a small one most."""
+        """Return the plan with shares by which every GPU is as full as the others."""
         asked = self.of_first(plan.world_size)
         shares = rooms = [max(1, room) for room in asked.machine.rooms(plan.world_size)]
         for _ in range(FILLINGS):

@@ -56,9 +56,8 @@ class WeightSwaps:
     def swap(
         self, shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, link: float
     ) -> tuple[float, bool]:
-        """Return the seconds in which the ranks swap the weights of one of ``others`` for those of
-        ``shape``, and whether these are read from their file. ``link``: bytes/s between a GPU and host
-        memory."""
+        """Return the seconds in which weights of one of ``others`` are swapped for those of ``shape``, and
+        whether these are read from their file. ``link``: bytes/s between a GPU and host memory."""
         own = held(shape, plan, request).weights
         theirs = replace(request, loras=request.other_loras)
         sizes = [(held(other, plan, theirs).weights, other.is_quantized) for other in others]
@@ -101,8 +100,7 @@ class WeightSwaps:
 
 
 def _gone(sizes: list[int], left: int) -> int:
-    """Return the bytes of the models that ComfyUI takes, whole and the smallest first, until no more than
-    ``left`` stay."""
+    """Return the bytes of the models, smallest first, that leave until no more than ``left`` stay."""
     stay = sum(sizes)
     for size in sorted(sizes):
         stay -= size if stay > left else 0

@@ -26,7 +26,6 @@ class LowRank:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
         return [self.up, self.down]
 
     def move(self, fn: Callable[[Tensor], Tensor]):
@@ -50,8 +49,7 @@ class LowRank:
 @dataclass(frozen=True)
 class BlockCut:
     """Some rows, or columns, of a Kronecker product. blocks: runs of rows of the first matrix, one block of
-    the product each; inner: runs of rows of the second. runs: those of what they make that are meant; None:
-    all."""
+    the product each; inner: of the second. runs: those that are meant of what they make; None: all."""
 
     blocks: tuple[range, ...]
     inner: tuple[range, ...]
@@ -98,7 +96,6 @@ class Kronecker:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
         scales = (self.row_scale, self.column_scale)
         return [self.left, *self.right, *(each for each in scales if each is not None)]
 
@@ -117,8 +114,7 @@ class Kronecker:
         return self.strength * scaled(own, self.row_scale, self.column_scale)
 
     def add_to(self, out: Tensor, x: Tensor):
-        """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time: what is made for
-        it does not grow with them."""
+        """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time."""
         if not (x.numel() and out.numel()):
             return
         rows = out.view(-1, out.shape[-1])
@@ -141,8 +137,7 @@ class Kronecker:
         rows += own
 
     def _blocks_of(self, x: Tensor) -> Tensor:
-        """Return ``x`` (tokens, columns) as (tokens, blocks, columns of the second matrix), with zeros where
-        it has none."""
+        """Return ``x`` (tokens, columns) as (tokens, blocks, inner columns), with zeros where it has none."""
         blocks, width = self.left.shape[1], self.right[-1].shape[1]
         if self.columns is not None:
             whole = x.new_zeros(len(x), blocks * width)
@@ -153,8 +148,7 @@ class Kronecker:
         return x.view(len(x), blocks, width)
 
     def _add_blocks(self, out: Tensor, x: Tensor):
-        """Add to ``out`` (tokens, all rows of the blocks) the product with ``x``, first with the matrix after
-        which less is to be computed."""
+        """Add the product with ``x`` to ``out`` (tokens, all rows), first with the matrix that saves more."""
         tokens, blocks, width = x.shape
         outer, rows = len(self.left), len(self.right[0])
         numbers = sum(each.numel() for each in self.right)
@@ -206,8 +200,7 @@ def at_strengths(together: LowRank, adapters: Sequence[LowRank]) -> LowRank:
 
 
 def scaled(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """Multiply the rows and columns of ``x`` by float32 factors (None: by 1); round the product once to the
-    type of ``x``."""
+    """Multiply rows and columns of ``x`` by float32 factors (None: by 1); round once to the type of ``x``."""
     if rows is None:
         # nothing in float32 is made of what may be a layer's whole input
         return x if columns is None else torch.mul(x, columns, out=torch.empty_like(x))

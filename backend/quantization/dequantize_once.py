@@ -19,9 +19,8 @@ ALIGNED = 128
 
 @contextmanager
 def dequantized_once(weights: Iterable[PackedWeight], spare: int) -> Iterator[int]:
-    """Have as many of ``weights`` as fit into ``spare`` bytes stay dequantized from their first product on;
-    yield the bytes that they take, fewer where the memory cannot be had after all. Products have the bits
-    that they have without."""
+    """Have as many of ``weights`` as fit into ``spare`` bytes stay dequantized from their first product on,
+    with the same bits. Yield the bytes that they take: fewer where memory runs out."""
     chosen = _chosen(weights, spare)
     try:
         yield _place(chosen)

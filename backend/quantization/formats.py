@@ -149,8 +149,7 @@ def _scaled(values: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _nvfp4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Dequantize blocks of 16 E2M1 values under an E4M3 scale, and one scale for all (NVIDIA's NVFP4); the
-    first value of a byte is in its high bits."""
+    """Dequantize NVFP4: blocks of 16 E2M1 values (high bits first) under E4M3 scales and one for all."""
     # embedding takes int32 as it is; an index would be copied to int64
     values = F.embedding(stored["values"].int(), _e2m1(stored["values"].device, dtype)).flatten(1)
     block_scales = stored["block_scales"].contiguous().view(torch.float8_e4m3fn)
@@ -172,8 +171,7 @@ def _setting(settings: Settings, name: str, default: int | None = None):
 
 
 def rotation(settings: Settings) -> int | None:
-    """Return the group size of an int8 layer's rotation (ConvRot); None where it was not rotated. Raises
-    UnsupportedError."""
+    """Return the group size of an int8 layer's rotation, None without one (UnsupportedError)."""
     return rotation_size(settings) if _setting(settings, "convrot") else None
 
 
@@ -189,8 +187,7 @@ def rotation_size(settings: Settings) -> int:
 
 
 def scale_group(settings: Settings) -> int:
-    """Return how many neighbours in a row of an asym_w4a8_int8 layer have one scale. Raises
-    UnsupportedError."""
+    """Return how many neighbours in a row of asym_w4a8_int8 share a scale. Raises UnsupportedError."""
     size = _setting(settings, "group_size", default=16)
     if not isinstance(size, int) or not 4 <= size <= MAX_ROTATED or (16 % size and size % 16):
         raise UnsupportedError(

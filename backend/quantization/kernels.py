@@ -85,7 +85,6 @@ def kitchen() -> tuple[ModuleType | None, str]:
 
 
 def remedy() -> str:
-    """Say how to get comfy-kitchen."""
     return f"run {install_command(['comfy-kitchen'], upgrade=True)}"
 
 
@@ -111,8 +110,7 @@ def _fuses(name: str) -> bool:
 
 
 def _may_fuse() -> bool:
-    """Return whether ranks may have kernels that this process, which is given no GPU, cannot find: it plans
-    for them."""
+    """Return whether ranks may have kernels that this process, which plans and has no GPU, cannot find."""
     return _cuda_version() >= CUDA and not torch.cuda.is_available()
 
 
@@ -121,8 +119,8 @@ def _cuda_version() -> int:
 
 
 def small_kernels(name: str) -> str:
-    """Return why comfy-kitchen has no kernel of that name for NVIDIA's, or AMD's, GPUs, and takes many small
-    ones of torch's; empty where it has."""
+    """Return why comfy-kitchen has no kernel of that name for these GPUs, and takes small ones of torch's;
+    empty where it has."""
     module, missing = kitchen()
     if module is None:
         return missing
@@ -135,8 +133,7 @@ def small_kernels(name: str) -> str:
 
 
 def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> int:
-    """Count what a product with a weight of so many rows and columns holds for a moment besides its
-    output."""
+    """Count what a product with a weight of rows x columns holds for a moment besides its output."""
     if kernel not in FUSED or _fuses(FUSED[kernel]) or _may_fuse():
         return 0
     if kernel is int8:
@@ -153,8 +150,7 @@ def _int8_in_chunks(
     size: int | None,
     max_over_ranks: MaxOverRanks | None,
 ) -> Tensor:
-    """Multiply as comfy-kitchen does, some rows at a time; of columns that are cut, under the scales of whole
-    rows, which are compared once."""
+    """Multiply as comfy-kitchen does, some rows at a time; of cut columns under the scales of whole rows."""
     values = weight.packed.tensors["values"]
     scale = weight.packed.tensors["scale"].float().view(1, -1)
     step = max(1, CHUNK // max(values.shape))

@@ -19,11 +19,9 @@ class LoraBytes(NamedTuple):
 
     @classmethod
     def of_all(cls, every: "Iterable[LoraBytes]") -> "LoraBytes":
-        """Return the bytes of several LoRAs."""
         return cls(*map(sum, zip(cls(), *every)))
 
     def and_of(self, other: "LoraBytes") -> "LoraBytes":
-        """Return the bytes of both."""
         return self.of_all((self, other))
 
     def on_rank(self, matrices: float) -> float:

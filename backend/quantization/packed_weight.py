@@ -104,7 +104,6 @@ class PackedWeight(nn.Module):
 
     @property
     def format_name(self) -> str:
-        """The format in reports."""
         return self._empty.format.short
 
     @property
@@ -240,8 +239,7 @@ class PackedWeight(nn.Module):
         return x * self.get_parameter("smoothing").to(x.dtype)
 
     def dequantized(self, but: str = "") -> Tensor:
-        """Return the weight in memory that it has until another one is dequantized, or of its own, without
-        what is stored as ``but``."""
+        """Return the weight, without what is stored as ``but``; it stays until another is dequantized."""
         if self.buffer is not None and self._buffered == but:
             return self.buffer
         packed = self.packed
@@ -264,14 +262,12 @@ def _low_rank(adapters: Mapping[Hashable, AddedProduct]) -> dict[Hashable, LowRa
 
 
 def quantized(modules: Iterable[nn.Module]) -> list[PackedWeight]:
-    """Return the quantized weights in some modules."""
     every = chain.from_iterable(module.modules() for module in modules)
     return [each for each in every if isinstance(each, PackedWeight)]
 
 
 def read_factors(module: nn.Module):
-    """Read the factors of all weights in a module at once: one after the other, each would wait for what
-    travels to the GPU."""
+    """Read all weights' factors in one copy: one by one, each would wait for what travels to the GPU."""
     unread = {each: each._scale for each in quantized([module]) if isinstance(each._scale, Tensor)}
     if unread:
         factors = torch.stack([scale.double().reshape(()) for scale in unread.values()]).tolist()
@@ -280,8 +276,7 @@ def read_factors(module: nn.Module):
 
 
 def _one_scale(packed: Packed) -> Tensor | float | None:
-    """Return the scale of all values of a float8 or int8 weight, as it is on the GPU; None where there are
-    several, or none to read."""
+    """Return the one scale of a float8 or int8 weight, on the GPU if it is there; None of several."""
     scale = packed.tensors.get("scale")
     if scale is None or scale.numel() != 1 or scale.is_meta or packed.format.short not in ONE_BYTE:
         return None
@@ -300,7 +295,6 @@ class QuantLinear(nn.Module):
         carry_hooks(linear, self)
 
     def opaque_width(self) -> int:
-        """Return the width of the output."""
         return self.out_features
 
     @opaque
@@ -342,5 +336,4 @@ def scratch_bytes(device: torch.device) -> int:
 
 
 def free_scratch():
-    """Free that memory."""
     _SCRATCH.clear()

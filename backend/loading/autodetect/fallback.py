@@ -47,11 +47,11 @@ def unknown(cls: type) -> Family:
 
 @dataclass(frozen=True)
 class Trial:
-    """What running a shallow copy of a class tells. JSON holds it, so that the other ranks are told it.
+    """What running a shallow copy of a class tells, as JSON for the other ranks.
 
     timestep: what a time of 0.5 became on its way into the Timesteps layer. heads, head_size: of the first
-    attention. blocks: what ``structure`` found; nothing where the sequence cannot be cut, and whole_only says
-    why.
+    attention. blocks: what ``structure`` found; empty where the sequence cannot be cut, for which whole_only
+    is the reason.
     """
 
     timestep: float
@@ -75,8 +75,7 @@ def family(
 
     ``scheduler``: the pipeline's scheduler_config.json, if any. ``trial``: of the same class and
     configuration on another rank; None for one here, which takes seconds and gigabytes. Raises
-    UnsupportedError for a class that cannot be filled or run. Where the sequence cannot be cut,
-    Blocks.whole_only says why.
+    UnsupportedError for a class that cannot be filled or run.
     """
     trial = trial or _tried(cls, json.dumps(config, sort_keys=True))
     held = Trial(**_tuples(dict(trial)))
