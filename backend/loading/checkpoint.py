@@ -188,14 +188,8 @@ class Checkpoint:
         if ranks == 1:
             return CutPlan({})
         uneven = bool(config.shares_of("tp"))
-        return cut_plan(
-            self.transformer,
-            self.family,
-            config.split_scheme,
-            ranks,
-            weight_loading.column_units(self),
-            uneven,
-        )
+        units = weight_loading.column_units(self)
+        return cut_plan(self.transformer, self.family, config.split_scheme, ranks, units, uneven)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -213,13 +207,12 @@ class Checkpoint:
     def parameters(self) -> dict[str, tuple[int | None, type[nn.Module]]]:
         """Whole parameter -> index of its block (None outside of blocks), and the class of its layer."""
         order = {block: i for i, block in enumerate(self.block_names)}
-        return {
-            name: (
-                order.get(weight_loading.block_of(name, order) or ""),
-                type(self.transformer.get_submodule(name.rpartition(".")[0])),
-            )
-            for name, _ in self.transformer.named_parameters()
-        }
+        found = {}
+        for name, _ in self.transformer.named_parameters():
+            block = weight_loading.block_of(name, order)
+            layer = type(self.transformer.get_submodule(name.rpartition(".")[0]))
+            found[name] = (None if block is None else order[block], layer)
+        return found
 
     @cached_property
     def sources(self) -> dict[str, Source]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..quantization.added_products import AddedProduct
+from ..quantization.added_products import AddedProduct, scaled
 from .adapters import Spans, cut
 from .checkpoint import Checkpoint
 from .lora_file_bytes import matrix
@@ -46,13 +46,6 @@ class Scales(NamedTuple):
     def times(self, other: "Scales") -> "Scales":
         """Return the factors of both, one after the other."""
         return Scales(*(_product(one, two) for one, two in zip(self, other)))
-
-    def of(self, x: Tensor) -> Tensor:
-        """Multiply a matrix, in place."""
-        for factors, dim in zip(self, (1, 0)):
-            if factors is not None:
-                x *= factors.unsqueeze(dim)
-        return x
 
     def cut(self, rows: Spans | None, columns: Spans | None) -> "Scales":
         """Return those of some rows and columns (None: of all)."""
@@ -104,7 +97,7 @@ class FollowedWeight:
             if change is last:
                 return
             scales = Scales(ratio, self.column_ratios.get(change.order))
-            value.lerp_(scales.of(self.updated(change, chunk, value)), change.use.strength)
+            value.lerp_(scaled(self.updated(change, chunk, value), *scales), change.use.strength)
 
     def updated(self, change: LoraChange, chunk: Span, value: Tensor) -> Tensor:
         """Return rows with the whole difference of a change, before magnitudes."""

@@ -92,7 +92,6 @@ def _open_folder(folder: Path, allowed: Folders, autodetected: Mapping | None) -
         config=config,
         files=files,
         keys=keys,
-        single_file=False,
         latent_format=latent_format,
         pipeline=pipeline,
         autodetected=autodetected,

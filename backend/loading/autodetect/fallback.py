@@ -22,7 +22,7 @@ from ...models.family import BF16_OR_FP16, Build, Conditioning, Family, Latent, 
 from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
 from .block_trace import Trace, shallow, trace
-from .inputs import CONDITIONING, WIDTHS, Inputs, cannot_run, inputs_of
+from .inputs import CONDITIONING, WIDTHS, cannot_run, inputs_of
 from .structure import CannotCut, check_cut, structure
 
 #: The layout of files whose keys are diffusers' own.
@@ -79,15 +79,14 @@ def family(
     """
     trial = trial or _tried(cls, json.dumps(config, sort_keys=True))
     held = Trial(**_tuples(dict(trial)))
-    described = _described(ClassInputs(cls, config, inputs_of(cls, config)), scheduler=scheduler, trial=held)
-    return described, dict(trial)
+    return _described(ClassInputs(cls, config), scheduler, held), dict(trial)
 
 
 @lru_cache(maxsize=4)
 def _tried(cls: type, config_json: str) -> dict:
     """Run a shallow copy; return its Trial as JSON holds it."""
     config: dict = json.loads(config_json)
-    shape = ClassInputs(cls, config, inputs_of(cls, config))
+    shape = ClassInputs(cls, config)
     shallow_model = _ShallowModel(shape)
     first = shallow_model.run(*TRACE_SIZES[0])
     _check_inputs(cls, first)
@@ -95,12 +94,8 @@ def _tried(cls: type, config_json: str) -> dict:
     trial = Trial(timestep=first.timestep, heads=first.heads, head_size=first.head_size, blocks={})
     try:
         sizes = [(shallow_model.request(counts, text)[0].tokens, text) for counts, text in TRACE_SIZES]
-        facts = structure(
-            first,
-            shallow_model.run(*TRACE_SIZES[1]),
-            sizes,
-            lambda: shallow_model.run(*TRACE_SIZES[0], seed=1),
-        )
+        large = shallow_model.run(*TRACE_SIZES[1])
+        facts = structure(first, large, sizes, lambda: shallow_model.run(*TRACE_SIZES[0], seed=1))
         return asdict(_checked(shape, replace(trial, blocks=facts), shallow_model))
     except CannotCut as refusal:
         return asdict(replace(trial, whole_only=str(refusal)))
@@ -184,10 +179,10 @@ def _check_inputs(cls: type, first: Trace):
 class ClassInputs:
     """What a class's configuration tells of its latent and its inputs."""
 
-    def __init__(self, cls: type, config: Mapping, inputs: Inputs):
+    def __init__(self, cls: type, config: Mapping):
         self.cls = cls
         self.config = config
-        self.inputs = inputs
+        self.inputs = inputs = inputs_of(cls, config)
         stated = {**config, "patch_size": config.get("patch_size") or 1}
         self.patch: tuple[int, int, int] = (1, 2, 2) if inputs.packed else patch_of(stated)
         self.channels = config["in_channels"] // 4 if inputs.packed else config["in_channels"]
