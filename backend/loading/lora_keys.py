@@ -17,7 +17,6 @@ from .adapters import SCALES, Adapter, Difference, LoHa, LoRA, LoRAByHead
 from .allowed_folders import ANYWHERE, Folders
 from .lokr import LoKr
 from .lora_file_bytes import matrix
-from .lora_selection import MisfitError, Target, check_most, once_each
 from .lora_spellings import (
     DEFAULT,
     KEY,
@@ -27,7 +26,7 @@ from .lora_spellings import (
     check_spelling,
     from_uso,
 )
-from .lora_targets import Targets
+from .lora_targets import Target, Targets
 from .lora_validation import check_form
 from .regular_files import file_state
 from .safetensors_files import TensorFiles
@@ -39,6 +38,14 @@ INPUTS = ("img_in", "x_embedder", "patch_embedding", "patchify_proj", "proj_in",
 MAX_NAMED = 3
 #: Far beyond the node's 100, and far below what float32 holds.
 MAX_STRENGTH = 1_000_000
+
+
+class MisfitError(UnsupportedError):
+    """An adapter that is not added; ``short`` says it in a few words. Most of them refuse a file."""
+
+    def __init__(self, short: str, message: str):
+        self.short = short
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -159,14 +166,31 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
                 adapters.append((target, _adapter(where.name, files, roles, target, model)))
             except MisfitError as error:
                 misfits.append(error)
-    check_most(len(adapters), misfits)
+    if misfits and len(misfits) >= len(adapters):  # it was made for another model
+        raise misfits[0]
     if not adapters:
         raise _nothing_here(where.name, files.shapes, targets, model)
-    chosen, twice = once_each(adapters)
+    chosen, twice = _once_each(adapters)
     left_out = [each.short for each in misfits] + [
         f"{target.name} is changed by another one, too" for target in twice
     ]
     return Lora(path, chosen, unmatched, left_out)
+
+
+def _once_each(adapters: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target, Adapter]], list[Target]]:
+    """Split adapters into those to add and the targets of others: of several that change one parameter, that
+    of the largest tensor counts. Files of Z-Image have a stacked tensor and, once more, its parts under names
+    that ComfyUI does not know (diffusers' converter drops them as redundant)."""
+    taken = set()
+    chosen = []
+    twice = []
+    for target, adapter in sorted(adapters, key=lambda each: -len(each[0].pieces)):
+        if taken.isdisjoint(target.pieces):
+            taken |= target.pieces.keys()
+            chosen.append((target, adapter))
+        else:
+            twice.append(target)
+    return chosen, twice
 
 
 def _nothing_here(name: str, keys: Collection[str], targets: Targets, model: str) -> UnsupportedError:

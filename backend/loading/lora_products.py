@@ -1,6 +1,6 @@
 """How changes of a quantized weight are held: as products of small matrices, or as a copy of it."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
@@ -13,7 +13,7 @@ from ..quantization.lora_bytes import LoraBytes
 from .adapters import Adapter, Factored, Spans, is_low_rank
 from .lokr import LoKr
 from .lora_keys import LoraUse
-from .lora_selection import Target
+from .lora_targets import Target
 
 #: Bytes of a factor of a row or column, in float32.
 SCALE_BYTES = 4
@@ -83,19 +83,14 @@ def are_products(adapters: Sequence[Adapter]) -> bool:
     return all(map(is_product, adapters))
 
 
-def first_unscaled(adapters: Sequence[Adapter]) -> int:
+def first_unscaled(adapters: Iterable[Adapter]) -> int:
     """Return how many adapters there are up to the last one with magnitudes."""
-    return max(first_unscaled_rows(adapters), first_unscaled_columns(adapters))
+    return past_last(each.needs_the_whole for each in adapters)
 
 
-def first_unscaled_rows(adapters: Sequence[Adapter]) -> int:
-    """Return how many adapters there are up to the last one with magnitudes of rows."""
-    return max((i + 1 for i, each in enumerate(adapters) if each.scales_rows), default=0)
-
-
-def first_unscaled_columns(adapters: Sequence[Adapter]) -> int:
-    """Return how many adapters there are up to the last one with magnitudes of columns."""
-    return max((i + 1 for i, each in enumerate(adapters) if each.scales_columns), default=0)
+def past_last(flags: Iterable[bool]) -> int:
+    """Return how many there are up to the last one that is true."""
+    return max((i + 1 for i, flag in enumerate(flags) if flag), default=0)
 
 
 def added_bytes(
@@ -107,7 +102,8 @@ def added_bytes(
     if not are_products(adapters):
         return LoraBytes(copies=rows * columns * dtype.itemsize)
     with_factors = first_unscaled(adapters)
-    has_rows, has_columns = first_unscaled_rows(adapters), first_unscaled_columns(adapters)
+    has_rows = past_last(each.scales_rows for each in adapters)
+    has_columns = past_last(each.scales_columns for each in adapters)
     by_key = {each.scaled_key: (i, each) for i, each in enumerate(changes[:with_factors])}
     by_key |= {each.key: (with_factors, each) for each in changes[with_factors:]}
     factors = uncut = 0

@@ -3,12 +3,12 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..models.key_layout import Layout, Shapes
+from .adapters import MatrixShape
 from .lora_file_bytes import matrix
-from .lora_selection import Target
 from .lora_spellings import ALIASES, PREFIX, ROWS
 from .parameter_sources import Source, sources
 
@@ -21,6 +21,17 @@ FUSED = {
 }
 #: The number of a block in a key.
 BLOCK_NUMBER = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor that a LoRA can name, seen as a matrix of ``shape``. ``pieces``: parameters -> their rows of
+    it; ``name`` is for messages. ``head``: rows of a head, where DiffSynth has the rows head by head."""
+
+    name: str
+    shape: MatrixShape
+    pieces: Mapping[str, Source]
+    head: int = 0
 
 
 class Targets:

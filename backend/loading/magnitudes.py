@@ -26,7 +26,7 @@ from .lora_products import (
     LoraChange,
     MatrixShard,
     first_unscaled,
-    first_unscaled_rows,
+    past_last,
     plain,
     product_of,
 )
@@ -121,7 +121,7 @@ class FollowedWeight:
     def row_ratios(self) -> dict[int, Tensor]:
         """Compute magnitudes of rows / their norms, by the order of the change."""
         found = defaultdict(list)
-        last = first_unscaled_rows([each.adapter for each in self.changes])
+        last = past_last(each.adapter.scales_rows for each in self.changes)
         for chunk in self.chunks() if last else ():
             for change, _, ratio in self.states(chunk, self.changes[last - 1]):
                 if ratio is not None:
@@ -154,7 +154,7 @@ def weight_scales(
     of all weights that a change is for: those values are read whichever rank holds them, once for each
     magnitudes of columns and once for all of rows.
     """
-    changes = changes[: first_unscaled([change.adapter for change in changes])]
+    changes = changes[: first_unscaled(change.adapter for change in changes)]
     scale_rows = [each.adapter.scales_rows for each in changes if each.adapter.needs_the_whole]
     all_rows = not all(scale_rows)
     all_columns = any(scale_rows) or len({tuple(columns) for _, columns in spans.values()}) > 1
@@ -196,7 +196,7 @@ def with_magnitudes(
     dtype: torch.dtype,
 ) -> HeldProducts:
     """Return changes of a weight, some of which have magnitudes, with their factors in them."""
-    last = first_unscaled([change.adapter for change in changes])
+    last = first_unscaled(change.adapter for change in changes)
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes[:last]:
         adapters[change.scaled_key] = product_of(change, shard, device, dtype, *scales[change.order])
