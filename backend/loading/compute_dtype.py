@@ -25,11 +25,10 @@ MIN_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
 def compute_dtype(
     stored: torch.dtype | None, listed: Sequence[torch.dtype], able: Collection[torch.dtype]
 ) -> torch.dtype:
-    """Choose the compute type.
+    """Choose the compute type: ``stored`` float16 where it is usable, else the first usable, else float32.
 
-    stored: of most of the file's values, None where they are quantized. listed: half precisions that the
-    family bears, preferred first (Build.dtypes). able: those with fast products on every rank's device.
-    float16 files stay in it where they can; all others get the first that is listed, else float32.
+    stored: type of most of the file's values; None: quantized. listed: half precisions that the family bears,
+    preferred first (Build.dtypes). able: those with fast products on every rank's device.
     """
     usable = [dtype for dtype in listed if dtype in able]
     if stored == torch.float16 and stored in usable:

@@ -15,10 +15,8 @@ DIVIDED = {"ada_norm_single": "PixArtTransformer2DModel", "ada_norm_zero": "DiTT
 
 
 def transformer_class(folder: Path, config: dict) -> type:
-    """Return the diffusers class that ``config`` (config.json of ``folder``) names.
-
-    Raises UnsupportedError where it is no transformer of the installed diffusers.
-    """
+    """Return the diffusers class that ``folder``'s ``config`` names. Raises UnsupportedError for no
+    transformer of the installed diffusers."""
     name = config.get("_class_name")
     name = name if isinstance(name, str) and name.isidentifier() else ""
     if name == "Transformer2DModel":

@@ -1,8 +1,7 @@
 """LoRA files: which tensors of a transformer their keys name.
 
 A key is PREFIX + MODULE + ROLE (lora_spellings.py). MODULE is a module of the single file (ComfyUI's and
-BFL's names, kohya's with _ for .) or of the diffusers class; the family's Layout says which parameters either
-one means, so no family needs code here.
+BFL's names, kohya's with _ for .) or of the diffusers class: the family's Layout says which parameters.
 """
 
 import hashlib

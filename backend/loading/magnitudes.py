@@ -1,5 +1,4 @@
-"""What magnitudes (DoRA, arXiv 2402.09353) make of the changes next to a quantized weight: factors of its
-rows and columns.
+"""What magnitudes (DoRA, arXiv 2402.09353) make of changes next to a quantized weight: factors of its sides.
 
 Magnitudes m of rows make w + s (m / |w| (w + d) - w) of a row w with the difference d (Adapter.applied_to).
 That is c w + s m / |w| d with c = 1 + s (m / |w| - 1): what was there before is multiplied by c. Those of
@@ -147,12 +146,11 @@ def weight_scales(
     read_on: torch.device,
     device: torch.device,
 ) -> dict[str, WeightScales]:
-    """Compute the factors of weights that depend on each other, for the rows and columns of each that
-    ``spans`` has.
+    """Compute the factors of weights that depend on each other, for the ``spans`` of each.
 
     changes: of all of them, in order, some with magnitudes. Norms are over whole rows, or over whole columns
-    of all weights that a change is for: those values are read whichever rank holds them, once for each
-    magnitudes of columns and once for all of rows.
+    of all weights of a change: values are read whichever rank holds them, once for each magnitudes of columns
+    and once for all of rows.
     """
     changes = changes[: first_unscaled(change.adapter for change in changes)]
     scale_rows = [each.adapter.scales_rows for each in changes if each.adapter.needs_the_whole]

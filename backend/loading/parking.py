@@ -1,8 +1,7 @@
 """Weights that wait in host memory while others need the device, and come back without a file being read.
 
-Unlike accelerate's hooks, which move a module at each forward, they move once, and only when asked to. What a
-file stores of quantized weights never changes, so its copy on the host stays while it is on the device again:
-it leaves the next time without being copied.
+They move once, when asked to (accelerate's hooks: at each forward). Quantized weights never change: their
+copy on the host stays while they are on the device, and need not be made again.
 """
 
 import os

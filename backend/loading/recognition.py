@@ -131,9 +131,8 @@ def _config(layout: Layout, shapes: Shapes, name: str, files: Weights) -> dict:
 def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
     """Open a single file whose keys are the diffusers class's own; None where they are no family's.
 
-    The configuration is derived from the shapes. Of several families whose names are there (LTX-Video's are
-    among LTX-2's) it is the one with most of the file's tensors. Raises UnsupportedError where a family's
-    names are there but no configuration of it has these shapes.
+    Of several families whose names are there (LTX-Video's are among LTX-2's) it is the one with most of the
+    file's tensors. Raises UnsupportedError where no configuration of a family has these shapes.
     """
     candidates = []
     why = None

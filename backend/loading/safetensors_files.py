@@ -128,10 +128,8 @@ def _check_kind(path: Path):
 
 
 def weight_paths(folder: Path, allowed: Folders = ANYWHERE) -> list[Path]:
-    """Return a diffusers folder's safetensors file, or those of its index, which may link to ``allowed``.
-
-    Of several precisions it is that without a name, else the first of PRECISIONS, else the only one.
-    """
+    """Return a diffusers folder's safetensors file, or those of its index, which may link to ``allowed``. Of
+    several precisions it is that without a name, else the first of PRECISIONS, else the only one."""
     precisions = defaultdict(list)
     for path in sorted(folder.glob("*.safetensors*")):
         named = WEIGHTS.fullmatch(path.name)

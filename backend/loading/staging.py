@@ -1,8 +1,7 @@
 """Copies between host and GPU through page-locked memory: weights of a mapped file, noise, and previews.
 
-A copy straight from a mapped file is held up by each of its page faults: 1.2 to 11 times as slow as one
-through page-locked memory (safetensors issue 729), 17 times on GB300 (NVIDIA cosmos-framework 150). Here the
-host reads the next piece of the file while the one before it travels.
+A copy straight from a mapped file waits for its page faults: it takes 1.2 to 11 times as long (safetensors
+issue 729). Here the host reads the next piece of the file while the one before it travels.
 """
 
 import sys

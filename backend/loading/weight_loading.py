@@ -49,12 +49,12 @@ def load(
     on_block: Callable[[str], None] = nothing,
 ) -> int:
     """Fill ``checkpoint.transformer`` with the weights of ``blocks`` and of shared layers; return the bytes
-    read. It is a method of Checkpoint.
+    read.
 
     Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module -> the
-    piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not, whichever
-    block they are in. ``choices``: how quantized parameters multiply, else weight only. ``on_progress`` is
-    given bytes loaded and in all; ``on_block`` a block's name when it is filled.
+    piece of its weight that this rank keeps. ``held``: modules that are loaded, or not, whichever block they
+    are in. ``choices``: how quantized parameters multiply, else weight only. ``on_progress`` is given bytes
+    loaded and in all; ``on_block`` a block's name when it is filled.
     """
     names = checkpoint.block_names
     absent = tuple(name + "." for i, name in enumerate(names) if i not in blocks)

@@ -1,10 +1,9 @@
 """Whether ranks read weights again for another plan, which takes seconds that one request may not gain back.
 
-For each placement the planner keeps how much longer past requests would have taken, had ranks ended there:
-each with the best plan that these weights allow, moves included. Ranks go to the placement with the least,
-stay on a tie, and all is counted anew after a move. Up to a move this is a work function of metrical task
-systems (Borodin, Linial, Saks, J. ACM 39, 1992). So requests that want different plans in turn do not move
-weights each time, and many equal ones get their best plan.
+The planner counts for each placement how much longer past requests would have taken, had ranks ended there,
+moves included. Ranks go to the placement with the least, stay on a tie, and counting begins anew. Up to a
+move this is a work function of metrical task systems (Borodin, Linial, Saks, J. ACM 39, 1992): plans in turn
+do not move weights each time, and many equal requests get their best plan.
 """
 
 import math

@@ -24,10 +24,9 @@ def read_bytes(shape: ModelShape, plan: ParallelConfig, ranks: Iterable[HeldByte
 class WeightSwaps:
     """Where the weights of models wait while they are not on the GPUs.
 
-    host: bytes of host memory for them; 0 for enough. file: bytes/s of the model's last load from its file,
-    of all ranks together; 0 where none is known. left_by_comfyui: (index, bytes) of each of the
-    machine's GPUs, or of each rank of a plan, where ComfyUI took room between requests: the fewest bytes of
-    weights that it left there after requests no larger than this.
+    host: bytes of host memory for them; 0 for enough. file: bytes/s of all ranks together in the model's last
+    load; 0: unknown. left_by_comfyui: (index, bytes) of each GPU, or of each rank of a plan, where ComfyUI
+    took room between requests: the fewest bytes of weights that it left after requests no larger than this.
     """
 
     host: int = 0
@@ -73,8 +72,7 @@ class WeightSwaps:
         self, shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, link: float
     ) -> tuple[float, bool]:
         """Return the seconds of each request in which weights of ``shape`` make room for ComfyUI's own models
-        and come back, and whether they are read from their file. Arguments as in ``swap``; between
-        these moments ``others`` are on the ranks, too, and smaller models leave first."""
+        and come back, and whether they are read again. Of ``others``, there too, smaller ones leave first."""
         if not self.left_by_comfyui:
             return 0.0, False
         theirs = replace(request, loras=request.other_loras)

@@ -1,8 +1,5 @@
-"""Dequantizes weights once in a request, and not for every product, as far as memory is spare.
-
-A weight-only product makes the weight that a quantized one stands for, for each patch of each step. What is
-made is the same each time, so it stays where there is room for it, until the request ends.
-"""
+"""Dequantizes weights once in a request, and not for each product (patch, step), as far as memory is
+spare."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

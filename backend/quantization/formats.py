@@ -109,11 +109,9 @@ def _convrot_w4a4(stored: Stored, settings: Settings, dtype: torch.dtype, out: T
 
 
 def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Dequantize codes of four bits, first to the int8 that comfy-kitchen multiplies by, then to the weight.
-
-    A code is an index into the codebook, or its value plus 8. Groups have a scale, which gives int8. Rows
-    have another one, which gives the rotated weight.
-    """
+    """Dequantize codes of four bits to the int8 that comfy-kitchen multiplies by, then to the weight. A code
+    is an index into the codebook, or its value plus 8. Groups have a scale to int8, rows one to the
+    weight."""
     codes = _nibbles(stored["values"])
     if "codebook" in stored:
         levels = F.embedding(codes.int(), stored["codebook"].float().view(-1, 1)).squeeze(-1)

@@ -1,7 +1,5 @@
-"""Multiplications of quantized weights by activations that are quantized too, as in ComfyUI.
-
-The kernels are comfy-kitchen's (Comfy-Org, Apache-2.0), which is optional and imported at the first use.
-"""
+"""Multiplications of quantized weights by activations that are quantized too, as in ComfyUI, by the kernels
+of comfy-kitchen (Comfy-Org, Apache-2.0), which is optional."""
 
 import importlib.util
 from collections.abc import Callable

@@ -51,8 +51,7 @@ NATIVE_FORMATS: dict[Kernel | None, str] = {rule.kernel: kind for kind, rule in 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantized matrix as its file describes it, and the pieces of it that ranks hold, so that all of them
-    choose alike.
+    """A quantized matrix as its file describes it, and its pieces on all ranks, which choose alike.
 
     settings: of the file, with "scales", how many a float8 weight has. rows: of every rank's piece. edges:
     columns where any rank's piece begins or ends. dtype: of the inputs.

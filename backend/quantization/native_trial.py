@@ -1,5 +1,4 @@
-"""Tries native products before a model is loaded: whether a device multiplies a format depends on torch,
-cuBLAS, comfy-kitchen and the GPU together, and only a product shows it.
+"""Tries native products before a model is loaded: only a product shows what a device can multiply.
 
 All ranks agree on what any of them refuses: those that add up products must multiply alike. Products of other
 shapes that still fail are left by PackedWeight.linear, where no rank waits for another.

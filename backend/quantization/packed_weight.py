@@ -27,12 +27,11 @@ class PackedWeight(nn.Module):
     """A quantized matrix as a linear layer's ``weight``; what its file stores are its parameters.
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
-    the products, by key. row_scale, column_scale: what the stored weight's rows and columns are multiplied by
-    (DoRA), in float32: its outputs and inputs. whole: the weight in ``dtype`` where adapters of another kind
-    are in it; the stored one stays next to it.
-    buffer: memory of its own in which the weight stays once it is dequantized
-    (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
-    max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
+    the products, by key. row_scale, column_scale: float32 factors of the stored weight's rows and columns
+    (DoRA). whole: the weight in ``dtype`` with adapters of other kinds, next to the stored one. buffer:
+    memory of its own in which the weight stays dequantized (dequantize_once.py). divided: which of the
+    layer's tokens ranks divide (LayerTokens.divided); max_over_token_ranks: compares largest values over
+    these ranks.
     """
 
     def __init__(

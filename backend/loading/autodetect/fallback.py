@@ -1,10 +1,9 @@
 """Transformers that no family file describes: diffusers classes that take a latent, a timestep and a prompt.
 
 The family is made from the class's signature and from what a shallow copy with random weights does
-(block_trace.py). CFG and data parallelism always work; methods that cut the sequence (Ulysses, ring,
-PipeFusion) where a self-check passes: every patch run alone against full K/V buffers equals the full forward.
-The meaning of the output comes from the pipeline's scheduler; without one it is velocity. One rank tries; the
-others are told what it found.
+(block_trace.py). CFG and data parallelism always work; methods that cut the sequence where every patch run
+alone equals the full forward (structure.check_cut). The pipeline's scheduler gives the meaning of the output;
+without one it is velocity. One rank tries, for all.
 """
 
 import inspect
