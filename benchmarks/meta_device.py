@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.loading import staging
 from backend.parallel import attention_kernels
+from backend.parallel.mesh import ALL_GATHER
 from backend.sampling.noise import FreshNoise
 
 META = torch.device("meta")
@@ -231,7 +232,7 @@ READERS: dict[str, Callable[[Tensor], object]] = {
 }
 PEERS = {
     **dict.fromkeys(("isend", "irecv", "broadcast", "all_reduce"), _one_work),
-    "all_gather_into_tensor": _collective,
+    ALL_GATHER: _collective,
     "P2POp": PeerOperation,
     "batch_isend_irecv": lambda operations: [Work()],
     "all_to_all_single": _collective,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mesh import Axis, require_work
+from .mesh import Axis, all_gather_single, require_work
 
 #: Bytes sent by this rank since the request began, by mechanism (ulysses, ring, tensor, pipeline, cfg,
 #: outputs, modulation, linear-attention state, halo, scales).
@@ -107,7 +107,7 @@ def gather_equal(x: Tensor, axis: Axis, mechanism: str) -> list[Tensor]:
     for (``pass_on``)."""
     gathered = x.new_empty(axis.size * x.numel())
     with WAIT_CLOCK:
-        dist.all_gather_into_tensor(gathered, x.view(-1), group=axis.group)
+        all_gather_single(gathered, x.view(-1), axis.group)
     count(mechanism, (axis.size - 1) * x.nbytes)
     return list(gathered.view(axis.size, *x.shape).unbind())
 

@@ -10,9 +10,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan: a mesh takes no timeout
 
 from .. import shares
 from ..config import ParallelConfig
@@ -21,6 +21,9 @@ from ..protocol.heartbeats import MAX_COLLECTIVE_SECONDS
 
 #: Of every process group.
 TIMEOUT = timedelta(seconds=MAX_COLLECTIVE_SECONDS)
+
+#: all_gather_single by its name in torch.distributed. From torch 2.13 on the longer one warns.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 #: Most CTAs of a GPU that copy along an edge of a pipeline: NVLink is full with fewer, and blocks want them.
 EDGE_CTAS = 4
@@ -211,9 +214,16 @@ def require_work(work: dist.Work | None) -> dist.Work:
 
 def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
     group = mesh.get_group(name)
-    _set_pg_timeout(TIMEOUT, group)
+    # before torch 2.14 the private name alone, which warns from then on
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(TIMEOUT, group)  # which init_device_mesh does not take
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks, shares=shares)
+
+
+def all_gather_single(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None):
+    """Gather every rank's ``own``, all of one shape, in ``whole``."""
+    getattr(dist, ALL_GATHER)(whole, own, group=group)
 
 
 # The groups below are enumerated, not made by DeviceMesh._flatten: before torch 2.10 it finds meshes by
@@ -296,7 +306,7 @@ def _connect_all(group: dist.ProcessGroup, device: torch.device):
     for count in (1,) if device.type == "cpu" else FEW_AND_MANY:
         x = torch.zeros(count, device=device)
         dist.all_reduce(x, group=group)
-        dist.all_gather_into_tensor(x.new_empty(ranks * count), x, group=group)
+        all_gather_single(x.new_empty(ranks * count), x, group)
     sent = torch.zeros(ranks, device=device)
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 

@@ -2,7 +2,6 @@
 streams."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import nn
 from backend.loading.checkpoint import Checkpoint
 from backend.parallel.block_streams import block_list
 from backend.parallel.fsdp import PREFETCH
+from backend.parallel.mesh import ALL_GATHER
 
 
 class Gathered:
@@ -36,8 +36,7 @@ class Gathered:
             return
         shard = torch.empty(self.size, dtype=torch.bfloat16, device="meta")
         whole = shard.new_empty(self.ranks * self.size)
-        work = dist.all_gather_into_tensor(whole, shard, group=cast(Any, self.group), async_op=True)
-        assert work is not None  # async_op
+        work = getattr(dist, ALL_GATHER)(whole, shard, group=self.group, async_op=True)
         self.under_way = (work, whole)
 
     def enter(self):

@@ -20,6 +20,8 @@ if BENCHMARKS not in sys.path:
 from meta_device import given_to, tensors_in
 from meta_shapes import Mode, compute, operator
 
+from backend.parallel.mesh import ALL_GATHER
+
 #: What names of products contain, whose kernels are chosen by shape.
 PRODUCTS = ("mm", "linear", "attention")
 
@@ -229,7 +231,7 @@ def recorded(log: Log, operations: bool = True) -> Iterator[None]:
         "all_to_all_single": peers.all_to_all,
         "broadcast": peers.broadcast,
         "all_reduce": peers.all_reduce,
-        "all_gather_into_tensor": peers.all_gather,
+        ALL_GATHER: peers.all_gather,
     }
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():

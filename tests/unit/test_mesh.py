@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import SHARED_GPU
-from backend.parallel import fsdp, mesh
+from backend.parallel import comm, fsdp, mesh
 from backend.parallel.mesh import layout
 from backend.parallel.sequence import Span
 
@@ -112,7 +112,7 @@ def test_every_group_is_connected_when_it_is_made(rank_1, monkeypatch):
     """Once, in one order on all ranks: NCCL takes its memory then."""
     connected = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: connected.append(group))
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, x, group: connected.append(group))
+    monkeypatch.setattr(dist, mesh.ALL_GATHER, lambda out, x, group: connected.append(group))
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, x, group: connected.append(group))
     found = rank_1(of_degrees(cfg=2, ring=2, ulysses=2, shard_weights=True))
     axes = [found.cfg, found.ring, found.ulysses, found.sp]
@@ -121,12 +121,20 @@ def test_every_group_is_connected_when_it_is_made(rank_1, monkeypatch):
     )
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_nothing_is_called_by_a_name_that_torch_warns_of(rank_1):
+    """Each rank would write the warnings into its log."""
+    found = rank_1(of_degrees(cfg=2, ring=2, ulysses=2, shard_weights=True))
+    x = torch.zeros(3, 5)
+    assert [each.shape for each in comm.gather_equal(x, found.ring, "ring")] == [x.shape] * 2
+
+
 def test_gpus_are_connected_for_few_numbers_and_for_many(monkeypatch):
     """Which NCCL sends by other algorithms, each with memory of its own."""
     sizes = []
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: sizes.append(x.numel()))
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, x, group: sizes.append(out.numel()))
+    monkeypatch.setattr(dist, mesh.ALL_GATHER, lambda out, x, group: sizes.append(out.numel()))
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, x, group: sizes.append(out.numel()))
     mesh._connect_all("group", torch.device("meta"))
     few, many = mesh.FEW_AND_MANY
