@@ -135,7 +135,8 @@ def share_gloo_device():
     device = ProcessGroupGloo.create_device(interface="lo")
     of_torch = ProcessGroupGloo.__init__
 
-    def init(self, store, rank: int, size: int, timeout):
+    def init(self, store, rank: int, size: int, timeout, enable_reconfigure: bool = False):
+        assert not enable_reconfigure, "of torch 2.14 and later, which set it where it is asked for"
         options = ProcessGroupGloo._Options()
         options._devices = [device]
         options._timeout = timeout
