@@ -151,11 +151,11 @@ class SteadyStep(Denoiser):
     meter: Meter
     sent: dict[str, int]
 
-    def _evaluate(self, plan, index):
-        if index == len(plan) - 1:
+    def _evaluate(self, index):
+        if index == len(self.plan) - 1:
             comm.SENT.clear()
             self.meter.active = True
-        super()._evaluate(plan, index)
+        super()._evaluate(index)
         if index:  # the outputs of this step are collected later, those of the one before were now
             self.sent = dict(comm.SENT)
 

@@ -213,16 +213,16 @@ class LastStep(Denoiser):
     mode: Count | Clock
     seconds = 0.0
 
-    def _evaluate(self, plan, index):
+    def _evaluate(self, index):
         mode = self.mode
         before = self.runner.calls
         if isinstance(mode, Count):
-            mode.active = index == len(plan) - 1
-            super()._evaluate(plan, index)
+            mode.active = index == len(self.plan) - 1
+            super()._evaluate(index)
             mode.active = False
         else:
             started = time.perf_counter() - mode.seconds
-            super()._evaluate(plan, index)
+            super()._evaluate(index)
             self.seconds = time.perf_counter() - mode.seconds - started
         self.calls = self.runner.calls - before
 

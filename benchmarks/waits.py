@@ -68,12 +68,12 @@ class Watched(Denoiser):
     waits: Counter[str] = Counter()
     steps = 0
 
-    def _evaluate(self, plan, index):
-        if plan[index].step <= self.request.config.warmup_steps:
-            super()._evaluate(plan, index)
+    def _evaluate(self, index):
+        if self.plan[index].step <= self.request.config.warmup_steps:
+            super()._evaluate(index)
             return
         with noted(self.x.device.type, Watched.waits):
-            super()._evaluate(plan, index)
+            super()._evaluate(index)
         Watched.steps += 1
 
 

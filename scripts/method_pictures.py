@@ -94,7 +94,7 @@ class Recorder:
     def plan(self, sigmas):
         pass
 
-    def modulate_ahead(self, sigmas, prompts):
+    def modulate_ahead(self, prompts):
         pass
 
     def begin_evaluation(self, index, ratio):

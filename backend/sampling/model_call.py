@@ -157,11 +157,11 @@ class OneCall(Denoiser):
     def _plan(self) -> list[Evaluation]:
         return [Evaluation(self.request.sigmas[0], 0)]
 
-    def _modulate_ahead(self, plan: list[Evaluation]):
+    def _modulate_ahead(self):
         """Run only weights in host memory or on another stage ahead: there is no next call."""
         cache = self.runner.model.cache
         if cache.hosted or cache.offload_device.type != self.x.device.type:
-            super()._modulate_ahead(plan)
+            super()._modulate_ahead()
 
     def _begin(self):
         self.x = self.request.noise

@@ -183,8 +183,8 @@ class Runner:
         ends = {index: self.request.step_end(sigma) for index, sigma in enumerate(sigmas)}
         self.step_ends = {index: end.to(device) for index, end in ends.items() if end is not None}
 
-    def modulate_ahead(self, sigmas: list[Tensor], prompts: tuple[str, ...]):
-        """Compute the modulation of evaluations at all ``sigmas`` (0-d), where the family has such layers."""
+    def modulate_ahead(self, prompts: tuple[str, ...]):
+        """Compute the modulation of all evaluations, where the family has such layers."""
         model = self.model
         # replicas of sharded weights gather together, and their samples may need different chunks
         if not model.family.cache.modulation or (model.sharded and model.cache.mesh.dp.size > 1):
@@ -192,28 +192,24 @@ class Runner:
         noise = torch.zeros_like(self.request.noise)
         latent = model.family.io.of_tokens(noise, self.request.grid).to(model.dtype)
 
-        def embedding(context, sigma):
-            arguments = self._arguments(latent, sigma, context)
+        def embedding(context):
+            arguments = self._arguments(latent, context)
             name = model.family.cache.modulation_argument
             with model.cache.before_steps(context):  # positions and prompts are those of the steps
                 return first_block_argument(model.transformer, model.family, arguments, name)
 
         every = Span(0, len(latent))
-        model.cache.modulate_ahead(
-            {
-                name: [
-                    embedding(StepContext(name, index, every), sigma) for index, sigma in enumerate(sigmas)
-                ]
-                for name in prompts
-            }
-        )
+        embeddings = {
+            name: [embedding(StepContext(name, index, every)) for index in self.times] for name in prompts
+        }
+        model.cache.modulate_ahead(embeddings)
         if len(latent) > 1:  # the steps of a pipeline take samples one by one
             model.cache.forget_answers()
 
-    def _arguments(self, latent: Tensor, sigma: Tensor, context: StepContext) -> dict:
+    def _arguments(self, latent: Tensor, context: StepContext) -> dict:
         """Return the arguments of the transformer's forward."""
         family = self.model.family
-        time = self._time(sigma, context)
+        time = self._time(context)
         prompt = self._prompt(context)
         if context.evaluation in self.step_ends:
             prompt = prompt.at_step({STEP_END: self.step_ends[context.evaluation]})
@@ -237,7 +233,7 @@ class Runner:
         model = self.model
         grid = self.request.grid
         latent = self.request.model_input(x, sigma, context.samples, model.family.io).to(model.dtype)
-        arguments = self._arguments(latent, sigma, context)
+        arguments = self._arguments(latent, context)
         model.cache.current.context = context
         if model.stage is None:
             return model.family.io.output(model_output(model.transformer, model.family, arguments), grid)
@@ -248,12 +244,11 @@ class Runner:
         local = model.stage.local_image(context)
         return model.family.io.output(output, grid)[:, local.indices]
 
-    def _time(self, sigma: Tensor, context: StepContext) -> Tensor:
-        """Return the model's own time of a noise level, or the samples' times where the client sent them."""
+    def _time(self, context: StepContext) -> Tensor:
+        """Return the model's own time of an evaluation, or the samples' times where the client sent them."""
         if self.request.times is not None:
             return self.request.times[context.samples]
-        planned = self.times.get(context.evaluation)
-        return self._model_time(sigma).to(self.request.noise.device) if planned is None else planned
+        return self.times[context.evaluation]
 
     def _model_time(self, sigma: Tensor) -> Tensor:
         schedule = self.model.family.noise.schedule

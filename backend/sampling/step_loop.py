@@ -130,16 +130,15 @@ class Denoiser:
     def run(self) -> Tensor:
         """Denoise; return the latent as tokens (B, N, F), valid on the first stage. Raises
         RequestCancelled."""
-        plan = self.plan
-        self.runner.plan([evaluation.sigma for evaluation in plan])
-        self._modulate_ahead(plan)
+        self.runner.plan([evaluation.sigma for evaluation in self.plan])
+        self._modulate_ahead()
         if self.first_stage:
             self._start_solvers()
-        for index, evaluation in enumerate(plan):
+        for index, evaluation in enumerate(self.plan):
             self.callbacks.on_begin(evaluation.step)
             self._broadcast_stop(evaluation)
-            self.runner.begin_evaluation(index, _ratio(plan, index))
-            self._evaluate(plan, index)
+            self.runner.begin_evaluation(index, _ratio(self.plan, index))
+            self._evaluate(index)
         self._collect_until(None)
         self._drain()
         return self.x
@@ -152,8 +151,8 @@ class Denoiser:
     def _plan(self) -> list[Evaluation]:
         return evaluations(self.request.solver, problem(self.request, self.noise, Span(0, 0)))
 
-    def _modulate_ahead(self, plan: list[Evaluation]):
-        self.runner.modulate_ahead([evaluation.sigma for evaluation in plan], self.prompts)
+    def _modulate_ahead(self):
+        self.runner.modulate_ahead(self.prompts)
 
     def _start_solvers(self):
         start = self.request.start()
@@ -163,21 +162,23 @@ class Denoiser:
             state.solver = solve(tokens, problem(self.request, self.noise, state.span))
             self._step(state, None)
 
-    def _is_stale(self, plan: list[Evaluation], index: int) -> bool:
+    def _is_stale(self, index: int) -> bool:
         """Return whether the evaluation reads stale keys and values. A prompt that begins to count has none
         yet."""
-        if len(self.patches) == 1 or plan[index].step < self.request.config.warmup_steps:
+        evaluation = self.plan[index]
+        if len(self.patches) == 1 or evaluation.step < self.request.config.warmup_steps:
             return False
-        before = self.request.prompts_at(plan[index - 1].sigma) if index else ()
-        return set(self.request.prompts_at(plan[index].sigma)) <= set(before)
+        before = self.request.prompts_at(self.plan[index - 1].sigma) if index else ()
+        return set(self.request.prompts_at(evaluation.sigma)) <= set(before)
 
-    def _evaluate(self, plan: list[Evaluation], index: int):
+    def _evaluate(self, index: int):
         """Run every micro-batch of an evaluation."""
+        plan = self.plan
         evaluation = plan[index]
         prompts = self._own(self.request.prompts_at(evaluation.sigma))
         opens = index == 0 or plan[index - 1].step != evaluation.step
         closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
-        patches = self.patches if self._is_stale(plan, index) else [self.whole]
+        patches = self.patches if self._is_stale(index) else [self.whole]
         calls = [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
         contexts = [context for _, micro_batches in calls for context in micro_batches]
         done = ahead = 0

@@ -29,7 +29,8 @@ def counted(model: LoadedModel, built: Request) -> tuple[list[float], SequenceLe
     ]
     with torch.inference_mode(), model_runner.running(model, built) as calls, sdpa_kernel(SDPBackend.MATH):
         calls.begin_evaluation(0, 0.0)
-        calls.modulate_ahead([built.sigmas[0]], ("positive",))
+        calls.plan([built.sigmas[0]])
+        calls.modulate_ahead(("positive",))
         calls.run(built.start(), built.sigmas[0], context)
         at.clear()
         with counter:

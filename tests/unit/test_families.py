@@ -187,6 +187,7 @@ def test_patches_against_full_buffers_equal_the_whole(cut):
     _, model, built = cut
     x, sigma = built.start(), built.sigmas[0]
     with torch.inference_mode(), model_runner.running(model, built) as calls:
+        calls.plan([sigma, sigma])
         calls.begin_evaluation(0, 0.0)
         whole = calls.run(x, sigma, StepContext("positive", 0, Span(0, 1)))
         calls.begin_evaluation(1, 0.0)

@@ -47,6 +47,7 @@ def same_latent(engine, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
     x, sigma, items = built.start(), built.sigmas[0], Span(0, 1)
     with torch.inference_mode(), model_runner.running(model, built) as calls:
+        calls.plan([sigma, sigma])
         calls.begin_evaluation(0, 0.0)
         whole = calls.run(x, sigma, StepContext("positive", 0, items))
         calls.begin_evaluation(1, 0.0)
