@@ -111,8 +111,7 @@ def _weights_of(checkpoint: Checkpoint) -> str:
 
 
 def _held(work: Workload) -> list[HeldWeights]:
-    stages = work.checkpoint.stages(work.config)
-    return [work.weights(place, stages) for place in mesh_indices(work.config)]
+    return [work.weights(place) for place in mesh_indices(work.config)]
 
 
 def _on_device(held: list[HeldWeights]) -> list[int]:

@@ -21,7 +21,6 @@ from ..loading.checkpoint import Checkpoint
 from ..parallel.block_cost import QUERY_LAYERS, Latents, is_attention, layer_tokens, query_width
 from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import whole_sequence
-from ..parallel.stage_split import Stages
 from ..planner.model_shape import Activations
 from ..shares import relative_shares
 from .workload import MeshPlace, Workload
@@ -46,16 +45,16 @@ COMMUNICATED = 4
 FLOAT32 = 4
 
 
-def activation_bytes(work: Workload, place: MeshPlace, stages: Stages) -> int:
+def activation_bytes(work: Workload, place: MeshPlace) -> int:
     """Estimate the most activations of the rank at ``place``, of all samples of one prompt."""
     fitted = _fitted(work)
     if fitted is None:
-        return _by_layers(work, place, stages)
+        return _by_layers(work, place)
     tokens = relative_shares(work.config.sp_degree, work.config.shares_of("ring", "ulysses"))[
         work.sp_rank(place)
     ]
     matrices = relative_shares(work.config.tensor_parallel_degree, work.config.shares_of("tp"))[place["tp"]]
-    skipped = long_skips(work.checkpoint, stages.blocks[place["pp"]]) * _stream(work)
+    skipped = long_skips(work.checkpoint, work.blocks(place)) * _stream(work)
     token = fitted.on_rank(work.config, skipped, tokens, matrices)
     held = fitted.of_samples(work.config, work.batch, token)
     return math.ceil(work.request.tokens * held)
@@ -68,8 +67,7 @@ def activations_of(work: Workload, two: Workload | None) -> Activations:
     if fitted is not None:
         return fitted
     tokens = work.request.tokens
-    of_ranks = (_by_layers(each, FIRST, each.checkpoint.stages(each.config)) for each in (work, two or work))
-    whole, half = of_ranks
+    whole, half = (_by_layers(each, FIRST) for each in (work, two or work))
     cut = 2 * max(0, whole - half) / tokens
     heads = work.all_heads(FIRST) * work.head_size * work.dtype.itemsize
     latents = latent_bytes(work) / tokens
@@ -116,7 +114,7 @@ def latent_bytes(work: Workload) -> int:
     return FLOAT32 * (stored + 2 * work.sequence.joint * work.head_size)
 
 
-def _by_layers(work: Workload, place: MeshPlace, stages: Stages) -> int:
+def _by_layers(work: Workload, place: MeshPlace) -> int:
     """Estimate the activations of a rank from the widths of its layers."""
     sequence = work.sequence
     position = sequence.text_position
@@ -130,12 +128,12 @@ def _by_layers(work: Workload, place: MeshPlace, stages: Stages) -> int:
     stream = _stream(work)
     controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
     names = work.checkpoint.block_names
-    blocks = {_kind(work, names[i], place): names[i] for i in stages.blocks[place["pp"]]}
+    blocks = {_kind(work, names[i], place): names[i] for i in work.blocks(place)}
     inside = [
         _live(work, name, place, image=own.stream, text=text, latents=nested) for name in blocks.values()
     ]
     within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
-    within += long_skips(work.checkpoint, stages.blocks[place["pp"]]) * stream * own.stream
+    within += long_skips(work.checkpoint, work.blocks(place)) * stream * own.stream
     tokens = sequence.joint if position else work.request.image_tokens + text
     outside = (STREAMS_OUTSIDE * stream + controls) * tokens
     latents = latent_bytes(work)

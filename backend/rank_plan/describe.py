@@ -10,7 +10,6 @@ from ..config import ParallelConfig
 from ..hardware.gpu_kernels import Capability
 from ..loading import weight_loading
 from ..loading.checkpoint import Checkpoint
-from ..parallel.stage_split import Stages
 from ..quantization.kernels import AUTO, MatmulChoice
 from ..units import blocks_text, megabytes
 from .activations import activation_bytes
@@ -96,7 +95,6 @@ def describe(
         for replica in range(config.data_parallel_degree)
     ]
     works = {work.batch: work for work in replicas}  # one for all replicas of as many samples
-    stages = checkpoint.stages(config)
     alike = ("cfg",) if config.shard_weights else ("cfg", "dp")  # where ranks hold and send the same
     plans: dict[tuple, RankPlan] = {}
     of_ranks = []
@@ -105,7 +103,7 @@ def describe(
         held = {**place, "tp": replicas[0].tensor_ranks_alike[place["tp"]]}
         key = (count, *(index for axis, index in held.items() if axis not in alike))
         if key not in plans:
-            plans[key] = _plan(works[count], rank, place, stages)
+            plans[key] = _plan(works[count], rank, place)
         of_ranks.append(replace(plans[key], rank=rank, place=place))
     return of_ranks
 
@@ -127,11 +125,11 @@ def automatic_choices(
     return weight_loading.choices(checkpoint, cuts, AUTO, torch.device("cuda"), capability)
 
 
-def _plan(work: Workload, rank: int, place: MeshPlace, stages: Stages) -> RankPlan:
-    blocks = stages.blocks[place["pp"]]
+def _plan(work: Workload, rank: int, place: MeshPlace) -> RankPlan:
+    blocks = work.blocks(place)
     patches = work.patches(place)
-    traffic = sent(work, place, stages, patches)
-    weights = work.weights(place, stages)
+    traffic = sent(work, place, patches)
+    weights = work.weights(place)
     return RankPlan(
         rank=rank,
         place=place,
@@ -144,7 +142,7 @@ def _plan(work: Workload, rank: int, place: MeshPlace, stages: Stages) -> RankPl
         gathered_bytes=weights.gathered,
         host_bytes=weights.host,
         kv_bytes=work.kv_bytes(place, blocks, patches),
-        modulation_bytes=work.modulation_bytes(place, stages),
-        activation_bytes=activation_bytes(work, place, stages),
+        modulation_bytes=work.modulation_bytes(place),
+        activation_bytes=activation_bytes(work, place),
         bytes_per_step={name: size for name, size in traffic.items() if size},
     )

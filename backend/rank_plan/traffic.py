@@ -7,15 +7,14 @@ from dataclasses import replace
 from ..parallel.block_cost import AttentionCall
 from ..parallel.block_streams import BlockStructure
 from ..parallel.sequence import Span, TokenShards
-from ..parallel.stage_split import Stages
 from ..parallel.wire_bytes import head_bytes
 from .workload import MeshPlace, Workload
 
 
-def sent(work: Workload, place: MeshPlace, stages: Stages, patches: list[TokenShards]) -> Counter[str]:
+def sent(work: Workload, place: MeshPlace, patches: list[TokenShards]) -> Counter[str]:
     """Count the bytes that the rank at ``place`` sends in one step, by mechanism (comm.SENT)."""
     sizes: Counter[str] = Counter()
-    blocks = stages.blocks[place["pp"]]
+    blocks = work.blocks(place)
     for patch in patches:
         # in the steady state static text is cached
         now = replace(patch, text=Span(0, 0)) if work.family.cache.static_text else patch
@@ -27,8 +26,8 @@ def sent(work: Workload, place: MeshPlace, stages: Stages, patches: list[TokenSh
             sizes["pipeline"] += _bytes_per_feature(work) * work.width * _carried(work, blocks.stop, now)
         sizes += _outputs(work, place, len(now.local.image), len(now.image))
     prompts = work.prompts_per_rank * work.dtype.itemsize
-    sizes["tensor"] = _tensor_parallel(work, place, stages, patches) * prompts
-    hosted = stages.hosted(place["pp"])
+    sizes["tensor"] = _tensor_parallel(work, place, patches) * prompts
+    hosted = work.stages.hosted(place["pp"])
     sizes["modulation"] = sum(work.features(name, place) for name in hosted) * prompts
     return sizes
 
@@ -117,7 +116,7 @@ def _outputs(work: Workload, place: MeshPlace, own: int, tokens: int) -> Counter
     return sizes
 
 
-def _tensor_parallel(work: Workload, place: MeshPlace, stages: Stages, patches: list[TokenShards]) -> int:
+def _tensor_parallel(work: Workload, place: MeshPlace, patches: list[TokenShards]) -> int:
     """Count the numbers that tensor parallelism sends for one prompt and its samples."""
     text = sum(len(patch.local.text) for patch in patches)
     image = sum(patch.local.stream for patch in patches)
@@ -127,24 +126,19 @@ def _tensor_parallel(work: Workload, place: MeshPlace, stages: Stages, patches: 
     }
     if not work.family.blocks.text_position:  # every rank and patch reads the whole prompt
         text = work.request.text_tokens * len(patches)
-    own = place["pp"]
     total = 0
     for module, cut in work.cuts(place).items():
-        if module in stages.holders:
-            is_here = stages.holders[module] == own
-        else:
-            is_here = work.checkpoint.layer_blocks[module] in stages.blocks[own]
-        if not is_here:
+        block = work.checkpoint.layer_blocks[module]
+        if not work.is_on(module, block, place["pp"]):
             continue
-        # modulation has one embedding
-        one = module in work.modulation
-        passing = work.checkpoint.layer_tokens[module]
-        tokens = 1.0 if one else work.batch * work.runs(passing) * passing.count(image, text, latents)
-        if not one:  # of a token's experts, those that are chosen
-            inner = module.removeprefix(
-                f"{work.checkpoint.block_names[work.checkpoint.layer_blocks[module]]}."
-            )
-            tokens *= work.family.blocks.flop_share(inner, work.checkpoint.config)
+        tokens = 1.0  # modulation has one embedding
+        if module not in work.modulation:
+            passing = work.checkpoint.layer_tokens[module]
+            inner = module.removeprefix(f"{work.checkpoint.block_names[block]}.")
+            share = work.family.blocks.flop_share(
+                inner, work.checkpoint.config
+            )  # of experts, the chosen ones
+            tokens = work.batch * work.runs(passing) * passing.count(image, text, latents) * share
         if cut.reduce:
             total += round(2 * (cut.reduce.size - 1) * tokens * cut.reduced_features / cut.reduce.size)
         if cut.gather:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -118,22 +118,15 @@ def _held(
     if packed is None and bits and leaf == "weight" and block is not None and issubclass(layer, nn.Linear):
         packed = [StoredSize(local_shape[0], plain * bits // (8 * own_dtype.itemsize))]
     if packed is None:
-        return HeldParameter(
-            module=module, block=block, sizes=[StoredSize(local_shape[0], plain)], dtype=own_dtype
-        )
-    native = {"kernel": choice.kernel, "matrix": (local_shape[0], local_shape[1])}
+        return HeldParameter(module, block, [StoredSize(local_shape[0], plain)], own_dtype)
+    matrix = (local_shape[0], local_shape[1])
+    held = HeldParameter(module, block, packed, own_dtype, kernel=choice.kernel, matrix=matrix)
     if not choice.needs_scratch:
-        return HeldParameter(module=module, block=block, sizes=packed, dtype=own_dtype, **native)
+        return held
     quantization = stored.quantization
     if quantization is None:  # of a file that is plain: what is stored, and what it stands for
-        moved = plain + sum(size.bytes for size in packed)
-        return HeldParameter(
-            module=module, block=block, sizes=packed, dtype=own_dtype, unpacked=plain, moved=moved, **native
-        )
-    effort = _dequantizing(local_shape, quantization, own_dtype)
-    return HeldParameter(
-        module=module, block=block, sizes=packed, dtype=own_dtype, unpacked=plain, **effort, **native
-    )
+        return replace(held, unpacked=plain, moved=plain + held.bytes)
+    return replace(held, unpacked=plain, **_dequantizing(local_shape, quantization, own_dtype))
 
 
 def _dequantizing(shape: torch.Size, quantization: Quantization, dtype: torch.dtype) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ..parallel.stage_split import Stages
 from ..parallel.wire_bytes import kv_heads_sent
 from ..planner.model_shape import samples_of_activations
 from ..quantization.kernels import MatmulChoice
-from ..shares import grid_shares, shard_edges, shard_sizes
+from ..shares import grid_shares, shard_sizes
 from .request_size import RequestSize
 from .weights import (
     FOUND,
@@ -78,6 +78,15 @@ class Workload:
         """The checkpoint's family."""
         return self.checkpoint.family
 
+    @cached_property
+    def stages(self) -> Stages:
+        """What each pipeline stage holds."""
+        return self.checkpoint.stages(self.config)
+
+    def blocks(self, place: MeshPlace) -> range:
+        """Return the blocks of the rank at ``place``."""
+        return self.stages.blocks[place["pp"]]
+
     def patches(self, place: MeshPlace) -> list[TokenShards]:
         """Return the tokens of every patch on the rank at ``place``; one patch where nothing is stale."""
         sequence = self.sequence
@@ -109,10 +118,13 @@ class Workload:
         tp = self.config.tensor_parallel_degree
         if tp == 1 or self.config.split_scheme != "megatron":
             return heads
-        first, end = shard_edges(self.head_groups, count=tp, shares=self.config.shares_of("tp"))[
-            place["tp"] :
-        ][:2]
-        return heads * (end - first) // self.head_groups
+        shards = shard_sizes(self.head_groups, count=tp, shares=self.config.shares_of("tp"))
+        return heads * shards[place["tp"]] // self.head_groups
+
+    def _of_ulysses_rank(self, heads: int, place: MeshPlace) -> int:
+        """Count the ``heads`` that Ulysses leaves on the rank at ``place``."""
+        uneven = self.config.shares_of("ulysses")
+        return shard_sizes(heads, count=self.config.ulysses_degree, shares=uneven)[place["ulysses"]]
 
     @cached_property
     def head_groups(self) -> int:
@@ -123,10 +135,7 @@ class Workload:
 
     def heads(self, place: MeshPlace) -> int:
         """Count the attention heads of the rank at ``place``."""
-        uneven = self.config.shares_of("ulysses")
-        return shard_sizes(self.all_heads(place), count=self.config.ulysses_degree, shares=uneven)[
-            place["ulysses"]
-        ]
+        return self._of_ulysses_rank(self.all_heads(place), place)
 
     def all_kv_heads(self, place: MeshPlace, call: AttentionCall) -> int:
         """Count the heads of keys and values that go through Ulysses from the rank at ``place``."""
@@ -138,9 +147,7 @@ class Workload:
 
     def kv_heads(self, place: MeshPlace, call: AttentionCall) -> int:
         """Count the heads of keys and values of the rank at ``place`` in an attention call."""
-        every = self.all_kv_heads(place, call)
-        u = self.config.ulysses_degree
-        return shard_sizes(every, count=u, shares=self.config.shares_of("ulysses"))[place["ulysses"]]
+        return self._of_ulysses_rank(self.all_kv_heads(place, call), place)
 
     @property
     def width(self) -> int:
@@ -199,43 +206,38 @@ class Workload:
         """The modulation layers of all blocks."""
         return frozenset(chain.from_iterable(self.checkpoint.modulation.values()))
 
-    def weights(self, place: MeshPlace, stages: Stages) -> HeldWeights:
+    def weights(self, place: MeshPlace) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
-        here, whole = self._on_stage(place, stages)
+        here, whole = self._on_stage(place["tp"], place["pp"])
         if not self.config.shard_weights:
             return whole
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
         return replace(whole, device=sum(each.shard(rank, self.config.sharding_degree) for each in here))
 
-    def _on_stage(self, place: MeshPlace, stages: Stages) -> tuple[list[HeldParameter], HeldWeights]:
-        """Return the parameters of the rank at ``place``, and their bytes before they are sharded: those of
-        every rank with its part of the matrices and its stage."""
-        tp = place["tp"]
-        own = place["pp"]
-        held = self._known.get((tp, own))
-        if held is None:
-            here = [
-                each
-                for each in self._held(tp)
-                if stages.holders.get(each.module, own) == own
-                and (each.module in stages.holders or each.block is None or each.block in stages.blocks[own])
-            ]
+    def _on_stage(self, tp: int, stage: int) -> tuple[list[HeldParameter], HeldWeights]:
+        """Return the parameters of a ``stage`` on the ``tp``-th rank of a tensor-parallel group, and their
+        bytes before they are sharded."""
+        if (tp, stage) not in self._known:
+            here = [each for each in self._held(tp) if self.is_on(each.module, each.block, stage)]
             waiting = self.modulation if self.config.offload_modulation else frozenset()
             host = sum(each.bytes for each in here if each.module in waiting)
-            tokens = self.batch * -(-self.request.tokens // self.config.sp_degree)
-            gathered = gathered_bytes(here) if self.config.shard_weights else 0
             device = sum(each.bytes for each in here) - host
-            held = self._known[tp, own] = (
-                here,
-                HeldWeights(
-                    device=device, host=host, scratch=planned_scratch_bytes(here, tokens), gathered=gathered
-                ),
-            )
-        return held
+            tokens = self.batch * -(-self.request.tokens // self.config.sp_degree)
+            scratch = planned_scratch_bytes(here, tokens)
+            gathered = gathered_bytes(here) if self.config.shard_weights else 0
+            self._known[tp, stage] = here, HeldWeights(device, host, scratch, gathered)
+        return self._known[tp, stage]
+
+    def is_on(self, module: str, block: int | None, stage: int) -> bool:
+        """Return whether a ``stage`` holds a layer of ``block`` (None: outside of them): modulation may be on
+        another stage than its block."""
+        if module in self.stages.holders:
+            return self.stages.holders[module] == stage
+        return block is None or block in self.stages.blocks[stage]
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], tuple[list[HeldParameter], HeldWeights]]:
-        """Index among the ranks of tensor parallelism, and stage -> what is there."""
+        """(tp rank, stage) -> what is there."""
         return {}
 
     def _held(self, tp: int) -> list[HeldParameter]:
@@ -314,32 +316,23 @@ class Workload:
             tokens += self.request.image_features
         return 2 * more * width * tokens * self.dtype.itemsize
 
-    def modulation_bytes(self, place: MeshPlace, stages: Stages) -> int:
+    def modulation_bytes(self, place: MeshPlace) -> int:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""
-        widths = self._modulation_widths(place, stages)
+        widths = self._modulation_widths[place["tp"]]
         most = self.batch * self.prompts_per_rank
         if not (self.config.shard_weights and self.config.data_parallel_degree > 1):
             ahead = embeddings_ahead(max(widths), self.dtype)
             most = min(self.request.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
         return most * widths[place["pp"]] * self.dtype.itemsize
 
-    def _modulation_widths(self, place: MeshPlace, stages: Stages) -> list[int]:
-        """Return the features of every stage's modulation on the ranks of ``place``'s pieces."""
-        if place["tp"] not in self._known_widths:
-            self._known_widths[place["tp"]] = [
-                sum(
-                    self.features(layer, place)
-                    for i in blocks
-                    for layer in self.checkpoint.modulation[self.checkpoint.block_names[i]]
-                )
-                for blocks in stages.blocks
-            ]
-        return self._known_widths[place["tp"]]
-
     @cached_property
-    def _known_widths(self) -> dict[int, list[int]]:
-        """Index among the ranks of tensor parallelism -> features of each stage's modulation."""
-        return {}
+    def _modulation_widths(self) -> list[list[int]]:
+        """Return the features of every stage's modulation, for each rank of a tensor-parallel group."""
+        names = self.checkpoint.block_names
+        of_blocks = [self.checkpoint.modulation[name] for name in names]
+        of_stages = [[layer for i in blocks for layer in of_blocks[i]] for blocks in self.stages.blocks]
+        places = [{"tp": tp} for tp in range(self.config.tensor_parallel_degree)]
+        return [[sum(self.features(layer, place) for layer in own) for own in of_stages] for place in places]
 
     def features(self, layer: str, place: MeshPlace) -> int:
         """Return the width of a modulation layer's output on this rank."""
