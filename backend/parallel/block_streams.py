@@ -4,7 +4,7 @@ Streams are {"image": (B, tokens, D), "text": (B, tokens, D) or None}; a joined 
 tensor.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.family import Family
 from .mesh import Axis
 from .request_caches import Positions, cuts_of, select
-from .sequence import SequenceLengths, Span, TokenShards
+from .sequence import EMPTY, SequenceLengths, Span, TokenShards, whole_sequence
 from .step_context import StepContext
 
 Streams = dict[str, Any]
@@ -87,31 +87,16 @@ def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
 
 def token_shards(context: StepContext, sequence: SequenceLengths, with_text: bool, sp: Axis) -> TokenShards:
     """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
-    return _token_shards(
-        context.image, sequence, with_text=with_text, rank=sp.rank, size=sp.size, shares=sp.shares
-    )
+    return _token_shards(context.image, sequence, with_text, sp.rank, sp.size, sp.shares)
 
 
 @lru_cache(maxsize=1024)  # one object for each patch, with the lengths that it has counted
 def _token_shards(
-    image: Span | None,
-    sequence: SequenceLengths,
-    with_text: bool,
-    rank: int,
-    size: int,
-    shares: tuple[float, ...],
+    image: Span | None, sequence: SequenceLengths, with_text: bool, rank: int, size: int, shares: tuple
 ) -> TokenShards:
-    text = Span(0, sequence.text if with_text else 0)
-    reference = Span(0, sequence.reference if with_text else 0)
-    return TokenShards(
-        sequence=sequence,
-        text=text,
-        image=image or Span(0, sequence.image),
-        sp_rank=rank,
-        sp_size=size,
-        reference=reference,
-        shares=shares,
-    )
+    whole = whole_sequence(sequence, rank, size, shares)
+    tokens = replace(whole, image=image or whole.image)
+    return tokens if with_text else replace(tokens, text=EMPTY, reference=EMPTY)
 
 
 @dataclass

@@ -27,10 +27,22 @@ class Span:
         """The span as a slice."""
         return slice(self.lo, self.hi)
 
+    def within(self, other: "Span") -> "Span":
+        """Return what both have, counted from the first of ``other``; empty where they do not meet."""
+        lo = min(max(self.lo, other.lo), other.hi)
+        return Span(lo - other.lo, max(lo, min(self.hi, other.hi)) - other.lo)
+
+    def overlaps(self, other: "Span") -> bool:
+        """Return whether some are in both; neither is empty."""
+        return self.lo < other.hi and other.lo < self.hi
+
     def shard(self, index: int, count: int, shares: tuple[float, ...] = ()) -> "Span":
         """Return the ``index``-th of ``count`` shards, cut by ``shares``, or equally (shares.shard_edges)."""
         lo, hi = shard_edges(len(self), count=count, shares=shares)[index : index + 2]
         return Span(self.lo + lo, self.lo + hi)
+
+
+EMPTY = Span(0, 0)
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class TokenShards:
     image: Span
     sp_rank: int = 0
     sp_size: int = 1
-    reference: Span = Span(0, 0)
+    reference: Span = EMPTY
     shares: tuple[float, ...] = ()
 
     @cached_property
@@ -121,8 +133,8 @@ class TokenShards:
     @property
     def carried_text(self) -> int:
         """How many of this rank's text tokens go on from block to block."""
-        text = self.local.text
-        return max(0, min(text.hi, self.sequence.text - self.sequence.per_block_text) - text.lo)
+        carried = Span(0, self.sequence.text - self.sequence.per_block_text)
+        return len(self.local.text.within(carried))
 
     @cached_property
     def is_whole(self) -> bool:
@@ -147,7 +159,7 @@ class TokenShards:
             return len(shard.text)
         latent = self.sequence.latent_span(kind)
         if latent is not None:
-            return max(0, min(shard.image.hi, latent.hi) - max(shard.image.lo, latent.lo))
+            return len(shard.image.within(latent))
         return len(shard) if kind == "joint" and self.sequence.text_position else shard.stream
 
     def positions(self, kind: str, ranks: range | None = None) -> torch.Tensor:
@@ -160,11 +172,11 @@ class TokenShards:
         """Count this rank's tokens among the first ``count`` of ``kinds`` ("text" | "image") of consecutive
         streams."""
         counts: list[int] = []
-        before = 0
+        left = count
         for kind in kinds:
             span = self.local.text if kind == "text" else self.local.image
-            counts.append(max(0, min(count - before, span.hi) - span.lo))
-            before += self.sequence.text if kind == "text" else self.sequence.image
+            counts.append(len(span.within(Span(0, max(0, left)))))
+            left -= self.sequence.text if kind == "text" else self.sequence.image
         return tuple(counts)
 
     def _shard_positions(self, kind: str, shard: TokenShard) -> torch.Tensor:
@@ -174,8 +186,8 @@ class TokenShards:
             return text
         latent = whole.latent_span(kind)
         if latent is not None:
-            lo = min(max(shard.image.lo, latent.lo), latent.hi)
-            return torch.arange(lo - latent.lo, max(lo, min(shard.image.hi, latent.hi)) - latent.lo)
+            own = shard.image.within(latent)
+            return torch.arange(own.lo, own.hi)
         where = whole.text_position if kind == "joint" else None
         offset = whole.text if where == "first" else 0
         latent_tokens = torch.arange(shard.image.lo, shard.image.hi) + offset
@@ -192,15 +204,8 @@ def whole_sequence(
     """Return the tokens of a synchronous forward: all of them."""
     text = Span(0, sequence.text)
     image = Span(0, sequence.image)
-    return TokenShards(
-        sequence=sequence,
-        text=text,
-        image=image,
-        sp_rank=sp_rank,
-        sp_size=sp_size,
-        reference=Span(0, sequence.reference),
-        shares=shares,
-    )
+    reference = Span(0, sequence.reference)
+    return TokenShards(sequence, text, image, sp_rank, sp_size, reference, shares)
 
 
 def patches(
@@ -217,6 +222,6 @@ def patches(
         most = sequence.image - (count - 1) * sp_size
         first = max(sp_size, min(round(sequence.joint / count) - not_denoised, most))
     whole = whole_sequence(sequence, sp_rank=sp_rank, sp_size=sp_size, shares=shares)
-    rest = replace(whole, text=Span(0, 0), reference=Span(0, 0), image=Span(first, sequence.image))
+    rest = replace(whole, text=EMPTY, reference=EMPTY, image=Span(first, sequence.image))
     later = [replace(rest, image=rest.image.shard(i, count - 1)) for i in range(count - 1)]
     return [replace(whole, image=Span(0, first)), *later]

@@ -32,5 +32,4 @@ class StepContext:
 
     def regroups(self, prompt: str, span: Span) -> bool:
         """Return whether some of the samples ``span`` of ``prompt`` are here among others than there."""
-        own = self.sample_span
-        return prompt == self.prompt and span != own and span.lo < own.hi and own.lo < span.hi
+        return prompt == self.prompt and span != self.sample_span and span.overlaps(self.sample_span)

@@ -57,9 +57,8 @@ class TokenMixing:
         if buffers is None:
             return self._over_ranks(keys.transpose(2, 3) @ values)
         own = call.tokens.local.image
-        image = call.tokens.image
-        here = [i for i, span in enumerate(buffers.spans) if span.lo < image.hi and image.lo < span.hi]
-        tokens = [_within(own, buffers.spans[i]) for i in here]
+        here = [i for i, span in enumerate(buffers.spans) if span.overlaps(call.tokens.image)]
+        tokens = [buffers.spans[i].within(own).indices for i in here]
         own_shares = [keys[:, :, each].transpose(2, 3) @ values[:, :, each] for each in tokens]
         shares = self._over_ranks(torch.stack(own_shares, dim=1))  # (B, patches of this forward, ...)
         (state,) = buffers.refresh(
@@ -107,18 +106,11 @@ class TokenMixing:
     def _halo(self, x: Tensor, spans: list[Span], near: Span, width: int, total: int) -> Tensor:
         """Return the tokens ``near`` this rank's, from whichever ranks have them."""
         own = spans[self.sp.rank]
-        sent = [x[:, _within(own, _near(span, width, total))] for span in spans]
-        counts = [len(range(*_within(near, span).indices(len(near)))) for span in spans]
-        shapes = [(x.shape[0], count, x.shape[2]) for count in counts]
+        sent = [x[:, _near(span, width, total).within(own).indices] for span in spans]
+        shapes = [(x.shape[0], len(span.within(near)), x.shape[2]) for span in spans]
         return torch.cat(comm.all_to_all(sent, shapes, self.sp, "halo"), dim=1)
 
 
 def _near(span: Span, width: int, total: int) -> Span:
     """Return the span with its halo of ``width`` tokens."""
     return Span(max(0, span.lo - width), min(total, span.hi + width))
-
-
-def _within(own: Span, other: Span) -> slice:
-    """Return the tokens that both have, counted from the first of ``own``."""
-    lo = min(max(own.lo, other.lo), own.hi)
-    return slice(lo - own.lo, max(lo, min(own.hi, other.hi)) - own.lo)

@@ -235,7 +235,7 @@ class Denoiser:
     # ------ the first stage: outputs -> denoised -> solvers -> next x
     def _collect_until(self, patch: Patch | None):
         """Step the solvers with every output that the next x of ``patch`` depends on (None: with all)."""
-        while self.pending and (patch is None or _overlap(self.pending[0].patch, patch)):
+        while self.pending and (patch is None or self.pending[0].patch.span.overlaps(patch.span)):
             self._collect(self.pending.popleft())
 
     def _collect(self, pending: Pending):
@@ -327,10 +327,6 @@ class Denoiser:
             self.outputs.drain()
         for work, _ in self.stop_broadcasts:
             work.wait()
-
-
-def _overlap(a: Patch, b: Patch) -> bool:
-    return a.span.lo < b.span.hi and b.span.lo < a.span.hi
 
 
 def _ratio(plan: list[Evaluation], index: int) -> float:
