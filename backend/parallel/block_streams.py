@@ -176,10 +176,9 @@ class Forward:
             image = self._local_image(image)
         if sequence.per_block_text:
             carried = self.tokens.carried_text
-            start = sequence.text - sequence.per_block_text
-            lo = max(shard.text.lo, start) - start + carried
-            hi = max(shard.text.hi, start) - start + carried
-            text = torch.cat([text[:, :carried], text[:, lo:hi]], dim=1)
+            anew = shard.text.within(Span(sequence.text - sequence.per_block_text, sequence.text))
+            own = slice(carried + anew.lo, carried + anew.hi)
+            text = torch.cat([text[:, :carried], text[:, own]], dim=1)
         return {"text": text, "image": image}
 
     def _local_image(self, image: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """What a request, or a call, gives the model: looked up once on each rank, by rank 0 as it checks it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,36 +26,23 @@ class ModelInputs:
 
 def inputs_of(message: Sample | ModelCall, family: Family, model_config: dict) -> ModelInputs:
     """Return what a message whose latent is checked gives the model; of a call with all its tensors."""
+    tensors = message.tensors
     if isinstance(message, Sample):
-        return sample_inputs(message, prompts_of(message), family, model_config)
-    x = message.tensors["x"]
-    channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
-    arguments = arguments_of("cond", message.tensors)
-    if x.shape[1] > channels:  # as ComfyUI joins them to the latent
-        arguments["c_concat"] = x[:, channels:]
-    latent = x[:, :channels]
-    grid = _grid(message, latent, [arguments], family, model_config)
-    return ModelInputs(latent, grid, {CFG_BRANCHES[0]: arguments})
-
-
-def sample_inputs(
-    sample: Sample, prompts: dict[str, Arguments], family: Family, model_config: dict
-) -> ModelInputs:
-    """Return what a request with these ``prompts`` gives the model."""
-    latent = sample.tensors["noise"]
-    return ModelInputs(latent, _grid(sample, latent, prompts.values(), family, model_config), prompts)
-
-
-def prompts_of(sample: Sample) -> dict[str, Arguments]:
-    """Return the model arguments of every prompt of a request, the positive ones first."""
-    return {name: arguments_of(name, sample.tensors) for name in names(sample)}
+        latent = tensors["noise"]
+        prompts = {name: arguments_of(name, tensors) for name in names(message)}
+    else:
+        x = tensors["x"]
+        channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
+        latent = x[:, :channels]
+        arguments = arguments_of("cond", tensors)
+        if x.shape[1] > channels:  # as ComfyUI joins them to the latent
+            arguments["c_concat"] = x[:, channels:]
+        prompts = {CFG_BRANCHES[0]: arguments}
+    grid = family.latent.grid(model_config, latent.shape[1:], message.latent_shapes, prompts.values())
+    return ModelInputs(latent, grid, prompts)
 
 
 def arguments_of(prefix: str, tensors: dict[str, Tensor]) -> Arguments:
     """Return the model arguments that a message has as PREFIX.NAME, by NAME."""
     prefix += "."
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def _grid(message, latent: Tensor, prompts: Iterable[Arguments], family: Family, model_config: dict) -> Grid:
-    return family.latent.grid(model_config, latent.shape[1:], message.latent_shapes, prompts)

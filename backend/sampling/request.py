@@ -89,15 +89,12 @@ class Request:
         if not self.has_step_end:
             return None
         begins = (self.sigmas[:-1] == sigma).nonzero()
-        return self._step_ends()[begins[0]] if len(begins) else None
-
-    def _step_ends(self) -> Tensor:
-        """Return where every step ends as the model is told: ComfyUI's UniPC overwrites the last 0 of the
-        schedule, also in what models read."""
+        if not len(begins):
+            return None
         ends = self.sigmas[1:].clone()
-        if self.solver in UNIPC and ends[-1] == 0:
+        if self.solver in UNIPC and ends[-1] == 0:  # ComfyUI's overwrites it, also in what models read
             ends[-1] = LAST_SIGMA
-        return ends
+        return ends[begins[0]]
 
     def model_input(self, x: Tensor, sigma: Tensor, samples: slice, io: ModelIO) -> Tensor:
         """Return what ``io.arguments`` is given for some samples of x (B, N, F) at ``sigma``."""
@@ -224,23 +221,20 @@ class Inpaint:
 
     def model_input(self, x: Tensor, sigma: Tensor, span: Span) -> Tensor:
         """Return x (B, n, F), the tokens of ``span``, with the masked latent at noise level ``sigma``."""
-        if self.request.mask is None or self.request.clean_inpaint:
+        request = self.request
+        if request.mask is None or request.clean_inpaint:
             return self.denoised(x, span)
-        mask = self._tokens(self.request.mask, span)
-        noise = self._tokens(self.noise, span)
-        latent = self._tokens(self.request.latent, span)
-        return x * mask + self.request.prediction.add_noise(sigma, noise, latent, False) * (1.0 - mask)
+        tokens = span.indices
+        mask = request.mask[:, tokens]
+        noised = request.prediction.add_noise(sigma, self.noise[:, tokens], request.latent[:, tokens], False)
+        return x * mask + noised * (1.0 - mask)
 
     def denoised(self, denoised: Tensor, span: Span) -> Tensor:
         """Return the prediction with the latent where the mask is 0."""
         if self.request.mask is None:
             return denoised
-        mask = self._tokens(self.request.mask, span)
-        return denoised * mask + self._tokens(self.request.latent, span) * (1.0 - mask)
-
-    @staticmethod
-    def _tokens(x: Tensor, span: Span) -> Tensor:
-        return x[:, span.indices]
+        mask = self.request.mask[:, span.indices]
+        return denoised * mask + self.request.latent[:, span.indices] * (1.0 - mask)
 
 
 def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:

@@ -22,8 +22,8 @@ from ..protocol import Describe, Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..runtime.torch_version import torch_version, unshardable
 from ..shares import shard_sizes
-from .guidance import branch_of
-from .model_inputs import ModelInputs, prompts_of, sample_inputs
+from .guidance import branch_of, names
+from .model_inputs import ModelInputs, inputs_of
 from .prediction import FLOW, PREDICTIONS
 from .request import request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
@@ -67,7 +67,7 @@ def check_sample(
     """Refuse a request that cannot run; return what it gives the model. ``capabilities``: of the ranks' GPUs.
     Raises UnsupportedError or ConfigError."""
     run = request_config(sample, config)
-    prompts = prompts_of(sample)
+    prompts = names(sample)
     has_negative = any(branch_of(name) == "negative" for name in prompts)
     _check_settings(sample, config, run, has_negative)
     check_wire(run, family)
@@ -75,9 +75,9 @@ def check_sample(
     _check_tensors(sample, family, model_config)
     config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family, has_negative)
-    _check_prompts(sample, list(prompts))
-    inputs = sample_inputs(sample, prompts, family, model_config)
-    for name, given in prompts.items():
+    _check_prompts(sample, prompts)
+    inputs = inputs_of(sample, family, model_config)
+    for name, given in inputs.prompts.items():
         check_arguments(f"the {name} conditioning", given, inputs.batch, inputs.grid, family, model_config)
     check_patches(run, inputs.grid)
     return inputs
