@@ -143,9 +143,11 @@ def build(config: ParallelConfig, device: str, store: Store | None = None) -> Me
     wide = {name: size for name, size in config.degrees.items() if size > 1} or {"dp": 1}
     mesh = init_device_mesh(device, tuple(wide.values()), mesh_dim_names=tuple(wide))
     alone = Axis(group=None, rank=0, size=1, ranks=(dist.get_rank(),))
-    axes = {
-        name: _axis(mesh, name, config.shares_of(name)) if name in wide else alone for name in config.degrees
-    }
+    axes = dict.fromkeys(config.degrees, alone)
+    for name in wide:
+        group = mesh.get_group(name)
+        _set_timeout(group)
+        axes[name] = _axis(group, config.shares_of(name))
     weights = _weights(config, device) if config.shard_weights else None
     control = _own_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
     built = Mesh(
@@ -212,11 +214,14 @@ def require_work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _axis(mesh: DeviceMesh, name: str, shares: tuple[float, ...]) -> Axis:
-    group = mesh.get_group(name)
+def _set_timeout(group: dist.ProcessGroup):
+    """Give a group of init_device_mesh the timeout, which that does not take."""
     # before torch 2.14 the private name alone, which warns from then on
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(TIMEOUT, group)  # which init_device_mesh does not take
+    set_timeout(TIMEOUT, group)
+
+
+def _axis(group: dist.ProcessGroup, shares: tuple[float, ...]) -> Axis:
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks, shares=shares)
 
@@ -329,10 +334,6 @@ def tp_rows(tp: int) -> int:
 
 
 def _enumerated(groups: torch.Tensor, shares: tuple[float, ...]) -> Axis:
-    """Return this rank's group among those in the last dimension of ``groups``."""
+    """Return this rank's group among those in the last dimension of ``groups``, whose ranks ascend."""
     lists = groups.reshape(-1, groups.shape[-1]).tolist()
-    group = _own_group(dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)[0])
-    ranks = next(ranks for ranks in lists if dist.get_rank() in ranks)
-    return Axis(
-        group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=tuple(ranks), shares=shares
-    )
+    return _axis(_own_group(dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)[0]), shares)
