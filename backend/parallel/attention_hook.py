@@ -229,9 +229,7 @@ class Attention:
                 own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *place)
                 coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, *place)])
         opaque_ops.run_meanwhile()
-        going = ulysses_ring.GatheredHeads(
-            heads=heads, lengths=own_lengths, axis=u, chunks=chunks, groups=groups
-        )
+        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks, groups)
         for chunk, waits in enumerate(coming):
             own_q, *kv = (tensor for wait in waits for tensor in wait(q.dtype))
             if early:

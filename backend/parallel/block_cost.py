@@ -113,15 +113,8 @@ def attention_calls(block: nn.Module, list_name: str, family, config: Mapping) -
             queries, keys = ("image" if each == "joint" else each for each in (queries, keys))
         is_control = matches(f"{name}.{QUERIES[0]}", family.blocks.control_layers)
         width = query_width(module, family, config)
-        calls.append(
-            AttentionCall(
-                queries=queries,
-                keys=keys,
-                width=width,
-                kv_width=features_of(module, KEYS) or width,  # grouped keys are narrower
-                is_control=is_control,
-            )
-        )
+        kv_width = features_of(module, KEYS) or width  # grouped keys are narrower
+        calls.append(AttentionCall(queries, keys, width, kv_width, is_control))
     return calls
 
 

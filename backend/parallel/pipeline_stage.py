@@ -174,17 +174,9 @@ class Stage:
     ) -> Tensor | tuple | None:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
         None on all but the last stage. ``latent``, ``reference``: how many tokens they have."""
-        per_block_text = self.adapter.per_block_text(arguments)
-        positions = self.attention.positions
-        self.current = Forward(
-            self.structure,
-            context,
-            latent=latent,
-            reference=reference,
-            per_block_text=per_block_text,
-            positions=positions,
-            cuts=self.cuts,
-        )
+        anew = self.adapter.per_block_text(arguments)
+        known = (self.attention.positions, self.cuts)
+        self.current = Forward(self.structure, context, latent, reference, anew, *known)
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:
@@ -266,15 +258,8 @@ class Stage:
         if mask is not None:
             call[family.blocks.text_mask] = None  # attention applies it instead
         kinds = family.blocks.attention
-        static = family.cache.static_text
         attention = BlockCall(
-            index,
-            context=forward.context,
-            tokens=forward.tokens,
-            kinds=kinds,
-            dummy=dummy,
-            static_text=static,
-            text_mask=mask,
+            index, forward.context, forward.tokens, kinds, dummy, family.cache.static_text, text_mask=mask
         )
         self.attention.call = attention
         RUNNING.text = text_count_tensor(len(forward.tokens.local.text))

@@ -44,6 +44,4 @@ class StagedBlock(nn.Module):
             return getattr(self.original[0], name)
 
     def forward(self, *args, **kwargs):
-        return self.stage[0].run_block(
-            self.index, block=self.block, names=self.names, args=args, kwargs=kwargs
-        )
+        return self.stage[0].run_block(self.index, self.block, self.names, args, kwargs)

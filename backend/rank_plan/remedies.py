@@ -47,12 +47,8 @@ def remedies(config: ParallelConfig, size: RequestSize, quantized: bool) -> Iter
             yield Remedy(settings(config, other), other, size)
     if not quantized:
         for name, bits in QUANTIZED.items():
-            yield Remedy(
-                text=f"an {name} file" if name == "8-bit" else f"a {name} file",
-                config=config,
-                size=size,
-                bits=bits,
-            )
+            article = "an" if name == "8-bit" else "a"
+            yield Remedy(f"{article} {name} file", config, size, bits)
     if size.batch > config.data_parallel_degree:
         least = replace(size, batch=config.data_parallel_degree)
         yield Remedy(f"a batch of {least.batch}", config, least)

@@ -185,15 +185,9 @@ class Denoiser:
         for patch, micro_batches in calls:
             if self.first_stage:
                 self._collect_until(patch)
-                last = patch is patches[-1]
+                is_last = closes and patch is patches[-1]
                 self.pending.append(
-                    Pending(
-                        patch=patch,
-                        evaluation=evaluation,
-                        prompts=prompts,
-                        opens_step=opens,
-                        closes_step=closes and last,
-                    )
+                    Pending(patch, evaluation, prompts, opens_step=opens, closes_step=is_last)
                 )
             for context in micro_batches:
                 most = min(done + 2, len(contexts))
@@ -212,13 +206,7 @@ class Denoiser:
         if whole and self.outputs:
             spans = [Span(i, i + 1) for i in range(batch)]
         image = None if whole else patch.span
-        return [
-            StepContext(
-                prompt=name, evaluation=index, sample_span=span, image=image, with_text=patch.with_text
-            )
-            for name in prompts
-            for span in spans
-        ]
+        return [StepContext(name, index, span, image, patch.with_text) for name in prompts for span in spans]
 
     def _hand_over(self, patch: Patch, context: StepContext, output: Tensor | None):
         """Bring outputs to the first stage, or leave them there where it is the last one too."""
