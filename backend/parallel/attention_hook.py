@@ -257,7 +257,6 @@ class Attention:
         return [range(i * u, (i + 1) * u) for i in range(self.mesh.ring.size)]
 
     def _group_counts(self, tokens: TokenShards, kind: str) -> list[int]:
-        """Return how many tokens every Ulysses group has."""
         lengths = tokens.lengths(kind)
         return [sum(lengths[i] for i in ranks) for ranks in self._groups()]
 

@@ -195,7 +195,6 @@ def _begin_chunks(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]
 
 
 def _finish(operations: list[dist.P2POp]):
-    """Run sends and receives to their end."""
     with WAIT_CLOCK:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()

@@ -320,7 +320,6 @@ def _between_blocks(
 
 
 def _parents(name: str) -> Iterator[str]:
-    """Yield the modules that a layer is in."""
     while name := name.rpartition(".")[0]:
         yield name
 

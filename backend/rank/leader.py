@@ -195,7 +195,7 @@ class Leader(ServedModels):
             of_loras = {
                 "warnings": warnings,
                 "notes": [lora.note for lora in model.weights.open(stack)],
-                "lora_bytes": list(model.lora_bytes_by_kind(stack, whole=True)),
+                "lora_bytes": list(model.whole_lora_bytes(stack)),
             }
             info = {**self.engine.facts(key), **of_loras, "ranks": self.reports[key]}
             job.reply(Loaded(name, model.family.name, info))

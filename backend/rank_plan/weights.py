@@ -142,7 +142,6 @@ def _dequantizing(shape: torch.Size, quantization: Quantization, dtype: torch.dt
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:
-    """Return the shape of what a rank holds of a parameter."""
     if cut is None:
         return torch.Size(whole)
     rows = sum(map(len, cut.outputs))

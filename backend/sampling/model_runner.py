@@ -108,13 +108,13 @@ class LoadedModel:
         """Count the bytes of LoRAs that are next to this rank's quantized weights now."""
         return self.weights.held_adapter_bytes()
 
-    def lora_bytes(self, stack: Stack, whole: bool = False) -> int:
-        """Count the bytes of LoRAs next to the quantized weights of this rank, or of the ``whole`` model."""
-        return self.lora_bytes_by_kind(stack, whole).total
+    def lora_bytes(self, stack: Stack) -> int:
+        """Count the bytes of LoRAs next to the quantized weights of this rank."""
+        return self.weights.adapter_bytes(stack, self.dtype).total
 
-    def lora_bytes_by_kind(self, stack: Stack, whole: bool = False) -> LoraBytes:
-        """Count ``lora_bytes`` by how tensor parallelism cuts them."""
-        return self.weights.adapter_bytes(stack, self.dtype, self.choices if whole else ())
+    def whole_lora_bytes(self, stack: Stack) -> LoraBytes:
+        """Count ``lora_bytes`` of the whole model, by how tensor parallelism cuts them."""
+        return self.weights.adapter_bytes(stack, self.dtype, self.choices)
 
     @property
     def family(self) -> Family:
@@ -156,11 +156,7 @@ class Runner:
     """Calls the model for one request."""
 
     def __init__(
-        self,
-        model: LoadedModel,
-        request: Request,
-        buffers: KVBuffers | None = None,
-        outcome: Callable[[], Outcome] = Outcome,
+        self, model: LoadedModel, request: Request, buffers: KVBuffers | None, outcome: Callable[[], Outcome]
     ):
         self.model = model
         self.request = request
@@ -207,7 +203,6 @@ class Runner:
             model.cache.forget_answers()
 
     def _arguments(self, latent: Tensor, context: StepContext) -> dict:
-        """Return the arguments of the transformer's forward."""
         family = self.model.family
         time = self._time(context)
         prompt = self._prompt(context)

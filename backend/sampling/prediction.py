@@ -24,27 +24,22 @@ class Prediction:
 
 
 def _minus_output(x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
-    """Return x - sigma · output."""
     return x - output * sigma
 
 
 def _denoised_v(x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
-    """Return x / (sigma² + 1) - sigma · output / sqrt(sigma² + 1)."""
     return x / (sigma**2 + 1.0) - output * sigma / (sigma**2 + 1.0) ** 0.5
 
 
 def _denoised_v_ddpm(x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
-    """Return (x - sigma · output) / sqrt(sigma² + 1)."""
     return x / (sigma**2 + 1.0) ** 0.5 - output * sigma / (sigma**2 + 1.0) ** 0.5
 
 
 def _output(x: Tensor, sigma: Tensor, output: Tensor) -> Tensor:
-    """Return the output as it is."""
     return output
 
 
 def _add_noise_flow(sigma: Tensor, noise: Tensor, latent: Tensor, from_pure_noise: bool) -> Tensor:
-    """Return sigma · noise + (1 - sigma) · latent."""
     return sigma * noise + (1.0 - sigma) * latent
 
 
@@ -54,17 +49,14 @@ def _add_noise_eps(sigma: Tensor, noise: Tensor, latent: Tensor, from_pure_noise
 
 
 def _noise_alone(sigma: Tensor, noise: Tensor, latent: Tensor, from_pure_noise: bool) -> Tensor:
-    """Return the noise as it is."""
     return noise
 
 
 def _finish_flow(x: Tensor, sigma: Tensor) -> Tensor:
-    """Return x / (1 - sigma)."""
     return x / (1.0 - sigma)
 
 
 def _unit_variance(x: Tensor, sigma: Tensor) -> Tensor:
-    """Return x / sqrt(sigma² + 1)."""
     return x / (sigma**2 + 1.0) ** 0.5
 
 

@@ -144,7 +144,6 @@ class Denoiser:
         return self.x
 
     def _own(self, prompts: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the prompts that this rank evaluates."""
         found = self.request.prompts
         return tuple(name for name in prompts if found[name].branch in self.branches)
 
@@ -172,7 +171,6 @@ class Denoiser:
         return set(self.request.prompts_at(evaluation.sigma)) <= set(before)
 
     def _evaluate(self, index: int):
-        """Run every micro-batch of an evaluation."""
         plan = self.plan
         evaluation = plan[index]
         prompts = self._own(self.request.prompts_at(evaluation.sigma))

@@ -85,9 +85,9 @@ def test_they_are_beside_quantized_weights(tmp_path, monkeypatch):
         engine.load("tiny", str(path), "fp32", "weight only")
         bare = sampled(engine, "tiny")
         model = engine.models["tiny"]
-        planned = model.lora_bytes(stack, whole=True)
+        planned = model.whole_lora_bytes(stack).total
         found = sampled(engine, engine.add_lora_stack("tiny", stack))
-        assert model.held_lora_bytes == model.lora_bytes(stack) == model.lora_bytes(stack, whole=True)
+        assert model.held_lora_bytes == model.lora_bytes(stack) == model.whole_lora_bytes(stack).total
         assert model.held_lora_bytes <= planned
         return engine, found, model.held_lora_bytes, bare
 

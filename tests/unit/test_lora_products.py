@@ -95,12 +95,12 @@ def test_stacks_are_the_whole_differences(tmp_path, monkeypatch):
     for names, products in STACKS.items():
         for strengths in ((0.5, 1.0, -0.3, 0.7), (1.2, 0.4, 0.6, -0.2)):
             stack = lora_stack([[str(files[name]), s] for name, s in zip(names, strengths)])
-            planned = model.lora_bytes(stack, whole=True)
+            planned = model.whole_lora_bytes(stack).total
             model.weights.fuse(stack)
             stacks[names, strengths], found[names, strengths] = stack, effective(engine)
             wholes = [weight.whole is not None for weight in model.weights.packed.values()]
             assert any(wholes) != products
-            assert model.held_lora_bytes == model.lora_bytes(stack) == model.lora_bytes(stack, whole=True)
+            assert model.held_lora_bytes == model.lora_bytes(stack) == model.whole_lora_bytes(stack).total
             assert model.held_lora_bytes <= planned
     kinds = {type(a) for w in model.weights.packed.values() for a in w.adapters.values()}
     assert not kinds  # of the last stack, which is whole
@@ -176,9 +176,9 @@ def test_rows_of_a_tensor_are_planned_as_they_are_held(tmp_path):
     tensors |= {f"{stem}.lora_down.weight": randn(4, 256, seed=i) for i, stem in enumerate(stems)}
     save_file(tensors, tmp_path / "apart.safetensors")
     stack = lora_stack([[str(tmp_path / "apart.safetensors"), 1.0]])
-    planned = model.lora_bytes_by_kind(stack, whole=True)
+    planned = model.whole_lora_bytes(stack)
     model.weights.fuse(stack)
-    assert planned == model.lora_bytes_by_kind(stack, whole=True)
+    assert planned == model.whole_lora_bytes(stack)
     assert model.held_lora_bytes == planned.total == 3 * 4 * (256 + 256) * 2
 
 
@@ -203,7 +203,7 @@ def test_a_file_is_planned_as_it_is_held(kind, tmp_path):
     engine.load("tiny", str(path), "bf16", "weight only")
     model, stack = engine.models["tiny"], lora_stack([[str(tmp_path / "one.safetensors"), 1.0]])
     planned = file_bytes({key: value.shape for key, value in tensors.items()})
-    assert planned == model.lora_bytes_by_kind(stack, whole=True) and planned.total
+    assert planned == model.whole_lora_bytes(stack) and planned.total
     model.weights.fuse(stack)
     assert model.held_lora_bytes == planned.total
     is_copy = kind in ("large lokr", "large loha", "diff")
@@ -222,7 +222,7 @@ def test_magnitudes_of_columns_are_planned_for_each_parameter(kind, tmp_path):
     engine.load("tiny", str(path), "bf16", "weight only")
     model, stack = engine.models["tiny"], lora_stack([[str(tmp_path / "one.safetensors"), 1.0]])
     planned = file_bytes({key: value.shape for key, value in tensors.items()})
-    assert planned.factors == model.lora_bytes_by_kind(stack, whole=True).factors
+    assert planned.factors == model.whole_lora_bytes(stack).factors
     model.weights.fuse(stack)
     held = [weight for weight in model.weights.packed.values() if weight.adapters]
     found = [weight.column_scale for weight in held]

@@ -157,7 +157,6 @@ def sa_solver(x: Tensor, problem: Problem) -> Steps:
     predicted = x
     history = []
     tau = 0.0
-    h = None
     noise = None
     for i, sigma, sigma_next in problem.steps:
         denoised = yield predicted, sigma, i
@@ -168,28 +167,28 @@ def sa_solver(x: Tensor, problem: Problem) -> Steps:
         if i == 0 or sigma_next == 0:
             x = predicted
         else:
-            x = _adams(x, lambdas, sigmas, i - 1, h, tau, history, lambdas[i - corrector + 1 : i + 1])
+            x = _adams(x, lambdas, sigmas, i - 1, tau, history, lambdas[i - corrector + 1 : i + 1])
             x = x if noise is None else x + noise
         if sigma_next == 0:
             predicted = denoised
             continue
         tau = 1.0 if upper >= sigma_next.item() >= lower else 0.0
-        h = lambdas[i + 1] - lambdas[i]
-        predicted = _adams(x, lambdas, sigmas, i, h, tau, history, lambdas[i - predictor + 1 : i + 1])
-        noise = fresh() * sigma_next * (-2 * tau**2 * h).expm1().neg().sqrt() if tau else None
-        predicted = predicted if noise is None else predicted + noise
+        predicted = _adams(x, lambdas, sigmas, i, tau, history, lambdas[i - predictor + 1 : i + 1])
+        noise = None
+        if tau:
+            h = lambdas[i + 1] - lambdas[i]
+            noise = fresh() * sigma_next * (-2 * tau**2 * h).expm1().neg().sqrt()
+            predicted = predicted + noise
     return predicted
 
 
-def _adams(x, lambdas, sigmas, i, h, tau, history, knots) -> Tensor:
+def _adams(x, lambdas, sigmas, i, tau, history, knots) -> Tensor:
     """Step i, from the state ``x``, by the polynomial through the newest predictions of ``history``, at the
     half log SNRs ``knots``."""
-    weights = (
-        sigmas[i + 1]
-        * lambdas[i + 1].exp()
-        * _adams_weights(knots, start=lambdas[i], end=lambdas[i + 1], tau=tau)
-    )
-    x = sigmas[i + 1] / sigmas[i] * (-(tau**2) * h).exp() * x
+    start = lambdas[i]
+    end = lambdas[i + 1]
+    weights = sigmas[i + 1] * end.exp() * _adams_weights(knots, start, end, tau)
+    x = sigmas[i + 1] / sigmas[i] * (-(tau**2) * (end - start)).exp() * x
     return x + weighted(weights, history[-len(knots) :])
 
 
