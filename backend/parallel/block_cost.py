@@ -150,17 +150,14 @@ def layer_tokens(block: nn.Module, list_name: str, family) -> dict[str, LayerTok
 
 
 def _linear(block, list_name, family, config, image, text, latents) -> int:
-    layers = {
-        name: module.weight
-        for name, module in block.named_modules()
-        if getattr(module, "weight", None) is not None and module.weight.ndim > 1
-    }
     tokens = layer_tokens(block, list_name, family)
-    return sum(
-        round(weight.numel() * family.blocks.flop_share(name, config))
-        * tokens[name].count(image, text, latents)
-        for name, weight in layers.items()
-    )
+    macs = 0
+    for name, module in block.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.ndim > 1:
+            of_token = round(weight.numel() * family.blocks.flop_share(name, config))
+            macs += of_token * tokens[name].count(image, text, latents)
+    return macs
 
 
 def _attention(block, list_name, family, config, image, text, latents) -> int:

@@ -131,11 +131,9 @@ class CachedLayer(nn.Module):
     @property
     def bytes(self) -> int:
         """Memory of the cached answers."""
-        tensors = [
-            *chain(*(answer if isinstance(answer, tuple) else (answer,) for answer in self.known.values()))
-        ]
-        if self.table is not None:
-            tensors.append(self.table)
+        tensors = [] if self.table is None else [self.table]
+        for answer in self.known.values():
+            tensors += answer if isinstance(answer, tuple) else (answer,)
         return sum(tensor.nbytes for tensor in tensors)
 
     def store(self, table: Tensor | None):
@@ -254,16 +252,14 @@ class LayerCache:
         ``embeddings[prompt][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
         of their tokens get. Collective as begin_evaluation.
         """
-        seconds = {
-            _second(prompt): [vars(embedding)["second"] for embedding in evaluations]
-            for prompt, evaluations in embeddings.items()
-            if hasattr(evaluations[0], "second")
-        }
-        each = {
-            (prompt, evaluation): embedding
-            for prompt, evaluations in (embeddings | seconds).items()
-            for evaluation, embedding in enumerate(evaluations)
-        }
+        each: dict[tuple[str, int], Tensor] = {}
+        seconds: dict[tuple[str, int], Tensor] = {}
+        for prompt, evaluations in embeddings.items():
+            for evaluation, embedding in enumerate(evaluations):
+                each[prompt, evaluation] = embedding
+                if hasattr(embedding, "second"):
+                    seconds[_second(prompt), evaluation] = vars(embedding)["second"]
+        each |= seconds
         different, places = self._different(torch.cat(list(each.values())))
         next_place = iter(places)
         rows = {key: tuple(next(next_place) for _ in embedding) for key, embedding in each.items()}

@@ -119,19 +119,16 @@ def _by_layers(work: Workload, place: MeshPlace) -> int:
     sequence = work.sequence
     position = sequence.text_position
     uneven = work.config.shares_of("ring", "ulysses")
-    shards = whole_sequence(
-        sequence, sp_rank=work.sp_rank(place), sp_size=work.config.sp_degree, shares=uneven
-    )
+    shards = whole_sequence(sequence, work.sp_rank(place), work.config.sp_degree, uneven)
     own = shards.local
     nested = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
     text = len(own.text) if position else work.request.text_tokens
     stream = _stream(work)
     controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
-    names = work.checkpoint.block_names
-    blocks = {_kind(work, names[i], place): names[i] for i in work.blocks(place)}
-    inside = [
-        _live(work, name, place, image=own.stream, text=text, latents=nested) for name in blocks.values()
-    ]
+    names = [work.checkpoint.block_names[i] for i in work.blocks(place)]
+    sizes = work.checkpoint.block_sizes
+    kinds = {(name.rpartition(".")[0], sizes[name]): name for name in names}  # of blocks that are alike
+    inside = [_live(work, name, place, own.stream, text, nested) for name in kinds.values()]
     within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
     within += long_skips(work.checkpoint, work.blocks(place)) * stream * own.stream
     tokens = sequence.joint if position else work.request.image_tokens + text
@@ -145,11 +142,6 @@ def long_skips(checkpoint: Checkpoint, blocks: range) -> int:
     """Count the blocks whose image tokens wait at once for long skips to later ones."""
     structure = BlockStructure.of(checkpoint.transformer, checkpoint.family)
     return max((len(structure.crossing(index)) for index in blocks), default=0)
-
-
-def _kind(work: Workload, name: str, place: MeshPlace) -> tuple:
-    """Return what makes blocks alike: the sizes of their layers on this rank."""
-    return (name.rpartition(".")[0], place["tp"], work.checkpoint.block_sizes[name])
 
 
 def _live(work: Workload, name: str, place: MeshPlace, image: int, text: int, latents: Latents) -> int:

@@ -13,9 +13,8 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
 from ..models.blocks import APART
-from ..parallel.block_cost import PROMPT, block_costs, latents_of, layer_tokens
+from ..parallel.block_cost import PROMPT, block_costs, latents_of
 from ..parallel.block_streams import BlockStructure
-from ..parallel.matrix_cuts import Shard
 from ..parallel.ring_library import ring_unavailable
 from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..planner.model_shape import NONE, BlockShape, ModelShape
@@ -160,31 +159,23 @@ class _Measured:
         return {"native_format": kind, "native_share": share} if share else {}
 
     @cached_property
-    def _reducing(self) -> list[dict[str, Shard]]:
-        """Return the layers of every block whose outputs tensor parallelism sums, and what it leaves of
-        each."""
-        reducing: list[dict[str, Shard]] = [{} for _ in self.checkpoint.block_names]
-        for module, cut in self._cuts.items():
-            if cut.reduce:
-                reducing[self.checkpoint.layer_blocks[module]][module] = cut
-        return reducing
-
-    def _reduced(self, index: int) -> tuple[int, int]:
-        """Return the numbers of an image token and of a text token that tensor parallelism sums in a
+    def _reduced(self) -> list[list[int]]:
+        """Return the numbers of an image token and of a text token that tensor parallelism sums in every
         block."""
-        block = self.checkpoint.block_names[index]
-        layers = self.checkpoint.transformer.get_submodule(block)
-        blocks = block.rpartition(".")[0]
-        tokens_of = layer_tokens(layers, blocks, self.checkpoint.family)
-        counts = [0, 0]
-        for module, cut in self._reducing[index].items():
-            inner = module.removeprefix(f"{block}.")
-            family = self.checkpoint.family
-            numbers = cut.reduced_features * family.blocks.flop_share(inner, self.checkpoint.config)
+        checkpoint = self.checkpoint
+        family = checkpoint.family
+        counts = [[0, 0] for _ in checkpoint.block_names]
+        for module, cut in self._cuts.items():
+            if not cut.reduce:
+                continue
+            block = checkpoint.layer_blocks[module]
+            inner = module.removeprefix(f"{checkpoint.block_names[block]}.")
+            numbers = cut.reduced_features * family.blocks.flop_share(inner, checkpoint.config)
+            passing = checkpoint.layer_tokens[module]
             for stream, tokens in enumerate(((1, 0), (0, 1))):
                 latents = latents_of(family, tokens[0])
-                counts[stream] += round(tokens_of[inner].count(*tokens, latents) * numbers)
-        return counts[0], counts[1]
+                counts[block][stream] += round(passing.count(*tokens, latents) * numbers)
+        return counts
 
     def _whole_block(self) -> BlockShape:
         """Return a transformer that cannot be cut as one block: a token of the image meets every matrix.
@@ -207,7 +198,7 @@ class _Measured:
         sizes = self._by_block[index]
         blocks = self.checkpoint.block_names[index].rpartition(".")[0]
         streams = self.checkpoint.family.blocks.lists[blocks]
-        reduced_image, reduced_text = self._reduced(index)
+        reduced_image, reduced_text = self._reduced[index]
         image, text, image_pairs, cross_pairs, text_pairs = self._polynomials[index]
         return BlockShape(
             image=image,

@@ -1,7 +1,7 @@
 """The solvers by name, and the list of model calls that one makes. The solvers themselves are in solvers/."""
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -79,16 +79,8 @@ def _dry(
     def brownian(a, b):
         return x * (a - b) / (a - b)  # as FreshNoise's, none from a noise level to itself
 
-    steps = SOLVER_FUNCTIONS[solver](
-        x,
-        Problem(
-            sigmas=problem.sigmas.cpu(),
-            prediction=problem.prediction,
-            noise=lambda k: x,
-            brownian=brownian,
-            percent_to_sigma=problem.percent_to_sigma,
-        ),
-    )
+    dry = replace(problem, sigmas=problem.sigmas.cpu(), noise=lambda k: x, brownian=brownian)
+    steps = SOLVER_FUNCTIONS[solver](x, dry)
     try:
         request = next(steps)
         for denoised in cycle(values):
