@@ -62,13 +62,8 @@ class Stage:
         for name in family.blocks.lists:
             modules = block_list(transformer, name)
             for i, block in enumerate(modules):
-                modules[i] = StagedBlock(self, index, block)
+                modules[i] = StagedBlock(self.run_block, index, block, index in blocks)
                 index += 1
-        self.passed_blocks = {
-            index
-            for index in range(self.structure.total)
-            if index not in blocks and self.structure.can_skip(index)
-        }
         self.receives_whole = True
         #: Whether references enter before the text does.
         self.references_first = False
@@ -88,12 +83,7 @@ class Stage:
         self.attention = Attention(mesh, blocks.head_size(config) if blocks.values else 0)
         self.pipe = None
         if mesh.pp.size > 1:
-            self.pipe = Pipe(
-                incoming=mesh.edges.before,
-                outgoing=mesh.edges.after,
-                mechanism="pipeline",
-                keeps_buffers=True,
-            )
+            self.pipe = Pipe(mesh.edges.before, mesh.edges.after, "pipeline", keeps_buffers=True)
 
     @property
     def own_blocks(self) -> list[nn.Module]:
@@ -199,7 +189,7 @@ class Stage:
         forward = self._forward
         structure = self.structure
         call = dict(zip(names, args)) | kwargs
-        if index in self.passed_blocks and not forward.per_block_text:
+        if block is None and structure.can_skip(index) and not forward.per_block_text:
             return self._pass(index, call)
         streams = forward.streams(index, call)
         if index in (0, structure.entry):

@@ -1,21 +1,9 @@
 """What stands in a transformer's lists in the place of its blocks."""
 
 import inspect
-from typing import Any, Protocol
+from collections.abc import Callable
 
 from torch import nn
-
-
-class BlockRunner(Protocol):
-    """A Stage, as its blocks know it."""
-
-    blocks: range
-
-    def run_block(
-        self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict
-    ) -> Any:
-        """Run block ``index`` in its place; return what it returns."""
-        ...
 
 
 def positional_names(block: nn.Module) -> list[str]:
@@ -25,16 +13,15 @@ def positional_names(block: nn.Module) -> list[str]:
 
 
 class StagedBlock(nn.Module):
-    """A block of the transformer, or the place of one that lives on another stage."""
+    """A block of the transformer, or the place of one that lives on another stage. run: Stage.run_block."""
 
-    def __init__(self, stage: BlockRunner, index: int, block: nn.Module):
+    def __init__(self, run: Callable, index: int, block: nn.Module, is_here: bool):
         super().__init__()
+        self.run = run
         self.names = positional_names(block)
         self.index = index
-        self.block = block if index in stage.blocks else None
-        # in lists: neither the stage nor a block without weights is a submodule
-        self.stage = [stage]
-        self.original = [block]
+        self.block = block if is_here else None
+        self.original = [block]  # in a list: a block without weights is no submodule
 
     def __getattr__(self, name):
         """Return what a model's forward reads of its blocks."""
@@ -44,4 +31,4 @@ class StagedBlock(nn.Module):
             return getattr(self.original[0], name)
 
     def forward(self, *args, **kwargs):
-        return self.stage[0].run_block(self.index, self.block, self.names, args, kwargs)
+        return self.run(self.index, self.block, self.names, args, kwargs)
