@@ -23,7 +23,12 @@ from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.compute_dtype import default_dtype
 from backend.loading.recognition import open_checkpoint
-from backend.rank_plan import RequestSize, automatic_choices, describe
+from backend.loading.weight_loading import choices
+from backend.quantization.kernels import AUTO
+from backend.rank_plan import RequestSize, describe
+from backend.rank_plan.workload import tensor_mesh
+
+CUDA = torch.device("cuda")
 
 
 def options() -> argparse.Namespace:
@@ -55,13 +60,17 @@ def main():
     try:
         checkpoint = open_checkpoint(chosen.model)
         capability = chosen.compute_capability and divmod(round(10 * chosen.compute_capability), 10)
-        dtype = default_dtype(checkpoint, torch.device("cuda"), capability)  # None: with fast bfloat16
+        dtype = default_dtype(checkpoint, CUDA, capability)  # None: with fast bfloat16
+        found = {}
+        if capability:
+            cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))
+            found = choices(checkpoint, cuts, AUTO, CUDA, capability)
         plans = describe(
             config,
             checkpoint,
             RequestSize(chosen.image_tokens, chosen.text_tokens, chosen.batch, chosen.prompts),
             dtype,
-            choices=automatic_choices(config, checkpoint, capability),
+            choices=found,
         )
     except (ConfigError, UnsupportedError) as error:
         sys.exit(str(error))

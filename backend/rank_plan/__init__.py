@@ -1,6 +1,5 @@
 """What each rank of a configuration would hold and send, found without running anything."""
 
 from .describe import RankPlan as RankPlan
-from .describe import automatic_choices as automatic_choices
 from .describe import describe as describe
 from .request_size import RequestSize as RequestSize

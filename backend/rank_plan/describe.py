@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ..config import ParallelConfig
-from ..hardware.gpu_kernels import Capability
-from ..loading import weight_loading
 from ..loading.checkpoint import Checkpoint
-from ..quantization.kernels import AUTO, MatmulChoice
+from ..quantization.kernels import MatmulChoice
 from ..units import blocks_text, megabytes
 from .activations import activation_bytes
 from .request_size import RequestSize
 from .traffic import sent
-from .workload import MeshPlace, Workload, tensor_mesh
+from .workload import MeshPlace, Workload
 
 
 @dataclass(frozen=True)
@@ -112,17 +110,6 @@ def mesh_indices(config: ParallelConfig) -> list[MeshPlace]:
     """Return where each rank stands: its index on every mesh axis."""
     indices = itertools.product(*map(range, config.degrees.values()))
     return [dict(zip(config.degrees, place)) for place in indices]
-
-
-def automatic_choices(
-    config: ParallelConfig, checkpoint: Checkpoint, capability: Capability | None
-) -> dict[str, MatmulChoice]:
-    """Choose how quantized parameters multiply by default on NVIDIA GPUs of that compute capability (None: of
-    none that is known), with what is installed here."""
-    if capability is None:
-        return {}
-    cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))
-    return weight_loading.choices(checkpoint, cuts, AUTO, torch.device("cuda"), capability)
 
 
 def _plan(work: Workload, rank: int, place: MeshPlace) -> RankPlan:
