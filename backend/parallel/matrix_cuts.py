@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -133,17 +133,9 @@ class CutPlan:
     cuts: Mapping[str, Cut]
 
     def shards(self, mesh: Mesh) -> dict[str, Shard]:
-        """Return module -> the piece of the rank whose place is ``mesh``."""
-        kinds, kind_of = self._alike
-        pieces = [cut.shard(mesh) for cut in kinds]
-        return {name: pieces[kind] for name, kind in kind_of.items()}
-
-    @cached_property
-    def _alike(self) -> tuple[list[Cut], dict[str, int]]:
-        """Return the cuts that differ, and module -> which of them is its own: many layers are cut alike."""
-        kinds: dict[Cut, int] = {}
-        kind_of = {name: kinds.setdefault(cut, len(kinds)) for name, cut in self.cuts.items()}
-        return [*kinds], kind_of
+        """Return module -> the piece of the rank whose place is ``mesh``: one for all layers cut alike."""
+        piece = cache(partial(Cut.shard, mesh=mesh))
+        return {name: piece(cut) for name, cut in self.cuts.items()}
 
 
 def cut_plan(
