@@ -25,7 +25,7 @@ from scaling_page import dry_run, model, plans_of
 from scipy.optimize import linprog  # pyright: ignore[reportMissingImports]  # not among what tests need
 
 from backend.config import ParallelConfig
-from backend.rank_plan.activations import latent_bytes, long_skips, unit_bytes
+from backend.rank_plan.activations import latent_bytes, long_skips, width_bytes
 from backend.rank_plan.workload import Workload
 
 STORED = ROOT / "backend/rank_plan/activations.json"
@@ -59,7 +59,7 @@ def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Ro
     checkpoint = model(golden).checkpoint
     size = model(golden).size
     work = Workload(ParallelConfig(), checkpoint, size, torch.bfloat16, {})
-    unit = size.tokens * unit_bytes(work)
+    unit = size.tokens * width_bytes(work, 1)
     plan = plans_of(golden, method, ranks)[rank]
     sp = ranks if method in ("ulysses", "ring") else 1
     tp = ranks if method == "tensor parallel" else 1

@@ -164,9 +164,11 @@ class Stage:
     ) -> Tensor | tuple | None:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
         None on all but the last stage. ``latent``, ``reference``: how many tokens they have."""
-        anew = self.adapter.per_block_text(arguments)
-        known = (self.attention.positions, self.cuts)
-        self.current = Forward(self.structure, context, latent, reference, anew, *known)
+        per_block = self.adapter.per_block_text(arguments)
+        positions = self.attention.positions
+        self.current = Forward(
+            self.structure, context, latent, reference, per_block, positions=positions, cuts=self.cuts
+        )
         try:
             return model_output(self.transformer, self.family, arguments)
         except StageDone:

@@ -54,7 +54,7 @@ def activation_bytes(work: Workload, place: MeshPlace) -> int:
         work.sp_rank(place)
     ]
     matrices = relative_shares(work.config.tensor_parallel_degree, work.config.shares_of("tp"))[place["tp"]]
-    skipped = long_skips(work.checkpoint, work.blocks(place)) * _stream(work)
+    skipped = long_skips(work.checkpoint, work.blocks(place)) * width_bytes(work, 0)
     token = fitted.on_rank(work.config, skipped, tokens, matrices)
     held = fitted.of_samples(work.config, work.batch, token)
     return math.ceil(work.request.tokens * held)
@@ -75,7 +75,7 @@ def activations_of(work: Workload, two: Workload | None) -> Activations:
         replicated=whole / tokens - cut - latents,
         cut=cut,
         communicated=COMMUNICATED * heads,
-        outside=STREAMS_OUTSIDE * _stream(work),
+        outside=STREAMS_OUTSIDE * width_bytes(work, 0),
         latents=latents,
     )
 
@@ -84,25 +84,18 @@ def _fitted(work: Workload) -> Activations | None:
     """Return the activations that were fitted for a family; None for others."""
     if work.family.name not in FITTED:
         return None
-    numbers = {name: number * unit_bytes(work) for name, number in FITTED[work.family.name].items()}
-    controls = CONTROLS * (_width(work, work.request.controls) - _width(work, 1)) * work.dtype.itemsize
+    unit = width_bytes(work, 1)
+    numbers = {name: number * unit for name, number in FITTED[work.family.name].items()}
+    controls = CONTROLS * (width_bytes(work, work.request.controls) - unit)
     numbers["replicated"] += controls
     numbers["outside"] += controls
     tokens = work.request.tokens
     return Activations(**numbers, latents=latent_bytes(work) / max(1, tokens))
 
 
-def unit_bytes(work: Workload) -> int:
-    """Return the bytes of a token between blocks, with the control inputs of one."""
-    return _width(work, 1) * work.dtype.itemsize
-
-
-def _stream(work: Workload) -> int:
-    return _width(work, 0) * work.dtype.itemsize
-
-
-def _width(work: Workload, controls: int) -> int:
-    return work.family.blocks.hidden_width(work.checkpoint.config, controls=controls)
+def width_bytes(work: Workload, controls: int) -> int:
+    """Return the bytes of a token between blocks, with the states of so many control inputs."""
+    return work.family.blocks.hidden_width(work.checkpoint.config, controls=controls) * work.dtype.itemsize
 
 
 def latent_bytes(work: Workload) -> int:
@@ -123,8 +116,8 @@ def _by_layers(work: Workload, place: MeshPlace) -> int:
     own = shards.local
     nested = {name: shards.lengths(name)[shards.sp_rank] for name, _ in sequence.latents}
     text = len(own.text) if position else work.request.text_tokens
-    stream = _stream(work)
-    controls = CONTROLS * (work.width * work.dtype.itemsize - stream)
+    stream = width_bytes(work, 0)
+    controls = CONTROLS * (width_bytes(work, work.request.controls) - stream)
     names = [work.checkpoint.block_names[i] for i in work.blocks(place)]
     sizes = work.checkpoint.block_sizes
     kinds = {(name.rpartition(".")[0], sizes[name]): name for name in names}  # of blocks that are alike

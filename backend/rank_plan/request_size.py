@@ -43,11 +43,9 @@ class RequestSize:
 def planned_config(message: Sample | ModelCall, config: ParallelConfig) -> ParallelConfig:
     """Return the backend's configuration with the settings of a request; under a call PipeFusion is drained
     and reads no stale keys and values."""
-    return (
-        request_config(message, config)
-        if isinstance(message, Sample)
-        else replace(config, num_pipeline_patch=1)
-    )
+    if isinstance(message, Sample):
+        return request_config(message, config)
+    return replace(config, num_pipeline_patch=1)
 
 
 def size_of(

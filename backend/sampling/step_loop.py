@@ -183,10 +183,8 @@ class Denoiser:
         for patch, micro_batches in calls:
             if self.first_stage:
                 self._collect_until(patch)
-                is_last = closes and patch is patches[-1]
-                self.pending.append(
-                    Pending(patch, evaluation, prompts, opens_step=opens, closes_step=is_last)
-                )
+                ends = closes and patch is patches[-1]
+                self.pending.append(Pending(patch, evaluation, prompts, opens_step=opens, closes_step=ends))
             for context in micro_batches:
                 most = min(done + 2, len(contexts))
                 while ahead < most and self.runner.expect(contexts[ahead]):  # in the order in which they come
