@@ -114,8 +114,8 @@ class Attention:
         self.buffers = buffers
         self.wire = wire
         self.compiled = compiled
-        self.positions.clear()
-        self.masks.clear()
+        self.positions = Positions()
+        self.masks = Masks(self.positions)
         self.static_text.clear()
 
     def __call__(

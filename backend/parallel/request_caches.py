@@ -35,11 +35,6 @@ class Positions:
     _found: dict[tuple, tuple[TokenShards, slice | Tensor]] = field(default_factory=dict)
     _apart: dict[tuple, tuple[TokenShards, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
-    def clear(self):
-        """Forget the request before."""
-        self._found.clear()
-        self._apart.clear()
-
     def of(
         self,
         tokens: TokenShards,
@@ -93,12 +88,6 @@ class Masks:
     _first: dict[tuple, Tensor] = field(default_factory=dict)
     _needed: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _cuts: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-
-    def clear(self):
-        """Forget the request before."""
-        self._first.clear()
-        self._needed.clear()
-        self._cuts.clear()
 
     def needed(self, mask: Tensor | None, where: tuple) -> Tensor | None:
         """Return the mask of the call ``where``; None if it is boolean and hides nothing, so that the fast

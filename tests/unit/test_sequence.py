@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from backend.models.latent_tokens import NestedGrid, TokenGrid
+from backend.parallel.attention_hook import Attention
 from backend.parallel.block_streams import token_shards
-from backend.parallel.mesh import Axis
+from backend.parallel.mesh import Axis, single
 from backend.parallel.request_caches import Masks, Positions, select
 from backend.parallel.sequence import SequenceLengths, Span, TokenShards, patches, whole_sequence
 from backend.parallel.step_context import StepContext
@@ -168,7 +169,8 @@ def test_a_masks_verdict_is_asked_for_once_a_request(monkeypatch):
     asked = []
     ask = torch.Tensor.all
     monkeypatch.setattr(torch.Tensor, "all", lambda self: asked.append(1) or ask(self))
-    masks = Masks(Positions())
+    attention = Attention(single())
+    masks = attention.masks
     seen = torch.ones(1, 1, 1, 20, dtype=torch.bool)
     some = seen.clone()
     some[..., :3] = False
@@ -179,8 +181,8 @@ def test_a_masks_verdict_is_asked_for_once_a_request(monkeypatch):
         cut = masks.cut(tokens, needed, "joint", range(0, 1), range(1, 2))
         assert cut.equal(some[..., tokens.positions("joint", range(1, 2))])
     assert len(asked) == 2
-    masks.clear()
-    assert masks.needed(some, ("positive", 0, 0)) is some
+    attention.begin_request("auto", None)
+    assert attention.masks.needed(some, ("positive", 0, 0)) is some
 
 
 def test_a_mask_of_text_hides_keys_of_the_joint_sequence():
