@@ -47,7 +47,7 @@ from .sampling.request import build
 from .sampling.runs import Prepared, call_model, run_request
 from .sampling.step_loop import Callbacks
 from .sampling.tensor_validation import check_numbers, check_result
-from .sampling.validation import check_degrees, check_sample, check_workload, refusing
+from .sampling.validation import Target, check_degrees, check_sample, check_workload, refusing
 from .serving.argument_cache import ArgumentCache
 
 #: Names of models with LoRAs that are known at once; one more takes the place of the oldest.
@@ -276,16 +276,14 @@ class Engine:
         return [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling
-    def _checked_by(self, name: str) -> dict:
-        """Return what check_sample and check_call need of the model ``name`` and of the ranks."""
+    def _target(self, name: str) -> Target:
         model = self.loaded(name)
-        of_model = {"family": model.family, "model_config": model.config, "dtype": model.dtype}
-        return {**of_model, "device": self.mesh.device.type, "capabilities": self.capabilities}
+        return Target(model.family, model.config, model.dtype, self.mesh.device.type, self.capabilities)
 
     @refusing("the request")
     def check_sample(self, sample: Sample) -> ModelInputs:
         """Refuse a request that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
-        return check_sample(sample, self.config, **self._checked_by(sample.model))
+        return check_sample(sample, self.config, self._target(sample.model))
 
     @torch.inference_mode()
     def prepare_sample(self, sample: Sample, inputs: ModelInputs | None = None) -> Prepared:
@@ -307,9 +305,9 @@ class Engine:
     @refusing("the call")
     def check_forward(self, call: ModelCall) -> ModelInputs:
         """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
-        known = self._checked_by(call.model)
+        target = self._target(call.model)
         check_numbers(call.tensors)
-        return check_call(self.argument_cache.filled(call), self.config, **known)
+        return check_call(self.argument_cache.filled(call), self.config, target)
 
     @torch.inference_mode()
     def prepare_call(self, call: ModelCall, inputs: ModelInputs | None = None) -> Prepared:

@@ -5,7 +5,6 @@ It is a request of one evaluation whose prediction is the model's output, run by
 is spread over the replicas of both the dp and the cfg axis: its samples know of no CFG branches.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
-from ..hardware.gpu_kernels import Capability
 from ..models.family import Family
 from ..parallel.mesh import ALONE, Mesh
 from ..parallel.sequence import Span
@@ -30,7 +28,7 @@ from .request import Request
 from .solver_registry import Evaluation
 from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
-from .validation import check_kernel, check_patches, check_wire
+from .validation import Target, check_kernel, check_patches, check_wire
 
 
 def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
@@ -39,20 +37,13 @@ def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
     return replace(config, num_pipeline_patch=1, **asked)
 
 
-def check_call(
-    call: ModelCall,
-    config: ParallelConfig,
-    family: Family,
-    model_config: dict,
-    dtype: torch.dtype,
-    device: str,
-    capabilities: Iterable[Capability] = (),
-) -> ModelInputs:
-    """Refuse a call that cannot run; return what it gives the model. ``capabilities``: of the ranks' GPUs.
-    Raises UnsupportedError or ConfigError."""
+def check_call(call: ModelCall, config: ParallelConfig, target: Target) -> ModelInputs:
+    """Refuse a call that cannot run; return what it gives the model. Raises as check_sample."""
+    family = target.family
+    model_config = target.config
     run = _settings(call, config).validate()
     check_wire(run, family)
-    check_kernel(run, family, model_config, dtype, device, capabilities)
+    check_kernel(run, target)
     for name in ("x", "time"):
         if name not in call.tensors:
             raise UnsupportedError(f"the call has no tensor {name!r}; send it.")
@@ -76,7 +67,7 @@ def check_call(
         )
     inputs = inputs_of(call, family, model_config)
     [arguments] = inputs.prompts.values()
-    check_arguments("the conditioning", arguments, inputs.batch, inputs.grid, family, model_config)
+    check_arguments("the conditioning", arguments, inputs, family, model_config)
     check_patches(run, inputs.grid)
     return inputs
 

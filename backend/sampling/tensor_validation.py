@@ -10,9 +10,10 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
 from ..models.family import Family
-from ..models.latent_tokens import NestedGrid, TokenGrid
+from ..models.latent_tokens import NestedGrid
 from ..planner.machine import is_latent_shape
 from ..quantization.formats import dtype_name
+from .model_inputs import ModelInputs
 
 #: Types of a request's tensors; those of its latent and its prompt are floating-point.
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -88,14 +89,12 @@ def is_latent(shape: Any, channels: int) -> bool:
 
 
 def check_arguments(
-    whose: str,
-    given: dict[str, Tensor],
-    batch: int,
-    grid: TokenGrid | NestedGrid,
-    family: Family,
-    model_config: dict,
+    whose: str, given: dict[str, Tensor], inputs: ModelInputs, family: Family, model_config: dict
 ):
-    """Refuse arguments that the family does not take, or that do not fit it. Raises UnsupportedError."""
+    """Refuse arguments of ``inputs`` that the family does not take, or that do not fit it. Raises
+    UnsupportedError."""
+    batch = inputs.batch
+    grid = inputs.grid
     for name in given:
         if name.partition(".")[0] not in family.conditioning.accepted:
             raise UnsupportedError(

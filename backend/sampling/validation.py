@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -55,30 +56,36 @@ def refusing(what: str):
         ) from error
 
 
-def check_sample(
-    sample: Sample,
-    config: ParallelConfig,
-    family: Family,
-    model_config: dict,
-    dtype: torch.dtype,
-    device: str,
-    capabilities: Iterable[Capability] = (),
-) -> ModelInputs:
-    """Refuse a request that cannot run; return what it gives the model. ``capabilities``: of the ranks' GPUs.
-    Raises UnsupportedError or ConfigError."""
+@dataclass(frozen=True)
+class Target:
+    """The model that a request is for, and the ranks that run it. config: arguments of the diffusers class.
+    device: "cuda" or "cpu". capabilities: of the ranks' GPUs."""
+
+    family: Family
+    config: dict
+    dtype: torch.dtype
+    device: str
+    capabilities: Iterable[Capability] = ()
+
+
+def check_sample(sample: Sample, config: ParallelConfig, target: Target) -> ModelInputs:
+    """Refuse a request that cannot run; return what it gives the model. Raises UnsupportedError or
+    ConfigError."""
+    family = target.family
+    model_config = target.config
     run = request_config(sample, config)
     prompts = names(sample)
     has_negative = any(branch_of(name) == "negative" for name in prompts)
     _check_settings(sample, config, run, has_negative)
     check_wire(run, family)
-    check_kernel(run, family, model_config, dtype, device, capabilities)
+    check_kernel(run, target)
     _check_tensors(sample, family, model_config)
     config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family, has_negative)
     _check_prompts(sample, prompts)
     inputs = inputs_of(sample, family, model_config)
     for name, given in inputs.prompts.items():
-        check_arguments(f"the {name} conditioning", given, inputs.batch, inputs.grid, family, model_config)
+        check_arguments(f"the {name} conditioning", given, inputs, family, model_config)
     check_patches(run, inputs.grid)
     return inputs
 
@@ -97,21 +104,13 @@ def _check_settings(sample, config, run, has_negative):
     config.check_guidance(sample.cfg, has_negative)
 
 
-def check_kernel(
-    config: ParallelConfig,
-    family: Family,
-    model_config: dict,
-    dtype: torch.dtype,
-    device: str,
-    capabilities: Iterable[Capability] = (),
-):
+def check_kernel(config: ParallelConfig, target: Target):
     """Refuse an attention kernel that cannot run a request of ``config`` here. Raises UnsupportedError."""
     if kernel_table.kernel_of(config.attention).call is None:
         return
-    head_size = family.blocks.head_size(model_config)
-    reason = kernel_choice.why_unavailable(
-        config.attention, device, dtype, head_size, capabilities, ring=kernel_table.merges(config)
-    )
+    head_size = target.family.blocks.head_size(target.config)
+    where = (target.device, target.dtype, head_size, target.capabilities)
+    reason = kernel_choice.why_unavailable(config.attention, *where, kernel_table.merges(config))
     if reason:
         raise UnsupportedError(reason)
 
