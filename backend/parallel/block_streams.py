@@ -85,6 +85,11 @@ def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
     return blocks
 
 
+def blocks_of(transformer: nn.Module, family: Family) -> list[nn.Module]:
+    """List the blocks of a transformer in pipeline order."""
+    return [block for name in family.blocks.lists for block in block_list(transformer, name)]
+
+
 def token_shards(context: StepContext, sequence: SequenceLengths, with_text: bool, sp: Axis) -> TokenShards:
     """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
     return _token_shards(context.image, sequence, with_text, sp.rank, sp.size, sp.shares)

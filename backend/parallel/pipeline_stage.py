@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from ..models.family import Family
 from ..runtime.opaque_ops import RUNNING, text_count_tensor
 from .attention_hook import Attention, BlockCall
-from .block_streams import BlockStructure, Forward, Streams, block_list, token_shards
+from .block_streams import BlockStructure, Forward, Streams, block_list, blocks_of, token_shards
 from .comm import Pipe
 from .early_values import watch_values
 from .kv_buffers import KVBuffers
@@ -88,7 +88,7 @@ class Stage:
     @property
     def own_blocks(self) -> list[nn.Module]:
         """The blocks that run here."""
-        found = (each for name in self.family.blocks.lists for each in block_list(self.transformer, name))
+        found = blocks_of(self.transformer, self.family)
         return [each.block for each in found if isinstance(each, StagedBlock) and each.block is not None]
 
     def leave(self):

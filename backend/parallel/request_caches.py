@@ -23,9 +23,7 @@ def select(x: Tensor, dim: int, where: slice | Tensor) -> Tensor:
 
 def cuts_of(x: Tensor, known: WeakTensorKeyDictionary) -> dict[tuple, Any]:
     """Return what has been cut of ``x``; forgotten with it."""
-    if x not in known:
-        known[x] = {}
-    return cast(dict[tuple, Any], known[x])
+    return cast(dict[tuple, Any], known.setdefault(x, {}))
 
 
 @dataclass

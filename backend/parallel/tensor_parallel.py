@@ -23,7 +23,7 @@ from ..models.patterns import matches
 from ..quantization import packed_weight
 from ..runtime.opaque_ops import opaque
 from . import comm
-from .block_streams import block_list
+from .block_streams import blocks_of
 from .matrix_cuts import HEAD_COUNTS, QUERIES, Shard, head_groups
 from .mesh import Axis, Mesh
 from .sequence import Span
@@ -128,7 +128,7 @@ class FirstChoice(nn.Module):
 
 def apply(transformer: nn.Module, shards: Mapping[str, Shard], family, scheme: str, tp: Axis):
     """Replace every layer in ``shards`` by its sharded module, and set the heads that attention has left."""
-    blocks = [block for name in family.blocks.lists for block in block_list(transformer, name)]
+    blocks = blocks_of(transformer, family)
     groups = head_groups(module for block in blocks for module in block.modules())
     for name, shard in shards.items():
         whole = transformer.get_submodule(name)

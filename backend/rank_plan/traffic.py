@@ -15,6 +15,7 @@ def sent(work: Workload, place: MeshPlace, patches: list[TokenShards]) -> Counte
     """Count the bytes that the rank at ``place`` sends in one step, by mechanism (comm.SENT)."""
     sizes: Counter[str] = Counter()
     blocks = work.blocks(place)
+    prompts = work.prompts_per_rank * work.dtype.itemsize
     for patch in patches:
         # in the steady state static text is cached
         now = replace(patch, text=Span(0, 0)) if work.family.cache.static_text else patch
@@ -23,18 +24,12 @@ def sent(work: Workload, place: MeshPlace, patches: list[TokenShards]) -> Counte
         else:
             sizes += _attention(work, place, blocks, now, patch)
         if place["pp"] < work.config.pipefusion_degree - 1:
-            sizes["pipeline"] += _bytes_per_feature(work) * work.width * _carried(work, blocks.stop, now)
+            sizes["pipeline"] += prompts * work.batch * work.width * _carried(work, blocks.stop, now)
         sizes += _outputs(work, place, len(now.local.image), len(now.image))
-    prompts = work.prompts_per_rank * work.dtype.itemsize
     sizes["tensor"] = _tensor_parallel(work, place, patches) * prompts
     hosted = work.stages.hosted(place["pp"])
     sizes["modulation"] = sum(work.features(name, place) for name in hosted) * prompts
     return sizes
-
-
-def _bytes_per_feature(work: Workload) -> int:
-    """Return the bytes of one feature of a token, of every sample and prompt."""
-    return work.batch * work.prompts_per_rank * work.dtype.itemsize
 
 
 def _carried(work: Workload, boundary: int, patch: TokenShards) -> int:

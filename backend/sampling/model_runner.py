@@ -23,7 +23,7 @@ from ..models.common.request_arguments import RequestArguments
 from ..models.family import STEP_END, Family
 from ..parallel import comm, fsdp, kernel_choice, kernel_table
 from ..parallel.attention_kernels import instead_of_torch
-from ..parallel.block_streams import block_list
+from ..parallel.block_streams import blocks_of
 from ..parallel.cached_layers import first_block_argument
 from ..parallel.compiled_blocks import Outcome, compiled, failure_lines
 from ..parallel.kernel_table import activated
@@ -310,11 +310,7 @@ def _blocks(model: LoadedModel, request: Request) -> AbstractContextManager[Call
     """Return the blocks of this rank as the request has them run."""
     if request.config.compile != "blocks":
         return nullcontext(Outcome)
-    if model.stage:
-        return compiled(model.stage.own_blocks)
-    return compiled(
-        [each for name in model.family.blocks.lists for each in block_list(model.transformer, name)]
-    )
+    return compiled(model.stage.own_blocks if model.stage else blocks_of(model.transformer, model.family))
 
 
 @contextmanager
