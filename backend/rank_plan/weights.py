@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,8 +20,6 @@ from ..quantization.packed import rows_at_once
 
 #: How a quantized weight multiplies where nothing else is known.
 DEQUANTIZED = MatmulChoice(None, "")
-#: Checkpoint -> its cuts and parameters by what they follow from: the same for all requests.
-FOUND: WeakKeyDictionary[Checkpoint, dict[tuple, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -80,18 +76,10 @@ def held_parameters(
     """Return every parameter as a rank with these ``cuts`` loads it; plain ones in ``dtype``, or
     float32 where the family keeps it. ``choices``: how quantized ones multiply, by default by the dequantized
     weight. ``bits``: of a value of plain linear layers in blocks, if they were quantized."""
-    # whole ones are the same under all configurations
-    found = FOUND.setdefault(checkpoint, {})
-    whole = found.setdefault(("whole", dtype, bits, frozenset(choices.items())), {})
-
-    def held(name: str) -> HeldParameter:
-        if name.rpartition(".")[0] in cuts:
-            return _held(checkpoint, name, cuts, dtype, choices.get(name, DEQUANTIZED), bits)
-        if name not in whole:
-            whole[name] = _held(checkpoint, name, {}, dtype, choices.get(name, DEQUANTIZED), bits)
-        return whole[name]
-
-    return [held(name) for name in checkpoint.parameters]
+    return [
+        _held(checkpoint, name, cuts, dtype, choices.get(name, DEQUANTIZED), bits)
+        for name in checkpoint.parameters
+    ]
 
 
 def _held(

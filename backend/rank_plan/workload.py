@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,17 +23,12 @@ from ..planner.model_shape import samples_of_activations
 from ..quantization.kernels import MatmulChoice
 from ..shares import grid_shares, shard_sizes
 from .request_size import RequestSize
-from .weights import (
-    FOUND,
-    HeldParameter,
-    HeldWeights,
-    gathered_bytes,
-    held_parameters,
-    planned_scratch_bytes,
-)
+from .weights import HeldParameter, HeldWeights, gathered_bytes, held_parameters, planned_scratch_bytes
 
 #: A rank's index on every mesh axis.
 MeshPlace = dict[str, int]
+#: Checkpoint -> its cuts and parameters by what they follow from: the same for all requests.
+FOUND: WeakKeyDictionary[Checkpoint, dict[tuple, Any]] = WeakKeyDictionary()
 
 
 def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:

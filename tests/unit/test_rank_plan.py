@@ -218,10 +218,10 @@ def test_what_plans_find_of_a_checkpoint_is_cached_with_it(tmp_path):
     """Alike for all requests, and gone with the checkpoint, which maps a whole file."""
     opened = open_checkpoint(str(write_checkpoint(tmp_path / "flux-tiny.safetensors")))
     describe(ParallelConfig(), opened, RequestSize())
-    found = dict(weights.FOUND[opened])
+    found = dict(workload.FOUND[opened])
     describe(ParallelConfig(), opened, RequestSize(64, 8))
-    assert found and weights.FOUND[opened].keys() == found.keys()
-    assert all(weights.FOUND[opened][key] is value for key, value in found.items())
+    assert found and workload.FOUND[opened].keys() == found.keys()
+    assert all(workload.FOUND[opened][key] is value for key, value in found.items())
     gone = weakref.ref(opened)
     del opened
     gc.collect()
