@@ -138,15 +138,20 @@ def spawned() -> bool:
     return "RANK" in os.environ
 
 
+def rank_environment(ranks: int, device: str, model: str) -> dict[str, str]:
+    """The environment of ``ranks`` ranks, as the backend's have it: NCCL's way between GPUs, the allocator,
+    hardware queues, malloc."""
+    started = sanitized_environment(dict(os.environ), ParallelConfig(data_parallel_degree=ranks), device)
+    return {**started, "OMP_NUM_THREADS": "1", MODEL_VARIABLE: model}
+
+
 def spawn(script: str, ranks: int, device: str, model: str | None = None, **config):
     """Run this command once more as ``ranks`` ranks of one group, and end with their exit status. ``config``:
     of the model with random weights."""
     with tempfile.TemporaryDirectory(prefix="parallel-dit-benchmark-") as folder:
         if not model:
             save_model(folder, device, **config)
-        # as of the backend's ranks: NCCL's way between GPUs, the allocator, hardware queues, malloc
-        started = sanitized_environment(dict(os.environ), ParallelConfig(data_parallel_degree=ranks), device)
-        env = {**started, "OMP_NUM_THREADS": "1", MODEL_VARIABLE: model or folder}
+        env = rank_environment(ranks, device, model or folder)
         command = [
             sys.executable,
             "-m",

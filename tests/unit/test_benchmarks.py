@@ -45,6 +45,7 @@ def start(monkeypatch):
             "launches",
             "load",
             "memory",
+            "overlap",
             "peers",
             "scaling",
             "shares",

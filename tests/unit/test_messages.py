@@ -3,6 +3,7 @@ brings is needed: all ranks one after the other in one process, on meta tensors 
 
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -26,6 +27,7 @@ from backend.sampling.step_loop import Callbacks, Denoiser
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import launches
 from meta_device import META, Count, meta_device
+from waiting import waiting
 
 METHODS = ("cfg", "pipefusion", "ulysses", "ring", "data_parallel", "tensor_parallel")
 #: Method -> its group, what stands for the work that hides its messages: attention (meta_device.py), and
@@ -285,6 +287,37 @@ def test_values_of_compiled_blocks_go_with_the_rest_also_where_a_rank_cannot_com
     all_to_alls = [op for op in log.operations if op.group.startswith("ulysses") and len(op.messages) == 4]
     sizes = [[m.what[1] for m in op.messages] for op in all_to_alls]
     assert sizes and sizes[0::2] == [[3 * size for size in outputs] for outputs in sizes[1::2]]
+
+
+RECORDED = wires.recorded
+WAITS = [("ulysses", {}), ("ring", {}), ("tensor_parallel", {}), ("pipefusion", {"num_pipeline_patch": 3})]
+
+
+@pytest.mark.parametrize("method, settings", [*WAITS, ("data_parallel", {"shard_weights": True})])
+def test_ranks_that_wait_at_once_hide_nothing(method, settings, monkeypatch):
+    """benchmarks/waiting.py: nothing is between a collective or a send and its wait, and messages stay the
+    same. Stages still post receives ahead."""
+    halve(monkeypatch)
+    config = configuration((method,), **settings)
+    logs = {"usual": run("flux-dev", config, shallow_checkpoint())}
+    monkeypatch.setattr(wires, "recorded", recorded_waiting)
+    logs["waiting"] = run("flux-dev", config, shallow_checkpoint())
+    assert wires.differences(logs["waiting"]) == [] and wires.deadlock(logs["waiting"]) is None
+    for usual, log in zip(*logs.values(), strict=True):
+        assert [op.messages for op in log.operations] == [op.messages for op in usual.operations]
+    assert any(op.waited != op.started for log in logs["usual"] for op in begun_in(log))
+    assert all(op.waited == op.started for log in logs["waiting"] for op in begun_in(log))
+
+
+def begun_in(log: Log) -> list[Operation]:
+    """Return what is no receive alone."""
+    return [op for op in log.operations if {message.direction for message in op.messages} != {"receive"}]
+
+
+@contextmanager
+def recorded_waiting(log: Log, operations: bool = True):
+    with RECORDED(log, operations), waiting():
+        yield
 
 
 def edge(direction: str, peer: int, count: int, group="edge:0,1") -> Operation:
