@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
+from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,8 +110,15 @@ class Contestant:
         self.engine = engine
         self.sample = sample
         self.latent: Tensor | None = None
+        self.rounds: Counter[float] = Counter()
 
-    def __call__(self, link: float, way: str) -> dict[str, float]:
+    def both(self, link: float) -> dict[str, dict[str, float]]:
+        """Measure both ways next to each other on a link, in the other order each round."""
+        self.rounds[link] += 1
+        order = WAYS if self.rounds[link] % 2 else WAYS[::-1]
+        return {way: self.measure(link, way) for way in order}
+
+    def measure(self, link: float, way: str) -> dict[str, float]:
         """Return the seconds of a step on a link, and the bytes of the busier direction."""
         shape_link(link)
         ulysses_ring.TILES_OF_A_CHUNK = HALVES if self.method.halves else WHOLE
@@ -166,14 +174,19 @@ def named(link: float) -> str:
     return f"{link:g} Gbit/s" if link else "no limit"
 
 
-def rows_of(results: dict[tuple, list[dict[str, float]]], options: Namespace) -> list[dict]:
+def scenario(name: str, link: float) -> str:
+    return f"{name}, {named(link)}"
+
+
+def rows_of(results: dict[str, list[dict[str, dict[str, float]]]], options: Namespace) -> list[dict]:
     """Return a row for each method and link: seconds a step both ways, their ratio, what the link alone takes
     and how much of that is hidden."""
     rows = []
     for name in chosen(options):
         for link in links_of(name, options):
-            own, waited = ([each["step"] for each in results[name, link, way]] for way in WAYS)
-            sent = results[name, link, WAYS[0]][-1]["bytes"]
+            found = results[scenario(name, link)]
+            own, waited = ([each[way]["step"] for each in found] for way in WAYS)
+            sent = found[-1][WAYS[0]]["bytes"]
             alone = sent * 8 / (link * 1e9) if link else 0.0
             rows.append(
                 {
@@ -213,7 +226,7 @@ def show(rows: list[dict], options: Namespace, **facts):
     report.table([*HEAD], [[*line] for line in lines])
     if options.write:
         PART.write(markdown(HEAD, lines))
-    bars = [report.Bar(f"{row['method']}, {named(row['gbit'])}", **row["ratio"]) for row in rows]
+    bars = [report.Bar(scenario(row["method"], row["gbit"]), **row["ratio"]) for row in rows]
     title = "Seconds with waiting over those without"
     report.write("overlap", title, "times", bars, rows=rows, options=vars(options), **facts)
 
@@ -237,19 +250,16 @@ def contest(options: Namespace):
     """Measure as one of both ranks."""
     common.hold_to_one_core("cpu")
     found = contestants(options, os.environ[common.MODEL_VARIABLE])
-    scenarios = {
-        f"{name}, {named(link)}, {way}": (name, link, way)
-        for name in found
-        for link in links_of(name, options)
-        for way in WAYS
-    }
     for contestant in found.values():
-        contestant(0.0, WAYS[0])  # touches every weight
-    actions = {key: partial(found[name], link, way) for key, (name, link, way) in scenarios.items()}
+        contestant.measure(0.0, WAYS[0])  # touches every weight
+    actions = {
+        scenario(name, link): partial(contestant.both, link)
+        for name, contestant in found.items()
+        for link in links_of(name, options)
+    }
     results, busy = common.interleave(actions, options.rounds, options.patience)
     if os.environ["RANK"] == "0":
-        by_scenario = {scenarios[key]: values for key, values in results.items()}
-        rows = rows_of(by_scenario, options)
+        rows = rows_of(results, options)
         show(rows, options, busy_percent=busy, rounds=results)
     common.leave()
 
