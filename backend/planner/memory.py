@@ -159,8 +159,9 @@ def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
     """Return the bytes of sharded weights that are whole for a moment, as rank_plan's gathered_bytes."""
     if not plan.shard_weights:
         return 0
-    sizes = sorted((block.weights + block.modulation for block in shape.blocks), reverse=True)
-    return shape.rest + 2 * sum(sizes[:1]) + sum(sizes[1:2])
+    first = sum(block.modulation or block.weights for block in shape.blocks[:1])
+    sizes = sorted((block.weights for block in shape.blocks), reverse=True)
+    return shape.rest + max(2 * sum(sizes[:1]) + sum(sizes[1:2]), 2 * first + shape.rest)
 
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:

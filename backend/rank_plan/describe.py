@@ -25,7 +25,8 @@ class RankPlan:
     one of those is dequantized at a time, or multiplied some tokens at a time. gathered_bytes: whole weights
     under shard_weights while a block runs. host_bytes: weights that wait in host memory (offload_modulation).
     modulation_bytes: the most modulation that is cached at once, for one prompt that all samples share.
-    activation_bytes: an estimate (activations.py). bytes_per_step: in the steady state, by mechanism.
+    activation_bytes: an estimate (activations.py). bytes_per_step: in the steady state, by mechanism;
+    "weights" are those that others gather.
     """
 
     rank: int
@@ -115,8 +116,9 @@ def mesh_indices(config: ParallelConfig) -> list[MeshPlace]:
 def _plan(work: Workload, rank: int, place: MeshPlace) -> RankPlan:
     blocks = work.blocks(place)
     patches = work.patches(place)
-    traffic = sent(work, place, patches)
     weights = work.weights(place)
+    traffic = sent(work, place, patches)
+    traffic["weights"] = weights.sent * work.prompts_per_rank  # which torch sends: comm.SENT lacks them
     return RankPlan(
         rank=rank,
         place=place,

@@ -1,7 +1,7 @@
 """The weights that each rank holds: as their files store them where layers keep them so, else in a dtype."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -58,12 +58,13 @@ class HeldParameter:
 class HeldWeights:
     """Bytes of a rank's weights: on the ``device``, waiting on the ``host``; ``scratch``: where quantized
     ones are dequantized, one at a time, or multiplied some tokens at a time; ``gathered``: whole weights
-    while a block runs under FSDP."""
+    while a block runs under FSDP; ``sent``: what the rank sends for that in one forward."""
 
     device: int
     host: int
     scratch: int
     gathered: int
+    sent: int = 0
 
 
 def held_parameters(
@@ -152,13 +153,32 @@ def planned_scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
     return sum(largest.values()) + max([*products, *(each.made for each in held)], default=0)
 
 
-def gathered_bytes(held: list[HeldParameter]) -> int:
+def gathered_bytes(held: list[HeldParameter], modulation: Container[str]) -> int:
     """Count the most that FSDP2 gathers at once: what is outside of blocks stays whole through a forward,
     besides the block that runs and those gathered ahead of their turn. The one that runs is there twice:
-    FSDP2 keeps the buffer that its weights came in until the next block needs its own."""
+    FSDP2 keeps the buffer that its weights came in until the next one has its own, and so that of what is
+    outside until the first one has. The layers of ``modulation`` come one at a time, before all blocks."""
+    apart: Counter[str] = Counter()
     whole: Counter[int | None] = Counter()
     for parameter in held:
-        whole[parameter.block] += parameter.bytes
+        if parameter.module in modulation:
+            apart[parameter.module] += parameter.bytes
+        else:
+            whole[parameter.block] += parameter.bytes
     blocks = range(max((block for block in whole if block is not None), default=-1) + 1)
-    together = (whole[i] + sum(whole[j] for j in range(i, i + 1 + PREFETCH)) for i in blocks)
-    return whole[None] + max(together, default=0)
+    turns = [(size, 0) for size in apart.values()]
+    turns += [(whole[i], sum(whole[j] for j in range(i + 1, i + 1 + PREFETCH))) for i in blocks]
+    most = 0
+    before = whole[None]
+    for size, ahead in turns:
+        most = max(most, 2 * size + max(before, ahead))
+        before = size
+    return whole[None] + most
+
+
+def sent_shards(held: list[HeldParameter], ranks: int, ahead: Container[str]) -> int:
+    """Count what a rank sends to the others of ``ranks`` when FSDP2 gathers all blocks once: its shards, as
+    long as the first rank's. What is outside of blocks is gathered once a request, and so is modulation whose
+    modules are computed ``ahead``."""
+    shards = (each.shard(0, ranks) for each in held if each.block is not None and each.module not in ahead)
+    return (ranks - 1) * sum(shards)

@@ -23,7 +23,14 @@ from ..planner.model_shape import samples_of_activations
 from ..quantization.kernels import MatmulChoice
 from ..shares import grid_shares, shard_sizes
 from .request_size import RequestSize
-from .weights import HeldParameter, HeldWeights, gathered_bytes, held_parameters, planned_scratch_bytes
+from .weights import (
+    HeldParameter,
+    HeldWeights,
+    gathered_bytes,
+    held_parameters,
+    planned_scratch_bytes,
+    sent_shards,
+)
 
 #: A rank's index on every mesh axis.
 MeshPlace = dict[str, int]
@@ -208,8 +215,11 @@ class Workload:
         here, whole = self._on_stage(place["tp"], place["pp"])
         if not self.config.shard_weights:
             return whole
+        ranks = self.config.sharding_degree
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
-        return replace(whole, device=sum(each.shard(rank, self.config.sharding_degree) for each in here))
+        ahead = frozenset() if self.config.data_parallel_degree > 1 else self.modulation
+        device = sum(each.shard(rank, ranks) for each in here)
+        return replace(whole, device=device, sent=sent_shards(here, ranks, ahead))
 
     def _on_stage(self, tp: int, stage: int) -> tuple[list[HeldParameter], HeldWeights]:
         """Return the parameters of a ``stage`` on the ``tp``-th rank of a tensor-parallel group, and their
@@ -221,7 +231,7 @@ class Workload:
             device = sum(each.bytes for each in here) - host
             tokens = self.batch * -(-self.request.tokens // self.config.sp_degree)
             scratch = planned_scratch_bytes(here, tokens)
-            gathered = gathered_bytes(here) if self.config.shard_weights else 0
+            gathered = gathered_bytes(here, self.modulation) if self.config.shard_weights else 0
             self._known[tp, stage] = here, HeldWeights(device, host, scratch, gathered)
         return self._known[tp, stage]
 

@@ -1,6 +1,7 @@
 """describe() against what the ranks counted and against the published formulas."""
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -164,6 +165,27 @@ def test_sharded_weights_divide_over_the_ranks_that_hold_the_same(checkpoint):
     assert plans(checkpoint, ulysses_degree=2, shard_weights=True)[0].weight_bytes == pytest.approx(
         whole / 2, rel=0.01
     )
+
+
+def test_gathers_of_sharded_weights_are_counted(checkpoint):
+    """A rank sends its shards of every block to the others once for each prompt; those of modulation, which
+    is computed ahead, for replicas alone, and what is in no block never."""
+    sizes = {name: 4 * math.prod(checkpoint.shapes[name]) for name in checkpoint.parameters}
+    modulation = {layer for name in checkpoint.block_names for layer in checkpoint.modulation(name)}
+    blocks = {name: size for name, size in sizes.items() if checkpoint.parameters[name][0] is not None}
+    ahead = sum(size for name, size in blocks.items() if name.rpartition(".")[0] in modulation)
+    assert 0 < ahead < sum(blocks.values()) < sum(sizes.values())
+
+    def sent(**fields) -> int:
+        config = ParallelConfig(shard_weights=True, **fields)
+        return describe(config, checkpoint, RequestSize(IMAGE, TEXT, prompts=2))[0].bytes_per_step["weights"]
+
+    once = sum(blocks.values()) - ahead
+    assert sent(ulysses_degree=2) == pytest.approx(2 * once / 2, rel=0.01)
+    assert sent(ulysses_degree=4) == pytest.approx(2 * once * 3 / 4, rel=0.01)
+    assert sent(ulysses_degree=2, cfg_degree=2) == sent(ulysses_degree=2) / 2
+    assert sent(data_parallel_degree=2) == pytest.approx(2 * (once + ahead) / 2, rel=0.01)
+    assert "weights" not in plans(checkpoint, ulysses_degree=2)[0].bytes_per_step
 
 
 @pytest.mark.parametrize("scheme, degree, different", [("megatron", 4, 1), ("column", 3, 2), ("2d", 4, 1)])
