@@ -3,10 +3,11 @@
     python benchmarks/dry_run.py [--only FAMILY ...] [--methods ulysses ring ...] [--write]
 
 Needs no GPU and no weights. The header of a released file gives a transformer its configuration; Engine.load
-places its blocks, cuts its matrices and "reads" meta tensors; the step loop runs a few steps in bf16 at a
-usual size. Process groups are names (meta_device.py). Counted are bytes sent by mechanism and multiplications
-of the last step, and the most bytes held in any. --write stores them; docs/scaling.md compares them with
-what describe() says of the same rank (scripts/scaling_page.py).
+places its blocks, cuts or shards its matrices and "reads" meta tensors; the step loop runs a few steps in
+bf16 at a usual size, with one prompt, under CFG with two. Process groups are names (meta_device.py), FSDP2's
+a fake one (meta_fsdp.py). Counted are bytes sent by mechanism and multiplications of the last step, and the
+most bytes held in any. --write stores them; docs/scaling.md compares them with what describe() says of the
+same rank (scripts/scaling_page.py).
 """
 
 import argparse
@@ -27,31 +28,62 @@ import launches
 import torch
 import torch.nn.functional as F
 from meta_device import META, Count, meta_device, tensors_in
+from meta_fsdp import Gathers, meta_fsdp
 from meta_shapes import Mode, compute
-from released_sizes import RELEASED, checkpoint_of, request_of
+from released_sizes import DISTILLED, RELEASED, checkpoint_of, guided, request_of
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.parallel import attention_kernels, comm
+from backend.parallel.mesh import Mesh
 from backend.sampling.model_runner import LoadedModel, Runner, running
 from backend.sampling.request import Request, build
 from backend.sampling.step_loop import Callbacks, Denoiser
 
+
+@dataclass(frozen=True)
+class Method:
+    """A way to use a number of ranks. degree: which is as large as ``cfg_degree`` leaves it. shards: FSDP."""
+
+    degree: str
+    cfg_degree: int = 1
+    shards: bool = False
+
+    def config(self, ranks: int) -> ParallelConfig:
+        """Configure so many ranks. Raises ConfigError."""
+        degrees: dict[str, Any] = {self.degree: ranks // self.cfg_degree}
+        every = replace(ParallelConfig(), cfg_degree=self.cfg_degree, shard_weights=self.shards, **degrees)
+        return every.validate()
+
+    @property
+    def prompts(self) -> int:
+        """Count the prompts of a request that is run: one on each CFG rank."""
+        return self.cfg_degree
+
+    def suits(self, family: str) -> bool:
+        """Return whether a golden family's released model takes as many prompts."""
+        return self.prompts == 1 or family not in DISTILLED
+
+
 METHODS = {
-    "ulysses": "ulysses_degree",
-    "ring": "ring_degree",
-    "tensor parallel": "tensor_parallel_degree",
-    "pipefusion": "pipefusion_degree",
+    "ulysses": Method("ulysses_degree"),
+    "ring": Method("ring_degree"),
+    "tensor parallel": Method("tensor_parallel_degree"),
+    "pipefusion": Method("pipefusion_degree"),
+    "cfg x ulysses": Method("ulysses_degree", cfg_degree=2),
+    "fsdp": Method("ulysses_degree", shards=True),
 }
 RANKS = (2, 4, 8, 16)
 #: The first step computes what the prompt decides, and PipeFusion's is synchronous; the second one is steady.
 STEPS = 2
 STORED = Path(__file__).with_suffix(".json")
-#: What is stored of a run.
+#: What is stored of a run, and what besides where weights are sharded.
 COUNTED = ("sent", "macs", "weights", "kv", "peak")
+GATHERED = "gathered"
 aten = torch.ops.aten
 #: Operators that inference mode does not take apart -> multiplications of a number of their output.
 INNER = {
@@ -65,7 +97,7 @@ INNER = {
 class DryRun:
     """What one rank does in a step (steady state). sent: bytes by mechanism. macs: multiplications of matrix
     products and attention. weights, kv: bytes held. peak: the most bytes of everything but weights in any
-    step."""
+    step. gathered: the most bytes of whole weights in any step, where the rank holds shards."""
 
     family: str
     method: str
@@ -76,13 +108,16 @@ class DryRun:
     weights: int
     kv: int
     peak: int
+    gathered: int
 
 
 class Meter(Mode):
-    """Adds up multiplications while ``active``, and the bytes of all storages that live."""
+    """Adds up multiplications while ``active``, and the bytes of all storages that live, without what is
+    ``held`` from the start and what ``gathers`` count."""
 
-    def __init__(self, held: Iterator[Tensor]):
+    def __init__(self, held: Iterator[Tensor], gathers: Gathers):
         super().__init__()
+        self.gathers = gathers
         self.active = False
         self.macs = 0
         self.live = self.peak = 0
@@ -107,7 +142,7 @@ class Meter(Mode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = compute(func, args, kwargs)
         for tensor in tensors_in(out):
-            self._watch(tensor, tensor.untyped_storage().nbytes())
+            self._watch(tensor, 0 if self.gathers.is_under_way else tensor.untyped_storage().nbytes())
         if self.active:
             packet = func._overloadpacket
             if packet in INNER:
@@ -167,9 +202,9 @@ class SteadyStep(Denoiser):
         return x
 
 
-def loaded(family: str, config: ParallelConfig, rank: int) -> LoadedModel:
-    """Load a released model as ``rank``, by the product's own loading. Raises UnsupportedError."""
-    engine = Engine(config, launches.mesh_of(config, rank))
+def loaded(family: str, config: ParallelConfig, mesh: Mesh) -> LoadedModel:
+    """Load a released model as a rank of ``mesh``, by the product's own loading. Raises UnsupportedError."""
+    engine = Engine(config, mesh)
     checkpoint = checkpoint_of(family)
     for module in checkpoint.transformer.modules():  # tables that no file stores
         for name, buffer in module._buffers.items():
@@ -181,24 +216,27 @@ def loaded(family: str, config: ParallelConfig, rank: int) -> LoadedModel:
 
 def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
     """Run as one rank. Raises ConfigError and UnsupportedError where the degree does not fit."""
-    config = replace(ParallelConfig(), **{METHODS[method]: ranks}).validate()
-    with meta_device(Count()), torch.inference_mode():
-        model = loaded(family, config, rank)
-        request = built(family, config, model, STEPS)
-        held = list(tensors_of(model))
-        meter = Meter(iter(held))
-        with counting_attention(meter), running(model, request) as runner, meter:
-            loop = SteadyStep(launches.mesh_of(config, rank), request, runner, Callbacks())
-            loop.meter = meter
-            loop.run()
-            kv = keys_and_values(model, runner)
+    config = METHODS[method].config(ranks)
+    with meta_fsdp(config, rank) as gathers, meta_device(Count()):
+        mesh = replace(launches.mesh_of(config, rank), weights=gathers.mesh)
+        model = loaded(family, config, mesh)  # not in inference mode, whose tensors FSDP2 cannot shard
+        with torch.inference_mode():
+            request = built(family, config, model, STEPS)
+            held = list(tensors_of(model))
+            meter = Meter(iter(held), gathers)
+            with counting_attention(meter), running(model, request) as runner, meter:
+                loop = SteadyStep(mesh, request, runner, Callbacks())
+                loop.meter = meter
+                loop.run()
+                kv = keys_and_values(model, runner)
     return DryRun(
         *(family, method, ranks, rank),
         sent={name: size for name, size in loop.sent.items() if size},
         macs=meter.macs,
-        weights=model.report.bytes_read,
+        weights=model.report.weight_bytes if config.shard_weights else model.report.bytes_read,
         kv=kv,
         peak=meter.peak,
+        gathered=gathers.peak,
     )
 
 
@@ -209,15 +247,18 @@ def keys_and_values(model: LoadedModel, runner: Runner) -> int:
 
 
 def built(family: str, config: ParallelConfig, model: LoadedModel, steps: int) -> Request:
-    """Return the request of a usual size."""
+    """Return the request of a usual size, with a prompt for each CFG rank."""
     sample = request_of(family, model.weights.checkpoint, steps)
+    if config.cfg_degree > 1:
+        sample = guided(sample)
     return build(sample, config, model.family, model.config, model.dtype, META)
 
 
 def tensors_of(model: LoadedModel) -> Iterator[Tensor]:
-    """Yield parameters and buffers."""
+    """Yield parameters, or this rank's shards of them, and buffers."""
     for module in model.modules:
-        yield from module.parameters()
+        for parameter in module.parameters():
+            yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
         yield from module.buffers()
 
 
@@ -225,6 +266,8 @@ def runs(families: list[str], methods: list[str]) -> Iterator[tuple[str, str, in
     """Yield (family, method, ranks, rank) of every dry run: as the last rank, whose share is the uneven one,
     and of most stages as the first and the middle one too, which send to the next."""
     for family, method, ranks in product(families, methods, RANKS):
+        if not METHODS[method].suits(family):
+            continue
         stages = (0, ranks // 2) if method == "pipefusion" and ranks == max(RANKS) else ()
         for rank in (*stages, ranks - 1):
             yield family, method, ranks, rank
@@ -241,7 +284,8 @@ def counted(*which) -> dict | str:
         found = asdict(run(*which))
     except (ConfigError, UnsupportedError) as error:
         return str(error)
-    return {name: found[name] for name in COUNTED}
+    besides = (GATHERED,) if METHODS[which[1]].shards else ()
+    return {name: found[name] for name in (*COUNTED, *besides)}
 
 
 def write(counted_runs: dict[str, dict | str]):

@@ -2,7 +2,7 @@
 
     python benchmarks/fit_activations.py [--write]
 
-Needs scipy. Every row of dry_run.json tells how much one rank held; keys and values, latents and long skips
+Needs scipy. Each row of dry_run.json tells how much one rank held; keys and values, latents and long skips
 are known. The rest is max((replicated + cut / TP + communicated + ring) / SP, outside), whose five numbers
 are fitted for each family: first for the least largest relative error, then for the least mean one. Both are
 linear programs, one for each number of rows of which the layers outside of the blocks hold most. Prints the
@@ -47,10 +47,12 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Read every dry run that could run."""
+    """Read every dry run that could run, but for CFG's and FSDP's: their ranks hold what those of as much
+    Ulysses hold, which would count twice."""
     for name, counted in dry_run.stored().items():
-        if isinstance(counted, dict):
-            golden, method, ranks, rank = name.split("/")
+        golden, method, ranks, rank = name.split("/")
+        is_alike = dry_run.METHODS[method].cfg_degree > 1 or dry_run.METHODS[method].shards
+        if isinstance(counted, dict) and not is_alike:
             yield row_of(golden, method, int(ranks), int(rank), counted)
 
 
@@ -61,9 +63,10 @@ def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Ro
     work = Workload(ParallelConfig(), checkpoint, size, torch.bfloat16, {})
     unit = size.tokens * width_bytes(work, 1)
     plan = plans_of(golden, method, ranks)[rank]
-    sp = ranks if method in ("ulysses", "ring") else 1
-    tp = ranks if method == "tensor parallel" else 1
-    inside = (1 / sp, 1 / tp / sp, (sp > 1) / sp, (method == "ring") / sp)
+    config = dry_run.METHODS[method].config(ranks)
+    sp = config.sp_degree
+    tp = config.tensor_parallel_degree
+    inside = (1 / sp, 1 / tp / sp, (sp > 1) / sp, (config.ring_degree > 1) / sp)
     held = counted["peak"] - max(plan.kv_bytes, counted["kv"])
     skips = long_skips(checkpoint, range(*plan.blocks)) / sp
     return Row(checkpoint.family.name, inside, skips, latent_bytes(work) / unit, held / unit)

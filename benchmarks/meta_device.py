@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.loading import staging
 from backend.parallel import attention_kernels
-from backend.parallel.mesh import ALL_GATHER
 from backend.sampling.noise import FreshNoise
 
 META = torch.device("meta")
@@ -187,8 +186,9 @@ def _one_work(*tensors, **named) -> Work:
     return Work()
 
 
-def _collective(received, sent, *rest, **named) -> Work:
-    return _one_work(sent, received)
+def _collective(received, sent, *rest, async_op: bool = False, **named) -> Work | None:
+    work = _one_work(sent, received)
+    return work if async_op else None
 
 
 def _attend(query, key, value, mask=None, *rest, **named) -> Tensor:
@@ -230,9 +230,11 @@ READERS: dict[str, Callable[[Tensor], object]] = {
     "bincount": lambda x: torch.tensor([x.numel() // 2, x.numel() - x.numel() // 2]),  # two experts
     "numpy": lambda x: torch.ones(x.shape, dtype=x.dtype).numpy(),
 }
+#: The names of an all-gather of one tensor that torch has: FSDP2 of torch 2.13 and later calls the second.
+GATHERS = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
 PEERS = {
     **dict.fromkeys(("isend", "irecv", "broadcast", "all_reduce"), _one_work),
-    ALL_GATHER: _collective,
+    **dict.fromkeys(GATHERS, _collective),
     "P2POp": PeerOperation,
     "batch_isend_irecv": lambda operations: [Work()],
     "all_to_all_single": _collective,

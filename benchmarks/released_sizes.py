@@ -68,6 +68,8 @@ RELEASED = {
         "h3__minimax_h3_fl2va_pruned_int8_convrot__hash_known_", ((16, 44, 80), (2, 126)), 512
     ),
 }
+#: Golden families whose released models take one prompt (guidance-distilled); the others take two.
+DISTILLED = ("flux-dev", "flux2-dev", "z-image-turbo", "hunyuan-video")
 
 
 class DryFiles(HeaderFiles):
@@ -127,6 +129,16 @@ def request_of(
     tensors |= {"noise": noise, "latent": noise, "percent_sigmas": torch.zeros(3, dtype=torch.float64)}
     tensors["sigmas"] = torch.linspace(sample.tensors["sigmas"][0].item(), 0, steps + 1)
     return replace(sample, sampler="euler", cfg=1.0, tensors=tensors, latent_shapes=shapes)
+
+
+def guided(sample: Sample) -> Sample:
+    """Return a request with a negative prompt like its positive one, and CFG."""
+    negative = {
+        key.replace("positive", "negative", 1): value
+        for key, value in sample.tensors.items()
+        if key.startswith("positive.")
+    }
+    return replace(sample, cfg=4.0, tensors=sample.tensors | negative)
 
 
 #: Latent pixels at which a model is timed, where the usual size takes too long: 832 x 480, 81 frames.

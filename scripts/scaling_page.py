@@ -19,7 +19,7 @@ import torch
 from page_parts import Part, markdown
 from published import A100, CASES, H100, L40, LEFT_OUT, RTX4090
 from published_errors import errors, middle, of_pipefusion, published
-from released_sizes import RELEASED, checkpoint_of, request_of
+from released_sizes import DISTILLED, RELEASED, checkpoint_of, request_of
 
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
@@ -50,8 +50,6 @@ MACHINES = {
     "8 x H100, NVLink": (replace(H100, **HOST), 8, 80),
 }
 STEPS = 28
-#: Golden families whose released models take one prompt (guidance-distilled); the others take two.
-DISTILLED = ("flux-dev", "flux2-dev", "z-image-turbo", "hunyuan-video")
 #: Name in published.py -> golden family.
 SAME = {
     "flux": "flux-dev",
@@ -103,7 +101,7 @@ class Model:
 
     @cached_property
     def size(self) -> RequestSize:
-        """Tokens of the request with one prompt."""
+        """Size of the request with one prompt."""
         checkpoint = self.checkpoint
         sample = request_of(self.family, checkpoint, STEPS)
         return size_of(sample, ParallelConfig(), checkpoint.family, checkpoint.config)
@@ -115,9 +113,10 @@ class Model:
         return RequestEstimate(self.size.image_tokens, self.size.text_tokens, STEPS, prompts)
 
     def macs(self, plan: RankPlan, method: str, ranks: int) -> float:
-        """Count the multiplications of a rank's blocks in a step of one prompt."""
-        tp = ranks if method == "tensor parallel" else 1
-        ring = ranks if method == "ring" else 1
+        """Count the multiplications of a rank's blocks in a step: of one prompt, or one on each CFG rank."""
+        config = dry_run.METHODS[method].config(ranks)
+        tp = config.tensor_parallel_degree
+        ring = config.ring_degree
         lengths = (self.size.image_tokens, self.size.text_tokens)
         heads = plan.heads * tp / self.shape.heads
         total = 0.0
@@ -140,9 +139,11 @@ def model(family: str) -> Model:
 def plans_of(family: str, method: str, ranks: int) -> list[RankPlan]:
     """Plan every rank. Raises ConfigError and UnsupportedError."""
     found = model(family)
-    config = replace(ParallelConfig(), **{dry_run.METHODS[method]: ranks}).validate()
+    wanted = dry_run.METHODS[method]
+    config = wanted.config(ranks)
     check_degrees(found.checkpoint, config)
-    return describe(config, found.checkpoint, found.size, torch.bfloat16)
+    size = replace(found.size, prompts=wanted.prompts)
+    return describe(config, found.checkpoint, size, torch.bfloat16)
 
 
 # ------------------------------------------------------------------ projected seconds
@@ -157,12 +158,17 @@ def step(asked: Question, option: Option) -> float:
     return Cost(asked.shape, option.plan, asked.machine, request=asked.request).step(option.plan.patches)
 
 
-def by_method(asked: Question, field: str) -> Option | None:
-    """Return the plan that gives all GPUs to one method; None where it does not fit the model."""
-    stages = asked.gpus if field == "pipefusion_degree" else 0
-    wanted = replace(ParallelConfig(), **{field: asked.gpus})
+def by_method(asked: Question, method: str) -> Option | None:
+    """Return the plan that gives all GPUs to a method; None where it does not fit the model."""
+    wanted = dry_run.METHODS[method].config(asked.gpus)
+    stages = asked.gpus if wanted.pipefusion_degree > 1 else 0
     plans = candidates(asked.shape, asked.request, ranks=asked.gpus, base=asked.base)
-    found = (each for each in plans if (each.degrees, each.num_pipeline_patch) == (wanted.degrees, stages))
+    found = (
+        each
+        for each in plans
+        if (each.degrees, each.num_pipeline_patch, each.shard_weights)
+        == (wanted.degrees, stages, wanted.shard_weights)
+    )
     return next(map(asked.option, found), None)
 
 
@@ -196,7 +202,7 @@ def projected_row(family: str, name: str) -> tuple[str, ...]:
     asked = question(about, machine, gpus, gib)
     alone = asked.option(ParallelConfig())
     one = step(asked, alone)
-    methods = [cell(asked, by_method(asked, field), one) for field in dry_run.METHODS.values()]
+    methods = [cell(asked, by_method(asked, method), one) for method in dry_run.METHODS]
     try:
         option = choose(asked).option
         chosen = (option.name, cell(asked, option, one))
@@ -220,6 +226,8 @@ def counted_cell(family: str, method: str, ranks: int) -> str:
     """Write GB of weights and of keys and values, GB sent, TMAC of the busiest rank, and its share over an
     even one."""
     about = model(family)
+    if not dry_run.METHODS[method].suits(family):
+        return "-"
     try:
         plans = plans_of(family, method, ranks)
     except (ConfigError, UnsupportedError):
