@@ -284,6 +284,15 @@ def test_the_seed_of_noise_is_one_more_on_the_cpu(seed, device, more, monkeypatc
     assert seeds == [(device, (seed + more) % 2**64)]
 
 
+def test_samples_of_a_batch_have_noise_of_their_own():
+    """Every draw is that of the whole batch's latent, as ComfyUI's generator makes it."""
+    noise = fresh_noise(5, torch.linspace(1, 0, 5))
+    generator = torch.Generator().manual_seed(5 + 1)
+    for index in range(2):
+        whole = torch.randn(BATCH, *GRID.shape, generator=generator)
+        assert noise.draw(index).equal(GRID.to_tokens(whole))
+
+
 def test_a_masked_batch_is_divided_over_replicas(tmp_path):
     """Each has the masks, and the noise that ddim masks with, of its own samples."""
     checkpoint = open_checkpoint(str(write_shallow_flux(tmp_path / "flux.safetensors")))
