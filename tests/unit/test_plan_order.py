@@ -8,7 +8,7 @@ from published import FLUX, L40, WAN
 
 from backend.config import ParallelConfig
 from backend.planner import drift
-from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, Question, choose
+from backend.planner.choose import AUTO, FASTER_TURNS, MEMORY, Question, choose, ranked
 from backend.planner.cost import Cost
 from backend.planner.machine import Machine, RequestEstimate
 from backend.planner.memory import held
@@ -44,6 +44,16 @@ def test_a_faster_plan_says_why_it_is_not_taken():
         Question(WAN, RequestEstimate(4096, 512, 8, 1), replace(L40, memory=(40 * GB,) * 2), 2)
     )
     assert any("; faster" in line for line in few_steps.lines), few_steps.lines
+
+
+def test_a_simpler_plan_that_is_nearly_as_fast_comes_first():
+    """Runners-up too: 1 % is within the error of the estimate. The least memory goes by bytes."""
+    one = Option(ParallelConfig(), 15.0, bytes=10, room=20, likely=12)
+    tensor = replace(one, plan=ParallelConfig(tensor_parallel_degree=2), seconds=10.0, bytes=6)
+    ulysses = replace(one, plan=ParallelConfig(ulysses_degree=2), seconds=10.1)
+    slower = replace(one, plan=ParallelConfig(ring_degree=2), seconds=15.1)
+    assert ranked([one, tensor, slower, ulysses]) == [ulysses, tensor, one]
+    assert ranked([one, tensor, slower, ulysses], MEMORY) == [tensor, ulysses, one, slower]
 
 
 def experts(gigabytes: float, host: int = 0, steps: int = 20) -> Question:
