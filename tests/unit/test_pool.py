@@ -114,6 +114,16 @@ def test_a_release_that_another_clients_request_prevents_says_so(stats, is_done)
     assert ranks.release(SimpleNamespace(shared_ranks=lambda _: [0])) == is_done
 
 
+def test_a_backend_whose_launcher_has_ended_is_not_alive():
+    """Nor one of which a rank is silent, though rank 0 still holds the connection."""
+    ranks = backend("m")
+    assert ranks.alive()
+    ranks.process = SimpleNamespace(running=True)
+    assert ranks.alive()
+    ranks.process.running = False
+    assert not ranks.alive()
+
+
 def test_an_unload_leaves_the_backend_free_for_others():
     """Also of what is not loaded, and one that fails."""
     ranks = backend("m")
