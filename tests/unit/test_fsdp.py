@@ -147,6 +147,21 @@ def test_a_block_computes_on_the_cpu_while_the_next_one_is_gathered(monkeypatch)
     assert events == ["begins", "begins", "computed", "begins", "computed", "computed"]
 
 
+@pytest.mark.parametrize("height", [7, 6, 2])
+def test_the_rows_of_a_rank_are_those_of_its_shard(height, monkeypatch):
+    """As torch.chunk cuts them, by which FSDP2 shards: the last ranks have fewer, or none."""
+    monkeypatch.setattr(fsdp, "DTensor", SimpleNamespace)
+    ranks = 3
+    found = []
+    for rank in range(ranks):
+        place = SimpleNamespace(size=lambda: ranks, get_coordinate=lambda rank=rank: (rank,))
+        span = fsdp.own_rows(cast(Any, SimpleNamespace(shape=(height, 4), device_mesh=place)))
+        assert span is not None
+        found.append([*range(height)[span.indices]])
+    chunks = [chunk.tolist() for chunk in torch.arange(height).chunk(ranks)]
+    assert found == chunks + [[]] * (ranks - len(chunks))
+
+
 class Headed(Chain):
     """A chain with a layer in none of the blocks, which may leave its forward before the end."""
 
