@@ -207,6 +207,16 @@ def test_numbers_that_take_a_run_are_not_guessed(graph, node):
     assert graph.request_of_graph(prompt | {"steps": node}, "1", latent_of("flux")).steps == 20
 
 
+@pytest.mark.parametrize(
+    "cfg, sampler, prompts", [(1.0, "euler", 1), (1.5, "euler", 2), (1.0, "euler_ancestral_cfg_pp", 2)]
+)
+def test_the_negative_prompt_is_computed_where_a_solver_reads_it(graph, cfg, sampler, prompts):
+    """CFG++ renoises by it, without guidance too."""
+    prompt = queued({})
+    prompt["3"]["inputs"] |= {"cfg": cfg, "sampler_name": sampler}
+    assert graph.request_of_graph(prompt, "1", latent_of("flux")).prompts == prompts
+
+
 def test_parallel_model_for_a_scheduler_does_not_hide_the_sampler(graph):
     prompt = {"0": {"class_type": "ParallelModel", "inputs": {"dit": ["1", 0]}}}
     prompt |= scheduled({"scheduler": {**SCHEDULER, "inputs": {"model": ["0", 0], "steps": 12}}})
