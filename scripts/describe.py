@@ -61,7 +61,7 @@ def main():
         checkpoint = open_checkpoint(chosen.model)
         capability = chosen.compute_capability and divmod(round(10 * chosen.compute_capability), 10)
         dtype = default_dtype(checkpoint, CUDA, capability)  # None: with fast bfloat16
-        found = {}
+        found = {}  # as a backend chooses by default, with what is installed here
         if capability:
             cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))
             found = choices(checkpoint, cuts, AUTO, CUDA, capability)

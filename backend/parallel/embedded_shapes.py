@@ -54,3 +54,8 @@ class ShapeLayer(CachedLayer):
             COMPUTED[self.kind] += 1
             self.known[key] = ShapeOnly.of(self.layer(*args, **kwargs))
         return self.known[key]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the cached answers."""
+        return sum(answer.untyped_storage().nbytes() for answer in self.known.values())

@@ -37,8 +37,10 @@ def shard_rest(transformer: nn.Module, block_lists: Iterable[str], mesh: Mesh, u
     upload(transformer, mesh.device)
     fully_shard(transformer, mesh=mesh.weights)
     blocks = [block for name in block_lists for block in block_list(transformer, name)]
-    if mesh.device.type == "cpu":  # without a stream of their own for gathers, which the host would wait for
-        cast(FSDPModule, transformer)._set_unshard_async_op(True)
+    whole = cast(FSDPModule, transformer)
+    # a CPU has no stream of its own for gathers, which the host would wait for
+    if mesh.device.type == "cpu" and hasattr(whole, "_set_unshard_async_op"):
+        whole._set_unshard_async_op(True)
     sharded = [cast(FSDPModule, block) for block in blocks]  # shard_block has made them that
     for i, block in enumerate(sharded):
         block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + PREFETCH])

@@ -336,4 +336,5 @@ def tp_rows(tp: int) -> int:
 def _enumerated(groups: torch.Tensor, shares: tuple[float, ...]) -> Axis:
     """Return this rank's group among those in the last dimension of ``groups``, whose ranks ascend."""
     lists = groups.reshape(-1, groups.shape[-1]).tolist()
+    assert all(ranks == sorted(ranks) for ranks in lists), "torch sorts the ranks of a group"
     return _axis(_own_group(dist.new_subgroups_by_enumeration(lists, timeout=TIMEOUT)[0]), shares)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -12,10 +13,14 @@ def positional_names(block: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
+#: Given the block's index, itself (None: on another stage), names by position, arguments and named ones.
+Run = Callable[[int, nn.Module | None, list[str], tuple, dict], Any]
+
+
 class StagedBlock(nn.Module):
     """A block of the transformer, or the place of one that lives on another stage. run: Stage.run_block."""
 
-    def __init__(self, run: Callable, index: int, block: nn.Module, is_here: bool):
+    def __init__(self, run: Run, index: int, block: nn.Module, is_here: bool):
         super().__init__()
         self.run = run
         self.names = positional_names(block)

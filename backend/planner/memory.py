@@ -68,7 +68,7 @@ def _held(
     loras = request.loras.and_of(request.other_loras) if others else request.loras
     weights += _loras(shape, plan, loras, share)
     activations = _activations(shape, plan, request, share)
-    transient = activations + _gathered(shape, plan) + shape.scratch
+    transient = activations + _gathered(shape, plan, request) + shape.scratch
     return HeldBytes(
         weights=weights, keys=_keys(shape, plan, request, share), transient=transient, activations=activations
     )
@@ -155,13 +155,18 @@ def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstima
     return request.prompts_per_rank(plan.cfg_degree) * share.samples * token * tokens
 
 
-def _gathered(shape: ModelShape, plan: ParallelConfig) -> int:
-    """Return the bytes of sharded weights that are whole for a moment, as rank_plan's gathered_bytes."""
+def _gathered(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate) -> int:
+    """Return the bytes of sharded weights that are whole for a moment: at least rank_plan's gathered_bytes,
+    which knows the layers of a block's modulation one by one."""
     if not plan.shard_weights:
         return 0
-    first = sum(block.modulation or block.weights for block in shape.blocks[:1])
     sizes = sorted((block.weights for block in shape.blocks), reverse=True)
-    return shape.rest + max(2 * sum(sizes[:1]) + sum(sizes[1:2]), 2 * first + shape.rest)
+    largest, second = sizes[0], sizes[min(1, len(sizes) - 1)]
+    modulation = max(block.modulation for block in shape.blocks)
+    if request.drained or plan.data_parallel_degree > 1:  # computed while its block runs
+        return shape.rest + 2 * largest + max(second, shape.rest) + 2 * modulation
+    first = modulation or shape.blocks[0].weights
+    return shape.rest + max(2 * largest + max(second, modulation), 2 * first + max(shape.rest, modulation))
 
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:

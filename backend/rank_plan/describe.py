@@ -26,7 +26,8 @@ class RankPlan:
     under shard_weights while a block runs. host_bytes: weights that wait in host memory (offload_modulation).
     modulation_bytes: the most modulation that is cached at once, for one prompt that all samples share.
     activation_bytes: an estimate (activations.py). bytes_per_step: in the steady state, by mechanism;
-    "weights" are those that others gather.
+    "weights" are those that others gather in a forward of each prompt, without what is outside of blocks
+    (once a request), and with modulation where it is not computed ahead.
     """
 
     rank: int
@@ -118,7 +119,8 @@ def _plan(work: Workload, rank: int, place: MeshPlace) -> RankPlan:
     patches = work.patches(place)
     weights = work.weights(place)
     traffic = sent(work, place, patches)
-    traffic["weights"] = weights.sent * work.prompts_per_rank  # which torch sends: comm.SENT lacks them
+    forwards = 1 if work.request.drained else work.prompts_per_rank  # a call has its prompts in one
+    traffic["weights"] = weights.sent * forwards  # which torch sends: comm.SENT lacks them
     return RankPlan(
         rank=rank,
         place=place,

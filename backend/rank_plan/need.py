@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..planner.memory import LIKELY_ACTIVATIONS
 from .describe import RankPlan
 
-#: Released models hold between 0.78 and 1.39 of the estimate of activations in dry runs, tiny ones between
+#: Released models hold between 0.78 and 1.45 of the estimate of activations in dry runs, tiny ones between
 #: 1/1.45 and 1/0.75, and from 1/1.65 on with control videos in float32 (tests/unit/test_rank_memory.py). GPUs
 #: were not measured: half, and the larger end (LIKELY_ACTIVATIONS).
 MIN_ACTIVATIONS = 0.5

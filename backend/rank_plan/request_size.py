@@ -22,7 +22,8 @@ class RequestSize:
     image_tokens: of the latent and of references. text_tokens: of the longest prompt. batch, prompts: of all
     replicas and both CFG branches. calls: of the model with each prompt. latents: name and tokens of nested
     ones, as they follow each other; all tokens are the first's without them. controls, image_features: of the
-    prompt with most of them, as Conditioning counts them; None for as many features as is usual.
+    prompt with most of them, as Conditioning counts them; None for as many features as is usual. drained: a
+    call of its own, as under Parallel Model.
     """
 
     image_tokens: int = IMAGE_TOKENS
@@ -33,6 +34,7 @@ class RequestSize:
     latents: tuple[tuple[str, int], ...] = ()
     controls: int = 1
     image_features: int | None = None
+    drained: bool = False
 
     @property
     def tokens(self) -> int:
@@ -82,6 +84,7 @@ def size_of(
         latents=family.latent.named(grid),
         controls=max(map(conditioning.controls, prompts)),
         image_features=max(conditioning.image_features(model_config, each) for each in prompts),
+        drained=isinstance(message, ModelCall),
     )
 
 

@@ -130,9 +130,8 @@ def _tensor_parallel(work: Workload, place: MeshPlace, patches: list[TokenShards
         if module not in work.modulation:
             passing = work.checkpoint.layer_tokens[module]
             inner = module.removeprefix(f"{work.checkpoint.block_names[block]}.")
-            share = work.family.blocks.flop_share(
-                inner, work.checkpoint.config
-            )  # of experts, the chosen ones
+            # of experts, the chosen ones
+            share = work.family.blocks.flop_share(inner, work.checkpoint.config)
             tokens = work.batch * work.runs(passing) * passing.count(image, text, latents) * share
         if cut.reduce:
             total += round(2 * (cut.reduce.size - 1) * tokens * cut.reduced_features / cut.reduce.size)

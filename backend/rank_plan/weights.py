@@ -1,9 +1,10 @@
 """The weights that each rank holds: as their files store them where layers keep them so, else in a dtype."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import nn
@@ -153,26 +154,32 @@ def planned_scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
     return sum(largest.values()) + max([*products, *(each.made for each in held)], default=0)
 
 
-def gathered_bytes(held: list[HeldParameter], modulation: Container[str]) -> int:
-    """Count the most that FSDP2 gathers at once: what is outside of blocks stays whole through a forward,
-    besides the block that runs and those gathered ahead of their turn. The one that runs is there twice:
-    FSDP2 keeps the buffer that its weights came in until the next one has its own, and so that of what is
-    outside until the first one has. The layers of ``modulation`` come one at a time, before all blocks."""
-    apart: Counter[str] = Counter()
+def gathered_bytes(held: list[HeldParameter], modulation: Container[str], is_ahead: bool) -> int:
+    """Count the most that FSDP2 gathers at once, on GPUs: what is outside of blocks stays whole through a
+    forward, besides the block that runs and those gathered ahead of their turn. The one that runs is there
+    twice: FSDP2 keeps the buffer that its weights came in until the next one has its own, that of what is
+    outside until the first one has, and that of the last block into the next forward. The layers of
+    ``modulation`` come one at a time, before all blocks if it ``is_ahead``, else while their block runs."""
+    apart: dict[int | None, Counter[str]] = defaultdict(Counter)
     whole: Counter[int | None] = Counter()
     for parameter in held:
         if parameter.module in modulation:
-            apart[parameter.module] += parameter.bytes
+            apart[parameter.block][parameter.module] += parameter.bytes
         else:
             whole[parameter.block] += parameter.bytes
     blocks = range(max((block for block in whole if block is not None), default=-1) + 1)
-    turns = [(size, 0) for size in apart.values()]
-    turns += [(whole[i], sum(whole[j] for j in range(i + 1, i + 1 + PREFETCH))) for i in blocks]
     most = 0
     before = whole[None]
-    for size, ahead in turns:
-        most = max(most, 2 * size + max(before, ahead))
-        before = size
+    if is_ahead:
+        for size in chain.from_iterable(layers.values() for layers in apart.values()):
+            most = max(most, 2 * size + before)
+            before = size
+    before = max(before, whole[len(blocks) - 1] if blocks else 0)
+    for i in blocks:
+        nested = 0 if is_ahead else 2 * max(apart[i].values(), default=0)
+        following = sum(whole[j] for j in range(i + 1, i + 1 + PREFETCH))
+        most = max(most, 2 * whole[i] + max(before, following) + nested)
+        before = whole[i]
     return whole[None] + most
 
 

@@ -210,6 +210,18 @@ class Workload:
         """The modulation layers of all blocks."""
         return frozenset(chain.from_iterable(self.checkpoint.modulation.values()))
 
+    @property
+    def modulates_ahead(self) -> bool:
+        """Is modulation computed for many steps at once (Runner.modulate_ahead)?"""
+        replicas = self.config.shard_weights and self.config.data_parallel_degree > 1
+        return not (replicas or self.request.drained)
+
+    def _gathered(self, here: list[HeldParameter]) -> int:
+        """Count what FSDP has whole of the parameters ``here``."""
+        if not self.config.shard_weights:
+            return 0
+        return gathered_bytes(here, self.modulation, self.modulates_ahead)
+
     def weights(self, place: MeshPlace) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
         here, whole = self._on_stage(place["tp"], place["pp"])
@@ -217,7 +229,7 @@ class Workload:
             return whole
         ranks = self.config.sharding_degree
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
-        ahead = frozenset() if self.config.data_parallel_degree > 1 else self.modulation
+        ahead = self.modulation if self.modulates_ahead else frozenset()
         device = sum(each.shard(rank, ranks) for each in here)
         return replace(whole, device=device, sent=sent_shards(here, ranks, ahead))
 
@@ -231,7 +243,7 @@ class Workload:
             device = sum(each.bytes for each in here) - host
             tokens = self.batch * -(-self.request.tokens // self.config.sp_degree)
             scratch = planned_scratch_bytes(here, tokens)
-            gathered = gathered_bytes(here, self.modulation) if self.config.shard_weights else 0
+            gathered = self._gathered(here)
             self._known[tp, stage] = here, HeldWeights(device, host, scratch, gathered)
         return self._known[tp, stage]
 

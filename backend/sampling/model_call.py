@@ -38,7 +38,8 @@ def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
 
 
 def check_call(call: ModelCall, config: ParallelConfig, target: Target) -> ModelInputs:
-    """Refuse a call that cannot run; return what it gives the model. Raises as check_sample."""
+    """Refuse a call that cannot run; return what it gives the model. Raises UnsupportedError or
+    ConfigError."""
     family = target.family
     model_config = target.config
     run = _settings(call, config).validate()

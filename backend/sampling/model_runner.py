@@ -180,7 +180,8 @@ class Runner:
         self.step_ends = {index: end.to(device) for index, end in ends.items() if end is not None}
 
     def modulate_ahead(self, prompts: tuple[str, ...]):
-        """Compute the modulation of all evaluations, where the family has such layers."""
+        """Compute the modulation of all evaluations, which ``plan`` has named, where the family has such
+        layers."""
         model = self.model
         # replicas of sharded weights gather together, and their samples may need different chunks
         if not model.family.cache.modulation or (model.sharded and model.cache.mesh.dp.size > 1):
@@ -222,8 +223,9 @@ class Runner:
         return self.prompts[key]
 
     def run(self, x: Tensor, sigma: Tensor, context: StepContext) -> Tensor | None:
-        """Evaluate x (B, N, F) at the noise level ``sigma`` (0-d, CPU); return the output of this rank's
-        tokens and the samples of ``context`` (b, n, F), or None on all but the last stage."""
+        """Evaluate x (B, N, F) at the noise level ``sigma`` (0-d, CPU), which ``plan`` was given for this
+        evaluation; return the output of this rank's tokens and the samples of ``context`` (b, n, F), or None
+        on all but the last stage."""
         self.calls += 1
         model = self.model
         grid = self.request.grid

@@ -160,14 +160,23 @@ def test_the_block_that_runs_is_gathered_twice_and_the_next_one_once(files):
     sizes = {"transformer_blocks": 0, "single_transformer_blocks": 0, "": 0}
     transformer = loaded(ParallelConfig(), mesh.single(), path).transformer
     checkpoint = open_checkpoint(path)
-    apart = tuple(f"{layer}." for block in checkpoint.block_names for layer in checkpoint.modulation(block))
+    apart = tuple(f"{layer}." for block in checkpoint.block_names for layer in checkpoint.modulation[block])
     for name, parameter in transformer.named_parameters():
         block = next((each for each in sizes if each and name.startswith(f"{each}.")), "")
         if not block or (name.startswith(f"{block}.0.") and not name.startswith(apart)):
             sizes[block] += parameter.numel() * parameter.element_size()
-    assert describe(config, checkpoint, RequestSize(), torch.bfloat16)[0].gathered_bytes == (
-        3 * max(sizes["transformer_blocks"], sizes["single_transformer_blocks"]) + sizes[""]
-    )
+    whole = 3 * max(sizes["transformer_blocks"], sizes["single_transformer_blocks"]) + sizes[""]
+
+    def gathered(config: ParallelConfig, size: RequestSize) -> int:
+        return describe(config, checkpoint, size, torch.bfloat16)[0].gathered_bytes
+
+    assert gathered(config, RequestSize()) == whole
+    # a call of its own, and replicas, compute modulation while its block runs
+    bytes_of = {name: each.numel() * each.element_size() for name, each in transformer.named_parameters()}
+    layer = max(sum(bytes_of[name] for name in bytes_of if name.startswith(each)) for each in apart)
+    replicas = ParallelConfig(data_parallel_degree=2, shard_weights=True)
+    for nested in (gathered(config, RequestSize(drained=True)), gathered(replicas, RequestSize(batch=2))):
+        assert nested == whole + 2 * layer
 
 
 def test_weights_that_stay_in_float32_are_counted_so(tmp_path):

@@ -171,7 +171,7 @@ def test_gathers_of_sharded_weights_are_counted(checkpoint):
     """A rank sends its shards of every block to the others once for each prompt; those of modulation, which
     is computed ahead, for replicas alone, and what is in no block never."""
     sizes = {name: 4 * math.prod(checkpoint.shapes[name]) for name in checkpoint.parameters}
-    modulation = {layer for name in checkpoint.block_names for layer in checkpoint.modulation(name)}
+    modulation = {layer for name in checkpoint.block_names for layer in checkpoint.modulation[name]}
     blocks = {name: size for name, size in sizes.items() if checkpoint.parameters[name][0] is not None}
     ahead = sum(size for name, size in blocks.items() if name.rpartition(".")[0] in modulation)
     assert 0 < ahead < sum(blocks.values()) < sum(sizes.values())
