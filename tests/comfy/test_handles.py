@@ -51,7 +51,7 @@ def test_a_model_that_fits_by_no_means_is_refused(backend):
     backend.client.room = 5
     with pytest.raises(RefusedError, match="nothing is loaded"):
         handle.load(CONFIG, "/b", "default")
-    assert (backend.client.held, backend.client.parked) == ([], [first.path])
+    assert (backend.client.held, backend.client.parked) == ([], [first.choice.path])
 
 
 def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend):

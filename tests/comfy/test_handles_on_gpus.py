@@ -132,7 +132,7 @@ def test_a_model_of_another_graph_leaves_a_gpu_that_comfyui_does_not_use(gpus, m
     run("/b")
     assert sample(gpus, second.choice) == Result()
     assert gpus.client.unloads == [Unload("/a", True, waits=True, yields=["/a"])]
-    assert (gpus.client.held, gpus.client.parked) == (["/b"], [first.path])
+    assert (gpus.client.held, gpus.client.parked) == (["/b"], [first.choice.path])
 
 
 def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus, monkeypatch):
@@ -189,7 +189,7 @@ def test_unload_models_parks_what_a_node_still_names(gpus):
     management.unload_all_models()
     del second
     gc.collect()
-    assert gpus.client.parked == [first.path] and len(gpus.client.unloads) == 1
+    assert gpus.client.parked == [first.choice.path] and len(gpus.client.unloads) == 1
 
 
 def test_room_for_others_leaves_weights_in_host_memory(gpus):

@@ -6,6 +6,7 @@ from comfy_modules import comfy_modules
 
 with comfy_modules():
     from comfy.cli_args import PerformanceFeature, args
+    from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import CHOICES, ParallelConfig
     from parallel_dit.nodes.host import plan_report
 
@@ -17,7 +18,7 @@ def test_flags_that_do_not_reach_the_ranks_are_said(monkeypatch):
     info = {"device": "cuda", "dtype": "bfloat16", "attention": attention, "ranks": ranks, "quantized": []}
     config = ParallelConfig(address="unix:/elsewhere")  # whose GPUs are not looked at
     loaded = SimpleNamespace(info=info)
-    dit = SimpleNamespace(config=config, loaded=loaded, weight_dtype="default", matmul="auto")
+    dit = SimpleNamespace(config=config, loaded=loaded, choice=ModelChoice(""))
     usual = plan_report.loaded_lines(dit)
     assert usual[-1] == "attention auto: a kernel"
     monkeypatch.setattr(args, "use_sage_attention", True)
