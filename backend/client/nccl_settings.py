@@ -80,7 +80,8 @@ def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]
     ways = cache_files.read("nccl", link_key(environment), _parsed)
     if not ways:
         return WAYS[0]
-    names = set(gpu_names(gpus))
+    # a group with slices of one card is under its numbers, though some of it may have names of their own
+    names = {*gpu_names(gpus), *map(str, gpus)}
     return WAYS[max((way for group, way in ways.items() if len(group & names) > 1), default=0)]
 
 
@@ -89,7 +90,10 @@ def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str
     ways = cache_files.read("nccl", link_key(environment), _parsed) or {}
     group = frozenset(gpu_names(gpus))
     index = WAYS.index(way)
-    if ways.get(group, 0) != index:
+    numbers = frozenset(map(str, gpus))
+    # those of cards that torch could not tell apart then
+    is_renamed = numbers != group and ways.pop(numbers, None) is not None
+    if is_renamed or ways.get(group, 0) != index:
         ways[group] = index
         written = {",".join(sorted(each)): its for each, its in ways.items()}
         cache_files.write("nccl", link_key(environment), written)

@@ -129,6 +129,24 @@ def test_a_way_between_cards_stays_where_they_are_numbered_otherwise(monkeypatch
     assert nccl_settings.saved_way({}, [1, 2]) == way and nccl_settings.saved_way({}, [0, 1]) == {}
 
 
+def test_a_way_of_a_group_with_slices_of_one_card_is_that_of_each_two(monkeypatch, tmp_path):
+    """The group is kept under numbers, and two of it have UUIDs that differ."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus(monkeypatch, ("a", "a", "b"))
+    nccl_settings.save_way({}, [0, 1, 2], way := {"NCCL_P2P_DISABLE": "1"})
+    assert nccl_settings.saved_way({}, [1, 2]) == way
+
+
+@pytest.mark.parametrize("way", nccl_settings.WAYS[:3])
+def test_what_is_measured_later_counts_instead_of_what_is_kept_under_numbers(monkeypatch, tmp_path, way):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus(monkeypatch, ("a", "a"))
+    nccl_settings.save_way({}, [0, 1], {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
+    gpus(monkeypatch, ("a", "b"))
+    nccl_settings.save_way({}, [0, 1], way)
+    assert nccl_settings.saved_way({}, [0, 1]) == way
+
+
 #: nvidia-smi's order of two GPUs, by slot; CUDA's has the faster one first.
 SMI = "0, GPU-AAAA-1, 1000\n1, GPU-bbbb-2, 2000\n"
 #: What a driver may print before it.
