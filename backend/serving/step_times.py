@@ -22,7 +22,8 @@ class StepClock:
         self._request += 1
 
     def begin(self, step: int | None):
-        """Note that a step begins, unless it is the one under way; that ends. None: the last has ended."""
+        """Note that a step begins and the one before has ended, unless it is the same. None: the last has
+        ended."""
         if self._ring is None or step == self._step:
             return
         now = (time.monotonic(), comm.WAIT_CLOCK.seconds, sum(comm.SENT.values()))
@@ -44,9 +45,9 @@ def noted(beats: Heartbeats | None, rank: int) -> dict:
     (seconds from now, negative), seconds, waited, bytes sent]; 0 and none where nobody keeps them."""
     if beats is None:
         return {"device_bytes": 0, "steps": []}
-    now = time.monotonic()
+    times = beats.step_times(rank)
+    now = time.monotonic()  # after all that began
     steps = [
-        [each.request, each.step, each.begin - now, each.seconds, each.waited, each.sent]
-        for each in beats.step_times(rank)
+        [each.request, each.step, each.begin - now, each.seconds, each.waited, each.sent] for each in times
     ]
     return {"device_bytes": beats.device_bytes(rank), "steps": steps}

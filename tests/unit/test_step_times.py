@@ -1,5 +1,6 @@
 """What ranks write down of their steps, and who reads it."""
 
+import itertools
 import mmap
 import threading
 import time
@@ -70,6 +71,16 @@ def test_without_a_reader_nothing_is_written():
     StepClock(None).begin(0)
     StepClock(None).note_memory(1)
     assert noted(None, 0) == {"device_bytes": 0, "steps": []}
+
+
+def test_a_step_that_begins_while_they_are_read_has_begun(monkeypatch):
+    """Its seconds from now are negative."""
+    clock = itertools.count(100.0)
+    monkeypatch.setattr("backend.serving.step_times.time.monotonic", lambda: next(clock))
+    latest = SimpleNamespace(
+        step_times=lambda rank: [StepTime(1, 0, next(clock), 0.5, 0.0, 0)], device_bytes=lambda rank: 0
+    )
+    assert noted(latest, 0)["steps"] == [[1, 0, -1.0, 0.5, 0.0, 0]]
 
 
 def test_what_a_rank_has_of_its_device_is_read_apart_from_its_steps(tmp_path):
