@@ -300,8 +300,10 @@ def test_a_question_is_json(monkeypatch, tmp_path):
     save_file({"a": torch.zeros(1)}, path)
     asked = []
     monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question))
-    preflight.check_headers(ParallelConfig(ulysses_degree=2, device="cpu"), ModelChoice(str(path)), ["/x"])
+    choice = ModelChoice(str(path), "bf16")
+    preflight.check_headers(ParallelConfig(ulysses_degree=2, device="cpu"), choice, ["/x"])
     (question,) = asked
     assert json.loads(json.dumps(question)) == question
+    assert [question[name] for name in ("path", "weight_dtype", "matmul")] == [str(path), "bf16", "auto"]
     assert question["config"]["ulysses_degree"] == 2 and question["device"] == "cpu"
     assert question["capability"] is None and question["folders"] == ["/x"]
