@@ -92,6 +92,7 @@ STDLIB_ONLY = (
     "backend.protocol.messages",
     "backend.protocol.solver_names",
     "backend.protocol.step_times",
+    *("backend.client.machine_link", "backend.client.silence", "backend.client.step_timer"),
 )
 #: Imported by ComfyUI's process: these packages must not come with them.
 HEAVY = ("diffusers", "yunchang", "transformers", "accelerate", "torch.distributed")
