@@ -109,7 +109,8 @@ class ParallelConfig:
 
     @property
     def has_stale_kv(self) -> bool:
-        """Return whether attention reads keys and values of the step before: stages compute patches."""
+        """Return whether attention reads keys and values of the step before, since stages compute a patch at
+        a time."""
         return self.pipefusion_degree > 1 and self.patches > 1
 
     @property
@@ -231,7 +232,8 @@ class ParallelConfig:
             )
 
     def resolve_device(self, gpus_here: int) -> str:
-        """Return "cuda" or "cpu" for a machine with so many GPUs; ConfigError where ranks do not fit."""
+        """Return "cuda" or "cpu" for a machine with ``gpus_here`` GPUs. Raises ConfigError where the ranks do
+        not fit."""
         if sys.platform == "win32":
             raise ConfigError(
                 "ranks do not run under Windows, where torch has no NCCL to join GPUs; run ComfyUI under "

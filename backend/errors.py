@@ -13,7 +13,8 @@ class ConfigError(ValueError):
 
 
 class UnsupportedError(ValueError):
-    """A request, file or model that cannot run: what, why, the values and the remedy. Ranks stay warm."""
+    """A request, file or model that cannot run; the message says what, why, the values and the remedy. The
+    backend stays warm."""
 
     __module__ = SHORT
 

@@ -1,4 +1,5 @@
-"""What a benchmark of a graph asks first, for minutes maybe: this machine is measured; and what ends it."""
+"""What a benchmark of a graph asks first, and what ends that question: it measures this machine, maybe for
+minutes, and makes room on its GPUs."""
 
 import threading
 from collections.abc import Callable

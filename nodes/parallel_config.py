@@ -84,7 +84,8 @@ def _widget(name: str, tooltip: str):
 
 
 class ParallelConfigNode(io.ComfyNode):
-    """Inputs -> a validated ParallelConfig, or an AutoConfig; ConfigError for what cannot run here."""
+    """Inputs -> a validated ParallelConfig, or an AutoConfig where the degrees are left open; ConfigError for
+    what cannot run on this machine."""
 
     @classmethod
     def define_schema(cls):

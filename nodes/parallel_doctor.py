@@ -121,7 +121,8 @@ def run(command: list[str]) -> list[str]:
 
 @contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen]:
-    """Start a process that does not outlive the block; told to end, the doctor first ends its ranks."""
+    """Start a process that does not outlive the block. Told to end, the doctor first ends its ranks and
+    programs and removes its files."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     process = subprocess.Popen(
         command,

@@ -31,7 +31,8 @@ from .status import connect, parser_of
 
 
 def main(arguments: list[str]) -> int:
-    """Sample a file's requests; return 1 where one of a list fails. Raises what a single one fails with."""
+    """Sample the requests of a file; 1 where one of a list fails. Raises ConfigError, RefusedError or
+    BackendError, in one sentence, where a single one does, or none can run."""
     options = _options(arguments)
     text, folder = _source(options.request)
     requests = read_requests(text, folder)
@@ -109,7 +110,8 @@ def _connected(options: argparse.Namespace) -> pool.Backend:
 
 
 def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
-    """Return the ranks of ``config``, or those that the planner chooses; print why. Errors as in plan_for."""
+    """Return the ranks of ``config``, or those that the planner chooses, and print why. Raises ConfigError
+    where nothing fits, RefusedError and BackendError."""
     if isinstance(config, ParallelConfig):
         return config
     plan, lines = plan_for(config, request.choice, partial(planned_request, request), show=_line)
@@ -140,6 +142,7 @@ def run(
 def _sampled(
     backend: pool.Backend, request: SampleRequest, config: ParallelConfig, keep: Collection[ModelChoice]
 ):
+    """Return the result of a request, and the shapes of its latents."""
     waits = partial(_show_turn, backend)
     loaded = backend.load(*request.choice, keep=[request.choice, *keep], loras=request.loras, check=waits)
     for warning in loaded.info.get("warnings", []):

@@ -100,7 +100,8 @@ def _given(levels: list) -> Tensor:
 
 
 def _latents(request: SampleRequest) -> list[Tensor]:
-    """Return the latents to start from, in the model's space, (B, C, [T,] H, W) each. Raises ConfigError."""
+    """Return the latents to start from, in the model's space, (B, C, [T,] H, W) each: zeros for empty ones.
+    Raises ConfigError for a file without one."""
     if request.sizes:
         return [torch.zeros(request.batch, *size) for size in request.sizes]
     tensors = read_tensors(request.latent)
@@ -131,7 +132,8 @@ def _packed(latents: list[Tensor]) -> Tensor:
 
 
 def _vae_scaling(request: SampleRequest, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (factor, offset) by channel of ``like``: VAE units = model space * factor + offset."""
+    """Return (factor, offset) by channel of ``like``: VAE units = model space * factor + offset; 1 and 0
+    without a VAE's configuration."""
     config = read_json(request.vae, "config.json") if request.vae else {}
     factor = torch.as_tensor(config.get("latents_std") or 1.0) / (config.get("scaling_factor") or 1.0)
     offset = torch.as_tensor(config.get("latents_mean") or 0.0) + (config.get("shift_factor") or 0.0)

@@ -29,7 +29,8 @@ def read_config(text: str) -> ParallelConfig:
 
 
 def read_settings(text: str, welcome: Welcome) -> ParallelConfig:
-    """Return the configuration of requests to a running backend, with its degrees. Raises ConfigError."""
+    """Return the configuration of requests to a running backend, whose degrees its ``welcome`` has. Raises
+    ConfigError for other entries than PER_REQUEST, and for values that do not go with the degrees."""
     found = read_entries(text, PER_REQUEST, THERE)
     degrees = {name: welcome.degrees.get(axis, 1) for axis, name in AXES.items()}
     settings = {name: value for name, value in welcome.settings.items() if name in OF_RANKS}
@@ -37,7 +38,8 @@ def read_settings(text: str, welcome: Welcome) -> ParallelConfig:
 
 
 def read_plan(text: str) -> Plan:
-    """Return the configuration of a JSON object of Parallel Config's inputs. Raises ConfigError."""
+    """Return the configuration of a JSON object of Parallel Config's inputs: degrees, or what leaves them to
+    auto. Raises ConfigError."""
     found = read_entries(text, ("method", *FIELDS))
     if type(found.get("gpus")) is int:  # as the node's is written
         found["gpus"] = str(found["gpus"])

@@ -40,7 +40,8 @@ from .status import parser_of
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until a signal or a client ends it; return 1 where it ends by itself. Raises what is refused."""
+    """Serve until a signal or a client ends it; 1 where it ends by itself. Raises ConfigError and
+    BackendError."""
     options = _options(arguments)
     token = own_token(options.token_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -103,7 +104,8 @@ def device_here(config: ParallelConfig, device: str, machines: Machines) -> str:
 
 def same_everywhere() -> dict:
     """Return what has to be equal on all machines, of the ranks' Python: a step that one does differently
-    hangs all. Kernels of comfy-kitchen may differ: a product that one rank cannot do is done by none."""
+    hangs all. Kernels of comfy-kitchen may differ: formats are tried, and a product that one rank cannot do
+    is done by none."""
     return {"pack": pack_version(), **ranks_versions()}
 
 

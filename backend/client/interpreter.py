@@ -20,7 +20,8 @@ OWN = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")
 
 
 def ranks_python() -> str:
-    """Return the interpreter of ranks, probes and readers of headers. Raises ConfigError for no program."""
+    """Return the interpreter of ranks, probes and readers of headers. Raises ConfigError where the variable
+    names none."""
     chosen = os.environ.get(VARIABLE, "").strip()
     if not chosen:
         return sys.executable
@@ -34,7 +35,8 @@ def ranks_python() -> str:
 
 
 def packages_changed() -> int:
-    """Return when packages were last installed for the ranks' Python (nanoseconds); 0 where it is ours."""
+    """Return when packages were last installed for the ranks' Python (nanoseconds), whose versions are not
+    known here; 0 where it is ours."""
     python = ranks_python()
     return 0 if python == sys.executable else installed_at(python)
 

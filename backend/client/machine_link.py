@@ -79,7 +79,8 @@ class Peer:
             return True
 
     def ask(self, key: str, seconds: float, limit: int = MAX_HELLO) -> Any:
-        """Return what the first line with ``key`` says, None for a refusal. Raises OSError."""
+        """Return what the first line with ``key`` says, None for a refusal. Raises ConnectionError or
+        TimeoutError."""
         deadline = time.monotonic() + seconds
         while not self.said.keys() & {key, "refused"}:
             self.socket.settimeout(max(0.01, deadline - time.monotonic()))

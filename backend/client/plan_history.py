@@ -37,7 +37,8 @@ class PlanHistory:
     last: LastPlan | None = None
 
     def note_left(self, gpu: int, size: int):
-        """Note that at most ``size`` bytes of a rank's weights could have stayed after the last request."""
+        """Note that at most ``size`` bytes of a rank's weights could have stayed on ``gpu`` after the last
+        request."""
         key = (gpu, self.tokens)
         self.left[key] = min(self.left.get(key, size), size)
 

@@ -222,8 +222,9 @@ def note_shared(gpu: int | None):
 
 
 def note_left(gpu: int, size: int):
-    """Have the next plans count that ComfyUI has just taken weights from ranks on a GPU, of which at most
-    ``size`` bytes could have stayed; not where the ranks run as no plan of auto placed them."""
+    """Have the next plans count that ComfyUI needs room on a GPU between requests of this size: it has just
+    taken weights from ranks there, of which at most ``size`` bytes could have stayed. Not where the ranks run
+    as no plan of auto placed them."""
     running = pool.launched()
     if running is None or not _as_planned(running.config):
         return

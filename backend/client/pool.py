@@ -183,7 +183,8 @@ class Backend(Connected):
 
 
 def allow(*folders: str | os.PathLike):
-    """Let backends load files below ``folders`` alone. One that was launched before ends when next needed."""
+    """Let backends load files below ``folders``, too; without a call nothing can be loaded. One that was
+    launched before ends when it is next needed."""
     _folders.update(os.path.abspath(folder) for folder in folders)
 
 

@@ -1,4 +1,5 @@
-"""Asks a process of its own what a model's headers say: its shape, and what ranks would refuse."""
+"""Asks a process of its own what a model's headers say: its shape, and what ranks would refuse, before any is
+started or ended for it."""
 
 import hashlib
 import json
@@ -78,7 +79,8 @@ def read_shape(choice: ModelChoice, device: str, indices: list[int], check=nothi
 
 
 def least_capability(device: str, indices: list[int]) -> Capability | None:
-    """Return GPUs' least compute capability, by which all ranks choose; None on the CPU and with ROCm."""
+    """Return GPUs' least compute capability, by which all ranks choose types and kernels; None on the CPU and
+    with ROCm."""
     if device == "cpu" or torch.version.hip:
         return None
     gpus = [torch.cuda.get_device_properties(index) for index in indices]

@@ -57,7 +57,8 @@ class Room:
         return {self.management.get_torch_device(), *self._used}
 
     def make(self, welcome: Welcome, lacking: dict[int, int]):
-        """Have so many bytes free for each rank as it is ``lacking``, as far as ComfyUI's models go."""
+        """Have as many bytes free on the device of each rank as it is ``lacking``, as far as unloading
+        ComfyUI's models gets."""
         for rank, size in lacking.items():
             device = self.gpus.get(welcome.devices[rank])
             if device is not None:

@@ -35,7 +35,8 @@ def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[in
 
 
 def cpu_limit(root: Path = ROOT, groups: str | None = None) -> float:
-    """Return how many processors' time this process's groups may take; infinity without a limit."""
+    """Return how many processors' time this process's groups may take; infinity without a limit. ``groups``
+    as in memory_limits."""
     limits = [math.inf]
     for controllers, path in _groups(groups):
         if controllers == [""]:

@@ -91,7 +91,8 @@ def check_not_lost(device: torch.device, lost: str):
 
 
 class DeviceMemory:
-    """The memory of one device, in bytes, as this process sees it."""
+    """The memory of one device, in bytes, as this process sees it. Tests inject another class with these
+    methods."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -102,7 +103,8 @@ class DeviceMemory:
         return device_name(self.device)
 
     def free(self) -> int:
-        """Count what every process on the device may still allocate; on the CPU with the machine's swap."""
+        """Count what every process on the device may still allocate. On the CPU what the machine has left,
+        swap included."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
         return host_free()
@@ -118,7 +120,8 @@ class DeviceMemory:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def release(self):
-        """Give cached memory back to the device, for other processes; on the CPU malloc's free pages."""
+        """Give cached memory back to the device, for other processes; on the CPU what malloc has free,
+        between blocks too."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:

@@ -1,4 +1,5 @@
-"""Whether all ranks run on one GPU, as scripts/doctor.py has them on a machine with one."""
+"""Whether all ranks run on one GPU, as scripts/doctor.py has them on a machine with one: that shows what they
+compute and not how fast."""
 
 import os
 

@@ -48,7 +48,8 @@ def encode(message) -> list:
 
 
 def decode(header: bytes, table: bytes, data: Tensor):
-    """Return the message of a frame; its tensors are views of ``data`` (uint8). Raises ProtocolError."""
+    """Return the message of a frame whose body is ``table`` and ``data`` (uint8); its tensors are views of
+    ``data``. Raises ProtocolError."""
     cls, values = _open(header)
     if table:
         values["tensors"] = bodies.unpack(_entries(cls, table, len(data)), data)

@@ -1,7 +1,7 @@
 """Heartbeats of the ranks of one machine: a counter each, in memory shared with who launched them. A thread
-of every rank counts, apart from its work: it needs Python's lock (GIL) alone, which torch, files and sockets
-release while they work. The launcher looks whether the counters move (client/silence.py). Standard library
-only."""
+of every rank counts, apart from its work: the main thread may compute, load or wait for an hour. It needs
+Python's lock (GIL) alone, which torch, files and sockets release while they work. The launcher looks whether
+the counters move (client/silence.py). Standard library only."""
 
 import mmap
 import os

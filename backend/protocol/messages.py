@@ -28,7 +28,8 @@ class BackendError(RuntimeError):
 
 
 class RefusedError(ValueError):
-    """The backend refused a request and stays warm: what, why and the remedy. ``lacking``: as in Failure."""
+    """The backend refused a request and stays warm; the message says what, why and the remedy. ``lacking``:
+    rank -> bytes that should be free on its device, where there was too little."""
 
     __module__ = SHORT
     lacking: dict[int, int] = {}

@@ -313,7 +313,8 @@ def _about(message: Sample | ModelCall) -> tuple | None:
 
 
 def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Prepared | None:
-    """Return what ``prepare`` makes; None where memory runs out, which this rank says in the next round."""
+    """Return what ``prepare`` makes, or None where memory runs out: no other rank waits for this one yet, so
+    it says so in the next round."""
     try:
         return prepare()
     except Exception as error:

@@ -227,7 +227,8 @@ class Leader(ServedModels):
         return any(other is not model and self.is_on_devices(other) for other in others)
 
     def on_unload(self, job: Job, message: Unload) -> Act:
-        """Unload a model, or park it where another client has loaded it, too, and may sample."""
+        """Unload a model, if it is loaded. One that another client has loaded, too, is parked at most: that
+        client may sample."""
 
         def act():
             self.control.broadcast(sent := self.named.unloading(message, job.client))

@@ -166,7 +166,8 @@ class Worker:
             raise RefusedByAllRanks(self.tried[case])
 
     def _guarded(self, run):
-        """Run; where memory runs out, say so with numbers. A single rank goes on: InsufficientMemory."""
+        """Run; where memory runs out, say so with numbers. Raises InsufficientMemory on a single rank, which
+        goes on, and FatalOutOfMemory on others."""
         try:
             return run()
         except Exception as error:

@@ -1,4 +1,5 @@
-"""Configurations of a folder's text encoder and VAE, by which libraries build without a limit."""
+"""Configurations of a folder's text encoder and VAE: their libraries build what these say without a limit, in
+ComfyUI's own process."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -32,7 +32,8 @@ class Autoencoder(torch.nn.Module):
 
 
 class PackedAutoencoder(Autoencoder):
-    """FLUX.2's: ComfyUI's latents have 2 x 2 cells in one, normalized by the VAE's running statistics."""
+    """FLUX.2's: ComfyUI's latents are the model's, 2 x 2 cells in one and normalized by the VAE's running
+    statistics."""
 
     def encode(self, pixels):
         return (F.pixel_unshuffle(super().encode(pixels), 2) - self._mean()) / self._deviation()
@@ -109,7 +110,8 @@ class DiffusersVAE(comfy.sd.VAE):
         return self.process_output((high + wide + one_pass(width, height)) / 3.0)
 
     def _measure(self, vae):
-        """Set channels and scales, from what the decoder makes of 2 x 2 cells (2 and 3 frames) on meta."""
+        """Set channels and scales, from what the decoder makes of latents of 2 x 2 cells (and 2 and 3 frames)
+        without values."""
         with torch.device("meta"):
             model = type(self.first_stage_model)(type(vae).from_config(vae.config))
         config = vae.config

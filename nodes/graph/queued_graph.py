@@ -41,12 +41,14 @@ def queued() -> dict:
 
 
 def queued_by() -> str | None:
-    """Return the id of the page that queued what is validated now, empty for a script; else None."""
+    """Return the id of the page that has queued the graph that is validated now, empty for a script; None
+    while none is validated."""
     return _queued_by.get()
 
 
 def running() -> dict:
-    """Return the graph that ComfyUI runs now, or ran last, with the nodes that nodes have added."""
+    """Return the graph that ComfyUI runs now, or ran last, as ``queued`` does, with the nodes that nodes have
+    added."""
     graph = get_progress_state().dynprompt
     return {key: graph.get_node(key) for key in graph.all_node_ids()}
 

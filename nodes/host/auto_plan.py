@@ -206,6 +206,7 @@ def _size_of_calls(shape: torch.Size, guider) -> torch.Size:
     length += 1 if getattr(handler, "causal_window_fix", False) else 0
     prompts = [each for branch in guider.conds.values() for each in branch]
     guides = [each.get("guide_attention_entries") or () for each in prompts]
+    # a prompt's guides have latent frames after those of the video
     length += max((sum(guide["latent_shape"][0] for guide in each) for each in guides), default=0)
     return torch.Size(min(side, length) if axis == dim else side for axis, side in enumerate(shape))
 

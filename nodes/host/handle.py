@@ -100,7 +100,8 @@ def check_model(config: ParallelConfig, choice: ModelChoice, check: Callable[[],
 
 
 def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
-    """Return a handle with one more LoRA, and log what is said of it. Errors as in ``load``."""
+    """Return a handle with one more LoRA, and log what is said of it. Both stay usable; errors as in
+    ``load``."""
     loras = (*handle.loras, (path, strength))
     config = _at_hand(handle)
     _, loaded = _load(config, handle.choice, loras)

@@ -1,6 +1,6 @@
 """How long a step takes on one rank of this machine, so that several can be compared with it. Every run on
-one rank is noted in a file of ComfyUI's user folder; where there was none, the planner's estimate stands
-in."""
+one rank is noted in a file of ComfyUI's user folder; nothing is measured for its sake. Where there was none,
+the planner's estimate stands in, by what it has measured before."""
 
 import hashlib
 import json

@@ -138,7 +138,8 @@ class Reporter:
 
 
 def tolerate_preview_oom(callback: Callable, status: NodeStatus) -> Callable:
-    """Return ComfyUI's ``callback`` of a step, whose preview may run out of memory: the sampling goes on."""
+    """Return ComfyUI's ``callback`` of a step, whose preview may run out of memory: the ranks have what they
+    need, and the sampling goes on."""
 
     def call(*arguments):
         try:

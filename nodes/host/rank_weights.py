@@ -141,7 +141,8 @@ def dynamic_weights(index: int) -> int:
 
 
 def entries(loaded: Loaded, welcome: Welcome, free: Free) -> list[RankWeights]:
-    """Return an entry for each of this machine's devices that holds a transformer's weights."""
+    """Return an entry for each of this machine's devices that holds a transformer's weights; ``free`` as in
+    RankWeights."""
     cpu = torch.device("cpu")
     devices = host_room().gpus | {device_name(cpu): cpu}
     ranks: dict[torch.device, list[int]] = defaultdict(list)

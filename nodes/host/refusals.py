@@ -23,7 +23,8 @@ _NAMES = tuple(f"{SHORT}.{error.__name__}: " for error in MISTAKES)
 
 @contextmanager
 def errors_on_node():
-    """Show under the node that runs now why it fails: in a ``with``, or around a node's ``execute``."""
+    """Show under the node that runs now, where progress is shown, why it fails: in a ``with``, or around a
+    node's ``execute``."""
     try:
         yield
     except (*MISTAKES, BackendError) as error:
