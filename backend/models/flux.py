@@ -55,17 +55,19 @@ def forward_args(config, grid, tokens, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
-    wrong = references.refusal(config, grid, cond)
-    if wrong:
-        return wrong
-    has_references = bool(references.references(cond))
+    """Return why these inputs do not run, or None. Fill, Canny and Depth take an image as channels.
+    diffusers' blocks give one timestep to all tokens."""
+    # by name alone: references() sorts numbers, and references.refusal has not checked them yet
+    has_references = any(name.partition(".")[0] == "ref_latents" for name in cond)
     takes_channels = config["in_channels"] != (config["out_channels"] or config["in_channels"])
     if has_references and takes_channels:
         return (
             "it has reference latents, but this model takes its image as channels (Fill, Canny, Depth); "
             "use FLUX.1 Kontext or remove ReferenceLatent."
         )
+    wrong = references.refusal(config, grid, cond)
+    if wrong:
+        return wrong
     if has_references and references.method(cond, "offset") == references.AT_ZERO:
         return (
             f"the references are placed by {references.AT_ZERO}, which this model in diffusers does not "

@@ -46,6 +46,8 @@ def opened(folder):
         ("flux-fill", {"c_concat": None}, "c_concat has 0 channels, but this model takes 80"),
         ("flux-fill", {"c_concat": torch.zeros(1, 80, 8, 16)}, r"\[8, 16\], but the latent \[16, 16\]"),
         ("flux-fill", {"ref_latents.0": torch.zeros(1, 16, 8, 8)}, "use FLUX.1 Kontext"),
+        ("flux-fill", {"ref_latents.0": torch.zeros(1, 4, 8, 8)}, "use FLUX.1 Kontext"),
+        ("flux-fill", {"ref_latents.first": torch.zeros(1, 16, 8, 8)}, "use FLUX.1 Kontext"),
         ("flux2-edit", {"ref_latents.0": torch.zeros(1, 16, 8, 8)}, "VAE of this model"),
         ("qwen-image21-edit", METHOD["offset"], "index_timestep_zero"),
         ("qwen-image21-edit", {"image_slots": torch.tensor([[5, 3]])}, "in order"),
