@@ -13,7 +13,7 @@ from .blocks import APART, JOINED, BlockAdapter
 from .common import adaptive_norms, references
 from .common.double_stream import DOUBLE_STREAM, config_of
 from .common.fewer_passes import gated, modulated
-from .common.joint_blocks import all_within_range, within_range
+from .common.joint_blocks import NO_MORE, all_within_range, within_range
 from .common.replaced_classes import replace_classes
 from .common.request_arguments import distilled_guidance, once
 from .common.tensor_plans import COMMON
@@ -143,6 +143,7 @@ class DoubleBlock(theirs.Flux2TransformerBlock):
         image_rotary_emb=None,
         joint_attention_kwargs=None,
     ):
+        assert not joint_attention_kwargs, NO_MORE
         image = hidden_states
         text = encoder_hidden_states
         if temb_mod_img.shape[0] != 2 * image.shape[0]:
@@ -194,6 +195,8 @@ class SingleBlock(theirs.Flux2SingleTransformerBlock):
         image_rotary_emb=None,
         joint_attention_kwargs=None,
     ):
+        assert not joint_attention_kwargs, NO_MORE
+        assert encoder_hidden_states is None, "the model gives text and image in one stream"
         x = hidden_states
         if temb_mod.shape[0] == 2 * x.shape[0]:
             tables, of_references = taken_apart(image_rotary_emb)

@@ -135,6 +135,28 @@ def test_tokens_with_two_timesteps_are_diffusers_own():
     assert all(a.equal(b) for a, b in zip(block(*given), ours(block)(*given), strict=True))
 
 
+@pytest.mark.parametrize("name", ["flux", "flux, single", "qwen", "flux2", "flux2, single"])
+def test_further_arguments_of_attention_are_refused(name):
+    """Nothing here would read them."""
+    block, given = ours(made(name)), arguments(name, torch.float32, 1)
+    with pytest.raises(AssertionError, match="joint_attention_kwargs"):
+        block(*given, joint_attention_kwargs={"attention_mask": torch.ones(1)})
+    block(*given, joint_attention_kwargs={})
+
+
+@pytest.mark.parametrize("name", ["noise_mask", "adaln_noisy", "adaln_clean"])
+def test_z_image_omnis_modulation_is_refused(name):
+    with pytest.raises(AssertionError, match="Omni"):
+        ours(made("z-image"))(*arguments("z-image", torch.float32, 1), **{name: torch.ones(1, IMAGE)})
+
+
+def test_flux2s_single_blocks_refuse_text_apart():
+    block = ours(made("flux2, single"))
+    joined, _, modulation, tables = arguments("flux2, single", torch.float32, 1)
+    with pytest.raises(AssertionError, match="one stream"):
+        block(joined[:, TEXT:], joined[:, :TEXT], modulation, tables)
+
+
 class Passes(nn.Module):
     """Stands for attention and MLPs: what is left is norms, modulation and residuals."""
 

@@ -1,7 +1,8 @@
 """Blocks of Flux.1, Qwen-Image and Z-Image in fewer passes over activations (fewer_passes.py): a norm and its
 modulation are one where all tokens are of one sample, a gate and its residual one. Where no rank has text, as
-in PipeFusion's later patches, nothing of it is called. Compiled blocks keep diffusers' form. No family gives
-attention further arguments (joint_attention_kwargs), or Z-Image a mask of noise (Omni's)."""
+in PipeFusion's later patches, nothing of it is called. Compiled blocks keep diffusers' form. Arguments that
+no family gives are refused: further ones of attention (joint_attention_kwargs), Z-Image's mask of noise
+(Omni's)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,9 @@ from ...runtime.opaque_ops import Meanwhile
 from . import token_mixing
 from .fewer_passes import adapted, gated, rms_scaled
 
+#: Why blocks refuse what these forwards would not read.
+NO_MORE = "no family gives attention further arguments (joint_attention_kwargs)"
+
 
 class FluxBlock(transformer_flux.FluxTransformerBlock):
     """A block of two streams; its norms before attention are modulated by themselves (adaptive_norms.py)."""
@@ -27,6 +31,7 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
         image_rotary_emb=None,
         joint_attention_kwargs=None,
     ):
+        assert not joint_attention_kwargs, NO_MORE
         if torch.compiler.is_compiling():
             streams = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
             return all_within_range(*streams)
@@ -66,6 +71,7 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
         image_rotary_emb=None,
         joint_attention_kwargs=None,
     ):
+        assert not joint_attention_kwargs, NO_MORE
         if torch.compiler.is_compiling():
             streams = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
             return all_within_range(*streams)
@@ -93,6 +99,7 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         joint_attention_kwargs=None,
         modulate_index=None,
     ):
+        assert not joint_attention_kwargs, NO_MORE
         self.zero_cond_t = modulate_index is not None  # whether temb has both, which the call decides
         if torch.compiler.is_compiling() or self.zero_cond_t:
             streams = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
@@ -138,6 +145,8 @@ class ZImageBlock(transformer_z_image.ZImageTransformerBlock):
         adaln_noisy=None,
         adaln_clean=None,
     ):
+        of_omni = noise_mask, adaln_noisy, adaln_clean
+        assert all(each is None for each in of_omni), "the mask of noise and its modulations are Omni's"
         if torch.compiler.is_compiling() or not self.modulation:
             return super().forward(x, attn_mask, freqs_cis, adaln_input)
         scale, gate, ff_scale, ff_gate = self.adaLN_modulation(adaln_input)[:, None].chunk(4, dim=2)
