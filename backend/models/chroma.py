@@ -30,7 +30,8 @@ def patch_module(transformer, config):
 
 
 def prepare(transformer, grid):
-    """Make the table that tells modulations apart 344 rows long in every size, as in ComfyUI."""
+    """Make the table that tells modulations apart 344 rows long in every size, as ComfyUI does. diffusers
+    makes it as long as the model needs."""
     embed = transformer.time_text_embed
     width = embed.mod_proj.shape[1]
     numbers = torch.arange(MODULATIONS) * 1000

@@ -13,7 +13,8 @@ from .key_layout import Layout, blocks_of, under
 
 
 def rotary(config, grid, device):
-    """Return (cos, sin), each (tokens, head size); before 1.5 ComfyUI stretches the image's axes."""
+    """Return (cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8). Before 1.5 ComfyUI stretches the
+    image's axes."""
     stretch = 1.0 if config.get("patch_size_t") else config.get("spatial_interpolation_scale", 1.875)
     frames, *sides = grid.counts
     area = (0, 0), tuple(side * stretch for side in sides)
@@ -44,7 +45,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, timestep, cond):
-    """Return the arguments of the forward: time before channels, of which c_concat has further ones."""
+    """Return the arguments of the forward. Time comes before channels; image to video has the image's latent
+    as further channels (c_concat)."""
     batch = latent.shape[0]
     has_rotary = config["use_rotary_positional_embeddings"] and not config.get("learned_alone")
     return dict(
@@ -100,7 +102,8 @@ TABLE = "patch_embed.pos_embedding"
 
 
 def _table_frames(shapes):
-    """Count the frames of the videos that a position table is for: a file's, or the released ones'."""
+    """Count the frames of the videos that a file's position table is for. Without a table they are those of
+    the released videos."""
     frame = HEIGHT * WIDTH // 4
     rows = shapes.get(TABLE, (1, TEXT + 13 * frame))[1]
     return ((rows - TEXT) // frame - 1) * TEMPORAL + 1

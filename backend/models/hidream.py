@@ -59,7 +59,7 @@ NARROW = 32
 
 
 def config_from_shapes(shapes):
-    """Return the arguments of the diffusers class; RoPE axes are (4, 2, 2)/8 of a head."""
+    """Return the arguments of the diffusers class; RoPE axes are (4, 2, 2)/8 of a head. Two experts run."""
     width = shapes["x_embedder.proj.weight"][0]
     double = blocks_of(shapes, "double_stream_blocks")
     single = blocks_of(shapes, "single_stream_blocks")

@@ -68,7 +68,8 @@ def patch_module(transformer, config):
 
 
 def rotary(config, grid, device):
-    """Return (cos, sin), each (tokens, head size), of positions fitted into the base square."""
+    """Return (cos, sin), each (tokens, head size), of positions over the image, fitted into the base
+    square."""
     rows, columns = grid.counts[1:]
     height = width = BASE
     if rows > columns:
@@ -113,7 +114,7 @@ def forward_args(config, grid, latent, timestep, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. The padding that the model learned has these lengths."""
     lengths = cond["c_crossattn"].shape[1], cond["encoder_hidden_states_t5"].shape[1]
     if lengths[0] >= TEXT and lengths[1] >= TEXT_T5:
         return None

@@ -71,7 +71,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward; a prompt without quoted words has no text of byT5."""
+    """Return the arguments of the forward. Timesteps and guidance run to 1000. A prompt without quoted words
+    has no text of byT5."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     glyphs = cond.get("txt_byt5")
@@ -92,7 +93,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def text_order(mask, glyphs):
-    """Return the order of byT5's tokens, which attention reads, and of Qwen's with a ``mask``."""
+    """Return the order of byT5's tokens and of Qwen's. Attention reads all of byT5's, which have no mask, and
+    of Qwen's those in ``mask``."""
     texts = [] if glyphs is None else [hunyuan_video.all_tokens(glyphs)]
     return TextOrder([*texts, mask], hides=not bool(mask.all()))
 
@@ -150,7 +152,8 @@ ACCEPTED = ("c_crossattn", "txt_byt5", "attention_mask", "guidance")
 
 
 def variant(config):
-    """Return what MeanFlow, which is told where a step ends, and guidance change of the family."""
+    """Return what a configuration changes of the family. The distilled model is told where a step ends
+    (MeanFlow), and reads guidance."""
     changes = {}
     if config["use_meanflow"]:
         changes["conditioning.accepted"] = (*ACCEPTED, STEP_END)

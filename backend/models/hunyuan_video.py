@@ -42,7 +42,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. Image to video models need more channels."""
     if cond["y"].shape[1] < config["pooled_projection_dim"]:
         return (
             f"y has width {cond['y'].shape[1]}, but this model reads {config['pooled_projection_dim']}; "

@@ -51,7 +51,8 @@ class Prompt:
 
 
 def patch_module(transformer, config):
-    """Patch the transformer: less work for the prompt and the mask, sines of the layer's dtype."""
+    """Patch the transformer: less work for the prompt and the mask. Sines of the timestep, made in float32,
+    are given in their layer's dtype."""
     Prompt(transformer)
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:

@@ -95,13 +95,15 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def _fits(known, grid):
-    """Return whether the known frames fit into the latent."""
+    """Return whether the known frames have the latent's channels and sides, and are no more than its
+    frames."""
     _, channels, frames, *sides = known.shape
     return channels == grid.shape[0] and frames <= grid.extent[0] and tuple(sides) == grid.extent[1:]
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. The position tables end. Video models take further
+    channels."""
     if max(grid.counts) > MAX_SIDE_TOKENS:
         counts = " x ".join(map(str, grid.counts))
         return (
@@ -126,7 +128,8 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Return the arguments of the diffusers class; RoPE axes are (2, 3, 3)/8 of the head size."""
+    """Return the arguments of the diffusers class; RoPE axes are (2, 3, 3)/8 of the head size. Video models
+    have 16 + 1 more channels."""
     width, embedding = shapes["visual_embeddings.in_layer.weight"]
     out = shapes["out_layer.out_layer.weight"][0] // 4
     head = shapes["visual_transformer_blocks.0.cross_attention.key_norm.weight"][0]

@@ -8,7 +8,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def no_entries(given: object) -> dict[str, Any]:
-    """Return nothing, where a family has nothing to say."""
+    """Return an empty dict, where a family has nothing to say."""
     return {}
 
 

@@ -47,7 +47,8 @@ def forward_args(config, grid, tokens, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. ComfyUI runs frames as a batch."""
+    """Return why these inputs do not run, or None. ComfyUI runs frames as a batch; the model itself makes one
+    frame."""
     wrong = references.refusal(config, grid, cond)
     if wrong or grid.counts[0] == 1:
         return wrong
@@ -231,7 +232,8 @@ class Processor(theirs.Krea2AttnProcessor):
 
 
 def patch_module(transformer, config):
-    """Patch the transformer: exact norms, references at timestep 0, grouped keys and values."""
+    """Patch the transformer: norms whose multiplier is not rounded, references at timestep 0, grouped keys
+    and values."""
     replace_classes(transformer, REPLACED)
     text = transformer.text_fusion
     for block in (*text.layerwise_blocks, *text.refiner_blocks, *transformer.transformer_blocks):

@@ -59,7 +59,7 @@ def patch_module(transformer, config):
 
 
 def variant(config):
-    """Return what differs for a configuration: keys and values of 2.3's prompt change with the noise."""
+    """Return what differs for a configuration: keys and values of 2.3's prompt depend on the noise level."""
     modulated = config["cross_attn_mod"] and config.get("use_prompt_adaln_single", True)
     return {"cache.prompt_layers": ()} if modulated else {}
 

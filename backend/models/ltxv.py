@@ -66,7 +66,8 @@ def corners(grid, cond, device, causal, side=0):
 
 
 def times(grid, mask, sigma, batch):
-    """Return noise levels (B,), or (B, tokens), times the mask's first value, where there is a mask."""
+    """Return noise levels (B,). With a mask, which keeps some tokens, they are (B, tokens): the level times
+    the first value of the mask in a token."""
     levels = sigma.expand(batch)
     return levels if mask is None else grid.to_tokens(mask.float())[..., 0] * levels[:, None]
 
@@ -160,7 +161,8 @@ def config_from_shapes(shapes):
 
 
 def metadata(strings):
-    """Return causal_temporal_positioning, which Lightricks' configuration states since 0.9.5."""
+    """Return the entry causal_temporal_positioning, which Lightricks' configuration states since 0.9.5 and no
+    shape shows."""
     stated = transformer_config(strings)
     return {"causal_temporal_positioning": bool(stated.get("causal_temporal_positioning", False))}
 

@@ -19,7 +19,8 @@ LENGTHS = (4096, 1024, 1024)
 
 
 class Tables(nn.Module):
-    """Rotary tables of a prompt and an image, by ``owner`` (in a tuple: no submodule)."""
+    """Rotary tables of a prompt and an image, from diffusers' tables of the axes (``owner``, in a tuple: no
+    submodule)."""
 
     def __init__(self, owner):
         super().__init__()
@@ -73,7 +74,8 @@ class Processor:
 
 
 def patch_module(transformer, config):
-    """Patch the transformer: longer tables, rotary tables once a request, grouped keys and values."""
+    """Patch the transformer: longer position tables, since ComfyUI computes any position; rotary tables made
+    once a request; grouped keys and values."""
     for block in (*transformer.context_refiner, *transformer.noise_refiner, *transformer.layers):
         block.attn.set_processor(Processor())
     rope = transformer.rope_embedder
@@ -95,7 +97,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. Position tables have an end."""
     needed = (cond["c_crossattn"].shape[1], *grid.counts[1:])
     if all(a < b for a, b in zip(needed, LENGTHS)):
         return None

@@ -87,7 +87,8 @@ def forward_args(config, grid, tokens, sigma, cond):
 
 
 def _sequence(grid, cond, device):
-    """Return what the tokens of the sequence are, made on the host: a device is waited for at an index."""
+    """Return the arguments that say what the tokens of the sequence are. They are made on the host: a device
+    would be waited for at every index."""
     video_tokens, audio_tokens = (one.tokens for one in grid.grids)
     text_length = cond["c_crossattn"].shape[1]
     references = torch.empty(0, dtype=torch.long)
@@ -130,7 +131,8 @@ def output(outputs, grid):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. The audio's two channels stand at the sides of the image.
+    Reference tokens are described in full."""
     channels = grid.grids[1].counts[1]
     if channels != 2:
         return (

@@ -25,7 +25,8 @@ class Embedder(PatchEmbed):
     stated_scale: float | None
 
     def fit(self, grid):
-        """Scale the positions with the latent's size, as ComfyUI does, or by what is stated."""
+        """Scale the position table with the latent's size, as ComfyUI does, or by what is stated. diffusers
+        keeps the trained one."""
         height, width = grid.padded.shape[1:]
         middle = (height + width) // 2
         scale = self.stated_scale or max(round(middle / 64), 1)
@@ -96,7 +97,8 @@ def schedule(config):
 
 
 def is_alpha(config):
-    """Return whether the model is given the image's size; older folders do not say."""
+    """Return whether the model is given the image's size. Older folders do not say, and mean the large
+    model."""
     uses_size = config["use_additional_conditions"]
     return config["sample_size"] == 128 if uses_size is None else uses_size
 

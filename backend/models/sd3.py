@@ -18,7 +18,7 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. The position table ends."""
     most = config["pos_embed_max_size"]
     if max(grid.counts) <= most:
         return None

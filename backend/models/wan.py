@@ -114,7 +114,8 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. 2.1's image to video models may read CLIP features. The
+    position table ends."""
     most = config.get("rope_max_seq_len", MAX_SIDE_TOKENS)
     if max(grid.counts) > most:
         counts = " x ".join(map(str, grid.counts))
@@ -163,7 +164,8 @@ PLAIN = ("t2v", "i2v")
 
 
 def metadata(strings):
-    """Refuse models that the header alone tells from text or image to video. Raises UnsupportedError."""
+    """Refuse models that ComfyUI tells by the header alone. They have the keys of text or image to video, and
+    run otherwise. Raises UnsupportedError."""
     stated = transformer_config(strings)
     kind = stated.get("model_type", PLAIN[0])
     name = STATED.get(str(kind), f"a model of type {quoted(kind)}") if kind not in PLAIN else None
@@ -277,7 +279,8 @@ def count_attention_calls(block: Any) -> int:
 
 
 def pixels(config) -> tuple[int, int, int]:
-    """Return how many pixels (T, H, W) a latent pixel has; the VAE of 2.2's 5B makes 48 channels."""
+    """Return how many pixels (T, H, W) one of the latent's stands for. The VAE of Wan 2.2's 5B model makes 48
+    channels of 16 x 16 pixels."""
     side = 16 if config["out_channels"] == 48 else 8
     return 4, side, side
 

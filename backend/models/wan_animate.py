@@ -108,13 +108,15 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward; pose_latents, face_pixel_values: (B, C, frames, H, W)."""
+    """Return the arguments of the forward. pose_latents: (B, C, frames, H, W) of the pose video, with the
+    latent's sides. face_pixel_values: (B, 3, frames, size, size), of the size of the face's encoder."""
     found = wan.forward_args(config, grid, latent, sigma, cond)
     return found | {name: cond.get(name) for name in ("pose_latents", "face_pixel_values")}
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. The pose has the latent's size, and faces that of their
+    encoder."""
     pose: Tensor | None = cond.get("pose_latents")
     channels = config["latent_channels"]
     sides = list(grid.shape[2:])

@@ -66,7 +66,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward; vace_context: (B, videos, C, T, H, W) of videos and masks."""
+    """Return the arguments of the forward. vace_context: control videos and their masks (B, videos, C, T, H,
+    W). vace_strength (B, videos): of each."""
     context = cond["vace_context"]
     return dict(
         hidden_states=grid.pad(latent),
@@ -78,9 +79,11 @@ def forward_args(config, grid, latent, sigma, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. Control videos have the latent's padded size, which their
+    convolution must divide."""
     context: Tensor = cond["vace_context"]
     wanted = (config["vace_in_channels"], *grid.padded.shape[1:])
+    # check_arguments has refused empty ones before
     if tuple(context.shape[2:]) != wanted:
         return (
             f"vace_context has shape {list(context.shape)}, but this model takes (batch, videos, "
@@ -91,7 +94,7 @@ def refusal(config, grid, cond):
 
 
 def config_from_shapes(shapes):
-    """Return the arguments of the diffusers class; control blocks are at equal distances."""
+    """Return the arguments of the diffusers class; control blocks are at equal distances, as in ComfyUI."""
     layers = blocks_of(shapes, "blocks")
     control = blocks_of(shapes, "vace_blocks")
     return wan.config_from_shapes(shapes) | dict(

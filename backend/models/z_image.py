@@ -24,7 +24,8 @@ def patch_module(transformer, config):
 
 
 def forward_args(config, grid, latent, sigma, cond):
-    """Return the arguments of the forward: lists of samples; time counts from noise (0) to image (1)."""
+    """Return the arguments of the forward: lists of samples, each with a time axis. The timestep counts from
+    noise (0) to image (1)."""
     return dict(
         x=list(grid.pad(latent).unsqueeze(2)),
         t=(1.0 - sigma).expand(latent.shape[0]),
@@ -43,7 +44,8 @@ def padding(config, grid, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None."""
+    """Return why these inputs do not run, or None. Position tables have an end. The text, padded, comes
+    first, and the image stands after it."""
     most = tuple(config["axes_lens"])
     needed = (count_text_tokens(cond) + 2, *grid.counts[1:])
     if all(a <= b for a, b in zip(needed, most)):

@@ -83,7 +83,8 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def modulated(norm: nn.LayerNorm, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return norm(x) * scale + shift, of tokens x (B, S, D) and a norm without weights."""
+    """Return norm(x) * scale + shift, of tokens x (B, S, D) and a norm without weights. scale and shift
+    broadcast to x."""
     if scale.numel() == x.shape[-1]:  # one sample's, and all of its tokens'
         return layer_norm(x, scale.flatten(), shift.flatten(), norm.eps)
     return torch.addcmul(shift.to(x.dtype), normed(norm, x), scale.to(x.dtype))

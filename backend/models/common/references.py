@@ -28,8 +28,8 @@ def references(cond: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def method(cond: Mapping[str, Tensor], default: str, known: Collection[str] = REFERENCE_METHODS) -> str:
-    """Return how the references are placed: one of REFERENCE_METHODS, of which those that are not ``known``
-    to a model are "offset" to it."""
+    """Return how the references are placed: one of REFERENCE_METHODS. A model to which a method is not
+    ``known`` takes it for "offset"."""
     how = default
     if "ref_latents_method" in cond:
         number = once(cond, "ref_latents_method", lambda: int(cond["ref_latents_method"].flatten()[0]))

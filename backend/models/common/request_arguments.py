@@ -36,7 +36,8 @@ class RequestArguments(dict[str, Tensor]):
 
 
 def distilled_guidance(config: Mapping[str, Any], cond: Mapping[str, Tensor], batch: int) -> Tensor | None:
-    """Return the guidance (batch,) of a distilled model; None for others or without (FluxDisableGuidance)."""
+    """Return the guidance (batch,) of a guidance-distilled model. None for others, and where the request has
+    none (FluxDisableGuidance)."""
     if not config["guidance_embeds"] or "guidance" not in cond:
         return None
     return cond["guidance"].reshape(-1).expand(batch)

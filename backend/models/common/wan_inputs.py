@@ -73,6 +73,7 @@ def _shape(config, grid: TokenGrid, kind: str) -> tuple[int | None, ...]:
         return config["reference_channels"], *sides
     if kind == "camera_conditions":  # a number for each pixel
         return config["camera_channels"], frames, *(SCALE * side for side in sides)
+    # context and later frames are embedded as the latent is, and have its channels
     if kind == "context_latents":
         return config["in_channels"], None, None, None
     return config["in_channels"], None, *sides
@@ -100,7 +101,8 @@ class CameraResidual(nn.Module):
 
 
 class CameraAdapter(nn.Module):
-    """Plücker coordinates (B, C, T, 8 H, 8 W) -> (B, D, T, H', W') of the tokens, as in VideoX-Fun."""
+    """Plücker coordinates of every pixel (B, C, T, 8 H, 8 W) -> (B, D, T, H', W') of the tokens, as in
+    VideoX-Fun."""
 
     def __init__(self, channels: int, width: int, patch: tuple[int, int]):
         super().__init__()
