@@ -47,7 +47,7 @@ from .sampling.request import build
 from .sampling.runs import Prepared, call_model, run_request
 from .sampling.step_loop import Callbacks
 from .sampling.tensor_validation import check_numbers, check_result
-from .sampling.validation import Target, check_degrees, check_sample, check_workload, refusing
+from .sampling.validation import RequestTarget, check_degrees, check_sample, check_workload, refusing
 from .serving.argument_cache import ArgumentCache
 
 #: Names of models with LoRAs that are known at once; one more takes the place of the oldest.
@@ -276,9 +276,10 @@ class Engine:
         return [plan.as_dict() for plan in plans]
 
     # ------------------------------------------------------------------ sampling
-    def _target(self, name: str) -> Target:
+    def _target(self, name: str) -> RequestTarget:
         model = self.loaded(name)
-        return Target(model.family, model.config, model.dtype, self.mesh.device.type, self.capabilities)
+        device = self.mesh.device.type
+        return RequestTarget(model.family, model.config, model.dtype, device, self.capabilities)
 
     @refusing("the request")
     def check_sample(self, sample: Sample) -> ModelInputs:

@@ -28,7 +28,7 @@ from .request import Request
 from .solver_registry import Evaluation
 from .step_loop import Callbacks, Denoiser, Patch, Pending
 from .tensor_validation import check_arguments, check_latent
-from .validation import Target, check_kernel, check_patches, check_wire
+from .validation import RequestTarget, check_kernel, check_patches, check_wire
 
 
 def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
@@ -37,7 +37,7 @@ def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
     return replace(config, num_pipeline_patch=1, **asked)
 
 
-def check_call(call: ModelCall, config: ParallelConfig, target: Target) -> ModelInputs:
+def check_call(call: ModelCall, config: ParallelConfig, target: RequestTarget) -> ModelInputs:
     """Refuse a call that cannot run; return what it gives the model. Raises UnsupportedError or
     ConfigError."""
     family = target.family

@@ -57,7 +57,7 @@ def refusing(what: str):
 
 
 @dataclass(frozen=True)
-class Target:
+class RequestTarget:
     """The model that a request is for, and the ranks that run it. config: arguments of the diffusers class.
     device: "cuda" or "cpu". capabilities: of the ranks' GPUs."""
 
@@ -68,7 +68,7 @@ class Target:
     capabilities: Iterable[Capability] = ()
 
 
-def check_sample(sample: Sample, config: ParallelConfig, target: Target) -> ModelInputs:
+def check_sample(sample: Sample, config: ParallelConfig, target: RequestTarget) -> ModelInputs:
     """Refuse a request that cannot run; return what it gives the model. Raises UnsupportedError or
     ConfigError."""
     family = target.family
@@ -104,7 +104,7 @@ def _check_settings(sample, config, run, has_negative):
     config.check_guidance(sample.cfg, has_negative)
 
 
-def check_kernel(config: ParallelConfig, target: Target):
+def check_kernel(config: ParallelConfig, target: RequestTarget):
     """Refuse an attention kernel that cannot run a request of ``config`` here. Raises UnsupportedError."""
     if kernel_table.kernel_of(config.attention).call is None:
         return

@@ -23,7 +23,7 @@ from backend.loading.recognition import open_checkpoint
 from backend.models.common import ltx2_connectors
 from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
-from backend.sampling.validation import Target, check_sample
+from backend.sampling.validation import RequestTarget, check_sample
 
 #: Family or variant -> tensor -> what runs though it is broken so; all other cases are refused.
 TABLE = Path(__file__).with_name("bad_tensors.json")
@@ -118,7 +118,9 @@ def is_refused(broken, checkpoint) -> bool:
     """Return whether the check refuses a request. What else it raises has no sentence."""
     try:
         check_sample(
-            broken, ParallelConfig(), Target(checkpoint.family, checkpoint.config, torch.float32, "cpu")
+            broken,
+            ParallelConfig(),
+            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
         )
     except UnsupportedError:
         return True

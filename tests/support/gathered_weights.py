@@ -1,7 +1,7 @@
 """What FSDP2 sends, on meta tensors: forward hooks in the order of torch's, since its own need a device with
 streams."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -55,15 +55,15 @@ class Gathered:
         self.is_whole = self.stays and self.is_whole
 
 
-def gather_weights(checkpoint: Checkpoint, group: str, ranks: int, skipped: Callable[[str], Iterable[str]]):
+def gather_weights(checkpoint: Checkpoint, group: str, ranks: int, apart: Mapping[str, Iterable[str]]):
     """Have a rank's transformer gather as Engine.load has it sharded: modulation apart, then its block, then
-    the rest. ``skipped``: block -> names of its modules that are gathered apart."""
+    the rest. ``apart``: block -> names of its modules that are gathered apart."""
     transformer = checkpoint.transformer
     known: set[nn.Parameter] = set()
     blocks = {}
     for name in checkpoint.block_names:
-        for apart in skipped(name):
-            Gathered(transformer.get_submodule(apart), group, ranks, known)
+        for layer in apart[name]:
+            Gathered(transformer.get_submodule(layer), group, ranks, known)
         block = transformer.get_submodule(name)
         blocks[block] = Gathered(block, group, ranks, known)
     Gathered(transformer, group, ranks, known).stays = True

@@ -22,7 +22,7 @@ from backend.sampling.noise import CACHED, FreshNoise
 from backend.sampling.prediction import EPS, FLOW, V
 from backend.sampling.request import Inpaint, build
 from backend.sampling.solver_registry import SOLVER_FUNCTIONS, evaluations, solver_input
-from backend.sampling.validation import Target, check_sample
+from backend.sampling.validation import RequestTarget, check_sample
 
 PREDICTIONS = {"flow": FLOW, "eps": EPS, "v": V}
 #: What solvers see of a prediction: whether it is FLOW. V differs from EPS in ``denoised`` alone.
@@ -226,7 +226,7 @@ def refused(**change) -> str:
         check_sample(
             Sample("m", change["sampler"], 1.0, 1, tensors=tensors),
             ParallelConfig(),
-            Target(FAMILIES["flux"], config, torch.float32, "cpu"),
+            RequestTarget(FAMILIES["flux"], config, torch.float32, "cpu"),
         )
     except UnsupportedError as reason:
         return str(reason)

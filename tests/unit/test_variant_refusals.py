@@ -16,7 +16,7 @@ from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Sample
-from backend.sampling.validation import Target, check_sample
+from backend.sampling.validation import RequestTarget, check_sample
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,9 @@ def test_refusals_name_the_remedy(name, change, words, opened):
     sample = replace(sample, tensors={key: value for key, value in tensors.items() if value is not None})
     with pytest.raises(UnsupportedError, match=words):
         check_sample(
-            sample, ParallelConfig(), Target(checkpoint.family, checkpoint.config, torch.float32, "cpu")
+            sample,
+            ParallelConfig(),
+            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
         )
 
 
@@ -257,7 +259,7 @@ def test_prompts_that_cogvideox_2b_has_no_positions_for_are_refused(shape, says,
         return check_sample(
             Sample("m", "euler", 1.0, 0, tensors=tensors | {"positive.c_crossattn": torch.zeros(shape)}),
             ParallelConfig(),
-            Target(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
+            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
         )
 
     if says is None:
