@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..parallel.comm import cat_or_same
 from ..parallel.sequence import Span
 from ..quantization.added_products import BlockCut, Kronecker, cut_blocks
 from .adapters import Adapter, Spans, cut
@@ -49,8 +50,13 @@ class LoKr(Adapter):
     def kronecker(self, rows: Spans, columns: Spans, device: torch.device, dtype: torch.dtype) -> Kronecker:
         """Return these rows and columns as a Kronecker product of strength 1, before alpha, of what the file
         has, or of w2 itself where that is smaller than its factors."""
+        return self._kronecker(self._factor("lokr_w1", device), rows, columns, device, dtype)
+
+    def _kronecker(
+        self, w1: Tensor, rows: Spans, columns: Spans, device: torch.device, dtype: torch.dtype
+    ) -> Kronecker:
         row_cut, column_cut = self._cuts(rows, columns)
-        left = cut(self._factor("lokr_w1", device), _spans(row_cut.blocks), _spans(column_cut.blocks))
+        left = cut(w1, _spans(row_cut.blocks), _spans(column_cut.blocks))
         inner_rows, inner_columns = _spans(row_cut.inner), _spans(column_cut.inner)
         if self._kept_inner:
             up = self._read("lokr_w2_a", device, rows=inner_rows)
@@ -76,11 +82,14 @@ class LoKr(Adapter):
         return cut_blocks(_ranges(rows), height), cut_blocks(_ranges(columns), width)
 
     def difference(self, rows, columns, device):
-        """Compute no more rows than these, and read no more of w2: it may be large."""
+        """Compute no more rows than these, and read no more of w2: it may be large. w1 is read once."""
         height = self._factor_shape("lokr_w2")[0]
         runs = [run for span in rows for run in _block_runs(span, height)]
-        found = [self.kronecker((run,), columns, device, torch.float32).difference() for run in runs]
-        return torch.cat(found) if found else torch.empty(0, sum(map(len, columns)), device=device)
+        if not runs:
+            return torch.empty(0, sum(map(len, columns)), device=device)
+        w1 = self._factor("lokr_w1", device)
+        products = (self._kronecker(w1, (run,), columns, device, torch.float32) for run in runs)
+        return cat_or_same([product.difference() for product in products], 0)
 
     def _w2(self, rows: Spans, columns: Spans, device: torch.device) -> Tensor:
         if "lokr_w2" in self.keys:

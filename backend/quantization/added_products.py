@@ -108,10 +108,20 @@ class Kronecker:
     def difference(self) -> Tensor:
         """Return what it adds to the weight, as a whole, in float32."""
         first, *second = (each.float() for each in (self.left, *self.right))
-        whole = torch.kron(first, second[0].contiguous() if len(second) == 1 else second[0] @ second[1])
-        rows = whole if self.rows is None else torch.cat([whole[r.start : r.stop] for r in self.rows])
-        own = rows if self.columns is None else columns_of(rows, self.columns)
-        return self.strength * scaled(own, self.row_scale, self.column_scale)
+        inner = second[0] if len(second) == 1 else second[0] @ second[1]
+        found = torch.kron(first, inner.contiguous()) if self.columns is None else self._cut(first, inner)
+        if self.rows is not None:
+            found = torch.cat([found[run.start : run.stop] for run in self.rows])
+        found = scaled(found, self.row_scale, self.column_scale)
+        return found if self.strength == 1 else found.mul_(self.strength)
+
+    def _cut(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the product's own ``columns``, each from its two columns: whole blocks are not made."""
+        runs = [torch.arange(run.start, run.stop, device=first.device) for run in self.columns or ()]
+        columns = torch.cat(runs)
+        width = second.shape[1]
+        ours = first[:, columns // width].unsqueeze(1)
+        return (ours * second[:, columns % width]).flatten(0, 1)
 
     def add_to(self, out: Tensor, x: Tensor):
         """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time."""

@@ -12,11 +12,13 @@ from tiny import relative
 
 from backend.loading.adapters import cut
 from backend.loading.lokr import LoKr
+from backend.loading.lora_file_bytes import _held
 from backend.loading.lora_products import are_products
 from backend.loading.safetensors_files import TensorFiles
 from backend.parallel.sequence import Span
 from backend.quantization.added_products import MAX_TOKENS, AddedProduct, LowRank
 from backend.quantization.formats import PLAIN_FLOAT8
+from backend.quantization.lora_bytes import LoraBytes
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight, multiplier
 
@@ -41,6 +43,20 @@ LOKR = {
         1,
     ),
     "large factors": ({"lokr_w1": randn(8, 8), "lokr_w2_a": randn(12, 9), "lokr_w2_b": randn(9, 8)}, 1),
+}
+#: Forms with more than half as many numbers as the matrix.
+LARGE = {
+    "w2 of all": {"lokr_w1": randn(1, 1), "lokr_w2": randn(ROWS, COLUMNS)},
+    "w1 of one number": {
+        "lokr_w1": randn(1, 1),
+        "lokr_w2_a": randn(ROWS, 20),
+        "lokr_w2_b": randn(20, COLUMNS),
+    },
+    "w2 of two numbers": {
+        "lokr_w1_a": randn(48, 2),
+        "lokr_w1_b": randn(2, COLUMNS),
+        "lokr_w2": randn(2, 1),
+    },
 }
 ALL = (Span(0, ROWS),), (Span(0, COLUMNS),)
 SPANS: dict[str, tuple[tuple[Span, ...], tuple[Span, ...]]] = {
@@ -92,15 +108,29 @@ def test_a_kronecker_product_is_the_difference(form, spans, tmp_path):
         assert (out - before - added).norm() <= 1e-6 * (added.norm() + before.norm())
 
 
-@pytest.mark.parametrize(
-    ("spans", "runs", "rows"), [("all", 1, 24), ("rows of a block", 1, 2), ("odd rows", 6, 76)]
-)
-def test_no_more_of_w2_is_read_than_rows_need(spans, runs, rows, tmp_path):
-    """Of blocks of 24 rows: the end of one, whole ones, the beginning of one."""
+@pytest.mark.parametrize(("spans", "rows"), [("all", 24), ("rows of a block", 2), ("odd rows", 76)])
+def test_no_more_of_w2_is_read_than_rows_need(spans, rows, tmp_path):
+    """Of blocks of 24 rows: the end of one, whole ones, the beginning of one; w1 once for all of them."""
     tensors, _ = LOKR["full"]
     lokr = adapter(tmp_path, tensors)
     lokr.difference(*SPANS[spans], CPU)
-    assert lokr.files.bytes_read == runs * tensors["lokr_w1"].nbytes + rows * tensors["lokr_w2"][0].nbytes
+    assert lokr.files.bytes_read == tensors["lokr_w1"].nbytes + rows * tensors["lokr_w2"][0].nbytes
+
+
+@torch.inference_mode()
+def test_columns_are_cut_without_a_copy_of_all(tmp_path):
+    """Inside of blocks, at a strength: nothing is made that is as large as the result."""
+    tensors = {"lokr_w1": randn(16, 16), "lokr_w2": randn(64, 64)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    files = TensorFiles([tmp_path / "a.safetensors"])
+    lokr = LoKr(files, {role: role for role in tensors}, (1024, 1024))
+    rows, columns = (Span(0, 1024),), (Span(0, 300), Span(500, 712))
+    found = lokr.kronecker(rows, columns, CPU, torch.float32)
+    found.strength = 0.5
+    for difference in (found.difference, lambda: lokr.difference(rows, columns, CPU)):
+        with LiveMemory() as memory:
+            made = difference()
+        assert made.nbytes <= memory.peak <= 1.2 * made.nbytes
 
 
 @pytest.mark.parametrize("spans", ["all", "odd rows", "odd columns", "both", "no rows", "no columns"])
@@ -188,5 +218,14 @@ def test_with_magnitudes_a_kronecker_product_stays_one(magnitudes, tmp_path):
     scale = {"dora_scale": randn(*magnitudes).abs()}
     for tensors, _ in LOKR.values():
         assert are_products([adapter(tmp_path, tensors | scale)])
-    large = {"lokr_w1": randn(1, 1), "lokr_w2": randn(ROWS, COLUMNS)}
-    assert not are_products([adapter(tmp_path, large | scale)])
+    for tensors in LARGE.values():
+        assert not are_products([adapter(tmp_path, tensors | scale)])
+
+
+@pytest.mark.parametrize("form", LARGE)
+def test_a_large_kronecker_product_is_a_copy(form, tmp_path):
+    """On the ranks, and in what is planned from the file's header."""
+    lokr = adapter(tmp_path, LARGE[form])
+    assert lokr.size == (ROWS, COLUMNS) and not lokr.is_small and not are_products([lokr])
+    planned = _held("blocks.0.proj", {role: tensor.shape for role, tensor in LARGE[form].items()})
+    assert planned == LoraBytes(copies=2 * ROWS * COLUMNS)
