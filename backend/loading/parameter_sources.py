@@ -89,7 +89,8 @@ class StoredParameter:
         return None if self.source.shape is not None else self.files.quantization(self.key)
 
     def read(self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> Tensor:
-        """Read it in its own order and shape, or the rows and columns that ``shard`` keeps of it."""
+        """Read it in its own order and shape, or the rows and columns that ``shard`` keeps and nothing
+        else."""
         if shard is not None:
             return self._read_shard(shard, dtype, device)
         source = self.source
@@ -116,8 +117,12 @@ class StoredParameter:
         own = shard or self._whole
         below = []
         for span in self.source.rows(own.outputs, self.shape[0]):
-            pieces = [self.files.packed(self.key, span.indices, each.indices, device) for each in own.inputs]
-            below.append(join([piece for piece in pieces if piece is not None], 1))
+            beside = []
+            for columns in own.inputs:
+                piece = self.files.packed(self.key, span.indices, columns.indices, device)
+                assert piece is not None, "it has a quantization"
+                beside.append(piece)
+            below.append(join(beside, 1))
         return join(below, 0)
 
     def packed_sizes(self, shard: Shard | None) -> list[StoredSize] | None:
