@@ -9,7 +9,8 @@ from ..errors import UnsupportedError, quoted, reason, some
 
 @dataclass(frozen=True)
 class Folders:
-    """Absolute ``roots`` below which clients may load files; None: no limit (a backend started by hand)."""
+    """The folders below which clients may load files. ``roots``: absolute paths; None: no limit (a backend
+    started by hand)."""
 
     roots: tuple[str, ...] | None = None
 

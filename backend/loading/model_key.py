@@ -16,14 +16,16 @@ HEADER_BYTES = 1 << 20
 
 
 def model_key(message: Load) -> str:
-    """Name what a Load loads, by its fields and the files' state; rank 0's counts, as inodes differ."""
+    """Name what a Load loads, by its fields and the files' state; rank 0's is that of all ranks, as
+    other machines have other inodes."""
     path = Path(message.path).resolve()
     what = [str(path), message.weight_dtype, message.matmul, _stamps(path)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def check_unchanged(message: Load, before: str):
-    """Refuse a model whose key is no longer that ``before`` this rank read it. Raises UnsupportedError."""
+    """Refuse a model whose key was ``before`` when this rank began to read it, and is another one now. Raises
+    UnsupportedError."""
     if model_key(message) != before:
         name = quoted(Path(message.path).name)
         raise UnsupportedError(f"{name} was changed while it was read; load it again when it is complete")
@@ -47,7 +49,8 @@ def content_key(path: str) -> str:
 
 
 def check_same(path: str, own: str, first: str):
-    """Refuse a model of another ``content_key`` than rank 0's machine has. Raises UnsupportedError."""
+    """Refuse a model whose ``content_key`` is another here than on rank 0's machine. Raises
+    UnsupportedError."""
     if own and own != first:
         name = quoted(Path(path).name)
         what = f"{name} is another file on this rank's machine than on rank 0's"
@@ -55,7 +58,7 @@ def check_same(path: str, own: str, first: str):
 
 
 def other_lora(paths: list[str], own: list[str], first: list[str]) -> str:
-    """Say which LoRA has another ``content_key`` than on rank 0's machine; empty where none has."""
+    """Say in a sentence which LoRA has another ``content_key`` than on rank 0's machine; empty: none."""
     found = [path for path, mine, theirs in zip(paths, own, first) if mine != theirs]
     if not found:
         return ""

@@ -1,7 +1,8 @@
 """Weights that wait in host memory while others need the device, and come back without a file being read.
 
-They move once, when asked to (accelerate's hooks: at each forward). Quantized weights never change: their
-copy on the host stays while they are on the device, and need not be made again.
+Unlike accelerate's hooks, which move a module at each forward, they move once, and only when asked to.
+Quantized weights never change: their copy on the host stays while they are on the device, and is not made
+again.
 """
 
 import os
@@ -47,7 +48,8 @@ class StoredCopies:
         return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
 
     def keep(self, modules: Iterable[nn.Module], but: Collection[int]):
-        """Keep what quantized weights hold, where page locked; ``but``: ids of parameters that stay."""
+        """Keep what the modules' quantized weights hold now, where that is page locked; ``but``: ids of
+        parameters that stay on the host."""
         for weight in quantized(modules):
             if all(_is_page_locked(each) and id(each) not in but for each in weight.parameters()):
                 self._copies[weight] = [parameter.data for parameter in weight.parameters()]
@@ -75,8 +77,9 @@ def page_locked_bytes() -> int:
 
 @torch.inference_mode(False)  # parameters outlive the request that brings them back
 def to_host(modules: Iterable[nn.Module], pinned: bool = True, ranks: int | None = None):
-    """Move parameters and buffers from devices to host memory, page locked (``pinned``) so that they come
-    back at the speed of the bus. ``ranks``: how many do so now, all by default."""
+    """Move parameters and buffers to host memory, page locked (``pinned``) so that they come back at the
+    speed of the bus; those on the meta device and on the host stay. ``ranks``: how many do so now, all by
+    default."""
     modules = list(modules)
     copies = COPIES.take(modules)
     stored = {id(parameter) for weight in quantized(modules) for parameter in weight.parameters()}

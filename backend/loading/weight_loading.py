@@ -49,12 +49,12 @@ def load(
     on_block: Callable[[str], None] = nothing,
 ) -> int:
     """Fill ``checkpoint.transformer`` with the weights of ``blocks`` and of shared layers; return the bytes
-    read.
+    read. It is a method of Checkpoint.
 
     Quantized matrices of linear layers stay as stored; the rest is of ``dtype``. ``shards``: module -> the
-    piece of its weight that this rank keeps. ``held``: modules that are loaded, or not, whichever block they
-    are in. ``choices``: how quantized parameters multiply, else weight only. ``on_progress`` is given bytes
-    loaded and in all; ``on_block`` a block's name when it is filled.
+    piece of its weight that this rank keeps and reads. ``held``: modules that are loaded, or not, whichever
+    block they are in. ``choices``: how quantized parameters multiply, else weight only. ``on_progress`` is
+    given bytes loaded and in all; ``on_block`` a block's name when it is filled.
     """
     names = checkpoint.block_names
     absent = tuple(name + "." for i, name in enumerate(names) if i not in blocks)
@@ -89,14 +89,16 @@ def block_of(name: str, blocks: Container[str]) -> str | None:
 
 
 def keeps_packed(layer: type[nn.Module], is_cut: bool = False) -> bool:
-    """Return whether layers of a class, maybe cut by tensor parallelism, keep quantized weights."""
+    """Return whether layers of a class keep their weight as stored where that is quantized. ``is_cut``: by
+    tensor parallelism."""
     return layer in LINEAR or (is_cut and issubclass(layer, nn.Linear))
 
 
 def matrices(
     checkpoint: "Checkpoint", shards: Mapping[str, Shard], dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Matrix]:
-    """Return the parameters that stay quantized, cut as ``shards`` are, of a model in ``dtype``."""
+    """Return the parameters that stay quantized, from headers, cut over ranks as ``shards`` are; ``dtype``:
+    in which the model computes."""
     of_parameter = {}
     for layer, quantization in _quantized_layers(checkpoint):
         if not keeps_packed(type(checkpoint.transformer.get_submodule(layer)), layer in shards):
@@ -124,7 +126,8 @@ def choices(
     device: torch.device,
     capability: Capability | None,
 ) -> dict[str, MatmulChoice]:
-    """Return quantized parameter -> how it multiplies; arguments and errors as in matrices and choose_all."""
+    """Return quantized parameter -> how it multiplies; arguments as in matrices and choose_all.
+    Raises UnsupportedError."""
     return choose_all(checkpoint.name, matrices(checkpoint, shards), mode, device, capability)
 
 

@@ -88,7 +88,8 @@ class Machine:
 
     @property
     def is_disturbed(self) -> bool:
-        """Return whether GPUs of one name differ by more than DIFFERENT, as if others used one of them."""
+        """Return whether GPUs of one name differ by more than DIFFERENT in speed, as where others used one
+        of them during the measurement."""
         spans: dict[str, list[float]] = {}
         for name, speed in zip(self.names, self.speeds):
             spans.setdefault(name, []).append(speed)
@@ -104,11 +105,12 @@ class Machine:
         return f"{line} {DISTURBED}" if self.is_disturbed else line
 
     def speeds_of(self, ranks: int) -> tuple[float, ...]:
-        """Return how many times as fast as the slowest each of the first GPUs is: 1 where all are alike."""
+        """Return how many times as fast as the slowest GPU each of the first is: 1 where all are alike."""
         return self.speeds[:ranks] if self.differs else (1.0,) * ranks
 
     def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
-        """Return the same for the memory of each of the first GPUs."""
+        """Return how many times as fast as the slowest GPU's the memory of each of the first GPUs is: 1 where
+        all GPUs are alike."""
         if not self.differs or not self.bandwidths:
             return (1.0,) * ranks
         return tuple(each / min(self.bandwidths) for each in self.bandwidths[:ranks])
@@ -132,13 +134,14 @@ class Machine:
         return same_name and faster <= DIFFERENT * slower
 
     def roomiest_first(self, shared: int | None = None) -> list[int]:
-        """Return the indices of the GPUs by free memory, most first, then as by ``fastest_first``."""
+        """Return the indices of the GPUs by free memory, most first; of two alike as by ``fastest_first``."""
         gpus = [] if self.on_host else self.fastest_first(shared)
         return sorted(gpus, key=lambda index: -self.memory[index])
 
     def ordered(self, order: list[int], usual: list[int] | None = None) -> "Machine":
-        """Return the machine with its GPUs in another order, of which plans take the first. As ranks, these
-        stay in the ``usual`` order (by default the same): where they are with ComfyUI on another GPU."""
+        """Return the machine with its GPUs in another order, of which plans take the first. Those that are
+        taken are ranks in the ``usual`` order, by default the same: the ranks that they are where ComfyUI
+        computes elsewhere."""
         rank_order = tuple(usual.index(gpu) for gpu in order) if usual and usual != order else ()
         return self._moved(order, rank_order)
 
@@ -154,7 +157,8 @@ class Machine:
         return sorted(gpus, key=self.rank_order.__getitem__) if self.rank_order else list(gpus)
 
     def with_natives(self, natives: Sequence[dict[str, float]]) -> "Machine":
-        """Return the machine with each rank's native rates; formats that some lack are not native."""
+        """Return the machine with each rank's native rates; what some ranks cannot multiply natively, none
+        does."""
         kinds = [kind for kind in natives[0] if all(kind in of for of in natives)]
         slowest = {kind: min(of[kind] for of in natives) for kind in kinds}
         return replace(self, native_rates=slowest, natives=tuple(natives))

@@ -1,9 +1,10 @@
 """Whether ranks read weights again for another plan, which takes seconds that one request may not gain back.
 
 The planner counts for each placement how much longer past requests would have taken, had ranks ended there,
-moves included. Ranks go to the placement with the least, stay on a tie, and counting begins anew. Up to a
-move this is a work function of metrical task systems (Borodin, Linial, Saks, J. ACM 39, 1992): plans in turn
-do not move weights each time, and many equal requests get their best plan.
+each with the best plan that these weights allow, moves included. Ranks go to the placement with the least,
+and stay on a tie. All is counted anew after a move. Up to a move this is a work function of metrical task
+systems (Borodin, Linial, Saks, J. ACM 39, 1992): requests that want different plans in turn do not move
+weights each time, and many equal ones get their best plan.
 """
 
 import math
@@ -52,8 +53,9 @@ class Ranks:
 def choose_placement(
     scores: Scores, further: list[Scores], running: Ranks | None, request: RequestEstimate
 ) -> tuple[ParallelConfig, dict[Placement, float]]:
-    """Return the plan of ``scores`` for a request, and Ranks.regret after it. ``further``: scores of the
-    requests that follow in the same graph. ``running``: None for ranks that have yet to start."""
+    """Return the plan of ``scores`` for a request, and Ranks.regret after it. ``further``: of the
+    requests that follow in the same graph, which count where one placement serves them all. ``running``: None
+    for ranks that have yet to start."""
     plans, totals = _by_placement(scores, further)
     here = running.plan.placement if running else ()
     if running is None or here not in totals:  # there is no staying

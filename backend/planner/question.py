@@ -104,7 +104,8 @@ class Question:
         )
 
     def _shares(self, ranks: int) -> list[str]:
-        """Return the shares to try: the user's, else by speed, by memory and equal where GPUs differ."""
+        """Return the shares to try for so many ranks: the user's, else by speed, by memory and equal ones
+        where their GPUs differ."""
         if ranks == 1:
             return [""]
         if self.shares:
@@ -134,7 +135,8 @@ class Question:
         return options
 
     def _filling_alike(self, plan: ParallelConfig) -> ParallelConfig:
-        """Return the plan with shares by which every GPU is as full as the others."""
+        """Return the plan with shares by which every GPU is as full as the others: what each holds whatever
+        its share fills a small one most."""
         asked = self.of_first(plan.world_size)
         shares = rooms = [max(1, room) for room in asked.machine.rooms(plan.world_size)]
         for _ in range(FILLINGS):

@@ -25,8 +25,9 @@ class WeightSwaps:
     """Where the weights of models wait while they are not on the GPUs.
 
     host: bytes of host memory for them; 0 for enough. file: bytes/s of all ranks together in the model's last
-    load; 0: unknown. left_by_comfyui: (index, bytes) of each GPU, or of each rank of a plan, where ComfyUI
-    took room between requests: the fewest bytes of weights that it left after requests no larger than this.
+    load; 0: unknown. left_by_comfyui: (index, bytes) of each of the machine's GPUs, or of each
+    rank of a plan, where ComfyUI took room between requests: the fewest bytes of weights that it left there
+    after requests no larger than this.
     """
 
     host: int = 0
@@ -55,8 +56,8 @@ class WeightSwaps:
     def swap(
         self, shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, link: float
     ) -> tuple[float, bool]:
-        """Return the seconds in which weights of one of ``others`` are swapped for those of ``shape``, and
-        whether these are read from their file. ``link``: bytes/s between a GPU and host memory."""
+        """Return the seconds in which the ranks swap the weights of one of ``others`` for those of ``shape``,
+        and whether these are read from their file. ``link``: bytes/s between a GPU and host memory."""
         own = held(shape, plan, request).weights
         theirs = replace(request, loras=request.other_loras)
         sizes = [(held(other, plan, theirs).weights, other.is_quantized) for other in others]
@@ -72,7 +73,8 @@ class WeightSwaps:
         self, shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, link: float
     ) -> tuple[float, bool]:
         """Return the seconds of each request in which weights of ``shape`` make room for ComfyUI's own models
-        and come back, and whether they are read again. Of ``others``, there too, smaller ones leave first."""
+        and come back, and whether they are read from their file. Arguments as in ``swap``; ``others`` are on
+        the ranks, too, and smaller models leave first."""
         if not self.left_by_comfyui:
             return 0.0, False
         theirs = replace(request, loras=request.other_loras)
@@ -98,7 +100,8 @@ class WeightSwaps:
 
 
 def _gone(sizes: list[int], left: int) -> int:
-    """Return the bytes of the models, smallest first, that leave until no more than ``left`` stay."""
+    """Return the bytes of the models that leave, whole and the smallest first, until at most ``left``
+    stay."""
     stay = sum(sizes)
     for size in sorted(sizes):
         stay -= size if stay > left else 0

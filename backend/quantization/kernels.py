@@ -1,5 +1,5 @@
 """Multiplications of quantized weights by activations that are quantized too, as in ComfyUI, by the kernels
-of comfy-kitchen (Comfy-Org, Apache-2.0), which is optional."""
+of comfy-kitchen (Comfy-Org, Apache-2.0), which is optional and imported at the first use."""
 
 import importlib.util
 from collections.abc import Callable
@@ -108,7 +108,8 @@ def _fuses(name: str) -> bool:
 
 
 def _may_fuse() -> bool:
-    """Return whether ranks may have kernels that this process, which plans and has no GPU, cannot find."""
+    """Return whether ranks may have kernels that this process, which is given no GPU, cannot find: it plans
+    for them."""
     return _cuda_version() >= CUDA and not torch.cuda.is_available()
 
 
@@ -117,8 +118,8 @@ def _cuda_version() -> int:
 
 
 def small_kernels(name: str) -> str:
-    """Return why comfy-kitchen has no kernel of that name for these GPUs, and takes small ones of torch's;
-    empty where it has."""
+    """Return why comfy-kitchen has no kernel of that name for NVIDIA's, or AMD's, GPUs, and takes many small
+    ones of torch's; empty where it has."""
     module, missing = kitchen()
     if module is None:
         return missing
@@ -148,7 +149,8 @@ def _int8_in_chunks(
     size: int | None,
     max_over_ranks: MaxOverRanks | None,
 ) -> Tensor:
-    """Multiply as comfy-kitchen does, some rows at a time; of cut columns under the scales of whole rows."""
+    """Multiply as comfy-kitchen does, some rows at a time; of columns that are cut, under the scales of
+    whole rows, which are compared once."""
     values = weight.packed.tensors["values"]
     scale = weight.packed.tensors["scale"].float().view(1, -1)
     step = max(1, CHUNK // max(values.shape))

@@ -28,10 +28,10 @@ class PackedWeight(nn.Module):
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
     the products, by key. row_scale, column_scale: float32 factors of the stored weight's rows and columns
-    (DoRA). whole: the weight in ``dtype`` with adapters of other kinds, next to the stored one. buffer:
+    (DoRA). whole: the weight in ``dtype`` with adapters of other kinds in it, next to the stored one. buffer:
     memory of its own in which the weight stays dequantized (dequantize_once.py). divided: which of the
     layer's tokens ranks divide (LayerTokens.divided); max_over_token_ranks: compares largest values over
-    these ranks.
+    these ranks (parallel/token_scales.py).
     """
 
     def __init__(
@@ -238,7 +238,8 @@ class PackedWeight(nn.Module):
         return x * self.get_parameter("smoothing").to(x.dtype)
 
     def dequantized(self, but: str = "") -> Tensor:
-        """Return the weight, without what is stored as ``but``; it stays until another is dequantized."""
+        """Return the weight, without what is stored as ``but``: until another is dequantized, or in
+        buffer."""
         if self.buffer is not None and self._buffered == but:
             return self.buffer
         packed = self.packed
@@ -275,7 +276,8 @@ def read_factors(module: nn.Module):
 
 
 def _one_scale(packed: Packed) -> Tensor | float | None:
-    """Return the one scale of a float8 or int8 weight, on the GPU if it is there; None of several."""
+    """Return the scale of all values of a float8 or int8 weight, as it is on the GPU; None where there are
+    several, or none to read."""
     scale = packed.tensors.get("scale")
     if scale is None or scale.numel() != 1 or scale.is_meta or packed.format.short not in ONE_BYTE:
         return None

@@ -2,8 +2,8 @@
 
 The family is made from the class's signature and from what a shallow copy with random weights does
 (block_trace.py). CFG and data parallelism always work; methods that cut the sequence where every patch run
-alone equals the full forward (structure.check_cut). The pipeline's scheduler gives the meaning of the output;
-without one it is velocity. One rank tries, for all.
+alone, against full K/V buffers, equals the full forward (structure.check_cut). The pipeline's scheduler gives
+the meaning of the output; without one it is velocity. One rank tries, and tells the others what it found.
 """
 
 import inspect
@@ -74,7 +74,8 @@ def family(
 
     ``scheduler``: the pipeline's scheduler_config.json, if any. ``trial``: of the same class and
     configuration on another rank; None for one here, which takes seconds and gigabytes. Raises
-    UnsupportedError for a class that cannot be filled or run.
+    UnsupportedError for a class that cannot be filled or run. Blocks.whole_only says why the sequence cannot
+    be cut.
     """
     trial = trial or _tried(cls, json.dumps(config, sort_keys=True))
     held = Trial(**_tuples(dict(trial)))

@@ -39,7 +39,8 @@ PIXELS = 8
 class Inputs:
     """How a class's forward is filled. names: its parameters that are; packed: tokens of 2 x 2 latent cells
     instead of the latent; video: the latent has a time axis; scale: timestep / sigma; guided: it takes
-    guidance; inverted: time runs from noise (0) to image (1); counts, image_last: as in POSITIONS."""
+    guidance; inverted: time runs from noise (0) to image (1), and the output leads there (Mochi's scheduler);
+    counts, image_last: as in POSITIONS."""
 
     names: tuple[str, ...]
     packed: bool

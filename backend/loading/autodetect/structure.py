@@ -1,4 +1,5 @@
-"""How blocks are taken apart, by their arguments and results (block_trace.py), and a self-check.
+"""How a transformer's blocks are taken apart, by their arguments and results (block_trace.py), with a
+self-check.
 
 Streams are found by identity, as in diffusers' TransformerBlockRegistry: what one block returns is the tensor
 that the next one takes. Which tokens they have is found by running two sizes of latent and prompt.
