@@ -15,8 +15,8 @@ DIVIDED = {"ada_norm_single": "PixArtTransformer2DModel", "ada_norm_zero": "DiTT
 
 
 def transformer_class(folder: Path, config: dict) -> type:
-    """Return the diffusers class that ``folder``'s ``config`` names. Raises UnsupportedError for no
-    transformer of the installed diffusers."""
+    """Return the diffusers class that ``config`` (config.json of ``folder``) names. Raises UnsupportedError
+    where it is no transformer of the installed diffusers."""
     name = config.get("_class_name")
     name = name if isinstance(name, str) and name.isidentifier() else ""
     if name == "Transformer2DModel":
@@ -33,7 +33,8 @@ def transformer_class(folder: Path, config: dict) -> type:
 
 
 def with_defaults(cls: type, config: dict) -> dict:
-    """Return ``config`` without private entries, and with the class's defaults for what it lacks."""
+    """Return ``config`` without private entries, and with the class's defaults: older folders lack arguments
+    that came later."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return defaults | {key: value for key, value in config.items() if not key.startswith("_")}

@@ -1,4 +1,5 @@
-"""A rank's weights with LoRAs in them, made from the checkpoint's own, so that removal is exact."""
+"""A rank's weights with LoRAs in them, made from the checkpoint's own, which are read again: what is taken
+out is gone to the last bit."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -67,7 +68,8 @@ class FusedWeights:
         self._opened: dict[tuple, Lora] = {}
 
     def open(self, stack: Stack) -> list[Lora]:
-        """Open the LoRAs of a stack, reading headers of changed files alone. Raises UnsupportedError."""
+        """Open the LoRAs of a stack, reading the headers of files that have changed. Raises
+        UnsupportedError."""
         loras = [self._open(use.path) for use in stack]
         for oldest in list(self._opened)[: -max(OPENED, len(stack))]:
             del self._opened[oldest]
@@ -89,7 +91,8 @@ class FusedWeights:
 
     def _costs(self, stack: Stack) -> list[str]:
         """Say for each LoRA what it costs next to quantized weights; empty where that is little. A layer is
-        held a second time from the first LoRA whose changes are no products of small matrices."""
+        held a second time, in its dtype, from the first LoRA whose changes are no products of small
+        matrices."""
         names = [[] for _ in stack]
         for name, changes in self._changes(stack).items():
             adapters = [change.adapter for change in changes]
@@ -186,7 +189,8 @@ class FusedWeights:
         return sorted(concerning, key=lambda change: change.order)
 
     def _dependent(self, name: str, changes: LoraChanges) -> list[str]:
-        """Return the parameters of the same tensor, in the single file or in LoRAs: values depend on all."""
+        """Return the parameters of the same tensor, in the single file or in a file of changes: each one's
+        value may depend on those of all others."""
         names = list(self.targets.together[name].pieces)
         for each in names:  # which grows
             for change in changes.get(each, ()):
@@ -285,7 +289,8 @@ class FusedWeights:
     def _spans(
         self, name: str, cuts: Mapping[str, Shard], here: Span | None = None
     ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Return the rows and columns of a parameter under these ``cuts``, or its rows ``here``."""
+        """Return the rows and columns of a parameter that a rank with these ``cuts`` keeps, or its rows
+        ``here``."""
         shard = cuts.get(name.rpartition(".")[0])
         height, width = matrix(self.checkpoint.shapes[name])
         if shard is None:

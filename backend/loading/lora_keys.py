@@ -40,7 +40,8 @@ MAX_STRENGTH = 1_000_000
 
 
 class MisfitError(UnsupportedError):
-    """An adapter that is not added; ``short`` says it in a few words. Most of them refuse a file."""
+    """An adapter that is not added; where half or more are so, the file is refused. ``short``: it and why, in
+    words."""
 
     def __init__(self, short: str, message: str):
         self.short = short
@@ -133,8 +134,9 @@ def _is_use(lora) -> bool:
 
 
 def open_lora(path: str, targets: Targets, model: str) -> Lora:
-    """Read the header of the LoRA at ``path`` for the transformer of ``targets``, which messages call
-    ``model``. Raises UnsupportedError for other names or sizes, and for an unsupported kind of adapter."""
+    """Open the LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names
+    that in messages. Raises UnsupportedError where it names nothing of the transformer, has other sizes or an
+    unsupported kind of adapter."""
     where = Path(path)
     if not where.is_file():
         raise UnsupportedError(

@@ -1,4 +1,5 @@
-"""How changes of a quantized weight are held: as products of small matrices, or as a copy of it."""
+"""How changes of a quantized weight are held next to it: as products of small matrices where all of them are
+such, else in a copy of the weight."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +70,8 @@ class HeldProducts(NamedTuple):
 
 
 def is_kronecker(adapter: Adapter) -> TypeGuard[LoKr]:
-    """Return whether nothing but a small Kronecker product is added, maybe with magnitudes."""
+    """Return whether nothing but a small Kronecker product is added, to rows or columns that may be
+    scaled."""
     return isinstance(adapter, LoKr) and adapter.is_small
 
 

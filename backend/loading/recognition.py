@@ -23,8 +23,8 @@ from .unsupported_models import check_format, check_supported, check_unread
 def open_checkpoint(
     path: str, allowed: Folders = ANYWHERE, autodetected: Mapping | None = None
 ) -> Checkpoint:
-    """Recognise the file or folder at ``path`` by headers; a folder's index may link to what is ``allowed``.
-    ``autodetected``: as another rank's Checkpoint has it. Raises UnsupportedError."""
+    """Recognise the file or folder at ``path``, reading headers only; a folder's index may name links to what
+    is ``allowed``. ``autodetected``: as another rank's Checkpoint has it. Raises UnsupportedError."""
     where = Path(path)
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
@@ -34,7 +34,8 @@ def open_checkpoint(
 
 
 def check_complete(checkpoint: Checkpoint):
-    """Refuse unsupported variants, incomplete files and tensors that nothing reads (UnsupportedError)."""
+    """Refuse an unsupported variant, an incomplete file, and tensors that nothing would read now, on one
+    rank. Raises UnsupportedError."""
     for name, (value, what) in checkpoint.family.build.only.items():
         stated = checkpoint.config.get(name, value)
         if (tuple(stated) if isinstance(stated, list) else stated or None) != (value or None):
@@ -131,8 +132,9 @@ def _config(layout: Layout, shapes: Shapes, name: str, files: Weights) -> dict:
 def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
     """Open a single file whose keys are the diffusers class's own; None where they are no family's.
 
-    Of several families whose names are there (LTX-Video's are among LTX-2's) it is the one with most of the
-    file's tensors. Raises UnsupportedError where no configuration of a family has these shapes.
+    The configuration is derived from the shapes. Of several families whose names are there (LTX-Video's are
+    among LTX-2's) it is the one with most of the file's tensors. Raises UnsupportedError where a family's
+    names are there but no configuration of it has these shapes.
     """
     candidates = []
     why = None

@@ -106,7 +106,8 @@ class TensorFiles:
         return self._where[key].entries[key]["dtype"]
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
-        """Implement Weights.read. On the CPU, values in their stored dtype stay mapped from the file."""
+        """Implement Weights.read. On the CPU, values in their stored dtype stay mapped from the file, which
+        all ranks of a machine share."""
         tensor = self._where[key].tensor(key)
         if columns != ALL:
             tensor = tensor[rows, columns].contiguous()

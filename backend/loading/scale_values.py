@@ -13,8 +13,8 @@ NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F
 
 
 def check_scales(checkpoint: Checkpoint):
-    """Refuse a scale that is NaN or infinite, reading nothing else (UnsupportedError). Those of GGUF are
-    inside blocks, and checked as these are read (gguf_files.py)."""
+    """Refuse a scale that is NaN or infinite; nothing else is read. Those of GGUF files are inside blocks,
+    and looked at as these are read (gguf_files.py), not the whole file twice. Raises UnsupportedError."""
     files = checkpoint.files
     if not isinstance(files, QuantizedFiles):
         return
@@ -31,7 +31,8 @@ def check_scales(checkpoint: Checkpoint):
 
 
 def _is_finite(files: QuantizedFiles, layer: QuantizedLayer, leaf: str) -> bool:
-    """Return whether every value of the scale is a number; those of one byte are looked at as bits."""
+    """Return whether every value of the scale is a number; those of one byte, millions of blocks, are looked
+    at as bits."""
     values = files.files.read(f"{layer.name}.{leaf}")
     if values.element_size() > 1 or not values.numel():
         return largest(values) < float("inf")

@@ -109,7 +109,8 @@ def config_of(
     gpus_here: int, method: str = AUTO, gpus: str = "", shares: str = "", **fields
 ) -> ParallelConfig | AutoConfig:
     """Return the configuration that Parallel Config's inputs give on a machine with so many GPUs; an
-    AutoConfig where the degrees are left open. ``fields``: others of ParallelConfig. Raises ConfigError."""
+    AutoConfig where the degrees are left open. ``fields``: others of ParallelConfig. Raises ConfigError for
+    what cannot run there."""
     if method not in METHODS:
         raise ConfigError(f"method is {method!r:.100}; choose one of {', '.join(METHODS)}.")
     config = ParallelConfig(**fields).validate()

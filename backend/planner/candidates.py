@@ -33,7 +33,8 @@ def candidates(
     shape: ModelShape, request: RequestEstimate, ranks: int, base: ParallelConfig, exact: bool = False
 ) -> Iterator[ParallelConfig]:
     """Yield the plans of exactly ``ranks`` ranks that fit the model, the request and the attention kernel;
-    other fields are those of ``base``. ``exact``: no stale keys and values."""
+    fields other than degrees, patches and sharding stay as in ``base``. ``exact``: no stale keys and
+    values."""
     can_shard = not (shape.sharding_needs or base.offload_modulation)
     for sizes in factorings(ranks, len(DEGREES)):
         plan = replace(base, **dict(zip(DEGREES, sizes)), num_pipeline_patch=0, shard_weights=False)

@@ -50,7 +50,8 @@ class Cost:
         return synchronous, steps - synchronous
 
     def _offloaded(self) -> float:
-        """Return the seconds in which offloaded modulation comes: once for many steps, or for a call."""
+        """Return the seconds in which modulation that waits in host memory comes: once for many steps, or for
+        a call."""
         if not self.plan.offload_modulation:
             return 0.0
         ranks = self.plan.pipefusion_degree * self.plan.tensor_parallel_degree
@@ -80,7 +81,8 @@ class Cost:
 
     @cached_property
     def _loads(self) -> list[float]:
-        """Return the work of each stage's last rank, as a multiple of an even share on the slowest GPU."""
+        """Return for each stage the seconds of its rank that is last, as a multiple of those that the slowest
+        GPU takes for an even share."""
         speeds = self.machine.speeds_of(self.plan.world_size)
         work = [each.tokens * each.matrices * each.samples / self._most_samples for each in self._ranks]
         return self._last([share / speed for share, speed in zip(work, speeds)])
@@ -136,7 +138,8 @@ class Cost:
         return self.machine.speed(self.plan.world_size // stages * at_once)
 
     def _micro(self, blocks: tuple[BlockShape, ...], load: float, reading: float, patches: int) -> float:
-        """Return the seconds of a patch of one prompt on a stage's last rank (_loads, _reading)."""
+        """Return the seconds of one patch of one prompt on the last rank of a stage with these blocks
+        (_loads, _reading)."""
         plan = self.plan
         # narrow matrices are as slow as short ones
         divided = plan.sp_degree * plan.tensor_parallel_degree
@@ -221,7 +224,8 @@ class Cost:
         return sum(block.sent(self.shape.width)[0] for block in blocks)
 
     def _ring(self, attention: float, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Return the seconds of attention whose keys and values travel, hidden while it computes."""
+        """Return the seconds of attention whose keys and values travel: hidden as far as it computes
+        meanwhile."""
         plan = self.plan
         r = plan.ring_degree
         if r == 1:

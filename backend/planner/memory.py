@@ -22,7 +22,8 @@ DOUBT = 0.25
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes of a rank, or the most of any, by purpose. activations: the estimated part of the transient."""
+    """Bytes of a rank, or the most of any rank, by what they are for. activations: the part of the transient
+    ones that is an estimate."""
 
     weights: int
     keys: int
@@ -46,7 +47,8 @@ def spare_bytes(left: int, likely: int) -> int:
 
 
 def held(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple = ()) -> HeldBytes:
-    """Count the most of each kind on any rank. ``others``: shapes whose weights stay on the same ranks."""
+    """Count what the fullest rank holds: the most of each kind. ``others``: shapes whose weights stay on the
+    same ranks."""
     ranks = held_by_rank(shape, plan, request, others)
     return HeldBytes(*(max(getattr(each, kind.name) for each in ranks) for kind in fields(HeldBytes)))
 
@@ -102,7 +104,8 @@ def _own_blocks(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> ra
 
 
 def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: RankShare) -> int:
-    """Return the bytes of ``loras`` next to a stage's quantized weights. FSDP2 does not cut them."""
+    """Return the bytes of ``loras`` next to quantized weights on a rank, of its stage's blocks. FSDP2 does
+    not cut them."""
     if not loras.total:
         return 0
     own = _own_blocks(shape, plan, share)
@@ -112,7 +115,8 @@ def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: Ran
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Return the bytes of stale keys and values (PipeFusion), or of static text's, and of prompts'."""
+    """Return the bytes of buffers of stale keys and values (PipeFusion), or of those of static text, and of
+    prompts'."""
     own = _own_blocks(shape, plan, share)
     of_prompts = _of_prompts(shape, plan, request, share)
     if not plan.has_stale_kv:

@@ -49,7 +49,8 @@ class Option:
 
     @property
     def _doubt(self) -> float:
-        """Return how far the upper estimate exceeds the room, 0 to 1: continuous, for stable choices."""
+        """Return how far the upper estimate exceeds the room, 0 to 1; continuous, so that small changes flip
+        no choice."""
         return min(1.0, max(0, self.likely - self.room) / max(1, self.likely - self.bytes))
 
     @property

@@ -49,7 +49,8 @@ class LowRank:
 @dataclass(frozen=True)
 class BlockCut:
     """Some rows, or columns, of a Kronecker product. blocks: runs of rows of the first matrix, one block of
-    the product each; inner: of the second. runs: those that are meant of what they make; None: all."""
+    the product each; inner: runs of rows of the second. runs: those of what they make that are meant; None:
+    all."""
 
     blocks: tuple[range, ...]
     inner: tuple[range, ...]
@@ -124,7 +125,8 @@ class Kronecker:
         return (ours * second[:, columns % width]).flatten(0, 1)
 
     def add_to(self, out: Tensor, x: Tensor):
-        """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time."""
+        """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time: what is made for
+        it does not grow with them."""
         if not (x.numel() and out.numel()):
             return
         rows = out.view(-1, out.shape[-1])
@@ -158,7 +160,8 @@ class Kronecker:
         return x.view(len(x), blocks, width)
 
     def _add_blocks(self, out: Tensor, x: Tensor):
-        """Add the product with ``x`` to ``out`` (tokens, all rows), first with the matrix that saves more."""
+        """Add the product with ``x`` to ``out`` (tokens, all rows), first with the matrix after which less is
+        to be computed."""
         tokens, blocks, width = x.shape
         outer, rows = len(self.left), len(self.right[0])
         numbers = sum(each.numel() for each in self.right)
@@ -210,7 +213,8 @@ def at_strengths(together: LowRank, adapters: Sequence[LowRank]) -> LowRank:
 
 
 def scaled(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """Multiply rows and columns of ``x`` by float32 factors (None: by 1); round once to the type of ``x``."""
+    """Multiply rows and columns of ``x`` by float32 factors (None: by 1); round the product once to the type
+    of ``x``."""
     if rows is None:
         # nothing in float32 is made of what may be a layer's whole input
         return x if columns is None else torch.mul(x, columns, out=torch.empty_like(x))

@@ -1,5 +1,8 @@
-"""Dequantizes weights once in a request, and not for each product (patch, step), as far as memory is
-spare."""
+"""Dequantizes weights once in a request, and not for every product, as far as memory is spare.
+
+A weight-only product dequantizes its weight for each patch of each step, to the same values. So they stay
+until the request ends.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

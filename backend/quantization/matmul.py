@@ -70,13 +70,15 @@ class Matrix:
 
     @property
     def is_precise(self) -> bool:
-        """Return whether the file asks that inputs are not quantized, or stores the weight in full."""
+        """Return whether the file asks that inputs are not quantized, or stores the weight in full
+        precision."""
         asked = self.settings.get("full_precision_matrix_mult")
         return bool(asked) or self.settings.get("format") == "scaled plain"
 
 
 def column_unit(form: Format, settings: Settings) -> int:
-    """Return how many columns of a quantized matrix stay together: in its blocks, and for its kernel."""
+    """Return how many neighbouring columns of a quantized matrix must not be cut apart: its blocks, and what
+    its kernel multiplies at once."""
     rule = RULES.get(str(settings.get("format")))
     return math.lcm(form.block(settings), rule.multiple if rule else 1)
 
@@ -146,7 +148,8 @@ def native_formats(dtype: torch.dtype, device: torch.device, capability: Capabil
 
 
 def why_not_native(rule: Rule, device: torch.device) -> str:
-    """Return why what is installed on this machine has no kernel; empty where it has."""
+    """Return why what is installed here has no kernel; empty where it has. On other machines it may be
+    another."""
     why = kernels.kitchen()[1]
     if not why and device.type != "cpu" and not has_torch(*rule.torch):
         why = f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch_version()} is installed"
@@ -230,7 +233,8 @@ def choose_all(
 
 
 def summary(transformer: nn.Module, held_bytes: Callable[[nn.Parameter], int]) -> list[dict]:
-    """Count quantized layers by format and multiplication. ``held_bytes``: of a parameter here."""
+    """Count a transformer's quantized layers by format and multiplication. ``held_bytes``: parameter -> bytes
+    on this rank."""
     layers: Counter[tuple[str, str]] = Counter()
     stored: Counter[tuple[str, str]] = Counter()
     for weight in transformer.modules():

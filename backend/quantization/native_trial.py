@@ -1,4 +1,5 @@
-"""Tries native products before a model is loaded: only a product shows what a device can multiply.
+"""Tries native products before a model is loaded: whether a device multiplies a format depends on torch,
+cuBLAS, comfy-kitchen and the GPU together, and only a product shows it.
 
 All ranks agree on what any of them refuses: those that add up products must multiply alike. Products of other
 shapes that still fail are left by PackedWeight.linear, where no rank waits for another.
@@ -87,7 +88,8 @@ def _refusal(kind: str, dtype: str, device: torch.device) -> str:
 
 @torch.inference_mode()
 def _error(weight: PackedWeight) -> float:
-    """Return the largest relative error of native products by a weight, against the dequantized."""
+    """Return the largest relative error of native products by a weight, against those by the dequantized
+    one."""
     kernel = weight.choice.kernel
     assert kernel is not None, "given below"
     plain = weight.packed.dequantize(weight.dtype)
@@ -103,7 +105,8 @@ def _error(weight: PackedWeight) -> float:
 
 
 def examples(kind: str, dtype: torch.dtype, device: torch.device, size: int = SIZE) -> list[PackedWeight]:
-    """Return square weights of a format that multiply natively; of int8 a plain and a rotated one."""
+    """Return square weights of a format that multiply natively; of int8 a plain and a rotated one
+    (ConvRot)."""
     settings: list[dict] = [{"format": kind}]
     if kind == "int8_tensorwise":
         settings.append({**settings[0], "convrot": True, "convrot_groupsize": SIZE})
