@@ -117,7 +117,7 @@ def sharded(transformer: nn.Module, blocks: int, device: str = "cpu") -> Iterato
 @pytest.mark.parametrize("device, times", [("cuda", 3), ("cpu", 2)])
 def test_the_block_that_runs_is_there_twice(device, times):
     """As gathered_bytes counts for GPUs: its weights, the buffer that they came in, and that of the next
-    block. On the CPU, where no stream reads it later, the first buffer is freed before the next one is made."""
+    block. On the CPU, where no stream reads it later, the first buffer is freed before that."""
     width, linears = 256, 2
     blocks = [nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(linears))) for _ in range(6)]
     transformer = Chain(blocks).requires_grad_(False)
