@@ -34,8 +34,8 @@ from .planner.config_changes import named_change
 from .rank_plan.describe import mesh_indices
 from .rank_plan.request_size import RequestSize
 from .rank_plan.shape_of import shape_of
-from .rank_plan.weights import HeldWeights
-from .rank_plan.workload import Workload, tensor_mesh
+from .rank_plan.weights import HeldWeights, tensor_mesh
+from .rank_plan.workload import Workload
 from .sampling.validation import check_degrees, refusing
 from .units import coarse_gigabytes
 

@@ -26,7 +26,7 @@ from backend.loading.recognition import open_checkpoint
 from backend.loading.weight_loading import choices
 from backend.quantization.kernels import AUTO
 from backend.rank_plan import RequestSize, describe
-from backend.rank_plan.workload import tensor_mesh
+from backend.rank_plan.weights import tensor_mesh
 
 CUDA = torch.device("cuda")
 

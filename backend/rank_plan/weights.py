@@ -9,18 +9,36 @@ from itertools import chain
 import torch
 from torch import nn
 
+from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..loading.safetensors_files import StoredSize
 from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
+from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.sequence import Span
 from ..quantization.formats import Quantization, effort_of
 from ..quantization.kernels import Kernel, MatmulChoice, chunk_bytes
 from ..quantization.packed import rows_at_once
+from ..shares import grid_shares
 
 #: How a quantized weight multiplies where nothing else is known.
 DEQUANTIZED = MatmulChoice(None, "")
+
+
+def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
+    """Return the mesh of a rank of a tensor-parallel group, without the group."""
+    tp = config.tensor_parallel_degree
+    rows = tp_rows(tp)
+    row, column = divmod(rank, tp // rows)
+    uneven = config.shares_of("tp")
+    of_rows, of_columns = grid_shares(uneven, rows)
+    return replace(
+        single(),
+        tp=Axis(group=None, rank=rank, size=tp, ranks=(), shares=uneven),
+        tp_inputs=Axis(group=None, rank=row, size=rows, ranks=(), shares=of_rows),
+        tp_outputs=Axis(group=None, rank=column, size=tp // rows, ranks=(), shares=of_columns),
+    )
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ class HeldWeights:
     device: int
     host: int
     scratch: int
-    gathered: int
+    gathered: int = 0
     sent: int = 0
 
 

@@ -14,14 +14,13 @@ from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..parallel.block_cost import PROMPT, AttentionCall, LayerTokens, latents_of
 from ..parallel.matrix_cuts import Shard, head_groups
-from ..parallel.mesh import Axis, Mesh, single, tp_rows
 from ..parallel.modulation_cache import embeddings_ahead, layer_features
 from ..parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..parallel.wire_bytes import kv_heads_sent
 from ..planner.model_shape import samples_of_activations
 from ..quantization.kernels import MatmulChoice
-from ..shares import grid_shares, shard_sizes
+from ..shares import shard_sizes
 from .request_size import RequestSize
 from .weights import (
     HeldParameter,
@@ -30,27 +29,13 @@ from .weights import (
     held_parameters,
     planned_scratch_bytes,
     sent_shards,
+    tensor_mesh,
 )
 
 #: A rank's index on every mesh axis.
 MeshPlace = dict[str, int]
 #: Checkpoint -> its cuts and parameters by what they follow from: the same for all requests.
 FOUND: WeakKeyDictionary[Checkpoint, dict[tuple, Any]] = WeakKeyDictionary()
-
-
-def tensor_mesh(config: ParallelConfig, rank: int) -> Mesh:
-    """Return the mesh of a rank of a tensor-parallel group, without the group."""
-    tp = config.tensor_parallel_degree
-    rows = tp_rows(tp)
-    row, column = divmod(rank, tp // rows)
-    uneven = config.shares_of("tp")
-    of_rows, of_columns = grid_shares(uneven, rows)
-    return replace(
-        single(),
-        tp=Axis(group=None, rank=rank, size=tp, ranks=(), shares=uneven),
-        tp_inputs=Axis(group=None, rank=row, size=rows, ranks=(), shares=of_rows),
-        tp_outputs=Axis(group=None, rank=column, size=tp // rows, ranks=(), shares=of_columns),
-    )
 
 
 @dataclass(frozen=True)
@@ -216,12 +201,6 @@ class Workload:
         replicas = self.config.shard_weights and self.config.data_parallel_degree > 1
         return not (replicas or self.request.drained)
 
-    def _gathered(self, here: list[HeldParameter]) -> int:
-        """Count what FSDP has whole of the parameters ``here``."""
-        if not self.config.shard_weights:
-            return 0
-        return gathered_bytes(here, self.modulation, self.modulates_ahead)
-
     def weights(self, place: MeshPlace) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
         here, whole = self._on_stage(place["tp"], place["pp"])
@@ -231,7 +210,8 @@ class Workload:
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
         ahead = self.modulation if self.modulates_ahead else frozenset()
         device = sum(each.shard(rank, ranks) for each in here)
-        return replace(whole, device=device, sent=sent_shards(here, ranks, ahead))
+        gathered = gathered_bytes(here, self.modulation, self.modulates_ahead)
+        return replace(whole, device=device, gathered=gathered, sent=sent_shards(here, ranks, ahead))
 
     def _on_stage(self, tp: int, stage: int) -> tuple[list[HeldParameter], HeldWeights]:
         """Return the parameters of a ``stage`` on the ``tp``-th rank of a tensor-parallel group, and their
@@ -243,8 +223,7 @@ class Workload:
             device = sum(each.bytes for each in here) - host
             tokens = self.batch * -(-self.request.tokens // self.config.sp_degree)
             scratch = planned_scratch_bytes(here, tokens)
-            gathered = self._gathered(here)
-            self._known[tp, stage] = here, HeldWeights(device, host, scratch, gathered)
+            self._known[tp, stage] = here, HeldWeights(device, host, scratch)
         return self._known[tp, stage]
 
     def is_on(self, module: str, block: int | None, stage: int) -> bool:

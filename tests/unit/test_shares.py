@@ -19,7 +19,7 @@ from backend.planner.cost import Cost
 from backend.planner.machine import RESERVE, Machine, RequestEstimate
 from backend.planner.weight_swaps import WeightSwaps
 from backend.rank_plan import RequestSize, describe
-from backend.rank_plan.workload import tensor_mesh
+from backend.rank_plan.weights import tensor_mesh
 from backend.sampling.model_call import samples_of_replicas
 
 GB = 1_000_000_000
