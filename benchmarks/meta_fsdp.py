@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meta_device import META
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backend.config import ParallelConfig
@@ -72,8 +72,8 @@ def meta_fsdp(config: ParallelConfig, rank: int) -> Iterator[Gathers]:
 @contextmanager
 def _counted(gathers: Gathers, ranks: int) -> Iterator[None]:
     """Have FSDP2's gathers of a rank note what they send and hold."""
-    gather = _fsdp_param_group.foreach_all_gather  # pyright: ignore[reportPrivateImportUsage]
-    copy_out = _fsdp_param_group.foreach_all_gather_copy_out  # pyright: ignore[reportPrivateImportUsage]
+    gather = _fsdp_collectives.foreach_all_gather
+    copy_out = _fsdp_collectives.foreach_all_gather_copy_out
 
     def gathered(parameters, *rest):
         with gathers.under_way():

@@ -160,7 +160,7 @@ def test_a_call_is_as_large_as_what_a_replica_computes_at_once(flux, degrees, ba
     """Six samples, over data-parallel ranks and both CFG branches; ``batch`` is of all of the former."""
     call = ModelCall("m", tensors=tensors(6, 64))
     size = size_of(call, ParallelConfig(**degrees), flux.family, flux.config)
-    assert size == RequestSize(32 * 32, 12, batch, prompts, calls=1, image_features=0)
+    assert size == RequestSize(32 * 32, 12, batch, prompts, calls=1, image_features=0, drained=True)
 
 
 def tensors(batch: int, side: int) -> dict[str, torch.Tensor]:
