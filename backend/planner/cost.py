@@ -291,7 +291,7 @@ class Cost:
         ranks = self.plan.sharding_degree
         rate = self.machine.neighbour(self.plan.world_size if self.plan.data_parallel_degree > 1 else ranks)
         size = sum(block.weights for block in blocks)
-        if self.request.drained or self.plan.data_parallel_degree > 1:
+        if self.request.gathers_modulation(self.plan):
             size += sum(block.modulation for block in blocks)
         gathered = size * (ranks - 1) / ranks / rate + self.machine.latency * len(blocks)
         if self.machine.on_host:  # where nothing is hidden, and tokens are counted already

@@ -198,8 +198,12 @@ class Workload:
     @property
     def modulates_ahead(self) -> bool:
         """Is modulation computed for many steps at once (Runner.modulate_ahead)?"""
-        replicas = self.config.shard_weights and self.config.data_parallel_degree > 1
-        return not (replicas or self.request.drained)
+        return not (self.shards_replicas or self.request.drained)
+
+    @property
+    def shards_replicas(self) -> bool:
+        """Do data-parallel replicas gather their weights from each other?"""
+        return self.config.shard_weights and self.config.data_parallel_degree > 1
 
     def weights(self, place: MeshPlace) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
@@ -318,7 +322,7 @@ class Workload:
         """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""
         widths = self._modulation_widths[place["tp"]]
         most = self.batch * self.prompts_per_rank
-        if not (self.config.shard_weights and self.config.data_parallel_degree > 1):
+        if not self.shards_replicas:
             ahead = embeddings_ahead(max(widths), self.dtype)
             most = min(self.request.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
         return most * widths[place["pp"]] * self.dtype.itemsize
