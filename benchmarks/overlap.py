@@ -49,9 +49,6 @@ LINKS = (0.0, 10.0, 4.0, 1.0)
 SLOWEST = 0.1
 #: Until how much a half is not worth it: what turns halves off, and on.
 WHOLE, HALVES = 2**62, 1
-#: What a link lets pass at once after a pause: less than any message that is to be delayed, and more than
-#: a packet as the kernel hands it on (64 KiB).
-BURST = "96kb"
 #: Half of the blocks of common.FLUX.
 BLOCKS: dict = dict(num_layers=2, num_single_layers=5)
 SMALL: dict = dict(num_layers=1, num_single_layers=1, num_attention_heads=4)
@@ -145,8 +142,7 @@ def shape_link(gbit: float):
     where = ("dev", hosts.INTERFACE, "root")
     subprocess.run(["tc", "qdisc", "del", *where], capture_output=True)  # there may be none
     if gbit:
-        bucket = ("rate", f"{gbit * 1000:.0f}mbit", "burst", BURST, "latency", "400ms")
-        hosts.run("tc", "qdisc", "add", *where, "tbf", *bucket)
+        hosts.run("tc", "qdisc", "add", *where, *hosts.token_bucket(f"{gbit * 1000:.0f}mbit"))
 
 
 def contestants(options: Namespace, model: str) -> dict[str, Contestant]:

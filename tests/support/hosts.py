@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[2]
 INTERFACE = "pdit"
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29500
+#: What a cable of limited rate lets pass at once after a pause: less than any message that is to be delayed,
+#: and more than a packet as the kernel hands it on (64 KiB).
+BURST = "96kb"
 #: State of a socket in /proc/net/tcp.
 LISTENS = "0A"
 #: Runs a command, and then lists what is left of its processes in $LEFT. $OTHER is this host's own $FILE.
@@ -40,6 +43,11 @@ def why_not() -> str:
     except subprocess.CalledProcessError as error:
         return f"network namespaces are not allowed here ({error.stderr.strip()})"
     return ""
+
+
+def token_bucket(rate: str) -> list[str]:
+    """Return tc's queue that sends at most at ``rate`` (10gbit, 1gbit)."""
+    return ["tbf", "rate", rate, "burst", BURST, "latency", "400ms"]
 
 
 class Hosts:
@@ -93,8 +101,7 @@ class Hosts:
             where = ["dev", device, "root"]
             subprocess.run(["tc", "-n", name, "qdisc", "del", *where], capture_output=True)
             if rate:
-                bucket = ["rate", rate, "burst", "1mb", "latency", "400ms"]
-                run("tc", "-n", name, "qdisc", "add", *where, "tbf", *bucket)
+                run("tc", "-n", name, "qdisc", "add", *where, *token_bucket(rate))
 
     def sent(self) -> int:
         """Return how many bytes have crossed the cable so far, both ways."""
