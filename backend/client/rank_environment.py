@@ -43,6 +43,8 @@ _DROPPED = {
     # the host waits for each receive, which PipeFusion posts before what its peer waits for: none goes on
     "CUDA_LAUNCH_BLOCKING",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    # another process group of torch 2.14, whose streams and order of messages nothing here was checked with
+    "TORCH_DIST_USE_NCCL2",
     # another function than the one that the attention hook replaces (sampling/model_runner.py)
     *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_ATTN_CHECKS"),
     # of this process as a client of other backends, not for those that it starts
