@@ -151,7 +151,8 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            return BackendClient(f"unix:{server.path}", TOKEN).close()
+            BackendClient(f"unix:{server.path}", TOKEN).close()
+            return
         except BackendError:  # the server has not seen yet that one left
             time.sleep(0.05)
     pytest.fail("a place was not given back")
