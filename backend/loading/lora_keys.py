@@ -16,6 +16,7 @@ from .adapters import SCALES, Adapter, Difference, LoHa, LoRA, LoRAByHead
 from .allowed_folders import ANYWHERE, Folders
 from .lokr import LoKr
 from .lora_file_bytes import matrix
+from .lora_header import HeaderAlpha, header_alpha
 from .lora_spellings import (
     DEFAULT,
     KEY,
@@ -60,12 +61,13 @@ class LoraUse:
 @dataclass(frozen=True)
 class Lora:
     """A LoRA file and what it changes of one transformer. ``unmatched``: keys that name nothing there;
-    ``left_out``: tensors whose change is not added, and why."""
+    ``left_out``: tensors whose change is not added, and why. ``header``: an alpha that is not read."""
 
     path: str
     adapters: list[tuple[Target, Adapter]]
     unmatched: list[str]
     left_out: list[str]
+    header: HeaderAlpha | None = None
 
     @property
     def of_text(self) -> list[str]:
@@ -79,7 +81,8 @@ class Lora:
 
     @property
     def warning(self) -> str:
-        """Say which keys are unmatched and what is left out, empty where there are none."""
+        """Say which keys are unmatched, what is left out and which alpha is not read; empty where there are
+        none."""
         of = f"of the LoRA {Path(self.path).name} were not loaded"
         sentences = []
         if self.unknown:
@@ -90,6 +93,8 @@ class Lora:
             sentences.append(f"{what}: {some(self.of_text)}.")
         if self.left_out:
             sentences.append(f"{len(self.left_out)} changes {of}: {'; '.join(self.left_out[:5])}.")
+        if self.header:
+            sentences.append(f"Of the LoRA {Path(self.path).name}: {self.header}.")
         return " ".join(sentences)
 
     @property
@@ -103,6 +108,8 @@ class Lora:
             parts.append(f"for the text encoder: {len(self.of_text)} keys, which this node does not use")
         if self.left_out:
             parts.append(f"changes left out, which do not fit: {len(self.left_out)}")
+        if self.header:
+            parts.append(str(self.header))
         return " · ".join(parts)
 
 
@@ -175,7 +182,8 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
     left_out = [each.short for each in misfits] + [
         f"{target.name} is changed by another one, too" for target in twice
     ]
-    return Lora(path, chosen, unmatched, left_out)
+    header = header_alpha(files.metadata, [adapter for _, adapter in chosen])
+    return Lora(path, chosen, unmatched, left_out, header)
 
 
 def _once_each(adapters: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target, Adapter]], list[Target]]:
