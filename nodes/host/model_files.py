@@ -16,7 +16,8 @@ from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras
 
 #: Where GGUF files are: ComfyUI's own list leaves them out, and ComfyUI-GGUF has one of its own.
-GGUF_FOLDERS = {"diffusion_models", "unet_gguf"}
+#: Of one name in both the first counts.
+GGUF_FOLDERS = ("diffusion_models", "unet_gguf")
 #: Where all-in-one files are, with VAE and text encoders, which the ranks do not read; and the ends of names
 #: that are no pickles.
 CHECKPOINTS = "checkpoints"
@@ -39,7 +40,7 @@ def model_paths() -> dict[str, str]:
         name: folder_paths.get_full_path("diffusion_models", name)
         for name in folder_paths.get_filename_list("diffusion_models")
     }
-    for kind in GGUF_FOLDERS & folder_paths.folder_names_and_paths.keys():
+    for kind in (each for each in GGUF_FOLDERS if each in folder_paths.folder_names_and_paths):
         for root in folder_paths.get_folder_paths(kind):
             names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
             for name in folder_paths.filter_files_extensions(names, [".gguf"]):
@@ -64,8 +65,9 @@ def _transformers() -> dict[str, str]:
 def _path_of(name: str) -> str | None:
     """Return what ``model_paths`` has for a name, without looking at other files: a walk through all folders
     takes a second on a network disk, and a run asks some ten times."""
-    pickled = folder_paths.folder_names_and_paths["diffusion_models"][1]
-    for kind, endings in (("diffusion_models", pickled), *((kind, [".gguf"]) for kind in GGUF_FOLDERS)):
+    listed_endings = folder_paths.folder_names_and_paths["diffusion_models"][1]
+    in_gguf = ((kind, [".gguf"]) for kind in GGUF_FOLDERS)
+    for kind, endings in (("diffusion_models", listed_endings), *in_gguf):
         if folder_paths.filter_files_extensions([name], endings):
             if path := folder_paths.get_full_path(kind, name):
                 return path

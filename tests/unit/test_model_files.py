@@ -88,6 +88,23 @@ def test_a_name_has_the_path_of_the_list(models, monkeypatch):
     assert not any(module.model_choice_of({"model_name": name}) for name in unlisted)
 
 
+def test_of_one_gguf_file_in_two_folders_the_first_counts(models, monkeypatch):
+    """For any hash seed: many folders stand for the two that may have it, as a set of two is in order by
+    chance."""
+    folder, module = models
+    kinds = [*module.GGUF_FOLDERS, *(f"gguf_{i}" for i in range(20))]
+    monkeypatch.setattr(module, "GGUF_FOLDERS", type(module.GGUF_FOLDERS)(kinds))
+    for kind in kinds:
+        module.folder_paths.folder_names_and_paths[kind] = ([], ENDINGS)
+        (folder / kind).mkdir(exist_ok=True)
+        (folder / kind / "both.gguf").touch()
+    for kind in kinds:
+        first = str(folder / kind / "both.gguf")
+        assert module.model_paths()["both.gguf"] == first
+        assert module.model_choice_of({"model_name": "both.gguf"}).path == first
+        (folder / kind / "both.gguf").unlink()
+
+
 def test_ranks_may_load_checkpoints(models):
     folder, module = models
     module.stock_loras.folder = lambda: "loras of ComfyUI"
