@@ -103,14 +103,14 @@ def with_lora(handle: ParallelDiT, path: str, strength: float) -> ParallelDiT:
     """Return a handle with one more LoRA, and log what is said of it. Both stay usable; errors as in
     ``load``."""
     loras = (*handle.loras, (path, strength))
-    config = _at_hand(handle)
+    config = _present_plan(handle)
     _, loaded = _load(config, handle.choice, loras)
     if warning := loaded.info["warnings"][-1]:
         logging.warning("parallel-dit: %s", warning)
     return _track(replace(handle, config=config, loaded=loaded, loras=loras))
 
 
-def _at_hand(handle: ParallelDiT) -> ParallelConfig:
+def _present_plan(handle: ParallelDiT) -> ParallelConfig:
     """Return the plan under which ranks hold the transformer now, where a sampler has changed auto's."""
     running = launched()
     if handle.auto is None or running is None or handle.choice not in running.models:
@@ -140,38 +140,38 @@ def ensure_loaded(handle: ParallelDiT, make_room: bool = True) -> tuple[Backend,
 
 
 def _load(
-    config: ParallelConfig, choice: ModelChoice, loras: tuple = (), make_room: bool = True
+    config: ParallelConfig, choice: ModelChoice, loras: tuple = (), may_make_room: bool = True
 ) -> tuple[Backend, Loaded]:
     try:
         with NodeStatus() as status:
-            return _load_with_status(config, choice, loras, make_room, status)
+            return _load_with_status(config, choice, loras, may_make_room, status)
     except ClosedError:  # this process ends: the graph does not go on, and there is nothing to report
         raise comfy.model_management.InterruptProcessingException() from None
 
 
 def _load_with_status(
-    config: ParallelConfig, choice: ModelChoice, loras: tuple, make_room: bool, status: NodeStatus
+    config: ParallelConfig, choice: ModelChoice, loras: tuple, may_make_room: bool, status: NodeStatus
 ) -> tuple[Backend, Loaded]:
-    check = partial(status.check, "cancelling: the ranks end")
+    check_start = partial(status.check, "cancelling: the ranks end")
 
     def while_asking():
         status.show("reading the model's headers")
-        check()
+        check_start()
 
     check_model(config, choice, while_asking)
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
-    room = host_room() if make_room else None
+    room = host_room() if may_make_room else None
 
     def make_room_for_start():
         if room and config.device != "cpu":
             room.make_for_start(config.gpu_indices)
 
-    backend = backend_for(config, check, status.warn, status.show, make_room_for_start)
+    backend = backend_for(config, check_start, status.warn, status.show, make_room_for_start)
     check = partial(status.check, "cancelling: the ranks end", backend)
     if starts:
         status.show("opening the model")
-    if make_room:  # not for a model in its calls, without a walk through the folders
+    if may_make_room:  # not before each call of a model: it would walk through the folders
         # what auto has placed otherwise goes on with whatever plan its next request gets
         topology = config.topology()
         stay = {h.choice for h in _handles if h.auto is not None or h.config.topology() == topology}
@@ -183,8 +183,8 @@ def _load_with_status(
         status.show(f"reading {progress_text(progress.step, progress.total)}")
 
     room = room and room.keeping(entries_to_keep(backend, choice))
-    load = partial(backend.load, *choice, loras=loras, check=check, on_progress=show, room=room)
-    loaded = run_evicting_models(backend, choice, load, check, make_room)
+    load_once = partial(backend.load, *choice, loras=loras, check=check, on_progress=show, room=room)
+    loaded = run_evicting_models(backend, choice, load_once, check, may_make_room)
     named = {(handle.config.topology(), handle.choice) for handle in _handles}
     register(config.topology(), choice, backend, loaded, named, is_named)
     if not config.address and loaded.info["device"] == "cuda":  # on the CPU a file is mapped, not read

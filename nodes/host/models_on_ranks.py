@@ -41,32 +41,32 @@ def run_evicting_models(
     ``all_ranks`` whether every rank is to have what it likely needs: where it ``looks``, while models are
     there that the graph does not load, or any that leave for that. ``check`` may interrupt a wait for others.
     RefusedError where that is not enough."""
-    left: set[ModelChoice] = set()
+    gone_models: set[ModelChoice] = set()
     backend.aside.discard(choice)  # it comes back by itself
     while True:
-        others = [each for each in backend.models if each not in (choice, *left)]
+        others = [each for each in backend.models if each not in (choice, *gone_models)]
         present = [each for each in others if each not in backend.aside]
-        idle = [each for each in present if may_hold_memory(_entries(backend, {each}))]
-        unneeded = unnamed(idle, running()) if looks else None
-        all_ranks = unneeded is not None or (looks and bool(idle) and _others_leave(backend, choice))
+        holding = [each for each in present if may_hold_memory(_entries(backend, {each}))]
+        unneeded = unnamed(holding, running()) if looks else None
+        all_ranks = unneeded is not None or (looks and bool(holding) and _others_leave(backend, choice))
         try:
             return run(all_ranks=all_ranks)
         except RefusedError as error:
-            # another client may have brought back what we have parked: who knows, so for what is likely
-            # alone nothing of it is asked to leave
+            # another client may have brought parked models back, which we cannot see; for what is likely
+            # alone they are not asked to leave
             if backend.process is None:
-                idle = idle or [each for each in others if each in backend.aside]
-            unneeded = unneeded or unnamed(idle, running())
-            if not error.lacking or not idle:
+                holding = holding or [each for each in others if each in backend.aside]
+            unneeded = unneeded or unnamed(holding, running())
+            if not error.lacking or not holding:
                 raise
-            leaves = unneeded or idle[0]
-            gone = unload(backend, leaves, waits=True, check=check)
-            if not gone and not all_ranks:
+            leaving = unneeded or holding[0]
+            left_ranks = unload(backend, leaving, waits=True, check=check)
+            if not left_ranks and not all_ranks:
                 raise
-        left.add(leaves)
-        if len(gone) == backend.welcome.world_size:  # where ComfyUI has no entries, only this says so
-            backend.aside.add(leaves)
-        names = [os.path.basename(each.path) for each in (leaves, choice)]
+        gone_models.add(leaving)
+        if len(left_ranks) == backend.welcome.world_size:  # where ComfyUI has no entries, only this says so
+            backend.aside.add(leaving)
+        names = [os.path.basename(each.path) for each in (leaving, choice)]
         why = "the graph does not load it" if unneeded else "both do not fit and take turns"
         logging.info("parallel-dit: %s leaves the ranks for %s, since %s", *names, why)
 
@@ -181,10 +181,14 @@ def free_weights(check=nothing) -> int:
     """Free the weights of every model on this machine's ranks, also those that ComfyUI's Unload Models has
     left in host memory, where no request and no sampling runs; return of how many. ``check`` may raise.
     Raises BackendError where ranks end of it, once the others have freed theirs."""
-    every = [(choice, each, entries) for (_, choice), (each, entries) in list(_weights.items())]
-    busy = {id(each) for _, each, entries in every if any(entry.holders for entry in entries) or each.is_busy}
+    every = [(choice, backend, found) for (_, choice), (backend, found) in list(_weights.items())]
+    busy = {
+        id(backend) for _, backend, found in every if backend.is_busy or any(entry.holders for entry in found)
+    }
     here = [
-        (choice, each) for choice, each, entries in every if entries and each.alive() and id(each) not in busy
+        (choice, backend)
+        for choice, backend, found in every
+        if found and backend.alive() and id(backend) not in busy
     ]
     freed = sum(bool(unload(backend, choice, park=False, check=check)) for choice, backend in here)
     for _, backend in here:
@@ -221,7 +225,7 @@ def free_orphans(named: Collection[ModelChoice]):
 @contextmanager
 def rank_weights_stay():
     """Keep every transformer on the ranks while ComfyUI makes room."""
-    held = [entry for _, entries in _weights.values() for entry in entries if entry.held]
+    held = [entry for _, found in _weights.values() for entry in found if entry.held]
     for entry in held:
         entry.holders += 1
     try:

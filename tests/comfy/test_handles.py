@@ -111,7 +111,7 @@ def test_a_lora_of_a_model_that_no_rank_holds_has_the_plan_of_its_loader(backend
     backend.process = SimpleNamespace(running=True, models=pool._folders)
     monkeypatch.setattr(pool, "_backends", {SAMPLED.topology(): backend})
     loader = handle.ParallelDiT(LOADED, ModelChoice("/a"), None, None, auto=AutoConfig())
-    assert handle._at_hand(loader) == LOADED
+    assert handle._present_plan(loader) == LOADED
 
 
 def test_weights_under_another_topology_are_not_listed_twice(backend):
