@@ -17,6 +17,7 @@ from .progress import NodeStatus
 
 #: Seconds for which the free memory of GPUs is not asked for again: the driver's tool needs a while.
 MEMORY_SECONDS = 5.0
+#: GPUs -> when they were asked (monotonic s), and their free bytes.
 _memory: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
 
 
@@ -45,25 +46,25 @@ def _backend(backend: pool.Backend) -> dict:
         "ranks": [],
     }
     try:
-        status = report(backend)
+        found = report(backend)
     except BackendError as error:
         return {**facts, "problem": str(error)}
     gpus = backend.config.gpu_indices if backend.process and backend.welcome.device == "cuda" else []
     memory = _gpu_memory(tuple(gpus))
     ranks = []
-    for index, rank in enumerate(status.ranks):
-        state = rank_state(backend, rank["pid"], bool(status.running))
+    for index, rank in enumerate(found.ranks):
+        state = rank_state(backend, rank["pid"], bool(found.running))
         device = {"gpu": gpus[index], **memory[index]} if gpus else {}
         ranks.append({**rank, **device, "state": state})
     return {
         **facts,
         "ranks": ranks,
-        "models": [os.path.basename(path) for path in status.models.values()],
-        "running": status.running,
-        "running_seconds": status.running_seconds,
-        "waiting": status.waiting,
-        "up_seconds": status.seconds,
-        "answered": status.answered,
+        "models": [os.path.basename(path) for path in found.models.values()],
+        "running": found.running,
+        "running_seconds": found.running_seconds,
+        "waiting": found.waiting,
+        "up_seconds": found.seconds,
+        "answered": found.answered,
     }
 
 

@@ -3,6 +3,8 @@
 import functools
 import os
 import uuid
+from collections.abc import Callable
+from typing import NoReturn
 
 import comfy.model_patcher
 import comfy.sd
@@ -21,12 +23,18 @@ HANDLE = "parallel_dit"
 LORA_METADATA = "lora_metadata"
 
 
-def _refused(what: str):
-    def method(self, *args, **kwargs):
-        raise RefusedError(
-            f"{what} cannot be used with the MODEL of Parallel Model, whose weights are on the ranks; "
-            f"remove that node or use ComfyUI's own loader."
-        )
+def _refuse(what: str) -> NoReturn:
+    raise RefusedError(
+        f"{what} cannot be used with the MODEL of Parallel Model, whose weights are on the ranks; remove "
+        f"that node or use ComfyUI's own loader."
+    )
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    """Return a method of RemotePatcher that refuses ``what``."""
+
+    def method(self, *args, **kwargs) -> NoReturn:
+        _refuse(what)
 
     return method
 
@@ -41,7 +49,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
 
     @property
     def dit(self) -> ParallelDiT:
-        """The transformer, with the LoRAs that were added to this MODEL, whose files are there."""
+        """The transformer with this MODEL's LoRAs; files of them that were removed are written again."""
         dit, files = self._attached
         for path, patches in files.items():
             if not os.path.exists(path):
@@ -68,7 +76,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         0, as where a LoRA is for the text encoder alone, nothing is looked at. Each call puts a line under
         the node: the page keeps the one before where it is given none."""
         if strength_model != 1.0:
-            _refused("a patch that scales the weights")(self)
+            _refuse("a patch that scales the weights")
         if not strength_patch:
             node_text()("strength 0: nothing is added to the transformer")
             return list(patches)
@@ -76,9 +84,9 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         _, files = self._attached
         path = _write(patches, dit, files)
         if path and dit.config.address:
-            _refused("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")(self)
+            _refuse("a LoRA file of ComfyUI's own loaders (a backend with an address may not see it)")
         if not patches:
-            _refused("a LoRA without a weight of this transformer")(self)
+            _refuse("a LoRA without a weight of this transformer")
         if path:
             patched = with_lora(dit, path, strength_patch)
             info = patched.loaded.info
@@ -90,12 +98,12 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             node_text()("nothing of it is for the transformer")
         return list(patches)
 
-    add_hook_patches = _refused("a LoRA hook or another hook on weights")
-    add_weight_wrapper = _refused("a wrapper of weights")
-    get_key_patches = _refused("a merge of models")
-    state_dict_for_saving = _refused("a node that saves the model")
-    deepclone_multigpu = _refused("MultiGPU work units")
-    set_model_compute_dtype = _refused("another compute type (set weight_dtype in Load Parallel DiT)")
+    add_hook_patches = _refusing("a LoRA hook or another hook on weights")
+    add_weight_wrapper = _refusing("a wrapper of weights")
+    get_key_patches = _refusing("a merge of models")
+    state_dict_for_saving = _refusing("a node that saves the model")
+    deepclone_multigpu = _refusing("MultiGPU work units")
+    set_model_compute_dtype = _refusing("another compute type (set weight_dtype in Load Parallel DiT)")
 
     def add_object_patch(self, name, obj):
         if name.endswith(".default_ref_method"):
@@ -105,12 +113,12 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
                 "compute them at every step."
             )
         if name.startswith("diffusion_model"):
-            _refused(f"a patch of the transformer's own parts ({name})")(self)
+            _refuse(f"a patch of the transformer's own parts ({name})")
         super().add_object_patch(name, obj)
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
         if key == "torch.compile":
-            _refused("torch.compile")(self)
+            _refuse("torch.compile")
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
 

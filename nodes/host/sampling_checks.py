@@ -76,6 +76,7 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
             f"{wanted}, {frames}height, width]; encode the image with the VAE of this model."
         )
     scale = getattr(latent_format, "spacial_downscale_ratio", _USUAL_SCALE)
+    # channels of ComfyUI's usual empty latents
     of_another_model = samples.shape[1] in (4, 16) and samples.shape[1] != wanted
     if scale != _USUAL_SCALE and of_another_model and "downscale_ratio_spacial" not in latent:
         node = _EMPTY.get((scale, wanted), "the empty-latent node of this model")

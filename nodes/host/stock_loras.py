@@ -58,7 +58,7 @@ class Product(NamedTuple):
     function: Callable[[Tensor], Tensor] | None
 
 
-#: Products, and their differences, by the file's keys.
+#: Products by the weight's name in ComfyUI's model (without PREFIX); whole differences by the file's keys.
 Changes = tuple[dict[str, list[Product]], dict[str, Tensor]]
 #: Changes by the ids of their tensors -> these tensors, while they live, and the file that has them.
 _written: dict[tuple, tuple[list[weakref.ref], str]] = {}
@@ -78,7 +78,8 @@ def write(
     and end, of those that hold several. ``others``: files that the same MODEL names, which stay where they
     are. RefusedError for what is no plain LoRA.
     """
-    changes = products, differences = _sorted_out(patches, shapes)
+    changes = _sorted_out(patches, shapes)
+    products, differences = changes
     if not products and not differences:
         return None
     for key, (held, _) in list(_written.items()):
