@@ -20,11 +20,15 @@ COMPILED, COMPILE_SECONDS = 0.08, 60.0
 
 @dataclass(frozen=True)
 class Option:
-    """A plan with its estimate: seconds of the request, bytes of the fullest rank, bytes that it may hold.
-    likely: bytes with the upper end of the estimate. unit: what a rank has to itself, for messages.
+    """A plan with its estimate.
+
+    seconds: of the request. bytes, room: what the rank with least to spare holds, and may hold. likely: room
+    plus the most by which any rank likely exceeds its own (question.Tightest). unit: what a rank has to
+    itself, for messages.
     swap_seconds: those of the seconds in which this model and another one take turns; rereads: this one is
     read for that. yield_seconds: those in which weights leave for ComfyUI's own models. drift: how many times
-    as fast as an exact plan it has to be. compiles: whether blocks can be compiled there."""
+    as fast as an exact plan it has to be. compiles: whether blocks can be compiled there.
+    """
 
     plan: ParallelConfig
     seconds: float
@@ -49,8 +53,8 @@ class Option:
 
     @property
     def _doubt(self) -> float:
-        """Return how far the upper estimate exceeds the room, 0 to 1; continuous, so that small changes flip
-        no choice."""
+        """Return which part of the way from the estimate to its upper end lies beyond the room, 0 to 1;
+        continuous, so that small changes flip no choice."""
         return min(1.0, max(0, self.likely - self.room) / max(1, self.likely - self.bytes))
 
     @property

@@ -50,14 +50,14 @@ def activation_bytes(work: Workload, place: MeshPlace) -> int:
     fitted = _fitted(work)
     if fitted is None:
         return _by_layers(work, place)
-    tokens = relative_shares(work.config.sp_degree, work.config.shares_of("ring", "ulysses"))[
-        work.sp_rank(place)
-    ]
-    matrices = relative_shares(work.config.tensor_parallel_degree, work.config.shares_of("tp"))[place["tp"]]
+    config = work.config
+    # of an even share
+    token_share = relative_shares(config.sp_degree, config.shares_of("ring", "ulysses"))[work.sp_rank(place)]
+    matrix_share = relative_shares(config.tensor_parallel_degree, config.shares_of("tp"))[place["tp"]]
     skipped = long_skips(work.checkpoint, work.blocks(place)) * width_bytes(work, 0)
-    token = fitted.on_rank(work.config, skipped, tokens, matrices)
-    held = fitted.of_samples(work.config, work.batch, token)
-    return math.ceil(work.request.tokens * held)
+    one_sample = fitted.on_rank(config, skipped, tokens=token_share, matrices=matrix_share)
+    per_token = fitted.of_samples(config, work.batch, one_sample)
+    return math.ceil(work.request.tokens * per_token)
 
 
 def activations_of(work: Workload, two: Workload | None) -> Activations:
@@ -89,8 +89,7 @@ def _fitted(work: Workload) -> Activations | None:
     controls = CONTROLS * (width_bytes(work, work.request.controls) - unit)
     numbers["replicated"] += controls
     numbers["outside"] += controls
-    tokens = work.request.tokens
-    return Activations(**numbers, latents=latent_bytes(work) / max(1, tokens))
+    return Activations(**numbers, latents=latent_bytes(work) / work.request.tokens)
 
 
 def width_bytes(work: Workload, controls: int) -> int:
@@ -127,7 +126,7 @@ def _by_layers(work: Workload, place: MeshPlace) -> int:
     tokens = sequence.joint if position else work.request.image_tokens + text
     outside = (STREAMS_OUTSIDE * stream + controls) * tokens
     latents = latent_bytes(work)
-    one = max(within, outside) + latents
+    one = max(within, outside) + latents  # of all tokens here, not of each
     return math.ceil(Activations(latents=latents).of_samples(work.config, work.batch, one))
 
 
