@@ -161,7 +161,7 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> QuantizedLayer
             f"{', '.join(FORMATS)} and GGUF. Use another file of this model."
         )
     form = FORMATS[kind]
-    if stored not in form.stored:
+    if stored not in form.value_types:
         raise UnsupportedError(f"{layer} is said to be {kind} but is stored as {stored}; {BAD_CONVERSION}.")
     leaves = {leaf for leaf in form.leaves if f"{name}.{leaf}" in files.shapes}
     if {"weight_scale", "scale_weight"} <= leaves:

@@ -33,7 +33,7 @@ def _chosen(weights: Iterable[PackedWeight], spare: int) -> list[PackedWeight]:
     """Return those that take longest to dequantize, for their size, as long as there is room."""
     chosen = []
     for weight in sorted(weights, key=lambda each: -each.effort.moved):
-        size = _values(weight) * weight.dtype.itemsize
+        size = _aligned_values(weight) * weight.dtype.itemsize
         if size <= spare:
             chosen.append(weight)
             spare -= size
@@ -47,7 +47,7 @@ def _place(chosen: Sequence[PackedWeight]) -> int:
     try:
         for device, dtype in kinds:
             own = [weight for weight in chosen if (weight.device, weight.dtype) == (device, dtype)]
-            *starts, total = accumulate(map(_values, own), initial=0)
+            *starts, total = accumulate(map(_aligned_values, own), initial=0)
             memory = torch.empty(total, device=device, dtype=dtype)
             for weight, start in zip(own, starts):
                 weight.stay(memory[start : start + weight.shape.numel()].view(weight.shape))
@@ -58,5 +58,5 @@ def _place(chosen: Sequence[PackedWeight]) -> int:
     return size
 
 
-def _values(weight: PackedWeight) -> int:
+def _aligned_values(weight: PackedWeight) -> int:
     return -(-weight.shape.numel() // ALIGNED) * ALIGNED

@@ -21,7 +21,7 @@ from ..errors import UnsupportedError, quoted
 
 #: Role -> tensor, of some rows.
 Stored = Mapping[str, Tensor]
-#: What the file says of a layer besides its format.
+#: Of a layer: what its file says; "format" for GGUF and plain float8; "scales", how many its weight has.
 Settings = Mapping
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 #: Values of the four bits of E2M1.
@@ -58,8 +58,8 @@ class Format:
     #: (stored tensors, settings, dtype, memory or None) -> the weight of these rows, in that memory if the
     #: format can write to it, else in ``dtype`` or float32.
     weight: Callable[[Stored, Settings, torch.dtype, Tensor | None], Tensor]
-    #: Types that the file may store the values in.
-    stored: tuple[str, ...]
+    #: Names of the types that the file may store the values in.
+    value_types: tuple[str, ...]
     #: Leaves that the file must have.
     needs: tuple[str, ...] = ("weight_scale",)
     #: Leaves that are read where they are there.
@@ -238,7 +238,7 @@ FORMATS = {
     "nvfp4": Format(
         _nvfp4,
         ("U8",),
-        ("weight_scale", "weight_scale_2"),
+        needs=("weight_scale", "weight_scale_2"),
         block=lambda settings: 16,
         values_per_element=2,
         short="nvfp4",
@@ -257,16 +257,16 @@ FORMATS = {
     "asym_w4a8_int8": Format(
         _w4a8,
         ("I8",),
-        ("weight_s_rel", "weight_s_channel"),
-        ("weight_s_rel", "weight_s_channel", "weight_codebook"),
-        lambda settings: math.lcm(rotation_size(settings), scale_group(settings), 16),
+        needs=("weight_s_rel", "weight_s_channel"),
+        leaves=("weight_s_rel", "weight_s_channel", "weight_codebook"),
+        block=lambda settings: math.lcm(rotation_size(settings), scale_group(settings), 16),
         values_per_element=2,
         short="w4a8",
         effort=Effort(64.7, 15, 19.0),
     ),
 }
 #: Float8 without scales.
-PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), (), short="fp8", effort=Effort(3.0, 1, 0.0))
+PLAIN_FLOAT8 = Format(_float8, tuple(FLOAT8), needs=(), short="fp8", effort=Effort(3.0, 1, 0.0))
 #: Formats whose one scale may multiply products instead of the weight (packed_weight.py), and in which types.
 #: Not float16: sums of values without it are up to 448 times larger, and parts of them may be stored in
 #: float16, too.

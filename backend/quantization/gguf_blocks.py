@@ -121,16 +121,17 @@ FILLS: dict[str, Fill] = {
 
 def weight(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize the blocks of some rows, as Format.weight."""
-    dequantize, block, size = gguf_type(settings["format"])
+    dequantize, block_values, block_bytes = gguf_type(settings["format"])
     values = stored["values"]
-    blocks = values.reshape(-1, size)
+    blocks = values.reshape(-1, block_bytes)
     fill = FILLS.get(settings["format"])
     if fill is None:
         with _Constants():
-            return dequantize(blocks, block, size, torch.float32).view(len(values), -1)
+            return dequantize(blocks, block_values, block_bytes, torch.float32).view(len(values), -1)
     if out is None:
-        out = torch.empty(len(values), block * len(blocks) // len(values), dtype=dtype, device=values.device)
-    fill(blocks, out.view(-1, block))
+        columns = block_values * len(blocks) // len(values)
+        out = torch.empty(len(values), columns, dtype=dtype, device=values.device)
+    fill(blocks, out.view(-1, block_values))
     return out
 
 
@@ -160,6 +161,7 @@ def gguf_type(kind: str) -> tuple[Callable, int, int]:
     return (dequantize_functions[type_], *gguf.GGML_QUANT_SIZES[type_])
 
 
+#: GGUF type -> what it takes to dequantize (Effort: bytes moved, kernels, bytes made).
 GGUF_EFFORT = {
     "Q4_0": Effort(7.4, 7, 1.1),
     "Q4_1": Effort(5.9, 6, 1.2),
@@ -179,5 +181,12 @@ GGUF_EFFORT = {
 @cache
 def gguf_format(kind: str) -> Format:
     """Return the format of a GGUF type; its blocks are bytes."""
-    _, block, _ = gguf_type(kind)
-    return Format(weight, (kind,), (), block=lambda settings: block, short=kind, effort=GGUF_EFFORT[kind])
+    _, block_values, _ = gguf_type(kind)
+    return Format(
+        weight,
+        (kind,),
+        needs=(),
+        block=lambda settings: block_values,
+        short=kind,
+        effort=GGUF_EFFORT[kind],
+    )
