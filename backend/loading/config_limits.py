@@ -69,7 +69,8 @@ def _wrong_entry(name: str, entry: str, value, what: str) -> UnsupportedError:
 
 
 def _largest(name: str, entry: str, value, depth: int = 0) -> float:
-    """Return the largest number in ``value``, however deep in lists; NaN counts as infinite."""
+    """Return the largest absolute number in ``value``, in lists of lists too; NaN counts as infinite. Raises
+    UnsupportedError for lists that are longer or deeper than any model's."""
     if isinstance(value, (int, float)):
         return math.inf if value != value else abs(value)
     if isinstance(value, Mapping):
@@ -96,19 +97,23 @@ def _check_width(name: str, config: Mapping, most: int):
 
 
 def _check_tables(name: str, transformer: str, config: Mapping, most: int):
-    """Refuse a grid whose table of positions would not fit. Classes that rotate by position compute none."""
+    """Refuse a grid whose side or table of positions no model has. Classes that rotate by position compute no
+    table: of them the sides alone count."""
     patch = config.get("patch_size")
     patch = patch if isinstance(patch, int) and patch > 0 else 1
     width = _product(config, "num_attention_heads", "attention_head_dim") or most
     frames = _product(config, "sample_frames") or 1
+    rotates = config.get("use_rotary_positional_embeddings")
     for sides in SIDES:
         cells = _product(config, *sides)
         if sides[0] == "pos_embed_max_size":
             cells = None if transformer in SIZED_BY_TOKENS else cells
         elif cells:
             cells = frames * cells // patch**2
-        rotates = config.get("use_rotary_positional_embeddings")
-        if cells and (max(config[side] for side in sides) > SIDE or cells * width > TABLE and not rotates):
+        if not cells:
+            continue
+        is_too_long = max(config[side] for side in sides) > SIDE
+        if is_too_long or (cells * width > TABLE and not rotates):
             what = "which makes a larger table of positions than any model has"
             raise _wrong_entry(name, sides[0], config[sides[0]], what)
 

@@ -55,7 +55,7 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
         shape = roles["difference"]
         return LoraBytes(copies=NUMBER * math.prod(shape) if len(shape) == 2 else 0)
     is_lokr = any(role.startswith("lokr") for role in roles)
-    lokr = [_sides(roles, name) for name in ("lokr_w1", "lokr_w2")] if is_lokr else []
+    lokr = [_sides(roles, name) for name in ("lokr_w1", "lokr_w2")] if is_lokr else []  # (rows, columns) each
     rank = 0
     if "hada_w1_a" in roles:
         rows, columns = _sides(roles, "hada_w1")
@@ -71,11 +71,14 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
     scales = SCALE * _factors_of_magnitudes(roles, rows, columns * pieces)
     copy = LoraBytes(copies=NUMBER * rows * columns)
     if is_lokr:
-        (outer, blocks), (height, width) = lokr
-        inner = matrix(roles["lokr_w2_b"])[0] * (height + width) if "lokr_w2_b" in roles else math.inf
-        numbers = outer * blocks + int(min(inner, height * width))
-        again = (min(pieces, outer) - 1) * (numbers - outer * blocks)
-        return LoraBytes(factors=2 * scales, uncut=NUMBER * (numbers + again)) if numbers <= most else copy
+        (rows1, columns1), (rows2, columns2) = lokr
+        inner = matrix(roles["lokr_w2_b"])[0] * (rows2 + columns2) if "lokr_w2_b" in roles else math.inf
+        numbers = rows1 * columns1 + int(min(inner, rows2 * columns2))
+        again = (min(pieces, rows1) - 1) * (numbers - rows1 * columns1)
+        if numbers > most:
+            return copy
+        # the weight's own scales, and the Kronecker product's (lora_products.added_bytes)
+        return LoraBytes(factors=2 * scales, uncut=NUMBER * (numbers + again))
     factors = rank * (rows + columns)
     if "up" not in roles and factors > most:
         return copy

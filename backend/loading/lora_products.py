@@ -96,28 +96,30 @@ def past_last(flags: Iterable[bool]) -> int:
 
 
 def added_bytes(
-    changes: Sequence[LoraChange], shard: MatrixShard, dtype: torch.dtype, ranks: Mapping[tuple, int]
+    changes: Sequence[LoraChange], shard: MatrixShard, dtype: torch.dtype, factor_ranks: Mapping[tuple, int]
 ) -> LoraBytes:
-    """Count what changes of a weight take next to it. ``ranks``: those that are known, by key."""
+    """Count what changes of a weight take next to it. ``factor_ranks``: key -> rank of the low-rank products
+    that were held before."""
     rows, columns = (sum(map(len, spans)) for spans in (shard.rows, shard.columns))
     adapters = [change.adapter for change in changes]
     if not are_products(adapters):
         return LoraBytes(copies=rows * columns * dtype.itemsize)
     with_factors = first_unscaled(adapters)
-    has_rows = past_last(each.scales_rows for each in adapters)
-    has_columns = past_last(each.scales_columns for each in adapters)
+    # changes before these are scaled by rows, and by columns
+    rows_until = past_last(each.scales_rows for each in adapters)
+    columns_until = past_last(each.scales_columns for each in adapters)
     by_key = {each.scaled_key: (i, each) for i, each in enumerate(changes[:with_factors])}
     by_key |= {each.key: (with_factors, each) for each in changes[with_factors:]}
     factors = uncut = 0
-    scales = rows * bool(has_rows) + columns * bool(has_columns)
+    scales = (rows if rows_until else 0) + (columns if columns_until else 0)
     for i, change in by_key.values():
         adapter = change.adapter
         if is_kronecker(adapter):
             uncut += adapter.held_numbers(shard.stored_rows(change), shard.columns)
-            scales += rows * (i < has_rows) + columns * (i < has_columns)
+            scales += (rows if i < rows_until else 0) + (columns if i < columns_until else 0)
             continue
         assert isinstance(adapter, Factored), "checked by are_products"
-        factors += (ranks.get(change.key) or adapter.factor_rank) * (rows + columns)
+        factors += (factor_ranks.get(change.key) or adapter.factor_rank) * (rows + columns)
     size = factors * dtype.itemsize + scales * SCALE_BYTES
     return LoraBytes(factors=size, copies=0, uncut=uncut * dtype.itemsize)
 
@@ -138,7 +140,7 @@ def product_of(
         return replace(bare, strength=change.strength, row_scale=row_scale, column_scale=column_scale)
     assert isinstance(change.adapter, Factored), "checked by are_products"
     up, down = change.adapter.factors(where, shard.columns, device)
-    up, down = used(scaled(up, row_scale, None), scaled(down, None, column_scale))
+    up, down = without_unused(scaled(up, row_scale, None), scaled(down, None, column_scale))
     return LowRank(up.to(dtype), down.to(dtype), strength=change.strength)
 
 
@@ -149,7 +151,7 @@ def plain(
     dtype: torch.dtype,
     known: dict[Hashable, AddedProduct],
 ) -> HeldProducts:
-    """Return changes without magnitudes; of those that are ``known``, the strength alone is new."""
+    """Hold changes without magnitudes; products that are not ``known`` are made and added to it."""
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes:
         if change.key not in known:
@@ -160,7 +162,7 @@ def plain(
     return HeldProducts(adapters)
 
 
-def used(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+def without_unused(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Leave out what changes none of these rows, or reads none of these columns: where queries, keys and
     values are one tensor and their three LoRAs one product, each row has a third of it."""
     is_used = up.ne(0).any(dim=0) & down.ne(0).any(dim=1)

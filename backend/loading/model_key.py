@@ -51,6 +51,7 @@ def content_key(path: str) -> str:
 def check_same(path: str, own: str, first: str):
     """Refuse a model whose ``content_key`` is another here than on rank 0's machine. Raises
     UnsupportedError."""
+    # what cannot be read here is refused by the load itself, with its reason
     if own and own != first:
         name = quoted(Path(path).name)
         what = f"{name} is another file on this rank's machine than on rank 0's"
@@ -59,6 +60,7 @@ def check_same(path: str, own: str, first: str):
 
 def other_lora(paths: list[str], own: list[str], first: list[str]) -> str:
     """Say in a sentence which LoRA has another ``content_key`` than on rank 0's machine; empty: none."""
+    # nothing has read a LoRA yet: one that cannot be read is refused here
     found = [path for path, mine, theirs in zip(paths, own, first) if mine != theirs]
     if not found:
         return ""

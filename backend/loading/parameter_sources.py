@@ -37,25 +37,27 @@ class Source:
         if not self.swap:
             return [Span(self.lo + span.lo, self.lo + span.hi) for span in spans]
         half = count // 2
-        parts = [(Span(span.lo, min(span.hi, half)), Span(max(span.lo, half), span.hi)) for span in spans]
-        return [
-            Span(part.lo + shift, part.hi + shift)
-            for pair in parts
-            for part, shift in zip(pair, (self.lo + half, self.lo - half))
-            if part.lo < part.hi
-        ]
+        found = []
+        for span in spans:  # the file has the second half first
+            before = Span(span.lo, min(span.hi, half))
+            after = Span(max(span.lo, half), span.hi)
+            for part, shift in ((before, half), (after, -half)):
+                if part.lo < part.hi:
+                    found.append(Span(self.lo + part.lo + shift, self.lo + part.hi + shift))
+        return found
 
 
 def sources(layout: Layout, parameters: Shapes) -> dict[str, Source]:
     """Return parameter name -> Source, for a transformer with these parameter shapes."""
     by_name = {name: Source(name) for name in parameters}
-    numbers = (int(part) for name in parameters for part in name.split(".") if part.isdigit())
-    blocks = range(1 + max(numbers, default=0))
+    found = (int(part) for name in parameters for part in name.split(".") if part.isdigit())
+    blocks = range(1 + max(found, default=0))
     last = [_number_last(name, parameters) for name in layout.swapped]
     swapped = tuple(name.replace("{}", str(i)) for name in last for i in blocks)
     layout = replace(layout, swapped=swapped)
     for file_name, targets in layout.names.items():
-        for i in map(str, blocks if "{}" in file_name else [0]):
+        numbers = map(str, blocks) if "{}" in file_name else ("0",)
+        for i in numbers:
             modules = targets.replace("{}", i).split()
             _add(by_name, layout, parameters, file_name.replace("{}", i), modules)
     return by_name
@@ -159,12 +161,14 @@ def from_diffusers(
     for file_name, targets in layout.names.items():
         first = targets.split()[0]
         for leaf in ("", ".weight", ".bias"):
-            for i in blocks.get(first + leaf, ()) if "{}" in file_name else ("0",):
+            numbers = blocks.get(first + leaf, ()) if "{}" in file_name else ("0",)
+            for i in numbers:
                 names = [target.replace("{}", i) + leaf for target in targets.split()]
-                if all(name in left for name in names):
-                    shapes = [left.pop(name) for name in names]
-                    rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []
-                    renamed[file_name.replace("{}", i) + leaf] = (*rows, *shapes[0][1:])
+                if not all(name in left for name in names):
+                    continue
+                shapes = [left.pop(name) for name in names]
+                rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []
+                renamed[file_name.replace("{}", i) + leaf] = (*rows, *shapes[0][1:])
     return left | renamed
 
 
@@ -177,7 +181,8 @@ def _number_last(name: str, parameters: Shapes) -> str:
     return f"{blocks}{max(numbers)}{rest}"
 
 
-def _add(by_name, layout, parameters, file_name, targets):
+def _add(by_name: dict[str, Source], layout: Layout, parameters: Shapes, file_name: str, targets: list[str]):
+    """Add the Source of each parameter that the file's module or tensor ``file_name`` holds."""
     if targets[0] in parameters:  # whole tensors, named in full
         pattern = re.sub(r"\.\d+\.", ".{}.", targets[0])
         shape = parameters[targets[0]] if pattern in layout.reshaped else None

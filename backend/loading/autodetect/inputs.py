@@ -40,7 +40,7 @@ class Inputs:
     """How a class's forward is filled. names: its parameters that are; packed: tokens of 2 x 2 latent cells
     instead of the latent; video: the latent has a time axis; scale: timestep / sigma; guided: it takes
     guidance; inverted: time runs from noise (0) to image (1), and the output leads there (Mochi's scheduler);
-    counts, image_last: as in POSITIONS."""
+    numbers_text, image_last: as in POSITIONS."""
 
     names: tuple[str, ...]
     packed: bool
@@ -48,7 +48,7 @@ class Inputs:
     scale: float = 1.0
     guided: bool = False
     inverted: bool = False
-    counts: bool = False
+    numbers_text: bool = False
     image_last: bool = False
 
     def __call__(
@@ -65,7 +65,7 @@ class Inputs:
             "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
             "encoder_attention_mask": lambda: cond.get("attention_mask", _ones(cond["c_crossattn"])),
             "img_ids": lambda: _positions(grid, cond["c_crossattn"], self.image_last),
-            "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.counts),
+            "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.numbers_text),
             "original_size": lambda: _pixels(grid, latent),
             "target_size": lambda: _pixels(grid, latent),
             "crop_coords": lambda: latent.new_zeros(batch, 2),
@@ -107,8 +107,9 @@ def _positions(grid, text, image_last):
     return torch.stack([torch.full_like(y, float(start > 0)), y, x], dim=-1).reshape(-1, 3)
 
 
-def _text_positions(text, counts):
-    numbers = torch.arange(text.shape[1], device=text.device, dtype=torch.float32)[:, None] * counts
+def _text_positions(text, is_numbered):
+    """Return (tokens, 3) of (kind, y, x)."""
+    numbers = torch.arange(text.shape[1], device=text.device, dtype=torch.float32)[:, None] * is_numbered
     return torch.cat([torch.zeros_like(numbers), numbers, numbers], dim=1)
 
 
@@ -125,9 +126,11 @@ def inputs_of(cls, config) -> Inputs:
     if "img_ids" in names and cls.__name__ not in POSITIONS:
         raise cannot_run(cls, "its pipeline computes 'img_ids', and nothing here tells how")
     guided = bool(config.get("guidance_embeds"))
-    counts, image_last = POSITIONS.get(cls.__name__, (False, False))
+    numbers_text, image_last = POSITIONS.get(cls.__name__, (False, False))
     packed = "img_ids" in names
-    return Inputs(names, packed, is_video(cls), guided=guided, counts=counts, image_last=image_last)
+    return Inputs(
+        names, packed, is_video(cls), guided=guided, numbers_text=numbers_text, image_last=image_last
+    )
 
 
 def is_video(cls: type) -> bool:
