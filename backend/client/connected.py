@@ -22,7 +22,8 @@ class Connected:
         self.config = config
         self.client = client
         self.process = process
-        self.models: dict[ModelChoice, str] = {}  # the least recently used one first
+        #: Model -> the backend's name of it, without LoRAs (Loaded.base); the least recently used one first.
+        self.models: dict[ModelChoice, str] = {}
         #: Models of files that have changed since, until they are unloaded.
         self.replaced: set[str] = set()
         #: Those that were parked on all ranks to make room, and that nobody has used since.

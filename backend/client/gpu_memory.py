@@ -8,12 +8,15 @@ from .pool import Backend
 
 
 def free_now(known: tuple[int, ...], devices: list[int], running: Backend) -> tuple[int, ...]:
-    """Return what is known to be free as it is now, with what our ranks have: others may have taken memory
-    since, or given it back. No less while a request runs, whose memory the ranks have not counted yet."""
+    """Return the bytes of each of ``devices`` that are free or our ranks'. Others may have taken memory since
+    ``known`` was measured, or given it back. While a request runs, no less than ``known``: the ranks have not
+    counted its memory yet."""
     try:
         ranks = status.report(running).ranks
+        # GPU -> bytes that our rank has there
         held = {gpu: _held(rank) for gpu, rank in zip(running.config.gpu_indices, ranks)}
         own = [held.get(gpu, 0) for gpu in devices]
+        # last: what counts where the driver says nothing
         now = measurements.free_memory("cuda", devices, [was - size for was, size in zip(known, own)])
     except (BackendError, ConfigError):
         return known
@@ -22,6 +25,7 @@ def free_now(known: tuple[int, ...], devices: list[int], running: Backend) -> tu
         return tuple(map(max, known, least))
     # of the CUDA context and libraries of a rank no allocator knows: plans leave RESERVE for them
     most = (size + (RESERVE if gpu in held else 0) for gpu, size in zip(devices, least))
+    # what was known, unless it lies outside of what can be now
     return tuple(max(low, min(was, high)) for was, low, high in zip(known, least, most))
 
 

@@ -133,9 +133,18 @@ def _probed(
             return hang_remedy(device) if are_there() else SLOW_START
 
         is_linked = Path(f"{store}.linked").exists
-        held = private.inherited
         try:
-            run(command, environment, check, longest, are_there, is_linked, held, remedy, is_last)
+            run(
+                command,
+                environment,
+                check,
+                longest,
+                is_started=are_there,
+                is_linked=is_linked,
+                held=private.inherited,
+                remedy=remedy,
+                is_last=is_last,
+            )
         except UnmeasuredError as error:
             if not out.exists():
                 raise
@@ -146,6 +155,11 @@ def _probed(
         private.close()
 
 
+def no_remedy() -> str:
+    """Return nothing to try: the doctor is to say it."""
+    return ""
+
+
 def run(
     command: list[str],
     environment: dict[str, str],
@@ -154,7 +168,7 @@ def run(
     is_started: Callable[[], bool] = lambda: False,
     is_linked: Callable[[], bool] = lambda: False,
     held: tuple[int, ...] = (),
-    remedy: Callable[[], str] = str,
+    remedy: Callable[[], str] = no_remedy,
     is_last: bool = False,
 ):
     """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
@@ -185,9 +199,9 @@ def run(
             what = f"its ranks did not answer within {hangs:.0f} s"
             # those that are still importing say nothing of links, nor those that had too little time
             has_had_time = longest >= MAX_SECONDS and not is_last
-            says = is_started() and (not is_linked() or has_had_time)
+            may_be_links = is_started() and (not is_linked() or has_had_time)
             what_to_do = remedy()
-            raise UnmeasuredError(what, what_to_do, of_links=bool(what_to_do) and says)
+            raise UnmeasuredError(what, what_to_do, of_links=bool(what_to_do) and may_be_links)
         if process.returncode:
             log.seek(0)
             text = log.read().decode(errors="replace").strip()

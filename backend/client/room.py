@@ -84,9 +84,9 @@ class Room:
 
 
 def with_room(room: Room | None, client: Any, message, run: Callable, all_ranks: bool = False):
-    """Run a message; where it lacks memory on devices of this process, make ``room`` and run it again. Not
-    while the backend is busy: other models of the ranks may have to go for it. ``all_ranks``: they can, so
-    what is likely needed counts on the other ranks, too."""
+    """Run a message. Where ranks lack memory on devices of this process, make ``room`` and run it again:
+    between the runs, as the backend is locked during one, and its own models may have to go. ``all_ranks``:
+    other models can leave the ranks, so what is likely needed counts on the other ranks, too."""
     shared = room.shared_ranks(client.welcome) if room else []
     others = [rank for rank in range(client.welcome.world_size) if rank not in shared] if all_ranks else []
     if room is None or not shared:
@@ -96,8 +96,10 @@ def with_room(room: Room | None, client: Any, message, run: Callable, all_ranks:
         return run(replace(message, can_make_room=[*shared, *others], **fields))
     except RefusedError as error:
         lacking = error.lacking
-        if not lacking.keys() & set(shared) or (others and not lacking.keys() <= set(shared)):
+        here = lacking.keys() & set(shared)
+        elsewhere = lacking.keys() - set(shared)
+        if not here or (others and elsewhere):
             raise
-    if lacking.keys() <= set(shared):  # else it is refused all the same, and says what would fit
+    if not elsewhere:  # else it is refused all the same, and says what would fit
         room.make(client.welcome, lacking)
     return run(replace(message, can_make_room=others, **fields))
