@@ -305,7 +305,7 @@ class Engine:
 
     @refusing("the call")
     def check_forward(self, call: ModelCall) -> ModelInputs:
-        """Refuse a call that cannot run, before any collective. Raises UnsupportedError."""
+        """Refuse a call that cannot run, before any collective. Raises UnsupportedError or ConfigError."""
         target = self._target(call.model)
         check_numbers(call.tensors)
         return check_call(self.argument_cache.filled(call), self.config, target)

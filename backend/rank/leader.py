@@ -121,8 +121,10 @@ class Leader(ServedModels):
         try:
             act()
         except RefusedByAllRanks as error:  # no rank goes on with it
-            # one that ran out in its midst does so again from its beginning
-            if isinstance(error, InsufficientMemory) and self.free_abandoned(job.message, not error.lacking):
+            # without numbers an allocation failed in its midst (out_of_memory_error): nobody knows how many
+            # bytes it wants, so all leave, and it runs again from its beginning
+            every = not error.lacking
+            if isinstance(error, InsufficientMemory) and self.free_abandoned(job.message, every=every):
                 self.run(job)
                 return
             job.reply(Failure(str(error), lacking=[list(each) for each in error.lacking.items()]))
@@ -155,7 +157,7 @@ class Leader(ServedModels):
         with refusing("a LoRA"):
             stack = lora_stack(message.loras, folders)
         if key in self.engine.models:
-            return self.on_loaded(job, message, key, stack)
+            return self._load_loras(job, message, key, stack)
         checked = self.engine.check_load(message.path, message.weight_dtype, message.matmul)
         checkpoint = checked.checkpoint
         with refusing("the model"):
@@ -178,7 +180,7 @@ class Leader(ServedModels):
 
         return act
 
-    def on_loaded(self, job: Job, message: Load, key: str, stack: tuple[LoraUse, ...]) -> Act:
+    def _load_loras(self, job: Job, message: Load, key: str, stack: tuple[LoraUse, ...]) -> Act:
         """Refuse LoRAs that do not fit the loaded model ``key``. Raises UnsupportedError."""
         warnings = self.engine.check_loras(key, stack)
 
@@ -231,7 +233,8 @@ class Leader(ServedModels):
         client may sample."""
 
         def act():
-            self.control.broadcast(sent := self.named.unloading(message, job.client))
+            sent = self.named.unload_of(message, job.client)
+            self.control.broadcast(sent)
             left = self.unload(sent)
             freed = message.model not in self.engine.models or not message.park
             dropped = [key for key in sent.yields if key not in self.engine.models]
@@ -283,7 +286,7 @@ class Leader(ServedModels):
             job.reply(result)
 
     def on_call(self, job: Job, message: ModelCall) -> Act:
-        """Refuse a call that cannot run. Raises UnsupportedError."""
+        """Refuse a call that cannot run. Raises UnsupportedError or ConfigError."""
         self.engine.argument_cache.check(message)
         missing = self.engine.argument_cache.missing(message)
         if missing:

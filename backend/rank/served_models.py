@@ -60,5 +60,6 @@ class ServedModels(Worker):
     def _unload_all(self, keys: Sequence[str], why: str):
         for key in keys:
             print(f"{self.files[key].path} leaves: {why}.")
-            self.control.broadcast(unload := Unload(key))
+            unload = Unload(key)
+            self.control.broadcast(unload)
             self.unload(unload)

@@ -14,9 +14,9 @@ class NamedModels(WeakKeyDictionary[Connection, set[str]]):
         """Return the models of all clients that are still connected."""
         return set().union(*(keys for client, keys in self.items() if not client.gone))
 
-    def unloading(self, message: Unload, by: Connection) -> Unload:
-        """Have a client no longer use the model that it unloads; return what ranks are told: to park it at
-        most, where another client that is connected has loaded it, and to free none of the like for it."""
+    def unload_of(self, message: Unload, by: Connection) -> Unload:
+        """Take a model that a client frees off its list; return the Unload for the ranks: it parks at most
+        where another connected client has loaded the model, and yields none that such a client has."""
         if not message.park:
             self.get(by, set()).discard(message.model)
         of_others = (keys for client, keys in self.items() if client is not by and not client.gone)
