@@ -107,10 +107,11 @@ def build_call(
         key: family.conditioning.cast(key, _of_samples(value, samples, batch), device, dtype)
         for key, value in arguments.items()
     }
-    # with it the model is given another latent than came
+    # the model's input follows from x where latents are rescaled; else it is ``given``, and x has no values
     rescale = family.latent.nested and family.latent.nested.rescale
     tokens = grid.to_tokens(given) if rescale else given.new_empty(len(samples), grid.tokens, grid.features)
     return Request(
+        # the loop reads of a configuration what the call sets, and that there is one patch
         config=_settings(call, ParallelConfig()),
         prediction=OUTPUT,
         sigmas=call.tensors["time"][:1].float(),
@@ -164,7 +165,8 @@ class OneCall(Denoiser):
     def _micro_batches(self, patch: Patch, index: int, prompts: tuple[str, ...]) -> list[StepContext]:
         batch = self.x.shape[0]
         tokens = self.request.grid.tokens + max(self.request.reference_tokens.values(), default=0)
-        size = 1 if self.outputs else samples_at_once(tokens)
+        is_pipeline = self.mesh.pp.size > 1
+        size = 1 if is_pipeline else samples_at_once(tokens)
         return [
             StepContext(name, index, Span(first, min(first + size, batch)))
             for name in prompts
