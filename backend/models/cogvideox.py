@@ -11,6 +11,14 @@ from .discrete_schedule import DiscreteSchedule
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 
+HEAD = 64
+#: Frames of a video to one of its latent's, but for the first.
+TEMPORAL = 4
+#: Tokens of a prompt, and latent pixels along the sides of a video, in the released position tables.
+TEXT, HEIGHT, WIDTH = 226, 60, 90
+#: The learned positions of 1.0's image to video.
+TABLE = "patch_embed.pos_embedding"
+
 
 def rotary(config, grid, device):
     """Return (cos, sin), each (tokens, head size), of axes (1/4, 3/8, 3/8). Before 1.5 ComfyUI stretches the
@@ -61,10 +69,15 @@ def forward_args(config, grid, latent, timestep, cond):
 
 
 def refusal(config, grid, cond):
-    """Return why these inputs do not run, or None. A learned position table ends, and in diffusers fits one
-    size; there tables fit one length of the prompt."""
+    """Return why these inputs do not run, or None."""
+    return _wrong_size(config, grid, cond) or references.wrong_channels(config["in_channels"], grid, cond)
+
+
+def _wrong_size(config, grid, cond):
+    """Return why a position table is not for this latent or prompt, or None. A single file's learned table
+    ends; a folder's learned table fits one size, and any table of a folder one length of the prompt."""
     if config.get("learned_alone"):
-        return _too_many_tokens(config, grid) or references.wrong_channels(config["in_channels"], grid, cond)
+        return _why_too_long(config, grid)
     length = cond["c_crossattn"].shape[1]
     most = config.get("max_text_seq_length", TEXT)
     learned = config["use_learned_positional_embeddings"]
@@ -73,16 +86,18 @@ def refusal(config, grid, cond):
             f"the prompt has {length} tokens, but this model's position table is for {most}; pad the "
             f"prompt to {most} tokens, as ComfyUI's CogVideoX text encoder does."
         )
+    if not learned:
+        return None
     size = config["sample_height"], config["sample_width"]
-    if not learned or (grid.padded.shape[-2:] == size and not _too_many_tokens(config, grid)):
-        return references.wrong_channels(config["in_channels"], grid, cond)
+    if grid.padded.shape[-2:] == size and not _why_too_long(config, grid):
+        return None
     return (
         f"the latent is {' x '.join(map(str, grid.shape[1:]))}, but this model makes videos of {size[0]} "
         f"x {size[1]} latent pixels only, of at most {config['sample_frames']} frames."
     )
 
 
-def _too_many_tokens(config, grid):
+def _why_too_long(config, grid):
     """Return why a table of positions is too short for this latent, or None."""
     frames = (config["sample_frames"] - 1) // TEMPORAL + 1
     most = frames * (config["sample_height"] // 2) * (config["sample_width"] // 2)
@@ -90,15 +105,6 @@ def _too_many_tokens(config, grid):
         return None
     counts = " x ".join(map(str, grid.counts))
     return f"the latent is {counts} tokens, but this model has {most} positions; make it smaller or shorter."
-
-
-HEAD = 64
-#: Frames of a video to one of its latent's, but for the first.
-TEMPORAL = 4
-#: Tokens of a prompt, and latent pixels along the sides of a video, in the released position tables.
-TEXT, HEIGHT, WIDTH = 226, 60, 90
-#: The learned positions of 1.0's image to video.
-TABLE = "patch_embed.pos_embedding"
 
 
 def _table_frames(shapes):
@@ -110,7 +116,8 @@ def _table_frames(shapes):
 
 
 def config_from_shapes(shapes):
-    """Return the arguments of the diffusers class; 1.5 has a linear patch embedding over two frames."""
+    """Return arguments of the diffusers class, and learned_alone, which it does not take: that is for
+    patch_module, forward_args and refusal. 1.5 has a linear patch embedding over two frames."""
     embedding = shapes["patch_embed.proj.weight"]
     time = 1 if len(embedding) == 4 else 2
     return dict(

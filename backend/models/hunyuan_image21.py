@@ -53,9 +53,9 @@ class OrderedText(theirs.HunyuanImageTransformer2DModel):
         text = self.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
         if encoder_hidden_states_2 is not None and self.context_embedder_2 is not None:
             text = order.joined(self.context_embedder_2(encoder_hidden_states_2), text)
-        given = dict(attention_mask=attention_mask, image_rotary_emb=rotary)
+        block_arguments = dict(attention_mask=attention_mask, image_rotary_emb=rotary)
         for block in (*self.transformer_blocks, *self.single_transformer_blocks):
-            image, text = block(image, text, temb, **given)
+            image, text = block(image, text, temb, **block_arguments)
         return (self.proj_out(self.norm_out(image, temb)),)
 
 
@@ -99,9 +99,10 @@ def text_order(mask, glyphs):
     return TextOrder([*texts, mask], hides=not bool(mask.all()))
 
 
-def key_mask(text, grid):
-    """Return a mask (B, 1, 1, image + text) of what attention reads; None where that is everything."""
-    return None if text is None else F.pad(text, (grid.tokens, 0), value=True)[:, None, None]
+def key_mask(text_mask, grid):
+    """Return a mask (B, 1, 1, image + text) of what attention reads, of the text's (B, text tokens); None
+    where that is everything."""
+    return None if text_mask is None else F.pad(text_mask, (grid.tokens, 0), value=True)[:, None, None]
 
 
 def count_text_tokens(cond):

@@ -132,17 +132,18 @@ def renamed(prefixes: Mapping[str, str], keys: Mapping[str, str]) -> dict[str, s
     ``prefixes``: here -> in diffusers. ``keys``: diffusers' names -> the file's.
     """
     return {
-        ours + name.removeprefix(theirs): key
-        for ours, theirs in prefixes.items()
+        here + name.removeprefix(in_diffusers): key
+        for here, in_diffusers in prefixes.items()
         for name, key in keys.items()
-        if name.startswith(theirs)
+        if name.startswith(in_diffusers)
     }
 
 
-def under(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return Layout.names of the modules ``names`` of the module ``theirs``, in diffusers ``ours``."""
+def under(in_file: str, in_diffusers: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return Layout.names of the modules ``names`` of the module ``in_file``, which diffusers has as
+    ``in_diffusers``."""
     return {
-        f"{theirs}.{name}": " ".join(f"{ours}.{target}" for target in targets.split())
+        f"{in_file}.{name}": " ".join(f"{in_diffusers}.{target}" for target in targets.split())
         for name, targets in names.items()
     }
 

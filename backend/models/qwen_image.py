@@ -54,14 +54,14 @@ class TwoTimes(theirs.QwenImageTransformer2DModel):
                 additional_t_cond = additional_t_cond.repeat(2)
         temb = self.time_text_embed(timestep, image, additional_t_cond)
         mask = encoder_hidden_states_mask
-        given = dict(
+        block_arguments = dict(
             encoder_hidden_states_mask=None if mask is None else mask.bool(),
             temb=temb,
             image_rotary_emb=self.pos_embed(places, text.shape[1], image.device),
             modulate_index=places.given,
         )
         for block in self.transformer_blocks:
-            text, image = block(hidden_states=image, encoder_hidden_states=text, **given)
+            text, image = block(hidden_states=image, encoder_hidden_states=text, **block_arguments)
         if places.given is not None:
             temb = temb.chunk(2)[0]
         return (self.proj_out(self.norm_out(image, temb)),)
@@ -102,8 +102,8 @@ def at_zero(config, grid, count, how, batch, device):
     at = how == references.AT_ZERO and count > 0
     if not (at or config.get("zero_cond_t")):
         return None
-    place = torch.arange(grid.tokens + count, device=device)
-    marked = place >= (grid.tokens if at else len(place))
+    first = grid.tokens if at else grid.tokens + count  # none is marked where no reference is at zero
+    marked = torch.arange(grid.tokens + count, device=device) >= first
     return marked.int().repeat(batch, 1)
 
 
@@ -117,17 +117,18 @@ def forward_args(config, grid, tokens, sigma, cond):
 
     def places():
         found = references.all_positions(grid, cond, how, device, centred=True)
-        return Places(found, max(grid.counts[1:]) // 2, at_zero(config, grid, count, how, batch, device))
+        start = max(grid.counts[1:]) // 2  # ComfyUI's txt_start
+        return Places(found, start, at_zero(config, grid, count, how, batch, device))
 
+    additional_t_cond = None
+    if config.get("use_additional_t_cond"):  # layers with transparency, as in ComfyUI, which knows no others
+        additional_t_cond = torch.zeros(batch, dtype=torch.long, device=device)
     return dict(
         hidden_states=torch.cat([tokens, *references.tokens(grid, cond)], dim=1),
         encoder_hidden_states=cond["c_crossattn"],
         encoder_hidden_states_mask=cond.get("attention_mask"),
         timestep=sigma.expand(batch),
-        # layers with transparency, as in ComfyUI, which knows no others
-        additional_t_cond=torch.zeros(batch, dtype=torch.long, device=tokens.device)
-        if config.get("use_additional_t_cond")
-        else None,
+        additional_t_cond=additional_t_cond,
         places=once(cond, "places", places),
     )
 
@@ -139,10 +140,11 @@ def default_method(config):
     return references.AT_ZERO if config.get("zero_cond_t") else "index"
 
 
-#: Of a file whose model was trained with reference images at timestep zero (Edit 2511), the method then
-#: unless the request names one: an empty tensor, which GGUF files and merges may lack; and what their names
-#: have, since no weight is another's.
-ZERO_TIMESTEP, EDIT_2511 = "__index_timestep_zero__", "2511"
+#: An empty tensor that marks Edit 2511, which was trained with references at timestep zero: the method unless
+#: the request names one. GGUF files and merges may lack it.
+ZERO_TIMESTEP = "__index_timestep_zero__"
+#: What names of such files have, as no weight is another's.
+EDIT_2511 = "2511"
 #: Of Layered: embeds whether an image is without transparency.
 TRANSPARENCY = "time_text_embed.addition_t_embedding.weight"
 

@@ -21,7 +21,7 @@ class JointSequence:
 
     pieces: (first token of text, end, tokens of the image after them). positions: (tokens, 3). made:
     (tokens,), true for the latent's. seen: what given tokens may look at (``before``). visible: (B, tokens),
-    false for padding, or None.
+    false for padding, or None. given_tokens: how many stand before the latent's.
     """
 
     def __init__(self, pieces, positions, made, seen, visible):
@@ -30,7 +30,7 @@ class JointSequence:
         self.made = made
         self.seen = seen
         self.visible = visible
-        self.given = len(positions) - pieces[-1][2]
+        self.given_tokens = len(positions) - pieces[-1][2]
 
     def joined(self, text, images):
         """Return the sequence (B, tokens, D) of the tokens of text and those of all images."""
@@ -59,15 +59,15 @@ class Joint(theirs.QwenImage21Transformer2DModel):
             timestep = torch.cat([timestep, timestep.new_zeros(1)])  # of what is given
             made = sequence.made
         temb = self.time_text_embed(timestep, joint)
-        given = dict(
+        block_arguments = dict(
             modulation=self.modulation(temb),
             rotary_emb=self.pos_embed(sequence.positions),
             target_token_mask=made,
-            segments=[sequence.given, sequence.seen],
+            segments=[sequence.given_tokens, sequence.seen],
             key_valid=sequence.visible,
         )
         for block in self.transformer_blocks:
-            joint = block(hidden_states=joint, **given)
+            joint = block(hidden_states=joint, **block_arguments)
         return (self.proj_out(self.norm_out(joint, temb, made)),)
 
 
@@ -118,12 +118,17 @@ def patch_module(transformer, config):
         block.attn.set_processor(BlockCausal())
 
 
-def pieces(grid, cond):
+def _slots(cond):
+    """Return where references stand among the tokens of text; empty where that is not said."""
+    return cond["image_slots"][0].tolist() if "image_slots" in cond else []
+
+
+def image_pieces(grid, cond):
     """Return the sequence in pieces: (first token of text, end, the image after them), the last image being
     the latent. References come after the text where image_slots says no place."""
     found = references.grids(grid, cond)
     length = cond["c_crossattn"].shape[1]
-    slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
+    slots = _slots(cond)
     slots += [length] * (len(found) - len(slots))
     return list(zip((0, *slots), (*slots, length), (*found, grid)))
 
@@ -133,13 +138,12 @@ def positions(grid, cond, device):
     the middle on the others, where images of odd sides and of even ones agree."""
     places = []
     start = 0
-    for lo, hi, one in pieces(grid, cond):
+    for lo, hi, one in image_pieces(grid, cond):
         text = torch.arange(start, start + hi - lo, device=device, dtype=torch.float32)
         places.append(text[:, None].expand(-1, 3))
         start += hi - lo
-        middle = [
-            count - count // 2 - (count % 2 - made % 2) / 2 for count, made in zip(one.counts, grid.counts)
-        ]
+        # half a token off where one side is odd and the latent's even, or the other way round: centres agree
+        middle = [-(-count // 2) - (count % 2 - own % 2) / 2 for count, own in zip(one.counts, grid.counts)]
         axes = [
             torch.full((1,), start, device=device, dtype=torch.float32),
             *(torch.arange(one.counts[i], device=device) - middle[i] for i in (1, 2)),
@@ -151,8 +155,8 @@ def positions(grid, cond, device):
 
 def before(parts, mask, device):
     """Return (1 or B, 1, tokens, tokens), true where given tokens may look: text at itself and what is before
-    it, references at all of their own image too. parts: as ``pieces``; mask: (B, text), 0 for padding, at
-    which nothing looks, or None."""
+    it, references at all of their own image too. parts: as ``image_pieces``; mask: (B, text), 0 for padding,
+    at which nothing looks, or None."""
     ends = []
     start = 0
     for lo, hi, one in parts:
@@ -166,7 +170,7 @@ def before(parts, mask, device):
 
 
 def visible(parts, mask):
-    """Return (B, tokens), false for padding. parts: as ``pieces``; mask: (B, text), 0 for padding."""
+    """Return (B, tokens), false for padding. parts: as ``image_pieces``; mask: (B, text), 0 for padding."""
     found = []
     for lo, hi, one in parts:
         found += [mask[:, lo:hi].bool(), mask.new_ones(len(mask), one.tokens, dtype=torch.bool)]
@@ -205,7 +209,7 @@ def forward_args(config, grid, tokens, sigma, cond):
 
 def _sequence(grid, cond, batch, device):
     """Return what the tokens of the sequence are."""
-    parts = pieces(grid, cond)
+    parts = image_pieces(grid, cond)
     mask = cond.get("attention_mask")
     places = positions(grid, cond, device)
     return JointSequence(
@@ -234,7 +238,7 @@ def refusal(config, grid, cond):
             "image_slots differs from sample to sample, but the references of a batch stand at the "
             "same places; sample the prompts one after the other."
         )
-    slots = cond["image_slots"][0].tolist() if "image_slots" in cond else []
+    slots = _slots(cond)
     if len(slots) > len(grids) or slots != sorted(slots) or not all(0 <= slot <= length for slot in slots):
         return (
             f"image_slots is {slots}, but it is where each of the {len(grids)} references stands among "

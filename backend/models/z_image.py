@@ -47,18 +47,20 @@ def refusal(config, grid, cond):
     """Return why these inputs do not run, or None. Position tables have an end. The text, padded, comes
     first, and the image stands after it."""
     most = tuple(config["axes_lens"])
-    needed = (count_text_tokens(cond) + 2, *grid.counts[1:])
+    text = count_text_tokens(cond)
+    needed = (text + 2, *grid.counts[1:])  # diffusers counts text from 1 and puts the image at text + 1
     if all(a <= b for a, b in zip(needed, most)):
         return None
     return (
-        f"{needed[0] - 2} tokens of text and {needed[1]} x {needed[2]} tokens are more than this "
+        f"{text} tokens of text and {needed[1]} x {needed[2]} tokens are more than this "
         f"Z-Image's position tables of {most} hold; shorten the prompt or make the latent smaller."
     )
 
 
 def config_from_shapes(shapes):
-    """Return the arguments of ZImageTransformer2DModel; RoPE axes are (32, 48, 48)/128 of the head size. The
-    model holds position tables of these lengths."""
+    """Return arguments of ZImageTransformer2DModel, and feed_forward_width and time_width, which it does not
+    take: they are for patch_module. RoPE axes are (32, 48, 48)/128 of the head size. The model holds position
+    tables of these lengths."""
     dim = shapes["layers.0.attention_norm1.weight"][0]
     head = shapes["layers.0.attention.q_norm.weight"][0]
     axis = 48 * head // 128 // 2 * 2

@@ -138,8 +138,10 @@ class Masks:
         return cuts[which][1]
 
 
-def _key_mask(text: Tensor, tokens: TokenShards) -> Tensor:
+def _key_mask(text_mask: Tensor, tokens: TokenShards) -> Tensor:
+    """Return the mask (B, 1, 1, tokens) of all keys, of the text's (B, text tokens)."""
     sequence = tokens.sequence
-    image = text.new_ones(text.shape[0], sequence.stream)
-    joint = torch.cat([text, image] if sequence.text_position == "first" else [image, text], dim=1)
+    image = text_mask.new_ones(text_mask.shape[0], sequence.stream)
+    is_first = sequence.text_position == "first"
+    joint = torch.cat([text_mask, image] if is_first else [image, text_mask], dim=1)
     return joint[:, None, None]

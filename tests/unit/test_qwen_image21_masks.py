@@ -103,7 +103,7 @@ def test_samples_and_prompts_share_masks(rows, made):
         whole = {"c_crossattn": text, "ref_latents.0": torch.zeros(2, 64, 4, 8), **padding}
         for span in spans:
             own = {name: value[span] for name, value in whole.items()}
-            parts = qwen_image21.pieces(grid, own)
+            parts = qwen_image21.image_pieces(grid, own)
             cond = RequestArguments(own, whole, span, shared)
             seen = qwen_image21.request_mask(parts, cond, text.device)
             held.add(seen.untyped_storage().data_ptr())

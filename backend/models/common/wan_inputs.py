@@ -44,6 +44,7 @@ def refusal(config, grid: TokenGrid, cond) -> str | None:
     sides = list(grid.shape[2:])
     for name, value in given(config, cond).items():
         kind, _, number = name.partition(".")
+        # those in context are numbered, and no others
         if (kind == "context_latents") != number.isdecimal():
             return f"there is an input {name}; call those in context context_latents.0 and so on."
         if not value.is_floating_point():
@@ -112,7 +113,8 @@ class CameraAdapter(nn.Module):
     def forward(self, camera: Tensor) -> Tensor:
         frames = camera.transpose(1, 2).flatten(0, 1)
         embedded = self.residual_blocks(self.conv(nn.functional.pixel_unshuffle(frames, SCALE)))
-        return embedded.unflatten(0, camera.shape[::2][:2]).transpose(1, 2)
+        batch, _, length = camera.shape[:3]
+        return embedded.unflatten(0, (batch, length)).transpose(1, 2)
 
 
 def patch_module(transformer, config):
@@ -161,12 +163,11 @@ def rotary(plain, patch, latent: Tensor, further) -> tuple[Tensor, Tensor]:
     frames = latent.shape[2] // patch[0]
     start = 1 if "reference_latent" in further else 0
     later = further["time_dim_concat"].shape[2] // patch[0] if "time_dim_concat" in further else 0
-    shape = latent.new_empty(1, device="meta").expand(
-        1, 1, (start + frames + later) * patch[0], *latent.shape[3:]
-    )
+    count = start + frames + later
+    whole_video = latent.new_empty(1, device="meta").expand(1, 1, count * patch[0], *latent.shape[3:])
     tables = []
-    for table in plain(shape):
-        of_frame = table.shape[1] // (start + frames + later)
+    for table in plain(whole_video):
+        of_frame = table.shape[1] // count
         image, video, after = table.split([start * of_frame, frames * of_frame, later * of_frame], dim=1)
         tables.append([video, image, after])
     for number, reference in enumerate(_in_context(further), 1):
