@@ -61,7 +61,7 @@ class TextPipeline:
     encode: Callable[[str, bool, torch.device], dict[str, torch.Tensor]]
 
 
-def pipeline_class(folder: Path) -> str:
+def pipeline_name(folder: Path) -> str:
     """Return the name of the folder's pipeline; RefusedError for one that is none, or unknown here."""
     index = _index(folder)
     if index is None:
@@ -87,17 +87,17 @@ def has_encoders(folder: Path) -> bool:
 def open_text(folder: Path) -> TextPipeline:
     """Open the text encoders of a pipeline's folder on the CPU and in the precision of their files.
     RefusedError where a part is missing or cannot be read."""
-    name = pipeline_class(folder)
+    name = pipeline_name(folder)
     return (_open_blocks if name in MODULAR else _open_pipeline)(folder, name)
 
 
 def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     """Open the VAE of a pipeline's folder on the CPU. RefusedError as in ``open_text``."""
-    pipeline_class(folder)
+    pipeline_name(folder)  # refuses what is no pipeline
     _require(folder, ["vae"], "latents are decoded")
     from diffusers.models.auto_model import AutoModel
 
-    options = dict(torch_dtype=dtype, use_safetensors=True, local_files_only=True)
+    options = dict(dtype=dtype, use_safetensors=True, local_files_only=True)
     vae = _read(folder, "vae", lambda: AutoModel.from_pretrained(str(folder / "vae"), **options))
     return vae.eval().requires_grad_(False)
 
@@ -121,14 +121,14 @@ def _text_parts(folder: Path, parts: dict) -> list[str]:
 
 def _open_pipeline(folder: Path, name: str) -> TextPipeline:
     index = _index(folder)
-    assert index is not None  # pipeline_class has read it
+    assert index is not None  # pipeline_name has read it
     parts = {part: value for part, value in index.items() if isinstance(value, list) and len(value) == 2}
     used = _text_parts(folder, parts)
     _require(folder, used, "prompts are encoded")
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     options = dict(dtype={"default": "auto"}, use_safetensors=True, local_files_only=True)
-    options |= dict.fromkeys(parts.keys() - set(used))
+    options |= dict.fromkeys(parts.keys() - set(used))  # None: not opened
     pipeline = _read(
         folder, "text encoders", lambda: DiffusionPipeline.from_pretrained(str(folder), **options)
     )

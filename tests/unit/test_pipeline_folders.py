@@ -78,7 +78,7 @@ def written(folder, index: dict):
 
 def test_a_vae_is_of_safetensors_on_this_disk(asked, folder):
     pipelines.open_vae(folder, torch.bfloat16)
-    assert asked == [(str(folder / "vae"), {"torch_dtype": torch.bfloat16, **SAFE})]
+    assert asked == [(str(folder / "vae"), {"dtype": torch.bfloat16, **SAFE})]
 
 
 def test_text_encoders_are_of_safetensors_on_this_disk(asked, folder):
