@@ -136,7 +136,7 @@ def _vae_scaling(request: SampleRequest, like: Tensor) -> tuple[Tensor, Tensor]:
     without a VAE's configuration."""
     config = read_json(request.vae, "config.json") if request.vae else {}
     factor = torch.as_tensor(config.get("latents_std") or 1.0) / (config.get("scaling_factor") or 1.0)
-    offset = torch.as_tensor(config.get("latents_mean") or 0.0) + (config.get("shift_factor") or 0.0)
+    offset = torch.as_tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0)
     shape = (1, -1, *[1] * (like.ndim - 2))
     for value in (factor, offset):
         if value.numel() not in (1, like.shape[1]):
@@ -152,7 +152,7 @@ def write_result(request: SampleRequest, samples: Tensor, stats: dict, shapes: S
     space = "vae" if request.vae else "model"
     about = {"space": space, "seed": str(request.seed), "stats": json.dumps(stats, default=str)}
     path = Path(request.out)
-    if shapes:
+    if shapes:  # check_several has refused .latent and a vae for several
         pieces = samples.split([math.prod(shape) for shape in shapes], dim=2)
         several = [piece.reshape(len(piece), *shape) for piece, shape in zip(pieces, shapes)]
         tensors = {f"{LATENTS}.{index}": each.contiguous() for index, each in enumerate(several)}

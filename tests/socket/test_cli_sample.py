@@ -280,7 +280,9 @@ def test_noise_levels_are_those_of_diffusers_and_comfyui(tmp_path):
 
 
 def test_a_vae_configuration_scales_by_channel(tmp_path):
+    """By the mean where there is a shift too, as the node's latents (nodes/comfy_models/generic.py)."""
     config = {"latents_mean": [0.5, -1.0], "latents_std": [2.0, 4.0], "scaling_factor": 2.0}
+    config |= {"shift_factor": 8.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     wanted = request(tmp_path, latent=[2, 1, 1], vae=".", out="o.safetensors")
     write_result(wanted, torch.ones(1, 2, 1, 1), {})
