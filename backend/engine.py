@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .config import ParallelConfig
 from .errors import UnsupportedError
-from .hardware.device_memory import DeviceMemory
+from .hardware.device_memory import DeviceMemory, is_unified
 from .hardware.gpu_kernels import Capability
 from .hardware.host_memory import PAGE_LOCKED
 from .loading import parking
@@ -69,6 +69,8 @@ class Engine:
         self.argument_cache = ArgumentCache(mesh.device)
         self.capabilities: set[Capability] = {*filter(None, [capability_of(mesh.device)])}
         self.memory = DeviceMemory(mesh.device)
+        #: Whether weights may wait in host memory: not where that is the GPU's own, on no rank if on one.
+        self.parks = not is_unified(mesh.device)
         #: What any rank does not multiply natively, and why: the same on all ranks.
         self.refused: dict[Product, str] = {}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..config import ParallelConfig
-from ..hardware.device_memory import host_bytes, host_free
+from ..hardware.device_memory import host_bytes, host_free, is_unified, unified_free
 from ..planner.machine import Machine
 from ..planner.model_shape import ModelShape
 from ..runtime.torch_version import host_compiler, installed
@@ -163,15 +163,27 @@ HELD = [held_by_torch]
 def free_memory(device: str, indices: list[int], unknown: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the free bytes of each GPU, where this process gives back what it holds; "cpu": of the host.
     ``unknown``: what to return of GPUs of which the driver says nothing, by default what is usual. Raises
-    ConfigError where the environment lists other GPUs by now."""
+    ConfigError where the environment lists other GPUs by now. Of a GPU whose memory is the host's it says
+    nothing, or counts the page cache as taken."""
     if device == "cpu":
         return (host_free(swap=False),)
     free_by_gpu = _free_bytes_by_driver()
     free_bytes = []
     for index, usual in zip(indices, unknown or usual_memory(device, indices)):
         free = free_by_gpu.get(gpu_uuid(index), free_by_gpu.get(driver_name(os.environ, index)))
-        free_bytes.append(usual if free is None else free + sum(held(index) for held in HELD))
+        most = math.inf
+        if is_unified(index):
+            free = unified_free()
+            # HIP's own limit on it is not known without a context
+            most = usual if torch.version.hip else torch.cuda.get_device_properties(index).total_memory
+        size = usual if free is None else free + sum(held(index) for held in HELD)
+        free_bytes.append(int(min(size, most)))
     return tuple(free_bytes)
+
+
+def parks(device: str, indices: list[int]) -> bool:
+    """Return whether weights of these devices may wait in host memory: not where a GPU's memory is that."""
+    return device == "cpu" or not any(map(is_unified, indices))
 
 
 def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:

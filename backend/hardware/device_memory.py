@@ -75,9 +75,35 @@ def _is_full() -> bool:
     if not torch.cuda.is_initialized():  # asking would make a context
         return False
     try:
-        return torch.cuda.mem_get_info()[0] < MIN_HANDLE_BYTES
+        return _free_of(torch.cuda.current_device()) < MIN_HANDLE_BYTES
     except RuntimeError:  # the GPU is lost, which says nothing of its memory
         return False
+
+
+def is_unified(device: torch.device | int) -> bool:
+    """Return whether a GPU's memory is the host's: of a DGX Spark, a Jetson and AMD's APUs. A GH200 has two.
+    So has an APU whose firmware sets more aside for the GPU than it leaves to the host."""
+    if isinstance(device, torch.device) and device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    if not getattr(properties, "is_integrated", 0):
+        return False
+    return not torch.version.hip or properties.total_memory <= psutil.virtual_memory().total
+
+
+def unified_free() -> int:
+    """Count the bytes of host memory that a unified GPU may take, the page cache included, which the system
+    gives back. Limits of containers count nothing: what CUDA and HIP allocate is not charged to them."""
+    return psutil.virtual_memory().available
+
+
+def _free_of(device: torch.device | int) -> int:
+    """Count the free bytes of a GPU. Of unified memory CUDA counts what the page cache has as taken, and HIP
+    what it may have besides the host."""
+    free, total = torch.cuda.mem_get_info(device)
+    if not is_unified(device):
+        return free
+    return min(unified_free(), free if torch.version.hip else total)
 
 
 def check_not_lost(device: torch.device, lost: str):
@@ -106,7 +132,7 @@ class DeviceMemory:
         """Count what every process on the device may still allocate. On the CPU what the machine has left,
         swap included."""
         if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)[0]
+            return _free_of(self.device)
         return host_free()
 
     def cached(self) -> int:

@@ -27,12 +27,14 @@ class WeightSwaps:
     host: bytes of host memory for them; 0 for enough. file: bytes/s of all ranks together in the model's last
     load; 0: unknown. left_by_comfyui: (index, bytes) of each of the machine's GPUs, or of each
     rank of a plan, where ComfyUI took room between requests: the fewest bytes of weights that it left there
-    after requests no larger than this.
+    after requests no larger than this. parks: weights may wait in host memory at all, which is not that of a
+    GPU.
     """
 
     host: int = 0
     file: float = 0.0
     left_by_comfyui: tuple[tuple[int, int], ...] = ()
+    parks: bool = True
 
     def ordered(self, gpus: Sequence[int]) -> "WeightSwaps":
         """Return the same where the ranks are those of ``gpus``: of each rank, which one it is here."""
@@ -44,7 +46,7 @@ class WeightSwaps:
     def must_reread(self, plan: ParallelConfig, leaving: int) -> bool:
         """Return whether ``leaving`` bytes of weights, on all ranks, have to be read from their file again.
         Weights that are not sharded are parked instead where host memory has room (rank/worker.py)."""
-        return plan.shard_weights or 0 < self.host < leaving
+        return plan.shard_weights or not self.parks or 0 < self.host < leaving
 
     @property
     def source(self) -> str:

@@ -58,6 +58,7 @@ class Worker:
         self.machines = self.control.all_gather_object(int(os.environ.get("GROUP_RANK", "0")))
         capabilities = self.control.all_gather_object(list(self.engine.capabilities))
         self.engine.capabilities = {(major, minor) for of_rank in capabilities for major, minor in of_rank}
+        self.engine.parks = all(self.control.all_gather_object(self.engine.parks))
         self.admission = Admission(begun.config, self.control, self.engine.memory)
         self.reports: dict[str, list[dict]] = {}
         #: Attention kernel, type, head size, with log-sum-exp? -> why requests are refused; empty: they run.
@@ -203,7 +204,7 @@ class Worker:
         Return all ranks on which it is parked, or None. One that is among them has room where all of them
         together have. A method of its own, so that ``unload`` holds no reference to a model that it frees."""
         model = self.engine.models.get(name)
-        if model is None or not model.can_park:
+        if model is None or not model.can_park or not self.engine.parks:
             return None
         leaving = ranks - model.parked_on
         world_size = self.mesh.world_size
@@ -308,8 +309,7 @@ class Worker:
         could try none. No collective where there are no products."""
         if not products:
             return []
-        gather = self.control.all_gather_object
-        refused, failures = native_trial.agree(products, self.mesh.device, gather)
+        refused, failures = native_trial.agree(products, self.mesh.device, self.control.all_gather_object)
         self.engine.refused |= refused
         return by_rank(failures)
 

@@ -125,7 +125,7 @@ def parks(control: ControlChannel) -> list[list]:
     rank.mesh = SimpleNamespace(rank=dist.get_rank(), world_size=control.ranks, device=torch.device("cpu"))
     rank.machines, rank.tried = [0] * control.ranks, {}
     config = ParallelConfig(ulysses_degree=control.ranks)
-    rank.engine = SimpleNamespace(models={"m": model}, lora_stacks={}, park=park, config=config)
+    rank.engine = SimpleNamespace(models={"m": model}, lora_stacks={}, park=park, config=config, parks=True)
     rank.control = control
     rank.admission = Admission(config, control, memory)
     needs = planned([Need(0, 0)] * control.ranks, weight_bytes=GB)

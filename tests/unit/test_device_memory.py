@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def cuda(monkeypatch) -> list[str]:
         monkeypatch.setattr(torch.cuda, name, answered)
 
     answering("mem_get_info", (7, 24))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     answering("memory_reserved", 5)
     answering("memory_allocated", 2)
     answering("empty_cache", None)
@@ -41,6 +43,38 @@ def test_memory_of_a_gpu_is_what_cuda_says(cuda):
     assert (memory.free(), memory.cached()) == (7, 3)
     memory.release()
     assert cuda == ["mem_get_info", "memory_reserved", "memory_allocated", "empty_cache"]
+
+
+#: HIP's version, free and all bytes that CUDA or HIP names, available and all bytes of the host, what is
+#: free, and whether these are the same bytes.
+UNIFIED = {
+    "the page cache is given back": ("", (2, 120), (90, 122), 90, True),
+    "the GPU's total is the most": ("", (2, 60), (90, 122), 60, True),
+    "HIP has a limit of its own": ("7.2", (50, 94), (90, 122), 50, True),
+    "the host has less than HIP's limit": ("7.2", (93, 110), (82, 122), 82, True),
+    "memory that the firmware sets aside is the GPU's alone": ("7.2", (90, 96), (20, 31), 90, False),
+}
+
+
+def unified(monkeypatch, hip: str, device: tuple[int, int], host: tuple[int, int]):
+    """Have GPU 1, whose memory is ``device`` (free, total), share that of the ``host`` (available, total)."""
+    properties = SimpleNamespace(is_integrated=1, total_memory=device[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: device)
+    monkeypatch.setattr(torch.version, "hip", hip or None)
+    memory = SimpleNamespace(available=host[0], total=host[1])
+    monkeypatch.setattr(device_memory.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(device_memory.psutil, "swap_memory", lambda: SimpleNamespace(free=1000))
+
+
+@pytest.mark.parametrize("hip, device, host, free, is_shared", UNIFIED.values(), ids=UNIFIED)
+def test_memory_that_gpu_and_host_share_is_what_the_host_has(monkeypatch, hip, device, host, free, is_shared):
+    """A container's limit counts nothing: what CUDA allocates is not charged to it. Nor does swap."""
+    unified(monkeypatch, hip, device, host)
+    monkeypatch.setattr(device_memory, "memory_limits", lambda: [(1, 0)])
+    assert DeviceMemory(GPU).free() == free
+    assert device_memory.is_unified(GPU) == is_shared
+    assert not device_memory.is_unified(torch.device("cpu"))
 
 
 def test_memory_of_the_cpu_does_not_touch_cuda(cuda, monkeypatch):
@@ -116,7 +150,7 @@ def test_a_handle_that_is_not_made_is_out_of_memory_on_a_full_gpu(library, free,
     """With room the library is broken; a GPU that is lost (None) does not say. The probe, of which its client
     has the words alone, is always taken for one of a full GPU."""
 
-    def asked():
+    def asked(device):
         if free is None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return free, 24 * 10**9
@@ -124,9 +158,18 @@ def test_a_handle_that_is_not_made_is_out_of_memory_on_a_full_gpu(library, free,
     error = RuntimeError(f"error: {library}_STATUS_NOT_INITIALIZED when calling `create(handle)`")
     assert not is_out_of_memory(error)  # this process has no GPU
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
     assert is_out_of_memory(error) == is_full
     assert any(words in str(error) for words in device_memory.FULL_GPU_WORDS)
+
+
+def test_a_handle_that_is_not_made_next_to_a_full_page_cache_is_broken(monkeypatch):
+    unified(monkeypatch, "", (10**8, 120 * 10**9), (90 * 10**9, 122 * 10**9))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert not is_out_of_memory(RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED"))
 
 
 @pytest.mark.parametrize(

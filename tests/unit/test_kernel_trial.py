@@ -215,6 +215,8 @@ def test_a_library_that_is_not_initialized_fails_its_trial(
 
     switched = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 24 * 10**9))
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     kernel(broken)

@@ -197,6 +197,19 @@ def test_what_this_process_gives_back_is_free(monkeypatch):
     assert asked_for_free_memory(monkeypatch, ["bbbb-2", "aaaa-1"]) == [2100, 1101]
 
 
+@pytest.mark.parametrize("hip, left, free", [("", 50, 95), ("", 500, 100), ("7.2", 40, 85), ("7.2", 50, 90)])
+def test_memory_of_a_gpu_that_is_the_hosts_is_what_the_host_has_left(monkeypatch, hip, left, free):
+    """nvidia-smi says nothing of it, or counts the page cache as taken. HIP's limit on it is not known here.
+    The second GPU is one of 100 MiB."""
+    monkeypatch.setattr(measurements, "is_unified", lambda index: index == 1)
+    monkeypatch.setattr(measurements, "unified_free", lambda: left * MIB)
+    monkeypatch.setattr(measurements, "HELD", [lambda index: 45 * MIB * index])
+    monkeypatch.setattr(measurements.torch.version, "hip", hip or None)
+    assert asked_for_free_memory(monkeypatch, ["bbbb-2", "aaaa-1"]) == [2000, free]
+    assert [measurements.parks("cuda", gpus) for gpus in ([0, 1], [0])] == [False, True]
+    assert measurements.parks("cpu", [0, 1])
+
+
 def test_the_rate_of_the_last_load_is_kept(monkeypatch, tmp_path):
     """Of all ranks together, the last one's seconds; of a model that was there already nothing is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -85,6 +85,7 @@ def unloaded(monkeypatch, free: int, *messages: Unload, lora: int = 0) -> list[t
         rank.mesh = SimpleNamespace(rank=number, world_size=len(MACHINES))
         rank.machines = MACHINES
         rank.engine = SimpleNamespace(models=models, park=park, unload=lambda name: calls.append("unload"))
+        rank.engine.parks = True
         rank.control, rank.reports = control, {}
         rank.admission = SimpleNamespace(forget=lambda: None)
         return [rank.unload(message) for message in messages][-1], calls

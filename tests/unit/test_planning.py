@@ -37,6 +37,7 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(measurements, "machine_rates", rates)
     monkeypatch.setattr(measurements, "free_memory", lambda device, indices, *_: found.free[: len(indices)])
+    monkeypatch.setattr(measurements, "parks", lambda *_: True)
     monkeypatch.setattr(pool, "launched", lambda: None)
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(planning, "_history", PlanHistory())
@@ -239,6 +240,14 @@ def test_comfyuis_gpu_is_the_last_to_be_used(machine, monkeypatch):
     assert placed == {("", 1): "1", ("", 2): "1,2", ("", 4): ""} | {
         ("0,1,2,3", ranks): "" for ranks in (1, 2, 4)
     }
+
+
+def test_weights_of_gpus_that_have_the_hosts_memory_are_planned_to_be_read_again(machine, monkeypatch):
+    swaps = []
+    for parks in (True, False):
+        monkeypatch.setattr(measurements, "parks", lambda *_, parks=parks: parks)
+        swaps.append(planning.question_of(ALL, MODEL, request)[0].swaps)
+    assert [each.must_reread(ParallelConfig(), 1) for each in swaps] == [False, True]
 
 
 def test_the_factor_is_of_steps(machine):

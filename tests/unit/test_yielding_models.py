@@ -20,7 +20,7 @@ class Yielding(Worker):
         self.control = SimpleNamespace(all_gather_object=lambda value: [value])
         self.control.all_gather_numbers = lambda numbers: [numbers]
         models = {name: self.model(name in parked) for name in ("m", *parked)}
-        self.engine = SimpleNamespace(models=models, park=self.park, unload=models.pop)
+        self.engine = SimpleNamespace(models=models, park=self.park, unload=models.pop, parks=True)
         self.forget_unloaded = lambda: None
         taken = len(parked)
         monkeypatch.setattr(
@@ -100,3 +100,12 @@ def test_a_model_on_some_devices_does_not_yield(monkeypatch):
     monkeypatch.setattr(parking, "host_free", lambda swap: (2 if "new" in models else 4) * GB)
     assert rank.unload(Unload("m", True, yields=["old", "new"])) == [0, 1]
     assert rank.parked() == ["m", "old"]
+
+
+def test_weights_do_not_wait_in_the_memory_of_the_gpu_itself(monkeypatch):
+    """As on a DGX Spark: a copy there frees nothing. They leave, and are read again."""
+    rank = Yielding(monkeypatch, 1000, "old")
+    rank.engine.parks = False
+    assert rank.unload(Unload("m", True, keeps=True, yields=["old"])) == []  # another client's request runs
+    assert rank.parked() == ["old"] and "m" in rank.engine.models
+    assert rank.unload(Unload("m", True, yields=["old"])) == [0] and rank.engine.models.keys() == {"old"}
