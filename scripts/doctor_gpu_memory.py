@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from backend.client.measurements import gpu_uuid
+from backend.hardware.device_memory import is_unified, unified_free
 
 #: NVIDIA's library, which comes with the driver as nvidia-smi does.
 LIBRARY = "libnvidia-ml.so.1"
@@ -39,8 +40,7 @@ class GpuMemory:
     def taken(self) -> list[int]:
         """Return the bytes of each GPU that are not free."""
         if not self.is_by_driver:
-            rooms = [torch.cuda.mem_get_info(index) for index in self.gpus]
-            return [total - free for free, total in rooms]
+            return [_taken(index) for index in self.gpus]
         sizes = []
         for handle in self._handles:
             info = MemoryInfo()
@@ -51,8 +51,8 @@ class GpuMemory:
 
     def _found(self) -> list[ctypes.c_void_p]:
         """Return NVML's handle of each GPU, of all or of none: it numbers GPUs by their slots."""
-        if self._library.nvmlInit_v2():
-            return []
+        if self._library.nvmlInit_v2() or any(map(is_unified, self.gpus)):
+            return []  # of the host's memory it says nothing
         handles = []
         for gpu in self.gpus:
             uuid, handle = gpu_uuid(gpu), ctypes.c_void_p()
@@ -63,3 +63,11 @@ class GpuMemory:
                 return []
             handles.append(handle)
         return handles
+
+
+def _taken(gpu: int) -> int:
+    """Return the bytes of a GPU of which the driver says nothing that are not free."""
+    if is_unified(gpu):
+        return torch.cuda.get_device_properties(gpu).total_memory - unified_free()
+    free, total = torch.cuda.mem_get_info(gpu)
+    return total - free

@@ -70,3 +70,11 @@ def test_a_driver_that_no_longer_answers_is_named(contexts):
     with pytest.raises(OSError, match="restart the machine"):
         GpuMemory([0], Driver("later")).taken()
     assert gpu_uuid(0) == "bb" and not contexts
+
+
+def test_memory_that_is_the_hosts_is_read_without_the_driver(monkeypatch, contexts):
+    """NVML refuses that of a DGX Spark, which was said to need a restart."""
+    spark = SimpleNamespace(uuid="aa", is_integrated=1, total_memory=120 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: spark)
+    monkeypatch.setattr(doctor_gpu_memory, "unified_free", lambda: 90 << 30)
+    assert GpuMemory([0], Driver("later")).taken() == [30 << 30] and not contexts
