@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from backend.hardware.host_system import is_wsl
 from backend.runtime.torch_version import installed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,5 +54,5 @@ def _cpu() -> str:
 
 def _kind_of_system() -> str:
     """Whether this is WSL or a container, as far as it shows."""
-    signs = {"WSL": "microsoft" in platform.release().lower(), "container": Path("/.dockerenv").exists()}
+    signs = {"WSL": is_wsl(), "container": Path("/.dockerenv").exists()}
     return ", ".join(name for name, here in signs.items() if here)

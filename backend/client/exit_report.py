@@ -31,12 +31,17 @@ NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILI
 #: 10 MB a channel and peer.
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 1 << 30
+#: What drivers without segments that grow say of the first one (vGPUs, Jetson, old ones of WSL), and the
+#: remedy.
+NO_GROWING_SEGMENTS = re.compile(r"CUDA driver error: (operation not supported|unknown error)")
+FIXED_SEGMENTS_REMEDY = "start ComfyUI with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 #: What an error of GPUs says -> the remedy.
 _HINTS = {
     r"peer access|cuda failure 217": " (GPUs of this machine do not reach each other's memory; python "
     "scripts/doctor.py --full, or a first run with method auto, finds another way and keeps it)",
     r"busy or unavailable": " (the GPU is in exclusive mode, and another program has it: sudo nvidia-smi -c "
     "DEFAULT)",
+    NO_GROWING_SEGMENTS.pattern: f" (its driver may know no segments that grow: {FIXED_SEGMENTS_REMEDY})",
 }
 #: What ranks of one machine wait for where others are on other machines, and what to do.
 UNREACHED = (

@@ -17,7 +17,14 @@ from ..hardware.device_memory import FULL_GPU_WORDS
 from ..protocol import BackendError
 from . import fork_guard, nccl_settings
 from .agent_command import agent_command
-from .exit_report import NCCL_CAUSE, ended_by_signal, shared_memory_hint, words_of_abort
+from .exit_report import (
+    FIXED_SEGMENTS_REMEDY,
+    NCCL_CAUSE,
+    NO_GROWING_SEGMENTS,
+    ended_by_signal,
+    shared_memory_hint,
+    words_of_abort,
+)
 from .interpreter import PACK
 from .pack_version import require_same_pack
 from .private_folder import private_folder
@@ -222,6 +229,8 @@ def _unmeasured(text: str, code: int) -> UnmeasuredError:
     # NCCL's "out of memory" alone may be the host's, by a way that another one replaces
     if any(words in last for words in FULL_GPU_WORDS):
         return UnmeasuredError(last, FULL_GPU)
+    if NO_GROWING_SEGMENTS.search(last):
+        return UnmeasuredError(last, FIXED_SEGMENTS_REMEDY)
     return UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))
 
 

@@ -1,7 +1,6 @@
 """The environment of an agent and its ranks: ours, without what another launcher or ComfyUI has set."""
 
 import os
-import platform
 import sys
 from collections.abc import Mapping
 
@@ -10,6 +9,7 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..hardware.cgroup_limits import cpu_limit
 from ..hardware.device_memory import FIXED_SEGMENTS
+from ..hardware.host_system import is_tegra, is_wsl
 from ..protocol.heartbeats import MAX_COLLECTIVE_SECONDS
 from ..quantization.dequantized_cache import rank_variables
 from ..runtime.torch_version import has_torch
@@ -83,9 +83,10 @@ def closed_doors(parent: dict, interface: str = "lo") -> dict:
 def allocator_settings(parent: dict) -> dict:
     """Return the allocator's settings for ranks on GPUs: the user's, and segments that grow, unless these say
     otherwise. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out.
-    None of ours on WSL, where the first allocation fails under drivers before R615 (pytorch issue 192330)."""
+    None of ours on WSL, where the first allocation fails under drivers before R615 (pytorch issue 192330),
+    and on a Jetson, whose driver may have none (unslothai/unsloth issue 1446)."""
     settings = {}
-    grows = sys.platform == "linux" and "microsoft" not in platform.release().lower()
+    grows = sys.platform == "linux" and not is_wsl() and not is_tegra()
     for name in _ALLOCATOR:
         parts = [part.strip() for part in parent.get(name, "").split(",")]
         users = [part for part in parts if part and not part.startswith("backend:")]

@@ -41,3 +41,14 @@ def test_the_cause_of_a_broken_link_is_told():
 def test_a_gpu_that_lets_nobody_in_is_told_with_the_command():
     error = "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
     assert "nvidia-smi -c DEFAULT" in str(RankFailure(0, 1, error))
+
+
+@pytest.mark.parametrize("said", ["operation not supported", "unknown error"])
+def test_a_driver_without_segments_that_grow_is_told_with_the_setting(said):
+    """That of a vGPU: every rank that allocates fails, with degrees by hand too."""
+    error = f"RuntimeError: CUDA driver error: {said}"
+    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+    unmeasured = _unmeasured(f"[rank0]: {error}", 1)
+    assert setting in str(unmeasured) and not unmeasured.of_links
+    assert setting in str(RankFailure(0, 1, error))
+    assert setting not in str(RankFailure(0, 1, f"RuntimeError: CUDA error: {said}"))

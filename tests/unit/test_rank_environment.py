@@ -11,6 +11,7 @@ from backend.client import rank_environment
 from backend.client.launcher import BackendProcess
 from backend.client.rank_environment import PACK, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
+from backend.hardware import host_system
 from backend.hardware.device_memory import FIXED_SEGMENTS
 from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.parallel import mesh
@@ -139,6 +140,15 @@ def test_the_allocator_is_as_usual_on_wsl(monkeypatch):
     assert several.items() <= sanitized_environment(several, TWO_RANKS, "cuda").items()
     theirs = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
+
+
+def test_the_allocator_is_as_usual_on_a_jetson(monkeypatch, tmp_path):
+    """Whose driver may know no segments that grow."""
+    monkeypatch.setattr(host_system, "TEGRA_RELEASE", tmp_path / "nv_tegra_release")
+    assert sanitized_environment({}, TWO_RANKS, "cuda")[FIXED_SEGMENTS] == "0"
+    host_system.TEGRA_RELEASE.write_text("# R36 (release), REVISION: 4.3\n")
+    environment = sanitized_environment({}, TWO_RANKS, "cuda")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment and environment[FIXED_SEGMENTS] == "1"
 
 
 @pytest.mark.parametrize(
