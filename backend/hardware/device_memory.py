@@ -17,12 +17,16 @@ HOST_SHARE = 0.5
 #: What cuBLAS and cuDNN say at their first product, for which they make a handle: on a GPU without room, and
 #: where the library itself is broken.
 HANDLE_WORDS = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
+#: How torch fails instead of saying that memory ran out, where the driver does not list the GPU's processes:
+#: on slices of MIG, in containers without NVML's rights (pytorch issues 112377, 197312). Its allocator asks
+#: for them in that case alone.
+NVML_WORDS = "NVML_SUCCESS == "
 #: What libraries say of a GPU without room, if nothing else is known: torch, NCCL ("Failed to CUDA
 #: calloc 8388608 bytes"), cuBLAS and cuDNN.
 FULL_GPU_WORDS = (
     *("CUDA out of memory", "CUDA error: out of memory", "CUDA calloc", "CUDA malloc"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED"),
-    *HANDLE_WORDS,
+    *(*HANDLE_WORDS, NVML_WORDS),
 )
 #: A handle, its workspace and its kernels take less: with this much free, it is not memory that is missing.
 MIN_HANDLE_BYTES = 10**9
@@ -30,7 +34,7 @@ MIN_HANDLE_BYTES = 10**9
 _OUT_OF_MEMORY = (
     *("CUDA calloc", "CUDA malloc"),
     *("out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUDA host alloc"),
-    *("can't allocate memory", "not enough memory"),
+    *("can't allocate memory", "not enough memory", NVML_WORDS),
 )
 
 
