@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import ParallelConfig
-from ..hardware.device_memory import FULL_GPU_WORDS
+from ..hardware.device_memory import says_full_gpu
 from ..protocol import BackendError
 from . import fork_guard, nccl_settings
 from .agent_command import agent_command
@@ -227,7 +227,7 @@ def _unmeasured(text: str, code: int) -> UnmeasuredError:
     if (cause := NCCL_CAUSE.search(text)) and cause[1] not in last:
         last = f"{last} ({cause[1][:200]})"
     # NCCL's "out of memory" alone may be the host's, by a way that another one replaces
-    if any(words in last for words in FULL_GPU_WORDS):
+    if says_full_gpu(last):
         return UnmeasuredError(last, FULL_GPU)
     if NO_GROWING_SEGMENTS.search(last):
         return UnmeasuredError(last, FIXED_SEGMENTS_REMEDY)

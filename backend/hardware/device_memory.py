@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from .cgroup_limits import memory_limits
+from .host_system import is_wsl
 
 #: Fraction of the free host memory that parked weights take at most; page locked, it cannot be swapped out.
 HOST_SHARE = 0.5
@@ -36,6 +37,8 @@ _OUT_OF_MEMORY = (
     *("out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUDA host alloc"),
     *("can't allocate memory", "not enough memory", NVML_WORDS),
 )
+#: What CUDA says on WSL where Windows gives a GPU's memory to no allocation (microsoft/WSL issue 41176).
+_WSL_WORDS = "CUDA driver error: device not ready"
 
 
 #: 1 in the environment of ranks: their allocator's segments have fixed sizes, and are given back while the
@@ -69,9 +72,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    if any(words in text for words in _OUT_OF_MEMORY):
+    if any(words in text for words in _OUT_OF_MEMORY) or _is_full_on_wsl(text):
         return True
     return any(words in text for words in HANDLE_WORDS) and _is_full()
+
+
+def says_full_gpu(text: str) -> bool:
+    """Return whether a process has said that its GPU is full, of which nothing else is known."""
+    return any(words in text for words in FULL_GPU_WORDS) or _is_full_on_wsl(text)
+
+
+def _is_full_on_wsl(text: str) -> bool:
+    return _WSL_WORDS in text and is_wsl()
 
 
 def _is_full() -> bool:

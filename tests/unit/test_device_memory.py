@@ -174,6 +174,16 @@ def test_a_handle_that_is_not_made_next_to_a_full_page_cache_is_broken(monkeypat
     assert not is_out_of_memory(RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED"))
 
 
+def test_a_device_that_is_not_ready_is_full_on_wsl_alone(monkeypatch):
+    error = RuntimeError("CUDA driver error: device not ready")
+    found = []
+    for release in ("6.8.0-generic", "6.6.87.2-microsoft-standard-WSL2"):
+        monkeypatch.setattr(platform, "release", lambda release=release: release)
+        found.append((is_out_of_memory(error), device_memory.says_full_gpu(str(error))))
+    assert found == [(False, False), (True, True)]
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
 @pytest.mark.parametrize(
     "error",
     [
