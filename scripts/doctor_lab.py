@@ -189,7 +189,7 @@ class Lab(Models):
             way = nccl_settings.saved_way(os.environ, ranks)
         self.rates = measured
         if self.device == "cuda":
-            nccl_settings.save_way(os.environ, ranks, way)
+            nccl_settings.save_way(os.environ, ranks, way, measured.links_pass)
         return measured
 
     def waits(self, skipped: list[str]) -> tuple[list[dict], Ended]:

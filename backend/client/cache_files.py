@@ -44,7 +44,7 @@ def read_or_measure(
     if lasts(parsed):
         write(kind, key, measured)
     else:
-        _passing[_path(kind, key)] = json.dumps(measured)
+        keep(kind, key, measured)
     return parsed
 
 
@@ -55,6 +55,11 @@ def read(kind: str, key: list, parse: Callable[[dict], Measured]) -> Measured | 
         return parse(json.loads(_passing.get(path) or _unwritten.get(path) or path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def keep(kind: str, key: list, measured: dict):
+    """Have ``read`` find what was measured until this process ends."""
+    _passing[_path(kind, key)] = json.dumps(measured)
 
 
 def write(kind: str, key: list, measured: dict):

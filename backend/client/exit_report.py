@@ -31,6 +31,7 @@ NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILI
 #: 10 MB a channel and peer.
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 1 << 30
+_NO_SPACE = "No space left on device"
 #: What drivers without segments that grow say of the first one (vGPUs, Jetson, old ones of WSL), and the
 #: remedy.
 NO_GROWING_SEGMENTS = re.compile(r"CUDA driver error: (operation not supported|unknown error)")
@@ -226,12 +227,26 @@ def lacks_shared_memory() -> bool:
     return SHARED_MEMORY.exists() and shutil.disk_usage(SHARED_MEMORY).total < MIN_SHARED_MEMORY
 
 
+def was_shared_memory_full(error: str) -> bool:
+    """Return whether NCCL failed since /dev/shm, which is large enough, had no room left."""
+    return _NO_SPACE in error and _is_of_nccl(error) and SHARED_MEMORY.exists() and not lacks_shared_memory()
+
+
 def shared_memory_hint(error: str) -> str:
-    """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it."""
-    if not re.search(r"nccl|/dev/shm", error, re.IGNORECASE) or not lacks_shared_memory():
+    """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it, or full."""
+    if not _is_of_nccl(error) or not SHARED_MEMORY.exists():
         return ""
-    size = shutil.disk_usage(SHARED_MEMORY).total
-    return (
-        f" ({SHARED_MEMORY} has {size >> 20} MB, in which NCCL keeps what GPUs without peer access send each "
-        f"other; if this is a container, start it with --shm-size=8g or --ipc=host)"
-    )
+    room = shutil.disk_usage(SHARED_MEMORY)
+    what = "in which NCCL keeps what GPUs without peer access send each other"
+    if room.total < MIN_SHARED_MEMORY:
+        remedy = "if this is a container, start it with --shm-size=8g or --ipc=host"
+        return f" ({SHARED_MEMORY} has {room.total >> 20} MB, {what}; {remedy})"
+    is_full = room.free < MIN_SHARED_MEMORY // 4
+    if not is_full and not was_shared_memory_full(error):
+        return ""
+    state = f"has {room.free >> 20} of {room.total >> 20} MB free" if is_full else "was full"
+    return f" ({SHARED_MEMORY} {state}, {what}; remove {SHARED_MEMORY}/nccl-* that no process uses)"
+
+
+def _is_of_nccl(error: str) -> bool:
+    return bool(re.search(r"nccl|/dev/shm", error, re.IGNORECASE))

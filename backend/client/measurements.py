@@ -36,8 +36,9 @@ def machine_rates(
     longest: float = MAX_SECONDS,
 ) -> Machine:
     """Return the rates of the devices ``indices`` ("cpu": so many ranks), measured once for each choice of
-    them, in ``longest`` seconds at most; once a process where others seem to have used one. ``check`` is
-    called ten times a second and may raise; ``show`` gets a line. Raises UnmeasuredError."""
+    them, in ``longest`` seconds at most; once a process where others seem to have used one, or have filled
+    /dev/shm. ``check`` is called ten times a second and may raise; ``show`` gets a line. Raises
+    UnmeasuredError."""
 
     def measure() -> dict:
         show(f"measuring the links of {len(indices)} ranks, once for this machine")
@@ -45,11 +46,10 @@ def machine_rates(
         config = ParallelConfig(ulysses_degree=len(indices), gpus=listed)
         return measured_rates(config, device, check, show, longest)
 
-    def lasts(machine: Machine) -> bool:
-        return not machine.is_disturbed
-
     key = _machine_key(device, indices)
-    return cache_files.read_or_measure("machine", key, measure, Machine.from_dict, lasts)
+    return cache_files.read_or_measure(
+        "machine", key, measure, Machine.from_dict, lambda machine: machine.lasts
+    )
 
 
 def is_measured(device: str, indices: list[int]) -> bool:

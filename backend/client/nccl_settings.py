@@ -39,6 +39,8 @@ WAYS = (
     {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"},
     {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 )
+#: Kinds of cached files: of ways that hold, and of those that do until this process ends.
+_LASTING, _PASSING = "nccl", "nccl-passing"
 #: The driver of NVIDIA's GPUs, and their places in the machine; absent on WSL and on others' machines.
 DRIVER, GPUS_OF_DRIVER = Path("/proc/driver/nvidia/version"), Path("/proc/driver/nvidia/gpus")
 #: On WSL a file of the driver's, which changes with it.
@@ -77,7 +79,7 @@ def gpu_names(gpus: Sequence[int]) -> list[str]:
 def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]:
     """Return the way that probes found for groups of GPUs of which at least two are among ``gpus``; empty
     where NCCL's own choice works, or none has run."""
-    ways = cache_files.read("nccl", link_key(environment), _parsed)
+    ways = _ways(environment) | _ways(environment, _PASSING)
     if not ways:
         return WAYS[0]
     # a group with slices of one card is under its numbers, though some of it may have names of their own
@@ -85,23 +87,38 @@ def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]
     return WAYS[max((way for group, way in ways.items() if len(group & names) > 1), default=0)]
 
 
-def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str]):
-    """Have all ranks that start on two or more of ``gpus`` use ``way``."""
-    ways = cache_files.read("nccl", link_key(environment), _parsed) or {}
+def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str], passes: bool = False):
+    """Have all ranks that start on two or more of ``gpus`` use ``way``; where it ``passes``, until this
+    process ends."""
     group = frozenset(gpu_names(gpus))
     index = WAYS.index(way)
+    passing = _ways(environment, _PASSING)
+    if passes or passing.pop(group, None) is not None:
+        kept = passing | ({group: index} if passes else {})
+        cache_files.keep(_PASSING, link_key(environment), _written(kept))
+    if passes:
+        return
+    ways = _ways(environment)
     numbers = frozenset(map(str, gpus))
     # those of cards that torch could not tell apart then
     is_renamed = numbers != group and ways.pop(numbers, None) is not None
     if is_renamed or ways.get(group, 0) != index:
         ways[group] = index
-        written = {",".join(sorted(each)): its for each, its in ways.items()}
-        cache_files.write("nccl", link_key(environment), written)
+        cache_files.write(_LASTING, link_key(environment), _written(ways))
 
 
 def words(way: Mapping[str, str]) -> str:
     """Return a way as it is written in a shell."""
     return " ".join(f"{name}={value}" for name, value in way.items())
+
+
+def _ways(environment: Mapping[str, str], kind: str = _LASTING) -> dict[frozenset[str], int]:
+    """Return what probes have saved, as _parsed does."""
+    return cache_files.read(kind, link_key(environment), _parsed) or {}
+
+
+def _written(ways: Mapping[frozenset[str], int]) -> dict[str, int]:
+    return {",".join(sorted(group)): way for group, way in ways.items()}
 
 
 def _parsed(values: dict) -> dict[frozenset[str], int]:

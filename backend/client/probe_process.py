@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..config import ParallelConfig
 from ..hardware.device_memory import says_full_gpu
+from ..planner.machine import AGAIN
 from ..protocol import BackendError
 from . import fork_guard, nccl_settings
 from .agent_command import agent_command
@@ -23,6 +24,7 @@ from .exit_report import (
     NO_GROWING_SEGMENTS,
     ended_by_signal,
     shared_memory_hint,
+    was_shared_memory_full,
     words_of_abort,
 )
 from .interpreter import PACK
@@ -97,9 +99,10 @@ def measured_rates(
             logging.warning("parallel-dit: GPUs do not reach each other: %s", error.why)
             show("GPUs do not reach each other's memory; trying another way between them")
             continue
+        full = next((error for error in failed if was_shared_memory_full(error.why)), None)
         if device == "cuda":
-            nccl_settings.save_way(os.environ, config.gpu_indices, way)
-        return rates | {"links": _links(way, failed[0]) if failed else ""}
+            nccl_settings.save_way(os.environ, config.gpu_indices, way, full is not None)
+        return rates | {"links": _links(way, failed[0], full) if failed else ""}
     raise AssertionError("there is always a way")
 
 
@@ -110,14 +113,18 @@ def _in_all(failed: list[UnmeasuredError], ways: list[dict[str, str]]) -> Unmeas
     return UnmeasuredError(failed[0].why + also, failed[0].remedy, failed[0].of_links)
 
 
-def _links(way: Mapping[str, str], failed: UnmeasuredError) -> str:
-    """Say which way the ranks take, and why."""
+def _links(way: Mapping[str, str], failed: UnmeasuredError, full: UnmeasuredError | None) -> str:
+    """Say which way the ranks take, and why: how NCCL's own choice ``failed``, and what found shared memory
+    ``full``."""
     through = "sockets" if "NCCL_SHM_DISABLE" in way else "host memory"
     why = f"{failed.why}{shared_memory_hint(failed.why)}"
-    return (
+    line = (
         f"GPUs fail to reach each other's memory here ({why}), so ranks send through {through} "
         f"({nccl_settings.words(way)}), which is slower: docs/faq.md, peer access."
     )
+    if full is None:
+        return line
+    return f"{line} Room was lacking{shared_memory_hint(full.why)}; {AGAIN}"
 
 
 def _probed(

@@ -17,10 +17,12 @@ RESERVE = 1_200_000_000
 HOST_LINK = 10e9
 #: GPUs whose speeds are further apart get different shares of the work.
 DIFFERENT = 1.1
+#: The end of what is said of a measurement that does not outlast this process.
+AGAIN = "it is measured again at the next start."
 #: What is said of GPUs of one name whose speeds are further apart.
 DISTURBED = (
     "GPUs of one name differ so where others use one during the measurement, or one is slowed down (power "
-    "limit, heat); it is measured again at the next start."
+    f"limit, heat); {AGAIN}"
 )
 #: A GPU with a smaller part of the memory of that which has most is the last to be used.
 TAKEN = 0.25
@@ -95,6 +97,16 @@ class Machine:
         for name, speed in zip(self.names, self.speeds):
             spans.setdefault(name, []).append(speed)
         return any(max(each) > DIFFERENT * min(each) for each in spans.values())
+
+    @property
+    def lasts(self) -> bool:
+        """Return whether another process would measure the same: nothing of the moment was in the way."""
+        return not self.is_disturbed and not self.links_pass
+
+    @property
+    def links_pass(self) -> bool:
+        """Return whether GPUs may reach each other in a better way later."""
+        return self.links.endswith(AGAIN)
 
     @property
     def line(self) -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -184,6 +185,30 @@ def test_small_shared_memory_is_named_where_nccl_failed(error, least, hint, monk
     """``least``: of bytes in /dev/shm; a container's 64 MB are below it."""
     monkeypatch.setattr(exit_report, "MIN_SHARED_MEMORY", least)
     assert ("--shm-size" in str(exit_report.RankFailure(0, 1, error))) == hint
+
+
+NO_SPACE = "DistBackendError: NCCL error in: ..., unhandled system error: Error while creating shared memory "
+NO_SPACE += "segment /dev/shm/nccl-KWfVyt (size 9637888), error: No space left on device (28)"
+
+
+@pytest.mark.parametrize(
+    "free, error, says, was_full",
+    [
+        (0, NO_SPACE, "has 0 of 8192 MB free", True),
+        (255 << 20, NCCL_ERROR.format("Cuda failure 2"), "has 255 of 8192 MB free", False),
+        (256 << 20, NCCL_ERROR.format("Cuda failure 2"), "", False),
+        (8 << 30, NO_SPACE, "was full", True),  # what failed has gone
+        (0, "OSError: [Errno 28] No space left on device", "", False),  # a disk's
+    ],
+)
+def test_shared_memory_that_files_of_others_fill_is_named(free, error, says, was_full, monkeypatch):
+    """A container's size is no remedy there."""
+    monkeypatch.setattr(exit_report, "SHARED_MEMORY", Path("/"))
+    room = SimpleNamespace(total=8 << 30, free=free)
+    monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda place: room)
+    text = str(exit_report.RankFailure(0, 1, error))
+    assert (says in text and "nccl-* that no process uses" in text) if says else "no process" not in text
+    assert "--shm-size" not in text and exit_report.was_shared_memory_full(error) == was_full
 
 
 @pytest.mark.parametrize("end", ["is not supported between these two devices'", "", "of GPU 3 was lost"])

@@ -1,9 +1,14 @@
-"""What a user is told of ranks that could not measure their machine."""
+"""What a user is told of ranks that could not measure their machine, and what is kept of a full one."""
+
+from types import SimpleNamespace
 
 import pytest
 
+from backend.client import cache_files, exit_report, nccl_settings, probe_process
 from backend.client.exit_report import RankFailure
-from backend.client.probe_process import _unmeasured
+from backend.client.probe_process import UnmeasuredError, _unmeasured, measured_rates
+from backend.config import ParallelConfig
+from backend.planner.machine import AGAIN, Machine
 
 ERROR = """[rank1]: torch.distributed.DistBackendError: NCCL error in: NCCL.cpp:94, unhandled error
 [rank1]: ncclUnhandledCudaError: Call to CUDA function failed.
@@ -53,3 +58,49 @@ def test_a_driver_without_segments_that_grow_is_told_with_the_setting(said):
     assert setting in str(unmeasured) and not unmeasured.of_links
     assert setting in str(RankFailure(0, 1, error))
     assert setting not in str(RankFailure(0, 1, f"RuntimeError: CUDA error: {said}"))
+
+
+SOCKETS = nccl_settings.WAYS[-1]
+FULL = (
+    "NCCL error: unhandled system error (Error while creating /dev/shm/nccl-1a: No space left on device (28))"
+)
+
+
+@pytest.fixture
+def links_of(monkeypatch, tmp_path):
+    """Measure GPUs 0 and 1, which reach each other in one ``way`` alone: the sentence on it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in nccl_settings.LINK_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+    def measure(way: dict) -> str:
+        def probed(config, device, tried, *_, **__):
+            if tried != way:
+                raise UnmeasuredError(FULL, of_links=True)
+            return {}
+
+        monkeypatch.setattr(probe_process, "_probed", probed)
+        return measured_rates(ParallelConfig(ulysses_degree=2), "cuda", print, print)["links"]
+
+    return measure
+
+
+@pytest.mark.parametrize("size, passes", [(8 << 30, True), (64 << 20, False)])
+def test_sockets_count_for_this_process_where_shared_memory_is_full(links_of, monkeypatch, size, passes):
+    """Of files that other processes have left, which may go; a container's 64 MB stay as small."""
+    room = SimpleNamespace(total=size, free=0)
+    monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda place: room)
+    links = links_of(SOCKETS)
+    assert "through sockets" in links and links.endswith(AGAIN) == passes
+    assert ("nccl-* that no process uses" in links) == passes
+    assert Machine("GPU", 1e14, 1e14, 1e12, 1e10, {}, links=links).lasts != passes
+    assert nccl_settings.saved_way({}, [0, 1]) == SOCKETS
+    monkeypatch.setattr(cache_files, "_passing", {})  # as in another process
+    assert nccl_settings.saved_way({}, [0, 1]) == ({} if passes else SOCKETS)
+
+
+def test_a_way_that_is_measured_anew_counts_instead_of_that_of_a_full_moment(links_of):
+    for gpus in ([0, 1], [2, 3]):
+        nccl_settings.save_way({}, gpus, SOCKETS, passes=True)
+    assert links_of({}) == "" and nccl_settings.saved_way({}, [0, 1]) == {}
+    assert nccl_settings.saved_way({}, [2, 3]) == SOCKETS
