@@ -212,7 +212,13 @@ def shared_memory(facts: Facts) -> Status:
     if size is None:
         return OK, "there is no /dev/shm on this system"
     text = f"/dev/shm has {size / (1 << 20):.0f} MB"
-    if size >= MIN_SHARED_MEMORY or len(facts.gpus) < 2:
+    if len(facts.gpus) < 2:
+        return OK, text
+    free = facts.free_shared_memory
+    if size >= MIN_SHARED_MEMORY and free < MIN_SHARED_MEMORY // 4:
+        remedy = "remove /dev/shm/nccl-* that no process uses"
+        return WARNING, f"{text}, {free / (1 << 20):.0f} MB of them free, too little for NCCL; {remedy}"
+    if size >= MIN_SHARED_MEMORY:
         return OK, text
     remedy = "in a container, start it with --shm-size=8g or --ipc=host"
     direct = all(all(row) for row in facts.peers)

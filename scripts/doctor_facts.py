@@ -213,6 +213,11 @@ class Facts:
         return shutil.disk_usage(SHARED_MEMORY).total
 
     @cached_property
+    def free_shared_memory(self) -> int:
+        """Bytes of /dev/shm that nothing takes."""
+        return shutil.disk_usage(SHARED_MEMORY).free
+
+    @cached_property
     def disks(self) -> dict[str, int]:
         """Free bytes where ranks keep sockets and logs, and measurements."""
         return {name: shutil.disk_usage(path).free for name, path in _places().items()}

@@ -36,7 +36,9 @@ def machine(**changes) -> Facts:
     healthy |= dict(
         smi=("", ""), shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16
     )
-    healthy |= dict(host_memory=64 << 30, open_files=65536, locked_memory=None, loopback="")
+    healthy |= dict(
+        free_shared_memory=8 << 30, host_memory=64 << 30, open_files=65536, locked_memory=None, loopback=""
+    )
     healthy |= dict(
         variables={}, way="", topology="", build={"pack": "1a2b3c"}, wheels={"diffusers": Wheel("0.42.1")}
     )

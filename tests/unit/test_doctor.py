@@ -120,6 +120,7 @@ ILL: dict[str, tuple[dict, str, str, list[str]]] = {
         WARNING,
         ["4 of 16"],
     ),
+    "a full /dev/shm": (dict(free_shared_memory=3 << 20), "/dev/shm", WARNING, [" 3 MB", "nccl-*"]),
     "Docker's /dev/shm": (dict(shared_memory=64 << 20), "/dev/shm", WARNING, ["64 MB", "--shm-size"]),
     "Docker's /dev/shm without peer access": (
         dict(shared_memory=64 << 20, peers=NO_PEERS),
