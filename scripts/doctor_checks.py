@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, gb
+from doctor_slow_copies import copies
 from doctor_wheels import IMPORT_SECONDS
 
 from backend.client.exit_report import MIN_SHARED_MEMORY
@@ -283,6 +284,7 @@ CHECKS: dict[str, Callable[[Facts], Status | Iterable[Status]]] = {
     "GPUs": gpus,
     "peer access": peers,
     "GPU modes": modes,
+    "copies": copies,
     "/dev/shm": shared_memory,
     "disk": disks,
     "host": host,

@@ -12,14 +12,16 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
 
 import doctor_build
+import doctor_copies
 import doctor_visible
 import torch
 import torch.cuda.nccl
+from doctor_copies import Copies
 from doctor_wheels import WHEELS, Wheel, is_installed, tried
 
 from backend.client import dependencies, driver_query, measurements, nccl_settings, rank_environment
@@ -201,6 +203,14 @@ class Facts:
         return [[a == b or torch.cuda.can_device_access_peer(a, b) for b in indices] for a in indices]
 
     @cached_property
+    def copies(self) -> Copies:
+        """Rates of copies between the usable GPUs, and from and to host memory; nothing on Windows, where no
+        ranks run."""
+        if self.platform == "win32":
+            return Copies()
+        return doctor_copies.measured({gpu.index: gpu.free for gpu in self.gpus if gpu.index in self.usable})
+
+    @cached_property
     def way(self) -> str:
         """What NCCL is told since peer access failed when the machine was measured; else nothing."""
         return nccl_settings.words(nccl_settings.saved_way(os.environ, list(range(len(self.gpus)))))
@@ -283,7 +293,7 @@ def _places() -> dict[str, Path]:
 
 def _plain(value):
     """Turn a fact into what JSON has."""
-    if isinstance(value, Gpu | Torch | Wheel):
+    if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}

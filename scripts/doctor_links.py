@@ -4,11 +4,9 @@ from collections.abc import Iterator
 
 from doctor_findings import OK, PROBLEM, WARNING, Finding
 from doctor_lab import Lab
+from doctor_slow_copies import SLOW_LINK
 
 from backend.client.probe_process import UnmeasuredError, hang_remedy
-
-#: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
-SLOW_LINK = 6e9
 
 Found = Iterator[Finding]
 

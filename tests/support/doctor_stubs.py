@@ -7,6 +7,7 @@ import doctor_checks
 import doctor_lab
 import doctor_runs
 import torch
+from doctor_copies import Copies, Copy
 from doctor_facts import Facts, Gpu, Torch
 from doctor_findings import OutOfTime
 from doctor_hangs import Hung
@@ -28,11 +29,19 @@ MODE = {
 }
 
 
+def copies(pairs: dict[tuple[int, int], float], host: dict[int, float]) -> Copies:
+    """Rates (GB/s) of pairs of GPUs, the same in both directions, and of GPUs from and to host memory."""
+    ways: dict[tuple[int | str, int | str], float] = {**pairs, **{(b, a): pairs[a, b] for a, b in pairs}}
+    ways |= {way: rate for gpu, rate in host.items() for way in (("host", gpu), (gpu, "host"))}
+    return Copies(tuple(Copy(*way, 1e9 * rate) for way, rate in ways.items()))
+
+
 def machine(**changes) -> Facts:
     """A healthy machine with two GPUs, with ``changes``."""
     gpus = [GPU, Gpu(1, "H100", 80 << 30, 79 << 30, (9, 0))]
     healthy = dict(python=(3, 12, 1), platform="linux", system="Linux", unmet=[], torch=TORCH, gpus=gpus)
     healthy |= dict(driver=[MODE, {**MODE, "index": "1"}], peers=[[True, True], [True, True]])
+    healthy |= dict(copies=copies({(0, 1): 24.0}, {0: 25.0, 1: 26.0}))
     healthy |= dict(
         smi=("", ""), shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16
     )

@@ -1,0 +1,185 @@
+"""What scripts/doctor.py says of copies between GPUs and host memory: their rates, and which of them show a
+bad slot, bridge or setting."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from statistics import median, median_low
+
+from doctor_copies import ROOM, SECONDS, Copies
+from doctor_facts import Facts
+from doctor_findings import OK, PROBLEM, WARNING, gb
+from gpu_copies import HOST, words
+
+#: Bytes/s that one lane of PCIe 3 carries at most: 8 GT/s, of which 128 of 130 bits are data.
+LANE = 8e9 / 8 * 128 / 130
+#: How many times that -> what carries no more.
+LANES = {1: "one lane of PCIe 3", 2: "one lane of PCIe 4", 4: "four lanes of PCIe 3"}
+#: Part of the rate of the others below which one is far slower: boards that share lanes among GPUs halve it.
+FAR = 0.4
+#: The same of a rate through host memory, which peer access should beat.
+BEHIND = 0.7
+#: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
+SLOW_LINK = 6e9
+SLOT = (
+    "see to its slot and riser, and to the lanes and PCIe generation that the BIOS gives it; where other "
+    "programs use the GPUs, close them and run it again"
+)
+BIOS = "switch IOMMU and ACS off in the BIOS"
+BRIDGE = "see to the bridge or slots between them (nvidia-smi topo -m)"
+LEAST_SENT = "prefer CFG and PipeFusion, which send least, to Ulysses, ring and TP"
+UNUSABLE = "see what uses it and its compute mode (nvidia-smi), and restart the machine if it is lost"
+LOST = "look for Xid errors of the driver (sudo dmesg), and restart the machine where nvidia-smi hangs"
+
+Status = tuple[str, str]
+Pair = tuple[int, int]
+#: GPU -> bytes/s from host memory, and to it.
+HostRates = Mapping[int, tuple[float, float]]
+
+
+def copies(facts: Facts) -> Iterator[Status]:
+    """Judge the copies of this machine."""
+    found = facts.copies
+    yield from _unmeasured(found)
+    for copy in found.rates:
+        if not copy.is_same:
+            what = f"{words(copy.target)} received other bytes than {words(copy.source)} sent"
+            yield PROBLEM, f"{what}: {BIOS}; a run with method auto finds another way between them"
+    host = _host_rates(found)
+    names = {gpu.index: gpu.name for gpu in facts.gpus}
+    slow = _slow_gpus(host, names)
+    for text in slow.values():
+        yield WARNING, f"{text}; {SLOT}"
+    pairs = _pair_rates(found)
+    judged = {pair: rate for pair, rate in pairs.items() if not slow.keys() & set(pair)}
+    yield from _slow_pairs(judged, host, facts.peers, names)
+    yield from _rates(host, pairs, facts.peers)
+    if found.left:
+        some = ", ".join(f"{words(source)} to {words(target)}" for source, target in found.left[:3])
+        more = ", ..." if len(found.left) > 3 else ""
+        yield OK, f"{len(found.left)} copies were not measured within {SECONDS:g} s: {some}{more}"
+
+
+def _unmeasured(found: Copies) -> Iterator[Status]:
+    """Say what could not be measured, and why."""
+    for gpu, free in found.full.items():
+        what = f"GPU {gpu} was not measured: {gb(free)} are free, and that takes {gb(ROOM)}"
+        yield WARNING, f"{what}; close what uses it"
+    for gpu, why in found.broken.items():
+        if _is_full(why):
+            yield WARNING, f"GPU {gpu} was not measured ({why}); close what uses it"
+        else:
+            yield PROBLEM, f"GPU {gpu} cannot be used ({why}); {UNUSABLE}"
+    if found.unlocked:
+        what = f"no host memory can be page locked ({found.unlocked}), as on WSL 2 and in some containers"
+        yield WARNING, f"{what}: weights load and return more slowly; run under Linux itself, or allow it"
+    if not found.ended:
+        return
+    what = f"the measurement stopped {found.during or 'before it began'}"
+    if _is_full(found.ended):
+        yield WARNING, f"{what} ({found.ended}); close what uses the GPUs"
+    elif found.during:
+        remedy = f"{BIOS}, {LOST}" if found.during.count("GPU") > 1 else LOST
+        yield PROBLEM, f"{what} ({found.ended}); {remedy}"
+    else:
+        yield PROBLEM, f"{what} ({found.ended}); report it, with the file of --json"
+
+
+def _is_full(why: str) -> bool:
+    """Return whether CUDA or ROCm says that a GPU has no room."""
+    return "out of memory" in why
+
+
+def _host_rates(found: Copies) -> dict[int, tuple[float, float]]:
+    """Return those of GPUs that were measured both ways."""
+    sent = {copy.target: copy.rate for copy in found.rates if copy.source == HOST}
+    received = {copy.source: copy.rate for copy in found.rates if copy.target == HOST}
+    return {int(gpu): (rate, received[gpu]) for gpu, rate in sent.items() if gpu in received}
+
+
+def _pair_rates(found: Copies) -> dict[Pair, float]:
+    """Return the bytes/s of each pair of GPUs, in the slower direction of those that were measured."""
+    rates: dict[Pair, float] = {}
+    for copy in found.rates:
+        if HOST not in (copy.source, copy.target):
+            ends = sorted((int(copy.source), int(copy.target)))
+            pair = ends[0], ends[1]
+            rates[pair] = min(copy.rate, rates.get(pair, copy.rate))
+    return dict(sorted(rates.items()))
+
+
+def _slow_gpus(host: HostRates, names: Mapping[int, str]) -> dict[int, str]:
+    """Return GPUs whose copies with the host are slow, by themselves or next to others of their kind -> what
+    is to be said of each."""
+    slow = {}
+    for gpu, (sent, received) in host.items():
+        rate = min(sent, received)
+        text = f"GPU {gpu} copies {_range([sent])} from host memory and {_range([received])} to it"
+        others = [min(host[each]) for each in host if each != gpu and names.get(each) == names.get(gpu)]
+        carries = next((what for lanes, what in LANES.items() if rate <= lanes * LANE), "")
+        if carries:
+            slow[gpu] = f"{text}, no more than {carries} can carry"
+        elif others and rate < FAR * median(others):
+            slow[gpu] = f"{text}, far less than others of its kind ({_range([median(others)])})"
+    return slow
+
+
+def _slow_pairs(
+    pairs: Mapping[Pair, float], host: HostRates, peers: list[list[bool]], names: Mapping[int, str]
+) -> Iterator[Status]:
+    """Say which pairs are slow, each by the first reason that explains it."""
+    behind = {(a, b) for a, b in pairs if peers[a][b] and pairs[a, b] < BEHIND * _through_host(host, a, b)}
+    if behind:
+        what = "reach each other's memory, but a copy through host memory would be faster"
+        yield WARNING, f"{_named(behind, pairs)} {what}: {BIOS}, and use slots of one processor"
+    left = {pair: rate for pair, rate in pairs.items() if pair not in behind}
+    kinds = {(a, b): (peers[a][b], {names.get(a), names.get(b)}) for a, b in left}
+    far = {pair for pair in left if left[pair] < FAR * _usual(pair, left, kinds)}
+    if far:
+        yield WARNING, f"{_named(far, left)} copy far less than others: {BRIDGE}"
+    slow = {pair for pair, rate in left.items() if rate < SLOW_LINK} - far
+    if slow:
+        yield WARNING, f"{_named(slow, left)} are slow for GPUs: {LEAST_SENT}"
+
+
+def _through_host(host: HostRates, a: int, b: int) -> float:
+    """Return the bytes/s of one copy to host memory and another one from there, in the slower direction; 0
+    where the host was not measured."""
+    if a not in host or b not in host:
+        return 0.0
+    return min(1 / (1 / host[source][1] + 1 / host[target][0]) for source, target in ((a, b), (b, a)))
+
+
+def _usual(pair: Pair, pairs: Mapping[Pair, float], kinds: Mapping[Pair, tuple]) -> float:
+    """Return the median of the other pairs of a kind. The lower one: of three GPUs a bridge may join two. 0
+    where there are too few."""
+    others = [rate for other, rate in pairs.items() if other != pair and kinds[other] == kinds[pair]]
+    return median_low(others) if len(others) > 1 else 0.0
+
+
+def _named(chosen: Collection[Pair], pairs: Mapping[Pair, float]) -> str:
+    """Name pairs by their GPUs and rates; the one GPU that explains them all, where there is one."""
+    rates = _range(pairs[pair] for pair in chosen)
+    for gpu in sorted(set.intersection(*map(set, chosen))):
+        if len(chosen) == sum(gpu in pair for pair in pairs) > 1:
+            return f"GPU {gpu} and every other one ({rates})"
+    return f"GPUs {', '.join(f'{a}-{b}' for a, b in sorted(chosen))} ({rates})"
+
+
+def _rates(host: HostRates, pairs: Mapping[Pair, float], peers: list[list[bool]]) -> Iterator[Status]:
+    """Say what was measured."""
+    if host:
+        sent, received = zip(*host.values())
+        yield OK, f"from host memory {_range(sent)}, to it {_range(received)}"
+    for is_direct, way in ((True, "by peer access"), (False, "through host memory")):
+        rates = {(a, b): rate for (a, b), rate in pairs.items() if peers[a][b] == is_direct}
+        if rates:
+            least = min(rates, key=lambda pair: rates[pair])
+            text = _range(rates.values())
+            between = f" (least {least[0]}-{least[1]})" if " to " in text else ""
+            yield OK, f"between GPUs {way} {text}{between}"
+
+
+def _range(rates: Iterable[float]) -> str:
+    """Write the least and the most of rates."""
+    ordered = sorted(rates)
+    least, most = (f"{rate / 1e9:.1f}" for rate in (ordered[0], ordered[-1]))
+    return f"{least} GB/s" if least == most else f"{least} to {most} GB/s"

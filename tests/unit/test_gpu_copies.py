@@ -1,0 +1,258 @@
+"""scripts/gpu_copies.py, which times copies between GPUs, on GPUs that are not here."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import gpu_copies
+import pytest
+import torch
+from gpu_copies import HOST
+
+#: Bytes of a copy here, and of the least; the GPUs are as much slower than real ones.
+BYTES, MIN_BYTES = 1 << 14, 1 << 10
+#: Bytes/s of links that nothing else is said of, and of a GPU's own memory.
+USUAL, OWN = 20e6, 1e7
+
+
+class OnPlace:
+    """A tensor of a GPU, or of page-locked host memory."""
+
+    def __init__(self, gpus: "Gpus", place, values: torch.Tensor):
+        self.gpus, self.place, self.values = gpus, place, values
+        self.nbytes = values.nbytes
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, part):
+        return OnPlace(self.gpus, self.place, self.values[part])
+
+    def __add__(self, number):
+        return OnPlace(self.gpus, self.place, self.values + number)
+
+    def copy_(self, source, non_blocking=False):
+        self.values.copy_(self.gpus.sent(source, self))
+
+    def equal(self, other):
+        assert self.place == other.place
+        return self.values.equal(other.values)
+
+
+class Event:
+    """The time of a stream when it comes there, in milliseconds."""
+
+    def __init__(self, gpus):
+        self.gpus = gpus
+
+    def record(self):
+        self.gpu = self.gpus.current
+        self.at = self.gpus.stream_time(self.gpu)
+
+    def synchronize(self):
+        self.gpus.now = max(self.gpus.now, self.at)
+
+    def elapsed_time(self, end):
+        assert self.gpu == end.gpu and end.at <= self.gpus.now  # its end has been waited for
+        return 1e3 * (end.at - self.at)
+
+
+class Gpus:
+    """torch, on GPUs with a clock of their own for each stream. ``rates``: of links that are unlike USUAL;
+    ``failing``: copies that raise, ``wrong``: those of which a byte gets lost; ``free``: bytes of GPUs that
+    are nearly full; ``closed``: GPUs that cannot be opened."""
+
+    int32 = torch.int32
+
+    def __init__(self, rates=(), failing=(), wrong=(), free=(), closed=(), can_lock=True):
+        self.rates, self.free = dict(rates), dict(free)
+        self.failing, self.wrong, self.closed, self.can_lock = failing, wrong, closed, can_lock
+        self.now = 0.0
+        self.current = 0
+        self.streams: dict[int, float] = {}
+        self.copied: list[tuple] = []
+        self.cuda = SimpleNamespace(
+            device=self.device,
+            Event=lambda enable_timing: Event(self),
+            synchronize=self.synchronize,
+            mem_get_info=self.mem_get_info,
+        )
+
+    @contextmanager
+    def device(self, gpu):
+        before, self.current = self.current, gpu
+        yield
+        self.current = before
+
+    def synchronize(self, gpu):
+        self.now = max(self.now, self.streams.get(gpu, 0.0))
+
+    def stream_time(self, gpu):
+        return max(self.now, self.streams.get(gpu, 0.0))
+
+    def mem_get_info(self, gpu):
+        if gpu in self.closed:
+            raise RuntimeError(
+                "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ..."
+            )
+        return self.free.get(gpu, 1 << 30), 1 << 30
+
+    def arange(self, count, dtype, device):
+        return OnPlace(self, int(device.removeprefix("cuda:")), torch.arange(count, dtype=dtype))
+
+    def zeros_like(self, other):
+        return OnPlace(self, other.place, torch.zeros_like(other.values))
+
+    def empty(self, count, dtype, pin_memory):
+        if not self.can_lock:
+            raise RuntimeError("CUDA error: operation not supported")
+        self.locked_by = self.current
+        return OnPlace(self, HOST, torch.zeros(count, dtype=dtype))
+
+    def sent(self, source, target):
+        """Have a stream copy, between two GPUs the source's; return what arrives."""
+        way = source.place, target.place
+        if way in self.failing:
+            raise RuntimeError("CUDA error: uncorrectable NVLink error")
+        stream = target.place if source.place == HOST else source.place
+        rate = self.rates.get(way, OWN if source.place == target.place else USUAL)
+        self.streams[stream] = self.stream_time(stream) + source.nbytes / rate
+        self.copied.append((*way, source.nbytes))
+        values = source.values.clone()
+        if way in self.wrong:
+            values[-1] += 1
+        return values
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the program's measurement on such GPUs; return its rows."""
+
+    def measure(gpus: Gpus, indices: list[int], seconds: float = 3.0) -> list[dict]:
+        monkeypatch.setattr(gpu_copies, "torch", gpus)
+        monkeypatch.setattr(gpu_copies, "time", SimpleNamespace(monotonic=lambda: gpus.now))
+        monkeypatch.setattr(gpu_copies, "BYTES", BYTES)
+        monkeypatch.setattr(gpu_copies, "MIN_BYTES", MIN_BYTES)
+        rows: list[dict] = []
+        gpu_copies.time_copies(indices, seconds, lambda **values: rows.append(values))
+        return json.loads(json.dumps(rows))
+
+    return measure
+
+
+def rates_in(rows: list[dict]) -> dict[tuple, float]:
+    """Source and target -> bytes/s."""
+    found = {(row["source"], row["target"]): row["rate"] for row in rows if "rate" in row}
+    assert len(found) == sum("rate" in row for row in rows)
+    return found
+
+
+def all_ways(indices: list[int]) -> set[tuple]:
+    ends = [HOST, *indices]
+    return {(source, target) for source in ends for target in ends if source != target}
+
+
+@pytest.mark.parametrize("indices", [[0], [0, 1], [1, 3, 4], list(range(8))], ids=str)
+def test_every_way_is_timed_by_its_own_bytes_and_milliseconds(run, indices):
+    last = indices[-1]
+    odd = {(HOST, last): 2e6, (last, HOST): 3e6, (last, indices[0]): 5e6}
+    gpus = Gpus(rates=odd)
+    rows = run(gpus, indices, seconds=60.0)
+    expected = dict.fromkeys(all_ways(indices), USUAL) | {way: odd[way] for way in odd if len({*way}) > 1}
+    assert rates_in(rows) == pytest.approx(expected)
+    compared = {(row["source"], row["target"]): row["is_same"] for row in rows if "is_same" in row}
+    assert compared == {way: True for way in expected if HOST not in way}
+    assert gpus.locked_by == indices[0]  # no other GPU is opened for it
+    timed = {way: gpus.copied.count((*way, BYTES)) for way in expected}
+    assert set(timed.values()) == {1 + gpu_copies.TOGETHER * gpu_copies.TIMINGS}
+
+
+def test_the_median_of_timings_counts(run, monkeypatch):
+    """A program that copies for a moment changes nothing."""
+    gpus = Gpus()
+    sent = gpus.sent
+
+    def disturbed(source, target):
+        arrived = sent(source, target)
+        if gpus.copied.count((0, 1, BYTES)) == 2:
+            gpus.streams[0] += 1.0
+        return arrived
+
+    monkeypatch.setattr(gpus, "sent", disturbed)
+    monkeypatch.setattr(gpu_copies, "ENOUGH_SECONDS", 60.0)
+    assert rates_in(run(gpus, [0, 1], seconds=60.0))[0, 1] == pytest.approx(USUAL)
+
+
+def test_gpus_that_idled_are_warmed_up_first(run):
+    gpus = Gpus()
+    run(gpus, [0, 1])
+    first = next(at for at, (source, target, _) in enumerate(gpus.copied) if source != target)
+    for gpu in (0, 1):
+        spent = sum(size / OWN for source, _, size in gpus.copied[:first] if source == gpu)
+        assert spent == pytest.approx(gpu_copies.WARM_SECONDS, rel=0.01)
+
+
+def test_pairs_are_in_an_order_in_which_every_gpu_comes_soon():
+    for count in range(1, 10):
+        copies = gpu_copies.in_order(list(range(count)))
+        assert len(copies) == len({*copies}) and {*copies} == all_ways(list(range(count)))
+        first = copies[2 * count : 3 * count]
+        assert count == 1 or {gpu for pair in first for gpu in pair} == {*range(count)}
+    assert gpu_copies.in_order([2, 5], with_host=False) == [(2, 5), (5, 2)]
+
+
+def test_the_time_limit_is_kept_and_what_is_left_is_named(run):
+    slow = {way: 1e5 for way in all_ways([0, 1, 2]) if HOST not in way}
+    gpus = Gpus(rates=slow)
+    rows = run(gpus, [0, 1, 2], seconds=2.0)
+    one = BYTES / 1e5
+    measured = rates_in(rows)
+    left = {tuple(pair) for pair in rows[-1]["left"]}
+    assert measured.keys() | left == all_ways([0, 1, 2]) and not measured.keys() & left
+    assert left and any(HOST not in way for way in measured)
+    assert 2.0 <= gpus.now < 2.0 + (1 + gpu_copies.TOGETHER) * one
+    # where a copy takes long, one timing is enough
+    assert gpus.copied.count((0, 1, BYTES)) == 1 + gpu_copies.TOGETHER
+    assert measured[0, 1] == pytest.approx(1e5)
+
+
+def test_a_full_gpu_is_named_and_a_fuller_one_sends_less(run):
+    gpus = Gpus(free={1: MIN_BYTES, 2: 4 * BYTES})
+    rows = run(gpus, [0, 1, 2], seconds=60.0)
+    (full,) = [row for row in rows if "gpu" in row]
+    assert full["gpu"] == 1 and "out of memory" in full["error"]
+    assert rates_in(rows) == pytest.approx(dict.fromkeys(all_ways([0, 2]), USUAL))
+    size = 4 * BYTES // gpu_copies.SHARE
+    assert not [way for *way, copied in gpus.copied if 2 in way and copied > size]
+    assert (0, 2, size) in gpus.copied and (HOST, 2, size) in gpus.copied and (0, HOST, BYTES) in gpus.copied
+
+
+def test_a_gpu_that_cannot_be_opened_is_named_and_others_are_measured(run):
+    rows = run(Gpus(closed=[0]), [0, 1], seconds=60.0)
+    (closed,) = [row for row in rows if "gpu" in row]
+    assert closed["gpu"] == 0 and "busy or unavailable" in closed["error"] and "\n" not in closed["error"]
+    assert rates_in(rows).keys() == {(HOST, 1), (1, HOST)}
+    alone = Gpus(closed=[0])
+    assert [*map(sorted, run(alone, [0]))] == [["doing"], ["error", "gpu"]] and not alone.copied
+
+
+def test_bytes_that_get_lost_are_seen(run):
+    rows = run(Gpus(wrong=[(1, 0)]), [0, 1], seconds=60.0)
+    wrong = [(row["source"], row["target"]) for row in rows if not row.get("is_same", True)]
+    assert wrong == [(1, 0)]
+
+
+def test_what_fails_ends_all_further_copies(run):
+    """An error of CUDA stays in its process."""
+    rows = run(Gpus(failing=[(1, 2)]), [0, 1, 2], seconds=60.0)
+    assert rows[-2:] == [
+        {"doing": "while copying from GPU 1 to GPU 2"},
+        {"error": "CUDA error: uncorrectable NVLink error"},
+    ]
+    assert (0, 1) in rates_in(rows) and (1, 2) not in rates_in(rows)
+
+
+def test_without_page_locked_memory_pairs_are_measured(run):
+    rows = run(Gpus(can_lock=False), [0, 1], seconds=60.0)
+    (unlocked,) = [row["unlocked"] for row in rows if "unlocked" in row]
+    assert "not supported" in unlocked and rates_in(rows).keys() == {(0, 1), (1, 0)}
