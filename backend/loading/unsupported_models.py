@@ -113,16 +113,6 @@ UNSUPPORTED = (
     # relatives of HunyuanVideo
     UnsupportedModel("FramePack", ("clean_x_embedder.proj.weight",), remedy=OTHER_NODES),
     UnsupportedModel(
-        "HunyuanVideo 1.5 super resolution",
-        ("time_r_in.in_layer.weight", "vision_in.proj.0.weight"),
-        sizes={"img_in.proj.weight": (1, 98)},
-    ),
-    UnsupportedModel(
-        "HunyuanVideo 1.5 super resolution",
-        ("time_r_in.mlp.0.weight", "vision_in.proj.0.weight"),
-        sizes={"img_in.proj.weight": (1, 98)},
-    ),
-    UnsupportedModel(
         "the refiner of HunyuanImage 2.1, which is given an image",
         ("txt_in.individual_token_refiner.blocks.0.norm1.weight",),
         absent=("vector_in.in_layer.weight", "vision_in.proj.0.weight"),

@@ -24,6 +24,11 @@ def hunyuan_video_class(config: dict) -> str:
     return {33: "HunyuanVideoI2V", 32: "HunyuanVideoSkyreelsI2V"}.get(config["in_channels"], "HunyuanVideo")
 
 
+def hunyuan_video15_class(config: dict) -> str:
+    """Return the name of ComfyUI's class for a HunyuanVideo 1.5: super resolution has one of its own."""
+    return "HunyuanVideo15_SR_Distilled" if config["in_channels"] == 98 else "HunyuanVideo15"
+
+
 def cogvideox_class(config: dict) -> str:
     """Return the name of ComfyUI's class for a CogVideoX model."""
     if config["in_channels"] == config["out_channels"]:

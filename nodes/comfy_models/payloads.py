@@ -168,6 +168,15 @@ def qwen_image21(arguments: dict) -> dict:
     return tensors
 
 
+def hunyuan_video15(arguments: dict) -> dict:
+    """Return the arguments without super resolution's ``disable_time_r`` of False: the ranks tell every model
+    that reads it where a step ends."""
+    kept = dict(arguments)
+    if kept.get("disable_time_r") is False:
+        del kept["disable_time_r"]
+    return kept
+
+
 def wan_vace(arguments: dict) -> dict:
     """Return the strength of each control video as a tensor, the same for every sample."""
     return arguments | {"vace_strength": torch.tensor([arguments["vace_strength"]], dtype=torch.float32)}

@@ -17,7 +17,14 @@ from ...backend.protocol import Loaded, RefusedError
 from ...backend.runtime.callbacks import nothing
 from . import generic
 from . import payloads as arguments
-from .class_names import cogvideox_class, flux_class, hunyuan_video_class, pixart_class, wan_class
+from .class_names import (
+    cogvideox_class,
+    flux_class,
+    hunyuan_video15_class,
+    hunyuan_video_class,
+    pixart_class,
+    wan_class,
+)
 from .own_models import LATENT_FORMATS, Flux3, QwenImage21, Sana
 
 
@@ -91,7 +98,10 @@ FAMILIES = {
     ),
     "hunyuan-video": ComfyFamily(hunyuan_video_class, needs=("pooled_output",)),
     "hunyuan-video-1.5": ComfyFamily(
-        "HunyuanVideo15", needs=("pooled_output",), shapes=("img_in.proj.weight",)
+        hunyuan_video15_class,
+        needs=("pooled_output",),
+        shapes=("img_in.proj.weight",),
+        translate=arguments.hunyuan_video15,
     ),
     "hunyuan-image-2.1": ComfyFamily("HunyuanImage21"),
     "wan": ComfyFamily(wan_class, accepts=REFERENCES, shapes=("patch_embedding.weight",)),

@@ -66,6 +66,11 @@ NODES = {
         ("hunyuan-video-i2v-v2",),
     ),
     "HunyuanVideo15ImageToVideo": ("nodes_hunyuan", {}, ("hunyuan-video15-i2v",)),
+    "HunyuanVideo15SuperResolution": (
+        "nodes_hunyuan",
+        {"noise_augmentation": 0.7},
+        ("hunyuan-video15-sr",),
+    ),
     "Kandinsky5ImageToVideo": ("nodes_kandinsky5", {}, ("kandinsky5",)),
     "WanTrackToVideo": (
         "nodes_wan",
@@ -103,14 +108,14 @@ ELSEWHERE = {
     "WanAnimate2ToVideo": "of Wan Animate 2, which is refused",
     "WanDancerVideo": "of WanDancer, which is refused",
     "WanInfiniteTalkToVideo": "changes MODEL by a model patch, which is refused",
-    "HunyuanVideo15SuperResolution": "of HunyuanVideo 1.5 super resolution, which is refused",
     "TextEncodeJoyImageEdit": "of JoyImage, which is refused",
     "TextEncodeMageFlowEdit": "of Mage-Flow, which is refused",
     "Hunyuan3Dv2ConditioningMultiView": "of a model of shapes",
     "ReferenceTimbreAudio": "of ACE-Step, a model of music",
 }
-#: (Node, what is absent) that the node itself refuses: a guide of nothing.
+#: (Node, what is absent) that the node itself refuses: a guide of nothing, a picture without its VAE.
 REFUSED = {("MiniMaxH3AddGuide", absent) for absent in ("*", "vae", "audio_vae")}
+REFUSED.add(("HunyuanVideo15SuperResolution", "vae"))
 #: Node -> inputs that are left out where another is: each picture of a face costs a CPU seconds.
 DEAR = {"WanAnimateToVideo": ("face_video",)}
 STEPS = {"seed": 5, "steps": 2, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
@@ -119,6 +124,7 @@ STEPS = {"seed": 5, "steps": 2, "cfg": 3.0, "sampler_name": "euler", "scheduler"
 VAES = {
     "wan22-ti2v": (48, 16, 4),
     "hunyuan-video15-i2v": (32, 16, 4),
+    "hunyuan-video15-sr": (32, 16, 4),
     "ltxv-i2v": (128, 32, 8),
     "minimax-h3-guides": (24, 16, 4),
 }
@@ -127,6 +133,8 @@ LATENTS = {
     "ltxv-i2v": [(1, 128, 3, 4, 6)],
     "minimax-h3-guides": [(1, 24, 7, 4, 6), (1, 32, 2, 36)],
 }
+#: Variant -> shape of the video that it enlarges.
+SMALL_VIDEOS = {"hunyuan-video15-sr": (1, 32, 3, 7, 9)}
 
 
 def value(kind: str, name: str, case: str):
@@ -152,6 +160,7 @@ def value(kind: str, name: str, case: str):
         return cameras.WanCameraEmbedding.execute("Pan Left", *sides).args[0]
     if kind == "LATENT":
         shape = (1, 16, 14, 10) if case.startswith("flux") else (1, 16, 1, 14, 10)
+        shape = SMALL_VIDEOS.get(case, shape)
         return {"samples": pictures.randn(shape, 3)} if case not in LATENTS else empty(case)
     if kind == "CLIP":
         return TestGoldenText().run(str(GOLDEN / "minimax-h3__euler_simple.safetensors"))[0]

@@ -115,7 +115,6 @@ KNOWN_CLASSES = {
     "Mage-Flow": ("MageFlow",),
     "Boogu-Image": ("Boogu",),
     "OmniGen2": ("Omnigen2",),
-    "HunyuanVideo 1.5 super resolution": ("HunyuanVideo15_SR_Distilled",),
     "the refiner of HunyuanImage 2.1, which is given an image": ("HunyuanImage21Refiner",),
     "SCAIL 2, a Wan that follows poses": ("WAN21_SCAIL2",),
     "AuraFlow": ("AuraFlow",),

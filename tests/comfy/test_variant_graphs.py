@@ -22,6 +22,7 @@ from video_conditioning import (
     minimax_guides,
     minimax_references,
     pictured_video,
+    super_resolution,
 )
 from wan_conditioning import (
     WAN_FUN,
@@ -114,6 +115,7 @@ GRAPHS = {
         first_frame("HunyuanVideo15ImageToVideo", 1152, {"channels": 32, "spatial": 16}),
     ),
     "hunyuan-video 1.5, meanflow": ("hunyuan-video15-meanflow", plain(2, 32, 3, 10, 11)),
+    "hunyuan-video 1.5 sr": ("hunyuan-video15-sr", super_resolution),
     "hunyuan-image 2.1, distilled": ("hunyuan-image21-distilled", plain(1, 64, 9, 11)),
     "hunyuan-image 2.1, distilled, without guidance": (
         "hunyuan-image21-distilled",

@@ -92,6 +92,7 @@ GOLDENS = {
     "krea2-style": at_timestep_0,
     "cogvideox-1.0-i2v": pictured,
     "hunyuan-video15-meanflow": plain(1, 32, 3, 10, 11),
+    "hunyuan-video15-sr": walked("HunyuanVideo15SuperResolution"),
     "ltxv-smaller-guides": smaller_guides(),
     "ltx25-smaller-guides": smaller_guides(1, 8, 9, 16),
 }

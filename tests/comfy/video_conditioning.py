@@ -30,6 +30,20 @@ def hunyuan(kind, batch=1):
     return build
 
 
+def super_resolution(g, positive, negative):
+    """HunyuanVideo 1.5's second stage; as everywhere, with what the first one has made."""
+    return g.three(
+        "HunyuanVideo15SuperResolution",
+        positive=positive,
+        negative=negative,
+        vae=g.vae(32, 16, 4),
+        start_image=g.image(144, 112),
+        clip_vision_output=g.features(width=1152),
+        latent=g.latent(1, 32, 3, 7, 9),
+        noise_augmentation=0.7,
+    )
+
+
 def ltx_image(g, positive, negative):
     return g.three(
         "LTXVImgToVideo",

@@ -75,6 +75,7 @@ LEFT_OUT = {
     "comfy/test_fallback_graphs.py": "a real ComfyUI with every family's checkpoint",
     "comfy/test_family_graphs.py": "a real ComfyUI with every family's checkpoint",
     "comfy/test_variant_graphs.py": "a real ComfyUI with every family's checkpoint",
+    "comfy/test_super_resolution.py": "a real ComfyUI with every family's checkpoint",
     "comfy/test_half_precision.py": "ComfyUI's model of every family",
     "comfy/test_lora.py": "a backend for every family",
     "comfy/test_native_products.py": "samples 20 seeds of every format; unit/test_matmul.py has the bits",

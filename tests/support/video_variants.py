@@ -91,6 +91,13 @@ VIDEO_VARIANTS = {
     "hunyuan-video15-meanflow": Variant(
         "hunyuan-video15", STEP_END, "HunyuanVideo15", {"meanflow": True, "meanflow_sum": True}
     ),
+    "hunyuan-video15-sr": Variant(
+        "hunyuan-video15",
+        STEP_END | {"img_in.proj.weight": (512, 98, 1, 1, 1)},
+        "HunyuanVideo15_SR_Distilled",
+        {"in_channels": 98, "meanflow": True},
+        arguments={"c_concat": randn(1, 66, 3, 10, 10), "clip_fea": randn(1, 25, 1152)},
+    ),
     "hunyuan-image21-distilled": Variant(
         "hunyuan-image21",
         STEP_END | {key.replace("time_r_in", "guidance_in"): shape for key, shape in STEP_END.items()},

@@ -30,13 +30,15 @@ from backend.sampling.step_loop import Callbacks
 
 #: Variants of which tests/golden/variants has ComfyUI's latent (tests/comfy/variant_goldens.py).
 OF_COMFYUI = (
-    *("cogvideox-1.0-i2v", "flux2-edit-zero", "hunyuan-video15-meanflow", "krea2-style"),
-    *("ltx25-smaller-guides", "ltxv-smaller-guides"),
+    *("cogvideox-1.0-i2v", "flux2-edit-zero", "hunyuan-video15-meanflow", "hunyuan-video15-sr"),
+    *("krea2-style", "ltx25-smaller-guides", "ltxv-smaller-guides"),
     *("qwen-image-layered", "wan21-fun-camera", "wan21-fun-control", "wan22-animate"),
 )
 
 
-@pytest.mark.parametrize("name", ["hunyuan-video15-meanflow", "hunyuan-image21-distilled"])
+@pytest.mark.parametrize(
+    "name", ["hunyuan-video15-meanflow", "hunyuan-video15-sr", "hunyuan-image21-distilled"]
+)
 def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
     """By the request, at its own noise levels; at others, as solvers ask for within a step, by nothing."""
     checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
