@@ -52,6 +52,10 @@ REFUSED_OPTIONS = {
     "minimax_h3_sigma_shift_video": "other noise schedules (ModelSampling MiniMax H3)",
     "minimax_h3_sigma_shift_audio": "other noise schedules (ModelSampling MiniMax H3)",
 }
+#: Entry -> what to do instead, where these nodes have it too.
+REMEDIES = {
+    "optimized_attention_override": "remove the node that sets it, and set attention in Parallel Config"
+}
 #: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
 HARMLESS_OPTIONS = set(
     "cond_or_uncond uuids sigmas sample_sigmas wrappers callbacks prefetch_dynamic_vbars easycache lazycache "
@@ -295,10 +299,10 @@ class RemoteTransformer(ElsewhereModule):
             inner = _named_entries(value) if name in REFUSED_OPTIONS else []
             if name in REFUSED_OPTIONS and (inner or not isinstance(value, (dict, type(None)))):
                 where = f"{name!r}: {', '.join(inner)}" if inner else repr(name)
+                remedy = REMEDIES.get(name, "remove the node that sets them or use ComfyUI's own loader")
                 raise RefusedError(
                     f"the MODEL has {REFUSED_OPTIONS[name]} ({where}), which cannot reach the transformer "
-                    f"on the ranks of Parallel Model; remove the node that sets them or use ComfyUI's own "
-                    f"loader."
+                    f"on the ranks of Parallel Model; {remedy}."
                 )
             if name == "qwen_image21_cache" and value and value.get("dtype", "default") != "default":
                 raise RefusedError(

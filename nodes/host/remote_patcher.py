@@ -104,6 +104,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
     state_dict_for_saving = _refusing("a node that saves the model")
     deepclone_multigpu = _refusing("MultiGPU work units")
     set_model_compute_dtype = _refusing("another compute type (set weight_dtype in Load Parallel DiT)")
+    set_model_optimized_attention = _refusing("another attention function (set attention in Parallel Config)")
 
     def add_object_patch(self, name, obj):
         if name.endswith(".default_ref_method"):

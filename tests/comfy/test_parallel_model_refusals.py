@@ -33,6 +33,7 @@ REFUSED = {
     "save": (lambda m: m.state_dict_for_saving(), "saves the model"),
     "compile": (lambda m: set_torch_compile_wrapper(m.clone(), "inductor"), "torch.compile"),
     "compute type": (lambda m: m.clone().set_model_compute_dtype(torch.float16), "weight_dtype"),
+    "attention": (lambda m: m.clone().set_model_optimized_attention(print), "attention in Parallel Config"),
     "part": (lambda m: m.clone().add_object_patch("diffusion_model.img_in", None), "diffusion_model.img_in"),
     "cached references": (kv_cached, r"Flux KV Cache .* \(index_timestep_zero\)"),
 }
@@ -80,7 +81,7 @@ STEPS_REFUSED = {
     "attention": (
         lambda m: with_patch(m, "optimized_attention_override", print),
         None,
-        "another attention function",
+        "another attention function .* set attention in Parallel Config",
     ),
     "a tensor": (
         lambda m: with_patch(m, "model_patch_data", {"picture": torch.ones(2, 2), "nothing": []}),
