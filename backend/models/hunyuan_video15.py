@@ -143,6 +143,8 @@ def config_from_shapes(shapes):
     )
 
 
+#: Embeddings that Capybara's own class has besides.
+OF_CAPYBARA = ("cond_special_token_embedding", "siglip_type_embedding", "task_bias")
 LAYOUT = Layout(
     signature=(
         "img_in.proj.weight",
@@ -153,6 +155,7 @@ LAYOUT = Layout(
         "cond_type_embedding.weight",
     ),
     absent=("vector_in.in_layer.weight",),  # HunyuanVideo
+    unread={f"{name}.weight": "of Capybara, which ComfyUI runs without" for name in OF_CAPYBARA},
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     spellings=SPELLINGS,

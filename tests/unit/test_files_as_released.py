@@ -36,6 +36,7 @@ def test_a_norm_that_nothing_uses(tmp_path, family):
 BESIDES = {
     "krea2": "last.down.weight",  # a picture, in an fp8 and a GGUF repack
     "minimax-h3-curves": "adaln_basis",  # of turbo merges
+    "hunyuan-video15": "task_bias.weight",  # of Capybara
     "wan21-t2v": "model_type.Wan2_1-FLF2V-14B-720P",  # of WanVideoWrapper's files
 }
 
