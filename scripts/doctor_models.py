@@ -15,8 +15,12 @@ from doctor_sizes import Size
 from doctor_time import Clock
 from torch import Tensor
 
+from backend.config import ParallelConfig
+from backend.errors import UnsupportedError
 from backend.hardware.device_memory import host_free
+from backend.loading.recognition import open_checkpoint
 from backend.protocol import Sample
+from backend.sampling.validation import check_blocks_and_heads
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
@@ -28,10 +32,23 @@ FLUX_WORDS = "10 of Flux.1's 57 blocks, 1024 x 1024"
 Made = TypeVar("Made")
 
 
+def timed_blocks(ranks: int) -> int:
+    """Return the blocks of released models that so many ranks are timed with: what an even number of stages
+    needs, or three stages."""
+    return 3 if ranks % 2 and ranks % 3 == 0 else BLOCKS
+
+
+def blocks_and_heads(path: Path) -> tuple[int, int]:
+    """Count the blocks and the attention heads of the model at ``path``, which is not kept open."""
+    checkpoint = open_checkpoint(str(path))
+    return checkpoint.block_count, checkpoint.family.blocks.heads(checkpoint.config)
+
+
 class Models(Clock, ABC):
     """Models in a folder, for a kind of device ("cuda" or "cpu")."""
 
     device: str
+    ranks: int
     folder: Path
     size: Size
     _kept: dict[tuple, Any]
@@ -92,14 +109,25 @@ class Models(Clock, ABC):
             return path, partial(self.request, path), FLUX_WORDS
         import released_sizes
 
+        blocks = timed_blocks(self.ranks)
+
         def write():
-            size = model_bytes(*released_sizes.arguments_of(family, BLOCKS), 2)
-            self.need_room(size, f"{BLOCKS} blocks of {family}")
-            return released_sizes.save(family, self.folder / f"released-{family}", BLOCKS)
+            size = model_bytes(*released_sizes.arguments_of(family, blocks), 2)
+            self.need_room(size, f"{blocks} blocks of {family}")
+            return released_sizes.save(family, self.folder / f"released-{family}", blocks)
 
         path = self.kept(("released", family), write)
         sample = released_sizes.random_request(family)
-        return path, partial(in_steps, sample), f"{BLOCKS} blocks, {released_sizes.in_words(family)}"
+        return path, partial(in_steps, sample), f"{blocks} blocks, {released_sizes.in_words(family)}"
+
+    def refusal(self, path: Path, config: ParallelConfig) -> str:
+        """Return why ranks would refuse the model at ``path`` for its heads or blocks, "" where they fit."""
+        blocks, heads = self.kept(("blocks and heads", path), partial(blocks_and_heads, path))
+        try:
+            check_blocks_and_heads(path.stem, blocks, heads, config)
+        except UnsupportedError as error:
+            return str(error)
+        return ""
 
     def released_quantized(self, family: str, kind: str) -> Path:
         """Write what ``released`` has, with blocks quantized as ``kind``."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 
 import doctor_lab
 import doctor_models
 import torch
+from doctor_degrees import fitting, in_short, is_lacking, methods, named
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, possible
 from doctor_hangs import HungError
@@ -27,7 +27,7 @@ from doctor_requests import in_batch
 from doctor_steps import shapes, waits
 from doctor_time import in_order, minutes_of, while_time
 
-from backend.config import AXES, ParallelConfig
+from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.protocol import BackendError, RefusedError
 from backend.shares import written
@@ -39,33 +39,6 @@ FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
 COMFYUI = 2e-3
 
 Found = Iterator[Finding]
-
-
-def methods(ranks: int) -> dict[str, ParallelConfig]:
-    """Return every method that ``ranks`` ranks allow, and every pair of methods where they make a grid."""
-    if ranks == 1:
-        return {"one rank": ParallelConfig()}
-    configs = {"dp": ParallelConfig(data_parallel_degree=ranks)}
-    configs["ulysses"] = ParallelConfig(ulysses_degree=ranks)
-    configs["ulysses, wire fp8"] = replace(configs["ulysses"], wire="fp8")  # of the same ranks, so next to it
-    configs["ring"] = ParallelConfig(ring_degree=ranks)
-    configs["ring, wire fp8"] = replace(configs["ring"], wire="fp8")
-    configs["tensor parallel"] = ParallelConfig(tensor_parallel_degree=ranks)
-    configs["FSDP"] = ParallelConfig(ulysses_degree=ranks, shard_weights=True)
-    configs["ring, FSDP"] = ParallelConfig(ring_degree=ranks, shard_weights=True)
-    configs["pipefusion M=1"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1)
-    configs[f"pipefusion M={ranks}"] = ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=ranks)
-    if ranks == 2:
-        configs["cfg"] = ParallelConfig(cfg_degree=2)
-    if ranks >= 4 and ranks % 2 == 0:
-        for first, second in combinations(("cfg", "pp", "ring", "ulysses", "tp"), 2):
-            patches = ParallelConfig(num_pipeline_patch=1 if "pp" in (first, second) else 0)
-            pair = {AXES[first]: 2, AXES[second]: ranks // 2}
-            name = f"{first} 2 x {second} {ranks // 2}"
-            configs[name] = replace(patches, **pair)
-            if stages := pair.get(AXES["pp"]):
-                configs[f"{name} M={stages}"] = replace(configs[name], num_pipeline_patch=stages)
-    return configs
 
 
 def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
@@ -106,7 +79,9 @@ def all_methods(lab: Lab) -> Found:
     for name in while_time(lab, configs := methods(lab.ranks)):
         config = configs[name]
         is_stale_pair = " x " in name and config.has_stale_kv  # of which one family has to do
-        for family in FAMILIES[:1] if is_stale_pair else FAMILIES:
+        families = FAMILIES[:1] if is_stale_pair else FAMILIES
+        # those of a hybrid last, since the ranks change for them
+        for family in sorted(families, key=partial(is_lacking, lab, config)):
             halves = lab.ranks == 2 or family == FAMILIES[0]  # of many methods one family's bf16 has to do
             compared = partial(_method, name=name, config=config, family=family, halves=halves)
             yield from possible("methods", f"{name}, {family}", compared, lab)
@@ -114,6 +89,13 @@ def all_methods(lab: Lab) -> Found:
 
 def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bool = True) -> Found:
     path, sample, _ = lab.tiny(family)
+    own, why = fitting(lab, path, config)
+    own = own or config  # which the ranks refuse
+    if own != config and not own.has_stale_kv and own in methods(lab.ranks).values():
+        text = f"{name}, {family}: not possible ({why}); {in_short(own)} stands for it"
+        yield Finding("methods", OK, text)
+        return
+    name, config = named(name, config, own), own
     batch = in_batch(sample, max(2, lab.ranks))
     single, half = reference(lab, family, "fp32"), reference(lab, family, "bf16")
     exact = relative(lab.run(config, path, batch, "fp32").samples, single)
@@ -125,6 +107,7 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bo
     most = approximate or EXACT[lab.device]
     text = f"{name}, {family}: float32 {exact:.1e} from one rank ({left_out or f'limit {most:g}'})"
     text += f", bf16 {drift:.1e} from float32 (one rank in bf16: {usual:.1e})" if halves else ""
+    text += f"; not as asked, since {why.partition(';')[0]}" if why else ""
     status = OK
     half_limit = BF16_RATIO * usual + approximate
     if drift > half_limit:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+from doctor_degrees import methods, shape_methods
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible
 from doctor_kernels import cut_short
 from doctor_lab import Lab, Run, relative
@@ -35,23 +36,13 @@ def shapes(lab: Lab) -> Found:
         lab.drop("released", family)
 
 
-def shape_methods(ranks: int) -> dict[str, ParallelConfig]:
-    """Return one rank, which comes first, and what auto divides an image or a video by."""
-    if ranks == 1:
-        return {"one rank": ParallelConfig()}
-    return {
-        "one rank": ParallelConfig(),
-        "ulysses": ParallelConfig(ulysses_degree=ranks),
-        f"pipefusion M={ranks}": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=ranks),
-    }
-
-
 def _of_family(lab: Lab, family: str) -> Found:
     path, request, what = lab.released(family)
     files = {} if family == TIMED_BEFORE else {BF16: path}
     for kind in KINDS:
         yield from possible("shapes", f"{family}, {kind}", partial(_made, family, kind, files), lab)
-    configs, one = shape_methods(lab.ranks), {}
+    configs = shape_methods(lab, path)
+    one: dict[str, tuple[float, Run]] = {}
     for name in while_time(lab, configs):
         for kind, file in files.items():  # of the same ranks
             lab.check()
@@ -101,9 +92,7 @@ def _shape(
 
 def waits(lab: Lab) -> Found:
     """Waits of the host for a GPU in steady state, of every method (benchmarks/waits.py)."""
-    import doctor_runs  # which imports this
-
-    hung = [name for name, config in doctor_runs.methods(lab.ranks).items() if lab.hung.has(config)]
+    hung = [name for name, config in methods(lab.ranks).items() if lab.hung.has(config)]
     runs, ended = lab.waits(hung)
     yield _waits(lab, runs)
     if hung:

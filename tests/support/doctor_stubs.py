@@ -1,11 +1,13 @@
 """Machines and ranks that are not here, for the tests of scripts/doctor.py."""
 
+from functools import cache
 from pathlib import Path
 
 import doctor
 import doctor_checks
 import doctor_lab
 import doctor_runs
+import doctor_steps
 import torch
 from doctor_copies import Copies, Copy
 from doctor_facts import Facts, Gpu, Torch
@@ -14,10 +16,16 @@ from doctor_hangs import Hung
 from doctor_processes import Ended
 from doctor_time import Clock
 from doctor_wheels import Wheel
+from tiny import facts
 
+from backend.errors import UnsupportedError
+from backend.loading.recognition import recognise
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, RefusedError, Sample
+from backend.sampling.validation import check_blocks_and_heads
 
+#: Golden families whose tiny models labs run.
+FAMILIES = {*doctor_runs.FAMILIES, *doctor_steps.SHAPES}
 TORCH = Torch("2.9.0", "12.8", "", ("sm_80", "sm_90", "compute_90"), "2.27.3", True)
 GPU = Gpu(0, "H100", 80 << 30, 79 << 30, (9, 0))
 #: A program that ran to its end.
@@ -58,8 +66,27 @@ def said(facts: Facts, check: str) -> list[tuple[str, str]]:
     return [(each.status, each.text) for each in doctor_checks.quick(facts) if each.check == check]
 
 
+@cache
+def tiny_blocks_and_heads(family: str) -> tuple[int, int]:
+    """Count the blocks and heads of a golden family's tiny model."""
+    from released_sizes import DryFiles  # of benchmarks, which doctor_lab has put on the path
+
+    tensors = {key: ("F32", shape) for key, shape in facts(family)["shapes"].items()}
+    checkpoint = recognise(family, DryFiles(family, tensors, {}, {}))
+    return checkpoint.block_count, checkpoint.family.blocks.heads(checkpoint.config)
+
+
+def flux_blocks_and_heads(size):
+    """Count those of the mid-size Flux."""
+    import common
+
+    sizes = common.FLUX | size.flux
+    return sizes["num_layers"] + sizes["num_single_layers"], sizes["num_attention_heads"]
+
+
 class StubLab(Clock):
-    """Ranks that answer at once: those of tensor parallelism wrongly, those of a ring not at all."""
+    """Ranks that answer at once: those of tensor parallelism wrongly, those of a ring not at all. They refuse
+    degrees that their models have too few blocks or heads for."""
 
     device = "cpu"
     ranks = 2
@@ -93,6 +120,23 @@ class StubLab(Clock):
     def quantized(self, kind):
         return Path(kind)
 
+    def blocks_and_heads(self, path):
+        """Count those of what the methods of this lab return."""
+        import memory
+
+        if path.name == "flux":
+            return flux_blocks_and_heads(self.size)
+        if path.name in FAMILIES:
+            return tiny_blocks_and_heads(path.name)
+        return memory.DOUBLE + memory.SINGLE, self.size.width // memory.HEAD
+
+    def refusal(self, path, config):
+        try:
+            check_blocks_and_heads(path.name, *self.blocks_and_heads(path), config)
+        except UnsupportedError as error:
+            return str(error)
+        return ""
+
     def drop(self, *key):
         self.dropped.append(key)
 
@@ -119,6 +163,8 @@ class StubLab(Clock):
         return self.tiny("flux")[1]
 
     def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
+        if why := self.refusal(path, config):
+            raise RefusedError(why)
         if config.ring_degree > 1:
             raise BackendError("rank 1 ended")
         if matmul == "native":

@@ -1,0 +1,135 @@
+"""What scripts/doctor.py --full runs on any number of ranks: ranks refuse here as real ones do."""
+
+from functools import cache
+from pathlib import Path
+
+import doctor_degrees
+import doctor_lab
+import doctor_models
+import doctor_runs
+import doctor_steps
+import pytest
+import released_sizes
+import tiny
+import torch
+from doctor_findings import OK
+from doctor_sizes import SIZES
+from doctor_stubs import FAMILIES, StubLab, flux_blocks_and_heads, tiny_blocks_and_heads
+
+from backend.config import ParallelConfig
+from backend.protocol import RefusedError
+
+RANKS = (2, 3, 4, 6, 8)
+#: Stages and Ulysses ranks by which two or three blocks of a released model are divided.
+STAGES = {2: (2, 1), 3: (3, 1), 4: (2, 2), 5: (2, 2), 6: (2, 3), 7: (2, 3), 8: (2, 4), 9: (3, 3)}
+
+
+class Refusing(StubLab):
+    """Ranks that refuse what real ones refuse, and are right otherwise. ran: configurations and models."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks = ranks
+        self.ran = []
+
+    def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
+        if why := self.refusal(path, config):
+            raise RefusedError(why)
+        self.ran.append((config.validate(), path.name))
+        return doctor_lab.Run(torch.ones(4), 1.0)
+
+
+class Released(Refusing):
+    """GPUs, on which released models have few blocks."""
+
+    def blocks_and_heads(self, path):
+        if path.name in doctor_steps.SHAPES[1:]:
+            return doctor_models.timed_blocks(self.ranks), released_heads(path.name)
+        return flux_blocks_and_heads(SIZES["cuda"])
+
+
+@cache
+def released_heads(family):
+    checkpoint = released_sizes.checkpoint_of(family)
+    return checkpoint.family.blocks.heads(checkpoint.config)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_blocks_and_heads_are_those_that_ranks_count(tmp_path, family):
+    """In the file, by which the doctor tells what ranks refuse."""
+    path = tiny.write_checkpoint(tmp_path / f"{family}.safetensors", family)
+    assert doctor_models.blocks_and_heads(path) == tiny_blocks_and_heads(family)
+    lab = doctor_lab.Lab("cpu", 2, 1.0)
+    blocks, heads = tiny_blocks_and_heads(family)
+    assert lab.refusal(path, ParallelConfig(pipefusion_degree=blocks, num_pipeline_patch=1)) == ""
+    too_many = ParallelConfig(ulysses_degree=heads + 1)
+    assert f"{family} has {heads} attention heads" in lab.refusal(path, too_many)
+    lab.close()
+
+
+@pytest.mark.parametrize("family", doctor_runs.FAMILIES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_family_has_every_method_on_all_ranks(ranks, family):
+    """As it is, or as a hybrid that still has each method of it."""
+    lab = Refusing(ranks)
+    for name, config in doctor_runs.methods(ranks).items():
+        own, why = doctor_degrees.fitting(lab, Path(family), config)
+        assert own, f"{name}: {why}"
+        assert own.validate().world_size == ranks and not lab.refusal(Path(family), own)
+        kept = {axis for axis, size in config.degrees.items() if size > 1}
+        assert kept <= {axis for axis, size in own.degrees.items() if size > 1}, name
+        assert (own.wire, own.shard_weights) == (config.wire, config.shard_weights)
+        assert own.has_stale_kv == config.has_stale_kv and (own == config) == (why == "")
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_methods_leave_no_family_out(ranks):
+    """What is not possible says what stands for it, which was run."""
+    lab = Refusing(ranks)
+    found = list(doctor_runs.all_methods(lab))
+    assert {each.status for each in found} == {OK}
+    for each in found:
+        if "fp32" in each.values:
+            continue
+        _, refused, rest = each.text.partition("not possible")
+        assert refused and "stands for it" in rest, each.text
+        family = each.text.partition(":")[0].rpartition(", ")[2]
+        stands = rest.rpartition("; ")[2].removesuffix(" stands for it")
+        assert stands in {doctor_degrees.in_short(config) for config, model in lab.ran if model == family}
+    assert {config.world_size for config, _ in lab.ran} == {1, ranks}
+
+
+def test_what_no_hybrid_divides_is_said_by_name():
+    """Seven is a prime number, and more than the heads of one family and the blocks of three."""
+    found = list(doctor_runs.all_methods(Refusing(7)))
+    left_out = {
+        tuple(each.text.partition(": ")[0].split(", ")) for each in found if "not possible" in each.text
+    }
+    few_blocks = {
+        (name, f) for name in ("pipefusion M=1", "pipefusion M=7") for f in doctor_runs.FAMILIES[1:]
+    }
+    few_heads = {(*name, "wan21-t2v") for name in (("ulysses",), ("ulysses", "wire fp8"), ("FSDP",))}
+    assert left_out == few_blocks | few_heads
+    by_rows = [each.text for each in found if "tensor parallel as tp 7 by rows" in each.text]
+    assert len(by_rows) == len(doctor_runs.FAMILIES) and "does not divide" in by_rows[0]
+
+
+@pytest.mark.parametrize("ranks", STAGES)
+def test_pipefusion_is_timed_at_released_shapes(ranks):
+    """Of few blocks by few stages, on all ranks but one of five and of seven."""
+    lab = Released(ranks)
+    found = list(doctor_steps.shapes(lab))
+    assert {each.status for each in found} == {OK} and "not possible" not in str(found)
+    timed = {each.values["method"] for each in found}
+    for family in doctor_steps.SHAPES[1:]:
+        configs = {config for config, model in lab.ran if model == family}
+        (pipefusion,) = [config for config in configs if config.has_stale_kv]
+        stages, ulysses = STAGES[ranks]
+        assert (pipefusion.pipefusion_degree, pipefusion.ulysses_degree) == (stages, ulysses)
+        assert pipefusion.world_size == (ranks - 1 if ranks in (5, 7) else ranks)
+        assert pipefusion.patches == stages
+        name = f"pp {stages} x ulysses {ulysses}" if ulysses > 1 else "pipefusion"
+        name += f" M={stages}"
+        name += f" ({ranks - 1} of {ranks} ranks)" if ranks in (5, 7) else ""
+        assert f"{family}, {name}" in timed
+    assert f"flux-dev, {doctor_steps.KINDS[0]}, pipefusion M={ranks}" in timed
