@@ -30,6 +30,7 @@ import torch
 from diffusers.models._modeling_parallel import ContextParallelConfig
 
 from backend.config import ParallelConfig
+from backend.runtime.parent_pipe import be_killed_with_parent, end_with_parent
 from backend.sampling.step_loop import Callbacks
 
 #: Our time over diffusers': what the engine may cost, what Ulysses should save, and what a ring may take.
@@ -117,6 +118,7 @@ def show(results: Contest, options: argparse.Namespace):
         f"Our time over {base}'s, {title}",
         "less is better",
         [report.Bar(name, **ratio, goal=goal if name == ours else None) for name, ratio in ratios.items()],
+        goal=goal,
         ratio=ratios[ours],
         by_cpu=by_cpu[ours],
         difference=results.difference,
@@ -132,7 +134,11 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--compile", action="store_true", help="compare both with compiled blocks too")
     parser.add_argument("--ring", action="store_true", help="compare rings, not Ulysses")
+    parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
     options = common.parse(parser)
+    if options.ends_with_stdin:
+        end_with_parent()
+        be_killed_with_parent()
     if options.ring and options.ranks == 1:
         parser.error("--ring wants at least 2 ranks")
     if options.ranks == 1:

@@ -40,6 +40,8 @@ COMPILE_SECONDS = 300.0
 PROBE_SECONDS = 90.0
 #: The same of all head sizes of one kernel.
 KERNEL_SECONDS = 120.0
+#: Of benchmarks/peers.py, of a request of each side.
+OVERHEAD_ROUNDS = 5
 #: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
 #: no float32 limit bears. cuDNN does that by default, and containers ask for it. Ranks inherit them.
 PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
@@ -200,6 +202,18 @@ class Lab(Models):
         ended = self._benchmark("waits.py", 2 * RUN_SECONDS, *options)
         files = [Path(f"{prefix}.{rank}") for rank in range(self.ranks)]
         return [run for file in files if file.exists() for run in json.loads(file.read_text())], ended
+
+    def overhead(self, model: Path, has_compiled: bool) -> tuple[dict, Ended]:
+        """Run benchmarks/peers.py with a Flux on one rank; return its numbers, {} without, and how it ended.
+        ``has_compiled``: with compiled blocks, too."""
+        out = self.folder / "overhead"
+        options: list = ["--ranks", 1, "--model", model, "--out", out]
+        options += ["--side", self.size.side, "--text", self.size.text]
+        options += ["--rounds", OVERHEAD_ROUNDS, "--patience", 0]
+        options += ["--compile"] if has_compiled else []
+        ended = self._benchmark("peers.py", COMPILE_SECONDS if has_compiled else RUN_SECONDS, *options)
+        file = out / f"peers-1{'-compiled' if has_compiled else ''}.json"
+        return json.loads(file.read_text()) if file.exists() else {}, ended
 
     def kernel_rows(self, kernel: str) -> tuple[list[dict], Ended]:
         """Run benchmarks/kernels.py of one kernel, which may end its process; return its rows, and how it

@@ -21,6 +21,7 @@ from doctor_limits import BF16_RATIO, EXACT, USUAL, approximation, compared
 from doctor_links import links
 from doctor_memory import memory
 from doctor_next import ABOVE_USUAL
+from doctor_overhead import overhead, overhead_compiled
 from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_requests import in_batch
@@ -241,15 +242,20 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "speed": speed,
     "life": life,
     "waits": waits,
+    "overhead": overhead,
     "quantized": quantized,
     "dequantized once": dequantized_once,
     "memory": memory,
     "shapes": shapes,
     "compiled": compiled,
     "kernels": kernels,
+    "overhead compiled": overhead_compiled,
 }
 #: Those that run the mid-size Flux, whose file goes after the last of them.
-OF_FLUX = ("speed of one rank", "speed", "life", "shapes", "memory", "compiled", "kernels")
+OF_FLUX = (
+    *("speed of one rank", "speed", "life", "overhead", "shapes", "memory", "compiled", "kernels"),
+    "overhead compiled",
+)
 #: Those of all ranks: they would hang where links failed.
 OF_SEVERAL = ("methods", "life", "waits", "speed", "memory", "shapes", "compiled")
 #: Those that do nothing on one rank.

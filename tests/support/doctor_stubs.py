@@ -155,6 +155,12 @@ class StubLab(Clock):
     def waits(self, skipped):
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
+    def overhead(self, model, has_compiled):
+        names = ("diffusers, compiled", "ours, compiled") if has_compiled else ("diffusers", "ours")
+        spread = {"median": 1.01, "low": 1.0, "high": 1.03}
+        numbers = {"rounds": dict(zip(names, ([1.0, 2.0, 3.0], [2.02, 4.0, 1.0]))), "ratio": spread}
+        return numbers | {"by_cpu": spread, "difference": 0.0, "goal": 1.02, "options": {"steps": 4}}, ENDED
+
     def kernel_rows(self, kernel):
         case = {"kernel": kernel, "head_size": 256, "masked": True}
         return [{**case, "seconds": 1.0, "distance": 0.0, "own": True}], ENDED

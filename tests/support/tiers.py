@@ -38,6 +38,7 @@ LEFT_OUT = {
     "unit/test_device_memory.py::test_the_heap_of_a_cpu_rank_shrinks_when_a_model_leaves": "starts a process",
     "unit/test_preflight.py::test_a_process_that_could_not_be_started_is_started_again": "starts a process",
     "unit/test_doctor_processes.py": "starts processes that import everything",
+    "unit/test_doctor_overhead.py::test_a_lab_measures_it": "starts a program and measures",
     "unit/test_lean_imports.py::test_broken_packages_and_an_older_torch_do_not_hinder_ranks": "imports all",
     "socket/test_doors.py::test_ranks_of_several_machines_need_the_gpus_of_their_own": "starts ranks",
     "unit/test_preflight.py::test_a_process_answers_several_questions": "starts a process",

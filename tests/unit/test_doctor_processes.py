@@ -76,7 +76,7 @@ def test_a_program_ends_with_a_doctor_that_is_killed(tmp_path):
     program.wait(60)
 
 
-@pytest.mark.parametrize("name", ["waits.py", "kernels.py"])
+@pytest.mark.parametrize("name", ["waits.py", "kernels.py", "peers.py"])
 def test_benchmarks_of_the_doctor_end_with_their_standard_input(name):
     command = [sys.executable, str(doctor_lab.BENCHMARKS / name), "--ends-with-stdin"]
     ended = subprocess.run(command, input=b"", capture_output=True)

@@ -1,0 +1,60 @@
+"""The checks "overhead" and "overhead compiled" of scripts/doctor.py --full: what the engine takes on one
+rank over diffusers' transformer in a plain loop (benchmarks/peers.py)."""
+
+import statistics
+from collections.abc import Iterator
+
+from doctor_findings import OK, PROBLEM, WARNING, Finding
+from doctor_kernels import COMPILED, cut_short
+from doctor_lab import Lab
+from doctor_next import NOTHING
+
+#: What torch raises where a device is full.
+FULL = "OutOfMemoryError"
+
+Found = Iterator[Finding]
+
+
+def overhead(lab: Lab) -> Found:
+    """Seconds of the mid-size Flux on one rank over those of a plain loop, in rounds."""
+    yield from _compared(lab, "overhead", has_compiled=False)
+
+
+def overhead_compiled(lab: Lab) -> Found:
+    """The same with compiled blocks on both sides."""
+    yield from _compared(lab, "overhead compiled", has_compiled=True)
+
+
+def _compared(lab: Lab, check: str, has_compiled: bool) -> Found:
+    numbers, ended = lab.overhead(lab.flux(), has_compiled)
+    if numbers:
+        yield _judged(lab, check, numbers, has_compiled)
+        return
+    if FULL in ended.errors:
+        text = "not run: this GPU has no room for two of the mid-size Flux; close what else uses it"
+        yield Finding(check, WARNING, text, {"stderr": ended.errors})
+        return
+    for finding in cut_short(lab, check, "benchmarks/peers.py", ended):
+        if not has_compiled:
+            yield finding
+            continue
+        text = f"{finding.text}; {NOTHING} where the check compiled is ok"
+        yield Finding(check, WARNING, text, finding.values)
+
+
+def _judged(lab: Lab, check: str, numbers: dict, has_compiled: bool) -> Finding:
+    """Say what peers.py has measured. numbers: as it writes them."""
+    blocks = "compiled blocks" if has_compiled else "eager blocks"
+    plain, ours, *_ = numbers["rounds"]
+    goal = numbers["goal"]
+    ratio, difference = numbers["ratio"], numbers["difference"]
+    seconds = statistics.median(numbers["rounds"][ours]) / numbers["options"]["steps"]
+    text = f"one rank, {blocks}: {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) times the "
+    text += f"seconds of diffusers' transformer in a plain loop (goal {goal:g}), {seconds:.4f} s a step"
+    text += f"; latents {difference:.1e} apart (limit {COMPILED[lab.device]:g})"
+    values = {"method": f"one rank, {blocks}", "seconds": seconds, "goal": goal, "over": plain}
+    values |= {key: numbers[key] for key in ("ratio", "by_cpu", "difference", "rounds")}
+    status = OK if ratio["median"] <= goal else WARNING
+    if not difference <= COMPILED[lab.device]:  # NaN is not
+        status = PROBLEM
+    return Finding(check, status, text, values)

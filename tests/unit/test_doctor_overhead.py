@@ -1,0 +1,68 @@
+"""What scripts/doctor.py --full says of the engine's overhead on one rank."""
+
+import math
+
+import doctor_lab
+import doctor_overhead
+import pytest
+from benchmarked import save_model
+from doctor_findings import OK, PROBLEM, WARNING
+from doctor_processes import Ended
+from doctor_stubs import ENDED, StubLab
+
+
+class Lab(StubLab):
+    """One rank whose rounds gave these numbers."""
+
+    def __init__(self, ended=ENDED, **numbers):
+        super().__init__()
+        self.ended, self.changes = ended, numbers
+
+    def overhead(self, model, has_compiled):
+        if self.ended.code != 0:
+            return {}, self.ended
+        return super().overhead(model, has_compiled)[0] | self.changes, self.ended
+
+
+def spread(median):
+    return {"median": median, "low": median - 0.01, "high": median + 0.01}
+
+
+@pytest.mark.parametrize(
+    "numbers, status",
+    [
+        ({}, OK),
+        ({"ratio": spread(1.021)}, WARNING),
+        ({"difference": 1e-3}, PROBLEM),
+        ({"difference": math.nan}, PROBLEM),
+    ],
+)
+@pytest.mark.parametrize("check", [doctor_overhead.overhead, doctor_overhead.overhead_compiled])
+def test_the_engine_is_judged_by_its_goal_and_its_latent(check, numbers, status):
+    (found,) = check(Lab(**numbers))
+    assert found.status == status and "(goal 1.02)" in found.text
+    assert found.values["seconds"] == pytest.approx(2.02 / 4)  # the median of ours, in four steps
+    assert f"{found.values['ratio']['median']:.3f} (" in found.text
+
+
+def test_what_fails_eagerly_is_a_problem_and_what_does_not_compile_none():
+    failed = Ended(1, 9.0, "Traceback\nRuntimeError: no C++ compiler\n")
+    (eager,) = doctor_overhead.overhead(Lab(failed))
+    (compiled,) = doctor_overhead.overhead_compiled(Lab(failed))
+    assert (eager.status, compiled.status) == (PROBLEM, WARNING)
+    assert all("no C++ compiler" in each.text for each in (eager, compiled))
+    full = Ended(1, 9.0, "torch.OutOfMemoryError: CUDA out of memory.\n")
+    for check in (doctor_overhead.overhead, doctor_overhead.overhead_compiled):
+        (found,) = check(Lab(full))
+        assert found.status == WARNING and "no room for two" in found.text
+
+
+def test_a_lab_measures_it(monkeypatch, tmp_path):
+    """By benchmarks/peers.py, on one rank of this machine."""
+    monkeypatch.setattr(doctor_lab, "OVERHEAD_ROUNDS", 1)
+    lab = doctor_lab.Lab("cpu", 1, 10.0)
+    monkeypatch.setattr(lab, "flux", lambda: save_model(tmp_path / "model"))
+    (found,) = doctor_overhead.overhead(lab)
+    lab.close()
+    assert found.status in (OK, WARNING) and found.values["difference"] < 1e-5, found
+    assert found.values["over"] == "diffusers" and found.values["seconds"] > 0
