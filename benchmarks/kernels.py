@@ -67,7 +67,7 @@ def row(kernel: str, device: str, head_size: int, masked: bool) -> dict:
     if why:
         return {**case, "unavailable": why}
     q, k, v, mask = inputs(device, head_size, masked)
-    own = kernel_of(kernel).call is None or fits(kernel, q, masked, lse=False)
+    own = kernel_of(kernel).call is None or fits(kernel, q, k, masked, lse=False)
     wanted = attend("auto", q.float(), k.float(), v.float(), mask)
     try:
         with activated(kernel):

@@ -19,9 +19,6 @@ SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
 #: Rows of a mask begin at multiples of so many numbers for the memory-efficient kernel.
 ALIGNMENT = 8
-#: Fewer keys take little time in any kernel, and ComfyUI met what is no number in
-#: SageAttention's of Wan's 257 of an image (comfy/ldm/wan/model.py).
-MIN_APPROXIMATE_KEYS = 1024
 #: torch whose CPU kernel takes grouped keys and values (pytorch/pytorch#157893).
 CPU_GROUPS = (2, 9)
 #: The log-sum-exp of no key: far below any other. Of -inf, which it is, differences would be NaN.
@@ -41,8 +38,7 @@ def attend(
 ) -> Tensor:
     """Compute softmax(q kᵀ · scale + mask) v, (B, H, S, D); what ``kernel`` cannot compute goes to SDPA."""
     kernel_entry = kernel_of(kernel)
-    pays = kernel_entry.exact or k.shape[2] >= MIN_APPROXIMATE_KEYS
-    if kernel_entry.call is not None and pays and fits(kernel, q, mask is not None, lse=False):
+    if kernel_entry.call is not None and fits(kernel, q, k, masked=mask is not None, lse=False):
         return kernel_entry.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, False)[0]
     if kernel_entry.torch_impl and mask is None:
         k, v = whole_heads(q, k, v)
@@ -121,7 +117,7 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     kernel_entry = kernel_of(kernel)
-    if kernel_entry.call is not None and fits(kernel, q, masked=mask is not None, lse=True):
+    if kernel_entry.call is not None and fits(kernel, q, k, masked=mask is not None, lse=True):
         return kernel_entry.call(q, *whole_heads(q, k, v), scale, True)
     if not _takes_groups(q, mask):
         k, v = whole_heads(q, k, v)

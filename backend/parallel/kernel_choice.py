@@ -11,7 +11,7 @@ import torch
 
 from ..errors import reason
 from ..hardware.gpu_kernels import Capability
-from .kernel_table import HALF, KERNELS, Kernel, kernel_of
+from .kernel_table import HALF, KERNELS, MIN_APPROXIMATE_KEYS, Kernel, kernel_of
 
 
 @cache
@@ -140,4 +140,6 @@ def explained(
         return f"attention {name}: {kernel.what}, exact, {where}"
     kind = "exact" if kernel.exact else "approximate"
     merged = ", whose log-sum-exp the ring merges by" if ring else ""
-    return f"attention {name}: {kernel.what}, {kind}{merged}; torch's own where there is a mask"
+    keys = "keys of a rank" if ring else "keys"
+    few = "" if kernel.exact else f" or fewer than {MIN_APPROXIMATE_KEYS:,} {keys}"
+    return f"attention {name}: {kernel.what}, {kind}{merged}; torch's own where there is a mask{few}"

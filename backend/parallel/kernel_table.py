@@ -19,6 +19,9 @@ from ..runtime.install_command import install_command
 aten = torch.ops.aten
 #: What packages compute in.
 HALF = (torch.float16, torch.bfloat16)
+#: Least keys of a call, in a ring of a hop, for an approximate kernel: fewer take little time in any, and
+#: ComfyUI met what is no number in SageAttention's of Wan's 257 of an image (comfy/ldm/wan/model.py).
+MIN_APPROXIMATE_KEYS = 1024
 #: Beyond every compute capability.
 ANY = (99, 9)
 #: The kernel of "auto", and of what others cannot compute.
@@ -217,11 +220,12 @@ def merges(config: ParallelConfig) -> bool:
     return config.ring_degree > 1 and not config.has_stale_kv
 
 
-def fits(name: str, query: Tensor, masked: bool, lse: bool) -> bool:
+def fits(name: str, query: Tensor, key: Tensor, masked: bool, lse: bool) -> bool:
     """Return whether the kernel ``name`` computes this call; else torch's own does."""
     kernel = kernel_of(name)
     able = kernel.call is not None and (kernel.lse or not lse) and not masked
-    return able and query.dtype in HALF and kernel.has_head(query.shape[-1])
+    pays = kernel.exact or key.shape[2] >= MIN_APPROXIMATE_KEYS
+    return able and pays and query.dtype in HALF and kernel.has_head(query.shape[-1])
 
 
 @contextmanager

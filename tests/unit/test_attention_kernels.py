@@ -205,7 +205,7 @@ def test_rings_name_the_library_that_is_broken(files, tmp_path, monkeypatch):
 
 def test_one_rank_runs_the_chosen_kernel(monkeypatch):
     """Where nothing is divided there is no hook; masks, float32, wide heads and few keys stay torch's."""
-    monkeypatch.setattr(kernels, "MIN_APPROXIMATE_KEYS", 5)
+    monkeypatch.setattr(table, "MIN_APPROXIMATE_KEYS", 5)
     calls = []
     module = ModuleType("sageattention")
     module.sageattn = lambda q, k, v, **named: calls.append(named) or torch.zeros_like(q)
@@ -223,6 +223,30 @@ def test_one_rank_runs_the_chosen_kernel(monkeypatch):
     assert len(calls) == 1 and torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
     with kernels.instead_of_torch("auto"):
         assert torch.nn.functional.scaled_dot_product_attention is kernels.SDPA
+
+
+@pytest.mark.parametrize(
+    "name, keys, is_own", [("sage", 1023, False), ("sage", 1024, True), ("flash-attn", 1023, True)]
+)
+def test_few_keys_are_torchs_in_rings_too(monkeypatch, name, keys, is_own):
+    """Of 1024 x 1024 pixels a rank of a ring of 8 has 576; stand-ins for the GPU and the kernels."""
+    calls = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def kernel(who):
+        return lambda q, *_, **__: calls.append(who) or (q, torch.zeros(q.shape[:3]))
+
+    own = replace(table.KERNELS[name], call=kernel("own"))
+    monkeypatch.setitem(table.KERNELS, name, own)
+    monkeypatch.setattr(kernels, "has_flash", lambda device: True)
+    monkeypatch.setattr(kernels, "SDPA", kernel("torch"))
+    monkeypatch.setattr(kernels, "flash_of_torch", kernel("torch"))
+    q, k = (torch.ones(1, 2, tokens, 64, dtype=torch.bfloat16).as_subclass(OnGpu) for tokens in (4, keys))
+    kernels.attend(name, q, k, k)
+    attend_lse(name, q, k, k)
+    assert calls == ["own" if is_own else "torch"] * 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.nn.attention import _registry as torch_registry
 
 from backend.config import CHOICES, ParallelConfig
-from backend.parallel import attention_kernels
 from backend.parallel import kernel_table as table
 from backend.parallel.attention_kernels import SDPA, attend
 from backend.parallel.kernel_choice import explained, import_error, why_unavailable
@@ -92,7 +91,7 @@ class Operator:
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Every package and operator of the table, for few keys too."""
-    monkeypatch.setattr(attention_kernels, "MIN_APPROXIMATE_KEYS", 0)
+    monkeypatch.setattr(table, "MIN_APPROXIMATE_KEYS", 0)
     for name in PACKAGED:
         module = ModuleType(KERNELS[name].module)
         setattr(module, KERNELS[name].function, FUNCTIONS[name])
@@ -167,9 +166,9 @@ def test_other_heads_of_a_model_stay_off_an_activated_kernel(stand_ins, monkeypa
 def test_what_a_kernel_cannot_compute_is_torchs(stand_ins):
     q, k, v = sample()
     for name, kernel in KERNELS.items():
-        assert not fits(name, q, masked=True, lse=False)
-        assert not fits(name, q.float(), masked=False, lse=False)
-        assert fits(name, q, masked=False, lse=True) == (kernel.lse and kernel.call is not None)
+        assert not fits(name, q, k, masked=True, lse=False)
+        assert not fits(name, q.float(), k, masked=False, lse=False)
+        assert fits(name, q, k, masked=False, lse=True) == (kernel.lse and kernel.call is not None)
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool)
     assert all(attend(name, q, k, v, mask).equal(SDPA(q, k, v, mask)) for name in KERNELS)
 
@@ -232,6 +231,18 @@ def test_every_choice_is_explained_in_one_line():
     assert "approximate, whose log-sum-exp the ring merges by" in explained(
         "sage", "cuda", torch.bfloat16, 128, [(9, 0)], True
     )
+
+
+@pytest.mark.parametrize(
+    "name, ring, ends",
+    [
+        ("sage", False, "where there is a mask or fewer than 1,024 keys"),
+        ("sage", True, "where there is a mask or fewer than 1,024 keys of a rank"),
+        ("flash-attn", True, "where there is a mask"),
+    ],
+)
+def test_the_node_says_which_calls_stay_torchs(name, ring, ends):
+    assert explained(name, "cuda", torch.bfloat16, 128, [(9, 0)], ring).endswith(f"torch's own {ends}")
 
 
 def test_a_torch_that_cannot_activate_is_named(monkeypatch):
