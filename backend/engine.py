@@ -330,10 +330,10 @@ class Engine:
         self.argument_cache.update(call)
         return call_model(self.mesh, prepared, call.tensors["x"].shape[0])
 
-    def check_result(self, result: Tensor, name: str):
-        """Refuse what the model ``name`` has computed where no value is a number. Raises UnsupportedError."""
-        model = self.models[name]
-        check_result(result, model.weights.checkpoint.name, model.dtype)
+    def check_result(self, result: Tensor, message: Sample | ModelCall):
+        """Refuse what was computed for ``message`` where no value is a number. Raises UnsupportedError."""
+        model = self.models[message.model]
+        check_result(result, model.weights.checkpoint.name, model.dtype, message.attention)
 
     def loaded(self, name: str) -> LoadedModel:
         """Return the model of that name, whose LoRAs fit it still. Raises UnsupportedError."""

@@ -8,6 +8,7 @@ here: of GPUs there was an H200 without the packages.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ HALF = (torch.float16, torch.bfloat16)
 #: Least keys of a call, in a ring of a hop, for an approximate kernel: fewer take little time in any, and
 #: ComfyUI met what is no number in SageAttention's of Wan's 257 of an image (comfy/ldm/wan/model.py).
 MIN_APPROXIMATE_KEYS = 1024
+#: Where SageAttention's own choice is a Triton kernel that adds 64 products in float16: black pictures of
+#: Qwen-Image (Comfy-Org/ComfyUI#9773). Its CUDA kernel, its choice on 8.0, adds them in float32.
+ADDS_IN_FLOAT16 = (8, 6)
 #: Beyond every compute capability.
 ANY = (99, 9)
 #: The kernel of "auto", and of what others cannot compute.
@@ -40,8 +44,9 @@ class Kernel:
     one that the function has, and older: what a package is whose function lacks it. gpus: first and last
     compute capability of each run that has kernels. head_size: the largest; multiple: of which head sizes are
     multiples; head_sizes: those that there are, where they are few. lse: it returns the log-sum-exp, by which
-    rings merge. exact: it computes in the type of its inputs. rocm: torch for AMD's GPUs may have it.
-    torch_impl: the name under which torch.nn.attention activates it.
+    rings merge. exact: it computes in the type of its inputs. largest_value: of V, where it holds less than
+    their type; 0 for all. rocm: torch for AMD's GPUs may have it. torch_impl: the name under which
+    torch.nn.attention activates it.
     """
 
     what: str
@@ -58,6 +63,7 @@ class Kernel:
     head_sizes: tuple[int, ...] = ()
     lse: bool = True
     exact: bool = True
+    largest_value: float = 0.0
     rocm: bool = True
     torch_impl: str = ""
 
@@ -123,10 +129,13 @@ def _cudnn(q, k, v, scale, lse):
 
 
 def _sage(q, k, v, scale, lse):
-    from sageattention import sageattn  # pyright: ignore[reportMissingImports]  # optional
+    import sageattention  # pyright: ignore[reportMissingImports]  # optional
 
+    call = sageattention.sageattn
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) == ADDS_IN_FLOAT16:
+        call = partial(sageattention.sageattn_qk_int8_pv_fp16_cuda, pv_accum_dtype="fp32")
     # lse: natural logarithm, with the mean that it takes off the keys added back
-    found = sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=scale, return_lse=lse)
+    found = call(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=scale, return_lse=lse)
     return found if lse else (found, None)
 
 
@@ -194,6 +203,7 @@ KERNELS = {
         gpus=tuple((gpu, gpu) for gpu in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))),
         head_size=128,
         exact=False,
+        largest_value=torch.finfo(torch.float16).max,  # on 8.0 and 8.6; float8 has a scale of its own
     ),
     "sage-3": Kernel(
         "SageAttention 3 (fp4)",
@@ -205,6 +215,7 @@ KERNELS = {
         head_sizes=(64, 128),
         lse=False,
         exact=False,
+        largest_value=448.0 * 6,  # of a scale in float8 and of fp4
     ),
 }
 

@@ -14,28 +14,29 @@ TOKENS = 128
 #: Kernels in int8 and fp4 are off by less of their values. So much more is a kernel that fails without
 #: saying so.
 MAX_ERROR = 0.5
+#: Share of the largest values that a kernel holds up to which it is tried. A sum of few of these is no number
+#: in the same type: the kernel has to add in a wider one.
+NEAR_LARGEST = 0.9
 
 
 @torch.inference_mode()
 def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
     """Return why the kernel ``name`` does not attend here, empty where it does; ``lse``: with the log-sum-exp
     too. Where memory runs out nothing is known. Raises where the device is lost."""
-    call = kernel_of(name).call
-    assert call is not None, "torch's own kernels are settled"
+    largest = kernel_of(name).largest_value
     q, k, v = _numbers(dtype, head_size, device)
-    scale = head_size**-0.5
+    error_of_large = 0.0
     try:
-        wanted = SDPA(q.float(), k.float(), v.float(), scale=scale)
-        with activated(name):
-            # with the log-sum-exp last: sums are its
-            outputs = [call(q, k, v, scale, each) for each in ([False, True] if lse else [False])]
-        error = _error([out for out, _ in outputs], wanted)
-        sums = outputs[-1][1] if lse else None
+        error, sums = _tried(name, q, k, v, lse)
         changed = not all(map(torch.equal, (q, k, v), _numbers(dtype, head_size, device)))
+        if largest:
+            error_of_large, _ = _tried(name, q, k, v.sigmoid() * (NEAR_LARGEST * largest), lse)
     except Exception as failed:  # a wheel raises what it likes
         return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
     if not error <= MAX_ERROR:  # a NaN is no number below it
         return f"it is off by {error:.2g} of its values"
+    if not error_of_large <= MAX_ERROR:
+        return f"it is off by {error_of_large:.2g} of values near {largest:,.0f}"
     if lse and (sums is None or sums.shape != q.shape[:3]):
         shape = None if sums is None else tuple(sums.shape)
         return f"its log-sum-exp has the shape {shape}, which is not {tuple(q.shape[:3])}"
@@ -74,6 +75,19 @@ def refusal(name: str, failures: list[str]) -> str:
     remedy = f"install a {package} that was built for this GPU" if package else "update torch or the driver"
     why = f"attention is {name}, which was tried and fails ({'; '.join(failures)})"
     return f"{why}; {remedy}, or set attention to auto."
+
+
+def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float, Tensor | None]:
+    """Return by what share of its values the kernel is off at worst, and its log-sum-exp if ``lse``. Raises
+    what it does, and ValueError for another shape."""
+    call = kernel_of(name).call
+    assert call is not None, "torch's own kernels are settled"
+    scale = q.shape[-1] ** -0.5
+    wanted = SDPA(q.float(), k.float(), v.float(), scale=scale)
+    with activated(name):
+        # with the log-sum-exp last: sums are its
+        outputs = [call(q, k, v, scale, each) for each in ([False, True] if lse else [False])]
+    return _error([out for out, _ in outputs], wanted), outputs[-1][1] if lse else None
 
 
 def _error(outputs: list[Tensor], wanted: Tensor) -> float:

@@ -273,13 +273,13 @@ class Leader(ServedModels):
         except RequestCancelled as stopped:
             job.reply(Cancelled(stopped.step))
             return
-        self.reply(job, message.model, Result(stats | previews.stats, {"samples": samples, **tensors}))
+        self.reply(job, message, Result(stats | previews.stats, {"samples": samples, **tensors}))
 
-    def reply(self, job: Job, model: str, result: Result):
+    def reply(self, job: Job, message: Sample | ModelCall, result: Result):
         """Reply with what all ranks have computed, or refuse it where no value is a number."""
         try:
             for computed in result.tensors.values():
-                self.engine.check_result(computed, model)
+                self.engine.check_result(computed, message)
         except UnsupportedError as error:
             job.reply(Failure(str(error)))
         else:
@@ -298,7 +298,7 @@ class Leader(ServedModels):
         """Call the model on all ranks."""
         self.control.broadcast(message)
         output, stats = self.run_call(message, planned)
-        self.reply(job, message.model, Result(stats, {"output": output}))
+        self.reply(job, message, Result(stats, {"output": output}))
 
 
 #: Message of a client -> its handler, and what a refusal calls it.

@@ -57,6 +57,24 @@ def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, retur
     return (out, lse_of(q, k, sm_scale)) if return_lse else out
 
 
+def sageattn_qk_int8_pv_fp16_cuda(
+    q,
+    k,
+    v,
+    tensor_layout="HND",
+    is_causal=False,
+    qk_quant_gran="per_thread",
+    sm_scale=None,
+    pv_accum_dtype="fp32",
+    smooth_k=True,
+    smooth_v=False,
+    return_lse=False,
+    **kwargs,
+):
+    """sageattention/core.py, which sageattn calls on GPUs of 8.0."""
+    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **kwargs)
+
+
 def sageattn3_blackwell(q, k, v, attn_mask=None, is_causal=False, per_block_mean=True, **kwargs):
     """sageattn3/api.py: takes the mean off the keys in place; knows no scale but the usual one."""
     assert q.shape[1] == k.shape[1] and not kwargs
@@ -132,6 +150,30 @@ def test_a_ring_gets_the_log_sum_exp(name, stand_ins):
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     assert torch.allclose(lse, lse_of(q, k, SCALE), atol=1e-2)
     assert (out - SDPA(q, k, v, scale=SCALE)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("gpu, is_cuda_kernel", [((8, 0), False), ((8, 6), True), ((8, 9), False)])
+def test_sageattention_adds_in_float32_on_gpus_of_8_6(stand_ins, monkeypatch, gpu, is_cuda_kernel, lse):
+    """Where its own choice adds in float16; a stand-in for the GPU."""
+    accumulators = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def recorded(*given, pv_accum_dtype, **named):
+        accumulators.append(pv_accum_dtype)
+        return sageattn_qk_int8_pv_fp16_cuda(*given, pv_accum_dtype=pv_accum_dtype, **named)
+
+    package = sys.modules["sageattention"]
+    monkeypatch.setattr(package, "sageattn_qk_int8_pv_fp16_cuda", recorded, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    q, k, v = sample()
+    out, sums = table._sage(q.as_subclass(OnGpu), k, v, SCALE, lse)
+    assert accumulators == ["fp32"] * is_cuda_kernel
+    assert out.equal(SDPA(q, k, v, scale=SCALE))
+    wanted = lse_of(q, k, SCALE)
+    assert sums is None if not lse else sums is not None and sums.equal(wanted)
 
 
 @pytest.mark.parametrize("name", ["flash-attn-3", "flash-attn-4"])

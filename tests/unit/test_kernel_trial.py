@@ -195,6 +195,26 @@ def test_version_1_of_sageattention_fails_its_trial(monkeypatch, lse):
     assert kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU)
 
 
+def of_values_in_float16(accumulator):
+    """Stands for SageAttention's kernels of 8.6: softmax's weights, not yet divided, times V in float16."""
+
+    def call(q, k, v, scale, lse):
+        scores = (q.float() @ k.float().transpose(2, 3)) * scale
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        products = (weights @ v.half().float()).to(accumulator).float()
+        return (products / weights.sum(-1, keepdim=True)).to(q.dtype), None
+
+    return call
+
+
+@pytest.mark.parametrize("accumulator, fails", [(torch.float16, True), (torch.float32, False)])
+def test_a_kernel_that_adds_large_values_in_float16_is_refused(kernel, accumulator, fails):
+    """Which is right with small ones: black pictures of Qwen-Image."""
+    kernel(of_values_in_float16(accumulator))
+    why = kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU)
+    assert why == ("it is off by inf of values near 65,504" if fails else "")
+
+
 def test_memory_that_runs_out_is_no_verdict(kernel):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -26,3 +26,19 @@ def test_gaps_of_a_latent_are_no_numbers(value):
 @pytest.mark.parametrize("values", [[], [0.0, 0.0], [1.0, 2.0], [NAN, 2.0]], ids=str)
 def test_results_with_numbers_pass(values):
     check_result(torch.tensor(values), "a.safetensors", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "dtype, attention, remedy",
+    [
+        (torch.bfloat16, "auto", "download it again"),
+        (torch.bfloat16, "flash-attn", "download it again"),
+        (torch.bfloat16, "sage", "set attention to auto"),
+        (torch.float16, "sage", "set attention to auto, or weight_dtype to bf16 or fp32"),
+    ],
+)
+def test_an_approximate_kernel_is_suspected_before_the_file(dtype, attention, remedy):
+    with pytest.raises(UnsupportedError) as refused:
+        check_result(torch.full((2,), NAN), "a.safetensors", dtype, attention)
+    text = str(refused.value)
+    assert text.endswith(f"; {remedy}.") and ("download" in text) == ("download" in remedy)
