@@ -130,11 +130,11 @@ class Attention:
         kind, where = call.next()
         if kind == "cross":
             return self._attend(query, key, value, attn_mask, scale)
-        place = (*where, call.context.sample_span)
+        mask_key = (*where, call.context.sample_span)
         if kind == "joint" and call.text_mask is not None:
-            attn_mask = self.masks.of_text(call.text_mask, call.tokens, place)
+            attn_mask = self.masks.of_text(call.text_mask, call.tokens, mask_key)
         else:
-            attn_mask = self.masks.needed(attn_mask, place)
+            attn_mask = self.masks.needed(attn_mask, mask_key)
         if kind == "joint" and call.dummy:
             return self._without_dummy(call, query, key, value, attn_mask, scale, where)
         return self._within_sequence(call, query, key, value, attn_mask, scale, kind, where)
@@ -148,12 +148,12 @@ class Attention:
     @property
     def sends_values(self) -> bool:
         """Return whether values travel before queries and keys in the block that runs now."""
-        alone = self.mesh.ulysses.size == 1 or self.buffers is not None or self.compiled
-        return self.call is not None and not alone
+        with_queries = self.mesh.ulysses.size == 1 or self.buffers is not None or self.compiled
+        return self.call is not None and not with_queries
 
-    def note_values(self, place: int, count: int, made: Tensor):
+    def note_values(self, index: int, count: int, made: Tensor):
         """Collect the values (B, tokens, features) of the block's next attention call, one value layer at a
-        time: ``made`` is of layer ``place`` of ``count``. The last one starts the send to the ranks of the
+        time: ``made`` is of layer ``index`` of ``count``. The last one starts the send to the ranks of the
         heads.
 
         Values travel with queries and keys where stale ones are read (PipeFusion's patches leave less to
@@ -162,7 +162,7 @@ class Attention:
         call = self.call
         if call is None or not self.sends_values:
             return
-        call.made[place] = made
+        call.made[index] = made
         if len(call.made) == count:
             streams = [call.made.pop(i) for i in range(count)]
             self._send_values(call, comm.cat_or_same(streams, 1))
@@ -199,37 +199,38 @@ class Attention:
     def _within_sequence(self, call: BlockCall, q, k, v, mask, scale, kind: Kind, where: tuple):
         heads = q.shape[1]
         u = self.mesh.ulysses
-        queries, keys = kind if isinstance(kind, tuple) else (kind, kind)
-        lengths = call.tokens.lengths(queries)
-        key_lengths = call.tokens.lengths(keys)
+        query_kind, key_kind = kind if isinstance(kind, tuple) else (kind, kind)
+        lengths = call.tokens.lengths(query_kind)
+        key_lengths = call.tokens.lengths(key_kind)
         if not any(lengths) and not any(key_lengths):  # text, of which a later patch has none
             return q
         own = self._own_group()
-        in_common = (call, mask, scale, keys, own)
+        in_common = (call, mask, scale, key_kind, own)
         if u.size == 1:
             return self._of_own_heads(q, (k, v), *in_common, where)
-        groups = kv_heads_sent(heads=heads, kv_heads=k.shape[1], ranks=u.size, shares=u.shares)
-        if groups != k.shape[1]:  # no rank has part of a group
-            k, v = (t.repeat_interleave(groups // t.shape[1], 1) for t in (k, v))
+        kv_heads = kv_heads_sent(heads=heads, kv_heads=k.shape[1], ranks=u.size, shares=u.shares)
+        if kv_heads != k.shape[1]:  # no rank has part of a group
+            k, v = (t.repeat_interleave(kv_heads // t.shape[1], 1) for t in (k, v))
         own_lengths = [lengths[i] for i in own]
-        own_keys = [key_lengths[i] for i in own]
+        own_key_lengths = [key_lengths[i] for i in own]
         chunks = 1
         if self.buffers is None:  # of a patch there is less to hide
-            tokens = call.tokens.sequence.length_of(queries)
-            chunks = ulysses_ring.head_chunks(heads, batch=q.shape[0], tokens=tokens, axis=u, groups=groups)
+            tokens = call.tokens.sequence.length_of(query_kind)
+            chunks = ulysses_ring.head_chunks(heads, batch=q.shape[0], tokens=tokens, axis=u, groups=kv_heads)
         early = call.values
         call.values = None
         sent = [pack(tensor, self.wire) for tensor in ((q, k) if early else (q, k, v))]
         coming = []
         for chunk in range(chunks):
-            place = (u, chunk, chunks, groups)
-            if queries == keys:
-                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, *place)])
+            how = (u, chunk, chunks, kv_heads)
+            if query_kind == key_kind:
+                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, *how)])
             else:
-                own_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *place)
-                coming.append([own_queries, ulysses_ring.scatter_heads(sent[1:], own_keys, *place)])
+                coming_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *how)
+                coming_kv = ulysses_ring.scatter_heads(sent[1:], own_key_lengths, *how)
+                coming.append([coming_queries, coming_kv])
         opaque_ops.run_meanwhile()
-        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks, groups)
+        going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks, kv_heads)
         for chunk, waits in enumerate(coming):
             own_q, *kv = (tensor for wait in waits for tensor in wait(q.dtype))
             if early:
@@ -239,17 +240,17 @@ class Attention:
             going.send(pack(self._of_own_heads(own_q, kv, *in_common, (*where, chunk)), self.wire))
         return unpack(going.wait(), q.dtype)
 
-    def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, keys: str, own, where):
+    def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, key_kind: str, own, where):
         """Attend with the heads that this Ulysses rank has, to the tokens of its group ``own``."""
         if self.buffers is not None:
-            k, v = self._refresh(call, self.buffers, kv, keys, where)
-            return self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, None), scale)
-        if call.static_text and keys == "joint":
+            k, v = self._refresh(call, self.buffers, kv, key_kind, where)
+            return self._attend(q, k, v, self.masks.cut(call.tokens, mask, key_kind, own, None), scale)
+        if call.static_text and key_kind == "joint":
             return self._with_static_text(call, q, torch.stack(list(kv)), mask, scale, own, where)
         if self.mesh.ring.size > 1:
-            return self._ring(call, q, kv, mask, scale, keys, own)
+            return self._ring(call, q, kv, mask, scale, key_kind, own)
         k, v = kv
-        return self._attend(q, k, v, self.masks.cut(call.tokens, mask, keys, own, own), scale)
+        return self._attend(q, k, v, self.masks.cut(call.tokens, mask, key_kind, own, own), scale)
 
     def _groups(self) -> list[range]:
         """Return the SP ranks of every Ulysses group, in the order of the ring."""

@@ -101,8 +101,8 @@ class Stage:
         for hook in self.hooks:
             hook.remove()
 
-    def _note_values(self, place: int, count: int, made: Tensor):
-        self.attention.note_values(place, count, made)  # of the mesh that is joined now
+    def _note_values(self, index: int, count: int, made: Tensor):
+        self.attention.note_values(index, count, made)  # of the mesh that is joined now
 
     def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Fill what the last layer made of this forward's tokens up to those of the latent."""
