@@ -29,6 +29,8 @@ from .step_context import StepContext
 COMPUTED: Counter[str] = Counter()
 #: Bytes of modulation that the stage with most of it computes ahead at once.
 AHEAD = 256 * 2**20
+#: Most embeddings of one sample and prompt in an evaluation: a second one is of tokens with another timestep.
+EMBEDDINGS_OF_A_SAMPLE = 2
 
 
 def embeddings_ahead(width: int, dtype: torch.dtype) -> int:
@@ -245,12 +247,12 @@ class LayerCache:
             self.current.context = None
             self._forget_step()
 
-    def modulate_ahead(self, embeddings: dict[str, list[Tensor]]):
+    def modulate_ahead(self, embeddings: dict[str, list[Tensor]], most_samples: int):
         """Compute modulation, one GEMM a layer for as many evaluations as fit into AHEAD; the others follow
         in begin_evaluation.
 
         ``embeddings[prompt][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
-        of their tokens get. Collective as begin_evaluation.
+        of their tokens get. ``most_samples``: of the replica that has most. Collective as begin_evaluation.
         """
         each: dict[tuple[str, int], Tensor] = {}
         seconds: dict[tuple[str, int], Tensor] = {}
@@ -263,8 +265,17 @@ class LayerCache:
         different, places = self._different(torch.cat(list(each.values())))
         next_place = iter(places)
         rows = {key: tuple(next(next_place) for _ in embedding) for key, embedding in each.items()}
-        self.plan = ModulationPlan(different, rows, len(next(iter(embeddings.values()))))
+        count = len(next(iter(embeddings.values())))
+        self.plan = ModulationPlan(different, rows, count, self._at_once(len(embeddings) * most_samples))
         self._compute(self.plan, 0)
+
+    def _at_once(self, samples: int) -> int:
+        """Return how many evaluations of so many ``samples``, of all prompts, a chunk has where replicas
+        gather weights together; 0 where a rank takes as many as fit. How many embeddings differ is known to
+        each replica alone, and one with more chunks than others would wait for their gathers."""
+        if self.mesh.weights is None or self.mesh.dp.size == 1:
+            return 0
+        return max(1, embeddings_ahead(self.width, self.dtype) // (EMBEDDINGS_OF_A_SAMPLE * samples))
 
     def _different(self, every: Tensor) -> tuple[Tensor, list[int]]:
         """Return those of the embeddings (n, D) that differ, in order, and which of them each one equals."""

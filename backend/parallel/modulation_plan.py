@@ -22,20 +22,25 @@ def equal_rows(every: Tensor) -> Tensor:
 @dataclass
 class ModulationPlan:
     """The modulation of a request: the embeddings (rows, D), and (prompt, evaluation) -> the row of each
-    sample. ``computed``: evaluations before this one are cached."""
+    sample. ``at_once``: evaluations of a chunk (0: as many as fit). ``computed``: evaluations before this one
+    are cached."""
 
     embeddings: Tensor
     rows: Mapping[tuple[str, int], tuple[int, ...]]
     evaluations: int
+    at_once: int = 0
     computed: int = 0
 
     def chunk(self, first: int, most: int) -> tuple[int, list[int]]:
         """Choose evaluations from ``first`` on, one at least, that need at most ``most`` rows together;
-        return where they end, and their rows."""
+        return where they end, and their rows. With ``at_once``, as many as that says."""
         needed = [
             set(chain(*(rows for (_, evaluation), rows in self.rows.items() if evaluation == index)))
             for index in range(first, self.evaluations)
         ]
+        if self.at_once:
+            needed = needed[: self.at_once]
+            return first + len(needed), sorted(set(chain(*needed)))
         chosen = needed[0]
         end = first + 1
         while end < self.evaluations and len(chosen | needed[end - first]) <= most:

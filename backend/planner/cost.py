@@ -285,13 +285,13 @@ class Cost:
     def _gather_weights(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Return the seconds in which sharded weights come from the others, as they are stored, while blocks
         before them compute, and tokens take the same links. Modulation comes once for many steps, except for
-        replicas and for calls that are each their own."""
+        calls that are each their own."""
         if not self.plan.shard_weights:
             return 0.0
         ranks = self.plan.sharding_degree
         rate = self.machine.neighbour(self.plan.world_size if self.plan.data_parallel_degree > 1 else ranks)
         size = sum(block.weights for block in blocks)
-        if self.request.gathers_modulation(self.plan):
+        if self.request.drained:
             size += sum(block.modulation for block in blocks)
         gathered = size * (ranks - 1) / ranks / rate + self.machine.latency * len(blocks)
         if self.machine.on_host:  # where nothing is hidden, and tokens are counted already

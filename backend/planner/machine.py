@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from ..config import ParallelConfig
 from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..quantization.lora_bytes import LoraBytes
 
@@ -260,11 +259,6 @@ class RequestEstimate:
     def prompts_per_rank(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""
         return math.ceil(self.prompts / cfg_degree)
-
-    def gathers_modulation(self, plan: ParallelConfig) -> bool:
-        """Return whether sharded modulation is gathered in each evaluation, and not once for many: for
-        replicas, and for calls that are each their own."""
-        return self.drained or plan.data_parallel_degree > 1
 
 
 def samples_at_once(tokens: int) -> int:

@@ -167,7 +167,7 @@ def _gathered(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate)
     sizes = sorted((block.weights for block in shape.blocks), reverse=True)
     largest, second = sizes[0], sizes[min(1, len(sizes) - 1)]
     modulation = max(block.modulation for block in shape.blocks)
-    if request.gathers_modulation(plan):  # while its block runs
+    if request.drained:  # while its block runs
         return shape.rest + 2 * largest + max(second, shape.rest) + 2 * modulation
     first = modulation or shape.blocks[0].weights
     return shape.rest + max(2 * largest + max(second, modulation), 2 * first + max(shape.rest, modulation))

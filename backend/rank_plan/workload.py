@@ -198,12 +198,7 @@ class Workload:
     @property
     def modulates_ahead(self) -> bool:
         """Is modulation computed for many steps at once (Runner.modulate_ahead)?"""
-        return not (self.shards_replicas or self.request.drained)
-
-    @property
-    def shards_replicas(self) -> bool:
-        """Do data-parallel replicas gather their weights from each other?"""
-        return self.config.shard_weights and self.config.data_parallel_degree > 1
+        return not self.request.drained
 
     def weights(self, place: MeshPlace) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
@@ -319,12 +314,10 @@ class Workload:
         return 2 * more * width * tokens * self.dtype.itemsize
 
     def modulation_bytes(self, place: MeshPlace) -> int:
-        """Count the bytes of modulation cached at once; of one evaluation where replicas shard them."""
+        """Count the bytes of modulation cached at once."""
         widths = self._modulation_widths[place["tp"]]
-        most = self.batch * self.prompts_per_rank
-        if not self.shards_replicas:
-            ahead = embeddings_ahead(max(widths), self.dtype)
-            most = min(self.request.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
+        ahead = embeddings_ahead(max(widths), self.dtype)
+        most = min(self.request.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
         return most * widths[place["pp"]] * self.dtype.itemsize
 
     @cached_property

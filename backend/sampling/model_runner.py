@@ -183,8 +183,7 @@ class Runner:
         """Compute the modulation of all evaluations, which ``plan`` has named, where the family has such
         layers."""
         model = self.model
-        # replicas of sharded weights gather together, and their samples may need different chunks
-        if not model.family.cache.modulation or (model.sharded and model.cache.mesh.dp.size > 1):
+        if not model.family.cache.modulation:
             return
         noise = torch.zeros_like(self.request.noise)
         latent = model.family.io.of_tokens(noise, self.request.grid).to(model.dtype)
@@ -199,7 +198,7 @@ class Runner:
         embeddings = {
             name: [embedding(StepContext(name, index, every)) for index in self.times] for name in prompts
         }
-        model.cache.modulate_ahead(embeddings)
+        model.cache.modulate_ahead(embeddings, self.request.most_samples)
         if len(latent) > 1:  # the steps of a pipeline take samples one by one
             model.cache.forget_answers()
 

@@ -12,6 +12,7 @@ from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import SequenceLengths, Span, patches
 from ..protocol import Sample
 from ..protocol.solver_names import PERCENTS
+from ..shares import shard_sizes
 from .guidance import CFG_BRANCHES, Prompt, branch_of
 from .model_inputs import ModelInputs, inputs_of
 from .noise import FreshNoise, next_seed
@@ -72,6 +73,12 @@ class Request:
     def prompts_at(self, sigma: Tensor) -> tuple[str, ...]:
         """Name the prompts that count at a noise level."""
         return tuple(name for name, prompt in self.prompts.items() if prompt.counts_at(sigma))
+
+    @property
+    def most_samples(self) -> int:
+        """Count the samples of the replica that has most: the same number on all of them."""
+        shares = self.config.shares_of("dp")
+        return max(shard_sizes(self.batch, count=self.config.data_parallel_degree, shares=shares))
 
     @property
     def patch_spans(self) -> list[Span]:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,13 +23,40 @@ from torch.utils._pytree import tree_leaves
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import fsdp, modulation_cache
-from backend.parallel.mesh import single
+from backend.parallel.mesh import Axis, single
 from backend.parallel.modulation_cache import LayerCache
 from backend.parallel.pipeline_stage import StageDone
 from backend.sampling.model_runner import running
+from backend.sampling.request import Request
+from backend.shares import shard_sizes
 
 #: Seconds in which a link gathers all blocks, as a part of those in which they compute.
 LINKS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
+
+
+@pytest.mark.parametrize("shares, samples", [((), (2, 2)), ((3.0, 1.0), (3, 1))])
+def test_replicas_gather_modulation_equally_often(monkeypatch, shares, samples):
+    """Embeddings of one replica are alike, so more of its evaluations would fit than of the other, whose
+    embeddings differ. It has as many samples, or more."""
+    evaluations, width = 12, 8
+    monkeypatch.setattr(modulation_cache, "AHEAD", 16 * 4 * width)
+    assert shard_sizes(sum(samples), count=2, shares=shares) == [*samples]
+    request = SimpleNamespace(config=SimpleNamespace(data_parallel_degree=2), batch=sum(samples))
+    request.config.shares_of = lambda axis: shares
+    most = Request.most_samples.__get__(request)
+    ends = []
+    for index, own in enumerate(samples):
+        dp = Axis(None, rank=index, size=2, ranks=(0, 1))
+        mesh = replace(single(), dp=dp, weights=cast(Any, "of both"))
+        cache = LayerCache(mesh.device, torch.float32, mesh, width=width)
+        every = torch.randn(evaluations, own, 4) if index else torch.ones(evaluations, own, 4)
+        cache.modulate_ahead({"positive": [*every]}, most)
+        assert cache.plan is not None
+        ends.append([])
+        for evaluation in range(evaluations):
+            cache.begin_evaluation(evaluation)
+            ends[index].append(cache.plan.computed)
+    assert ends[0] == ends[1] and len({*ends[0]}) == evaluations // (16 // (2 * most))
 
 
 def test_modulation_is_gathered_apart():

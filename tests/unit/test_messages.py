@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -193,8 +193,13 @@ def test_weights_are_gathered_in_one_order(methods):
         assert len(ahead) >= EXACT_STEPS * (shallow_checkpoint().block_count - 1)
 
 
-@pytest.mark.parametrize("family", ["flux-dev", "wan21-t2v", "z-image-turbo"])
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize(
+    "method, family",
+    [
+        *product(("ulysses", "ring"), ("flux-dev", "wan21-t2v", "z-image-turbo")),
+        ("data_parallel", "flux-dev"),  # the only one with a golden batch
+    ],
+)
 def test_a_step_gathers_the_weights_that_the_planner_counts(family, method):
     """Those of all blocks, for each prompt, without modulation and what is outside of blocks."""
     checkpoint = launches.checkpoint_of(family)
