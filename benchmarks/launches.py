@@ -4,7 +4,8 @@
 
 Needs no GPU: meta tensors stand for one (meta_device.py). Every family with a golden latent runs as one rank
 of every method, in bf16, at its golden size, and quantized models (packed_models.py) of a few methods; of a
-pipeline the first, a middle and the last stage, of which the largest number counts. A micro-step is one CFG
+pipeline the first, a middle and the last stage, of which the largest number counts. FURTHER methods are
+counted of the first family of each signature, or of a few families. A micro-step is one CFG
 branch of one patch: the model's call, and of the first stage the solvers' step. Files of GGUF need the
 package gguf, and are left out without it. Printed for one of the last
 step: waits (reads of device values and copies between host and device), operations on the device, operations
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks"), str(ROOT / "tests/support")]
 import packed_models
 import torch
-from families import LATENT_FORMATS, golden
+from counted_methods import FAMILIES, FURTHER, IN_HALVES, METHODS, PACKED, in_halves, methods_of
+from families import golden
 from headers import HeaderFiles, fold
 from meta_device import META, Clock, Count, meta_device
 from tiny import facts, golden_request
@@ -50,22 +52,6 @@ from backend.sampling.request import build
 from backend.sampling.runs import with_downloads
 from backend.sampling.step_loop import Callbacks, Denoiser
 
-#: Method -> degrees, and the ranks that are counted.
-METHODS: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
-    "one rank": ({}, (0,)),
-    "u2": ({"ulysses_degree": 2}, (1,)),
-    "u8": ({"ulysses_degree": 8}, (1,)),
-    "ring 4": ({"ring_degree": 4}, (1,)),
-    "pp2": ({"pipefusion_degree": 2}, (0, 1)),
-    "pp8": ({"pipefusion_degree": 8}, (0, 3, 7)),
-}
-#: Golden families that are not counted -> why.
-LEFT_OUT = {
-    "minimax-h3-curves": "differs from minimax-h3 in its weights alone",
-}
-FAMILIES = tuple(name for name in LATENT_FORMATS if name not in LEFT_OUT)
-#: Quantized models, and the methods of which they are counted.
-PACKED, PACKED_METHODS = tuple(packed_models.MODELS), ("one rank", "u2", "pp2")
 #: Steps of a request, and of one whose second step is like any later one: nothing is stale in it, and no text
 #: was in the first one alone.
 STEPS, STEPS_WITHOUT_PATCHES = 3, 2
@@ -82,11 +68,6 @@ class Launches:
     device_ops: float
     cpu_ops: float
     host_us: float
-
-
-def methods_of(family: str) -> tuple[str, ...]:
-    """Return the methods of which a family or a quantized model is counted."""
-    return PACKED_METHODS if family in PACKED else tuple(METHODS)
 
 
 def checkpoint_of(family: str) -> Checkpoint:
@@ -253,14 +234,24 @@ def run(
     return loop
 
 
+def steps_until_steady(family: str, config: ParallelConfig) -> int:
+    """Return how many steps a request has whose last one is like any later one."""
+    is_later = config.pipefusion_degree > 1 or checkpoint_of(family).family.cache.static_text
+    return STEPS if is_later else STEPS_WITHOUT_PATCHES
+
+
 def measure(family: str, method: str, timing: bool = True) -> tuple[Launches, dict[str, int]]:
     """Return the counts of a family under a method, and what waited where."""
-    degrees, ranks = METHODS[method]
+    with in_halves() if method in IN_HALVES else nullcontext():
+        return _measured(family, method, timing)
+
+
+def _measured(family: str, method: str, timing: bool) -> tuple[Launches, dict[str, int]]:
+    degrees, ranks = (METHODS | FURTHER)[method]
     config = replace(ParallelConfig(), **cast(Any, degrees)).validate()
     waits: dict[str, int] = {}
     device = host = microseconds = 0.0
-    is_later = config.pipefusion_degree > 1 or checkpoint_of(family).family.cache.static_text
-    steps = STEPS if is_later else STEPS_WITHOUT_PATCHES
+    steps = steps_until_steady(family, config)
     for rank in ranks:
         count = Count()
         loop = run(family, config, rank, count, steps=steps)
@@ -303,7 +294,8 @@ def main():
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     every = (*FAMILIES, *packed_models.readable())
     parser.add_argument("--only", nargs="*", default=every, help="golden families, quantized models")
-    parser.add_argument("--methods", nargs="*", default=tuple(METHODS), help=", ".join(METHODS))
+    every = (*METHODS, *FURTHER)
+    parser.add_argument("--methods", nargs="*", default=every, help="; ".join(every))
     parser.add_argument("--waits", action="store_true", help="say what waits, and in which function")
     parser.add_argument("--write", action="store_true", help=f"store the counts in {STORED.name}")
     parser.add_argument("--quick", action="store_true", help="no times")
@@ -316,7 +308,7 @@ def main():
             line, waits = measure(family, method, not options.quick)
             lines.append(line)
             if not options.json:
-                print("{:18} {:9} {:5} {:8} {:8} {:8}".format(*asdict(line).values()), flush=True)
+                print("{:18} {:12} {:5} {:8} {:8} {:8}".format(*asdict(line).values()), flush=True)
             for what, times in waits.items() if options.waits else ():
                 print(f"    {times} x {what}")
     if options.json:

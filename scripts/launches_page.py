@@ -27,8 +27,9 @@ def cell(family: str, method: str) -> str:
 def table() -> str:
     """Write a line for each family and each quantized model."""
     every = (*launches.FAMILIES, *launches.PACKED)
-    rows = [(family, *(cell(family, method) for method in launches.METHODS)) for family in every]
-    return markdown(("family (golden size)", *launches.METHODS), rows)
+    methods = (*launches.METHODS, *launches.FURTHER)
+    rows = [(family, *(cell(family, method) for method in methods)) for family in every]
+    return markdown(("family (golden size)", *methods), rows)
 
 
 def main():

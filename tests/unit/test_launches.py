@@ -1,5 +1,6 @@
 """A step in steady state waits for no device, and starts no more operations than are stored."""
 
+import json
 import math
 import sys
 import time
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+import counted_methods
 import launches
 import launches_page
 import meta_shapes
@@ -46,7 +48,7 @@ MORE_ON_HOST = {"hidream": ("its experts' tokens are counted and divided on the 
 
 def test_every_family_is_counted():
     """But one that runs another's code."""
-    assert launches.LEFT_OUT.keys() <= {"minimax-h3-curves"}
+    assert counted_methods.LEFT_OUT.keys() <= {"minimax-h3-curves"}
 
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
@@ -56,7 +58,32 @@ def test_a_step_in_steady_state_waits_for_nothing(family):
 
 @pytest.mark.parametrize("family", signatures.representatives(list(launches.FAMILIES)).values())
 def test_nor_does_one_of_many_ranks(family):
-    check(family, MANY)
+    """And of tensor parallelism; of real sizes' halves, and of a hybrid, in two families."""
+    check(family, (*MANY, *counted_methods.further_methods(family)))
+
+
+@pytest.mark.parametrize("family", counted_methods.OF_REAL_SIZES)
+def test_halves_are_counted_as_such(family):
+    """They start more than whole tensors do, and only while they are counted."""
+    counts = launches.stored()[family]
+    assert counts["u2, halves"][0] > counts["u2"][0] and counts["tp2, halves"][0] > counts["tp2"][0]
+    assert launches.measure(family, "u2", timing=False)[0].device_ops == counts["u2"][0]
+
+
+def test_times_are_printed_as_json(monkeypatch, capsys):
+    """Six fields a line, the host's microseconds among them."""
+    monkeypatch.setattr(sys, "argv", "launches --json --only wan21-t2v --methods u2".split())
+    launches.main()
+    [line] = json.loads(capsys.readouterr().out)
+    device, host, waits = launches.stored()["wan21-t2v"]["u2"]
+    assert line.pop("host_us") > 0
+    assert line == {
+        "family": "wan21-t2v",
+        "method": "u2",
+        "waits": waits,
+        "device_ops": device,
+        "cpu_ops": host,
+    }
 
 
 #: Quantized models that the fast tier counts: many kernels to dequantize, and ranks that compare values.
@@ -68,7 +95,7 @@ FAST = ("flux-dev Q4_K", "flux-dev nvfp4, native")
     [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in launches.PACKED],
 )
 def test_nor_does_one_of_quantized_weights(model):
-    check(model, launches.PACKED_METHODS)
+    check(model, counted_methods.PACKED_METHODS)
 
 
 #: Matrices of a Flux with two blocks of each kind: 14 of a double block, 6 of a single one.
