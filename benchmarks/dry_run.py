@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,8 @@ INNER = {
 class DryRun:
     """What one rank does in a step (steady state). sent: bytes by mechanism. macs: multiplications of matrix
     products and attention. weights, kv: bytes held. peak: the most bytes of everything but weights in any
-    step. gathered: the most bytes of whole weights in any step, where the rank holds shards."""
+    step. gathered: the most bytes of whole weights in any step, where the rank holds shards. waits: what
+    waited for the device in the last step -> how often."""
 
     family: str
     method: str
@@ -109,15 +110,17 @@ class DryRun:
     kv: int
     peak: int
     gathered: int
+    waits: dict[str, int]
 
 
 class Meter(Mode):
     """Adds up multiplications while ``active``, and the bytes of all storages that live, without what is
-    ``held`` from the start and what ``gathers`` count."""
+    ``held`` from the start and what ``gathers`` count. ``count`` is shown the operations meanwhile."""
 
-    def __init__(self, held: Iterator[Tensor], gathers: Gathers):
+    def __init__(self, held: Iterator[Tensor], gathers: Gathers, count: Count):
         super().__init__()
         self.gathers = gathers
+        self.count = count
         self.active = False
         self.macs = 0
         self.live = self.peak = 0
@@ -144,6 +147,7 @@ class Meter(Mode):
         for tensor in tensors_in(out):
             self._watch(tensor, 0 if self.gathers.is_under_way else tensor.untyped_storage().nbytes())
         if self.active:
+            self.count.note(func, args, kwargs, out)
             packet = func._overloadpacket
             if packet in INNER:
                 self.macs += out.numel() * INNER[packet](args)
@@ -189,7 +193,7 @@ class SteadyStep(Denoiser):
     def _evaluate(self, index):
         if index == len(self.plan) - 1:
             comm.SENT.clear()
-            self.meter.active = True
+            self.meter.active = self.meter.count.active = True
         super()._evaluate(index)
         if index:  # the outputs of this step are collected later, those of the one before were now
             self.sent = dict(comm.SENT)
@@ -217,17 +221,19 @@ def loaded(family: str, config: ParallelConfig, mesh: Mesh) -> LoadedModel:
 def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
     """Run as one rank. Raises ConfigError and UnsupportedError where the degree does not fit."""
     config = METHODS[method].config(ranks)
-    with meta_fsdp(config, rank) as gathers, meta_device(Count()):
+    count = Count()
+    with meta_fsdp(config, rank) as gathers, meta_device(count):
         mesh = replace(launches.mesh_of(config, rank), weights=gathers.mesh)
         model = loaded(family, config, mesh)  # not in inference mode, whose tensors FSDP2 cannot shard
         with torch.inference_mode():
             request = built(family, config, model, STEPS)
             held = list(tensors_of(model))
-            meter = Meter(iter(held), gathers)
+            meter = Meter(iter(held), gathers, count)
             with counting_attention(meter), running(model, request) as runner, meter:
                 loop = SteadyStep(mesh, request, runner, Callbacks())
                 loop.meter = meter
                 loop.run()
+                count.active = False
                 kv = keys_and_values(model, runner)
     return DryRun(
         *(family, method, ranks, rank),
@@ -237,6 +243,7 @@ def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
         kv=kv,
         peak=meter.peak,
         gathered=gathers.peak,
+        waits=dict(count.waits),
     )
 
 
@@ -281,11 +288,15 @@ def stored() -> dict[str, dict]:
 def counted(*which) -> dict | str:
     """Run one; return what is stored of it."""
     try:
-        found = asdict(run(*which))
+        return to_store(run(*which))
     except (ConfigError, UnsupportedError) as error:
         return str(error)
-    besides = (GATHERED,) if METHODS[which[1]].shards else ()
-    return {name: found[name] for name in (*COUNTED, *besides)}
+
+
+def to_store(found: DryRun) -> dict:
+    """Return the fields of a dry run that are stored."""
+    besides = (GATHERED,) if METHODS[found.method].shards else ()
+    return {name: getattr(found, name) for name in (*COUNTED, *besides)}
 
 
 def write(counted_runs: dict[str, dict | str]):

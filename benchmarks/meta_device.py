@@ -86,11 +86,15 @@ class Count(Mode):
             return self._leave(*args)
         out = compute(func, args, kwargs)
         if self.active:
-            given = given_to(args, kwargs)
-            if _is_sent(func, given, args, kwargs):
-                given = given[:-1]
-            self._note(func, given, tensors_in(out))
+            self.note(func, args, kwargs, out)
         return out
+
+    def note(self, func, args: tuple, kwargs: dict | None, out):
+        """Count an operation that was done: another mode's, where this one sees none."""
+        given = given_to(args, kwargs)
+        if _is_sent(func, given, args, kwargs):
+            given = given[:-1]
+        self._note(func, given, tensors_in(out))
 
     def _leave(self, onto: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy from the device to the host, for which nobody waits where the host's memory is page-locked."""

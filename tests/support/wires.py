@@ -17,7 +17,7 @@ from torch import Tensor
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
-from meta_device import given_to, tensors_in
+from meta_device import Count, given_to, tensors_in
 from meta_shapes import Mode, compute, operator
 
 from backend.parallel.mesh import ALL_GATHER
@@ -62,7 +62,7 @@ class Log:
 
     launched: kernels so far. names: of what it computes. early_waits: (group, operation that was
     next) of waits after which something else was computed first than with what had come. unused: those of
-    them after which nothing has been yet.
+    them after which nothing has been yet. host_waits: what the host waited for in a step in steady state.
     """
 
     rank: int
@@ -72,6 +72,7 @@ class Log:
     early_waits: list[tuple[str, str]] = field(default_factory=list)
     fresh: list[Operation] = field(default_factory=list)
     unused: list[tuple[Operation, str]] = field(default_factory=list)
+    host_waits: list[str] = field(default_factory=list)
 
     def meanwhile(self, operation: Operation) -> list[str]:
         """The names of what was computed between an operation's start and its wait."""
@@ -103,11 +104,13 @@ class RecordedWork:
 
 
 class OperationWatch(Mode):
-    """Counts a rank's operations, and looks whether what was waited for is used at once."""
+    """Counts a rank's operations, and looks whether what was waited for is used at once. ``count`` is shown
+    them while it is active."""
 
-    def __init__(self, log: Log):
+    def __init__(self, log: Log, count: Count):
         super().__init__()
         self.log = log
+        self.count = count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, is_view, *_ = operator(func)
@@ -115,7 +118,10 @@ class OperationWatch(Mode):
             self.look(name, given_to(args, kwargs), is_view)
         self.launch(name, args, is_view)
         self.log.names.append(name)
-        return compute(func, args, kwargs)
+        out = compute(func, args, kwargs)
+        if self.count.active:
+            self.count.note(func, args, kwargs, out)
+        return out
 
     def launch(self, name: str, args: tuple, is_view: bool):
         """Note a kernel's first launch; products have one for each shape, by which libraries choose."""
@@ -220,8 +226,9 @@ def ranks_of(group: str) -> list[int]:
 
 
 @contextmanager
-def recorded(log: Log, operations: bool = True) -> Iterator[None]:
-    """Write down what one rank sends, receives and waits for, and the ``operations`` in between."""
+def recorded(log: Log, operations: bool = True, count: Count | None = None) -> Iterator[None]:
+    """Write down what one rank sends, receives and waits for, and the ``operations`` in between, which
+    ``count`` sees too."""
     peers = _Peers(log)
     stand_ins = {
         "isend": peers.isend,
@@ -237,7 +244,7 @@ def recorded(log: Log, operations: bool = True) -> Iterator[None]:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(dist, name, stand_in))
         if operations:
-            stack.enter_context(OperationWatch(log))
+            stack.enter_context(OperationWatch(log, count or Count()))
         yield
 
 

@@ -22,7 +22,7 @@ from backend.parallel import compiled_blocks, tensor_parallel, ulysses_ring
 from backend.rank_plan.shape_of import shape_of
 from backend.sampling.model_runner import running
 from backend.sampling.request import build
-from backend.sampling.step_loop import Callbacks, Denoiser
+from backend.sampling.step_loop import Callbacks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import launches
@@ -94,12 +94,17 @@ def one_rank(
     # of loading, messages alone count: to see its operations costs a third of it
     with meta_device(Count()), torch.inference_mode(), wires.recorded(log, operations=False):
         model = launches.load(own, config, mesh, stages)
-    with meta_device(Count()), torch.inference_mode(), wires.recorded(log):
+    count = Count()
+    with meta_device(count), torch.inference_mode(), wires.recorded(log, count=count):
         sample = launches.request_of(family, batch=mesh.dp.size, steps=steps)
         sample = replace(sample, wire=config.wire, compile=config.compile)
         request = build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
         with running(model, request) as runner:
-            Denoiser(mesh, request, runner, Callbacks()).run()
+            loop = launches.LastStep(mesh, request, runner, Callbacks())
+            loop.mode = count
+            loop.run()
+    if steps >= launches.steps_until_steady(family, config):
+        log.host_waits = [*count.waits]
     return log
 
 
@@ -126,6 +131,7 @@ def check(logs: list[Log]):
     forgotten = [op.group for log in logs for op in log.operations if op.received and op.waited is None]
     assert forgotten == []
     assert [each for log in logs for each in log.early_waits] == []
+    assert [each for log in logs for each in log.host_waits] == []
 
 
 PAIRS = [(a, b) for i, a in enumerate(METHODS) for b in METHODS[i:] if a != b or a in METHODS[1:4]]
@@ -320,8 +326,8 @@ def begun_in(log: Log) -> list[Operation]:
 
 
 @contextmanager
-def recorded_waiting(log: Log, operations: bool = True):
-    with RECORDED(log, operations), waiting():
+def recorded_waiting(log: Log, operations: bool = True, count: Count | None = None):
+    with RECORDED(log, operations, count), waiting():
         yield
 
 
