@@ -84,6 +84,11 @@ class BlockAdapter:
         or none of it, where it would be taken for the image's."""
         return text
 
+    def ends_by_token(self, call: Mapping[str, Any]) -> bool:
+        """Return whether the layers after the blocks, up to Blocks.output_layer, can be given some of the
+        tokens, from the whole arguments of the first block."""
+        return True
+
     def leave(self, transformer: nn.Module, tokens):
         """Prepare the layers after the blocks, up to Blocks.output_layer, for this rank's image tokens."""
 

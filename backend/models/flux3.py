@@ -124,6 +124,7 @@ FAMILY = Family(
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
     io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
     blocks=Blocks(
+        output_layer="proj_out",
         lists={"mode_blocks.image": IMAGE_ONLY, "single_transformer_blocks": APART},
         returns=("text", "image"),
         text="encoder_hidden_states",

@@ -140,6 +140,7 @@ FAMILY = Family(
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
     io=ModelIO(forward_args, takes_tokens=True, output=output),
     blocks=Blocks(
+        output_layer="final_layer",
         lists={"layers": JOINED},
         text_position="first",
         values=(("attention.to_v",),),

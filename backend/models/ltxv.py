@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from .blocks import APART, Blocks
+from .blocks import APART, BlockAdapter, Blocks
 from .common import guide_weights
 from .common.header_config import transformer_config
 from .common.ltx2_blocks import Attention
@@ -144,6 +144,13 @@ def _wrong_gaps(grid, cond):
     return None
 
 
+class TimesOfTokens(BlockAdapter):
+    """With a mask the model scales each token by a time of its own after the blocks, and counts them."""
+
+    def ends_by_token(self, call):
+        return call["temb"].shape[1] == 1
+
+
 HEADS = 32
 
 
@@ -202,6 +209,8 @@ FAMILY = Family(
     noise=Noise(clean_inpaint=True),
     io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
     blocks=Blocks(
+        output_layer="proj_out",
+        adapter=TimesOfTokens(),
         lists={"transformer_blocks": APART},
         per_token={"image_rotary_emb": ("image", 1), "temb": ("image", 1)},
         attention=("image", "cross"),

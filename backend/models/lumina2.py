@@ -167,6 +167,7 @@ FAMILY = Family(
     latent=Latent(frames=False),
     io=ModelIO(arguments=forward_args, output=negated_tokens),
     blocks=Blocks(
+        output_layer="norm_out",
         lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
         text_position="first",
         per_token={"image_rotary_emb": ("joint", 1)},

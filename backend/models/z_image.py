@@ -122,6 +122,7 @@ FAMILY = Family(
         output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
     ),
     blocks=Blocks(
+        output_layer="all_final_layer.2-1",
         lists={"noise_refiner": IMAGE_ONLY, "layers": JOINED},
         image="x",
         text_position="last",

@@ -110,7 +110,8 @@ class Forward:
 
     latent, reference, per_block_text, latents: see SequenceLengths. skips: block -> image tokens (b, tokens,
     D) for long skips. positions, cuts: of the request: an argument -> its cuts, since the same object comes
-    to every block, and often at every step.
+    to every block, and often at every step. ends_by_token: the layers after the blocks are given the tokens
+    of this forward, up to Blocks.output_layer.
     """
 
     structure: BlockStructure
@@ -123,6 +124,7 @@ class Forward:
     latents: tuple[tuple[str, int], ...] = ()
     skips: dict[int, Tensor] = field(default_factory=dict)
     entered: TokenShards | None = None
+    ends_by_token: bool = False
 
     @property
     def tokens(self) -> TokenShards:
@@ -254,17 +256,18 @@ class Forward:
         elif text is not None:
             text = self.structure.family.blocks.adapter.text_after_blocks(text, self.whole_text)
         image = streams["image"]
-        has_last = self.structure.family.blocks.output_layer is not None
-        return {
-            "image": image[:, : len(self.tokens.local.image)] if has_last else self.whole(image),
-            "text": text,
-        }
+        own = image[:, : len(self.tokens.local.image)]
+        return {"image": own if self.ends_by_token else self.whole(image), "text": text}
 
     def whole_output(self, output: Tensor) -> Tensor:
-        """Return the model's output (B, latent tokens, F), of which this forward's carry values."""
+        """Return the model's output (B, latent tokens, F), of which this forward's carry values; as many
+        tokens more as there are of text, where the last layer is given that too."""
         span = self.tokens.local.image
-        full = output.new_zeros(output.shape[0], self.tokens.sequence.image, output.shape[2])
-        full[:, span.indices] = output
+        count = self.tokens.sequence.image
+        text_tokens = output.shape[1] - len(span)
+        full = output.new_zeros(output.shape[0], count + text_tokens, output.shape[2])
+        start = text_tokens if self.structure.family.blocks.text_position == "first" else 0
+        full[:, start : start + count][:, span.indices] = output[:, start : start + len(span)]
         return full
 
     def whole_text(self, text: Tensor) -> Tensor:

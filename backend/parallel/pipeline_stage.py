@@ -106,9 +106,10 @@ class Stage:
 
     def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Fill what the last layer made of this forward's tokens up to those of the latent."""
-        if self.current is None or self.current.tokens.is_whole:
+        current = self.current
+        if current is None or current.tokens.is_whole or not current.ends_by_token:
             return output
-        return self.current.whole_output(output)
+        return current.whole_output(output)
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL, compiled: bool = False):
         """Forget the request before. ``buffers``: of stale keys and values. ``compiled``: blocks run so."""
@@ -231,6 +232,8 @@ class Stage:
     def _enter(self, forward: Forward, index: int, call: dict, streams: Streams) -> Streams:
         """Measure the sequence where streams enter, and cut them to this rank's tokens."""
         forward.latents = self.adapter.latents(call)
+        has_last = self.family.blocks.output_layer is not None
+        forward.ends_by_token = has_last and self.adapter.ends_by_token(call)
         sequence = forward.sequence(index, streams)
         if index < self.structure.entry:
             self.references_first = sequence.reference > 0

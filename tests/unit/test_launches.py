@@ -216,35 +216,6 @@ def test_nor_does_a_step_with_a_preview():
     assert 0 < shown - without <= PREVIEW
 
 
-#: Families whose model counts tokens only after its last layer, of each way in which blocks end.
-WITH_LAST_LAYER = ("flux-dev", "hunyuan-video", "hunyuan-video15", "hidream")
-
-
-@pytest.mark.parametrize("family", WITH_LAST_LAYER)
-@pytest.mark.parametrize(
-    "config", [ParallelConfig(ulysses_degree=2), ParallelConfig(pipefusion_degree=2)], ids=["u2", "pp2"]
-)
-def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, family, config):
-    """Not the whole sequence, filled up with zeros, but in a pipeline's first step."""
-    seen, load = [], launches.load
-
-    def watched(*args):
-        model = load(*args)
-        layer = model.transformer.get_submodule(model.family.blocks.output_layer)
-        layer.register_forward_pre_hook(lambda layer, args: seen.append(args[0].shape[1]))
-        return model
-
-    monkeypatch.setattr(launches, "load", watched)
-    whole = launches.run(family, config, 1, Count()).request.grid.tokens
-    if config.ulysses_degree > 1:
-        assert set(seen) == {whole - whole // 2}
-        return
-    later = launches.STEPS - 1
-    prompts = len(seen) // (1 + 2 * later)  # one call of each, then two patches of each in every step
-    assert seen[:prompts] == [whole] * prompts
-    assert max(seen[prompts:]) < whole and sum(seen[prompts:]) == later * prompts * whole
-
-
 WAITS = {
     "a copy to the device": lambda x: torch.arange(3).to(META),
     "a copy of a number": lambda x: torch.tensor(2.0).to(META),
