@@ -60,7 +60,7 @@ def check_same(path: str, own: str, first: str):
 
 def other_lora(paths: list[str], own: list[str], first: list[str]) -> str:
     """Say in a sentence which LoRA has another ``content_key`` than on rank 0's machine; empty: none."""
-    # nothing has read a LoRA yet: one that cannot be read is refused here
+    # rank 0 alone has read the LoRAs: one that cannot be read on this machine is refused here
     found = [path for path, mine, theirs in zip(paths, own, first) if mine != theirs]
     if not found:
         return ""

@@ -21,7 +21,8 @@ from ..errors import UnsupportedError, quoted
 
 #: Role -> tensor, of some rows.
 Stored = Mapping[str, Tensor]
-#: Of a layer: what its file says; "format" for GGUF and plain float8; "scales", how many its weight has.
+#: Of a layer: what its file says, with "format"; GGUF and plain float8 have that alone, others "scales" too:
+#: how many their weight has.
 Settings = Mapping
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 #: Values of the four bits of E2M1.

@@ -233,7 +233,7 @@ class Leader(ServedModels):
         client may sample."""
 
         def act():
-            sent = self.named.unload_of(message, job.client)
+            sent = self.named.take_off(message, job.client)
             self.control.broadcast(sent)
             left = self.unload(sent)
             freed = message.model not in self.engine.models or not message.park

@@ -51,7 +51,7 @@ def activation_bytes(work: Workload, place: MeshPlace) -> int:
     if fitted is None:
         return _by_layers(work, place)
     config = work.config
-    # of an even share
+    # multiples of an even share
     token_share = relative_shares(config.sp_degree, config.shares_of("ring", "ulysses"))[work.sp_rank(place)]
     matrix_share = relative_shares(config.tensor_parallel_degree, config.shares_of("tp"))[place["tp"]]
     skipped = long_skips(work.checkpoint, work.blocks(place)) * width_bytes(work, 0)
@@ -89,7 +89,7 @@ def _fitted(work: Workload) -> Activations | None:
     controls = CONTROLS * (width_bytes(work, work.request.controls) - unit)
     numbers["replicated"] += controls
     numbers["outside"] += controls
-    return Activations(**numbers, latents=latent_bytes(work) / work.request.tokens)
+    return Activations(**numbers, latents=latent_bytes(work) / max(1, work.request.tokens))
 
 
 def width_bytes(work: Workload, controls: int) -> int:

@@ -14,7 +14,7 @@ class NamedModels(WeakKeyDictionary[Connection, set[str]]):
         """Return the models of all clients that are still connected."""
         return set().union(*(keys for client, keys in self.items() if not client.gone))
 
-    def unload_of(self, message: Unload, by: Connection) -> Unload:
+    def take_off(self, message: Unload, by: Connection) -> Unload:
         """Take a model that a client frees off its list; return the Unload for the ranks: it parks at most
         where another connected client has loaded the model, and yields none that such a client has."""
         if not message.park:

@@ -136,10 +136,10 @@ def test_a_model_that_another_client_has_loaded_stays_with_it(monkeypatch):
 def test_a_model_that_another_client_has_loaded_yields_to_nobody():
     named, here, other = NamedModels(), client(), client()
     named |= {here: {"m", "mine", "ours"}, other: {"ours"}}
-    message = named.unload_of(Unload("m", True, yields=["ours", 5, "mine"]), here)
+    message = named.take_off(Unload("m", True, yields=["ours", 5, "mine"]), here)
     assert message == Unload("m", True, yields=["mine"])
     other.gone = True
-    assert named.unload_of(Unload("m", True, yields=["ours"]), here).yields == ["ours"]
+    assert named.take_off(Unload("m", True, yields=["ours"]), here).yields == ["ours"]
 
 
 @pytest.mark.parametrize("message", ALONE + OTHERS, ids=lambda message: type(message).__name__)

@@ -146,7 +146,7 @@ def test_links_stay_measured_where_a_native_product_ends_a_rank(monkeypatch, cap
     no rates."""
     rates, tries = {"native_rates": {}}, []
 
-    def run(command, *_):
+    def run(command, *_, **__):
         tries.append(command)
         if len(tries) == 1:
             Path(command[command.index("--out") + 1]).write_text(json.dumps(rates))
