@@ -54,7 +54,8 @@ REFUSED_OPTIONS = {
 }
 #: Entry -> what to do instead, where these nodes have it too.
 REMEDIES = {
-    "optimized_attention_override": "remove the node that sets it, and set attention in Parallel Config"
+    "optimized_attention_override": "remove the node that sets it and set attention in Parallel Config, or "
+    "use ComfyUI's own loader"
 }
 #: Entries that ComfyUI's samplers, wrappers and context windows write for each other.
 HARMLESS_OPTIONS = set(

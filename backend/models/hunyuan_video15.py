@@ -104,7 +104,7 @@ class Prompt:
 
 def forward_args(config, grid, latent, sigma, cond):
     """Return the arguments of the forward. Timesteps run to 1000, that of the step's end too. c_concat:
-    further channels, the image's latent and mask (super resolution: the small video's too), or zeros."""
+    further channels, the image's latent and mask (super resolution: the enlarged video's too), or zeros."""
     batch = latent.shape[0]
     text = cond["c_crossattn"]
     channels = config["in_channels"] - latent.shape[1]

@@ -133,8 +133,8 @@ LATENTS = {
     "ltxv-i2v": [(1, 128, 3, 4, 6)],
     "minimax-h3-guides": [(1, 24, 7, 4, 6), (1, 32, 2, 36)],
 }
-#: Variant -> shape of the video that it enlarges.
-SMALL_VIDEOS = {"hunyuan-video15-sr": (1, 32, 3, 7, 9)}
+#: Variant -> shape of the enlarged video that it is given.
+ENLARGED = {"hunyuan-video15-sr": (1, 32, 3, 7, 9)}
 
 
 def value(kind: str, name: str, case: str):
@@ -160,7 +160,7 @@ def value(kind: str, name: str, case: str):
         return cameras.WanCameraEmbedding.execute("Pan Left", *sides).args[0]
     if kind == "LATENT":
         shape = (1, 16, 14, 10) if case.startswith("flux") else (1, 16, 1, 14, 10)
-        shape = SMALL_VIDEOS.get(case, shape)
+        shape = ENLARGED.get(case, shape)
         return {"samples": pictures.randn(shape, 3)} if case not in LATENTS else empty(case)
     if kind == "CLIP":
         return TestGoldenText().run(str(GOLDEN / "minimax-h3__euler_simple.safetensors"))[0]

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5's super resolution as ComfyUI's template samples it: the first steps with the small video
+"""HunyuanVideo 1.5's super resolution in ComfyUI's template: the first steps with the enlarged video
 among the model's channels, the last ones without, on what is left of the noise."""
 
 import json
