@@ -43,8 +43,7 @@ OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
 #: Single blocks of the Flux that runs under all hybrids, beside two double ones: each of two stages has two
 #: alike, one of them both kinds, and of four stages none is empty. The whole one is among the families.
 SINGLE = 4
-#: Steps of a request without a pipeline: one after another. A pipeline has launches.STEPS: warm-up, a step
-#: after it, and one in steady state.
+#: Steps of a request without a pipeline. One has launches.STEPS: warm-up, a step after it, a steady one.
 EXACT_STEPS = 2
 #: The only rank that some tests look at.
 SECOND = range(1, 2)
