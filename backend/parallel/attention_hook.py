@@ -290,21 +290,15 @@ class Attention:
 
     def _refresh(self, call: BlockCall, buffers: KVBuffers, kv: Sequence[Tensor], kind: str, where: tuple):
         """Write the fresh tokens of the stage's SP ranks into the buffer; return all keys and values."""
-        tokens = call.tokens
-        total = tokens.sequence.length_of(kind)
-        if self.mesh.ring.size == 1:
-            positions = self.positions.of(tokens, kind, kv[0].device)
-            return buffers.refresh(where, kv, positions=positions, total=total, context=call.context)
-        both = torch.stack(list(kv))
-        counts = self._group_counts(tokens, kind)
-        sent = pack(both, self.wire)
-        shapes = [(*sent.shape[:3], count, sent.shape[4]) for count in counts]
-        came = comm.all_gather(sent, shapes, self.mesh.ring, "ring")
-        came[self.mesh.ring.rank] = both  # own keys and values did not travel
-        whole = tuple(kv)
-        for each, ranks in zip(came, self._groups()):
-            positions = self.positions.of(tokens, kind, both.device, ranks)
-            piece = unpack(each, both.dtype).unbind()
-            how = {"positions": positions, "total": total, "context": call.context, "fresh": sum(counts)}
-            whole = buffers.refresh(where, piece, **how)
-        return whole
+        if self.mesh.ring.size > 1:
+            both = torch.stack(list(kv))
+            counts = self._group_counts(call.tokens, kind)
+            sent = pack(both, self.wire)
+            shapes = [(*sent.shape[:3], count, sent.shape[4]) for count in counts]
+            came = comm.all_gather(sent, shapes, self.mesh.ring, "ring")
+            came[self.mesh.ring.rank] = both  # own keys and values did not travel
+            kv = torch.cat([unpack(each, both.dtype) for each in came], dim=3).unbind()
+        positions = self.positions.of(call.tokens, kind, kv[0].device)
+        return buffers.refresh(
+            where, kv, positions=positions, total=call.tokens.sequence.length_of(kind), context=call.context
+        )

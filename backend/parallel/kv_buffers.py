@@ -37,29 +37,22 @@ class KVBuffers:
         self.ratio = min(max(ratio, 0.0), MAX_RATIO)
 
     def refresh(
-        self,
-        where: tuple,
-        kv: Sequence[Tensor],
-        positions: slice | Tensor,
-        total: int,
-        context: StepContext,
-        fresh: int | None = None,
+        self, where: tuple, kv: Sequence[Tensor], positions: slice | Tensor, total: int, context: StepContext
     ) -> tuple[Tensor, ...]:
         """Write fresh keys and values, each (b, H, n, D), at the ``positions`` (n,) of the samples of
-        ``context``; return those (b, H, total, D) to attend to. ``fresh``: all tokens of the patch, where
-        they come in several calls of which this is one."""
+        ``context``; return those (b, H, total, D) to attend to."""
         _, heads, tokens, size = kv[0].shape
         if where not in self.current:
             self.current[where] = kv[0].new_empty(len(kv), self.batch, heads, total, size)
         if self.extrapolate and self._written.get(where) != context.evaluation:
-            self._begin(where, (tokens if fresh is None else fresh) == total)
+            self._begin(where, tokens == total)
             self._written[where] = context.evaluation
         buffers = self.current[where][:, context.samples].unbind()
-        for buffer, piece in zip(buffers, kv):
+        for buffer, fresh in zip(buffers, kv):
             if isinstance(positions, slice):
-                buffer[:, :, positions] = piece
+                buffer[:, :, positions] = fresh
             else:
-                buffer.index_copy_(2, positions, piece)
+                buffer.index_copy_(2, positions, fresh)
         return buffers
 
     def _begin(self, where: tuple, whole: bool):

@@ -4,12 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moved_bytes import MovedBytes
 
-from backend.parallel import attention_hook, comm
 from backend.parallel.kv_buffers import KVBuffers
-from backend.parallel.mesh import ALONE, Axis
-from backend.parallel.sequence import SequenceLengths, patches, whole_sequence
 from backend.sampling.solver_registry import Evaluation
 from backend.sampling.step_loop import _ratio
 
@@ -66,32 +62,3 @@ def test_the_ratio_is_of_steps_in_sigma():
     ]
     assert [_ratio(plan, index) for index in range(5)] == [0.0, 0.0, 2.0, 0.0, 0.0]
     assert _ratio(plan[1:3] + plan[4:], 2) == 0.25
-
-
-@pytest.mark.parametrize("extrapolate", [False, True])
-def test_a_ring_writes_each_ranks_tokens_where_they_stand(extrapolate, monkeypatch):
-    """Of whole steps, and then of a patch. They are read once and written once; own ones once more, which are
-    stacked to be sent."""
-    sequence = SequenceLengths(text=5, image=12, text_position="first")
-    ring = Axis(None, 0, 2, (0, 1))
-    mesh = SimpleNamespace(ring=ring, ulysses=ALONE, sp=ring)
-    attention = attention_hook.Attention(mesh)
-    buffers = KVBuffers(1, extrapolate)
-    torch.manual_seed(0)
-    wanted = torch.empty(2, 1, 2, 17, 4)
-    shards = [whole_sequence(sequence, sp_size=2), whole_sequence(sequence, sp_size=2)]
-    shards.append(patches(sequence, 2, sp_size=2)[1])
-    for evaluation, tokens in enumerate(shards):
-        of_ranks = [torch.randn(2, 1, 2, count, 4) for count in tokens.lengths("joint")]
-        for rank, each in enumerate(of_ranks):
-            wanted[:, :, :, tokens.positions("joint", range(rank, rank + 1))] = each
-        monkeypatch.setattr(comm, "all_gather", lambda x, *_, sent=of_ranks: [x, sent[1]])
-        context = SimpleNamespace(evaluation=evaluation, samples=slice(None))
-        call = SimpleNamespace(tokens=tokens, context=context)
-        given = (call, buffers, of_ranks[0].unbind(), "joint", WHERE)
-        attention._refresh(*given)  # which finds the positions
-        with MovedBytes() as moved:
-            found = attention._refresh(*given)
-    assert all(map(torch.equal, found, wanted))  # no step in sigma: stale tokens stay as they are
-    if not extrapolate:
-        assert moved.bytes == 2 * of_ranks[0].nbytes + 2 * sum(each.nbytes for each in of_ranks)
