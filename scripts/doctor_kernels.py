@@ -29,6 +29,8 @@ LATENT = 0.25
 APPROXIMATE, EXACT = 0.2, 2e-2
 #: Compiled blocks add in another order: distance of latents in float32, and in bf16.
 COMPILED = {"cpu": 1e-5, "cuda": 5e-2}
+#: Ranks of a ring in which each hop of that Flux has keys enough for approximate kernels (kernel_table.py).
+MOST_HOPS = 4
 #: A request's note of what it compiled (backend/parallel/compiled_blocks.py).
 GRAPHS = re.compile(r"compiled (\d+) graphs? of blocks in ([\d.]+) s")
 
@@ -63,15 +65,27 @@ def in_rings(lab: Lab, here: list[str], wanted: torch.Tensor) -> Found:
         yield from possible("kernels", f"{kernel} in a ring", tried, lab)
 
 
+def _ring_degrees(kernel: str, ranks: int) -> tuple[int, int]:
+    """Return the ring's and Ulysses' degree of all ranks. Approximate kernels leave few keys of a hop to
+    torch's, as rings of five and more would have: theirs has two hops, of Ulysses groups, where that divides
+    the ranks."""
+    if kernel_of(kernel).exact or ranks <= MOST_HOPS or ranks % 2:
+        return ranks, 1
+    return 2, ranks // 2
+
+
 def _in_ring(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
     path = lab.flux()
-    config = ParallelConfig(ring_degree=lab.ranks, attention=kernel)
+    ring, ulysses = _ring_degrees(kernel, lab.ranks)
+    config = ParallelConfig(ring_degree=ring, ulysses_degree=ulysses, attention=kernel)
     distance = relative(lab.run(config, path, lab.request(path, 2)).samples, wanted)
     most = REAL_SIZE[lab.device] if kernel_of(kernel).exact else LATENT
+    with_ulysses = f" with Ulysses {ulysses}" if ulysses > 1 else ""
     text = (
-        f"{kernel} in a ring of {lab.ranks}: latent {distance:.1e} from one rank by torch's (limit {most:g})"
+        f"{kernel} in a ring of {ring}{with_ulysses}: latent {distance:.1e} from one rank by torch's "
+        f"(limit {most:g})"
     )
-    values = {"kernel": kernel, "ring": lab.ranks, "distance": distance}
+    values = {"kernel": kernel, "ring": ring, "distance": distance}
     if distance <= most:  # NaN is not
         yield Finding("kernels", OK, text, values)
         return

@@ -140,6 +140,6 @@ def explained(
         return f"attention {name}: {kernel.what}, exact, {where}"
     kind = "exact" if kernel.exact else "approximate"
     merged = ", whose log-sum-exp the ring merges by" if ring else ""
-    keys = "keys of a rank" if ring else "keys"
+    keys = "keys in a hop of the ring" if ring else "keys"
     few = "" if kernel.exact else f" or fewer than {MIN_APPROXIMATE_KEYS:,} {keys}"
     return f"attention {name}: {kernel.what}, {kind}{merged}; torch's own where there is a mask{few}"

@@ -23,25 +23,20 @@ NEAR_LARGEST = 0.9
 def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
     """Return why the kernel ``name`` does not attend here, empty where it does; ``lse``: with the log-sum-exp
     too. Where memory runs out nothing is known. Raises where the device is lost."""
-    largest = kernel_of(name).largest_value
     q, k, v = _numbers(dtype, head_size, device)
-    error_of_large = 0.0
     try:
         error, sums = _tried(name, q, k, v, lse)
         changed = not all(map(torch.equal, (q, k, v), _numbers(dtype, head_size, device)))
-        if largest:
-            error_of_large, _ = _tried(name, q, k, v.sigmoid() * (NEAR_LARGEST * largest), lse)
     except Exception as failed:  # a wheel raises what it likes
-        return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
+        return _why(failed, device, _lost(name))
     if not error <= MAX_ERROR:  # a NaN is no number below it
         return f"it is off by {error:.2g} of its values"
-    if not error_of_large <= MAX_ERROR:
-        return f"it is off by {error_of_large:.2g} of values near {largest:,.0f}"
     if lse and (sums is None or sums.shape != q.shape[:3]):
         shape = None if sums is None else tuple(sums.shape)
         return f"its log-sum-exp has the shape {shape}, which is not {tuple(q.shape[:3])}"
-    # they may be a K/V buffer's
-    return "it changes the queries, keys or values that it is given" if changed else ""
+    if changed:  # they may be a K/V buffer's
+        return "it changes the queries, keys or values that it is given"
+    return _failure_near_largest(name, q, k, v, lse)
 
 
 @torch.inference_mode()
@@ -75,6 +70,22 @@ def refusal(name: str, failures: list[str]) -> str:
     remedy = f"install a {package} that was built for this GPU" if package else "update torch or the driver"
     why = f"attention is {name}, which was tried and fails ({'; '.join(failures)})"
     return f"{why}; {remedy}, or set attention to auto."
+
+
+def _failure_near_largest(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> str:
+    """Return why the kernel does not attend to values near the largest that it holds; as ``failure``."""
+    largest = kernel_of(name).largest_value
+    if not largest:
+        return ""
+    try:
+        error, _ = _tried(name, q, k, v.sigmoid() * (NEAR_LARGEST * largest), lse)
+    except Exception as failed:
+        return _why(failed, q.device, _lost(name))
+    return "" if error <= MAX_ERROR else f"it is off by {error:.2g} of values near {largest:,.0f}"
+
+
+def _lost(name: str) -> str:
+    return f"attention is {name}, whose trial lost the GPU; set it to auto"
 
 
 def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float, Tensor | None]:

@@ -11,7 +11,7 @@ from ..errors import UnsupportedError
 from ..models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid
-from ..parallel.kernel_table import TORCH, kernel_of
+from ..parallel.kernel_table import kernel_of
 from ..planner.machine import is_latent_shape
 from ..quantization.formats import dtype_name
 from .model_inputs import ModelInputs
@@ -35,7 +35,7 @@ def check_numbers(tensors: dict[str, Tensor]):
             raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
 
 
-def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str = TORCH):
+def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str):
     """Refuse a ``result`` without any number of the model in the file ``name``, which was computed in
     ``dtype`` with the kernel ``attention``. Raises UnsupportedError. Where some values are numbers, ComfyUI
     shows what there is; zeros next to values that are none are gaps, which the model has not computed
@@ -49,7 +49,8 @@ def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str =
         remedy = "set attention to auto" + (", or weight_dtype to bf16 or fp32" if is_half else "")
         raise UnsupportedError(
             f"{name} has computed NaN or infinity in every value, in {kind} and with attention {attention}, "
-            f"which is approximate and may not hold what it computes; {remedy}."
+            f"which is approximate and may not hold what it computes; {remedy}, and if that does not help, "
+            f"download the file again."
         )
     remedy = "download it again"
     if is_half:

@@ -126,7 +126,7 @@ def test_methods_are_timed_though_what_they_are_compared_with_fails(fails):
 
 
 def computed_nothing():
-    check_result(torch.full((2,), float("nan")), "a.safetensors", torch.bfloat16)
+    check_result(torch.full((2,), float("nan")), "a.safetensors", torch.bfloat16, "auto")
 
 
 def unforeseen():

@@ -279,7 +279,7 @@ def test_every_choice_is_explained_in_one_line():
     "name, ring, ends",
     [
         ("sage", False, "where there is a mask or fewer than 1,024 keys"),
-        ("sage", True, "where there is a mask or fewer than 1,024 keys of a rank"),
+        ("sage", True, "where there is a mask or fewer than 1,024 keys in a hop of the ring"),
         ("flash-attn", True, "where there is a mask"),
     ],
 )

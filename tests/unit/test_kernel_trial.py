@@ -223,6 +223,19 @@ def test_memory_that_runs_out_is_no_verdict(kernel):
     assert kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU) == ""
 
 
+def test_a_wrong_kernel_is_named_though_memory_runs_out_later(kernel):
+    """In the trial with large values, which comes after."""
+    outcomes = [NAN]
+
+    def call(q, *_):
+        if not outcomes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.full_like(q, outcomes.pop()), None
+
+    kernel(call)
+    assert kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU) == "it is off by nan of its values"
+
+
 @pytest.mark.parametrize("free, is_full", [(10**8, True), (2 * 10**9, False)])
 @pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
 def test_a_library_that_is_not_initialized_fails_its_trial(
