@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from doctor_files import random_weights, write_quantized, write_quantized_copy
 from doctor_requests import in_batch, in_steps
 from doctor_room import MAX_COPY, delete, model_bytes, need_disk, quantized_bytes, stored_bytes
-from doctor_sizes import Size
+from doctor_sizes import Size, timed_blocks
 from doctor_time import Clock
 from torch import Tensor
 
@@ -25,17 +25,9 @@ from backend.sampling.validation import check_blocks_and_heads
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS, SUPPORT = ROOT / "benchmarks", ROOT / "tests" / "support"
 sys.path[:0] = [str(BENCHMARKS), str(SUPPORT)]
-#: Blocks of released models that are timed: as many as two stages need, of 0.4 to 1 GB each.
-BLOCKS = 2
 FLUX_WORDS = "10 of Flux.1's 57 blocks, 1024 x 1024"
 
 Made = TypeVar("Made")
-
-
-def timed_blocks(ranks: int) -> int:
-    """Return the blocks of released models that so many ranks are timed with: what an even number of stages
-    needs, or three stages."""
-    return 3 if ranks % 2 and ranks % 3 == 0 else BLOCKS
 
 
 def blocks_and_heads(path: Path) -> tuple[int, int]:
@@ -48,7 +40,6 @@ class Models(Clock, ABC):
     """Models in a folder, for a kind of device ("cuda" or "cpu")."""
 
     device: str
-    ranks: int
     folder: Path
     size: Size
     _kept: dict[tuple, Any]

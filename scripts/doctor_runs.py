@@ -242,10 +242,10 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "speed": speed,
     "life": life,
     "waits": waits,
-    "overhead": overhead,
     "quantized": quantized,
     "dequantized once": dequantized_once,
     "memory": memory,
+    "overhead": overhead,
     "shapes": shapes,
     "compiled": compiled,
     "kernels": kernels,
@@ -253,7 +253,7 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
 }
 #: Those that run the mid-size Flux, whose file goes after the last of them.
 OF_FLUX = (
-    *("speed of one rank", "speed", "life", "overhead", "shapes", "memory", "compiled", "kernels"),
+    *("speed of one rank", "speed", "life", "memory", "overhead", "shapes", "compiled", "kernels"),
     "overhead compiled",
 )
 #: Those of all ranks: they would hang where links failed.
@@ -304,11 +304,11 @@ def full(chosen, facts: Facts, lab: Lab | None = None, began: float | None = Non
     spent = 0.0 if began is None else time.monotonic() - began
     lab = lab or Lab(device, ranks, chosen.minutes, facts.usable, spent)
     timed = [name for name in names if lab.ranks > 1 or name not in NOT_OF_ONE]
-    fitting, others = in_order(timed, chosen.minutes, lab.spent)
+    fitting, others = in_order(timed, chosen.minutes, lab.spent, lab.ranks)
     about = f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes"
     if others:
         about += f"; they may be short for {', '.join(others)}, which then end early"
-        about += f" (--minutes {minutes_of(timed, lab.spent)} has time for all)"
+        about += f" (--minutes {minutes_of(timed, lab.spent, lab.ranks)} has time for all)"
     yield Finding("full", OK, about, {"fitting": fitting, "others": others})
     try:
         for index, name in enumerate(names := [name for name in names if name not in others] + others):

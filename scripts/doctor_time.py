@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from doctor_findings import OutOfTime
+from doctor_sizes import BLOCKS, timed_blocks
 
 #: Check -> seconds that it takes on two GPUs, estimated from its starts of ranks (6 s each), changes of their
 #: methods (2 s each, with a load), requests and files. What is worth most comes first: what the default has
@@ -17,15 +18,19 @@ SECONDS = {
     "speed": 95,  # the ranks of methods, eight changes, 72 requests
     "life": 40,
     "waits": 40,
-    "overhead": 22,  # a program that reads the model twice, five rounds of at least a second
     "quantized": 90,  # seven files, five starts, 60 timed requests, 45 of all ranks
     "dequantized once": 20,
     "memory": 40,
+    "overhead": 22,  # a program that reads the model twice, five rounds of at least a second
     "shapes": 170,  # eight files, nine starts, 24 timed methods of six requests
     "compiled": 115,  # two starts, two changes, 56 requests
     "kernels": 55,
     "overhead compiled": 75,  # both compile
 }
+#: The same of "methods" where ranks make a grid: a start, 24 to 29 changes, 116 requests.
+METHODS_OF_GRIDS = 135
+#: The same of "shapes" with a block more of each model, in six of its eight files and 16 of its 24 methods.
+SHAPES_OF_THREE = 215
 #: Of a check that is not among them.
 OTHERS = 60
 #: Of the minutes, for ranks and files to go; less of few minutes.
@@ -43,26 +48,39 @@ def usable_seconds(minutes: float) -> float:
     return whole - min(CLOSING_SECONDS, CLOSING_SHARE * whole)
 
 
-def in_order(names: Iterable[str], minutes: float, spent: float = 0.0) -> tuple[list[str], list[str]]:
+def seconds_of(name: str, ranks: int = 2) -> float:
+    """Return the seconds that a check takes on so many ranks, as far as their number matters."""
+    if name == "methods" and ranks >= 4 and ranks % 2 == 0:
+        return METHODS_OF_GRIDS
+    if name == "shapes" and timed_blocks(ranks) > BLOCKS:
+        return SHAPES_OF_THREE
+    return SECONDS.get(name, OTHERS)
+
+
+def in_order(
+    names: Iterable[str], minutes: float, spent: float = 0.0, ranks: int = 2
+) -> tuple[list[str], list[str]]:
     """Divide checks, in order, into those that so many minutes have time for, of which seconds are ``spent``,
     and the others, which have what those leave."""
     fitting: list[str] = []
     others: list[str] = []
     left = usable_seconds(minutes) - spent
     for name in names:
-        seconds = SECONDS.get(name, OTHERS)
+        seconds = seconds_of(name, ranks)
         (fitting if seconds <= left else others).append(name)
         left -= seconds if seconds <= left else 0.0
     return fitting, others
 
 
-def minutes_of(names: Iterable[str], spent: float = 0.0) -> int:
+def minutes_of(names: Iterable[str], spent: float = 0.0, ranks: int = 2) -> int:
     """Return the whole minutes that have time for these checks, after what is ``spent`` before them."""
-    return math.ceil((spent + sum(SECONDS.get(name, OTHERS) for name in names) + CLOSING_SECONDS) / 60)
+    return math.ceil((spent + sum(seconds_of(name, ranks) for name in names) + CLOSING_SECONDS) / 60)
 
 
 class Clock:
     """The time until ``minutes`` are over, of which seconds are ``spent``, and that of the check begun."""
+
+    ranks = 2
 
     def __init__(self, minutes: float, spent: float = 0.0):
         self.minutes = minutes
@@ -73,9 +91,9 @@ class Clock:
 
     def begin(self, name: str, later: Iterable[str] = ()):
         """Give the check ``name`` its part of what is left; those that come ``later`` have theirs."""
-        own = SECONDS.get(name, OTHERS)
+        own = seconds_of(name, self.ranks)
         left = max(0.0, self.end - time.monotonic())
-        seconds = left * own / (own + sum(SECONDS.get(each, OTHERS) for each in later))
+        seconds = left * own / (own + sum(seconds_of(each, self.ranks) for each in later))
         self.part = name
         self.part_seconds = seconds
         self.part_end = time.monotonic() + seconds

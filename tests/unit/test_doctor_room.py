@@ -13,6 +13,7 @@ import doctor_models
 import doctor_quantized
 import doctor_room
 import doctor_runs
+import doctor_sizes
 import doctor_steps
 import pytest
 import released_sizes
@@ -165,12 +166,18 @@ def test_every_file_goes_after_its_last_use(monkeypatch):
 
 
 def test_the_page_says_how_much_room_the_largest_files_take():
-    """The mid-size Flux, and two blocks of MiniMax-H3 in bf16, int8 and fp8, each above half of bf16."""
+    """The mid-size Flux, and two or three blocks of MiniMax-H3 in bf16, int8 and fp8, each above half of
+    bf16. Host memory has half as much again for the largest."""
     size = doctor_room.model_bytes(FluxTransformer2DModel, common.FLUX | SIZES["cuda"].flux, 2)
-    largest = doctor_room.model_bytes(*released_sizes.arguments_of("minimax-h3", doctor_models.BLOCKS), 2)
+    largest, of_three = (
+        doctor_room.model_bytes(*released_sizes.arguments_of("minimax-h3", blocks), 2)
+        for blocks in (doctor_sizes.BLOCKS, doctor_sizes.timed_blocks(3))
+    )
+    assert SIZES["cuda"].host > 1.5 * of_three
     page = (doctor_models.ROOT / "docs/performance.md").read_text()
-    room = re.search(r"Files take\s(\d+) GB of `TMPDIR` at most", page)
+    room = re.search(r"Files take\s(\d+) GB of `TMPDIR` at most \((\d+) on three GPUs\)", page)
     assert room and 1 < int(room[1]) * 1e9 / (size + 2 * largest) < 1.1
+    assert 1 < int(room[2]) * 1e9 / (size + 2 * of_three) < 1.1
 
 
 def test_the_bf16_file_goes_where_its_timing_fails():

@@ -5,9 +5,9 @@ from pathlib import Path
 import doctor_findings
 import doctor_kernels
 import doctor_lab
-import doctor_models
 import doctor_requests
 import doctor_runs
+import doctor_sizes
 import doctor_steps
 import kernels
 import pytest
@@ -100,7 +100,7 @@ def test_the_chart_has_what_was_timed(tmp_path):
 
 @pytest.mark.parametrize("family", doctor_steps.SHAPES[1:])
 def test_a_released_model_is_timed_with_few_blocks(family):
-    cls, arguments = released_sizes.arguments_of(family, doctor_models.BLOCKS)
+    cls, arguments = released_sizes.arguments_of(family, doctor_sizes.BLOCKS)
     with torch.device("meta"):
         model = cls(**arguments)
     whole = released_sizes.checkpoint_of(family)

@@ -120,6 +120,27 @@ def test_estimates_and_the_default_agree(time, monkeypatch):
     assert f"--minutes {enough}" in (doctor.ROOT / "docs" / "performance.md").read_text()
 
 
+def test_ten_minutes_have_time_for_all_up_to_memory():
+    """Also after 20 s of imports and quick checks, as docs/performance.md says for two GPUs."""
+    fitting, _ = doctor_time.in_order(doctor_runs.RUNS, 10.0, spent=20.0)
+    names = list(doctor_runs.RUNS)
+    assert fitting[: names.index("memory") + 1] == names[: names.index("memory") + 1]
+
+
+@pytest.mark.parametrize("check, more", [("methods", (4, 6, 8)), ("shapes", (3, 9))])
+def test_estimates_depend_on_ranks_where_more_is_run(check, more):
+    for ranks in range(1, 10):
+        seconds = doctor_time.seconds_of(check, ranks)
+        assert (seconds > doctor_time.SECONDS[check]) == (ranks in more), ranks
+    clock = doctor_time.Clock(10.0)
+    parts = []
+    for clock.ranks in (2, more[0]):
+        clock.begin(check, ["speed"])
+        parts.append(clock.part_seconds)
+    assert parts[1] > parts[0]
+    assert doctor_time.minutes_of([check] * 9, ranks=more[0]) > doctor_time.minutes_of([check] * 9)
+
+
 def test_the_flux_is_made_in_less_than_its_check_may_take(time):
     """The file is made in the time of the first check that asks for it, and then requests run."""
     import common  # of benchmarks, which doctor_lab has put on the path
