@@ -10,7 +10,7 @@ from functools import partial
 import doctor_lab
 import doctor_models
 import torch
-from doctor_degrees import fitting, in_short, is_lacking, methods, named
+from doctor_degrees import fitting, is_lacking, methods, named
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, possible
 from doctor_hangs import HungError
@@ -77,24 +77,38 @@ def all_methods(lab: Lab) -> Found:
     for family in FAMILIES:  # before the ranks change
         for dtype in ("fp32", "bf16"):
             reference(lab, family, dtype)
-    for name in while_time(lab, configs := methods(lab.ranks)):
-        config = configs[name]
+    configs = methods(lab.ranks)
+    for turn in while_time(lab, turns := _in_turn(lab, configs)):
+        name, families = turns[turn]
+        for family in families:
+            halves = lab.ranks == 2 or family == FAMILIES[0]  # of many methods one family's bf16 has to do
+            compared = partial(_method, name=name, config=configs[name], family=family, halves=halves)
+            yield from possible("methods", f"{name}, {family}", compared, lab)
+
+
+def _in_turn(lab: Lab, configs: dict[str, ParallelConfig]) -> dict[str, tuple[str, list[str]]]:
+    """Return what is run, in turn: in words -> a method's name and families. Families of too few heads or
+    blocks come after every method that fits as asked: their hybrids may not take its time."""
+    as_asked: dict[str, tuple[str, list[str]]] = {}
+    hybrids: dict[str, tuple[str, list[str]]] = {}
+    for name, config in configs.items():
         is_stale_pair = " x " in name and config.has_stale_kv  # of which one family has to do
         families = FAMILIES[:1] if is_stale_pair else FAMILIES
-        # those of a hybrid last, since the ranks change for them
-        for family in sorted(families, key=partial(is_lacking, lab, config)):
-            halves = lab.ranks == 2 or family == FAMILIES[0]  # of many methods one family's bf16 has to do
-            compared = partial(_method, name=name, config=config, family=family, halves=halves)
-            yield from possible("methods", f"{name}, {family}", compared, lab)
+        lacking = [family for family in families if is_lacking(lab, config, family)]
+        if fit := [family for family in families if family not in lacking]:
+            as_asked[name] = name, fit
+        if lacking:
+            hybrids[f"{name} ({', '.join(lacking)})"] = name, lacking
+    return as_asked | hybrids
 
 
 def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bool = True) -> Found:
     path, sample, _ = lab.tiny(family)
     own, why = fitting(lab, path, config)
     own = own or config  # which the ranks refuse
-    if own != config and not own.has_stale_kv and own in methods(lab.ranks).values():
-        text = f"{name}, {family}: not possible ({why}); {in_short(own)} stands for it"
-        yield Finding("methods", OK, text)
+    same = next((other for other, each in methods(lab.ranks).items() if each == own), name)
+    if same != name and not own.has_stale_kv:  # which has a line of its own, and is judged there
+        yield Finding("methods", OK, f"{name}, {family}: not possible ({why}); see {same}, {family}")
         return
     name, config = named(name, config, own), own
     batch = in_batch(sample, max(2, lab.ranks))

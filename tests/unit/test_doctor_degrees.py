@@ -7,17 +7,18 @@ import doctor_degrees
 import doctor_lab
 import doctor_models
 import doctor_runs
+import doctor_sizes
 import doctor_steps
 import pytest
 import released_sizes
 import tiny
 import torch
-from doctor_findings import OK
+from doctor_findings import OK, PROBLEM
 from doctor_sizes import SIZES
 from doctor_stubs import FAMILIES, StubLab, flux_blocks_and_heads, tiny_blocks_and_heads
 
 from backend.config import ParallelConfig
-from backend.protocol import RefusedError
+from backend.protocol import BackendError, RefusedError
 
 RANKS = (2, 3, 4, 6, 8)
 #: Stages and Ulysses ranks by which two or three blocks of a released model are divided.
@@ -44,7 +45,7 @@ class Released(Refusing):
 
     def blocks_and_heads(self, path):
         if path.name in doctor_steps.SHAPES[1:]:
-            return doctor_models.timed_blocks(self.ranks), released_heads(path.name)
+            return doctor_sizes.timed_blocks(self.ranks), released_heads(path.name)
         return flux_blocks_and_heads(SIZES["cuda"])
 
 
@@ -84,7 +85,7 @@ def test_every_family_has_every_method_on_all_ranks(ranks, family):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_methods_leave_no_family_out(ranks):
-    """What is not possible says what stands for it, which was run."""
+    """What is not possible says where the same degrees are judged, which were run."""
     lab = Refusing(ranks)
     found = list(doctor_runs.all_methods(lab))
     assert {each.status for each in found} == {OK}
@@ -92,11 +93,41 @@ def test_methods_leave_no_family_out(ranks):
         if "fp32" in each.values:
             continue
         _, refused, rest = each.text.partition("not possible")
-        assert refused and "stands for it" in rest, each.text
+        assert refused and "; see " in rest, each.text
         family = each.text.partition(":")[0].rpartition(", ")[2]
-        stands = rest.rpartition("; ")[2].removesuffix(" stands for it")
-        assert stands in {doctor_degrees.in_short(config) for config, model in lab.ran if model == family}
+        seen = rest.rpartition("; see ")[2]
+        config = doctor_runs.methods(ranks)[seen.removesuffix(f", {family}")]
+        assert (config.validate(), family) in lab.ran
+        assert any(other.text.startswith(f"{seen}: float32") for other in found), seen
     assert {config.world_size for config, _ in lab.ran} == {1, ranks}
+
+
+def test_what_is_not_possible_claims_nothing_of_the_method_it_names(monkeypatch):
+    """Which may fail, or never be reached."""
+    lab = Refusing(8)
+    run = lab.run
+
+    def fails(config, path, *arguments):
+        if (config.ring_degree, config.ulysses_degree) == (2, 4):
+            raise BackendError("rank 1 ended")
+        return run(config, path, *arguments)
+
+    monkeypatch.setattr(lab, "run", fails)
+    texts: dict[str, list[str]] = {OK: [], PROBLEM: []}
+    for each in doctor_runs.all_methods(lab):
+        texts[each.status].append(each.text)
+    asked = [text for text in texts[OK] if text.startswith("ulysses, wan21-t2v: not possible")]
+    assert [text.rpartition("; ")[2] for text in asked] == ["see ring 2 x ulysses 4, wan21-t2v"]
+    assert any(text.startswith("ring 2 x ulysses 4, wan21-t2v: ") for text in texts[PROBLEM])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_hybrids_come_after_all_methods_that_fit(ranks):
+    """They take none of their time. On four ranks everything fits as asked."""
+    lab = Refusing(ranks)
+    found = [each.text for each in doctor_runs.all_methods(lab)]
+    is_hybrid = ["not as asked" in text or "not possible" in text for text in found]
+    assert is_hybrid == sorted(is_hybrid) and any(is_hybrid) == (ranks in (3, 6, 8))
 
 
 def test_what_no_hybrid_divides_is_said_by_name():
