@@ -3,6 +3,7 @@
 import math
 
 import doctor_lab
+import doctor_next
 import doctor_overhead
 import pytest
 from benchmarked import save_model
@@ -46,15 +47,42 @@ def test_the_engine_is_judged_by_its_goal_and_its_latent(check, numbers, status)
 
 
 def test_what_fails_eagerly_is_a_problem_and_what_does_not_compile_none():
-    failed = Ended(1, 9.0, "Traceback\nRuntimeError: no C++ compiler\n")
+    failed = Ended(1, 9.0, "Traceback\ntorch._inductor.exc.InductorError: no C++ compiler\n")
     (eager,) = doctor_overhead.overhead(Lab(failed))
     (compiled,) = doctor_overhead.overhead_compiled(Lab(failed))
     assert (eager.status, compiled.status) == (PROBLEM, WARNING)
     assert all("no C++ compiler" in each.text for each in (eager, compiled))
-    full = Ended(1, 9.0, "torch.OutOfMemoryError: CUDA out of memory.\n")
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        Ended(-11, 9.0, "torch._inductor.exc.InductorError: which was caught\n"),
+        Ended(1, 9.0, "Traceback\nRuntimeError: CUDA error: an illegal memory access was encountered\n"),
+    ],
+)
+def test_what_no_compiler_raises_is_a_problem_with_compiled_blocks_too(ended):
+    (found,) = doctor_overhead.overhead_compiled(Lab(ended))
+    assert found.status == PROBLEM and doctor_next.NOTHING not in found.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory.",
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes",
+        "MemoryError",
+    ],
+)
+@pytest.mark.parametrize("device, words", [("cpu", "this device has"), ("cuda", "this GPU has")])
+def test_a_full_device_is_named(error, device, words):
+    lab = Lab(Ended(1, 9.0, f"Traceback\n{error}\n"))
+    lab.device = device
     for check in (doctor_overhead.overhead, doctor_overhead.overhead_compiled):
-        (found,) = check(Lab(full))
-        assert found.status == WARNING and "no room for two" in found.text
+        (found,) = check(lab)
+        assert found.status == WARNING and f"{words} no room for two" in found.text
 
 
 def test_a_lab_measures_it(monkeypatch, tmp_path):
