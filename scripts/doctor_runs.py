@@ -200,7 +200,8 @@ def _ceiling(lab: Lab) -> Found:
         return
     ceiling = lab.ranks * one[0] / together
     text = f"ceiling: {ceiling:.2f} times one rank, {lab.ranks} latents at once"
-    yield Finding("speed", OK, text, {"method": "ceiling", "seconds": together, "speedup": ceiling})
+    values = {"method": "ceiling", "seconds": together, "speedup": ceiling, "latents": lab.ranks}
+    yield Finding("speed", OK, text, values)
 
 
 def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -> Found:
