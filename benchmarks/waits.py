@@ -2,10 +2,12 @@
 
     python benchmarks/waits.py [--ranks 2] [--device cuda] [--skip "ring;cfg"] [--json PREFIX]
 
-Every method and tiny family of the doctor runs on real ranks. From the second step on each synchronizing call
-is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves the others waiting
-in a collective. On the CPU the same requests run, and there is nothing to find. With --json each rank writes
-PREFIX.RANK after every method: a list of {"method", "family", "steps", "waits": {"file:line": how often}}.
+Every method and tiny family of the doctor runs on real ranks. Families of too few heads or blocks for a
+method are left out of it without a line: they have no hybrid here. From the second step on each synchronizing
+call is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves the others
+waiting in a collective. On the CPU the same requests run, and there is nothing to find. With --json each rank
+writes PREFIX.RANK after every method: a list of {"method", "family", "steps", "waits": {"file:line": how
+often}}.
 """
 
 import argparse

@@ -64,7 +64,9 @@ class ParallelDoctor(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.String.Output(display_name="report", tooltip="Each line is ok, warning or problem."),
+                io.String.Output(
+                    display_name="report", tooltip="Each line is ok, warning or problem; full adds a table."
+                ),
                 io.String.Output(
                     display_name="json",
                     tooltip="The same with all numbers, to attach to an issue. It names GPUs, versions, and "
