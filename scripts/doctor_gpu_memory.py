@@ -42,19 +42,26 @@ class GpuMemory:
         if not self.is_by_driver:
             return [_taken(index) for index in self.gpus]
         sizes = []
-        for handle in self._handles:
+        for gpu, handle in zip(self.gpus, self._handles):
+            if handle is None:
+                sizes.append(_taken(gpu))
+                continue
             info = MemoryInfo()
             if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(info)):
                 raise OSError("the driver no longer answers (nvmlDeviceGetMemoryInfo); restart the machine")
             sizes.append(info.total - info.free)
         return sizes
 
-    def _found(self) -> list[ctypes.c_void_p]:
-        """Return NVML's handle of each GPU, of all or of none: it numbers GPUs by their slots."""
-        if self._library.nvmlInit_v2() or any(map(is_unified, self.gpus)):
-            return []  # of the host's memory it says nothing
-        handles = []
+    def _found(self) -> list[ctypes.c_void_p | None]:
+        """Return NVML's handle of each GPU, of all or of none: it numbers GPUs by their slots. None stands for
+        a GPU that has the host's memory, of which NVML says nothing."""
+        if self._library.nvmlInit_v2():
+            return []
+        handles: list[ctypes.c_void_p | None] = []
         for gpu in self.gpus:
+            if is_unified(gpu):
+                handles.append(None)
+                continue
             uuid, handle = gpu_uuid(gpu), ctypes.c_void_p()
             names = [f"{prefix}-{uuid}".encode() for prefix in ("GPU", "MIG")]
             if not uuid or all(
@@ -67,7 +74,7 @@ class GpuMemory:
 
 def _taken(gpu: int) -> int:
     """Return the bytes of a GPU of which the driver says nothing that are not free."""
-    if is_unified(gpu):
+    if is_unified(gpu) and not torch.version.hip:  # whose limit HIP alone knows
         return torch.cuda.get_device_properties(gpu).total_memory - unified_free()
     free, total = torch.cuda.mem_get_info(gpu)
     return total - free

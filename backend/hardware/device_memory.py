@@ -18,16 +18,16 @@ HOST_SHARE = 0.5
 #: What cuBLAS and cuDNN say at their first product, for which they make a handle: on a GPU without room, and
 #: where the library itself is broken.
 HANDLE_WORDS = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
-#: How torch fails instead of saying that memory ran out, where the driver does not list the GPU's processes:
-#: on slices of MIG, in containers without NVML's rights (pytorch issues 112377, 197312). Its allocator asks
-#: for them in that case alone.
-NVML_WORDS = "NVML_SUCCESS == "
+#: How torch's allocator fails instead of saying that memory ran out, where the driver does not list the GPU's
+#: processes: on slices of MIG, in containers without NVML's rights (pytorch issues 112377, 197312). It asks
+#: for them in that case alone. Other files of torch assert the same of NVML where memory did not run out.
+NVML_WORDS = ("NVML_SUCCESS == ", "CUDACachingAllocator.cpp")
 #: What libraries say of a GPU without room, if nothing else is known: torch, NCCL ("Failed to CUDA
 #: calloc 8388608 bytes"), cuBLAS and cuDNN.
 FULL_GPU_WORDS = (
     *("CUDA out of memory", "CUDA error: out of memory", "CUDA calloc", "CUDA malloc"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED"),
-    *(*HANDLE_WORDS, NVML_WORDS),
+    *HANDLE_WORDS,
 )
 #: A handle, its workspace and its kernels take less: with this much free, it is not memory that is missing.
 MIN_HANDLE_BYTES = 10**9
@@ -35,10 +35,16 @@ MIN_HANDLE_BYTES = 10**9
 _OUT_OF_MEMORY = (
     *("CUDA calloc", "CUDA malloc"),
     *("out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "ALLOCATION_FAILED", "CUDA host alloc"),
-    *("can't allocate memory", "not enough memory", NVML_WORDS),
+    *("can't allocate memory", "not enough memory"),
 )
 #: What CUDA says on WSL where Windows gives a GPU's memory to no allocation (microsoft/WSL issue 41176).
 _WSL_WORDS = "CUDA driver error: device not ready"
+#: Bytes of a unified GPU's memory that are left to the host, whose programs would be ended or swapped out.
+UNIFIED_RESERVE = 2 * 10**9
+#: A unified GPU's total is at least this part of the host's (DGX Spark: all). A GH200 has 94 of 525 GiB.
+UNIFIED_PART = 0.8
+#: Where Linux lists devices by their slots: the memory that firmware sets aside for one of AMD's.
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 #: 1 in the environment of ranks: their allocator's segments have fixed sizes, and are given back while the
@@ -72,18 +78,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    if any(words in text for words in _OUT_OF_MEMORY) or _is_full_on_wsl(text):
+    if any(words in text for words in _OUT_OF_MEMORY) or _is_full_otherwise(text):
         return True
     return any(words in text for words in HANDLE_WORDS) and _is_full()
 
 
 def says_full_gpu(text: str) -> bool:
     """Return whether a process has said that its GPU is full, of which nothing else is known."""
-    return any(words in text for words in FULL_GPU_WORDS) or _is_full_on_wsl(text)
+    return any(words in text for words in FULL_GPU_WORDS) or _is_full_otherwise(text)
 
 
-def _is_full_on_wsl(text: str) -> bool:
-    return _WSL_WORDS in text and is_wsl()
+def _is_full_otherwise(text: str) -> bool:
+    """Return whether an error says that a GPU is full in words that mean so here, or in this place, alone."""
+    return all(words in text for words in NVML_WORDS) or (_WSL_WORDS in text and is_wsl())
 
 
 def _is_full() -> bool:
@@ -98,28 +105,43 @@ def _is_full() -> bool:
 
 def is_unified(device: torch.device | int) -> bool:
     """Return whether a GPU's memory is the host's: of a DGX Spark, a Jetson and AMD's APUs. A GH200 has two.
-    So has an APU whose firmware sets more aside for the GPU than it leaves to the host."""
+    So has an APU whose GPU is given only what the firmware sets aside for it."""
     if isinstance(device, torch.device) and device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
     if not getattr(properties, "is_integrated", 0):
         return False
-    return not torch.version.hip or properties.total_memory <= psutil.virtual_memory().total
+    host = psutil.virtual_memory().total
+    if not torch.version.hip:
+        return properties.total_memory > UNIFIED_PART * host and not is_wsl()
+    own = _set_aside(properties)
+    return properties.total_memory <= host if own is None else properties.total_memory > own
+
+
+def _set_aside(properties) -> int | None:
+    """Return the bytes that firmware sets aside for one of AMD's GPUs; None where Linux does not say."""
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in place:
+        return None
+    file = PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*place) / "mem_info_vram_total"
+    return int(file.read_text()) if file.exists() else None
 
 
 def unified_free() -> int:
     """Count the bytes of host memory that a unified GPU may take, the page cache included, which the system
-    gives back. Limits of containers count nothing: what CUDA and HIP allocate is not charged to them."""
-    return psutil.virtual_memory().available
+    gives back, without UNIFIED_RESERVE. Limits of containers count nothing: what CUDA and HIP allocate is not
+    charged to them."""
+    return max(0, psutil.virtual_memory().available - UNIFIED_RESERVE)
 
 
 def _free_of(device: torch.device | int) -> int:
-    """Count the free bytes of a GPU. Of unified memory CUDA counts what the page cache has as taken, and HIP
-    what it may have besides the host."""
-    free, total = torch.cuda.mem_get_info(device)
+    """Count the free bytes of a GPU. Of unified memory CUDA counts what the page cache has as taken, and may
+    fail to say so; HIP has a limit of its own."""
     if not is_unified(device):
-        return free
-    return min(unified_free(), free if torch.version.hip else total)
+        return torch.cuda.mem_get_info(device)[0]
+    if torch.version.hip:
+        return min(unified_free(), *torch.cuda.mem_get_info(device))
+    return min(unified_free(), torch.cuda.get_device_properties(device).total_memory)
 
 
 def check_not_lost(device: torch.device, lost: str):

@@ -4,7 +4,7 @@ import platform
 import sys
 from pathlib import Path
 
-#: Of NVIDIA's Linux for Jetson.
+#: Of NVIDIA's Linux for Jetson; a container has the kernel's name alone.
 TEGRA_RELEASE = Path("/etc/nv_tegra_release")
 
 
@@ -15,4 +15,4 @@ def is_wsl() -> bool:
 
 def is_tegra() -> bool:
     """Return whether this is a Jetson."""
-    return TEGRA_RELEASE.exists()
+    return TEGRA_RELEASE.exists() or "tegra" in platform.release()

@@ -45,24 +45,30 @@ def test_memory_of_a_gpu_is_what_cuda_says(cuda):
     assert cuda == ["mem_get_info", "memory_reserved", "memory_allocated", "empty_cache"]
 
 
-#: HIP's version, free and all bytes that CUDA or HIP names, available and all bytes of the host, what is
+GB = 10**9
+#: HIP's version, GB free and in all that CUDA or HIP names, GB available and in all of the host, GB that are
 #: free, and whether these are the same bytes.
 UNIFIED = {
-    "the page cache is given back": ("", (2, 120), (90, 122), 90, True),
-    "the GPU's total is the most": ("", (2, 60), (90, 122), 60, True),
+    "the page cache is given back": ("", (2, 120), (90, 122), 88, True),
+    "the GPU's total is the most": ("", (2, 100), (110, 122), 100, True),
+    "the host keeps what it has left": ("", (2, 120), (1, 122), 0, True),
+    "a GH200 has two memories": ("", (80, 101), (500, 564), 80, False),
     "HIP has a limit of its own": ("7.2", (50, 94), (90, 122), 50, True),
-    "the host has less than HIP's limit": ("7.2", (93, 110), (82, 122), 82, True),
+    "the host has less than HIP's limit": ("7.2", (93, 110), (82, 122), 80, True),
+    "HIP's total is the most": ("7.2", (93, 60), (82, 122), 60, True),
     "memory that the firmware sets aside is the GPU's alone": ("7.2", (90, 96), (20, 31), 90, False),
 }
 
 
 def unified(monkeypatch, hip: str, device: tuple[int, int], host: tuple[int, int]):
-    """Have GPU 1, whose memory is ``device`` (free, total), share that of the ``host`` (available, total)."""
-    properties = SimpleNamespace(is_integrated=1, total_memory=device[1])
+    """Have GPU 1, whose memory is ``device`` (GB free, total), share that of the ``host`` (available,
+    total)."""
+    properties = SimpleNamespace(is_integrated=1, total_memory=device[1] * GB)
+    properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id = 0, 0xC5, 0
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (device[0] * GB, device[1] * GB))
     monkeypatch.setattr(torch.version, "hip", hip or None)
-    memory = SimpleNamespace(available=host[0], total=host[1])
+    memory = SimpleNamespace(available=host[0] * GB, total=host[1] * GB)
     monkeypatch.setattr(device_memory.psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(device_memory.psutil, "swap_memory", lambda: SimpleNamespace(free=1000))
 
@@ -72,9 +78,38 @@ def test_memory_that_gpu_and_host_share_is_what_the_host_has(monkeypatch, hip, d
     """A container's limit counts nothing: what CUDA allocates is not charged to it. Nor does swap."""
     unified(monkeypatch, hip, device, host)
     monkeypatch.setattr(device_memory, "memory_limits", lambda: [(1, 0)])
-    assert DeviceMemory(GPU).free() == free
+    assert DeviceMemory(GPU).free() == free * GB
     assert device_memory.is_unified(GPU) == is_shared
     assert not device_memory.is_unified(torch.device("cpu"))
+
+
+def test_cuda_need_not_say_what_is_free_of_memory_that_is_the_hosts(monkeypatch):
+    """On a DGX Spark it may fail to."""
+
+    def failing(device):
+        raise RuntimeError("CUDA error: out of memory")
+
+    unified(monkeypatch, "", (2, 120), (90, 122))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", failing)
+    assert DeviceMemory(GPU).free() == 88 * GB
+
+
+def test_a_gpu_of_the_linux_of_windows_has_the_memory_that_cuda_says(monkeypatch):
+    unified(monkeypatch, "", (2, 120), (90, 122))
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    assert DeviceMemory(GPU).free() == 2 * GB and not device_memory.is_unified(GPU)
+
+
+@pytest.mark.parametrize("set_aside, total, host, is_shared", [(1, 137, 125, True), (48, 48, 79, False)])
+def test_an_apus_memory_is_the_hosts_where_it_is_more_than_is_set_aside(
+    monkeypatch, tmp_path, set_aside, total, host, is_shared
+):
+    """Against the host's total both would be told wrongly: GTT of more than there is, and a part of it."""
+    unified(monkeypatch, "7.2", (40, total), (70, host))
+    monkeypatch.setattr(device_memory, "PCI_DEVICES", tmp_path)
+    (tmp_path / "0000:c5:00.0").mkdir()
+    (tmp_path / "0000:c5:00.0" / "mem_info_vram_total").write_text(f"{set_aside * GB}\n")
+    assert device_memory.is_unified(GPU) == is_shared
 
 
 def test_memory_of_the_cpu_does_not_touch_cuda(cuda, monkeypatch):
@@ -138,7 +173,10 @@ def test_without_glibc_nothing_is_trimmed(monkeypatch):
         RuntimeError("NCCL error: Failed to CUDA malloc 8388608 bytes"),
         RuntimeError("NCCL error: Failed to CUDA host alloc 8388608 bytes"),
         RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1154'),
-        RuntimeError("NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED"),
+        RuntimeError(
+            "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+            '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":1124, please report a bug to PyTorch.'
+        ),
     ],
     ids=str,
 )
@@ -168,7 +206,7 @@ def test_a_handle_that_is_not_made_is_out_of_memory_on_a_full_gpu(library, free,
 
 
 def test_a_handle_that_is_not_made_next_to_a_full_page_cache_is_broken(monkeypatch):
-    unified(monkeypatch, "", (10**8, 120 * 10**9), (90 * 10**9, 122 * 10**9))
+    unified(monkeypatch, "", (0, 120), (90, 122))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert not is_out_of_memory(RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED"))
@@ -191,6 +229,7 @@ def test_a_device_that_is_not_ready_is_full_on_wsl_alone(monkeypatch):
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "c10/cuda/PeerToPeerAccess.cpp":60'),
         OSError("out of memory"),
         ValueError("not enough memory"),
         KeyboardInterrupt(),

@@ -74,7 +74,19 @@ def test_a_driver_that_no_longer_answers_is_named(contexts):
 
 def test_memory_that_is_the_hosts_is_read_without_the_driver(monkeypatch, contexts):
     """NVML refuses that of a DGX Spark, which was said to need a restart."""
-    spark = SimpleNamespace(uuid="aa", is_integrated=1, total_memory=120 << 30)
+    spark = SimpleNamespace(uuid="aa", total_memory=120 << 30)
+    monkeypatch.setattr(doctor_gpu_memory, "is_unified", lambda gpu: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: spark)
     monkeypatch.setattr(doctor_gpu_memory, "unified_free", lambda: 90 << 30)
     assert GpuMemory([0], Driver("later")).taken() == [30 << 30] and not contexts
+    monkeypatch.setattr(torch.version, "hip", "7.2")  # which has a limit of its own
+    assert GpuMemory([0], Driver("later")).taken() == [2 << 30] and contexts == [0]
+
+
+def test_a_gpu_with_memory_of_its_own_is_read_by_the_driver_next_to_one_that_has_the_hosts(
+    monkeypatch, contexts
+):
+    monkeypatch.setattr(doctor_gpu_memory, "is_unified", lambda gpu: gpu == 1)
+    monkeypatch.setattr(doctor_gpu_memory, "_taken", lambda gpu: 30 << 30)
+    alone = GpuMemory([0], Driver()).taken()
+    assert GpuMemory([0, 1], Driver()).taken() == [*alone, 30 << 30] and not contexts

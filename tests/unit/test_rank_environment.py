@@ -149,6 +149,9 @@ def test_the_allocator_is_as_usual_on_a_jetson(monkeypatch, tmp_path):
     host_system.TEGRA_RELEASE.write_text("# R36 (release), REVISION: 4.3\n")
     environment = sanitized_environment({}, TWO_RANKS, "cuda")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment and environment[FIXED_SEGMENTS] == "1"
+    host_system.TEGRA_RELEASE.unlink()  # as in a container
+    monkeypatch.setattr(platform, "release", lambda: "5.15.148-tegra")
+    assert sanitized_environment({}, TWO_RANKS, "cuda")[FIXED_SEGMENTS] == "1"
 
 
 @pytest.mark.parametrize(
