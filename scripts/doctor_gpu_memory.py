@@ -53,8 +53,8 @@ class GpuMemory:
         return sizes
 
     def _found(self) -> list[ctypes.c_void_p | None]:
-        """Return NVML's handle of each GPU, of all or of none: it numbers GPUs by their slots. None stands for
-        a GPU that has the host's memory, of which NVML says nothing."""
+        """Return NVML's handle of each GPU, of all or of none: it numbers GPUs by their slots. None stands
+        for a GPU that has the host's memory, of which NVML says nothing."""
         if self._library.nvmlInit_v2():
             return []
         handles: list[ctypes.c_void_p | None] = []

@@ -150,6 +150,13 @@ def _shape_key(choice: ModelChoice, device: str, indices: list[int]) -> list:
     return [*_file_key(choice, device), least_capability(device, indices), *versions]
 
 
+def _cached_by_torch(index: int) -> int:
+    """Count what torch's allocator has of a GPU in this process and does not use."""
+    if not torch.cuda.is_initialized():
+        return 0
+    return torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+
+
 def held_by_torch(index: int) -> int:
     """Count what torch's allocator has of a GPU in this process."""
     return torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
@@ -171,19 +178,22 @@ def free_memory(device: str, indices: list[int], unknown: Sequence[int] = ()) ->
     free_bytes = []
     for index, usual in zip(indices, unknown or usual_memory(device, indices)):
         free = free_by_gpu.get(gpu_uuid(index), free_by_gpu.get(driver_name(os.environ, index)))
-        most = math.inf
         if is_unified(index):
-            free = unified_free()
+            # weights that leave for a rank go to the host, which is the same memory
+            free = unified_free() + _cached_by_torch(index)
             # HIP's own limit on it is not known without a context
             most = usual if torch.version.hip else torch.cuda.get_device_properties(index).total_memory
-        size = usual if free is None else free + sum(held(index) for held in HELD)
-        free_bytes.append(int(min(size, most)))
+            free_bytes.append(min(free, most))
+        else:
+            free_bytes.append(usual if free is None else free + sum(held(index) for held in HELD))
     return tuple(free_bytes)
 
 
-def parks(device: str, indices: list[int]) -> bool:
-    """Return whether weights of these devices may wait in host memory: not where a GPU's memory is that."""
-    return device == "cpu" or not any(map(is_unified, indices))
+def unified_among(device: str, indices: list[int]) -> tuple[int, ...]:
+    """Return the places in ``indices`` of GPUs whose memory is the host's: no weights wait there."""
+    if device == "cpu":
+        return ()
+    return tuple(place for place, index in enumerate(indices) if is_unified(index))
 
 
 def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:

@@ -275,7 +275,7 @@ def question_of(
     host = int(HOST_SHARE * _host_memory())
     file = measurements.load_rate(model, device)
     left = _history.left_after(devices, asked.image_tokens * asked.batch) if device == "cuda" else ()
-    swaps = WeightSwaps(host, file, left, measurements.parks(device, devices))
+    swaps = WeightSwaps(host, file, left, measurements.unified_among(device, devices))
     question = Question(
         shape=shapes[0],
         request=asked,

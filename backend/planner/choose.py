@@ -193,7 +193,9 @@ def _what_lacks(question: Question, options: list[Option]) -> str:
     if can_share and shape.sharding_needs:
         remedies.insert(0, shape.sharding_needs)
     offloading = replace(question, base=replace(question.base, offload_modulation=True))
-    if any(each.fits for each in offloading.options()):
+    fitting = [each for each in offloading.options() if each.fits]
+    # elsewhere what is offloaded stays in the GPU's own memory
+    if any(question.of_first(each.plan.world_size).swaps.parks(each.plan) for each in fitting):
         remedies.insert(0, "offload_modulation of Parallel Config, with which it fits")
     needed, free, missing = map(coarse_gigabytes, (least.bytes, least.room, _missing(least)))
     return (

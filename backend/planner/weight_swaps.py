@@ -27,26 +27,31 @@ class WeightSwaps:
     host: bytes of host memory for them; 0 for enough. file: bytes/s of all ranks together in the model's last
     load; 0: unknown. left_by_comfyui: (index, bytes) of each of the machine's GPUs, or of each
     rank of a plan, where ComfyUI took room between requests: the fewest bytes of weights that it left there
-    after requests no larger than this. parks: weights may wait in host memory at all, which is not that of a
-    GPU.
+    after requests no larger than this. unified: the machine's GPUs, or the ranks of a plan, whose memory is
+    the host's.
     """
 
     host: int = 0
     file: float = 0.0
     left_by_comfyui: tuple[tuple[int, int], ...] = ()
-    parks: bool = True
+    unified: tuple[int, ...] = ()
 
     def ordered(self, gpus: Sequence[int]) -> "WeightSwaps":
         """Return the same where the ranks are those of ``gpus``: of each rank, which one it is here."""
         left = (
             (rank, size) for gpu, size in self.left_by_comfyui for rank, at in enumerate(gpus) if at == gpu
         )
-        return replace(self, left_by_comfyui=tuple(sorted(left)))
+        unified = (rank for rank, at in enumerate(gpus) if at in self.unified)
+        return replace(self, left_by_comfyui=tuple(sorted(left)), unified=tuple(unified))
+
+    def parks(self, plan: ParallelConfig) -> bool:
+        """Return whether weights may wait in host memory: on no rank where that is the GPU's own on one."""
+        return all(rank >= plan.world_size for rank in self.unified)
 
     def must_reread(self, plan: ParallelConfig, leaving: int) -> bool:
         """Return whether ``leaving`` bytes of weights, on all ranks, have to be read from their file again.
         Weights that are not sharded are parked instead where host memory has room (rank/worker.py)."""
-        return plan.shard_weights or not self.parks or 0 < self.host < leaving
+        return plan.shard_weights or not self.parks(plan) or 0 < self.host < leaving
 
     @property
     def source(self) -> str:

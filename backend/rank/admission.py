@@ -132,8 +132,8 @@ class Planned:
             needs[rank] = Need(needs[rank].least + size, needs[rank].likely + size)
         return replace(self, needs=needs, parked=parked)
 
-    def shortage(self, memories: list[RankMemory], short: RankMemory) -> str:
-        """Say which rank lacks how much, and with which settings it would fit."""
+    def shortage(self, memories: list[RankMemory], short: RankMemory, parks: bool) -> str:
+        """Say which rank lacks how much, and with which settings it would fit. ``parks``: as in fitting."""
         plan = None
         what = ("to load this model", "nothing is loaded")
         if self.is_loaded:
@@ -142,7 +142,8 @@ class Planned:
         stays = [self.is_loaded and rank not in self.parked for rank in range(len(self.plans))]
         held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
         capacity = [memory.free + memory.cached + own for memory, own in zip(memories, held)]
-        remedies = fitting(self.config, self.checkpoint, self.size, self.dtype, capacity, self.choices)
+        about = (self.config, self.checkpoint, self.size, self.dtype)
+        remedies = fitting(*about, capacity, self.choices, parks)
         remedy = NO_SETTING if not remedies else f"It would fit with {', or '.join(remedies)}."
         returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
         return f"{_shortage(short, *what, plan, returning)} {remedy}"
@@ -151,8 +152,9 @@ class Planned:
 class Admission:
     """One backend's rounds. Every rank makes one at the same time as the others."""
 
-    def __init__(self, config: ParallelConfig, control: ControlChannel, memory: DeviceMemory):
+    def __init__(self, config: ParallelConfig, control: ControlChannel, memory: DeviceMemory, parks=True):
         self.config = config
+        self.parks = parks
         self.control = control
         self.memory = memory
         #: Name of every rank's memory.
@@ -225,7 +227,7 @@ class Admission:
             text = _shortage(short[0], *what)
             others = " Other models are on the ranks; unload them." if planned and planned.others else ""
             raise InsufficientMemory(text + others, lacking)
-        raise InsufficientMemory(planned.shortage(memories, short[0]), lacking)
+        raise InsufficientMemory(planned.shortage(memories, short[0], self.parks), lacking)
 
     def prepare(
         self,

@@ -31,15 +31,18 @@ class Remedy:
     bits: int = 0
 
 
-def remedies(config: ParallelConfig, size: RequestSize, quantized: bool) -> Iterator[Remedy]:
+def remedies(
+    config: ParallelConfig, size: RequestSize, quantized: bool, parks: bool = True
+) -> Iterator[Remedy]:
     """Yield changes of the configuration, the file or the request that may need less memory, the cheapest
-    for the user first. They need not suit the model."""
+    for the user first. They need not suit the model. ``parks``: host memory is not the GPU's own."""
     fields = []
     if config.has_stale_kv and config.stale_kv == "extrapolate":
         fields.append({"stale_kv": "reuse"})
     if config.has_stale_kv:
         fields.append({"num_pipeline_patch": 1, "stale_kv": "reuse"})
-    fields += [{"offload_modulation": True}, {"shard_weights": True}]
+    fields += [{"offload_modulation": True}] if parks else []
+    fields.append({"shard_weights": True})
     fields += dividing_weights(config.prompt_degree)
     others = dict.fromkeys(replace(config, **changed) for changed in fields)
     for other in others:
@@ -61,12 +64,13 @@ def fitting(
     dtype: torch.dtype,
     capacity: list[int],
     choices: Mapping[str, MatmulChoice] | None = None,
+    parks: bool = True,
 ) -> list[str]:
     """Return the first MAX_REMEDIES remedies with which weights and request fit into the ``capacity`` of
     every rank, in bytes; each likely need counts, so that what is named does run. ``choices``: as in
-    describe."""
+    describe; ``parks``: as in remedies."""
     texts = []
-    for remedy in remedies(config, size, checkpoint.is_quantized):
+    for remedy in remedies(config, size, checkpoint.is_quantized, parks):
         try:
             check_degrees(checkpoint, remedy.config.validate())
             of_file = None if remedy.bits else choices  # another file multiplies otherwise

@@ -27,7 +27,7 @@ def alike(monkeypatch):
     monkeypatch.setattr(measurements, "model_shape", lambda *_: FLUX)
     monkeypatch.setattr(measurements, "machine_rates", lambda *_: replace(L40, speeds=(1.0,) * GPUS))
     monkeypatch.setattr(measurements, "free_memory", lambda *_: (40 * GB,) * GPUS)
-    monkeypatch.setattr(measurements, "parks", lambda *_: True)
+    monkeypatch.setattr(measurements, "unified_among", lambda *_: ())
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(pool, "launched", lambda: None)
     monkeypatch.setattr(planning, "_history", PlanHistory())

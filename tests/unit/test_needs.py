@@ -204,6 +204,11 @@ def test_a_file_that_is_quantized_is_not_told_to_be_quantized():
     assert len(texts()) == len(texts(quantized=True)) + len(files)
 
 
+def test_what_is_offloaded_into_the_gpus_own_memory_is_no_remedy():
+    parked = [remedy.text for remedy in remedies(ParallelConfig(), SIZE, False, parks=False)]
+    assert [text for text in texts() if text not in parked] == ["offload_modulation on"]
+
+
 def test_a_smaller_batch_is_a_remedy_where_every_replica_has_several_samples():
     """The smallest one that leaves no replica without work, with everything else as it is."""
     replicas = ParallelConfig(data_parallel_degree=2)

@@ -139,7 +139,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(
         measurements, "machine_rates", lambda *_: replace(TWO_L40, memory=(), speeds=(1.0,) * 2)
     )
-    monkeypatch.setattr(measurements, "parks", lambda *_: True)
+    monkeypatch.setattr(measurements, "unified_among", lambda *_: ())
     free = {("cuda", 0, 1): (96 * GB,) * 2}
     monkeypatch.setattr(planning, "_history", PlanHistory(free, last=LastPlan(ALL, RING, {})))
     monkeypatch.setattr(pool, "launched", lambda: found)

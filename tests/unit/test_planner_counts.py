@@ -20,6 +20,7 @@ from backend.planner.machine import RequestEstimate, samples_at_once
 from backend.planner.memory import held
 from backend.planner.model_shape import NONE
 from backend.planner.option import TIGHT, Option
+from backend.planner.weight_swaps import WeightSwaps
 from backend.quantization.lora_bytes import LoraBytes
 from backend.runtime import torch_version
 
@@ -150,6 +151,9 @@ def test_what_offloading_would_make_fit_is_told():
     question = Question(FLUX, RequestEstimate(4096, 512, 20, 1), machine, 2)
     with pytest.raises(ConfigError, match="use offload_modulation of Parallel Config, with which it fits, "):
         choose(question)
+    with pytest.raises(ConfigError) as error:  # in host memory that is the GPUs' own
+        choose(replace(question, swaps=WeightSwaps(unified=(0, 1))))
+    assert "offload_modulation" not in str(error.value)
     tiny = replace(machine, memory=(4 * GB,) * 2)
     with pytest.raises(ConfigError) as error:
         choose(replace(question, machine=tiny))

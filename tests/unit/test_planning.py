@@ -37,7 +37,7 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(measurements, "machine_rates", rates)
     monkeypatch.setattr(measurements, "free_memory", lambda device, indices, *_: found.free[: len(indices)])
-    monkeypatch.setattr(measurements, "parks", lambda *_: True)
+    monkeypatch.setattr(measurements, "unified_among", lambda *_: ())
     monkeypatch.setattr(pool, "launched", lambda: None)
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(planning, "_history", PlanHistory())
@@ -244,10 +244,13 @@ def test_comfyuis_gpu_is_the_last_to_be_used(machine, monkeypatch):
 
 def test_weights_of_gpus_that_have_the_hosts_memory_are_planned_to_be_read_again(machine, monkeypatch):
     swaps = []
-    for parks in (True, False):
-        monkeypatch.setattr(measurements, "parks", lambda *_, parks=parks: parks)
+    for unified in ((), (0,), (1,)):
+        monkeypatch.setattr(measurements, "unified_among", lambda *_, unified=unified: unified)
         swaps.append(planning.question_of(ALL, MODEL, request)[0].swaps)
-    assert [each.must_reread(ParallelConfig(), 1) for each in swaps] == [False, True]
+    assert [each.must_reread(ParallelConfig(), 1) for each in swaps] == [False, True, False]
+    of_two = ParallelConfig(ulysses_degree=2)
+    assert swaps[2].must_reread(of_two, 1) and not swaps[2].ordered([0, 2]).must_reread(of_two, 1)
+    assert swaps[2].ordered([1, 0]).must_reread(ParallelConfig(), 1)
 
 
 def test_the_factor_is_of_steps(machine):

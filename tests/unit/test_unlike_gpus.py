@@ -87,7 +87,7 @@ def cards(monkeypatch):
     monkeypatch.setattr(measurements, "model_shape", model_shape)
     monkeypatch.setattr(measurements, "machine_rates", rates)
     monkeypatch.setattr(measurements, "free_memory", lambda device, indices: tuple(found.free))
-    monkeypatch.setattr(measurements, "parks", lambda *_: True)
+    monkeypatch.setattr(measurements, "unified_among", lambda *_: ())
     monkeypatch.setattr(measurements, "load_rate", lambda *_: 0.0)
     monkeypatch.setattr(pool, "launched", lambda: None)
     monkeypatch.setattr(planning, "_history", PlanHistory())
