@@ -178,7 +178,8 @@ class Lab(Models):
 
     def machine(self) -> Machine:
         """Measure rates and links anew: what is kept for this machine may be of better days. Ranks that start
-        later, ComfyUI's too, take the way between GPUs that works now."""
+        later, ComfyUI's too, take the way between GPUs that works now; where /dev/shm was full, those of this
+        process alone."""
         ranks = self.gpus
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(self.folder)}):
             try:

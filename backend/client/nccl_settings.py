@@ -10,6 +10,7 @@ GeForce cards refuse that (NVIDIA/nccl issue 1838, pytorch/pytorch issue 152302)
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,6 +42,8 @@ WAYS = (
 )
 #: Kinds of cached files: of ways that hold, and of those that do until this process ends.
 _LASTING, _PASSING = "nccl", "nccl-passing"
+#: Names of GPUs -> place of their way in WAYS, and when it was saved (seconds since 1970).
+Ways = dict[frozenset[str], tuple[int, float]]
 #: The driver of NVIDIA's GPUs, and their places in the machine; absent on WSL and on others' machines.
 DRIVER, GPUS_OF_DRIVER = Path("/proc/driver/nvidia/version"), Path("/proc/driver/nvidia/gpus")
 #: On WSL a file of the driver's, which changes with it.
@@ -78,8 +81,14 @@ def gpu_names(gpus: Sequence[int]) -> list[str]:
 
 def saved_way(environment: Mapping[str, str], gpus: list[int]) -> dict[str, str]:
     """Return the way that probes found for groups of GPUs of which at least two are among ``gpus``; empty
-    where NCCL's own choice works, or none has run."""
-    ways = _ways(environment) | _ways(environment, _PASSING)
+    where NCCL's own choice works, or none has run. One that passes counts until the same GPUs, or these
+    among others, have been measured anew, by another process too."""
+    lasting = _ways(environment)
+    ways = {group: way for group, (way, _) in lasting.items()}
+    for group, (way, seconds) in _ways(environment, _PASSING).items():
+        anew = [after for later, (_, after) in lasting.items() if group <= later]
+        if seconds > max(anew, default=0.0):
+            ways[group] = way
     if not ways:
         return WAYS[0]
     # a group with slices of one card is under its numbers, though some of it may have names of their own
@@ -91,20 +100,13 @@ def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str
     """Have all ranks that start on two or more of ``gpus`` use ``way``; where it ``passes``, until this
     process ends."""
     group = frozenset(gpu_names(gpus))
-    index = WAYS.index(way)
-    passing = _ways(environment, _PASSING)
-    if passes or passing.pop(group, None) is not None:
-        kept = passing | ({group: index} if passes else {})
-        cache_files.keep(_PASSING, link_key(environment), _written(kept))
-    if passes:
-        return
-    ways = _ways(environment)
-    numbers = frozenset(map(str, gpus))
-    # those of cards that torch could not tell apart then
-    is_renamed = numbers != group and ways.pop(numbers, None) is not None
-    if is_renamed or ways.get(group, 0) != index:
-        ways[group] = index
-        cache_files.write(_LASTING, link_key(environment), _written(ways))
+    kind = _PASSING if passes else _LASTING
+    ways = _ways(environment, kind)
+    if not passes:  # those of cards that torch could not tell apart then
+        ways.pop(frozenset(map(str, gpus)), None)
+    ways[group] = (WAYS.index(way), time.time())
+    put = cache_files.keep if passes else cache_files.write
+    put(kind, link_key(environment), _written(ways))
 
 
 def words(way: Mapping[str, str]) -> str:
@@ -112,18 +114,22 @@ def words(way: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in way.items())
 
 
-def _ways(environment: Mapping[str, str], kind: str = _LASTING) -> dict[frozenset[str], int]:
-    """Return what probes have saved, as _parsed does."""
+def _ways(environment: Mapping[str, str], kind: str = _LASTING) -> Ways:
+    """Return what probes have saved."""
     return cache_files.read(kind, link_key(environment), _parsed) or {}
 
 
-def _written(ways: Mapping[frozenset[str], int]) -> dict[str, int]:
+def _written(ways: Ways) -> dict[str, tuple[int, float]]:
     return {",".join(sorted(group)): way for group, way in ways.items()}
 
 
-def _parsed(values: dict) -> dict[frozenset[str], int]:
-    """Return names of GPUs -> place of their way in WAYS."""
-    ways = {frozenset(group.split(",")): int(way) for group, way in values.items()}
-    if any(not 0 <= way < len(WAYS) for way in ways.values()):
+def _parsed(values: dict) -> Ways:
+    """Return what _written has made, or an earlier version, which wrote no times. Raises ValueError of what
+    is no such thing."""
+    ways = {}
+    for group, entry in values.items():
+        way, seconds = entry if isinstance(entry, list) else (entry, 0.0)
+        ways[frozenset(group.split(","))] = (int(way), float(seconds))
+    if any(not 0 <= way < len(WAYS) for way, _ in ways.values()):
         raise ValueError("not one of WAYS")
     return ways
