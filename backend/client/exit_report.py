@@ -3,11 +3,14 @@ torchrun kills the other ranks once one has failed, and ranks fail whose peer is
 cause."""
 
 import json
+import os
 import re
 import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from . import allocator
 
 #: torchrun's failure table (torch.distributed.elastic.multiprocessing.errors).
 _FAILURE = re.compile(
@@ -32,18 +35,21 @@ NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILI
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 1 << 30
 _NO_SPACE = "No space left on device"
-#: What drivers without segments that grow say of the first one (vGPUs, Jetson, old ones of WSL), and the
-#: remedy.
-NO_GROWING_SEGMENTS = re.compile(r"CUDA driver error: (operation not supported|unknown error)")
+#: What drivers without segments that grow say of the first one (vGPUs, Jetson, old ones of WSL), and torch
+#: where NVML is broken, which it asks on account of them; what also says something else; and the remedy.
+_NO_GROWING_SEGMENTS = re.compile(
+    r"CUDA driver error: operation not supported|NVML_SUCCESS == .*(PeerToPeerAccess|GpuFabricInfo)"
+)
+_UNKNOWN = "CUDA driver error: unknown error"
 FIXED_SEGMENTS_REMEDY = "start ComfyUI with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 #: What an error of GPUs says -> the remedy.
 _HINTS = {
     r"peer access|cuda failure 217": " (GPUs of this machine do not reach each other's memory; python "
-    "scripts/doctor.py --full, or a first run with method auto, finds another way and keeps it)",
+    "scripts/doctor.py --full, or a first run with method auto, finds another way)",
     r"busy or unavailable": " (the GPU is in exclusive mode, and another program has it: sudo nvidia-smi -c "
     "DEFAULT)",
-    NO_GROWING_SEGMENTS.pattern: f" (its driver may know no segments that grow: {FIXED_SEGMENTS_REMEDY})",
 }
+_SEGMENTS_HINT = f" (its driver may know no segments that grow: {FIXED_SEGMENTS_REMEDY})"
 #: What ranks of one machine wait for where others are on other machines, and what to do.
 UNREACHED = (
     "those of other machines are not ready or not reached (let every TCP port pass between the machines, "
@@ -90,8 +96,7 @@ class RankFailure:
     def __str__(self):
         who = f"rank {self.rank}" + (f" on {self.machine}" if self.machine else "")
         if self.error:
-            known = (hint for words, hint in _HINTS.items() if re.search(words, self.error, re.IGNORECASE))
-            hint = shared_memory_hint(self.error) or next(known, "")
+            hint = shared_memory_hint(self.error) or _known_hint(self.error)
             return f"{who} failed with {self.error}{hint}"
         if self.code < 0:
             return f"{who} {killed_by(-self.code)}"
@@ -228,12 +233,33 @@ def lacks_shared_memory() -> bool:
 
 
 def was_shared_memory_full(error: str) -> bool:
-    """Return whether NCCL failed since /dev/shm, which is large enough, had no room left."""
-    return _NO_SPACE in error and _is_of_nccl(error) and SHARED_MEMORY.exists() and not lacks_shared_memory()
+    """Return whether NCCL failed since /dev/shm, which is large enough, had no room left: it says so, or has
+    said nothing else that is known, and there is little now."""
+    if not _is_of_nccl(error) or not SHARED_MEMORY.exists() or lacks_shared_memory():
+        return False
+    return _NO_SPACE in error or (_is_little() and not _known_hint(error))
+
+
+def _is_little() -> bool:
+    return shutil.disk_usage(SHARED_MEMORY).free < MIN_SHARED_MEMORY // 4
+
+
+def lacks_growing_segments(error: str) -> bool:
+    """Return whether an error says that the driver may know no segments that grow, which the ranks have."""
+    has_them = allocator.grows(allocator.settings(os.environ))
+    return bool(_NO_GROWING_SEGMENTS.search(error)) or (_UNKNOWN in error and has_them)
+
+
+def _known_hint(error: str) -> str:
+    """Return the remedy of an error that says itself what is wrong; empty of others."""
+    if lacks_growing_segments(error):
+        return _SEGMENTS_HINT
+    return next((hint for words, hint in _HINTS.items() if re.search(words, error, re.IGNORECASE)), "")
 
 
 def shared_memory_hint(error: str) -> str:
-    """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it, or full."""
+    """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it, or full. Empty where the
+    error has another remedy, unless it says that no space is left."""
     if not _is_of_nccl(error) or not SHARED_MEMORY.exists():
         return ""
     room = shutil.disk_usage(SHARED_MEMORY)
@@ -241,10 +267,9 @@ def shared_memory_hint(error: str) -> str:
     if room.total < MIN_SHARED_MEMORY:
         remedy = "if this is a container, start it with --shm-size=8g or --ipc=host"
         return f" ({SHARED_MEMORY} has {room.total >> 20} MB, {what}; {remedy})"
-    is_full = room.free < MIN_SHARED_MEMORY // 4
-    if not is_full and not was_shared_memory_full(error):
+    if not was_shared_memory_full(error):
         return ""
-    state = f"has {room.free >> 20} of {room.total >> 20} MB free" if is_full else "was full"
+    state = f"has {room.free >> 20} of {room.total >> 20} MB free" if _is_little() else "was full"
     return f" ({SHARED_MEMORY} {state}, {what}; remove {SHARED_MEMORY}/nccl-* that no process uses)"
 
 

@@ -21,8 +21,8 @@ from .agent_command import agent_command
 from .exit_report import (
     FIXED_SEGMENTS_REMEDY,
     NCCL_CAUSE,
-    NO_GROWING_SEGMENTS,
     ended_by_signal,
+    lacks_growing_segments,
     shared_memory_hint,
     was_shared_memory_full,
     words_of_abort,
@@ -89,20 +89,24 @@ def measured_rates(
     in measurements.machine_rates. Raises UnmeasuredError."""
     ways = nccl_settings.to_try(os.environ) if device == "cuda" and config.world_size > 1 else [{}]
     failed = []
+    full: UnmeasuredError | None = None
+    room = ""
     for way in ways:
         try:
             rates = _probed(config, device, way, check, longest, is_last=way is ways[-1])
         except UnmeasuredError as error:
             failed.append(error)
+            if full is None and was_shared_memory_full(error.why):  # asked now: room may come back
+                full = error
+                room = shared_memory_hint(error.why)
             if way is ways[-1] or not error.of_links:
                 raise _in_all(failed, ways) from None
             logging.warning("parallel-dit: GPUs do not reach each other: %s", error.why)
             show("GPUs do not reach each other's memory; trying another way between them")
             continue
-        full = next((error for error in failed if was_shared_memory_full(error.why)), None)
         if device == "cuda":
             nccl_settings.save_way(os.environ, config.gpu_indices, way, full is not None)
-        return rates | {"links": _links(way, failed[0], full) if failed else ""}
+        return rates | {"links": _links(way, failed[0], full, room) if failed else ""}
     raise AssertionError("there is always a way")
 
 
@@ -113,18 +117,20 @@ def _in_all(failed: list[UnmeasuredError], ways: list[dict[str, str]]) -> Unmeas
     return UnmeasuredError(failed[0].why + also, failed[0].remedy, failed[0].of_links)
 
 
-def _links(way: Mapping[str, str], failed: UnmeasuredError, full: UnmeasuredError | None) -> str:
+def _links(way: Mapping[str, str], failed: UnmeasuredError, full: UnmeasuredError | None, room: str) -> str:
     """Say which way the ranks take, and why: how NCCL's own choice ``failed``, and what found shared memory
-    ``full``."""
+    ``full``, with the ``room`` that there was then."""
     through = "sockets" if "NCCL_SHM_DISABLE" in way else "host memory"
-    why = f"{failed.why}{shared_memory_hint(failed.why)}"
+    why = f"{failed.why}{room if full is failed else shared_memory_hint(failed.why)}"
     line = (
         f"GPUs fail to reach each other's memory here ({why}), so ranks send through {through} "
         f"({nccl_settings.words(way)}), which is slower: docs/faq.md, peer access."
     )
     if full is None:
         return line
-    return f"{line} Room was lacking{shared_memory_hint(full.why)}; {AGAIN}"
+    if full is failed:
+        return f"{line[:-1]}; {AGAIN}"
+    return f"{line} Room was lacking{room}; {AGAIN}"
 
 
 def _probed(
@@ -236,7 +242,7 @@ def _unmeasured(text: str, code: int) -> UnmeasuredError:
     # NCCL's "out of memory" alone may be the host's, by a way that another one replaces
     if says_full_gpu(last):
         return UnmeasuredError(last, FULL_GPU)
-    if NO_GROWING_SEGMENTS.search(last):
+    if lacks_growing_segments(last):
         return UnmeasuredError(last, FIXED_SEGMENTS_REMEDY)
     return UnmeasuredError(last, of_links=bool(_OF_LINKS.search(last)))
 

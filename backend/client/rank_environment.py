@@ -9,20 +9,13 @@ import torch
 from ..config import ConfigError, ParallelConfig
 from ..hardware.cgroup_limits import cpu_limit
 from ..hardware.device_memory import FIXED_SEGMENTS
-from ..hardware.host_system import is_tegra, is_wsl
 from ..protocol.heartbeats import MAX_COLLECTIVE_SECONDS
 from ..quantization.dequantized_cache import rank_variables
 from ..runtime.torch_version import has_torch
-from . import nccl_settings
+from . import allocator, nccl_settings
 from .cache_files import cache_folder
 from .interpreter import PACK, inherited, ranks_python
 
-#: Settings of torch's allocator, under the names of several versions of it.
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-#: Segments that grow: requests of other sizes leave no gaps that nothing fits into. Others are given back
-#: while the whole GPU is waited for, which two stages of a pipeline must not do at once: where they may, none
-#: posts receives ahead.
-_GROWING = "expandable_segments:True"
 #: Device -> bytes from which glibc maps a block by itself, and unused bytes at the end of its heap that go
 #: back. Sizes that are set stay: glibc raises its own to 32 MB, as blocks are freed, and smaller blocks then
 #: leave gaps, by which ranks grew by 0.6 MB per 100 requests (benchmarks/soak.py). On the CPU, where tensors
@@ -32,7 +25,7 @@ _MALLOC = {"cuda": (2**18, 2**18), "cpu": (2**25, 2**26)}
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *_ALLOCATOR,
+    *allocator.NAMES,
     *("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     *("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"),
     # DETAIL sends batched messages one by one, each rank its own first
@@ -78,32 +71,6 @@ def closed_doors(parent: dict, interface: str = "lo") -> dict:
         doors["NCCL_SOCKET_IFNAME"] = parent.get("NCCL_SOCKET_IFNAME", f"={interface}")
     doors["NCCL_RAS_ENABLE"] = parent.get("NCCL_RAS_ENABLE", "0")
     return doors
-
-
-def allocator_settings(parent: dict) -> dict:
-    """Return the allocator's settings for ranks on GPUs: the user's, and segments that grow, unless these say
-    otherwise. ComfyUI adds ``backend:cudaMallocAsync`` to the user's for its own process, which is left out.
-    None of ours on WSL, where the first allocation fails under drivers before R615 (pytorch issue 192330),
-    and on a Jetson, whose driver may have none (unslothai/unsloth issue 1446)."""
-    settings = {}
-    grows = sys.platform == "linux" and not is_wsl() and not is_tegra()
-    for name in _ALLOCATOR:
-        parts = [part.strip() for part in parent.get(name, "").split(",")]
-        users = [part for part in parts if part and not part.startswith("backend:")]
-        if users:
-            is_said = any(part.startswith("expandable_segments") for part in users)
-            settings[name] = ",".join(users if is_said or not grows else [*users, _GROWING])
-    if settings or not grows:
-        return settings
-    return dict.fromkeys(_ALLOCATOR[:2], _GROWING)  # torch before 2.9 knows the second alone
-
-
-def _segments(settings: dict) -> dict:
-    """Return the variable by which ranks know of their allocator's segments: "1" where one of its
-    ``settings``, any of which their torch may read, does not have them grow."""
-    lasts = [value.replace(" ", "").rpartition("expandable_segments:")[2] for value in settings.values()]
-    grow = bool(lasts) and all(last.startswith("True") for last in lasts)
-    return {FIXED_SEGMENTS: "0" if grow else "1"}
 
 
 def driver_name(parent: Mapping[str, str], index: int) -> str:
@@ -172,8 +139,8 @@ def sanitized_environment(
     if device == "cuda":
         names = [driver_name(parent, index) for index in config.gpu_indices]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(names))
-        settings = allocator_settings(parent)
-        env |= settings | _segments(settings)
+        settings = allocator.settings(parent)
+        env |= settings | {FIXED_SEGMENTS: "0" if allocator.grows(settings) else "1"}
         # as many hardware queues as there are: messages that share one with others wait for those, which may
         # wait for them. 1, as Megatron-LM sets it, would also put all of them behind compute
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"

@@ -195,7 +195,8 @@ NO_SPACE += "segment /dev/shm/nccl-KWfVyt (size 9637888), error: No space left o
     "free, error, says, was_full",
     [
         (0, NO_SPACE, "has 0 of 8192 MB free", True),
-        (255 << 20, NCCL_ERROR.format("Cuda failure 2"), "has 255 of 8192 MB free", False),
+        (255 << 20, NCCL_ERROR.format("Cuda failure 2"), "has 255 of 8192 MB free", True),
+        (0, NCCL_ERROR.format("Cuda failure 217 'peer access is not supported'"), "", False),
         (256 << 20, NCCL_ERROR.format("Cuda failure 2"), "", False),
         (8 << 30, NO_SPACE, "was full", True),  # what failed has gone
         (0, "OSError: [Errno 28] No space left on device", "", False),  # a disk's
@@ -217,7 +218,7 @@ def test_peer_access_that_the_driver_refuses_is_named(end, monkeypatch):
     monkeypatch.setattr(exit_report, "MIN_SHARED_MEMORY", 0)
     error = exit_report._one_line(NCCL_ERROR.format(f"Cuda failure 217 'peer access {end}"))
     assert "ncclUnhandledCudaError" not in error  # no cause: it stands in the last line
-    assert str(exit_report.RankFailure(0, 1, error)).endswith("finds another way and keeps it)")
+    assert str(exit_report.RankFailure(0, 1, error)).endswith("finds another way)")
     assert "way" not in str(
         exit_report.RankFailure(0, 1, "DistBackendError: NCCL error in: ..., Cuda failure 2")
     )

@@ -50,7 +50,7 @@ def test_a_gpu_that_lets_nobody_in_is_told_with_the_command():
 
 
 @pytest.mark.parametrize("said", ["operation not supported", "unknown error"])
-def test_a_driver_without_segments_that_grow_is_told_with_the_setting(said):
+def test_a_driver_without_segments_that_grow_is_told_with_the_setting(said, monkeypatch):
     """That of a vGPU: every rank that allocates fails, with degrees by hand too."""
     error = f"RuntimeError: CUDA driver error: {said}"
     setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
@@ -58,6 +58,18 @@ def test_a_driver_without_segments_that_grow_is_told_with_the_setting(said):
     assert setting in str(unmeasured) and not unmeasured.of_links
     assert setting in str(RankFailure(0, 1, error))
     assert setting not in str(RankFailure(0, 1, f"RuntimeError: CUDA error: {said}"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    is_still_said = said == "operation not supported"  # nothing else says that
+    assert (setting in str(RankFailure(0, 1, error))) == is_still_said
+    assert (setting in str(_unmeasured(f"[rank0]: {error}", 1))) == is_still_said
+
+
+@pytest.mark.parametrize("file", ["PeerToPeerAccess", "GpuFabricInfo"])
+def test_a_broken_nvml_is_no_full_gpu(file):
+    """torch asks it for segments that grow."""
+    error = f'RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/{file}.cpp":60'
+    assert "expandable_segments:False" in str(_unmeasured(error, 1))
+    assert "expandable_segments:False" in str(RankFailure(0, 1, error))
 
 
 SOCKETS = nccl_settings.WAYS[-1]
@@ -73,10 +85,12 @@ def links_of(monkeypatch, tmp_path):
     for name in nccl_settings.LINK_SETTINGS:
         monkeypatch.delenv(name, raising=False)
 
-    def measure(way: dict) -> str:
+    def measure(way: dict, *said: str) -> str:
+        errors = iter(said)
+
         def probed(config, device, tried, *_, **__):
             if tried != way:
-                raise UnmeasuredError(FULL, of_links=True)
+                raise UnmeasuredError(next(errors, FULL), of_links=True)
             return {}
 
         monkeypatch.setattr(probe_process, "_probed", probed)
@@ -97,6 +111,37 @@ def test_sockets_count_for_this_process_where_shared_memory_is_full(links_of, mo
     assert nccl_settings.saved_way({}, [0, 1]) == SOCKETS
     monkeypatch.setattr(cache_files, "_passing", {})  # as in another process
     assert nccl_settings.saved_way({}, [0, 1]) == ({} if passes else SOCKETS)
+
+
+@pytest.mark.parametrize("free, passes", [(255 << 20, True), (256 << 20, False)])
+def test_what_fails_next_to_little_shared_memory_passes_as_well(links_of, monkeypatch, free, passes):
+    """NCCL does not always say that no space was left."""
+    room = SimpleNamespace(total=8 << 30, free=free)
+    monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda place: room)
+    links = links_of(SOCKETS, *["NCCL error: unhandled system error"] * 4)
+    assert links.endswith(AGAIN) == passes and links.count("nccl-* that no process uses") == passes
+
+
+def test_room_that_was_lacking_later_is_named_once(links_of, monkeypatch):
+    room = SimpleNamespace(total=8 << 30, free=0)
+    monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda place: room)
+    links = links_of(SOCKETS, "NCCL error: Cuda failure 217 'peer access is not supported'")
+    assert links.endswith(AGAIN) and links.count("nccl-* that no process uses") == 1
+    assert links.index("Room was lacking") < links.index("nccl-* that no")
+
+
+def test_what_the_doctor_finds_later_counts_instead_of_a_way_that_passes(links_of, monkeypatch):
+    """It is another process, and may have measured more GPUs."""
+    nccl_settings.save_way({}, [0, 1], {})
+    nccl_settings.save_way({}, [0, 1], SOCKETS, passes=True)
+    here = dict(cache_files._passing)
+    assert nccl_settings.saved_way({}, [0, 1]) == SOCKETS
+    monkeypatch.setattr(cache_files, "_passing", {})
+    nccl_settings.save_way({}, [0, 1, 2], {})
+    monkeypatch.setattr(cache_files, "_passing", here)
+    assert nccl_settings.saved_way({}, [0, 1]) == {}
+    nccl_settings.save_way({}, [0, 1], SOCKETS, passes=True)
+    assert nccl_settings.saved_way({}, [0, 1]) == SOCKETS
 
 
 def test_a_way_that_is_measured_anew_counts_instead_of_that_of_a_full_moment(links_of):
