@@ -9,7 +9,7 @@ from doctor_stubs import StubLab
 
 from backend.config import CHOICES, ParallelConfig
 from backend.parallel import compiled_blocks
-from backend.parallel.kernel_table import KERNELS
+from backend.parallel.kernel_table import KERNELS, MIN_APPROXIMATE_KEYS
 from backend.protocol import RefusedError
 
 
@@ -43,6 +43,23 @@ def test_kernels_with_a_log_sum_exp_run_in_a_ring(wrong):
             other = f"set attention to another kernel than {wrong} where ring_degree is above 1"
             remedy = "choose another method in Parallel Config" if wrong == "sdpa" else other
             assert each.text.endswith("report it, with the file of --json") and remedy in each.text
+
+
+@pytest.mark.parametrize(
+    "kernel, ranks, degrees",
+    [
+        ("flash-attn", 8, (8, 1)),
+        ("sage", 4, (4, 1)),
+        ("sage", 5, (5, 1)),
+        ("sage", 6, (2, 3)),
+        ("sage", 8, (2, 4)),
+    ],
+)
+def test_rings_of_approximate_kernels_have_keys_enough(kernel, ranks, degrees):
+    """For 4,096 tokens of an image, where that many ranks can be had so."""
+    assert doctor_kernels._ring_degrees(kernel, ranks) == degrees
+    if ranks % 2 == 0 and kernel == "sage":
+        assert 4096 // degrees[0] >= MIN_APPROXIMATE_KEYS
 
 
 @pytest.mark.parametrize("ranks, failed, said", [(1, False, []), (2, True, [WARNING])])

@@ -225,7 +225,7 @@ def test_memory_that_runs_out_is_no_verdict(kernel):
 
 def test_a_wrong_kernel_is_named_though_memory_runs_out_later(kernel):
     """In the trial with large values, which comes after."""
-    outcomes = [NAN]
+    outcomes = [float("nan")]
 
     def call(q, *_):
         if not outcomes:
