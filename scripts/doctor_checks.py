@@ -284,12 +284,12 @@ CHECKS: dict[str, Callable[[Facts], Status | Iterable[Status]]] = {
     "GPUs": gpus,
     "peer access": peers,
     "GPU modes": modes,
-    "copies": copies,
     "/dev/shm": shared_memory,
     "disk": disks,
     "host": host,
     "limits": limits,
     "environment": variables,
+    "copies": copies,  # last: a copy that hangs takes a minute and more
 }
 
 

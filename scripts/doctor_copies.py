@@ -37,7 +37,8 @@ class Copy:
 class Copies:
     """What was measured. full: GPU -> its free bytes, too few to measure it; broken: GPU -> why it cannot be
     used; unlocked: why no host memory can be page locked; ended: what ended all further copies, and during:
-    what was being done then; left: the copies that there was no time for. Empty: none of that."""
+    what was being done then; left: the copies that there was no time for; refused: those for which CUDA had
+    no room, and why. Empty: none of that."""
 
     rates: tuple[Copy, ...] = ()
     full: dict[int, int] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Copies:
     ended: str = ""
     during: str = ""
     left: tuple[tuple[Place, Place], ...] = ()
+    refused: tuple[tuple[Place, Place, str], ...] = ()
 
 
 def measured(free: dict[int, int]) -> Copies:
@@ -70,7 +72,8 @@ def _parsed(rows: list[dict], why: str) -> Copies:
     for row in rows:
         found |= row
     raised = [row["error"] for row in rows if "error" in row and "gpu" not in row]
-    ended = (raised or [why])[0]
+    ended = (raised or ["" if "done" in found else why])[0]
+    refused = [(row["source"], row["target"], row["unmeasured"]) for row in rows if "unmeasured" in row]
     return Copies(
         rates=tuple(Copy(**row) for row in rows if "rate" in row),
         broken={row["gpu"]: row["error"] for row in rows if "gpu" in row},
@@ -78,4 +81,5 @@ def _parsed(rows: list[dict], why: str) -> Copies:
         ended=ended,
         during=found.get("doing", "") if ended else "",
         left=tuple((source, target) for source, target in found.get("left", ())),
+        refused=tuple(refused),
     )

@@ -1,4 +1,4 @@
-"""Programs that scripts/doctor.py --full runs besides its ranks. None outlives its time, nor the doctor."""
+"""Programs that scripts/doctor.py runs besides ranks. None outlives its time, nor the doctor."""
 
 import os
 import re

@@ -19,12 +19,14 @@ FAR = 0.4
 BEHIND = 0.7
 #: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
 SLOW_LINK = 6e9
-SLOT = (
-    "see to its slot and riser, and to the lanes and PCIe generation that the BIOS gives it; where other "
-    "programs use the GPUs, close them and run it again"
-)
+#: Bytes/s that 16 lanes of PCIe 4 carry at most. Faster links are the processor's own, and slower from the
+#: memory of another processor.
+PCIE = 16 * 2 * LANE
+OTHERS = "where other programs use the GPUs, close them and run it again"
+SLOT = f"see to its slot and riser, and to the lanes and PCIe generation that the BIOS gives it; {OTHERS}"
 BIOS = "switch IOMMU and ACS off in the BIOS"
-BRIDGE = "see to the bridge or slots between them (nvidia-smi topo -m)"
+BRIDGE = f"see to the bridge or slots between them (nvidia-smi topo -m); {OTHERS}"
+CLOSE = "close what uses it (ranks of this pack: Stop ranks; ComfyUI's models: unload them)"
 LEAST_SENT = "prefer CFG and PipeFusion, which send least, to Ulysses, ring and TP"
 UNUSABLE = "see what uses it and its compute mode (nvidia-smi), and restart the machine if it is lost"
 LOST = "look for Xid errors of the driver (sudo dmesg), and restart the machine where nvidia-smi hangs"
@@ -38,11 +40,11 @@ HostRates = Mapping[int, tuple[float, float]]
 def copies(facts: Facts) -> Iterator[Status]:
     """Judge the copies of this machine."""
     found = facts.copies
-    yield from _unmeasured(found)
+    yield from _unmeasured(facts)
     for copy in found.rates:
         if not copy.is_same:
             what = f"{words(copy.target)} received other bytes than {words(copy.source)} sent"
-            yield PROBLEM, f"{what}: {BIOS}; a run with method auto finds another way between them"
+            yield _of_links(facts, f"{what}: {BIOS}", "a run with method auto finds another way between them")
     host = _host_rates(found)
     names = {gpu.index: gpu.name for gpu in facts.gpus}
     slow = _slow_gpus(host, names)
@@ -50,22 +52,35 @@ def copies(facts: Facts) -> Iterator[Status]:
         yield WARNING, f"{text}; {SLOT}"
     pairs = _pair_rates(found)
     judged = {pair: rate for pair, rate in pairs.items() if not slow.keys() & set(pair)}
-    yield from _slow_pairs(judged, host, facts.peers, names)
+    is_whole = not (found.left or found.ended)
+    yield from _slow_pairs(judged, host, facts.peers, names if is_whole else None)
     yield from _rates(host, pairs, facts.peers)
     if found.left:
         some = ", ".join(f"{words(source)} to {words(target)}" for source, target in found.left[:3])
         more = ", ..." if len(found.left) > 3 else ""
         yield OK, f"{len(found.left)} copies were not measured within {SECONDS:g} s: {some}{more}"
+    if found.refused:
+        source, target, why = found.refused[0]
+        what = f"{len(found.refused)} copies were not measured: CUDA lets a GPU reach eight others at once"
+        yield OK, f"{what} ({words(source)} to {words(target)}: {why})"
 
 
-def _unmeasured(found: Copies) -> Iterator[Status]:
+def _of_links(facts: Facts, what: str, remedy: str) -> Status:
+    """Return a fault of copies between GPUs: a problem, unless ranks already take another way."""
+    if facts.way:
+        return WARNING, f"{what}; ranks start with {facts.way} since they were measured, --full does it again"
+    return PROBLEM, f"{what}; {remedy}"
+
+
+def _unmeasured(facts: Facts) -> Iterator[Status]:
     """Say what could not be measured, and why."""
+    found = facts.copies
     for gpu, free in found.full.items():
         what = f"GPU {gpu} was not measured: {gb(free)} are free, and that takes {gb(ROOM)}"
-        yield WARNING, f"{what}; close what uses it"
+        yield WARNING, f"{what}; {CLOSE}"
     for gpu, why in found.broken.items():
         if _is_full(why):
-            yield WARNING, f"GPU {gpu} was not measured ({why}); close what uses it"
+            yield WARNING, f"GPU {gpu} was not measured ({why}); {CLOSE}"
         else:
             yield PROBLEM, f"GPU {gpu} cannot be used ({why}); {UNUSABLE}"
     if found.unlocked:
@@ -76,9 +91,10 @@ def _unmeasured(found: Copies) -> Iterator[Status]:
     what = f"the measurement stopped {found.during or 'before it began'}"
     if _is_full(found.ended):
         yield WARNING, f"{what} ({found.ended}); close what uses the GPUs"
+    elif found.during.count("GPU") > 1:
+        yield _of_links(facts, f"{what} ({found.ended})", f"{BIOS}, {LOST}")
     elif found.during:
-        remedy = f"{BIOS}, {LOST}" if found.during.count("GPU") > 1 else LOST
-        yield PROBLEM, f"{what} ({found.ended}); {remedy}"
+        yield PROBLEM, f"{what} ({found.ended}); {LOST}"
     else:
         yield PROBLEM, f"{what} ({found.ended}); report it, with the file of --json"
 
@@ -117,22 +133,25 @@ def _slow_gpus(host: HostRates, names: Mapping[int, str]) -> dict[int, str]:
         carries = next((what for lanes, what in LANES.items() if rate <= lanes * LANE), "")
         if carries:
             slow[gpu] = f"{text}, no more than {carries} can carry"
-        elif others and rate < FAR * median(others):
+        elif others and rate < FAR * median(others) and median(others) < PCIE:
             slow[gpu] = f"{text}, far less than others of its kind ({_range([median(others)])})"
     return slow
 
 
 def _slow_pairs(
-    pairs: Mapping[Pair, float], host: HostRates, peers: list[list[bool]], names: Mapping[int, str]
+    pairs: Mapping[Pair, float], host: HostRates, peers: list[list[bool]], names: Mapping[int, str] | None
 ) -> Iterator[Status]:
-    """Say which pairs are slow, each by the first reason that explains it."""
+    """Say which pairs are slow, each by the first reason that explains it. Without ``names`` no pair is held
+    to the others: not all were measured, and those that were may be the bridged ones."""
     behind = {(a, b) for a, b in pairs if peers[a][b] and pairs[a, b] < BEHIND * _through_host(host, a, b)}
     if behind:
         what = "reach each other's memory, but a copy through host memory would be faster"
         yield WARNING, f"{_named(behind, pairs)} {what}: {BIOS}, and use slots of one processor"
     left = {pair: rate for pair, rate in pairs.items() if pair not in behind}
-    kinds = {(a, b): (peers[a][b], {names.get(a), names.get(b)}) for a, b in left}
-    far = {pair for pair in left if left[pair] < FAR * _usual(pair, left, kinds)}
+    far: set[Pair] = set()
+    if names is not None:
+        kinds = {(a, b): (peers[a][b], {names.get(a), names.get(b)}) for a, b in left}
+        far = {pair for pair in left if left[pair] < FAR * _usual(pair, left, kinds)}
     if far:
         yield WARNING, f"{_named(far, left)} copy far less than others: {BRIDGE}"
     slow = {pair for pair, rate in left.items() if rate < SLOW_LINK} - far

@@ -10,8 +10,10 @@ holds of GPUs goes with it. Every line of FILE is an object, written as it comes
     whether the bytes arrived that were sent
 {"gpu", "error"}: a GPU that cannot be used, and why
 {"unlocked"}: why no host memory can be page locked
+{"source", "target", "unmeasured"}: a copy that CUDA refuses without being broken, and why
 {"left"}: the copies that there was no time for
 {"error"}: what ended all further copies
+{"done"}: the end: how the process ends says nothing more
 """
 
 import argparse
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 from backend.errors import reason
-from backend.runtime.parent_pipe import end_with_parent
+from backend.runtime.parent_pipe import be_killed_with_parent, end_with_parent
 
 HOST = "host"
 #: Bytes of a copy; of a GPU that is nearly full a part of what is free, and the least that shows a rate.
@@ -41,6 +43,8 @@ TYPE = torch.int32
 TOGETHER = 2
 TIMINGS = 3
 ENOUGH_SECONDS = 0.1
+#: What CUDA says of a ninth GPU whose memory one reaches: eight are the most, of all processes together.
+NO_MORE_PEERS = "peer mapping resources exhausted"
 #: Seconds in which GPUs that idled raise their clocks and the rate of their PCIe lanes.
 WARM_SECONDS = 0.5
 
@@ -70,21 +74,28 @@ def time_copies(gpus: list[int], seconds: float, note: Note):
     """Note the rate of every copy among ``gpus`` and the host, as far as so many seconds allow once the GPUs
     can be used."""
     opened = [each for gpu in gpus if (each := _opened(gpu, note))]
-    if not opened:
-        return
-    try:
-        _time_all(opened, time.monotonic() + seconds, note)
-    except RuntimeError as error:  # of CUDA: this process computes nothing more
-        note(error=reason(error))
+    if opened:
+        try:
+            _time_all(opened, time.monotonic() + seconds, note)
+        except RuntimeError as error:  # of CUDA: this process computes nothing more
+            note(error=_first_line(error))
+    note(done=True)
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the lines that torch appends to CUDA's."""
+    return reason(str(error).partition("\n")[0])
 
 
 def _opened(gpu: int, note: Note) -> Buffers | None:
     """Return a GPU's buffers, or note why it cannot be used: others can."""
     note(doing=f"while opening GPU {gpu}")
     try:
-        return Buffers(gpu)
+        buffers = Buffers(gpu)
+        buffers.has_received(buffers, 1)  # loads the kernels that compare, before the clock starts
+        return buffers
     except (RuntimeError, MemoryError) as error:
-        note(gpu=gpu, error=reason(error))
+        note(gpu=gpu, error=_first_line(error))
         return None
 
 
@@ -104,8 +115,7 @@ def _time_all(opened: list[Buffers], end: float, note: Note):
             rate = _host_rate(by_gpu[source if target == HOST else target], host, target == HOST)
             note(source=source, target=target, rate=rate)
         else:
-            rate, is_same = _rate_between(by_gpu[source], by_gpu[target])
-            note(source=source, target=target, rate=rate, is_same=is_same)
+            _note_between(by_gpu[source], by_gpu[target], note)
 
 
 def in_order(gpus: list[int], with_host: bool = True) -> list[tuple[Place, Place]]:
@@ -131,7 +141,7 @@ def _page_locked(first: Buffers, note: Note) -> Tensor | None:
         with torch.cuda.device(first.gpu):  # else GPU 0 is opened for it
             return torch.empty(BYTES // TYPE.itemsize, dtype=TYPE, pin_memory=True)
     except RuntimeError as error:
-        note(unlocked=reason(error))
+        note(unlocked=_first_line(error))
         return None
 
 
@@ -152,11 +162,20 @@ def _host_rate(on_gpu: Buffers, host: Tensor, is_to_host: bool) -> float:
     return _rate(part, on_gpu.received, on_gpu.gpu)
 
 
-def _rate_between(source: Buffers, target: Buffers) -> tuple[float, bool]:
-    """Return the bytes/s of one GPU to another, and whether the same bytes arrive."""
+def _note_between(source: Buffers, target: Buffers, note: Note):
+    """Note the bytes/s of one GPU to another, and whether the same bytes arrive. Raises what CUDA does, but
+    where it has no room for one more peer."""
     count = min(len(source.sent), len(target.received))
-    rate = _rate(source.sent[:count], target.received[:count], source.gpu)
-    return rate, target.has_received(source, count)
+    target.received.zero_()  # the host may have written the same numbers
+    torch.cuda.synchronize(target.gpu)
+    try:
+        rate = _rate(source.sent[:count], target.received[:count], source.gpu)
+    except RuntimeError as error:
+        if NO_MORE_PEERS not in str(error):
+            raise
+        note(source=source.gpu, target=target.gpu, unmeasured=_first_line(error))
+        return
+    note(source=source.gpu, target=target.gpu, rate=rate, is_same=target.has_received(source, count))
 
 
 def _rate(source: Tensor, target: Tensor, gpu: int) -> float:
@@ -196,6 +215,7 @@ def main():
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("gpus", type=int, nargs="+")
     chosen = parser.parse_args()
+    be_killed_with_parent()  # a copy that hangs may keep the interpreter's lock
     end_with_parent()
     with chosen.out.open("w") as out, torch.inference_mode():
         time_copies(chosen.gpus, chosen.seconds, _writes_to(out))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import doctor_checks
 import doctor_copies
+import gpu_copies
 import pytest
 from doctor_copies import Copies, Copy, measured
 from doctor_facts import Facts
@@ -154,12 +155,47 @@ FAILED: dict[str, tuple[dict, str, list[str]]] = {
         WARNING,
         ["page locked", "not supported", "WSL 2"],
     ),
+    "more GPUs than one reaches": (
+        dict(refused=((0, 5, "CUDA error: peer mapping resources exhausted"),)),
+        OK,
+        ["1 copies were not measured: CUDA lets a GPU reach eight others at once (GPU 0 to GPU 5: CUDA"],
+    ),
     "no time": (
         dict(left=(("host", 1), (0, 1), (1, 0), (1, 2))),
         OK,
         ["4 copies were not measured within 3 s: host memory to GPU 1, GPU 0 to GPU 1, GPU 1 to GPU 0, ..."],
     ),
 }
+
+
+def test_ranks_that_take_another_way_are_no_problem():
+    """They were measured, and do without peer access since."""
+    rates = (Copy(0, 1, 24e9), Copy(1, 0, 24e9, False))
+    stopped = Copies(rates, ended="signal 9", during="while copying from GPU 0 to GPU 1")
+    found = said(machine(copies=stopped, way="NCCL_P2P_DISABLE=1"), "copies")
+    texts = [text for status, text in found if status == WARNING]
+    assert len(texts) == 2 and all("--full does it again" in text for text in texts)
+    assert PROBLEM not in {status for status, _ in found}
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_bridged_cards_are_no_fault_where_time_ran_out(count):
+    """Neighbours are measured first: of cards that are bridged in twos half of them are fast."""
+    ways = gpu_copies.in_order(list(range(count)))
+    bridged = [
+        Copy(source, target, 100e9 if {source, target} in [{i, i + 1} for i in range(0, count, 2)] else 20e9)
+        for source, target in ways
+    ]
+    for cut in range(2 * count, len(ways)):
+        found = Copies(tuple(bridged[:cut]), left=tuple(ways[cut:]))
+        assert not warnings(box(count, copies=found)), cut
+
+
+def test_links_of_the_processor_may_differ():
+    """Of two processors' own links, one is far from the page-locked memory."""
+    assert not warnings(
+        box(4, pairs=dict.fromkeys(box_pairs(4), 75.0), host={0: 200.0, 1: 200.0, 2: 75.0, 3: 75.0})
+    )
 
 
 @pytest.mark.parametrize("name", FAILED)
@@ -220,6 +256,13 @@ def test_what_was_measured_before_it_ended_is_kept(monkeypatch, ended, why):
     found = measured(dict.fromkeys(range(3), 2 * GB))
     assert found.rates == (Copy(0, 2, 24e9),) and found.broken == {1: "busy"}
     assert (found.ended, found.during) == (why, "while copying from GPU 2 to GPU 0")
+
+
+def test_how_a_complete_measurement_ends_says_nothing(monkeypatch):
+    """CUDA may crash while the process ends."""
+    Program(monkeypatch, rows(dict(doing="while copying"), RATE, dict(done=True)), Ended(-6, 60.0))
+    found = measured({0: 2 * GB, 2: 2 * GB})
+    assert found == Copies((Copy(0, 2, 24e9),))
 
 
 def test_what_the_program_raised_counts_before_how_it_ended(monkeypatch):

@@ -31,6 +31,9 @@ class OnPlace:
     def __add__(self, number):
         return OnPlace(self.gpus, self.place, self.values + number)
 
+    def zero_(self):
+        self.values.zero_()
+
     def copy_(self, source, non_blocking=False):
         self.values.copy_(self.gpus.sent(source, self))
 
@@ -59,14 +62,17 @@ class Event:
 
 class Gpus:
     """torch, on GPUs with a clock of their own for each stream. ``rates``: of links that are unlike USUAL;
-    ``failing``: copies that raise, ``wrong``: those of which a byte gets lost; ``free``: bytes of GPUs that
-    are nearly full; ``closed``: GPUs that cannot be opened."""
+    ``failing``: copies that raise, ``wrong``: those of which a byte gets lost, ``lost``: of which nothing
+    arrives; ``free``: bytes of GPUs that are nearly full; ``closed``: GPUs that cannot be opened; ``peers``:
+    how many others a GPU can reach."""
 
     int32 = torch.int32
 
-    def __init__(self, rates=(), failing=(), wrong=(), free=(), closed=(), can_lock=True):
+    def __init__(self, rates=(), failing=(), wrong=(), free=(), closed=(), can_lock=True, lost=(), peers=99):
         self.rates, self.free = dict(rates), dict(free)
         self.failing, self.wrong, self.closed, self.can_lock = failing, wrong, closed, can_lock
+        self.lost, self.peers = lost, peers
+        self.reached: dict = {}
         self.now = 0.0
         self.current = 0
         self.streams: dict[int, float] = {}
@@ -114,10 +120,17 @@ class Gpus:
         way = source.place, target.place
         if way in self.failing:
             raise RuntimeError("CUDA error: uncorrectable NVLink error")
+        if HOST not in way and source.place != target.place:
+            reached = self.reached.setdefault(source.place, set())
+            if len(reached | {target.place}) > self.peers:
+                raise RuntimeError("CUDA error: peer mapping resources exhausted\nCompile with ...")
+            reached.add(target.place)
         stream = target.place if source.place == HOST else source.place
         rate = self.rates.get(way, OWN if source.place == target.place else USUAL)
         self.streams[stream] = self.stream_time(stream) + source.nbytes / rate
         self.copied.append((*way, source.nbytes))
+        if way in self.lost:
+            return target.values.clone()
         values = source.values.clone()
         if way in self.wrong:
             values[-1] += 1
@@ -207,7 +220,7 @@ def test_the_time_limit_is_kept_and_what_is_left_is_named(run):
     rows = run(gpus, [0, 1, 2], seconds=2.0)
     one = BYTES / 1e5
     measured = rates_in(rows)
-    left = {tuple(pair) for pair in rows[-1]["left"]}
+    left = {tuple(pair) for pair in rows[-2]["left"]}
     assert measured.keys() | left == all_ways([0, 1, 2]) and not measured.keys() & left
     assert left and any(HOST not in way for way in measured)
     assert 2.0 <= gpus.now < 2.0 + (1 + gpu_copies.TOGETHER) * one
@@ -230,10 +243,11 @@ def test_a_full_gpu_is_named_and_a_fuller_one_sends_less(run):
 def test_a_gpu_that_cannot_be_opened_is_named_and_others_are_measured(run):
     rows = run(Gpus(closed=[0]), [0, 1], seconds=60.0)
     (closed,) = [row for row in rows if "gpu" in row]
-    assert closed["gpu"] == 0 and "busy or unavailable" in closed["error"] and "\n" not in closed["error"]
+    why = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"  # without what torch appends
+    assert closed == {"gpu": 0, "error": why}
     assert rates_in(rows).keys() == {(HOST, 1), (1, HOST)}
     alone = Gpus(closed=[0])
-    assert [*map(sorted, run(alone, [0]))] == [["doing"], ["error", "gpu"]] and not alone.copied
+    assert [*map(sorted, run(alone, [0]))] == [["doing"], ["error", "gpu"], ["done"]] and not alone.copied
 
 
 def test_bytes_that_get_lost_are_seen(run):
@@ -242,12 +256,33 @@ def test_bytes_that_get_lost_are_seen(run):
     assert wrong == [(1, 0)]
 
 
+@pytest.mark.parametrize("indices", [[0, 1], list(range(4)), list(range(8))], ids=str)
+def test_copies_of_which_nothing_arrives_are_seen(run, indices):
+    """Though the host has written the numbers of each GPU's neighbour there before."""
+    between = {way for way in all_ways(indices) if HOST not in way}
+    rows = run(Gpus(lost=between), indices, seconds=60.0)
+    assert {(row["source"], row["target"]) for row in rows if row.get("is_same") is False} == between
+
+
+def test_a_ninth_peer_ends_nothing(run):
+    """Healthy GPUs, of which CUDA lets each reach eight."""
+    rows = run(Gpus(peers=8), list(range(10)), seconds=60.0)
+    refused = {(row["source"], row["target"]) for row in rows if "unmeasured" in row}
+    between = {way for way in all_ways(list(range(10))) if HOST not in way}
+    assert len(refused) == 10 and rates_in(rows).keys() >= between - refused
+    assert {row["unmeasured"] for row in rows if "unmeasured" in row} == {
+        "CUDA error: peer mapping resources exhausted"
+    }
+    assert not [row for row in rows if "error" in row] and rows[-1] == {"done": True}
+
+
 def test_what_fails_ends_all_further_copies(run):
     """An error of CUDA stays in its process."""
     rows = run(Gpus(failing=[(1, 2)]), [0, 1, 2], seconds=60.0)
-    assert rows[-2:] == [
+    assert rows[-3:] == [
         {"doing": "while copying from GPU 1 to GPU 2"},
         {"error": "CUDA error: uncorrectable NVLink error"},
+        {"done": True},
     ]
     assert (0, 1) in rates_in(rows) and (1, 2) not in rates_in(rows)
 
