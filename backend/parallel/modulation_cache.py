@@ -29,7 +29,8 @@ from .step_context import StepContext
 COMPUTED: Counter[str] = Counter()
 #: Bytes of modulation that the stage with most of it computes ahead at once.
 AHEAD = 256 * 2**20
-#: Most embeddings of one sample and prompt in an evaluation: a second one is of tokens with another timestep.
+#: Embeddings of one sample and prompt in an evaluation, at most: a second one is of tokens with another
+#: timestep. MiniMax-H3 has up to four for all samples together.
 EMBEDDINGS_OF_A_SAMPLE = 2
 
 
@@ -248,11 +249,12 @@ class LayerCache:
             self._forget_step()
 
     def modulate_ahead(self, embeddings: dict[str, list[Tensor]], most_samples: int):
-        """Compute modulation, one GEMM a layer for as many evaluations as fit into AHEAD; the others follow
-        in begin_evaluation.
+        """Compute modulation, one GEMM a layer for as many evaluations as fit into AHEAD, or as _at_once
+        says; the others follow in begin_evaluation.
 
         ``embeddings[prompt][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
-        of their tokens get. ``most_samples``: of the replica that has most. Collective as begin_evaluation.
+        of their tokens get. ``most_samples``: of the replica that has most; the same number on all of them,
+        else they wait for gathers that others do not make. Collective as begin_evaluation.
         """
         each: dict[tuple[str, int], Tensor] = {}
         seconds: dict[tuple[str, int], Tensor] = {}
@@ -266,16 +268,19 @@ class LayerCache:
         next_place = iter(places)
         rows = {key: tuple(next(next_place) for _ in embedding) for key, embedding in each.items()}
         count = len(next(iter(embeddings.values())))
-        self.plan = ModulationPlan(different, rows, count, self._at_once(len(embeddings) * most_samples))
+        at_once = self._at_once(most_samples, prompts=len(embeddings))
+        self.plan = ModulationPlan(different, rows, count, at_once)
         self._compute(self.plan, 0)
 
-    def _at_once(self, samples: int) -> int:
-        """Return how many evaluations of so many ``samples``, of all prompts, a chunk has where replicas
+    def _at_once(self, samples: int, prompts: int) -> int:
+        """Return how many evaluations of so many ``samples`` and ``prompts`` a chunk has where replicas
         gather weights together; 0 where a rank takes as many as fit. How many embeddings differ is known to
-        each replica alone, and one with more chunks than others would wait for their gathers."""
+        each replica alone, and one with more chunks than others would wait for their gathers: so all count
+        as different, and a large batch has short chunks."""
         if self.mesh.weights is None or self.mesh.dp.size == 1:
             return 0
-        return max(1, embeddings_ahead(self.width, self.dtype) // (EMBEDDINGS_OF_A_SAMPLE * samples))
+        most = embeddings_ahead(self.width, self.dtype)
+        return max(1, most // (EMBEDDINGS_OF_A_SAMPLE * samples * prompts))
 
     def _different(self, every: Tensor) -> tuple[Tensor, list[int]]:
         """Return those of the embeddings (n, D) that differ, in order, and which of them each one equals."""

@@ -285,7 +285,8 @@ class Cost:
     def _gather_weights(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Return the seconds in which sharded weights come from the others, as they are stored, while blocks
         before them compute, and tokens take the same links. Modulation comes once for many steps, except for
-        calls that are each their own."""
+        calls that are each their own; for replicas of many samples more often than is counted here
+        (LayerCache._at_once)."""
         if not self.plan.shard_weights:
             return 0.0
         ranks = self.plan.sharding_degree

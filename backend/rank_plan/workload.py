@@ -314,10 +314,13 @@ class Workload:
         return 2 * more * width * tokens * self.dtype.itemsize
 
     def modulation_bytes(self, place: MeshPlace) -> int:
-        """Count the bytes of modulation cached at once."""
+        """Count the bytes of modulation cached at once; of one evaluation of all samples at least where
+        replicas shard their weights."""
         widths = self._modulation_widths[place["tp"]]
         ahead = embeddings_ahead(max(widths), self.dtype)
         most = min(self.request.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
+        if self.config.shard_weights and self.config.data_parallel_degree > 1:
+            most = max(most, self.batch * self.prompts_per_rank)
         return most * widths[place["pp"]] * self.dtype.itemsize
 
     @cached_property
