@@ -98,7 +98,7 @@ class DryRun:
     """What one rank does in a step (steady state). sent: bytes by mechanism. macs: multiplications of matrix
     products and attention. weights, kv: bytes held. peak: the most bytes of everything but weights in any
     step. gathered: the most bytes of whole weights in any step, where the rank holds shards. waits: what
-    waited for the device in the last step -> how often."""
+    waited for the device in the last step (a pipeline's first one with patches) -> how often at most."""
 
     family: str
     method: str

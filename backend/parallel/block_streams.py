@@ -247,7 +247,7 @@ class Forward:
 
     def leave(self, streams: Streams) -> Streams:
         """Fill the streams after the last block up to the sequence, for the end of the model; the image's
-        alone after Blocks.output_layer, where there is that."""
+        alone after Blocks.output_layer, where this forward ``ends_by_token``."""
         if self.tokens.is_whole:
             return streams
         text = streams["text"]
@@ -265,6 +265,7 @@ class Forward:
         span = self.tokens.local.image
         count = self.tokens.sequence.image
         text_tokens = output.shape[1] - len(span)
+        assert text_tokens in (0, self.tokens.sequence.text), "a model counts tokens before its last layer"
         full = output.new_zeros(output.shape[0], count + text_tokens, output.shape[2])
         start = text_tokens if self.structure.family.blocks.text_position == "first" else 0
         full[:, start : start + count][:, span.indices] = output[:, start : start + len(span)]

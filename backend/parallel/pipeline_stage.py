@@ -2,8 +2,8 @@
 
 Every rank calls the same forward (PipeFusion, arXiv 2405.14430, in a generic form). Blocks of other stages
 pass their input through, so shapes are known without handshakes. Tokens are cut once, at block 0. The first
-local block receives; the last one sends and ends the forward. The model's own end sees the full sequence, of
-which only the tokens of this forward carry values.
+local block receives; the last one sends and ends the forward. Up to Blocks.output_layer the model's own end
+sees this forward's tokens; without that the full sequence, of which only these carry values.
 """
 
 from typing import Any
