@@ -18,6 +18,7 @@ holds of GPUs goes with it. Every line of FILE is an object, written as it comes
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -39,8 +40,10 @@ BYTES = 32 << 20
 SHARE = 8
 MIN_BYTES = 4 << 20
 TYPE = torch.int32
-#: Copies that are timed as one, timings of which the median counts, and seconds after which fewer do.
-TOGETHER = 2
+#: Seconds of copies that are timed as one, so that launches hardly count, and how many these are at most.
+TIMED_SECONDS = 2e-3
+MAX_TOGETHER = 64
+#: Timings of which the median counts, and seconds after which fewer do.
 TIMINGS = 3
 ENOUGH_SECONDS = 0.1
 #: What CUDA says of a ninth GPU whose memory one reaches: eight are the most, of all processes together.
@@ -180,21 +183,27 @@ def _note_between(source: Buffers, target: Buffers, note: Note):
 
 def _rate(source: Tensor, target: Tensor, gpu: int) -> float:
     """Return the bytes/s of a copy, on the current stream of ``gpu``: between two, torch takes the source's.
-    The first copy, which opens peer access, is not timed."""
+    The first copy, which opens peer access, is not timed; the second says how many are timed as one."""
     with torch.cuda.device(gpu):
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(gpu)
+        count = min(MAX_TOGETHER, math.ceil(TIMED_SECONDS / _seconds(source, target, 1)))
         timings = []
         began = time.monotonic()
         while not timings or (len(timings) < TIMINGS and time.monotonic() - began < ENOUGH_SECONDS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(TOGETHER):
-                target.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            timings.append(begin.elapsed_time(end) / 1e3)
-    return TOGETHER * source.nbytes / max(1e-6, statistics.median(timings))
+            timings.append(_seconds(source, target, count))
+    return count * source.nbytes / statistics.median(timings)
+
+
+def _seconds(source: Tensor, target: Tensor, count: int) -> float:
+    """Return the seconds of so many copies, by events on the current GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        target.copy_(source, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return max(1e-6, begin.elapsed_time(end) / 1e3)
 
 
 def _writes_to(out: TextIO) -> Note:

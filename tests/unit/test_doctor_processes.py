@@ -1,5 +1,6 @@
 """Programs that scripts/doctor.py runs: how they end, and what is said of it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import pytest
 from doctor_findings import OK, PROBLEM, WARNING, OutOfTime, findings
 from doctor_processes import Ended
 from interpreters import recording
+
+from backend.runtime.parent_pipe import signals_the_end_alone
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 #: Starts a process in a session of its own, as torchrun does a rank, which does not end when it is told to.
@@ -74,6 +77,44 @@ def test_a_program_ends_with_a_doctor_that_is_killed(tmp_path):
         program = psutil.Process(int(file.read_text().rstrip(";")))
         doctor_process.kill()
     program.wait(60)
+
+
+#: scripts/gpu_copies.py, of which a copy hangs.
+HANGS = """
+import ctypes, time
+import gpu_copies
+def copy(gpus, seconds, note):
+    print("begun", flush=True)
+    {copy}
+gpu_copies.time_copies = copy
+{before}
+gpu_copies.main()
+"""
+HANGING = {
+    "with the interpreter's lock": dict(before="", copy="ctypes.PyDLL(None).sleep(600)"),
+    "where Linux kills nobody": dict(
+        before="gpu_copies.be_killed_with_parent = lambda: None", copy="time.sleep(600)"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HANGING)
+def test_copies_that_hang_end_with_a_doctor_that_is_killed(how, tmp_path):
+    """Its end of the pipe closes then."""
+    if "lock" in how and not signals_the_end_alone(os.uname().release):
+        pytest.skip("this Linux does not signal the end of a pipe alone")
+    options = ["--out", str(tmp_path / "out"), "--seconds", "3", "0"]
+    command = [sys.executable, "-c", HANGS.format(**HANGING[how]), *options]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=SCRIPTS)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"begun\n"
+        process.stdin.close()
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize("name", ["waits.py", "kernels.py", "peers.py"])
