@@ -51,7 +51,9 @@ class Copies:
 
 
 def measured(free: dict[int, int]) -> Copies:
-    """Time copies between GPUs, whose ``free`` bytes are given, and with the host; leave out full ones."""
+    """Time copies between GPUs, whose ``free`` bytes are given, and with the host; leave out full ones. Where
+    nvidia-smi says nothing ``free`` is what is usual, so that a full one is opened, and left out by what CUDA
+    says then."""
     gpus = [gpu for gpu, size in free.items() if size >= ROOM]
     full = {gpu: size for gpu, size in free.items() if size < ROOM}
     if not gpus:

@@ -19,14 +19,16 @@ FAR = 0.4
 BEHIND = 0.7
 #: Bytes/s between two GPUs, or around a ring, below which the exact methods that send most do not pay.
 SLOW_LINK = 6e9
-#: Bytes/s that 16 lanes of PCIe 4 carry at most. Faster links are the processor's own, and slower from the
-#: memory of another processor.
+#: Bytes/s that 16 lanes of PCIe 4 carry at most. No slot is at fault above: links of the processor's own may
+#: differ, as the page-locked memory lies at one processor.
 PCIE = 16 * 2 * LANE
+#: The variable without which ranks use peer access.
+NO_PEERS = "NCCL_P2P_DISABLE"
 OTHERS = "where other programs use the GPUs, close them and run it again"
 SLOT = f"see to its slot and riser, and to the lanes and PCIe generation that the BIOS gives it; {OTHERS}"
 BIOS = "switch IOMMU and ACS off in the BIOS"
 BRIDGE = f"see to the bridge or slots between them (nvidia-smi topo -m); {OTHERS}"
-CLOSE = "close what uses it (ranks of this pack: Stop ranks; ComfyUI's models: unload them)"
+CLOSE = "close what uses GPU memory (ranks of this pack: Stop ranks; ComfyUI's models: unload them)"
 LEAST_SENT = "prefer CFG and PipeFusion, which send least, to Ulysses, ring and TP"
 UNUSABLE = "see what uses it and its compute mode (nvidia-smi), and restart the machine if it is lost"
 LOST = "look for Xid errors of the driver (sudo dmesg), and restart the machine where nvidia-smi hangs"
@@ -44,7 +46,9 @@ def copies(facts: Facts) -> Iterator[Status]:
     for copy in found.rates:
         if not copy.is_same:
             what = f"{words(copy.target)} received other bytes than {words(copy.source)} sent"
-            yield _of_links(facts, f"{what}: {BIOS}", "a run with method auto finds another way between them")
+            yield _of_links(
+                facts, f"{what}: {BIOS}", "; a run with method auto finds another way between them"
+            )
     host = _host_rates(found)
     names = {gpu.index: gpu.name for gpu in facts.gpus}
     slow = _slow_gpus(host, names)
@@ -65,11 +69,15 @@ def copies(facts: Facts) -> Iterator[Status]:
         yield OK, f"{what} ({words(source)} to {words(target)}: {why})"
 
 
-def _of_links(facts: Facts, what: str, remedy: str) -> Status:
-    """Return a fault of copies between GPUs: a problem, unless ranks already take another way."""
+def _of_links(facts: Facts, what: str, remedy: str = "") -> Status:
+    """Return a fault of copies between GPUs: a problem, with a further ``remedy``, unless ranks already take
+    another way."""
     if facts.way:
-        return WARNING, f"{what}; ranks start with {facts.way} since they were measured, --full does it again"
-    return PROBLEM, f"{what}; {remedy}"
+        way = f"ranks start with {facts.way} since GPUs failed to reach each other's memory"
+        return WARNING, f"{what}; {way}, and --full measures them again"
+    if facts.variables.get(NO_PEERS, "0") not in ("", "0"):
+        return WARNING, f"{what}; keep {NO_PEERS} until then: ranks send through host memory with it"
+    return PROBLEM, f"{what}{remedy}"
 
 
 def _unmeasured(facts: Facts) -> Iterator[Status]:
@@ -90,9 +98,9 @@ def _unmeasured(facts: Facts) -> Iterator[Status]:
         return
     what = f"the measurement stopped {found.during or 'before it began'}"
     if _is_full(found.ended):
-        yield WARNING, f"{what} ({found.ended}); close what uses the GPUs"
+        yield WARNING, f"{what} ({found.ended}); {CLOSE}"
     elif found.during.count("GPU") > 1:
-        yield _of_links(facts, f"{what} ({found.ended})", f"{BIOS}, {LOST}")
+        yield _of_links(facts, f"{what} ({found.ended}); {BIOS}, {LOST}")
     elif found.during:
         yield PROBLEM, f"{what} ({found.ended}); {LOST}"
     else:
@@ -133,8 +141,9 @@ def _slow_gpus(host: HostRates, names: Mapping[int, str]) -> dict[int, str]:
         carries = next((what for lanes, what in LANES.items() if rate <= lanes * LANE), "")
         if carries:
             slow[gpu] = f"{text}, no more than {carries} can carry"
-        elif others and rate < FAR * median(others) and median(others) < PCIE:
-            slow[gpu] = f"{text}, far less than others of its kind ({_range([median(others)])})"
+        elif others and rate < min(PCIE, FAR * median(others)):
+            what = f"far less than others of its kind ({_range([median(others)])})"
+            slow[gpu] = f"{text}, {what}, by fewer lanes or memory of another processor"
     return slow
 
 
@@ -146,7 +155,7 @@ def _slow_pairs(
     behind = {(a, b) for a, b in pairs if peers[a][b] and pairs[a, b] < BEHIND * _through_host(host, a, b)}
     if behind:
         what = "reach each other's memory, but a copy through host memory would be faster"
-        yield WARNING, f"{_named(behind, pairs)} {what}: {BIOS}, and use slots of one processor"
+        yield WARNING, f"{_named(behind, pairs)} {what}: {BIOS}, and use slots of one processor; {OTHERS}"
     left = {pair: rate for pair, rate in pairs.items() if pair not in behind}
     far: set[Pair] = set()
     if names is not None:
@@ -156,7 +165,7 @@ def _slow_pairs(
         yield WARNING, f"{_named(far, left)} copy far less than others: {BRIDGE}"
     slow = {pair for pair, rate in left.items() if rate < SLOW_LINK} - far
     if slow:
-        yield WARNING, f"{_named(slow, left)} are slow for GPUs: {LEAST_SENT}"
+        yield WARNING, f"{_named(slow, left)} are slow for GPUs: {LEAST_SENT}; {OTHERS}"
 
 
 def _through_host(host: HostRates, a: int, b: int) -> float:

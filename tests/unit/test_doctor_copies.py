@@ -78,7 +78,9 @@ def test_a_card_far_slower_than_others_of_its_kind_explains_its_pairs():
     pairs = {(0, 2): 6.4, (1, 2): 6.4, (2, 3): 6.4}
     facts = box(4, pairs=pairs, host={2: 6.5})
     (text,) = warnings(facts)
-    assert "GPU 2 copies 6.5 GB/s" in text and "others of its kind (20.0 GB/s); see to its slot" in text
+    assert "GPU 2 copies 6.5 GB/s" in text and "others of its kind (20.0 GB/s), by fewer lanes" in text
+    assert "see to its slot" in text
+    assert warnings(box(2, host={0: 7.9})) and not warnings(box(2, host={0: 8.1}))
     facts.gpus[2] = replace(GPU, index=2, name="T4")  # of an older PCIe
     assert not warnings(facts)
 
@@ -90,7 +92,7 @@ def test_half_the_lanes_are_usual():
 def test_peer_access_that_is_slower_than_the_host_is_named():
     (text,) = warnings(box(4, pairs={(1, 3): 6.9}))  # a copy to host memory and one from there: 10 GB/s
     assert text.startswith("GPUs 1-3 (6.9 GB/s) reach each other's memory, but") and "ACS" in text
-    assert not warnings(box(4, pairs={(1, 3): 8.1}))
+    assert warnings(box(2, pairs={(0, 1): 6.9})) and not warnings(box(2, pairs={(0, 1): 7.1}))
     assert not warnings(box(2, pairs={(0, 1): 6.9}, peers=False))
 
 
@@ -124,11 +126,11 @@ def test_slow_pairs_are_told_what_pays():
 
 #: What could not be measured -> status and words.
 FAILED: dict[str, tuple[dict, str, list[str]]] = {
-    "a full GPU": (dict(full={1: 3 * GB // 10}), WARNING, ["GPU 1 was not measured", "0.3 GB", "close what"]),
+    "a full GPU": (dict(full={1: 3 * GB // 10}), WARNING, ["GPU 1 was not measured", "0.3 GB", "Stop ranks"]),
     "a GPU that fills up meanwhile": (
         dict(broken={1: "CUDA out of memory. Tried to allocate 32.00 MiB"}),
         WARNING,
-        ["GPU 1 was not measured", "close what uses it"],
+        ["GPU 1 was not measured", "close what uses GPU memory", "Stop ranks"],
     ),
     "a GPU that another program has": (
         dict(broken={0: "CUDA error: CUDA-capable device(s) is/are busy or unavailable"}),
@@ -143,7 +145,7 @@ FAILED: dict[str, tuple[dict, str, list[str]]] = {
     "memory that ends in the middle": (
         dict(ended="CUDA error: out of memory", during="while copying from GPU 0 to GPU 1"),
         WARNING,
-        ["copying from GPU 0 to GPU 1", "close what uses the GPUs"],
+        ["copying from GPU 0 to GPU 1", "close what uses GPU memory", "Stop ranks"],
     ),
     "a program that does not start": (
         dict(ended="ModuleNotFoundError: No module named 'torch'"),
@@ -168,14 +170,28 @@ FAILED: dict[str, tuple[dict, str, list[str]]] = {
 }
 
 
-def test_ranks_that_take_another_way_are_no_problem():
-    """They were measured, and do without peer access since."""
+@pytest.mark.parametrize(
+    "elsewhere, words",
+    [
+        (dict(way="NCCL_P2P_DISABLE=1"), "--full measures them again"),
+        (dict(variables={"NCCL_P2P_DISABLE": "1"}), "keep NCCL_P2P_DISABLE until then"),
+    ],
+    ids=["measured", "environment"],
+)
+def test_ranks_that_take_another_way_are_no_problem(elsewhere, words):
     rates = (Copy(0, 1, 24e9), Copy(1, 0, 24e9, False))
     stopped = Copies(rates, ended="signal 9", during="while copying from GPU 0 to GPU 1")
-    found = said(machine(copies=stopped, way="NCCL_P2P_DISABLE=1"), "copies")
+    found = said(machine(copies=stopped, **elsewhere), "copies")
     texts = [text for status, text in found if status == WARNING]
-    assert len(texts) == 2 and all("--full does it again" in text for text in texts)
+    assert len(texts) == 2 and all(words in text and "IOMMU" in text for text in texts)
     assert PROBLEM not in {status for status, _ in found}
+
+
+@pytest.mark.parametrize("variables", [{}, {"NCCL_P2P_DISABLE": "0"}], ids=["unset", "0"])
+def test_ranks_that_use_peer_access_have_a_problem(variables):
+    stopped = Copies(ended="signal 9", during="while copying from GPU 0 to GPU 1")
+    ((status, _),) = said(machine(copies=stopped, variables=variables), "copies")
+    assert status == PROBLEM
 
 
 @pytest.mark.parametrize("count", [4, 8])
@@ -196,6 +212,18 @@ def test_links_of_the_processor_may_differ():
     assert not warnings(
         box(4, pairs=dict.fromkeys(box_pairs(4), 75.0), host={0: 200.0, 1: 200.0, 2: 75.0, 3: 75.0})
     )
+    (text,) = warnings(
+        box(4, pairs=dict.fromkeys(box_pairs(4), 50.0), host={0: 20.0, 1: 55.0, 2: 55.0, 3: 55.0})
+    )
+    assert "GPU 0 copies 20.0 GB/s" in text and "by fewer lanes or memory of another processor" in text
+
+
+def test_warnings_of_pairs_say_that_other_programs_slow_them():
+    behind, far = {(1, 3): 6.9}, dict.fromkeys(box_pairs(4), 200.0) | {(0, 3): 20.0}
+    slow = box(2, pairs={(0, 1): 5.5}, host={0: 6.5, 1: 6.5}, peers=False)
+    for facts in (box(4, pairs=behind), box(4, pairs=far), slow):
+        (text,) = warnings(facts)
+        assert text.endswith("where other programs use the GPUs, close them and run it again")
 
 
 @pytest.mark.parametrize("name", FAILED)
@@ -218,10 +246,12 @@ class Program:
     def __init__(self, monkeypatch, text: str = "", ended: Ended = ENDED):
         self.text, self.ended = text, ended
         self.commands: list[list[str]] = []
+        self.seconds: list[float] = []
         monkeypatch.setattr(doctor_copies.doctor_processes, "run", self.run)
 
     def run(self, command, seconds, folder):
         self.commands.append([str(each) for each in command])
+        self.seconds.append(seconds)
         out = self.commands[-1][self.commands[-1].index("--out") + 1]
         with open(out, "w") as file:
             file.write(self.text)
@@ -237,10 +267,10 @@ RATE = dict(source=0, target=2, rate=24e9, is_same=True)
 
 def test_full_gpus_are_left_out(monkeypatch):
     program = Program(monkeypatch, rows(dict(doing="while warming up"), RATE, dict(left=[[2, 0]])))
-    found = measured({0: 2 * GB, 1: doctor_copies.ROOM - 1, 2: doctor_copies.ROOM})
+    found = measured({0: 2 * GB, 1: GB - 1, 2: GB})
     (command,) = program.commands
-    assert command[-4:] == ["--seconds", "3.0", "0", "2"]
-    assert found == Copies((Copy(0, 2, 24e9),), full={1: doctor_copies.ROOM - 1}, left=((2, 0),))
+    assert command[-4:] == ["--seconds", "3.0", "0", "2"] and program.seconds == [60.0]
+    assert found == Copies((Copy(0, 2, 24e9),), full={1: GB - 1}, left=((2, 0),))
     assert measured({1: 0}) == Copies(full={1: 0}) and len(program.commands) == 1
 
 
