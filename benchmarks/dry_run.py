@@ -27,9 +27,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks"), str(
 import launches
 import torch
 import torch.nn.functional as F
-from meta_device import META, Count, meta_device, tensors_in
+from meta_device import META, meta_device
 from meta_fsdp import Gathers, meta_fsdp
-from meta_shapes import Mode, compute
+from meta_shapes import Mode
+from operation_count import Count, tensors_in
 from released_sizes import DISTILLED, RELEASED, checkpoint_of, guided, request_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -98,7 +99,7 @@ class DryRun:
     """What one rank does in a step (steady state). sent: bytes by mechanism. macs: multiplications of matrix
     products and attention. weights, kv: bytes held. peak: the most bytes of everything but weights in any
     step. gathered: the most bytes of whole weights in any step, where the rank holds shards. waits: what
-    waited for the device in the last step (a pipeline's first one with patches) -> how often at most."""
+    waited for the device in the last step (a pipeline's first one with patches) -> how often."""
 
     family: str
     method: str
@@ -143,11 +144,10 @@ class Meter(Mode):
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = compute(func, args, kwargs)
+        out = self.count.watched(func, args, kwargs)
         for tensor in tensors_in(out):
             self._watch(tensor, 0 if self.gathers.is_under_way else tensor.untyped_storage().nbytes())
         if self.active:
-            self.count.note(func, args, kwargs, out)
             packet = func._overloadpacket
             if packet in INNER:
                 self.macs += out.numel() * INNER[packet](args)

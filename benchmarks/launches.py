@@ -32,7 +32,8 @@ import torch
 from counted_methods import FAMILIES, FURTHER, IN_HALVES, METHODS, PACKED, in_halves, methods_of
 from families import golden
 from headers import HeaderFiles, fold
-from meta_device import META, Clock, Count, meta_device
+from meta_device import META, meta_device
+from operation_count import Clock, Count
 from tiny import facts, golden_request
 
 from backend.config import ParallelConfig

@@ -17,8 +17,8 @@ from torch import Tensor
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
-from meta_device import Count, given_to, tensors_in
-from meta_shapes import Mode, compute, operator
+from meta_shapes import Mode, operator
+from operation_count import Count, given_to, tensors_in
 
 from backend.parallel.mesh import ALL_GATHER
 
@@ -118,10 +118,7 @@ class OperationWatch(Mode):
             self.look(name, given_to(args, kwargs), is_view)
         self.launch(name, args, is_view)
         self.log.names.append(name)
-        out = compute(func, args, kwargs)
-        if self.count.active:
-            self.count.note(func, args, kwargs, out)
-        return out
+        return self.count.watched(func, args, kwargs)
 
     def launch(self, name: str, args: tuple, is_view: bool):
         """Note a kernel's first launch; products have one for each shape, by which libraries choose."""

@@ -12,7 +12,7 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import launches
-from meta_device import Count
+from operation_count import Count
 
 from backend.config import ParallelConfig
 from backend.models.patterns import matches

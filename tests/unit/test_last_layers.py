@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import launches
-from meta_device import Count
+from operation_count import Count
 
 from backend.config import ParallelConfig
 

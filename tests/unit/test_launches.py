@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,9 @@ import meta_shapes
 import packed_models
 import released_sizes
 import signatures
-from meta_device import META, Count, meta_device
+from meta_device import META, meta_device
+from meta_shapes import Mode
+from operation_count import Count
 from variants import VARIANTS, described, request
 
 from backend.config import ParallelConfig
@@ -249,15 +252,30 @@ FREE = {
 }
 
 
+class Watch(Mode):
+    """A mode inside of a count, as a dry run's."""
+
+    def __init__(self, count: Count):
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.count.watched(func, args, kwargs)
+
+
 @pytest.mark.parametrize("what", [*WAITS, *FREE])
 def test_what_counts_as_a_wait(what):
-    count = Count()
-    with meta_device(count), torch.inference_mode(), count:
-        x = torch.zeros(3, device=META)
-        count.active = True
-        (WAITS | FREE)[what](x)
-        count.active = False
-    assert (sum(count.waits.values()) > 0) == (what in WAITS)
+    """Once, also where another mode looks on."""
+    counts = Count(), Count()
+    for count, inside in zip(counts, (nullcontext(), Watch(counts[1]))):
+        with meta_device(count), torch.inference_mode(), count, inside:
+            x = torch.zeros(3, device=META)
+            count.active = True
+            (WAITS | FREE)[what](x)
+            count.active = False
+    alone, watched = counts
+    assert (sum(alone.waits.values()) > 0) == (what in WAITS)
+    assert (watched.waits, watched.device, watched.host) == (alone.waits, alone.device, alone.host)
 
 
 #: Operations whose results differ in shape, strides, type or memory; several by the type of a number alone.

@@ -26,7 +26,8 @@ from backend.sampling.step_loop import Callbacks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import launches
-from meta_device import META, Count, meta_device
+from meta_device import META, meta_device
+from operation_count import Count
 from waiting import waiting
 
 METHODS = ("cfg", "pipefusion", "ulysses", "ring", "data_parallel", "tensor_parallel")
@@ -45,8 +46,7 @@ OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
 SINGLE = 4
 #: Steps of a request without a pipeline. One has launches.STEPS: warm-up, a step after it, a steady one.
 EXACT_STEPS = 2
-#: The only rank that some tests look at.
-SECOND = range(1, 2)
+SECOND = range(1, 2)  # the only rank that some tests look at
 #: Weights that ranks gather from each other, under what divides the work.
 SHARDED = (("ulysses",), ("ring",), ("data_parallel",), ("cfg", "ulysses"))
 
