@@ -10,11 +10,8 @@ from doctor_lab import Lab
 from doctor_next import NOTHING
 from doctor_processes import Ended
 
-from backend.hardware.device_memory import says_full_gpu
+from backend.hardware.device_memory import says_full_gpu, says_out_of_memory
 
-#: What torch and Python say of a device or a host that is full, in lower case, besides what libraries say of
-#: a GPU.
-FULL = ("out of memory", "can't allocate memory", "memoryerror")
 #: Where exceptions are from that a compiler raises: no crash is among them, and nothing that a kernel raises.
 OF_COMPILERS = ("torch._dynamo.exc.", "torch._inductor.exc.", "triton.compiler.", "triton.runtime.errors.")
 
@@ -51,8 +48,8 @@ def _compared(lab: Lab, check: str, has_compiled: bool) -> Found:
 
 def _is_full(ended: Ended) -> bool:
     """Return whether a program has said that memory ran out."""
-    text = ended.errors.lower()
-    return says_full_gpu(ended.errors) or any(words in text for words in FULL)
+    text = ended.errors
+    return says_full_gpu(text) or says_out_of_memory(text) or "MemoryError" in text
 
 
 def _has_not_compiled(ended: Ended) -> bool:

@@ -78,9 +78,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    if any(words in text for words in _OUT_OF_MEMORY) or _is_full_otherwise(text):
-        return True
-    return any(words in text for words in HANDLE_WORDS) and _is_full()
+    return says_out_of_memory(text) or (any(words in text for words in HANDLE_WORDS) and _is_full())
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Return whether a text says that an allocation failed, on a device or on the host."""
+    return any(words in text for words in _OUT_OF_MEMORY) or _is_full_otherwise(text)
 
 
 def says_full_gpu(text: str) -> bool:
