@@ -65,9 +65,9 @@ def test_cancel_stops_every_rank_and_keeps_the_weights(backend, checkpoint, patc
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
 
 
-def long_request(backend, checkpoint, **changes):
+def long_request(backend, checkpoint, points=LONG, **changes):
     request, _ = request_for(backend, checkpoint, **changes)
-    return with_tensors(request, sigmas=torch.linspace(1, 0, LONG))
+    return with_tensors(request, sigmas=torch.linspace(1, 0, points))
 
 
 def wait_until(is_so):
@@ -277,7 +277,7 @@ def test_cancel_of_a_hung_backend_is_no_error_and_takes_seconds(backend, checkpo
 @pytest.mark.parametrize("waits", ["sample", "load"])
 def test_our_own_close_is_no_failure(backend, checkpoint, waits):
     """As at ComfyUI's end: one thread waits for the ranks while another one ends them."""
-    long = long_request(backend, checkpoint)
+    long = long_request(backend, checkpoint, points=20 * LONG)  # longer than the ranks' three seconds
     works = threading.Event()
     with ThreadPoolExecutor() as threads:
         if waits == "sample":
