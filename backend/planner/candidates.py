@@ -64,7 +64,7 @@ def _divides(plan: ParallelConfig, shape: ModelShape, request: RequestEstimate) 
         and (tp == 1 or (shape.tensor and (shape.head_groups or shape.heads) % tp == 0))
         and plan.ulysses_degree <= heads
         and plan.pipefusion_degree <= len(shape.blocks)
-        and plan.sp_degree <= request.image_tokens
+        and plan.sp_degree <= request.latent_tokens
     )
 
 
@@ -84,5 +84,5 @@ def _patched(
         if drifts_too_far(request.steps, patches):
             continue
         if patches == stages or tokens >= MIN_TOKENS * patches * plan.sp_degree:
-            if patches * plan.sp_degree <= request.image_tokens:
+            if patches * plan.sp_degree <= request.latent_tokens:
                 yield replace(plan, num_pipeline_patch=patches)

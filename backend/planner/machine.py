@@ -244,7 +244,8 @@ class RequestEstimate:
     negative one), latents of the batch. ``drained``: each step is a call of its own, as under Parallel
     Model, so that PipeFusion's stages wait for each other. ``loras``: bytes of LoRAs next to the quantized
     weights of the whole model; ``other_loras``: of those of models that stay on its ranks. ``then``: further
-    requests of a graph that is about to run; None for one that runs itself."""
+    requests of a graph that is about to run; None for one that runs itself. ``reference_tokens``: those of
+    ``image_tokens`` that are of reference latents."""
 
     image_tokens: int = IMAGE_TOKENS
     text_tokens: int = TEXT_TOKENS
@@ -255,6 +256,12 @@ class RequestEstimate:
     loras: LoraBytes = LoraBytes()
     other_loras: LoraBytes = LoraBytes()
     then: "tuple[RequestEstimate, ...] | None" = None
+    reference_tokens: int = 0
+
+    @property
+    def latent_tokens(self) -> int:
+        """Count the tokens that patches and sequence parallelism divide: each needs one of the latent."""
+        return self.image_tokens - self.reference_tokens
 
     def prompts_per_rank(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""

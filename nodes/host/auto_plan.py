@@ -238,8 +238,9 @@ def _request_of(
 
     def request(shape: ModelShape) -> RequestEstimate:
         tokens = image_tokens(sides, references, shape.patch)
+        further = tokens - image_tokens(sides, (), shape.patch)
         # what keeps the keys and values of text has references in it
-        among_text = tokens - image_tokens(sides, (), shape.patch) if shape.static_text else 0
+        among_text = further if shape.static_text else 0
         own_loras, other_loras = lora_bytes(dit)
         return RequestEstimate(
             image_tokens=tokens - among_text,
@@ -250,6 +251,7 @@ def _request_of(
             drained=drained,
             loras=own_loras,
             other_loras=other_loras,
+            reference_tokens=further - among_text,
         )
 
     return request

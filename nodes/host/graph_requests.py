@@ -78,6 +78,7 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
         drained=drained,
         loras=loras,
         other_loras=others,
+        reference_tokens=further - among_text,
     )
 
 

@@ -64,13 +64,19 @@ def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
         noise = sample.tensors["noise"]
         size = sample.latent_shapes[0] if sample.latent_shapes else noise.shape[1:]
         references = [each for name, each in sample.tensors.items() if name.startswith(REFERENCES)]
-        tokens = image_tokens(sides_of(size), references, shape.patch)
+        sides = sides_of(size)
+        tokens = image_tokens(sides, references, shape.patch)
         prompt = sample.tensors.get("positive.c_crossattn")
         text = 0 if prompt is None else prompt.shape[1]
         prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1
         steps = len(sample.tensors["sigmas"]) - 1
         return RequestEstimate(
-            image_tokens=tokens, text_tokens=text, steps=steps, prompts=prompts, batch=noise.shape[0]
+            image_tokens=tokens,
+            text_tokens=text,
+            steps=steps,
+            prompts=prompts,
+            batch=noise.shape[0],
+            reference_tokens=tokens - image_tokens(sides, (), shape.patch),
         )
 
     return planning.projected(dit.config, dit.choice, request)

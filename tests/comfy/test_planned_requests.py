@@ -38,6 +38,7 @@ def test_reference_images_are_counted(monkeypatch, references):
     latent = {"samples": LATENT.clone()}
     asked = auto_plan.sample_planned(handle(AutoConfig()), 4, 1.0, "euler", positive, latent, repr)
     assert asked.image_tokens == (1 + references) * 4096 and asked.text_tokens == 7
+    assert asked.latent_tokens == 4096
 
     monkeypatch.setattr(one_rank.planning, "projected", lambda config, model, request: request(SHAPE))
     tensors = {"noise": LATENT, "sigmas": torch.linspace(1, 0, 5), "positive.c_crossattn": PROMPT}

@@ -80,12 +80,14 @@ def test_references_of_a_prompt_are_counted(graph, nodes, further):
     square = node("EmptyImage", width=512, height=512)
     request = graph.request_of_graph(edit(square=square, **nodes), "1", IMAGES)
     assert (request.image_tokens, request.text_tokens) == (64 * 32 + further, graph.TEXT_TOKENS)
+    assert request.latent_tokens == 64 * 32
 
 
 def test_references_that_stay_with_the_text_are_among_its_tokens(graph):
     prompt = edit(positive=qwen("TextEncodeQwenImage21", **{"images.image_1": LINK}))
     request = graph.request_of_graph(prompt, "1", replace(IMAGES, static_text=True))
     assert (request.image_tokens, request.text_tokens) == (64 * 32, graph.TEXT_TOKENS + 64 * 32)
+    assert request.latent_tokens == 64 * 32
 
 
 def test_references_before_a_guider_are_counted(graph):

@@ -213,6 +213,13 @@ def test_patches_begin_at_eight_steps():
     assert most[0] == 1 < most[1]
 
 
+def test_a_small_latent_is_cut_no_finer_for_its_references():
+    """Ranks and patches need a token of the latent each (sampling.validation.check_patches)."""
+    request = RequestEstimate(4096 + 3, 512, 28, 1, reference_tokens=4096)
+    plans = list(candidates(FLUX, request, 4, ParallelConfig()))
+    assert plans and all(plan.patches * plan.sp_degree <= 3 for plan in plans)
+
+
 NEEDS = "torch 2.12, which can shard the quantized weights"
 
 
