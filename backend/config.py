@@ -104,7 +104,8 @@ class ParallelConfig:
 
     @property
     def patches(self) -> int:
-        """Pipeline patches per step (M): ``num_pipeline_patch``, or the pipeline degree where that is 0."""
+        """Pipeline patches per step (M): ``num_pipeline_patch``, or the pipeline degree where that is 0 and
+        nothing has chosen another number (client/open_patches.py)."""
         return self.num_pipeline_patch or self.pipefusion_degree
 
     @property
@@ -321,7 +322,7 @@ class ParallelConfig:
     def _validate_pipeline(self):
         if self.num_pipeline_patch < 0:
             shown = _short(self.num_pipeline_patch)
-            raise ConfigError(f"num_pipeline_patch is {shown}; use 0 for one a stage, or a positive number.")
+            raise ConfigError(f"num_pipeline_patch is {shown}; use 0 to leave it open, or a positive number.")
         if self.num_pipeline_patch > 1 and self.pipefusion_degree == 1:
             raise ConfigError(
                 f"num_pipeline_patch is {self.num_pipeline_patch} but pipefusion_degree is 1, so nothing "

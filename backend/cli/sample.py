@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..client import pool
 from ..client.model_choice import ModelChoice
+from ..client.open_patches import with_patches
 from ..client.planning import plan_for
 from ..client.preflight import check_headers
 from ..config import PER_REQUEST, ConfigError, ParallelConfig
@@ -110,11 +111,13 @@ def _connected(options: argparse.Namespace) -> pool.Backend:
 
 
 def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
-    """Return the ranks of ``config``, or those that the planner chooses, and print why. Raises ConfigError
-    where nothing fits, RefusedError and BackendError."""
+    """Return the ranks of ``config``, or those that the planner chooses, with the request's patches, and
+    print why. Raises ConfigError where nothing fits, RefusedError and BackendError."""
+    estimate = partial(planned_request, request)
     if isinstance(config, ParallelConfig):
-        return config
-    plan, lines = plan_for(config, request.choice, partial(planned_request, request), show=_line)
+        plan, lines = with_patches(config, request.choice, estimate)
+    else:
+        plan, lines = plan_for(config, request.choice, estimate, show=_line)
     if lines:
         _line("")
     for line in lines:

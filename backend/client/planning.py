@@ -295,8 +295,16 @@ def question_of(
 
 
 def projected(config: ParallelConfig, model: ModelChoice, request: EstimateOf) -> float | None:
-    """Estimate how many times as fast as one rank a request runs with ``config``, by what was measured of
-    this machine and the model before; None where one of them never was, or the ranks are elsewhere."""
+    """Estimate how many times as fast as one rank a request runs with ``config``; None as known_question."""
+    question = known_question(config, model, request)
+    if question is None:
+        return None
+    return question.option(ParallelConfig()).seconds / question.option(config).seconds
+
+
+def known_question(config: ParallelConfig, model: ModelChoice, request: EstimateOf) -> Question | None:
+    """Return what the planner is asked for a request on the ranks of ``config``, by what was measured of this
+    machine and the model before; None where one of them never was, or the ranks are elsewhere."""
     if config.address:
         return None
     device = config.resolve_device(torch.cuda.device_count())
@@ -305,14 +313,13 @@ def projected(config: ParallelConfig, model: ModelChoice, request: EstimateOf) -
     if known is None:
         return None
     shape, machine = known[0], replace(known[1], memory=measurements.usual_memory(device, indices))
-    question = Question(
+    return Question(
         shape=shape,
         request=request(shape),
         machine=machine,
         gpus=len(indices),
         caches_dequantized=may_cache_dequantized(),
     )
-    return question.option(ParallelConfig()).seconds / question.option(config).seconds
 
 
 def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:

@@ -77,12 +77,21 @@ def _patched(
         yield plan
         return
     yield replace(plan, num_pipeline_patch=1)
-    tokens = shape.sequence(request.image_tokens, request.text_tokens)
-    if exact or request.drained or plan.warmup_steps < 1 or request.steps < MIN_STEPS:
+    if exact:
         return
     for patches in (stages, stages + 1, 2 * stages):  # one more: no stage waits while outputs go back
-        if drifts_too_far(request.steps, patches):
-            continue
-        if patches == stages or tokens >= MIN_TOKENS * patches * plan.sp_degree:
-            if patches * plan.sp_degree <= request.latent_tokens:
-                yield replace(plan, num_pipeline_patch=patches)
+        cut = replace(plan, num_pipeline_patch=patches)
+        if takes_patches(cut, shape, request):
+            yield cut
+
+
+def takes_patches(plan: ParallelConfig, shape: ModelShape, request: RequestEstimate) -> bool:
+    """Return whether a request bears stale keys and values of as many patches as ``plan`` has: its steps are
+    enough, and patches long enough, where there are more of them than stages."""
+    if request.drained or plan.warmup_steps < 1 or request.steps < MIN_STEPS:
+        return False
+    parts = plan.patches * plan.sp_degree
+    if drifts_too_far(request.steps, plan.patches) or parts > request.latent_tokens:
+        return False
+    tokens = shape.sequence(request.image_tokens, request.text_tokens)
+    return plan.patches == plan.pipefusion_degree or tokens >= MIN_TOKENS * parts
