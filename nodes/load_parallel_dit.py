@@ -138,7 +138,8 @@ class LoadParallelDiT(io.ComfyNode):
         pool.allow(*model_folders())
         dit = _load(config, choice, graph, key)
         prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        line = request_line(dit, max(prompts, dit.config.cfg_degree))
+        of_graph = partial(request_of_graph, graph, key)
+        line = request_line(dit, max(prompts, dit.config.cfg_degree), of_graph)
         lines = [*_unused(config, graph, key), *dit.lines, *loaded_lines(dit), line]
         node_text()("\n".join(lines))
         return io.NodeOutput(dit, ui=shown(lines))

@@ -12,9 +12,11 @@ import torch
 
 from ...backend.client import measurements, planning, pool
 from ...backend.client.model_choice import ModelChoice
+from ...backend.client.open_patches import with_patches
 from ...backend.client.planning import EstimateOf
 from ...backend.config import ConfigError, ParallelConfig
 from ...backend.parallel.stage_split import TEXT_TOKENS
+from ...backend.planner import patches
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.planner.choose import Question
 from ...backend.planner.machine import RequestEstimate, Sides, sides_of
@@ -123,15 +125,19 @@ def sample_planned(
     latent: dict,
     sample: Callable[[ParallelDiT], Ran],
 ) -> Ran:
-    """Return ``sample`` with the handle as a sampler with these inputs should use it: itself, or loaded under
-    another plan where its degrees are left to auto. Errors as in ``run_planned`` and ``handle.load``."""
-    if dit.auto is None:
+    """Return ``sample`` with the handle as a sampler with these inputs should use it: itself, with the number
+    of patches that it leaves open, or loaded under another plan where its degrees are left to auto. Errors as
+    in ``run_planned`` and ``handle.load``."""
+    if dit.auto is None and not patches.are_open(dit.config):
         return sample(dit)
     prompts = 1 if skips_negative(cfg, sampler_name) else 2
     samples = latent["samples"]
     size = (samples.unbind()[0] if samples.is_nested else samples).shape
     prompt, values = positive[0]
     request = _request_of(dit, size, _in_context(values), prompt.shape[1], steps, prompts)
+    if dit.auto is None:
+        config, lines = with_patches(dit.config, dit.choice, request)
+        return sample(replace(dit, config=config, lines=lines))
 
     def run(config: ParallelConfig, lines: tuple[str, ...]) -> Ran:
         return sample(with_plan(dit, config, lines))

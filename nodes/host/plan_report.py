@@ -6,7 +6,11 @@ import comfy.model_management
 import torch
 from comfy.cli_args import args
 
+from ...backend.client.open_patches import with_patches
+from ...backend.client.planning import EstimateOf
 from ...backend.parallel.stage_split import TEXT_TOKENS
+from ...backend.planner.machine import RequestEstimate, sides_of, tokens_of
+from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Describe
 from ..comfy_models.registry import family_named
 from .graph_requests import IMAGE, VIDEO
@@ -15,11 +19,18 @@ from .report import plan_line, quantized_lines, rank_lines
 from .speed_flags import flag_lines
 
 
-def request_line(dit: ParallelDiT, prompts: int) -> str:
-    """Return a line about the request and what the ranks of ``dit`` take for it; log one for each rank."""
-    config = dit.config
+def request_line(dit: ParallelDiT, prompts: int, of_graph: EstimateOf) -> str:
+    """Return a line about the request and what the ranks of ``dit`` take for it; log one for each rank.
+    ``of_graph``: the request as the graph tells it, whose steps count."""
     what, latent = assumed_latent(dit)
     backend, _ = ensure_loaded(dit)
+
+    def estimate(shape: ModelShape) -> RequestEstimate:
+        tokens = tokens_of(sides_of(latent), shape.patch)
+        steps = of_graph(shape).steps
+        return RequestEstimate(image_tokens=tokens, text_tokens=TEXT_TOKENS, steps=steps, prompts=prompts)
+
+    config, _ = with_patches(dit.config, dit.choice, estimate)
     asked = Describe(
         model=dit.loaded.model,
         latent=latent,

@@ -252,6 +252,10 @@ def test_demo_makes_a_picture(comfy, config):
     run = comfy.run(graph)
     assert run.status == "success", run.message or run.node_errors
     assert run.steps[-1] == (20, 20) and run.previews > 0
+    (sampler,) = (key for key, node in graph.items() if node["class_type"] == "ParallelSampler")
+    (text,) = run.outputs[sampler]["parallel_dit"]
+    # 256 tokens are too few for a third patch
+    assert text.startswith("num_pipeline_patch 0: 2 patches\n") == ("pipefusion_degree" in config)
     picture = picture_of(comfy, run)
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(picture[16:20], "big") == 256
 

@@ -9,11 +9,14 @@ from comfy_modules import comfy_modules
 from published import FLUX
 
 with comfy_modules():
+    from parallel_dit.backend.client import measurements
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
-    from parallel_dit.backend.protocol import Sample
+    from parallel_dit.backend.planner.machine import Machine, RequestEstimate
+    from parallel_dit.backend.protocol import Described, Sample
     from parallel_dit.backend.quantization.lora_bytes import LoraBytes
-    from parallel_dit.nodes.host import auto_plan, one_rank
+    from parallel_dit.nodes.host import auto_plan, one_rank, plan_report
+    from parallel_dit.nodes.host.handle import ParallelDiT
 
 SHAPE = replace(FLUX, patch=(1, 2, 2))
 LATENT = torch.zeros(1, 16, 128, 128)
@@ -45,3 +48,48 @@ def test_reference_images_are_counted(monkeypatch, references):
     tensors |= {f"positive.ref_latents.{i}": each for i, each in enumerate(given)}
     sample = Sample("m", "euler", 1.0, 1, tensors=tensors)
     assert one_rank.projected_speedup(f"{references} references", handle(None), sample) == asked
+
+
+@pytest.fixture
+def staged(monkeypatch) -> ParallelDiT:
+    """A handle of two stages set by hand, on a machine of slow links that was measured before."""
+    machine = Machine("slow", 1e14, 1e14, 1e12, p2p=5e8, all_to_all={2: 5e8}, on_host=True)
+    monkeypatch.setattr(measurements, "known", lambda choice, device, indices: (SHAPE, machine))
+    monkeypatch.setattr(auto_plan, "lora_bytes", lambda dit: (LoraBytes(), LoraBytes()))
+    config = ParallelConfig(pipefusion_degree=2, device="cpu")
+    return ParallelDiT(config, None, SimpleNamespace(model="m"), handle(None).patcher)
+
+
+def sampled_with(dit: ParallelDiT, steps: int, cfg: float = 1.0) -> tuple[int, tuple[str, ...]]:
+    """The number of patches of a sampler on ``dit``, and the lines of its handle."""
+    positive = [[PROMPT, {}]]
+    latent = {"samples": LATENT.clone()}
+    used = auto_plan.sample_planned(dit, steps, cfg, "euler", positive, latent, lambda each: each)
+    return used.config.patches, used.lines
+
+
+def test_a_sampler_chooses_the_patches_that_are_left_open(staged):
+    """For its own steps and prompts, and says so; a number that is set stays."""
+    count, lines = sampled_with(staged, 20)
+    assert count == 3 and lines[0].startswith("num_pipeline_patch 0: 3 patches, about ")
+    assert sampled_with(staged, 4) == (2, ("num_pipeline_patch 0: 2 patches",))
+    assert sampled_with(staged, 20, cfg=4.0)[0] == 2
+    by_hand = replace(staged, config=replace(staged.config, num_pipeline_patch=4))
+    assert sampled_with(by_hand, 20) == (4, ())
+
+
+@pytest.mark.parametrize("steps, count", [(20, 3), (4, 2)])
+def test_the_loader_describes_the_patches_of_the_graphs_steps(staged, monkeypatch, steps, count):
+    asked = []
+    rank = {"text": "", "device_bytes": 2, "weight_bytes": 1, "host_bytes": 0, "bytes_per_step": {}}
+
+    def describe(message, check):
+        asked.append(message)
+        return Described([rank, rank])
+
+    backend = SimpleNamespace(describe=describe)
+    monkeypatch.setattr(plan_report, "ensure_loaded", lambda dit: (backend, None))
+    monkeypatch.setattr(plan_report, "assumed_latent", lambda dit: ("1024 x 1024", [16, 128, 128]))
+    line = plan_report.request_line(staged, 1, lambda shape: RequestEstimate(steps=steps))
+    assert [message.num_pipeline_patch or 2 for message in asked] == [count]
+    assert line.endswith(f"{count} patches (reuse)")
