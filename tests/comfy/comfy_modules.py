@@ -1,10 +1,12 @@
 """Importing a ComfyUI checkout's own modules into a test, or skipping the test file with the reason.
 What the pack's own modules fail to import is an error."""
 
+import importlib.util
 import os
 import sys
 import traceback
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,23 @@ import torch
 
 ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
 NODES = Path(__file__).resolve().parents[2] / "nodes"
+#: ComfyUI's own module, which this pack's folder would hide.
+COMFYS_NODES = ROOT / "nodes.py"
+
+
+class ComfysNodes(MetaPathFinder):
+    """Finds ComfyUI's ``nodes`` before this pack's, which is on the path, too: modules of ComfyUI keep what
+    they have imported first."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        return importlib.util.spec_from_file_location("nodes", COMFYS_NODES) if fullname == "nodes" else None
+
+
+def _prefer_comfys_nodes():
+    if not any(isinstance(each, ComfysNodes) for each in sys.meta_path):
+        sys.meta_path.insert(0, ComfysNodes())
+    if getattr(sys.modules.get("nodes"), "__file__", "") != str(COMFYS_NODES):
+        sys.modules.pop("nodes", None)
 
 
 @contextmanager
@@ -22,6 +41,7 @@ def comfy_modules():
         pytest.skip(f"there is no ComfyUI at {ROOT}; set COMFYUI_PATH", allow_module_level=True)
     try:
         sys.path.append(str(ROOT))
+        _prefer_comfys_nodes()
         from comfy.cli_args import args
 
         args.cpu = args.cpu or not torch.cuda.is_available()

@@ -1,13 +1,11 @@
 """One family twice in this process: ComfyUI's own MODEL with the tiny checkpoint's weights, and a
 PARALLEL_DIT whose rank is this process."""
 
-import importlib.util
 import json
-import sys
 from collections.abc import Mapping
 
 import torch
-from comfy_modules import ROOT, comfy_modules
+from comfy_modules import comfy_modules
 from parallel_dit.backend import protocol as client_protocol
 from tiny import facts, weights_module, write_checkpoint
 from versions import skip_without_class
@@ -20,11 +18,6 @@ from backend.parallel import mesh
 from backend.sampling.step_loop import Callbacks
 
 with comfy_modules():
-    # this pack's folder nodes is on the path, too, and another test may have had it imported
-    if getattr(sys.modules.get("nodes"), "__file__", "") != str(ROOT / "nodes.py"):
-        spec = importlib.util.spec_from_file_location("nodes", ROOT / "nodes.py")
-        sys.modules["nodes"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["nodes"])
     import comfy.model_detection
     import comfy.model_patcher
     import comfy.supported_models
