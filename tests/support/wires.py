@@ -62,7 +62,8 @@ class Log:
 
     launched: kernels so far. names: of what it computes. early_waits: (group, operation that was
     next) of waits after which something else was computed first than with what had come. unused: those of
-    them after which nothing has been yet. host_waits: what the host waited for in a step in steady state.
+    them after which nothing has been yet. host_waits: what the host waited for in a step in steady state,
+    None where no such step was recorded.
     """
 
     rank: int
@@ -72,7 +73,7 @@ class Log:
     early_waits: list[tuple[str, str]] = field(default_factory=list)
     fresh: list[Operation] = field(default_factory=list)
     unused: list[tuple[Operation, str]] = field(default_factory=list)
-    host_waits: list[str] = field(default_factory=list)
+    host_waits: list[str] | None = None
 
     def meanwhile(self, operation: Operation) -> list[str]:
         """The names of what was computed between an operation's start and its wait."""
