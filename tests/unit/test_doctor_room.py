@@ -7,7 +7,6 @@ import re
 import shutil
 from types import SimpleNamespace
 
-import common
 import doctor_lab
 import doctor_models
 import doctor_quantized
@@ -168,6 +167,8 @@ def test_every_file_goes_after_its_last_use(monkeypatch):
 def test_the_page_says_how_much_room_the_largest_files_take():
     """The mid-size Flux, and two or three blocks of MiniMax-H3 in bf16, int8 and fp8, each above half of
     bf16. Host memory has half as much again for the largest."""
+    import common  # of benchmarks, which doctor_lab has put on the path
+
     size = doctor_room.model_bytes(FluxTransformer2DModel, common.FLUX | SIZES["cuda"].flux, 2)
     largest, of_three = (
         doctor_room.model_bytes(*released_sizes.arguments_of("minimax-h3", blocks), 2)
