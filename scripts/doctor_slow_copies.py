@@ -1,10 +1,10 @@
 """What scripts/doctor.py says of copies between GPUs and host memory: their rates, and which of them show a
 bad slot, bridge or setting."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import median, median_low
 
-from doctor_copies import ROOM, SECONDS, Copies
+from doctor_copies import ROOM, SECONDS, Copies, Place
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, gb
 from gpu_copies import HOST, words
@@ -25,13 +25,31 @@ PCIE = 16 * 2 * LANE
 #: The variable without which ranks use peer access.
 NO_PEERS = "NCCL_P2P_DISABLE"
 OTHERS = "where other programs use the GPUs, close them and run it again"
-SLOT = f"see to its slot and riser, and to the lanes and PCIe generation that the BIOS gives it; {OTHERS}"
-BIOS = "switch IOMMU and ACS off in the BIOS"
-BRIDGE = f"see to the bridge or slots between them (nvidia-smi topo -m); {OTHERS}"
+SLOT = (
+    "see to its slot and riser: a card wants 16 lanes, or 8, mostly those of the slot next to the processor, "
+    "and a riser cable may carry fewer; the BIOS lists the lanes and PCIe generation of each slot"
+)
+BIOS = "switch IOMMU and ACS off in the BIOS (IOMMU is named VT-d or AMD-Vi there)"
+ONE_PROCESSOR = "on a board of two processors, use slots of the same one"
+BRIDGE = (
+    "see to the NVLink bridge on them, or to their slots (what joins which: nvidia-smi topo -m, of AMD's "
+    "rocm-smi --showtopo)"
+)
 CLOSE = "close what uses GPU memory (ranks of this pack: Stop ranks; ComfyUI's models: unload them)"
-LEAST_SENT = "prefer CFG and PipeFusion, which send least, to Ulysses, ring and TP"
-UNUSABLE = "see what uses it and its compute mode (nvidia-smi), and restart the machine if it is lost"
-LOST = "look for Xid errors of the driver (sudo dmesg), and restart the machine where nvidia-smi hangs"
+LEAST_SENT = (
+    "prefer CFG and PipeFusion, which send least, to Ulysses, ring and TP; method auto of Parallel Config "
+    "does so itself"
+)
+UNUSABLE = (
+    "close the program that has it, and see to its compute mode (nvidia-smi lists both, of AMD's rocm-smi); "
+    "restart the machine where the card is listed no more"
+)
+LOST = (
+    "look for errors of the driver (sudo dmesg; Xid are those of NVIDIA's), and restart the machine where "
+    "nvidia-smi or rocm-smi hangs"
+)
+#: What is said of copies that were not measured, though no link is at fault.
+NO_FAULT = "nothing is wrong with those GPUs"
 
 Status = tuple[str, str]
 Pair = tuple[int, int]
@@ -46,38 +64,46 @@ def copies(facts: Facts) -> Iterator[Status]:
     for copy in found.rates:
         if not copy.is_same:
             what = f"{words(copy.target)} received other bytes than {words(copy.source)} sent"
-            yield _of_links(
-                facts, f"{what}: {BIOS}", "; a run with method auto finds another way between them"
-            )
+            yield _of_links(facts, f"{what}: {BIOS}")
     host = _host_rates(found)
     names = {gpu.index: gpu.name for gpu in facts.gpus}
     slow = _slow_gpus(host, names)
     for text in slow.values():
-        yield WARNING, f"{text}; {SLOT}"
+        yield WARNING, f"{text}; {SLOT}; {OTHERS}"
     pairs = _pair_rates(found)
     judged = {pair: rate for pair, rate in pairs.items() if not slow.keys() & set(pair)}
     is_whole = not (found.left or found.ended)
     yield from _slow_pairs(judged, host, facts.peers, names if is_whole else None)
     yield from _rates(host, pairs, facts.peers)
     if found.left:
-        some = ", ".join(f"{words(source)} to {words(target)}" for source, target in found.left[:3])
-        more = ", ..." if len(found.left) > 3 else ""
-        yield OK, f"{len(found.left)} copies were not measured within {SECONDS:g} s: {some}{more}"
+        listed = _listed(found.left)
+        what = f"{_not_measured(len(found.left))} within {SECONDS:g} s: {listed}"
+        yield OK, f"{what}; {NO_FAULT}, and --full measures the links of all GPUs"
     if found.refused:
-        source, target, why = found.refused[0]
-        what = f"{len(found.refused)} copies were not measured: CUDA lets a GPU reach eight others at once"
-        yield OK, f"{what} ({words(source)} to {words(target)}: {why})"
+        listed = _listed([(source, target) for source, target, _ in found.refused])
+        why = f"CUDA lets a GPU reach eight others at once ({found.refused[0][2]})"
+        yield OK, f"{_not_measured(len(found.refused))}: {listed}; {NO_FAULT}: {why}"
 
 
-def _of_links(facts: Facts, what: str, remedy: str = "") -> Status:
-    """Return a fault of copies between GPUs: a problem, with a further ``remedy``, unless ranks already take
-    another way."""
+def _not_measured(count: int) -> str:
+    """Say that so many copies were not measured."""
+    return "1 copy was not measured" if count == 1 else f"{count} copies were not measured"
+
+
+def _listed(copies: Sequence[tuple[Place, Place]]) -> str:
+    """Name the first three of some copies."""
+    some = ", ".join(f"{words(source)} to {words(target)}" for source, target in copies[:3])
+    return some + (", ..." if len(copies) > 3 else "")
+
+
+def _of_links(facts: Facts, what: str) -> Status:
+    """Return a fault of copies between GPUs: a problem, unless ranks already take another way."""
     if facts.way:
         way = f"ranks start with {facts.way} since GPUs failed to reach each other's memory"
         return WARNING, f"{what}; {way}, and --full measures them again"
     if facts.variables.get(NO_PEERS, "0") not in ("", "0"):
         return WARNING, f"{what}; keep {NO_PEERS} until then: ranks send through host memory with it"
-    return PROBLEM, f"{what}{remedy}"
+    return PROBLEM, f"{what}; until then a run with method auto, or --full, finds another way between them"
 
 
 def _unmeasured(facts: Facts) -> Iterator[Status]:
@@ -93,7 +119,8 @@ def _unmeasured(facts: Facts) -> Iterator[Status]:
             yield PROBLEM, f"GPU {gpu} cannot be used ({why}); {UNUSABLE}"
     if found.unlocked:
         what = f"no host memory can be page locked ({found.unlocked}), as on WSL 2 and in some containers"
-        yield WARNING, f"{what}: weights load and return more slowly; run under Linux itself, or allow it"
+        remedy = "run under Linux itself, or start the container with --ulimit memlock=-1"
+        yield WARNING, f"{what}: weights load and return more slowly; {remedy}"
     if not found.ended:
         return
     what = f"the measurement stopped {found.during or 'before it began'}"
@@ -143,7 +170,8 @@ def _slow_gpus(host: HostRates, names: Mapping[int, str]) -> dict[int, str]:
             slow[gpu] = f"{text}, no more than {carries} can carry"
         elif others and rate < min(PCIE, FAR * median(others)):
             what = f"far less than others of its kind ({_range([median(others)])})"
-            slow[gpu] = f"{text}, {what}, by fewer lanes or memory of another processor"
+            why = "by fewer lanes or memory of another processor, which boards of two have"
+            slow[gpu] = f"{text}, {what}, {why}"
     return slow
 
 
@@ -155,14 +183,14 @@ def _slow_pairs(
     behind = {(a, b) for a, b in pairs if peers[a][b] and pairs[a, b] < BEHIND * _through_host(host, a, b)}
     if behind:
         what = "reach each other's memory, but a copy through host memory would be faster"
-        yield WARNING, f"{_named(behind, pairs)} {what}: {BIOS}, and use slots of one processor; {OTHERS}"
+        yield WARNING, f"{_named(behind, pairs)} {what}: {BIOS}; {ONE_PROCESSOR}; {OTHERS}"
     left = {pair: rate for pair, rate in pairs.items() if pair not in behind}
     far: set[Pair] = set()
     if names is not None:
         kinds = {(a, b): (peers[a][b], {names.get(a), names.get(b)}) for a, b in left}
         far = {pair for pair in left if left[pair] < FAR * _usual(pair, left, kinds)}
     if far:
-        yield WARNING, f"{_named(far, left)} copy far less than others: {BRIDGE}"
+        yield WARNING, f"{_named(far, left)} copy far less than others: {BRIDGE}; {OTHERS}"
     slow = {pair for pair, rate in left.items() if rate < SLOW_LINK} - far
     if slow:
         yield WARNING, f"{_named(slow, left)} are slow for GPUs: {LEAST_SENT}; {OTHERS}"

@@ -155,17 +155,28 @@ FAILED: dict[str, tuple[dict, str, list[str]]] = {
     "no page-locked memory": (
         dict(unlocked="CUDA error: operation not supported"),
         WARNING,
-        ["page locked", "not supported", "WSL 2"],
+        ["page locked", "not supported", "WSL 2", "--ulimit memlock=-1"],
     ),
     "more GPUs than one reaches": (
         dict(refused=((0, 5, "CUDA error: peer mapping resources exhausted"),)),
         OK,
-        ["1 copies were not measured: CUDA lets a GPU reach eight others at once (GPU 0 to GPU 5: CUDA"],
+        [
+            "1 copy was not measured: GPU 0 to GPU 5; nothing is wrong with those GPUs: CUDA lets a GPU ",
+            "reach eight others at once (CUDA error: peer mapping resources exhausted)",
+        ],
     ),
     "no time": (
         dict(left=(("host", 1), (0, 1), (1, 0), (1, 2))),
         OK,
-        ["4 copies were not measured within 3 s: host memory to GPU 1, GPU 0 to GPU 1, GPU 1 to GPU 0, ..."],
+        [
+            "4 copies were not measured within 3 s: host memory to GPU 1, GPU 0 to GPU 1, GPU 1 to GPU 0, ",
+            "...; nothing is wrong with those GPUs, and --full measures the links of all",
+        ],
+    ),
+    "no time for one": (
+        dict(left=((1, 0),)),
+        OK,
+        ["1 copy was not measured within 3 s: GPU 1 to GPU 0; nothing is wrong"],
     ),
 }
 
@@ -190,8 +201,8 @@ def test_ranks_that_take_another_way_are_no_problem(elsewhere, words):
 @pytest.mark.parametrize("variables", [{}, {"NCCL_P2P_DISABLE": "0"}], ids=["unset", "0"])
 def test_ranks_that_use_peer_access_have_a_problem(variables):
     stopped = Copies(ended="signal 9", during="while copying from GPU 0 to GPU 1")
-    ((status, _),) = said(machine(copies=stopped, variables=variables), "copies")
-    assert status == PROBLEM
+    ((status, text),) = said(machine(copies=stopped, variables=variables), "copies")
+    assert status == PROBLEM and "a run with method auto, or --full, finds another way" in text
 
 
 @pytest.mark.parametrize("count", [4, 8])
@@ -238,6 +249,7 @@ def test_other_bytes_are_a_problem():
     found = said(machine(copies=Copies(rates)), "copies")
     (text,) = [text for status, text in found if status == PROBLEM]
     assert text.startswith("GPU 0 received other bytes than GPU 1 sent: switch IOMMU and ACS off")
+    assert "until then a run with method auto, or --full, finds another way" in text
 
 
 class Program:
