@@ -47,6 +47,16 @@ VARIABLES = {
         "every tensor of ComfyUI asks CUDA for memory, and ranks run without it; unset it",
     ),
 }
+#: What torch for ROCm needs to see GPUs.
+SEEN_BY_ROCM = (
+    "add this user to the groups render and video, which may open /dev/kfd and /dev/dri (a container needs "
+    "--device=/dev/kfd --device=/dev/dri)"
+)
+#: What is not known of AMD's GPUs.
+UNKNOWN_OF_AMD = (
+    "unknown are what other programs hold of AMD's GPUs and their PCIe lanes, which rocm-smi shows, and "
+    "whether this pack runs on them, which nobody has tried yet"
+)
 #: Packages without compiled code, of which no other build helps.
 PURE_PYTHON = ("diffusers", "yunchang", "gguf")
 #: Packages that are not needed -> what they are for.
@@ -121,6 +131,8 @@ def cuda(facts: Facts) -> Status:
         return PROBLEM, f"{says}; {_driver_remedy(facts)}"
     if facts.cuda_error:
         return PROBLEM, f"{name} can use no GPU ({facts.cuda_error}); update the driver"
+    if built.hip:
+        return WARNING, f"{name} with ROCm {built.hip} sees no GPU, so ranks run on the CPU; {SEEN_BY_ROCM}"
     return WARNING, f"{name}: no GPU, so ranks run on the CPU, which is for trying out"
 
 
@@ -139,13 +151,15 @@ def nccl(facts: Facts) -> Status:
         return PROBLEM, "torch has no NCCL under Windows: run ComfyUI under Linux or WSL2"
     if len(facts.gpus) > 1 and not built.nccl:
         return PROBLEM, "torch has no NCCL, which joins GPUs; install torch with CUDA from pytorch.org"
+    if built.hip and built.nccl:
+        return OK, f"{built.nccl}, which is NCCL for AMD's GPUs, gloo"
     return OK, f"NCCL {built.nccl or 'absent (not needed without GPUs)'}, gloo"
 
 
 def gpus(facts: Facts) -> Iterator[Status]:
     for gpu in facts.gpus:
-        major, minor = gpu.capability
-        text = f"GPU {gpu.index}: {gpu.name}, {gb(gpu.memory)}, compute capability {major}.{minor}"
+        kind = gpu.arch or "compute capability " + ".".join(map(str, gpu.capability))
+        text = f"GPU {gpu.index}: {gpu.name}, {gb(gpu.memory)}, {kind}"
         taken = gpu.memory - gpu.free
         if gpu.index not in facts.usable:
             archs = " ".join(facts.torch.archs)
@@ -183,6 +197,9 @@ def peers(facts: Facts) -> Status:
 
 
 def modes(facts: Facts) -> Iterator[Status]:
+    if facts.torch.hip and facts.gpus:
+        known = "known by ROCm are the GPUs, their kernels in torch, peer access and copies"
+        yield WARNING, f"{known}; {UNKNOWN_OF_AMD}; run it with --full --json doctor.json, and report it"
     if facts.smi[1]:
         remedy = "" if facts.gpus else f"; {_driver_remedy(facts)}"
         yield WARNING, f"modes and PCIe lanes are unknown: {facts.smi[1]}{remedy}"

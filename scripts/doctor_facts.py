@@ -50,7 +50,7 @@ SMI_SECONDS = 20.0
 @dataclass(frozen=True)
 class Gpu:
     """One CUDA device as torch numbers it. Bytes; capability: (major, minor); uuid: empty where torch has
-    none."""
+    none; arch: of AMD's its gfx name, else empty."""
 
     index: int
     name: str
@@ -58,6 +58,7 @@ class Gpu:
     free: int
     capability: tuple[int, int]
     uuid: str = ""
+    arch: str = ""
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ class Facts:
             Gpu(
                 *(index, each.name, each.total_memory, free[index], (each.major, each.minor)),
                 uuid=measurements.gpu_uuid(index),
+                arch=each.gcnArchName.partition(":")[0] if self.torch.hip else "",
             )
             for index, each in enumerate(properties)
         ]
@@ -186,15 +188,19 @@ class Facts:
     def usable(self) -> list[int]:
         """Which of ``gpus`` torch has kernels for."""
         archs = self.torch.archs
-        return [gpu.index for gpu in self.gpus if not archs or has_kernels_for(gpu.capability, archs)]
+        return [gpu.index for gpu in self.gpus if not archs or _is_built_for(gpu, archs)]
 
     @property
     def without_others(self) -> str:
         """The command that runs --full on the usable GPUs alone."""
-        visible = self.variables.get("CUDA_VISIBLE_DEVICES", "")
-        names = visible.split(",") if visible else [str(gpu.index) for gpu in self.gpus]
-        chosen = ",".join(names[index] for index in self.usable)
-        return f"CUDA_VISIBLE_DEVICES={chosen} python scripts/doctor.py --full"
+        names = (
+            ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if self.torch.hip else (doctor_visible.VISIBLE,)
+        )
+        variable = next((name for name in names if self.variables.get(name)), names[0])
+        visible = self.variables.get(variable, "")
+        listed = visible.split(",") if visible else [str(gpu.index) for gpu in self.gpus]
+        chosen = ",".join(listed[index] for index in self.usable)
+        return f"{variable}={chosen} python scripts/doctor.py --full"
 
     @cached_property
     def peers(self) -> list[list[bool]]:
@@ -281,6 +287,11 @@ class Facts:
         here = [name for name in WHEELS if is_installed(name)]
         with ThreadPoolExecutor(max(1, self.cores)) as pool:
             return dict(zip(here, pool.map(tried, here)))
+
+
+def _is_built_for(gpu: Gpu, archs: tuple[str, ...]) -> bool:
+    """Return whether torch has kernels for a GPU, as ranks ask (backend/hardware/gpu_kernels.py)."""
+    return gpu.arch in archs if gpu.arch else has_kernels_for(gpu.capability, archs)
 
 
 def _places() -> dict[str, Path]:

@@ -1,14 +1,15 @@
 """What scripts/doctor.py reads of a machine, from packages and drivers that are not here."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import doctor_checks
 import doctor_facts
 import pytest
 import torch
-from doctor_facts import Facts
+from doctor_facts import Facts, Gpu, Torch
 from doctor_findings import OK, PROBLEM, WARNING
-from doctor_stubs import machine
+from doctor_stubs import machine, said
 from doctor_wheels import is_installed
 
 
@@ -72,3 +73,56 @@ def test_warnings_of_the_driver_are_no_gpus(monkeypatch):
     monkeypatch.setattr(doctor_facts.driver_query, "answer", lambda *_: answer)
     (gpu,) = Facts().driver
     assert gpu["name"] == "NVIDIA GeForce RTX 4090"
+
+
+#: torch for two cards and a processor's own GPU, for which it has no kernels.
+ROCM = Torch("2.9.0", "", "6.4", ("gfx1100", "gfx90a"), "RCCL", True)
+CARD = Gpu(0, "Radeon RX 7900 XTX", 24 << 30, 22 << 30, (11, 0), arch="gfx1100")
+OWN = Gpu(2, "AMD Radeon Graphics", 16 << 30, 14 << 30, (10, 3), arch="gfx1036")
+THREE = [[True] * 3] * 3
+
+
+def amd(**changes) -> Facts:
+    """A machine without nvidia-smi, as Linux shows it."""
+    gpus = [CARD, replace(CARD, index=1)]
+    return machine(**dict(torch=ROCM, gpus=gpus, driver=[], smi=("", "")) | changes)
+
+
+def test_amds_gpus_have_what_is_known_and_what_is_not():
+    found = list(doctor_checks.quick(amd()))
+    assert [each.check for each in found if each.status != OK] == ["GPU modes"]
+    texts = {each.check: each.text for each in found if each.status == OK}
+    assert "torch 2.9.0 with ROCm 6.4" in texts["CUDA"] and texts["NCCL"].startswith("RCCL, which is NCCL")
+    assert texts["GPUs"].endswith("25.8 GB, gfx1100")
+    ((_, unknown),) = said(amd(), "GPU modes")
+    assert all(word in unknown for word in ("rocm-smi", "nobody has tried", "--full", "report it"))
+
+
+def test_an_amd_gpu_without_kernels_is_a_problem():
+    """Its name decides, as it does for ranks; compute capabilities are NVIDIA's."""
+    facts = amd(gpus=[CARD, replace(CARD, index=1), OWN], peers=THREE)
+    assert facts.usable == [0, 1]
+    (text,) = [text for status, text in said(facts, "GPUs") if status == PROBLEM]
+    assert text.startswith(
+        "GPU 2: AMD Radeon Graphics, 17.2 GB, gfx1036, for which this torch has no kernels"
+    )
+    assert "HIP_VISIBLE_DEVICES=0,1 python" in text
+    seen = amd(gpus=facts.gpus, peers=THREE, variables={"CUDA_VISIBLE_DEVICES": "1,3,4"})
+    assert seen.without_others.startswith("CUDA_VISIBLE_DEVICES=1,3 ")
+
+
+def test_torch_for_amd_without_a_gpu_says_what_may_hide_it():
+    facts = amd(gpus=[], peers=[], cuda_error="")
+    ((status, text),) = said(facts, "CUDA")
+    assert status == WARNING and "groups render and video" in text and "--device=/dev/kfd" in text
+    assert not said(facts, "GPU modes")
+
+
+def test_the_name_of_an_amd_gpu_is_read_from_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    card = SimpleNamespace(name="RX", total_memory=24 << 30, major=11, minor=0, gcnArchName="gfx1100:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(doctor_facts.measurements, "free_memory", lambda device, indices: (22 << 30,))
+    (gpu,) = Facts(torch=ROCM, smi=("", "")).gpus
+    assert gpu.arch == "gfx1100" and Facts(torch=ROCM, gpus=[gpu]).usable == [0]
