@@ -93,11 +93,15 @@ class RankFailure:
         """Return whether something outside ended it. abort() is the rank's own."""
         return self.code < 0 and self.code != -signal.SIGABRT
 
+    @property
+    def hint(self) -> str:
+        """Return the remedy of its error in brackets; empty where the error is not known."""
+        return shared_memory_hint(self.error) or _known_hint(self.error)
+
     def __str__(self):
         who = f"rank {self.rank}" + (f" on {self.machine}" if self.machine else "")
         if self.error:
-            hint = shared_memory_hint(self.error) or _known_hint(self.error)
-            return f"{who} failed with {self.error}{hint}"
+            return f"{who} failed with {self.error}{self.hint}"
         if self.code < 0:
             return f"{who} {killed_by(-self.code)}"
         return f"{who} exited with code {self.code}"

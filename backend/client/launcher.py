@@ -23,6 +23,7 @@ from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
 from .exit_report import cause_among, failures, full_disk, last_error, links_hint
 from .machine_link import Link
+from .next_step import failure_sentence
 from .pack_version import require_same_pack
 from .private_folder import LOGS, private_folder
 from .rank_environment import sanitized_environment
@@ -205,8 +206,8 @@ class BackendProcess:
         return BackendError(self.failure_cause())
 
     def failure_cause(self) -> str:
-        """Return one or two sentences on why the backend ended, once torchrun has written it, or what the
-        ranks have left while their processes still run."""
+        """Return one or two sentences on why the backend ended and what to do, once torchrun has written it,
+        or what the ranks have left while their processes still run."""
         self._private.keep()
         self._wait_for_report()
         silence = self.silence
@@ -216,16 +217,11 @@ class BackendProcess:
         ]
         if self._link is not None:
             silence, of_ranks = self._link.conclude(silence, of_ranks)
-        cause = silence or cause_among(of_ranks)
-        status = self._agent.poll()
-        disk = full_disk(self.folder)
-        if cause is None and status is None:
-            what = "The backend's connection was lost while its processes still run"
-            return f"{what}; its log is {self.log}.{disk}"
-        if RAN_OUT in str(cause):
+        failure = cause_among(of_ranks)
+        if RAN_OUT in (silence or str(failure)):
             stop_caching_dequantized()
-        cause = cause or f"its launcher exited with code {status}{last_error(self.folder)}"
-        return f"The backend ended because {cause}; its log is {self.log}.{disk}"
+        sentence = failure_sentence(silence, failure, self._agent.poll(), last_error(self.folder))
+        return f"{sentence}; its log is {self.log}.{full_disk(self.folder)}"
 
     def _wait_for_report(self):
         """Wait until torchrun has written why its ranks ended, or end those that wait for another machine's:
