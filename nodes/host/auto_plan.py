@@ -25,7 +25,7 @@ from ...backend.protocol import BackendError, RefusedError
 from ...backend.runtime.callbacks import nothing
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_own, with_plan
-from .image_tokens import image_tokens
+from .image_tokens import image_tokens, tokens_of_streams
 from .progress import NodeStatus
 from .rank_weights import dynamic_weights, host_room
 
@@ -243,13 +243,10 @@ def _request_of(
     batch, sides = _sides(size, dit)
 
     def request(shape: ModelShape) -> RequestEstimate:
-        tokens = image_tokens(sides, references, shape.patch)
-        further = tokens - image_tokens(sides, (), shape.patch)
-        # what keeps the keys and values of text has references in it
-        among_text = further if shape.static_text else 0
+        tokens, among_text = tokens_of_streams(sides, references, shape)
         own_loras, other_loras = lora_bytes(dit)
         return RequestEstimate(
-            image_tokens=tokens - among_text,
+            image_tokens=tokens,
             text_tokens=text + among_text,
             steps=max(1, steps),
             prompts=prompts,
@@ -257,7 +254,7 @@ def _request_of(
             drained=drained,
             loras=own_loras,
             other_loras=other_loras,
-            reference_tokens=further - among_text,
+            reference_tokens=tokens - image_tokens(sides, (), shape.patch),
         )
 
     return request

@@ -31,23 +31,28 @@ def handle(auto) -> SimpleNamespace:
     return SimpleNamespace(auto=auto, choice=None, **found)
 
 
+@pytest.mark.parametrize("static_text", [False, True])
 @pytest.mark.parametrize("references", [0, 1, 3])
-def test_reference_images_are_counted(monkeypatch, references):
-    """Qwen-Image-Edit, Kontext and FLUX.2 have 2 to 4 times the tokens of the latent alone."""
+def test_reference_images_are_counted(monkeypatch, references, static_text):
+    """Qwen-Image-Edit, Kontext and FLUX.2 have 2 to 4 times the tokens of the latent alone. Qwen-Image 2.1
+    has them among the text, whose keys and values it keeps."""
     given = [LATENT] * references
-    monkeypatch.setattr(auto_plan, "run_planned", lambda auto, choice, request, others, run: request(SHAPE))
+    shape = replace(SHAPE, static_text=static_text)
+    monkeypatch.setattr(auto_plan, "run_planned", lambda auto, choice, request, others, run: request(shape))
     monkeypatch.setattr(auto_plan, "lora_bytes", lambda dit: (LoraBytes(), LoraBytes()))
     positive = [[PROMPT, {"reference_latents": given} if given else {}]]
     latent = {"samples": LATENT.clone()}
     asked = auto_plan.sample_planned(handle(AutoConfig()), 4, 1.0, "euler", positive, latent, repr)
-    assert asked.image_tokens == (1 + references) * 4096 and asked.text_tokens == 7
+    of_text = 4096 * references if static_text else 0
+    assert asked.image_tokens + of_text == (1 + references) * 4096 and asked.text_tokens == 7 + of_text
     assert asked.latent_tokens == 4096
 
-    monkeypatch.setattr(one_rank.planning, "projected", lambda config, model, request: request(SHAPE))
+    monkeypatch.setattr(one_rank.planning, "projected", lambda config, model, request: request(shape))
     tensors = {"noise": LATENT, "sigmas": torch.linspace(1, 0, 5), "positive.c_crossattn": PROMPT}
     tensors |= {f"positive.ref_latents.{i}": each for i, each in enumerate(given)}
     sample = Sample("m", "euler", 1.0, 1, tensors=tensors)
-    assert one_rank.projected_speedup(f"{references} references", handle(None), sample) == asked
+    digest = f"{references} references, {static_text}"
+    assert one_rank.projected_speedup(digest, handle(None), sample) == asked
 
 
 @pytest.fixture
