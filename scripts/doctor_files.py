@@ -2,21 +2,66 @@
 
 import math
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+class Numbers:
+    """Random numbers, the same ones each time, of which every tensor has those from another place: to draw
+    each one takes most of the time of a file. ``shapes``: of all tensors; numbers are even within -1 and 1,
+    or normal."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, is_normal: bool):
+        self.random = torch.Generator().manual_seed(0)
+        self.pool = torch.empty(2 * max(map(math.prod, shapes.values())), dtype=dtype)
+        if is_normal:
+            self.pool.normal_(generator=self.random)
+        else:
+            self.pool.uniform_(-1, 1, generator=self.random)
+
+    def of_shape(self, shape: Sequence[int], scale: float) -> Tensor:
+        """Return numbers times ``scale``."""
+        count = math.prod(shape)
+        begin = int(torch.randint(len(self.pool) - count + 1, (), generator=self.random))
+        return self.pool[begin : begin + count].view(*shape) * scale
 
 
 def random_weights(width: int) -> dict[str, Tensor]:
     """Return the weights of a Flux of that width in bf16, the same ones each time."""
     import memory
 
-    random = torch.Generator().manual_seed(0)
-    return {
-        key: torch.randn(shape, generator=random).mul_(math.prod(shape[1:]) ** -0.5).bfloat16()
-        for key, shape in memory.shapes(width).items()
-    }
+    shapes = memory.shapes(width)
+    numbers = Numbers(shapes, torch.bfloat16, is_normal=True)
+    return {key: numbers.of_shape(shape, math.prod(shape[1:]) ** -0.5) for key, shape in shapes.items()}
+
+
+def write_flux(folder: Path, arguments: dict, dtype: torch.dtype) -> Path:
+    """Write a FluxTransformer2DModel with random weights, as large as torch initializes layers, as a
+    diffusers folder; return it."""
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(**arguments)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    numbers = Numbers(shapes, dtype, is_normal=False)
+    state = {name: _initialized(name, shapes, numbers) for name in shapes}
+    model.save_config(folder)
+    save_file(state, folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _initialized(name: str, shapes: Shapes, numbers: Numbers) -> Tensor:
+    """Return a weight or bias of a linear layer, or the weight of a norm, which is 1."""
+    weight = shapes[f"{name.rpartition('.')[0]}.weight"]
+    if len(weight) == 1:
+        return torch.ones(*weight, dtype=numbers.pool.dtype)
+    return numbers.of_shape(shapes[name], weight[1] ** -0.5)
 
 
 def write_quantized_copy(source: Path, target: Path, kind: str) -> Path:

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from doctor_files import random_weights, write_quantized, write_quantized_copy
+import torch
+from doctor_files import random_weights, write_flux, write_quantized, write_quantized_copy
 from doctor_requests import in_batch, in_steps
 from doctor_room import MAX_COPY, delete, model_bytes, need_disk, quantized_bytes, stored_bytes
 from doctor_sizes import Size, timed_blocks
@@ -82,10 +83,10 @@ class Models(Clock, ABC):
 
         def write():
             arguments = common.FLUX | self.size.flux
-            size = model_bytes(FluxTransformer2DModel, arguments, 2 if self.device == "cuda" else 4)
+            dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+            size = model_bytes(FluxTransformer2DModel, arguments, dtype.itemsize)
             self.need_room(size, "the mid-size Flux")
-            common.save_model(self.folder / "flux", self.device, **self.size.flux)
-            return self.folder / "flux"
+            return write_flux(self.folder / "flux", arguments, dtype)
 
         return self.kept(("flux",), write)
 

@@ -51,29 +51,37 @@ def randn(*shape, seed=0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed))
 
 
+def _roles(shape: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of a module with a weight of this shape, by their roles."""
+    up = randn(shape[0], RANK, seed=seed) * 0.2
+    down = randn(RANK, *shape[1:], seed=seed + 1000) * 0.05
+    return {"up": up.reshape(*up.shape, *[1] * (len(shape) - 2)), "down": down, "alpha": torch.tensor(ALPHA)}
+
+
+def _file(shapes: dict[str, tuple[int, ...]], spelling: str, seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of a LoRA by their keys."""
+    prefix, separator, ends = SPELLINGS[spelling]
+    file = {}
+    for i, (module, shape) in enumerate(shapes.items()):
+        tensors = _roles(shape, seed + i)
+        file |= {prefix + module.replace(".", separator) + end: tensors[role] for role, end in ends.items()}
+    return file
+
+
 def lora(shapes: dict[str, tuple[int, ...]], spelling: str, seed: int = 0) -> tuple[dict, dict]:
     """A LoRA on modules with weights of these ``shapes`` (module -> shape), and module -> what it adds at
     strength 1."""
-    prefix, separator, ends = SPELLINGS[spelling]
-    file, added = {}, {}
+    strength = ALPHA / RANK if "alpha" in SPELLINGS[spelling][2] else 1.0
+    added = {}
     for i, (module, shape) in enumerate(shapes.items()):
-        up, down = (
-            randn(shape[0], RANK, seed=seed + i) * 0.2,
-            randn(RANK, *shape[1:], seed=seed + i + 1000) * 0.05,
-        )
-        tensors = {
-            "up": up.reshape(*up.shape, *[1] * (len(shape) - 2)),
-            "down": down,
-            "alpha": torch.tensor(ALPHA),
-        }
-        file |= {prefix + module.replace(".", separator) + end: tensors[role] for role, end in ends.items()}
-        added[module] = (ALPHA / RANK if "alpha" in ends else 1.0) * (up @ down.flatten(1)).reshape(shape)
-    return file, added
+        tensors = _roles(shape, seed + i)
+        added[module] = strength * (tensors["up"].flatten(1) @ tensors["down"].flatten(1)).reshape(shape)
+    return _file(shapes, spelling, seed), added
 
 
 def write_lora(path: Path, shapes: dict[str, tuple[int, ...]], spelling: str, seed: int = 0) -> Path:
-    """The file of ``lora``."""
-    save_file(lora(shapes, spelling, seed)[0], path)
+    """The file of ``lora``, without making what it adds, which is as large as the model."""
+    save_file(_file(shapes, spelling, seed), path)
     return path
 
 

@@ -1,0 +1,40 @@
+"""Files that scripts/doctor.py --full makes."""
+
+import doctor_files
+import doctor_lab  # noqa: F401  # puts the folder benchmarks on the path
+import pytest
+import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    """A small Flux as the doctor writes it."""
+    import common  # of benchmarks, which doctor_lab has put on the path
+
+    arguments = common.FLUX | dict(num_layers=1, num_single_layers=1)
+    return doctor_files.write_flux(tmp_path_factory.mktemp("model") / "flux", arguments, torch.bfloat16)
+
+
+def test_the_flux_has_weights_as_large_as_torch_makes_them(flux):
+    model = FluxTransformer2DModel.from_pretrained(flux, torch_dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    usual = FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(flux)).bfloat16()
+    wanted = dict(usual.named_parameters())
+    for name, parameter in model.named_parameters():
+        spread = wanted[name].float().std(correction=0).item()
+        assert parameter.float().std(correction=0).item() == pytest.approx(spread, rel=0.2, abs=1e-6), name
+        assert parameter.float().mean().item() == pytest.approx(wanted[name].float().mean().item(), abs=0.02)
+
+
+def test_no_two_matrices_of_a_shape_are_alike(flux):
+    state = load_file(flux / "diffusion_pytorch_model.safetensors")
+    of_shape: dict[torch.Size, list[torch.Tensor]] = {}
+    for value in state.values():
+        if value.ndim == 2:
+            of_shape.setdefault(value.shape, []).append(value)
+    assert max(map(len, of_shape.values())) > 2
+    for alike in of_shape.values():
+        for index, one in enumerate(alike):
+            assert not any(one.equal(other) for other in alike[:index])
