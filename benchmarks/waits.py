@@ -3,11 +3,11 @@
     python benchmarks/waits.py [--ranks 2] [--device cuda] [--skip "ring;cfg"] [--json PREFIX]
 
 Every method and tiny family of the doctor runs on real ranks. Families of too few heads or blocks for a
-method are left out of it without a line: they have no hybrid here. From the second step on each synchronizing
-call is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves the others
-waiting in a collective. On the CPU the same requests run, and there is nothing to find. With --json each rank
-writes PREFIX.RANK after every method: a list of {"method", "family", "steps", "waits": {"file:line": how
-often}}.
+method have, last, a hybrid of as many ranks, whose name says its degrees. From the second step on each
+synchronizing call is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves
+the others waiting in a collective. On the CPU the same requests run, and there is nothing to find. With
+--json each rank writes PREFIX.RANK after every method: a list of {"method", "family", "steps", "waits":
+{"file:line": how often}}.
 """
 
 import argparse
@@ -80,7 +80,7 @@ class Watched(Denoiser):
 
 
 def watch(config: ParallelConfig, groups: mesh.Mesh, path: Path, sample: Sample) -> dict | None:
-    """Run a request; return what its steady state waited for, None where the degrees do not fit the model."""
+    """Run a request; return what its steady state waited for, None where the model refuses the degrees."""
     engine = Engine(config, groups)
     try:
         engine.load("model", str(path), "default")
@@ -93,13 +93,31 @@ def watch(config: ParallelConfig, groups: mesh.Mesh, path: Path, sample: Sample)
     return {"steps": Watched.steps, "waits": dict(Watched.waits)}
 
 
+def model_of(folder: Path, family: str) -> Path:
+    return folder / f"{family}.safetensors"
+
+
 def write_models(folder: Path):
     """Write the tiny models, before the ranks start."""
-    import doctor_runs
+    import doctor_degrees
     import tiny
 
-    for family in doctor_runs.FAMILIES:
-        tiny.write_checkpoint(folder / f"{family}.safetensors", family)
+    for family in doctor_degrees.FAMILIES:
+        tiny.write_checkpoint(model_of(folder, family), family)
+
+
+def turns(ranks: int, folder: Path) -> list:
+    """Return each method as it is run with its families, as the doctor does, by the models in ``folder``."""
+    import doctor_degrees
+    import doctor_models
+
+    files = {family: model_of(folder, family) for family in doctor_degrees.FAMILIES}
+    counts = {family: doctor_models.blocks_and_heads(file) for family, file in files.items()}
+
+    def refusal(family: str, config: ParallelConfig) -> str:
+        return doctor_models.refusal(family, counts[family], config)
+
+    return doctor_degrees.turns(ranks, refusal)[0]
 
 
 def rank(
@@ -111,23 +129,23 @@ def rank(
 ) -> list[dict]:
     """Watch every family and method but the ``skipped`` ones as this rank; ``write`` gets what was found
     after each method."""
-    import doctor_runs
+    import doctor_requests
     import families
 
     lines = []
-    for method, config in doctor_runs.methods(ranks).items():
-        if method in skipped:
+    for turn in turns(ranks, folder):
+        if turn.name in skipped:
             continue
-        groups = mesh.build(config, device)
-        for family in doctor_runs.FAMILIES:
+        groups = mesh.build(turn.config, device)
+        for family in turn.families:
             sample = families.golden(f"{family}__euler_simple")[0]
-            batch = doctor_runs.in_batch(sample, max(2, ranks))
+            batch = doctor_requests.in_batch(sample, max(2, ranks))
             first = sample.tensors["sigmas"][0].item()
             sigmas = {"sigmas": torch.linspace(first, 0, STEPS + 1)}
             request = replace(batch, sampler="euler", tensors=batch.tensors | sigmas)
-            seen = watch(config, groups, folder / f"{family}.safetensors", request)
+            seen = watch(turn.config, groups, model_of(folder, family), request)
             if seen is not None:
-                lines.append({"method": method, "family": family, **seen})
+                lines.append({"method": turn.name, "family": family, **seen})
         mesh.close(groups)
         write(lines)
     return lines

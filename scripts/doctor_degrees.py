@@ -1,8 +1,9 @@
 """The degrees of every method that scripts/doctor.py --full runs, and those of a hybrid of as many ranks for
 a model that has too few heads or blocks for a method."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from doctor_lab import Lab
 
 from backend.config import AXES, ParallelConfig
 
+#: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
+FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
 #: Degree -> the degrees that take what a model has too few heads or blocks for, the first that fits. A ring
 #: needs neither.
 OTHERS = {
@@ -17,6 +20,9 @@ OTHERS = {
     "tensor_parallel_degree": ("ring_degree",),
     "ulysses_degree": ("ring_degree",),
 }
+
+#: Returns why ranks would refuse a model for its heads or blocks, "" where they fit.
+Refusal = Callable[[ParallelConfig], str]
 
 
 def methods(ranks: int) -> dict[str, ParallelConfig]:
@@ -62,13 +68,55 @@ def hybrids(config: ParallelConfig) -> Iterator[ParallelConfig]:
         yield replace(config, split_scheme="row")
 
 
-def fitting(lab: Lab, path: Path, config: ParallelConfig) -> tuple[ParallelConfig | None, str]:
-    """Return what the model at ``path`` is run with for ``config``, itself if that fits, None where no hybrid
-    does; and why it is not ``config``, else ""."""
-    why = lab.refusal(path, config)
+def fitting(refusal: Refusal, config: ParallelConfig) -> tuple[ParallelConfig | None, str]:
+    """Return what a model is run with for ``config``, itself if that fits, None where no hybrid does; and why
+    it is not ``config``, else ""."""
+    why = refusal(config)
     if not why:
         return config, ""
-    return next((each for each in hybrids(config) if not lab.refusal(path, each)), None), why
+    return next((each for each in hybrids(config) if not refusal(each)), None), why
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A method as it is run, by its name, and the families that are run so, one after another."""
+
+    name: str
+    config: ParallelConfig
+    families: list[str]
+
+
+def turns(
+    ranks: int, refusal: Callable[[str, ParallelConfig], str]
+) -> tuple[list[Turn], dict[str, list[str]]]:
+    """Return what benchmarks/waits.py runs, in turn, and method -> families that no hybrid of it fits. Every
+    method as asked comes first, then the hybrids of families of too few heads or blocks. Degrees that a
+    family has run as another method are not run again. refusal: of a family and a configuration."""
+    asked = methods(ranks)
+    as_asked: dict[str, Turn] = {}
+    of_hybrids: dict[str, Turn] = {}
+    left_out: dict[str, list[str]] = {}
+    for name, config in asked.items():
+        for family in FAMILIES:
+            own, _ = fitting(partial(refusal, family), config)
+            if own is None:
+                left_out.setdefault(name, []).append(family)
+            elif own == config:
+                as_asked.setdefault(name, Turn(name, config, [])).families.append(family)
+            elif own not in asked.values():
+                as_run = named(name, config, own)
+                of_hybrids.setdefault(as_run, Turn(as_run, own, [])).families.append(family)
+    return [*as_asked.values(), *of_hybrids.values()], left_out
+
+
+def turns_of(lab: Lab) -> tuple[list[Turn], dict[str, list[str]]]:
+    """Return what ``turns`` does for the tiny models of a lab."""
+    paths = {family: lab.tiny(family)[0] for family in FAMILIES}
+
+    def refusal(family: str, config: ParallelConfig) -> str:
+        return lab.refusal(paths[family], config)
+
+    return turns(lab.ranks, refusal)
 
 
 def is_lacking(lab: Lab, config: ParallelConfig, family: str) -> bool:
@@ -96,7 +144,7 @@ def shape_methods(lab: Lab, path: Path) -> dict[str, ParallelConfig]:
     if lab.ranks == 1:
         return configs
     ulysses = ParallelConfig(ulysses_degree=lab.ranks)
-    own = fitting(lab, path, ulysses)[0] or ulysses
+    own = fitting(partial(lab.refusal, path), ulysses)[0] or ulysses
     configs[named("ulysses", ulysses, own)] = own
     own = _pipefusion(lab, path)
     name = f"pipefusion M={own.patches}"
@@ -117,7 +165,7 @@ def _pipefusion(lab: Lab, path: Path) -> ParallelConfig:
         if ranks > 1
     )
     for config in (every, *fewer):
-        own, _ = fitting(lab, path, config)
+        own, _ = fitting(partial(lab.refusal, path), config)
         if own:
             return own
     return every

@@ -37,6 +37,15 @@ def blocks_and_heads(path: Path) -> tuple[int, int]:
     return checkpoint.block_count, checkpoint.family.blocks.heads(checkpoint.config)
 
 
+def refusal(name: str, counts: tuple[int, int], config: ParallelConfig) -> str:
+    """Return why ranks would refuse a model for its blocks or heads, which are counted, "" where they fit."""
+    try:
+        check_blocks_and_heads(name, *counts, config)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 class Models(Clock, ABC):
     """Models in a folder, for a kind of device ("cuda" or "cpu")."""
 
@@ -114,12 +123,8 @@ class Models(Clock, ABC):
 
     def refusal(self, path: Path, config: ParallelConfig) -> str:
         """Return why ranks would refuse the model at ``path`` for its heads or blocks, "" where they fit."""
-        blocks, heads = self.kept(("blocks and heads", path), partial(blocks_and_heads, path))
-        try:
-            check_blocks_and_heads(path.stem, blocks, heads, config)
-        except UnsupportedError as error:
-            return str(error)
-        return ""
+        counts = self.kept(("blocks and heads", path), partial(blocks_and_heads, path))
+        return refusal(path.stem, counts, config)
 
     def released_quantized(self, family: str, kind: str) -> Path:
         """Write what ``released`` has, with blocks quantized as ``kind``."""

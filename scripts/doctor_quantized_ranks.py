@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from doctor_degrees import fitting, named
 from doctor_findings import OK, PROBLEM, WARNING, Finding, possible
 from doctor_lab import Lab, relative
 from doctor_limits import BF16_RATIO, EXACT, USUAL
@@ -49,7 +50,7 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
         failed = list(possible("quantized", f"{kind}, one rank", partial(_references, kind=kind), lab))
         yield from failed
         known += [] if failed else [kind]
-    configs = {f"{name} on all ranks": (name, config) for name, config in methods(lab.ranks).items()}
+    configs = _as_run(lab, known[0]) if known else {}
     for what in while_time(lab, configs):  # all files on the same ranks: to start these takes longest
         name, config = configs[what]
         for kind, has_lora in product(known, (False, True)):
@@ -58,6 +59,18 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
             yield from possible("quantized", f"{kind}, {name}", compared, lab)
     for kind in kinds:
         lab.drop("quantized", kind)
+
+
+def _as_run(lab: Lab, kind: str) -> dict[str, tuple[str, ParallelConfig]]:
+    """Return what is run, in turn: in words -> a method's name and degrees, a hybrid of as many ranks where
+    the file of ``kind`` has too few heads or blocks. All kinds have as many."""
+    refusal = partial(lab.refusal, lab.quantized(kind))
+    as_run = {}
+    for name, config in methods(lab.ranks).items():
+        own = fitting(refusal, config)[0] or config  # which the ranks refuse
+        own_name = named(name, config, own)
+        as_run[f"{own_name} on all ranks"] = own_name, own
+    return as_run
 
 
 def _references(lab: Lab, kind: str) -> Found:

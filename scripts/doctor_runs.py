@@ -10,7 +10,7 @@ from functools import partial
 import doctor_lab
 import doctor_models
 import torch
-from doctor_degrees import fitting, is_lacking, methods, named
+from doctor_degrees import FAMILIES, fitting, is_lacking, methods, named
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, possible
 from doctor_hangs import HungError
@@ -33,8 +33,6 @@ from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.protocol import BackendError, RefusedError
 from backend.shares import written
 
-#: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
-FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
 #: Largest distance of one rank from ComfyUI's latent, in standard deviations: 1e-4 on the CPU; attention of
 #: random weights is sharp, and other kernels add in another order.
 COMFYUI = 2e-3
@@ -104,7 +102,7 @@ def _in_turn(lab: Lab, configs: dict[str, ParallelConfig]) -> dict[str, tuple[st
 
 def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bool = True) -> Found:
     path, sample, _ = lab.tiny(family)
-    own, why = fitting(lab, path, config)
+    own, why = fitting(partial(lab.refusal, path), config)
     own = own or config  # which the ranks refuse
     same = next((other for other, each in methods(lab.ranks).items() if each == own), name)
     if same != name and not own.has_stale_kv:  # which has a line of its own, and is judged there

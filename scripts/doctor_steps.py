@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from doctor_degrees import methods, shape_methods
+from doctor_degrees import methods, shape_methods, turns_of
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible
 from doctor_kernels import cut_short
 from doctor_lab import Lab, Run, relative
@@ -91,10 +91,14 @@ def _shape(
 
 
 def waits(lab: Lab) -> Found:
-    """Waits of the host for a GPU in steady state, of every method (benchmarks/waits.py)."""
-    hung = [name for name, config in methods(lab.ranks).items() if lab.hung.has(config)]
+    """Waits of the host for a GPU in steady state, of every method or its hybrid (benchmarks/waits.py)."""
+    turns, left_out = turns_of(lab)
+    hung = [turn.name for turn in turns if lab.hung.has(turn.config)]
     runs, ended = lab.waits(hung)
     yield _waits(lab, runs)
+    for name, families in left_out.items():
+        what = "too few heads or blocks, also for a hybrid"
+        yield Finding("waits", OK, f"{name}, {' and '.join(families)}: not possible ({what})")
     if hung:
         yield Finding("waits", WARNING, f"not run: {', '.join(hung)}, whose ranks hung before")
     yield from cut_short(lab, "waits", "benchmarks/waits.py", ended)
@@ -107,18 +111,29 @@ def _waits(lab: Lab, runs: list[dict]) -> Finding:
         remedy = f"run python scripts/doctor.py --full --only waits --ranks {lab.ranks}"
         return Finding("waits", WARNING, f"{what}; {remedy}", {"runs": runs})
     if lab.device != "cuda":
-        return Finding("waits", OK, f"{len(runs)} runs in steady state; only CUDA can say what waits")
+        text = f"{len(runs)} runs in steady state; only CUDA can say what waits{_hybrids(lab, runs)}"
+        return Finding("waits", OK, text)
     places: Counter[str] = Counter()
     for run in runs:
         for place, times in run["waits"].items():
             places[f"{place} ({run['method']}, {run['family']})"] += times
     if not places:
-        return Finding(
-            "waits", OK, f"{len(runs)} runs: no step in steady state waits for its GPU", {"runs": runs}
-        )
+        text = f"{len(runs)} runs: no step in steady state waits for its GPU{_hybrids(lab, runs)}"
+        return Finding("waits", OK, text, {"runs": runs})
     listed = ", ".join(f"{place} {times}x" for place, times in places.most_common(8))
     text = f"steps in steady state wait for their GPU at {listed}: that costs speed, please report it"
     return Finding("waits", WARNING, text, {"runs": runs})
+
+
+def _hybrids(lab: Lab, runs: list[dict]) -> str:
+    """Name the hybrids that ran, and for which families."""
+    asked = methods(lab.ranks)
+    families: dict[str, dict[str, None]] = {}
+    for run in runs:  # of every rank, so each of them several times
+        if run["method"] not in asked:
+            families.setdefault(run["method"], {})[run["family"]] = None
+    listed = ", ".join(f"{name} ({' and '.join(those)})" for name, those in families.items())
+    return f"; where heads or blocks do not fit {listed}" if listed else ""
 
 
 def chart(findings: Iterable[Finding], path: Path) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import doctor
 import doctor_checks
 import doctor_lab
+import doctor_models
 import doctor_runs
 import doctor_steps
 import torch
@@ -18,11 +19,9 @@ from doctor_time import Clock
 from doctor_wheels import Wheel
 from tiny import facts
 
-from backend.errors import UnsupportedError
 from backend.loading.recognition import recognise
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, RefusedError, Sample
-from backend.sampling.validation import check_blocks_and_heads
 
 #: Golden families whose tiny models labs run.
 FAMILIES = {*doctor_runs.FAMILIES, *doctor_steps.SHAPES}
@@ -131,11 +130,7 @@ class StubLab(Clock):
         return memory.DOUBLE + memory.SINGLE, self.size.width // memory.HEAD
 
     def refusal(self, path, config):
-        try:
-            check_blocks_and_heads(path.name, *self.blocks_and_heads(path), config)
-        except UnsupportedError as error:
-            return str(error)
-        return ""
+        return doctor_models.refusal(path.name, self.blocks_and_heads(path), config)
 
     def drop(self, *key):
         self.dropped.append(key)

@@ -1,6 +1,7 @@
 """What scripts/doctor.py --full runs on any number of ranks: ranks refuse here as real ones do."""
 
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import doctor_degrees
@@ -74,7 +75,7 @@ def test_every_family_has_every_method_on_all_ranks(ranks, family):
     """As it is, or as a hybrid that still has each method of it."""
     lab = Refusing(ranks)
     for name, config in doctor_runs.methods(ranks).items():
-        own, why = doctor_degrees.fitting(lab, Path(family), config)
+        own, why = doctor_degrees.fitting(partial(lab.refusal, Path(family)), config)
         assert own, f"{name}: {why}"
         assert own.validate().world_size == ranks and not lab.refusal(Path(family), own)
         kept = {axis for axis, size in config.degrees.items() if size > 1}
@@ -143,6 +144,25 @@ def test_what_no_hybrid_divides_is_said_by_name():
     assert left_out == few_blocks | few_heads
     by_rows = [each.text for each in found if "tensor parallel as tp 7 by rows" in each.text]
     assert len(by_rows) == len(doctor_runs.FAMILIES) and "does not divide" in by_rows[0]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_waits_are_of_what_methods_runs(ranks):
+    """The same degrees of each method and family, none of them twice, hybrids last."""
+    lab = Refusing(ranks)
+    asked = doctor_runs.methods(ranks)
+    turns, left_out = doctor_degrees.turns_of(lab)
+    assert not left_out
+    ran = [(turn.config.validate(), family) for turn in turns for family in turn.families]
+    assert len(ran) == len(set(ran))
+    wanted = set()
+    for config, family in product(asked.values(), doctor_runs.FAMILIES):
+        own, _ = doctor_degrees.fitting(partial(lab.refusal, Path(family)), config)
+        wanted.add((own.validate(), family))
+    assert set(ran) == wanted
+    is_hybrid = [turn.name not in asked for turn in turns]
+    assert is_hybrid == sorted(is_hybrid) and any(is_hybrid) == (ranks in (3, 6, 8))
+    assert all(turn.config == asked.get(turn.name, turn.config) for turn in turns)
 
 
 @pytest.mark.parametrize("ranks", STAGES)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from doctor_findings import OK, PROBLEM, WARNING
 from doctor_next import advised
+from doctor_sizes import SIZES
 from doctor_stubs import StubLab
 from safetensors import safe_open
 
 from backend.config import ParallelConfig
-from backend.protocol import Loaded
+from backend.protocol import Loaded, RefusedError
 
 
 class QuantizedLab(StubLab):
@@ -21,6 +22,8 @@ class QuantizedLab(StubLab):
         self.folder, self.wrong, self.lora = folder, wrong, lora
 
     def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
+        if why := self.refusal(path, config):
+            raise RefusedError(why)
         assert (dtype, matmul) in (("fp32", "weight only"), ("bf16", "auto"))
         off = self.wrong if config.tensor_parallel_degree > 1 and bool(loras) == (dtype == "fp32") else 0.0
         off += 1e-3 if dtype == "bf16" else 0.0
@@ -47,6 +50,27 @@ def test_a_quantized_file_is_compared_with_one_rank(tmp_path, wrong, lora, wante
         if each.status == PROBLEM:
             remedy = "choose another method in Parallel Config" if lora else "the LoRA is not applied"
             assert remedy in each.text and advised(each).text == each.text
+
+
+@pytest.mark.parametrize(
+    "ranks, wanted",
+    [
+        (2, set()),
+        (3, {"tensor parallel as tp 3 by rows"}),
+        (5, {"tensor parallel as tp 5 by rows"}),
+        (6, {"tensor parallel as ring 3 x tp 2"}),
+        (8, set()),
+    ],
+)
+def test_tensor_parallelism_that_divides_no_heads_has_a_hybrid(monkeypatch, tmp_path, ranks, wanted):
+    """Of 16 heads, as on GPUs. Nothing is left out."""
+    monkeypatch.setattr(doctor_quantized_ranks, "_written_lora", lambda lab: tmp_path)
+    lab = QuantizedLab(tmp_path)
+    lab.ranks, lab.size = ranks, SIZES["cuda"]
+    found = list(doctor_quantized_ranks.on_all_ranks(lab, ("Q8_0", "int8_tensorwise")))
+    ran = {each.values["method"] for each in found if "fp32" in each.values}
+    assert {name for name in ran if " as " in name} == wanted
+    assert len(ran) == 4 and len(found) == 2 * 2 * 4 and {each.status for each in found} == {OK}
 
 
 def test_other_kernels_may_add_in_another_order(tmp_path):

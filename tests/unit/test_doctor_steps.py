@@ -1,7 +1,6 @@
 """What scripts/doctor.py says of the steady state: waits, seconds at released shapes, the chart."""
 
-from pathlib import Path
-
+import doctor_degrees
 import doctor_findings
 import doctor_kernels
 import doctor_lab
@@ -16,22 +15,18 @@ import tiny
 import torch
 import waits
 from doctor_findings import OK, PROBLEM, WARNING
-from doctor_hangs import Hung
 from doctor_processes import Ended
-from doctor_stubs import ENDED
+from doctor_stubs import ENDED, StubLab
 
 from backend.config import ParallelConfig
 from backend.parallel import mesh
 from backend.rank_plan.shape_of import shape_of
 
 
-class Ranks:
+class Ranks(StubLab):
     """Ranks that wait in one line."""
 
-    device, ranks, skipped = "cpu", 2, None
-
-    def __init__(self):
-        self.hung = Hung()
+    skipped = None
 
     def waits(self, skipped):
         self.skipped = skipped
@@ -59,7 +54,37 @@ def test_waits_of_no_step_are_not_called_ok(device, steps):
     assert found.status == WARNING and "nothing was measured" in found.text and "--only waits" in found.text
 
 
-def test_a_method_that_hangs_takes_no_other_with_it(monkeypatch):
+def test_hybrids_that_were_watched_are_named_and_what_none_divides():
+    """Seven are prime, and more than the blocks of three families."""
+    lab = Ranks()
+    lab.device, lab.ranks = "cuda", 8
+    turns, left_out = doctor_degrees.turns_of(lab)
+    runs = [
+        {"method": turn.name, "family": family, "steps": 2, "waits": {}}
+        for turn in turns
+        for family in turn.families * 2  # of two ranks
+    ]
+    lab.waits = lambda skipped: (runs, ENDED)
+    (found,) = doctor_steps.waits(lab)
+    assert not left_out and found.status == OK
+    assert "ulysses, wire fp8 as ring 2 x ulysses 4 (wan21-t2v)" in found.text
+    lab.ranks = 7
+    *_, found = doctor_steps.waits(lab)
+    assert found.status == OK
+    assert found.text.startswith("pipefusion M=7, wan21-t2v and qwen-image and z-image-turbo: not possible")
+
+
+def test_a_hybrid_whose_ranks_hung_is_not_watched():
+    lab = Ranks()
+    lab.ranks = 8
+    hybrid = ParallelConfig(ulysses_degree=4, ring_degree=2, wire="fp8")
+    lab.hung.note(hybrid)
+    *_, found = doctor_steps.waits(lab)
+    assert "ulysses, wire fp8 as ring 2 x ulysses 4" in lab.skipped
+    assert found.status == WARNING and "ring 2 x ulysses 4, whose ranks hung before" in found.text
+
+
+def test_a_method_that_hangs_takes_no_other_with_it(monkeypatch, tmp_path):
     """In benchmarks/waits.py, which runs all in one group of ranks."""
     lab = Ranks()
     every = doctor_runs.methods(2)
@@ -72,7 +97,8 @@ def test_a_method_that_hangs_takes_no_other_with_it(monkeypatch):
     monkeypatch.setattr(waits, "watch", lambda config, *_: ran.append(config) or None)
     monkeypatch.setattr(waits.mesh, "build", lambda *_: None)
     monkeypatch.setattr(waits.mesh, "close", lambda groups: None)
-    waits.rank(2, "cpu", Path(), lambda found: None, skipped=(*skipped, "cfg"))
+    waits.write_models(tmp_path)
+    waits.rank(2, "cpu", tmp_path, lambda found: None, skipped=(*skipped, "cfg"))
     assert ran and not [each for each in ran if each.ring_degree > 1 or each.cfg_degree > 1]
 
 
