@@ -8,6 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+#: Strength of a LoRA times the root of the width of its matrices, by which their weights fall, too: it adds
+#: about a tenth of them.
+LORA_STRENGTH = 4.0
+
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -98,3 +102,21 @@ def write_quantized(folder: Path, kind: str, state: dict[str, Tensor]) -> Path:
         return path
     # layers with scales of rows have no native product
     return write_scaled(path, state, kind, rowwise=False)
+
+
+def write_lora_of(model: Path, target: Path) -> tuple[Path, float]:
+    """Write a LoRA on every matrix of a model's blocks, a single file or a diffusers folder; return its file
+    and a strength."""
+    from loras import write_lora
+    from quantized import ANY_MATRIX
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in [model] if model.is_file() else sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in filter(ANY_MATRIX.search, tensors.keys()):
+                size = tuple(tensors.get_slice(name).get_shape())
+                if len(size) == 2:  # of norms it is 1
+                    shapes[name.removesuffix(".weight")] = size
+    width = min(columns for _, columns in shapes.values())
+    return write_lora(target, shapes, "comfyui" if model.is_file() else "peft"), LORA_STRENGTH / width**0.5

@@ -165,11 +165,16 @@ class Lab(Models):
         return HungError(f"{what}; {remedy}" if remedy else what, shown)
 
     def step_seconds(
-        self, config: ParallelConfig, path: Path, request: Callable[[int], Sample], **how
+        self,
+        config: ParallelConfig,
+        path: Path,
+        request: Callable[[int], Sample],
+        steps: tuple[int, int] | None = None,
+        **how,
     ) -> tuple[float, Run]:
-        """Return seconds of one step, by two requests of which one has more steps: what comes before and
+        """Return seconds of one step, by two requests of which one has more ``steps``: what comes before and
         after steps cancels. Each is timed twice after one that is not, and the faster counts."""
-        few, many = self.size.steps
+        few, many = steps or self.size.steps
         first = self.run(config, path, request(few), **how)
         timed = [self.run(config, path, request(steps), **how).seconds for steps in (few, few, many, many)]
         last = self.run(config, path, request(few), **how)

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from doctor_files import random_weights, write_flux, write_quantized, write_quantized_copy
+from doctor_files import (
+    random_weights,
+    write_flux,
+    write_lora_of,
+    write_quantized,
+    write_quantized_copy,
+)
 from doctor_requests import in_batch, in_steps
 from doctor_room import MAX_COPY, delete, model_bytes, need_disk, quantized_bytes, stored_bytes
 from doctor_sizes import Size, timed_blocks
@@ -135,6 +141,12 @@ class Models(Clock, ABC):
             return write_quantized_copy(path, self.folder / f"released-{family}-{kind}", kind)
 
         return self.kept(("released", family, kind), write)
+
+    def released_lora(self, family: str) -> tuple[Path, float]:
+        """Write a LoRA for what ``released`` has; return its file and a strength that shows."""
+        path, _, _ = self.released(family)
+        target = self.folder / f"lora-{family}.safetensors"
+        return self.kept(("lora of", family), partial(write_lora_of, path, target))
 
     def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
         """Return a request for a Flux whose configuration is in the folder ``path``."""

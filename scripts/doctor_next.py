@@ -25,6 +25,7 @@ NEXT = {
     ("one rank", PROBLEM): f"images of this GPU are off: update torch and the driver, then {REPORT}",
     ("methods", PROBLEM): OTHER_METHOD,
     ("speed", PROBLEM): OTHER_METHOD,
+    ("fp8 and int8", PROBLEM): OTHER_METHOD,
     ("shapes", PROBLEM): OTHER_METHOD,
     ("speed", WARNING): "leave it to method auto, which counts the links, or choose another method",
     ("life", PROBLEM): f"restart ComfyUI after a cancel or a crash here, and {REPORT}",

@@ -22,3 +22,12 @@ def in_batch(sample: Sample, batch: int) -> Sample:
     shape = sample.tensors["noise"].shape[1:]
     noise = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch))
     return replace(sample, tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)})
+
+
+def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float]) -> dict[str, float]:
+    """Return number of steps -> how many times as fast a whole request is, with what comes before, between
+    and after the steady state: PipeFusion's warm-up, fill and drain, too. Lists: as Run.timed."""
+    if len(alone) != 4 or len(timed) != 4:
+        return {}
+    few, many = min(alone[:2]) / min(timed[:2]), min(alone[2:]) / min(timed[2:])
+    return {str(steps[0]): few, str(steps[1]): many}

@@ -13,6 +13,7 @@ import torch
 from doctor_degrees import FAMILIES, fitting, is_lacking, methods, named
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, possible
+from doctor_flux_files import flux_files
 from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, relative
@@ -24,7 +25,7 @@ from doctor_next import ABOVE_USUAL
 from doctor_overhead import overhead, overhead_compiled
 from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
-from doctor_requests import in_batch
+from doctor_requests import in_batch, whole_requests
 from doctor_steps import shapes, waits
 from doctor_time import in_order, minutes_of, while_time
 
@@ -235,18 +236,9 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -
         yield Finding("speed", WARNING, f"{text}: slower than one rank, as on slow links", values)
 
 
-def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float]) -> dict[str, float]:
-    """Return number of steps -> how many times as fast a whole request is, with what comes before, between
-    and after the steady state: PipeFusion's warm-up, fill and drain, too. Lists: as Run.timed."""
-    if len(alone) != 4 or len(timed) != 4:
-        return {}
-    few, many = min(alone[:2]) / min(timed[:2]), min(alone[2:]) / min(timed[2:])
-    return {str(steps[0]): few, str(steps[1]): many}
-
-
 #: Name -> run: what only several GPUs can tell comes first, after what it is compared with; quantized files,
-#: which most people load, before shapes. "methods" comes between the two of speed: it begins on the one rank
-#: of the first, and the second has its ranks.
+#: which most people load, before other shapes. "methods" comes between the two of speed: it begins on the
+#: one rank of the first, and the second has its ranks.
 RUNS: dict[str, Callable[[Lab], Found]] = {
     "links": links,
     "one rank": one_rank,
@@ -256,6 +248,7 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
     "life": life,
     "waits": waits,
     "quantized": quantized,
+    "fp8 and int8": flux_files,
     "dequantized once": dequantized_once,
     "memory": memory,
     "overhead": overhead,
@@ -266,11 +259,11 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
 }
 #: Those that run the mid-size Flux, whose file goes after the last of them.
 OF_FLUX = (
-    *("speed of one rank", "speed", "life", "memory", "overhead", "shapes", "compiled", "kernels"),
-    "overhead compiled",
+    *("speed of one rank", "speed", "life", "fp8 and int8", "memory", "overhead", "shapes", "compiled"),
+    *("kernels", "overhead compiled"),
 )
 #: Those of all ranks: they would hang where links failed.
-OF_SEVERAL = ("methods", "life", "waits", "speed", "memory", "shapes", "compiled")
+OF_SEVERAL = ("methods", "life", "waits", "speed", "fp8 and int8", "memory", "shapes", "compiled")
 #: Those that do nothing on one rank.
 NOT_OF_ONE = ("speed", "methods", "life")
 #: Those of ranks that share a GPU: what they compute, and nothing that is timed.

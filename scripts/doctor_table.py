@@ -9,7 +9,7 @@ HEADER = ["check", "model", "method", "s a step", "x 1 rank", "of ceiling", "sta
 #: Checks whose seconds are those of a step: of the mid-size Flux, of models that they name before the method,
 #: of files of a small Flux.
 OF_FLUX = ("speed", "overhead", "compiled", "kernels", "overhead compiled")
-OF_SHAPES = ("shapes",)
+OF_SHAPES = ("fp8 and int8", "shapes")
 OF_FILES = ("quantized", "dequantized once")
 
 

@@ -147,6 +147,9 @@ class StubLab(Clock):
     def released_quantized(self, family, kind):
         return Path(family)
 
+    def released_lora(self, family):
+        return Path("lora"), 1.0
+
     def waits(self, skipped):
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
@@ -172,9 +175,10 @@ class StubLab(Clock):
             raise RefusedError("comfy-kitchen is not installed")
         samples = torch.ones_like(sample.tensors["noise"])
         samples[0, 0] += (1e-2 if dtype == "bf16" else 0) + (1e-2 if config.tensor_parallel_degree > 1 else 0)
+        samples[0, 1] += 0.1 if loras else 0
         return doctor_lab.Run(samples, 1.0)
 
-    def step_seconds(self, config, path, request, **how):
+    def step_seconds(self, config, path, request, steps=None, **how):
         run = self.run(config, path, request(2), **how)
         return 1.0 / (1 + (config.world_size > 1)), run
 

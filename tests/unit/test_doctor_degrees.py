@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import doctor_degrees
+import doctor_flux_files
 import doctor_lab
 import doctor_models
 import doctor_runs
@@ -184,3 +185,5 @@ def test_pipefusion_is_timed_at_released_shapes(ranks):
         name += f" ({ranks - 1} of {ranks} ranks)" if ranks in (5, 7) else ""
         assert f"{family}, {name}" in timed
     assert f"flux-dev, {doctor_steps.KINDS[0]}, pipefusion M={ranks}" in timed
+    files = {each.values["method"] for each in doctor_flux_files.flux_files(lab) if "seconds" in each.values}
+    assert f"flux-dev, fp8 with a LoRA, pipefusion M={ranks}" in files

@@ -1,7 +1,7 @@
 """Files that scripts/doctor.py --full makes."""
 
 import doctor_files
-import doctor_lab  # noqa: F401  # puts the folder benchmarks on the path
+import doctor_lab
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
@@ -38,3 +38,25 @@ def test_no_two_matrices_of_a_shape_are_alike(flux):
     for alike in of_shape.values():
         for index, one in enumerate(alike):
             assert not any(one.equal(other) for other in alike[:index])
+
+
+def test_the_lora_is_on_every_matrix_of_the_blocks(flux, tmp_path):
+    """In the names of the model's own file."""
+    path, strength = doctor_files.write_lora_of(flux, tmp_path / "lora.safetensors")
+    keys = set(load_file(path))
+    assert 0 < strength < 1
+    assert "transformer.single_transformer_blocks.0.proj_out.lora_B.weight" in keys
+    assert "transformer.transformer_blocks.0.ff_context.net.2.lora_A.weight" in keys
+    assert not [key for key in keys if "norm_q" in key or "x_embedder" in key]
+
+
+def test_the_lora_of_a_single_file_has_its_names():
+    """As of the tiny model, which runs on the CPU."""
+    lab = doctor_lab.Lab("cpu", 1, 10.0)
+    path, _, _ = lab.released("flux-dev")
+    lora, _ = lab.released_lora("flux-dev")
+    keys = set(load_file(lora))
+    names = {key.removeprefix("diffusion_model.").removesuffix(".lora_up.weight") for key in keys}
+    changed = {f"{name}.weight" for name in names if f"diffusion_model.{name}.alpha" in keys}
+    assert len(changed) > 10 and changed < set(load_file(path))
+    lab.close()

@@ -7,6 +7,7 @@ import re
 import shutil
 from types import SimpleNamespace
 
+import doctor_flux_files
 import doctor_lab
 import doctor_models
 import doctor_quantized
@@ -121,7 +122,7 @@ def test_checks_without_room_are_named_once_and_others_run():
             return self.flux() if kind == "nvfp4" else super().quantized(kind)
 
         def released(self, family):
-            return self.flux() if family == "wan21-t2v" else super().released(family)
+            return super().released(family) if family == "minimax-h3" else self.flux()
 
         def run(self, config, path, sample, dtype="default", matmul="auto", loras=()):
             return StubLab.run(self, config.__class__(), path, sample, dtype, "auto", loras)
@@ -160,6 +161,8 @@ def test_every_file_goes_after_its_last_use(monkeypatch):
         assert ("flux",) not in dropped or name not in doctor_runs.OF_FLUX
     assert {("quantized", kind) for kind in KINDS} < set(lab.dropped) and ("flux",) in lab.dropped
     assert {("released", family) for family in doctor_steps.SHAPES} < set(lab.dropped)
+    of_flux = {("released", "flux-dev", kind) for kind in doctor_flux_files.KINDS}
+    assert of_flux < set(lab.dropped) and not of_flux & set(dict(ran)["shapes"])  # which runs them, too
     of_quantized = {each for each in dict(ran)["shapes"] if each[0] == "quantized"}
     assert of_quantized == {("quantized", kind) for kind in KINDS}  # the largest files are made then
 

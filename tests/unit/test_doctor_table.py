@@ -13,6 +13,8 @@ def test_the_table_has_every_method_that_was_timed(capsys):
     assert rows["speed", "flux-dev", "ulysses"] == ["0.5000", "2.00", "0.50", ""]
     assert rows["speed", "flux-dev", "one rank"] == ["1.0000", "", "", ""]
     assert rows["shapes", "wan21-t2v, int8_tensorwise", "pipefusion M=2"] == ["0.5000", "2.00", "", ""]
+    with_lora = "flux-dev, int8 with a LoRA"
+    assert rows["fp8 and int8", with_lora, "pipefusion M=2"] == ["0.5000", "2.00", "", ""]
     assert rows["shapes", "minimax-h3", "ulysses"] == ["0.5000", "2.00", "", ""]
     assert rows["compiled", "flux-dev", "one rank, compiled"] == ["1.0000", "", "", ""]
     assert rows["quantized", "small Flux, int8_tensorwise", "weight only"] == ["1.0000", "", "", ""]

@@ -58,7 +58,7 @@ class SlowLab(StubLab):
 #: Checks that run requests by Lab.run, of a lab whose ranks are stand-ins.
 OF_REQUESTS = (
     *("one rank", "speed of one rank", "speed", "methods"),
-    *("compiled", "kernels", "quantized", "shapes"),
+    *("compiled", "kernels", "quantized", "fp8 and int8", "shapes"),
 )
 #: Those whose findings have another name, or that need gguf.
 UNSAID = {"speed of one rank", "dequantized once"}
@@ -115,7 +115,7 @@ def test_estimates_and_the_default_agree(time, monkeypatch):
     assert all(parts[name] >= seconds[name] - 1e-6 for name in fitting)
     enough = doctor_time.minutes_of(doctor_runs.RUNS)
     assert all(name in about.text for name in others) and f"--minutes {enough} has time for all" in about.text
-    assert {"quantized", "dequantized once"} < set(fitting)  # which most people load
+    assert {"quantized", "fp8 and int8", "dequantized once"} < set(fitting)  # which most people load
     assert doctor_time.in_order(doctor_runs.RUNS, enough) == (list(doctor_runs.RUNS), [])
     assert f"--minutes {enough}" in (doctor.ROOT / "docs" / "performance.md").read_text()
 
