@@ -220,8 +220,9 @@ class BackendProcess:
         failure = cause_among(of_ranks)
         if RAN_OUT in (silence or str(failure)):
             stop_caching_dequantized()
-        sentence = failure_sentence(silence, failure, self._agent.poll(), last_error(self.folder))
-        return f"{sentence}; its log is {self.log}.{full_disk(self.folder)}"
+        disk = full_disk(self.folder)
+        sentence = failure_sentence(silence, failure, self._agent.poll(), last_error(self.folder), disk)
+        return f"{sentence}; its log is {self.log}.{disk}"
 
     def _wait_for_report(self):
         """Wait until torchrun has written why its ranks ended, or end those that wait for another machine's:

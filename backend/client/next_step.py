@@ -45,10 +45,13 @@ _OF_SILENCES = {
 }
 
 
-def failure_sentence(silence: str, failure: RankFailure | None, status: int | None, last_error: str) -> str:
+def failure_sentence(
+    silence: str, failure: RankFailure | None, status: int | None, last_error: str, disk: str
+) -> str:
     """Return, without a full stop, why a backend ended and what to do. ``silence``: of ranks or machines;
     ``failure``: of the rank that failed first; ``status``: the launcher's exit code, None while it runs;
-    ``last_error``: in its log."""
+    ``last_error``: in its log; ``disk``: a sentence that follows on a full disk, which explains an end that
+    nothing else does."""
     ended = "The backend ended because"
     if silence:
         return _joined(f"{ended} {silence}", _after_silence(silence))
@@ -56,7 +59,8 @@ def failure_sentence(silence: str, failure: RankFailure | None, status: int | No
         return _joined(f"{ended} {failure}", _after_failure(failure))
     if status is None:
         return _joined("The backend's connection was lost while its processes still run", _LOST)
-    return _joined(f"{ended} its launcher exited with code {status}{last_error}", _after_exit(status))
+    step = "" if disk else _after_exit(status)
+    return _joined(f"{ended} its launcher exited with code {status}{last_error}", step)
 
 
 def _joined(what: str, step: str) -> str:

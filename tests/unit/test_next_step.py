@@ -32,7 +32,7 @@ SAYING = [
 
 @pytest.mark.parametrize("failure, says", AFTER, ids=str)
 def test_a_failed_rank_has_a_next_step(failure, says):
-    text = failure_sentence("", failure, 1, "")
+    text = failure_sentence("", failure, 1, "", "")
     first, step = text.split(f"{failure}; ")
     assert first == "The backend ended because " and says in step
 
@@ -40,7 +40,7 @@ def test_a_failed_rank_has_a_next_step(failure, says):
 @pytest.mark.parametrize("error", SAYING)
 def test_an_error_with_a_remedy_has_no_other(error):
     failure = RankFailure(1, 1, error)
-    assert failure_sentence("", failure, 1, "") == f"The backend ended because {failure}"
+    assert failure_sentence("", failure, 1, "", "") == f"The backend ended because {failure}"
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,20 @@ def test_an_error_with_a_remedy_has_no_other(error):
     ],
 )
 def test_silence_has_a_next_step_and_comes_before_what_followed(silence, says):
-    text = failure_sentence(silence, RankFailure(1, -9), -9, "")
+    text = failure_sentence(silence, RankFailure(1, -9), -9, "", "")
     first, step = text.split(f"{silence}; ")
     assert first == "The backend ended because " and says in step and "host memory" not in step
 
 
 def test_a_launcher_that_ended_has_a_next_step():
-    text = failure_sentence("", None, 1, " (OSError: no space)")
+    text = failure_sentence("", None, 1, " (OSError: no space)", "")
     assert text == f"The backend ended because its launcher exited with code 1 (OSError: no space); {AGAIN}"
-    assert "close what else takes host memory" in failure_sentence("", None, -9, "")
+    assert "close what else takes host memory" in failure_sentence("", None, -9, "", "")
+    full = " The disk of /tmp is full: make room there."
+    assert failure_sentence("", None, 1, "", full).endswith("exited with code 1")
+    assert "host memory" in failure_sentence("", RankFailure(1, -9), 1, "", full)
 
 
 def test_a_lost_connection_has_a_next_step():
-    text = failure_sentence("", None, None, "")
+    text = failure_sentence("", None, None, "", "")
     assert text.startswith("The backend's connection was lost while its processes still run; run it again")
