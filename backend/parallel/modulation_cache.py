@@ -22,21 +22,12 @@ from ..hardware.host_memory import HostMemory, on_device
 from ..runtime.opaque_ops import SECOND, opaque
 from . import comm
 from .mesh import Mesh
+from .modulation_chunks import embeddings_ahead, evaluations_ahead
 from .modulation_plan import ModulationPlan, equal_rows
 from .step_context import StepContext
 
 #: Calls of cached layers since the request began, by kind: what tests count.
 COMPUTED: Counter[str] = Counter()
-#: Bytes of modulation that the stage with most of it computes ahead at once.
-AHEAD = 256 * 2**20
-#: Embeddings of one sample and prompt in an evaluation, at most: a second one is of tokens with another
-#: timestep. MiniMax-H3 has up to four for all samples together.
-EMBEDDINGS_OF_A_SAMPLE = 2
-
-
-def embeddings_ahead(width: int, dtype: torch.dtype) -> int:
-    """Return how many embeddings are computed at once, if the modulation of one has ``width`` numbers."""
-    return max(1, AHEAD // max(1, width * dtype.itemsize))
 
 
 @dataclass
@@ -248,13 +239,14 @@ class LayerCache:
             self.current.context = None
             self._forget_step()
 
-    def modulate_ahead(self, embeddings: dict[str, list[Tensor]], most_samples: int):
+    def modulate_ahead(self, embeddings: dict[str, list[Tensor]], samples: int, most_samples: int):
         """Compute modulation, one GEMM a layer for as many evaluations as fit into AHEAD, or as _at_once
         says; the others follow in begin_evaluation.
 
         ``embeddings[prompt][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
-        of their tokens get. ``most_samples``: of the replica that has most; the same number on all of them,
-        else they wait for gathers that others do not make. Collective as begin_evaluation.
+        of their tokens get. ``samples``: of this replica; ``most_samples``: of the one that has most, the
+        same number on all of them, else they wait for gathers that others do not make. Collective as
+        begin_evaluation.
         """
         each: dict[tuple[str, int], Tensor] = {}
         seconds: dict[tuple[str, int], Tensor] = {}
@@ -268,19 +260,23 @@ class LayerCache:
         next_place = iter(places)
         rows = {key: tuple(next(next_place) for _ in embedding) for key, embedding in each.items()}
         count = len(next(iter(embeddings.values())))
-        at_once = self._at_once(most_samples, prompts=len(embeddings))
+        sizes = Counter[int]()
+        for (_, evaluation), embedding in each.items():
+            sizes[evaluation] += len(embedding)
+        at_once = self._at_once(max(sizes.values()), samples, most_samples)
         self.plan = ModulationPlan(different, rows, count, at_once)
         self._compute(self.plan, 0)
 
-    def _at_once(self, samples: int, prompts: int) -> int:
-        """Return how many evaluations of so many ``samples`` and ``prompts`` a chunk has where replicas
-        gather weights together; 0 where a rank takes as many as fit. How many embeddings differ is known to
-        each replica alone, and one with more chunks than others would wait for their gathers: so all count
-        as different, and a large batch has short chunks."""
+    def _at_once(self, embeddings: int, samples: int, most_samples: int) -> int:
+        """Return how many evaluations, of so many ``embeddings`` on a replica of so many ``samples``, a chunk
+        has where replicas gather weights together; 0 where a rank takes as many as fit. How many embeddings
+        differ is known to each replica alone, and one with more chunks than others would wait for their
+        gathers: so all count as different, and a large batch has short chunks."""
         if self.mesh.weights is None or self.mesh.dp.size == 1:
             return 0
-        most = embeddings_ahead(self.width, self.dtype)
-        return max(1, most // (EMBEDDINGS_OF_A_SAMPLE * samples * prompts))
+        if not any(cached.shared for cached in self.modulations):
+            embeddings = embeddings // samples * most_samples
+        return evaluations_ahead(self.width, self.dtype.itemsize, embeddings)
 
     def _different(self, every: Tensor) -> tuple[Tensor, list[int]]:
         """Return those of the embeddings (n, D) that differ, in order, and which of them each one equals."""
@@ -296,7 +292,7 @@ class LayerCache:
     def _compute(self, plan: ModulationPlan, first: int):
         """Compute modulation from evaluation ``first`` on."""
         self._forget_modulation()
-        plan.computed, chosen = plan.chunk(first, embeddings_ahead(self.width, self.dtype))
+        plan.computed, chosen = plan.chunk(first, embeddings_ahead(self.width, self.dtype.itemsize))
         places = {row: place for place, row in enumerate(chosen)}
         rows = {
             key: tuple(places[row] for row in rows)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import ParallelConfig
+from ..parallel.modulation_chunks import counted_embeddings, evaluations_ahead
 from ..parallel.wire_bytes import FULL, head_bytes
 from ..shares import relative_shares, shard_sizes
 from .machine import Machine, RequestEstimate, samples_at_once
@@ -40,7 +41,7 @@ class Cost:
         offloaded = self._offloaded() * (self.request.steps if self.request.drained else 1)
         synchronous, stale = self._steps
         in_patches = stale * self.step(self.plan.patches) if stale else 0.0
-        return synchronous * self.step(1) + in_patches + offloaded
+        return synchronous * self.step(1) + in_patches + offloaded + self._gather_ahead()
 
     @property
     def _steps(self) -> tuple[int, int]:
@@ -284,20 +285,40 @@ class Cost:
 
     def _gather_weights(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Return the seconds in which sharded weights come from the others, as they are stored, while blocks
-        before them compute, and tokens take the same links. Modulation comes once for many steps, except for
-        calls that are each their own; for replicas of many samples more often than is counted here
-        (LayerCache._at_once)."""
+        before them compute, and tokens take the same links; with modulation where a call is a request of its
+        own."""
         if not self.plan.shard_weights:
             return 0.0
-        ranks = self.plan.sharding_degree
-        rate = self.machine.neighbour(self.plan.world_size if self.plan.data_parallel_degree > 1 else ranks)
         size = sum(block.weights for block in blocks)
         if self.request.drained:
             size += sum(block.modulation for block in blocks)
-        gathered = size * (ranks - 1) / ranks / rate + self.machine.latency * len(blocks)
+        gathered = self._gathered(size, len(blocks))
         if self.machine.on_host:  # where nothing is hidden, and tokens are counted already
             return gathered
         return gathered + self._travelling(blocks, patches) + self._all_to_all(blocks, patches)
+
+    def _gathered(self, size: int, messages: int) -> float:
+        """Return the seconds in which so many bytes of sharded weights come."""
+        ranks = self.plan.sharding_degree
+        rate = self.machine.neighbour(self.plan.world_size if self.plan.data_parallel_degree > 1 else ranks)
+        return size * (ranks - 1) / ranks / rate + self.machine.latency * messages
+
+    def _gather_ahead(self) -> float:
+        """Return the seconds in which sharded weights of modulation come in a request that computes it ahead,
+        while nothing else does: as often as rank_plan's gathers_ahead counts."""
+        blocks = self.shape.blocks
+        size = sum(block.modulation for block in blocks)
+        if not self.plan.shard_weights or self.request.drained or not size:
+            return 0.0
+        embeddings = counted_embeddings(
+            self.request.prompts_per_rank(self.plan.cfg_degree),
+            self._most_samples,
+            shared=self.shape.shared_embeddings,
+            replicas=self.plan.data_parallel_degree,
+        )
+        width = sum(block.modulation_width for block in blocks)
+        at_once = evaluations_ahead(width, self.shape.itemsize, embeddings)
+        return math.ceil(self.request.steps / at_once) * self._gathered(size, len(blocks))
 
     def _hop(self, patches: int) -> float:
         """Return the seconds in which a patch goes to the next stage."""

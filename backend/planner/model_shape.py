@@ -28,6 +28,8 @@ class BlockShape:
     weights: int
     #: Bytes of adaLN layers.
     modulation: int = 0
+    #: Numbers of its modulation that are computed from one embedding.
+    modulation_width: int = 0
     #: Bytes of the quantized weights once they are dequantized.
     unpacked: int = 0
     #: Bytes read and written to dequantize them, and the kernels that this starts.
@@ -123,7 +125,8 @@ class ModelShape:
     values have fewer than queries. static_text: keys and values of the text are kept through a request.
     kv_heads: of keys and values; 0 for as many as queries have. padded_prompt: tokens to which a shorter
     prompt is padded before cross-attention. image_features: tokens of an image that cross-attention usually
-    reads next to the prompt."""
+    reads next to the prompt. shared_embeddings: of an evaluation, from which modulation of all samples and
+    prompts is computed; 0 where each has its own."""
 
     name: str
     family: str
@@ -149,6 +152,7 @@ class ModelShape:
     kv_heads: int = 0
     padded_prompt: int = 0
     image_features: int = 0
+    shared_embeddings: int = 0
 
     def __hash__(self) -> int:
         return self._hash

@@ -11,6 +11,7 @@ from ..loading.checkpoint import Checkpoint
 from ..quantization.kernels import MatmulChoice
 from ..units import blocks_text, megabytes
 from .activations import activation_bytes
+from .modulation import gathers_ahead, modulation_bytes
 from .request_size import RequestSize
 from .traffic import sent
 from .workload import MeshPlace, Workload
@@ -27,7 +28,7 @@ class RankPlan:
     modulation_bytes: the most modulation that is cached at once, for one prompt that all samples share.
     activation_bytes: an estimate (activations.py). bytes_per_step: in the steady state, by mechanism;
     "weights" are those that others gather in a forward of each prompt, without what is outside of blocks
-    (once a request), and with modulation where it is not computed ahead.
+    (once a request), and with modulation where it is not computed ahead, or for a part of the steps.
     """
 
     rank: int
@@ -121,6 +122,8 @@ def _plan(work: Workload, rank: int, place: MeshPlace) -> RankPlan:
     traffic = sent(work, place, patches)
     forwards = 1 if work.request.drained else work.prompts_per_rank  # a call has its prompts in one
     traffic["weights"] = weights.sent * forwards  # which torch sends: comm.SENT lacks them
+    if weights.sent_ahead and (gathers := gathers_ahead(work)) > 1:
+        traffic["weights"] += weights.sent_ahead * gathers // work.request.calls
     return RankPlan(
         rank=rank,
         place=place,
@@ -133,7 +136,7 @@ def _plan(work: Workload, rank: int, place: MeshPlace) -> RankPlan:
         gathered_bytes=weights.gathered,
         host_bytes=weights.host,
         kv_bytes=work.kv_bytes(place, blocks, patches),
-        modulation_bytes=work.modulation_bytes(place),
+        modulation_bytes=modulation_bytes(work, place),
         activation_bytes=activation_bytes(work, place),
         bytes_per_step={name: size for name, size in traffic.items() if size},
     )

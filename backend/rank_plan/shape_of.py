@@ -23,6 +23,7 @@ from ..quantization.matmul import NATIVE_FORMATS, RULES
 from ..runtime.opaque_ops import compiles_on_gpus
 from ..runtime.torch_version import unshardable
 from .activations import FIRST, activations_of
+from .modulation import shared_embeddings
 from .request_size import RequestSize
 from .weights import HeldParameter, held_parameters, planned_scratch_bytes
 from .workload import Workload
@@ -77,6 +78,7 @@ class _Measured:
             padded_prompt=family.cache.padded_prompt,
             image_features=family.conditioning.image_features(config, None),
             kv_heads=self._kv_heads,
+            shared_embeddings=shared_embeddings(family),
         )
 
     def _work(self, tensor: int = 1) -> Workload:
@@ -208,6 +210,7 @@ class _Measured:
             text_pairs=text_pairs,
             weights=sizes["weights"],
             modulation=sizes["modulation"],
+            modulation_width=self._modulation_width(index),
             unpacked=sizes["unpacked"],
             dequantizing=sizes["dequantizing"],
             kernels=sizes["kernels"],
@@ -245,6 +248,11 @@ class _Measured:
         if not self.checkpoint.family.cache.prompt_layers:
             return 0
         return sum(call.kv_width for call in self.checkpoint.attention_calls[index] if call.keys == PROMPT)
+
+    def _modulation_width(self, index: int) -> int:
+        """Return the features of a block's modulation."""
+        layers = self.checkpoint.modulation[self.checkpoint.block_names[index]]
+        return sum(self._one_rank.features(layer, FIRST) for layer in layers)
 
     @cached_property
     def _kv_heads(self) -> int:

@@ -77,13 +77,15 @@ class HeldParameter:
 class HeldWeights:
     """Bytes of a rank's weights: on the ``device``, waiting on the ``host``; ``scratch``: where quantized
     ones are dequantized, one at a time, or multiplied some tokens at a time; ``gathered``: whole weights
-    while a block runs under FSDP; ``sent``: what the rank sends for that in one forward."""
+    while a block runs under FSDP; ``sent``: what the rank sends for that in one forward; ``sent_ahead``: for
+    modulation that is computed ahead, once."""
 
     device: int
     host: int
     scratch: int
     gathered: int = 0
     sent: int = 0
+    sent_ahead: int = 0
 
 
 def held_parameters(
@@ -201,9 +203,7 @@ def gathered_bytes(held: list[HeldParameter], modulation: Container[str], is_ahe
     return whole[None] + most
 
 
-def sent_shards(held: list[HeldParameter], ranks: int, ahead: Container[str]) -> int:
-    """Count what a rank sends to the others of ``ranks`` when FSDP2 gathers all blocks once: its shards, as
-    long as the first rank's. What is outside of blocks is gathered once a request, and so is modulation whose
-    modules are computed ``ahead``."""
-    shards = (each.shard(0, ranks) for each in held if each.block is not None and each.module not in ahead)
-    return (ranks - 1) * sum(shards)
+def sent_shards(held: list[HeldParameter], ranks: int) -> int:
+    """Count what a rank sends to the others of ``ranks`` when FSDP2 gathers what is ``held`` once: its
+    shards, as long as the first rank's."""
+    return (ranks - 1) * sum(each.shard(0, ranks) for each in held)

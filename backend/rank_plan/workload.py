@@ -14,7 +14,7 @@ from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..parallel.block_cost import PROMPT, AttentionCall, LayerTokens, latents_of
 from ..parallel.matrix_cuts import Shard, head_groups
-from ..parallel.modulation_cache import embeddings_ahead, layer_features
+from ..parallel.modulation_cache import layer_features
 from ..parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..parallel.wire_bytes import kv_heads_sent
@@ -208,9 +208,14 @@ class Workload:
         ranks = self.config.sharding_degree
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
         ahead = self.modulation if self.modulates_ahead else frozenset()
-        device = sum(each.shard(rank, ranks) for each in here)
-        gathered = gathered_bytes(here, self.modulation, self.modulates_ahead)
-        return replace(whole, device=device, gathered=gathered, sent=sent_shards(here, ranks, ahead))
+        in_blocks = [each for each in here if each.block is not None]
+        return replace(
+            whole,
+            device=sum(each.shard(rank, ranks) for each in here),
+            gathered=gathered_bytes(here, self.modulation, self.modulates_ahead),
+            sent=sent_shards([each for each in in_blocks if each.module not in ahead], ranks),
+            sent_ahead=sent_shards([each for each in in_blocks if each.module in ahead], ranks),
+        )
 
     def _on_stage(self, tp: int, stage: int) -> tuple[list[HeldParameter], HeldWeights]:
         """Return the parameters of a ``stage`` on the ``tp``-th rank of a tensor-parallel group, and their
@@ -313,18 +318,8 @@ class Workload:
             tokens += self.request.image_features
         return 2 * more * width * tokens * self.dtype.itemsize
 
-    def modulation_bytes(self, place: MeshPlace) -> int:
-        """Count the bytes of modulation cached at once; of one evaluation of all samples at least where
-        replicas shard their weights."""
-        widths = self._modulation_widths[place["tp"]]
-        ahead = embeddings_ahead(max(widths), self.dtype)
-        most = min(self.request.calls * self.prompts_per_rank, max(self.prompts_per_rank, ahead))
-        if self.config.shard_weights and self.config.data_parallel_degree > 1:
-            most = max(most, self.batch * self.prompts_per_rank)
-        return most * widths[place["pp"]] * self.dtype.itemsize
-
     @cached_property
-    def _modulation_widths(self) -> list[list[int]]:
+    def modulation_widths(self) -> list[list[int]]:
         """Return the features of every stage's modulation, for each rank of a tensor-parallel group."""
         names = self.checkpoint.block_names
         of_blocks = [self.checkpoint.modulation[name] for name in names]

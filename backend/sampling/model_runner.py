@@ -198,7 +198,7 @@ class Runner:
         embeddings = {
             name: [embedding(StepContext(name, index, every)) for index in self.times] for name in prompts
         }
-        model.cache.modulate_ahead(embeddings, self.request.most_samples)
+        model.cache.modulate_ahead(embeddings, len(latent), self.request.most_samples)
         if len(latent) > 1:  # the steps of a pipeline take samples one by one
             model.cache.forget_answers()
 

@@ -31,7 +31,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora_keys import lora_stack
-from backend.parallel import compiled_blocks, fsdp, mesh, modulation_cache, tensor_parallel, ulysses_ring
+from backend.parallel import compiled_blocks, fsdp, mesh, modulation_chunks, tensor_parallel, ulysses_ring
 from backend.parallel.ring_library import ring_library
 from backend.rank_plan import RequestSize, describe
 from backend.sampling.step_loop import Callbacks
@@ -205,7 +205,7 @@ def of_call(engine: Engine, each: Run, reference) -> dict | None:
 
 def together(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
     """The runs on scaled fp8, whose modulation in host memory is asked for it at every step."""
-    modulation_cache.AHEAD = 1
+    modulation_chunks.AHEAD = 1
     path, found = str(Path(checkpoint).with_name("fp8.safetensors")), []
     reference = SingleProcess(path) if rank == 0 else None
     for each in chosen:
@@ -222,7 +222,7 @@ def together(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
 def with_compiled(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
     """The runs with compiled blocks after the same without; of ranks with the same blocks one traces."""
     compiled_blocks.BACKEND = "eager"  # what is traced, without minutes of a C++ compiler
-    modulation_cache.AHEAD = 1  # layers in host memory are asked at every step
+    modulation_chunks.AHEAD = 1  # layers in host memory are asked at every step
     fp8, found = str(Path(checkpoint).with_name("fp8.safetensors")), []
     for each in chosen:
         engine, _ = arranged(None, each.config, checkpoint if each.variant == flux_cases.COMPILED else fp8)

@@ -69,6 +69,7 @@ STDLIB_ONLY = (
     "backend.runtime.parent_pipe",
     "backend.loading.allowed_folders",
     "backend.loading.regular_files",
+    "backend.parallel.modulation_chunks",
     "backend.parallel.stage_split",
     "backend.parallel.wire_bytes",
     "backend.planner.auto_config",

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.parallel import fsdp, modulation_cache
+from backend.parallel import fsdp, modulation_cache, modulation_chunks
 from backend.parallel.mesh import Axis, single
-from backend.parallel.modulation_cache import LayerCache
+from backend.parallel.modulation_cache import CachedLayer, LayerCache
 from backend.parallel.pipeline_stage import StageDone
 from backend.sampling.model_runner import running
 from backend.sampling.request import Request
@@ -39,7 +39,7 @@ def test_replicas_gather_modulation_equally_often(monkeypatch, shares, samples):
     """Embeddings of one replica are alike, so more of its evaluations would fit than of the other, whose
     embeddings differ. It has as many samples, or more."""
     evaluations, width = 12, 8
-    monkeypatch.setattr(modulation_cache, "AHEAD", 16 * 4 * width)
+    monkeypatch.setattr(modulation_chunks, "AHEAD", 16 * 4 * width)
     assert shard_sizes(sum(samples), count=2, shares=shares) == [*samples]
     request = SimpleNamespace(config=SimpleNamespace(data_parallel_degree=2), batch=sum(samples))
     request.config.shares_of = lambda axis: shares
@@ -50,13 +50,34 @@ def test_replicas_gather_modulation_equally_often(monkeypatch, shares, samples):
         mesh = replace(single(), dp=dp, weights=cast(Any, "of both"))
         cache = LayerCache(mesh.device, torch.float32, mesh, width=width)
         every = torch.randn(evaluations, own, 4) if index else torch.ones(evaluations, own, 4)
-        cache.modulate_ahead({"positive": [*every]}, most)
+        cache.modulate_ahead({"positive": [*every]}, own, most)
         assert cache.plan is not None
         ends.append([])
         for evaluation in range(evaluations):
             cache.begin_evaluation(evaluation)
             ends[index].append(cache.plan.computed)
-    assert ends[0] == ends[1] and len({*ends[0]}) == evaluations // (16 // (2 * most))
+    assert ends[0] == ends[1] and len({*ends[0]}) == -(-evaluations // (16 // most))
+
+
+@pytest.mark.parametrize(
+    "rows, most_samples, second, shared",
+    [(2, 4, False, False), (4, 2, False, False), (2, 2, True, False), (4, 9, False, True)],
+    ids=["of another replica", "two of a sample", "second", "shared"],
+)
+def test_all_embeddings_of_an_evaluation_count(monkeypatch, rows, most_samples, second, shared):
+    """Four, on a replica of two samples: as many a sample on that which has most, those of a second timestep
+    too, but those that all samples share, as MiniMax-H3's, once."""
+    width, samples = 8, 2
+    monkeypatch.setattr(modulation_chunks, "AHEAD", 2 * 4 * 4 * width)
+    dp = Axis(None, rank=0, size=2, ranks=(0, 1))
+    mesh = replace(single(), dp=dp, weights=cast(Any, "of both"))
+    cache = LayerCache(mesh.device, torch.float32, mesh, width=width)
+    cache.layers.append(CachedLayer(nn.Linear(4, width), "modulation", cache.current, shared))
+    embeddings = [torch.randn(rows, 4) for _ in range(5)]
+    for embedding in embeddings if second else ():
+        cast(Any, embedding).second = torch.randn(rows, 4)
+    cache.modulate_ahead({"positive": embeddings}, samples, most_samples)
+    assert cache.plan is not None and cache.plan.computed == 2
 
 
 def test_modulation_is_gathered_apart():

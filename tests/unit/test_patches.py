@@ -12,7 +12,7 @@ from tolerance import assert_same_bits, assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.parallel import attention_kernels, mesh, modulation_plan
+from backend.parallel import attention_kernels, mesh, modulation_chunks, modulation_plan
 from backend.parallel import modulation_cache as cached
 from backend.parallel.attention_hook import Attention
 from backend.parallel.sequence import SequenceLengths, Span, patches
@@ -209,7 +209,7 @@ def test_modulation_ahead_is_bounded(engine, monkeypatch, case, calls):
     whole, most = simulate(engine, case, num_pipeline_patch=2), engine.models["tiny"].cache.most_bytes
     levels = len(golden_request(case)[0].tensors["sigmas"]) - 1
     assert most == 2 * levels * ROW
-    monkeypatch.setattr(cached, "AHEAD", 4 * ROW + 1)
+    monkeypatch.setattr(modulation_chunks, "AHEAD", 4 * ROW + 1)
     assert_ulps(simulate(engine, case, num_pipeline_patch=2), whole, BLOCKS * calls)
     assert engine.models["tiny"].cache.most_bytes == 4 * ROW
     assert cached.COMPUTED["modulation"] == LAYERS * -(-levels // 2)

@@ -15,7 +15,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
-from backend.parallel.modulation_cache import AHEAD
+from backend.parallel.modulation_chunks import AHEAD
 from backend.rank_plan import RequestSize, describe, weights, workload
 from backend.rank_plan.request_size import size_of
 from backend.sampling.step_loop import Callbacks
@@ -93,7 +93,7 @@ def test_offloaded_modulation_is_counted_apart(checkpoint):
 
 
 def test_modulation_ahead_has_a_row_a_call_and_prompt(checkpoint):
-    """Up to modulation_cache.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever
+    """Up to modulation_chunks.AHEAD; samples share theirs, and a stage has those of its own blocks, whoever
     computes them. FSDP shards modulation apart, and computes it ahead too."""
     row = 4 * WIDTH * (DOUBLE * 2 * 6 + SINGLE * 3)
 
