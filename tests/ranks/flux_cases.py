@@ -12,6 +12,7 @@ from ranks.flux_requests import (
     LORA,
     MIXED,
     MIXED_HEUN,
+    OWN_PROMPTS,
     SHORT_NEGATIVE,
     STALE_STEPS,
     STEPS,
@@ -111,6 +112,10 @@ def has_lora_case(world: int, config: ParallelConfig) -> bool:
 #: compiled blocks after others, of plain and of scaled fp8.
 CALL, FP8 = "model call", "LoRA on fp8"
 COMPILED, COMPILED_FP8 = "compiled blocks", "compiled blocks on fp8"
+#: Modulation that replicas of sharded weights compute for so many evaluations at once, and the most
+#: embeddings that one of their evaluations has: of three samples and two prompts.
+CHUNKS, EVALUATIONS_AHEAD, EMBEDDINGS = "modulation in chunks", 2, 3 * 2
+CHUNKED = ParallelConfig(data_parallel_degree=2, shard_weights=True)
 #: Ways to hold weights that meet in one model: scaled fp8 with LoRAs, sharded, and in stages with the
 #: modulation in host memory.
 TOGETHER = (
@@ -292,6 +297,8 @@ def runs() -> list[Run]:
                     if config.cfg_degree == 1 or has_negative(case)
                 ]
             found += packed_runs(config)
+            if config == CHUNKED:
+                found.append(Run(config, CHUNKS, Case(OWN_PROMPTS, STEPS - 1), config))
             if has_lora_case(world, config):
                 found.append(Run(config, LORA, Case(LORA, FEW), replace(config, num_pipeline_patch=1)))
             calls = CALLS if world == 2 else [UNEVEN_CALL]

@@ -17,6 +17,9 @@ CFG_PP = "euler_ancestral_cfg_pp"
 MIXED, MIXED_HEUN = "mixed prompts", "mixed prompts, heun"
 #: A batch that no number of replicas here divides.
 UNEVEN_BATCH = "batch of 5"
+#: The same, with other prompts for the last two samples: of 2 replicas one has samples of one prompt, the
+#: other one of two.
+OWN_PROMPTS = "batch of 5, own prompts"
 #: A batch of which 2 replicas have equal parts, so that describe() can be held to what is counted.
 EVEN_BATCH = "batch of 2"
 #: With LoRAs of every kind in the weights.
@@ -80,9 +83,18 @@ def mixed_prompts(solver: str):
     )
 
 
+def own_prompts():
+    """Three samples of one prompt, and two of a prompt each, which modulation is computed from."""
+    sample = batch_request(5)
+    factors = torch.tensor([1.0, 1.0, 1.0, 0.5, 2.0])[:, None]
+    pooled = {f"{side}.y": sample.tensors[f"{side}.y"][:1] * factors for side in ("positive", "negative")}
+    return replace(sample, tensors=sample.tensors | pooled)
+
+
 #: Name of a case that is no golden one -> its request.
 MADE = {
     UNEVEN_BATCH: lambda: batch_request(5),
+    OWN_PROMPTS: own_prompts,
     EVEN_BATCH: lambda: batch_request(2, "size20x12"),
     LORA: lambda: batch_request(2),
     SHORT_NEGATIVE: short_negative,

@@ -7,7 +7,6 @@ main(CHECKPOINT, [ids of runs], OUT.json)
 import itertools
 import json
 import os
-from collections import Counter
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from operator import attrgetter
@@ -19,7 +18,8 @@ import torch.distributed as dist
 from families import golden, model_call
 from ranks import flux_cases
 from ranks.compiled import compare
-from ranks.flux_cases import CALL, CALLS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
+from ranks.described import described
+from ranks.flux_cases import CALL, CALLS, CHUNKS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
 from ranks.flux_requests import FEW, LORA, Case, request_of
 from ranks.share_cases import write_wide
 from ranks.wire_cases import merged, rounding
@@ -29,11 +29,10 @@ from torch.distributed.tensor import DTensor
 from backend import engine as engine_module
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.checkpoint import Checkpoint
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import compiled_blocks, fsdp, mesh, modulation_chunks, tensor_parallel, ulysses_ring
+from backend.parallel.modulation_cache import COMPUTED
 from backend.parallel.ring_library import ring_library
-from backend.rank_plan import RequestSize, describe
 from backend.sampling.step_loop import Callbacks
 
 
@@ -85,25 +84,6 @@ def call(engine: Engine, case: str):
     request = model_call(golden("flux-dev__size20x12")[0], "flux", CALLS[case])
     engine.check_forward(request)
     return engine.forward(request)
-
-
-def described(
-    config: ParallelConfig, checkpoint: Checkpoint, steps: int, batch: int, dtype: torch.dtype | None = None
-) -> list[dict[str, int]]:
-    """What describe() says that every rank sends in ``steps`` of 60 image and 12 text tokens, and keeps of
-    modulation. Weights are sent by torch, which counts none; the dry runs do (test_scaling_page.py)."""
-    plans = describe(config, checkpoint, RequestSize(60, 12, batch, calls=steps), dtype)
-    # these send each other their results and last predictions, of (16, 20, 12) a sample, once a request
-    replicas = config.data_parallel_degree
-    once = {"outputs": 2 * (replicas - 1) * batch // replicas * 16 * 20 * 12 * 4} if replicas > 1 else {}
-    return [
-        dict(
-            Counter({name: steps * size for name, size in plan.bytes_per_step.items() if name != "weights"})
-            + Counter(once)
-        )
-        | {KEPT: plan.modulation_bytes}
-        for plan in plans
-    ]
 
 
 def of_all_ranks(value) -> list:
@@ -186,6 +166,18 @@ def of_request(engine: Engine, each: Run, reference) -> dict | None:
         "sent": sent,
         "described": described_,
     }
+
+
+def in_chunks(engine: Engine, each: Run, reference) -> dict | None:
+    """What modulation in chunks is judged by, on rank 0: how many each rank computes, too."""
+    cache = engine.models["tiny"].cache
+    ahead = cache.width * cache.dtype.itemsize * flux_cases.EMBEDDINGS * flux_cases.EVALUATIONS_AHEAD
+    with mock.patch.object(modulation_chunks, "AHEAD", ahead):
+        samples, _ = run(engine, each.varied, each.case)
+    everyone = of_all_ranks(COMPUTED["modulation"] / len(cache.modulations))
+    if reference is None:
+        return None
+    return {"relative": relative(samples, reference(each.case)), "chunks": everyone}
 
 
 def of_loras(engine: Engine, each: Run, checkpoint: str, reference) -> dict | None:
@@ -323,6 +315,8 @@ def main(checkpoint: str, selected: list[str], out: str):
                 row = of_call(engine, each, reference)
             elif each.variant == LORA:
                 row = of_loras(engine, each, checkpoint, reference)
+            elif each.variant == CHUNKS:
+                row = in_chunks(engine, each, reference)
             else:
                 row = of_request(engine, each, reference)
             if row:

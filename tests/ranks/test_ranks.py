@@ -11,9 +11,11 @@ from launch import run_ranks
 from loras import write_mixed
 from quantized import legacy_fp8
 from ranks.flux_cases import (
+    CHUNKS,
     COMPILED,
     COMPILED_FP8,
     COUNTED,
+    EVALUATIONS_AHEAD,
     FP8,
     LIKE_OTHERS,
     UNDESCRIBED,
@@ -88,6 +90,8 @@ def test_configuration(run, rank_programs):
         check_stale(run, row)
     else:
         check_exact(run, row)
+    if run.variant == CHUNKS:
+        assert row["chunks"] == [math.ceil(run.case.steps / EVALUATIONS_AHEAD)] * run.ranks
     if row.get("described") is not None:
         check_bytes_sent(row)
     if "bytes_read" in row and not run.config.shares:  # of another model
