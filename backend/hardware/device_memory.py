@@ -169,6 +169,11 @@ class DeviceMemory:
         """The device's name, as device_name gives it."""
         return device_name(self.device)
 
+    @property
+    def is_host(self) -> bool:
+        """Return whether weights that wait in host memory lie in the same memory."""
+        return self.device.type == "cpu" or is_unified(self.device)
+
     def free(self) -> int:
         """Count what every process on the device may still allocate. On the CPU what the machine has left,
         swap included."""

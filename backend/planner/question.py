@@ -90,7 +90,7 @@ class Question:
     def _tightest(self, plan: ParallelConfig) -> Tightest:
         """Find the rank with least to spare."""
         rooms = self.machine.rooms(plan.world_size)
-        models = (self.shape, plan, self.request, self.others)
+        models = (self.shape, self._in_memory(plan), self.request, self.others)
         are_alike = not plan.shares and len(set(rooms)) == 1
         ranks = [held(*models)] if are_alike else held_by_rank(*models)
         sizes = [each.bytes for each in ranks]
@@ -102,6 +102,11 @@ class Question:
             likely=room + beyond,
             besides_weights=max(each.likely - each.weights for each in ranks),
         )
+
+    def _in_memory(self, plan: ParallelConfig) -> ParallelConfig:
+        """Return the plan by which memory is counted: where it is the host's, too, no weights leave it."""
+        leaves = self.swaps.parks(plan) and not self.machine.on_host
+        return plan if leaves else replace(plan, offload_modulation=False)
 
     def _shares(self, ranks: int) -> list[str]:
         """Return the shares to try for so many ranks: the user's, else by speed, by memory and equal ones
@@ -143,7 +148,8 @@ class Question:
             # in per cents of an even share: a few tokens more leave the weights where they are
             whole = 100 * len(shares) / sum(shares)
             plan = replace(plan, shares=written([round(whole * each) or 1 for each in shares]))
-            sizes = [each.bytes for each in held_by_rank(asked.shape, plan, self.request, asked.others)]
+            models = (asked.shape, asked._in_memory(plan), self.request, asked.others)
+            sizes = [each.bytes for each in held_by_rank(*models)]
             if all(size <= room for size, room in zip(sizes, rooms)):
                 break
             shares = [share * room / size for share, room, size in zip(shares, rooms, sizes)]

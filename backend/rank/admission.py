@@ -3,7 +3,7 @@ gather what is free, in one round of a few integers; rank 0 adds what each needs
 same from the same numbers: either all go on, or none does and the backend stays up."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from ..quantization.dequantized_cache import may_cache_dequantized
 from ..quantization.kernels import MatmulChoice
 from ..quantization.packed_weight import scratch_bytes
 from ..rank_plan.describe import RankPlan, describe
-from ..rank_plan.need import Need, load_need, request_need
+from ..rank_plan.need import Need, load_need, request_need, weight_need
 from ..rank_plan.remedies import fitting
 from ..rank_plan.request_size import RequestSize
 from ..sampling.model_inputs import ModelInputs
@@ -132,18 +132,19 @@ class Planned:
             needs[rank] = Need(needs[rank].least + size, needs[rank].likely + size)
         return replace(self, needs=needs, parked=parked)
 
-    def shortage(self, memories: list[RankMemory], short: RankMemory, parks: bool) -> str:
-        """Say which rank lacks how much, and with which settings it would fit. ``parks``: as in fitting."""
+    def shortage(self, memories: list[RankMemory], short: RankMemory, is_host: Sequence[bool]) -> str:
+        """Say which rank lacks how much, and with which settings it would fit. ``is_host``: as in fitting."""
         plan = None
         what = ("to load this model", "nothing is loaded")
         if self.is_loaded:
             plan = self.plans[short.rank]
             what = ("for this request", "nothing was run")
         stays = [self.is_loaded and rank not in self.parked for rank in range(len(self.plans))]
-        held = [plan.weight_bytes if own else 0 for plan, own in zip(self.plans, stays)]
+        sizes = map(weight_need, self.plans, is_host)
+        held = [size if own else 0 for size, own in zip(sizes, stays)]
         capacity = [memory.free + memory.cached + own for memory, own in zip(memories, held)]
         about = (self.config, self.checkpoint, self.size, self.dtype)
-        remedies = fitting(*about, capacity, self.choices, parks)
+        remedies = fitting(*about, capacity, self.choices, is_host)
         remedy = NO_SETTING if not remedies else f"It would fit with {', or '.join(remedies)}."
         returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
         return f"{_shortage(short, *what, plan, returning)} {remedy}"
@@ -152,15 +153,15 @@ class Planned:
 class Admission:
     """One backend's rounds. Every rank makes one at the same time as the others."""
 
-    def __init__(self, config: ParallelConfig, control: ControlChannel, memory: DeviceMemory, parks=True):
+    def __init__(self, config: ParallelConfig, control: ControlChannel, memory: DeviceMemory):
         self.config = config
-        self.parks = parks
         self.control = control
         self.memory = memory
-        #: Name of every rank's memory.
-        names: list[str] = control.all_gather_object(memory.name)
+        gathered: list[tuple[str, bool]] = control.all_gather_object((memory.name, memory.is_host))
         #: Name of each rank's memory: its own where torch does not name it.
-        self.names = [name or f"that of rank {rank}" for rank, name in enumerate(names)]
+        self.names = [name or f"that of rank {rank}" for rank, (name, _) in enumerate(gathered)]
+        #: Whether each rank's memory is the host's.
+        self.is_host = [is_host for _, is_host in gathered]
         #: The requests that were planned last: a warm run plans nothing, nor does one of two experts.
         self._plans: deque[tuple[Checkpoint, tuple, list[RankPlan]]] = deque(maxlen=CACHED_PLANS)
         #: Whether weights may take what is left: not once a request next to them needed more than was likely.
@@ -172,7 +173,8 @@ class Admission:
         """Plan a load on every rank; ``dtype``: of its weights. Raises ConfigError, UnsupportedError."""
         plans = describe(self.config, checkpoint, TYPICAL, dtype)
         mapped = dtype == checkpoint.dtype or checkpoint.is_quantized
-        needs = [load_need(plan, self.memory.device.type, mapped) for plan in plans]
+        kind = self.memory.device.type
+        needs = [load_need(plan, kind, mapped, own) for plan, own in zip(plans, self.is_host)]
         return Planned(self.config, checkpoint, TYPICAL, dtype, plans, needs, is_loaded=False)
 
     def plan_request(
@@ -227,7 +229,7 @@ class Admission:
             text = _shortage(short[0], *what)
             others = " Other models are on the ranks; unload them." if planned and planned.others else ""
             raise InsufficientMemory(text + others, lacking)
-        raise InsufficientMemory(planned.shortage(memories, short[0], self.parks), lacking)
+        raise InsufficientMemory(planned.shortage(memories, short[0], self.is_host), lacking)
 
     def prepare(
         self,

@@ -59,7 +59,7 @@ class Worker:
         capabilities = self.control.all_gather_object(list(self.engine.capabilities))
         self.engine.capabilities = {(major, minor) for of_rank in capabilities for major, minor in of_rank}
         self.engine.parks = all(self.control.all_gather_object(self.engine.parks))
-        self.admission = Admission(begun.config, self.control, self.engine.memory, self.engine.parks)
+        self.admission = Admission(begun.config, self.control, self.engine.memory)
         self.reports: dict[str, list[dict]] = {}
         #: Attention kernel, type, head size, with log-sum-exp? -> why requests are refused; empty: they run.
         self.tried: dict[tuple, str] = {}
@@ -342,7 +342,7 @@ class Worker:
             ) from error
         meshes.close(old)
         self.control = ControlChannel(self.mesh.control)
-        self.admission = Admission(config, self.control, self.engine.memory, self.engine.parks)
+        self.admission = Admission(config, self.control, self.engine.memory)
         self.forget_unloaded()
         self.reports = {
             key: self.control.all_gather_object(self.engine.models[key].report.as_dict())

@@ -1,6 +1,6 @@
 """Settings with which a load or a request that does not fit would: each is planned, none is guessed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from ..planner.config_changes import dividing_weights, settings
 from ..quantization.kernels import MatmulChoice
 from ..sampling.validation import check_degrees
 from .describe import describe
-from .need import request_need
+from .need import request_need, weight_need
 from .request_size import RequestSize
 
 #: Bits of a value in quantized files, scales included: fp8 and Q8_0, then Q4_K.
@@ -63,21 +63,22 @@ def fitting(
     size: RequestSize,
     dtype: torch.dtype,
     capacity: list[int],
-    choices: Mapping[str, MatmulChoice] | None = None,
-    parks: bool = True,
+    choices: Mapping[str, MatmulChoice] | None,
+    is_host: Sequence[bool],
 ) -> list[str]:
     """Return the first MAX_REMEDIES remedies with which weights and request fit into the ``capacity`` of
     every rank, in bytes; each likely need counts, so that what is named does run. ``choices``: as in
-    describe; ``parks``: as in remedies."""
+    describe; ``is_host``: of each rank, as in weight_need."""
     texts = []
-    for remedy in remedies(config, size, checkpoint.is_quantized, parks):
+    for remedy in remedies(config, size, checkpoint.is_quantized, parks=not any(is_host)):
         try:
             check_degrees(checkpoint, remedy.config.validate())
             of_file = None if remedy.bits else choices  # another file multiplies otherwise
             plans = describe(remedy.config, checkpoint, remedy.size, dtype, of_file, remedy.bits)
         except (ConfigError, UnsupportedError):
             continue  # the model or the other settings forbid it
-        needs = (plan.weight_bytes + request_need(plan).likely for plan in plans)
+        weights = map(weight_need, plans, is_host)
+        needs = (size + request_need(plan).likely for size, plan in zip(weights, plans))
         if all(need <= room for need, room in zip(needs, capacity)):
             texts.append(remedy.text)
         if len(texts) == MAX_REMEDIES:

@@ -9,12 +9,15 @@ GB = 10**9
 
 
 class FakeMemory:
-    """Stands in for device_memory.DeviceMemory on a GPU named ``name``. release(): what was cached is free
-    then."""
+    """Stands in for device_memory.DeviceMemory on a GPU named ``name``, whose memory is the host's where it
+    ``is_unified``. release(): what was cached is free then."""
 
-    def __init__(self, free: int, cached: int = 0, name: str = "GPU-0", kind: str = "cuda"):
+    def __init__(
+        self, free: int, cached: int = 0, name: str = "GPU-0", kind: str = "cuda", is_unified: bool = False
+    ):
         self.device = torch.device(kind)
         self.name = name
+        self.is_host = is_unified or kind == "cpu"
         self.bytes_free = free
         self.bytes_cached = cached
         self.released = 0

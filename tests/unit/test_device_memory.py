@@ -79,8 +79,8 @@ def test_memory_that_gpu_and_host_share_is_what_the_host_has(monkeypatch, hip, d
     unified(monkeypatch, hip, device, host)
     monkeypatch.setattr(device_memory, "memory_limits", lambda: [(1, 0)])
     assert DeviceMemory(GPU).free() == free * GB
-    assert device_memory.is_unified(GPU) == is_shared
-    assert not device_memory.is_unified(torch.device("cpu"))
+    assert device_memory.is_unified(GPU) == DeviceMemory(GPU).is_host == is_shared
+    assert not device_memory.is_unified(torch.device("cpu")) and DeviceMemory(torch.device("cpu")).is_host
 
 
 def test_cuda_need_not_say_what_is_free_of_memory_that_is_the_hosts(monkeypatch):

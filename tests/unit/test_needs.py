@@ -118,6 +118,42 @@ def test_weights_that_stay_in_the_file_are_no_least_need():
 
 
 @pytest.mark.parametrize(
+    "kind, is_unified, stays", [("cuda", False, False), ("cuda", True, True), ("cpu", False, True)]
+)
+def test_offloaded_modulation_counts_where_host_memory_is_the_devices(flux, kind, is_unified, stays):
+    """It lies there all the same: a load needs as much with offload_modulation as without."""
+    memory = FakeMemory(80 * GB, kind=kind, is_unified=is_unified)
+    needs = []
+    for offload in (False, True):
+        own = Admission(ParallelConfig(offload_modulation=offload), Alone(), memory)
+        needs.append(own.plan_load(flux, torch.float32).needs[0])
+    (plan,) = describe(ParallelConfig(offload_modulation=True), flux, RequestSize(), torch.float32)
+    assert plan.host_bytes > 0
+    assert (
+        needs[0].least - needs[1].least
+        == needs[0].likely - needs[1].likely
+        == (0 if stays else plan.host_bytes)
+    )
+
+
+def test_unified_memory_is_not_said_to_fit_by_offloading(flux):
+    """Nor a setting next to it, without what it leaves there: here all of the modulation."""
+    offloading = ParallelConfig(offload_modulation=True)
+    (plan,) = describe(offloading, flux, RequestSize(), BF16)
+    free = plan.weight_bytes + 5 * GB  # enough for a request, were modulation elsewhere
+    said = []
+    for is_unified in (False, True):
+        own = Admission(replace(offloading, device="cuda"), Alone(), FakeMemory(free, is_unified=is_unified))
+        planned = own.plan_load(flux, BF16)
+        try:
+            own.check(planned)
+            said.append("")
+        except InsufficientMemory as error:
+            said.append(str(error))
+    assert said[0] == "" and "It would fit with an 8-bit file" in said[1]
+
+
+@pytest.mark.parametrize(
     "name, kind, dtype, fits",
     [
         ("saved__flux1-dev", "cpu", BF16, True),

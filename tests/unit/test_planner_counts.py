@@ -160,6 +160,17 @@ def test_what_offloading_would_make_fit_is_told():
     assert "offload_modulation" not in str(error.value)
 
 
+def test_offloaded_modulation_stays_in_memory_that_is_the_hosts():
+    """A plan that offloads holds there what it holds without."""
+    away = ParallelConfig(offload_modulation=True)
+    question = Question(FLUX, RequestEstimate(4096, 512, 20, 1), replace(RTX4090, memory=(24 * GB,)), 1)
+    there, here = (
+        replace(question, swaps=WeightSwaps(unified=places)).option(away).bytes for places in ((), (0,))
+    )
+    assert here - there == pytest.approx(sum(block.modulation for block in FLUX.blocks), abs=2)
+    assert here == question.option(ONE).bytes
+
+
 def test_a_little_doubt_costs_a_little():
     """Of a step, a little more memory could make the choice a slower one."""
     sure = Option(ONE, 10.0, 8 * GB, 12 * GB, 10 * GB)
