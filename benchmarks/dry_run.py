@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +40,9 @@ from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.parallel import attention_kernels, comm
+from backend.parallel.block_streams import block_list
 from backend.parallel.mesh import Mesh
+from backend.parallel.modulation_cache import CachedLayer
 from backend.sampling.model_runner import LoadedModel, Runner, running
 from backend.sampling.request import Request, build
 from backend.sampling.step_loop import Callbacks, Denoiser
@@ -248,9 +250,17 @@ def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
 
 
 def keys_and_values(model: LoadedModel, runner: Runner) -> int:
-    """Return the bytes of K/V buffers, and of static text's keys and values."""
+    """Return the bytes of K/V buffers, of static text's keys and values, and of prompts'."""
     static = model.stage.attention.static_text if model.stage else {}
-    return (runner.buffers.bytes if runner.buffers else 0) + sum(each.nbytes for each in static.values())
+    in_buffers = runner.buffers.bytes if runner.buffers else 0
+    return in_buffers + sum(each.nbytes for each in static.values()) + prompt_bytes(model)
+
+
+def prompt_bytes(model: LoadedModel) -> int:
+    """Return the bytes of what blocks cache of prompts."""
+    blocks = [block_list(model.transformer, name) for name in model.family.blocks.lists]
+    every = chain.from_iterable(each.modules() for each in blocks)
+    return sum(each.bytes for each in every if isinstance(each, CachedLayer) and each.kind == "prompt")
 
 
 def built(family: str, config: ParallelConfig, model: LoadedModel, steps: int) -> Request:

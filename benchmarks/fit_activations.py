@@ -49,7 +49,7 @@ class Row:
 def rows() -> Iterator[Row]:
     """Read every dry run that could run, but for CFG's and FSDP's: their ranks hold what those of as much
     Ulysses hold, which would count twice. CFG alone, a whole image on a rank, is compared without being
-    fitted: with it SANA's bound would be 25.3 % in all its runs."""
+    fitted."""
     for name, counted in dry_run.stored().items():
         golden, method, ranks, rank = name.split("/")
         is_alike = dry_run.METHODS[method].cfg_degree > 1 or dry_run.METHODS[method].shards

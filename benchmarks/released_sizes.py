@@ -61,7 +61,7 @@ RELEASED = {
     "hunyuan-video15": Size("var__HunyuanVideo-1.5_Tencent_names", ((31, 45, 80),), 256),
     "cogvideox": Size("cogvideox-5b", ((13, 60, 90),), 226),
     "ltxv": Size("saved__ltxv-2b", ((16, 22, 40),), 256),  # 1280 x 704, 121 frames
-    "ltx2": Size("saved__ltx-2-19b", LTX, 256, {"c_crossattn": (1, 256, 2 * 3840)}),
+    "ltx2": Size("saved__ltx-2-19b", LTX, 1024, {"c_crossattn": (1, 1024, 2 * 3840)}),  # as padded
     "ltx23": Size("var__ltx-2.3-22b-dev_all_in_one", LTX, 256, {"c_crossattn": (1, 256, 4096 + 2048)}),
     "minimax-h3": Size("h3__minimax_h3_fl2va_int8_convrot__hash_known_", ((16, 44, 80), (2, 126)), 512),
     "minimax-h3-curves": Size(

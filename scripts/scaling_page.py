@@ -136,13 +136,14 @@ def model(family: str) -> Model:
 
 
 @cache
-def plans_of(family: str, method: str, ranks: int) -> list[RankPlan]:
-    """Plan every rank. Raises ConfigError and UnsupportedError."""
+def plans_of(family: str, method: str, ranks: int, calls: int = 0) -> list[RankPlan]:
+    """Plan every rank, for a usual number of ``calls`` if not given. Raises ConfigError and
+    UnsupportedError."""
     found = model(family)
     wanted = dry_run.METHODS[method]
     config = wanted.config(ranks)
     check_degrees(found.checkpoint, config)
-    size = replace(found.size, prompts=wanted.prompts)
+    size = replace(found.size, prompts=wanted.prompts, calls=calls or found.size.calls)
     return describe(config, found.checkpoint, size, torch.bfloat16)
 
 
@@ -267,9 +268,9 @@ class Compared:
 
     @property
     def plan(self) -> RankPlan:
-        """What describe() says of the rank."""
+        """What describe() says of the rank, in as many steps."""
         *where, rank = self.parts
-        return plans_of(*where)[rank]
+        return plans_of(*where, calls=dry_run.STEPS)[rank]
 
     @property
     def sent(self) -> dict[str, int]:

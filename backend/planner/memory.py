@@ -134,18 +134,17 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, sha
 
 
 def _of_prompts(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Return the bytes of keys and values that cross-attention caches of prompts and samples, but for those
-    that activations hold: a call forgets those of samples before others run."""
-    if request.drained:
-        return 0
+    """Return the bytes of keys and values that cross-attention caches of all prompts and samples; a call
+    forgets those of samples before others run."""
     own = _own_blocks(shape, plan, share)
     features = sum(block.prompt_keys for block in shape.blocks[own.start : own.stop])
     if plan.split_scheme == "megatron":
         features *= share.matrices / plan.tensor_parallel_degree
-    every = share.samples * request.prompts_per_rank(plan.cfg_degree)
-    more = every - samples_of_activations(plan, share.samples)
+    cached = share.samples * request.prompts_per_rank(plan.cfg_degree)
+    if request.drained:
+        cached = samples_of_activations(plan, _samples_together(plan, request, share))
     tokens = max(request.text_tokens, shape.padded_prompt) + shape.image_features
-    return math.ceil(2 * more * features * tokens * shape.itemsize)
+    return math.ceil(2 * cached * features * tokens * shape.itemsize)
 
 
 def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
@@ -179,9 +178,13 @@ def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstima
     skips = max(shape.blocks[index - 1].skips for index in own if index) if own.stop > 1 else 0
     skipped = skips * shape.width * shape.itemsize
     token = shape.activations.on_rank(plan, skipped, share.tokens, share.matrices)
-    samples = share.samples
-    if request.drained and plan.pipefusion_degree == 1:  # a call has all prompts
-        at_once = samples_at_once(request.image_tokens)
-        samples = min(samples * request.prompts_per_rank(plan.cfg_degree), at_once)
-    held = shape.activations.of_samples(plan, samples, token)
+    held = shape.activations.of_samples(plan, _samples_together(plan, request, share), token)
     return math.ceil((request.image_tokens + request.text_tokens) * held)
+
+
+def _samples_together(plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
+    """Count the samples of a rank that go through the model together; a call has those of all prompts."""
+    if not request.drained or plan.pipefusion_degree > 1:
+        return share.samples
+    every = share.samples * request.prompts_per_rank(plan.cfg_degree)
+    return min(every, samples_at_once(request.image_tokens))

@@ -107,8 +107,7 @@ class Activations:
 
 
 def samples_of_activations(plan: ParallelConfig, samples: int) -> int:
-    """Return of how many of so many samples a rank has activations at once, each with the keys and values of
-    one prompt in cross-attention, which are cached."""
+    """Return of how many of so many samples a rank has activations at once."""
     return 1 if plan.pipefusion_degree > 1 and plan.patches == 1 else samples
 
 

@@ -7,9 +7,9 @@ all patches at once. Attention is taken to keep no scores. Cached keys, values a
 workload.py.
 
 Of known families activations.json has what a token takes in both, as multiples of its width, fitted to dry
-runs of released models (benchmarks/fit_activations.py): within 22 % of each, LTX-2 within 28 %, SANA under
-CFG alone within 31 %. Of other classes the widths of the layers are counted; against what 23 tiny families
-allocate that is between 0.75 and 1.45 times as much (the counts below were chosen for that).
+runs of released models (benchmarks/fit_activations.py): within 22 % of each. Of other classes the widths of
+the layers are counted; against what 23 tiny families allocate that is between 0.75 and 1.45 times as much
+(the counts below were chosen for that).
 """
 
 import json

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from ..planner.memory import LIKELY_ACTIVATIONS
 from .describe import RankPlan
 
-#: Released models hold between 0.78 and 1.45 of the estimate of activations in dry runs, tiny ones between
+#: Released models hold between 0.82 and 1.28 of the estimate of activations in dry runs, tiny ones between
 #: 1/1.45 and 1/0.75, and from 1/1.65 on with control videos in float32 (tests/unit/test_rank_memory.py). GPUs
 #: were not measured: the least is half, the likely most is the larger end of the tiny ones
-#: (LIKELY_ACTIVATIONS), which SANA under CFG alone (1.45) and LTX-2 in a ring of four (1.37) exceed.
+#: (LIKELY_ACTIVATIONS).
 MIN_ACTIVATIONS = 0.5
 #: Of the keys and values that are planned for the longest of the prompts. Tiny models of all families hold
 #: them to the byte, but for text that three pad or repeat (up to 1.3 times); a shorter prompt holds less.

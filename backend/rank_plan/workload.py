@@ -300,9 +300,9 @@ class Workload:
         return of_prompts + buffers * number * features
 
     def _prompt_bytes(self, place: MeshPlace, blocks: range) -> int:
-        """Count the bytes of keys and values that cross-attention caches of prompts and samples for a
-        request, but for those that activations hold (samples_of_activations). An image's features
-        count in all layers: Wan Animate's of faces, which read none, are counted too large."""
+        """Count the bytes of keys and values that cross-attention caches of all prompts and samples for a
+        request; of a call, those of the samples that run at once. An image's features count in all layers:
+        Wan Animate's of faces, which read none, are counted too large."""
         if not self.family.cache.prompt_layers:
             return 0
         width = 0
@@ -310,13 +310,15 @@ class Workload:
             if call.keys == PROMPT:
                 size = self.call_head_size(call)
                 width += self.runs(call) * size * self._of_tensor_rank(call.kv_width // size, place)
-        more = self.batch * self.prompts_per_rank - samples_of_activations(self.config, self.batch)
+        cached = self.batch * self.prompts_per_rank
+        if self.request.drained:  # which forgets them with each micro-batch
+            cached = samples_of_activations(self.config, self.batch)
         tokens = max(self.request.text_tokens, self.family.cache.padded_prompt)
         if self.request.image_features is None:
             tokens += self.family.conditioning.image_features(self.checkpoint.config, None)
         else:
             tokens += self.request.image_features
-        return 2 * more * width * tokens * self.dtype.itemsize
+        return 2 * cached * width * tokens * self.dtype.itemsize
 
     @cached_property
     def modulation_widths(self) -> list[list[int]]:
