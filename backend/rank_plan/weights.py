@@ -179,7 +179,11 @@ def gathered_bytes(held: list[HeldParameter], modulation: Container[str], is_ahe
     forward, besides the block that runs and those gathered ahead of their turn. The one that runs is there
     twice: FSDP2 keeps the buffer that its weights came in until the next one has its own, that of what is
     outside until the first one has, and that of the last block into the next forward. The layers of
-    ``modulation`` come one at a time, before all blocks if it ``is_ahead``, else while their block runs."""
+    ``modulation`` come one at a time, before all blocks if it ``is_ahead``, else while their block runs.
+
+    On the CPU it is a block too much: gathers are asynchronous there (fsdp.shard_rest), of which torch frees
+    the buffer as soon as it is copied. Ranks on CPUs are planned as those on GPUs: a request is refused by
+    half of it (need.request_need)."""
     apart: dict[int | None, Counter[str]] = defaultdict(Counter)
     whole: Counter[int | None] = Counter()
     for parameter in held:
