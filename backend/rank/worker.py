@@ -19,7 +19,6 @@ from ..loading.load_report import by_rank
 from ..loading.lora_keys import lora_stack, stack_digest
 from ..loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
 from ..loading.weight_loading import CheckedLoad
-from ..parallel import kernel_table, kernel_trial
 from ..parallel import mesh as meshes
 from ..protocol import Arrange, Load, ModelCall, Release, Sample, Shutdown, Unload
 from ..quantization import native_trial
@@ -31,7 +30,7 @@ from ..sampling.runs import Prepared
 from ..sampling.step_loop import Callbacks, RequestCancelled
 from ..serving.broadcast import ControlChannel
 from ..serving.step_times import StepClock
-from . import start
+from . import kernel_round, start
 from .admission import (
     Admission,
     FatalOutOfMemory,
@@ -40,9 +39,6 @@ from .admission import (
     RefusedByAllRanks,
     out_of_memory_error,
 )
-
-#: Sizes with which kernels are tried for models whose heads are of unknown size.
-UNKNOWN_HEADS = (64, 128)
 
 
 class Worker:
@@ -146,25 +142,10 @@ class Worker:
             raise
 
     def _try_kernel(self, name: str, model: LoadedModel):
-        """Try an attention kernel on every rank before its first request, with the model's heads. Where their
-        size is unknown, it has to fail with all of UNKNOWN_HEADS that it has. No collective for torch's own,
-        which only GPUs have several of. Raises RefusedByAllRanks where it fails on any."""
-        kernel = kernel_table.kernel_of(name)
-        lse = kernel.lse and self.engine.config.ring_degree > 1
-        dtype = model.dtype
-        sizes = [model.head_size] if model.head_size else list(filter(kernel.has_head, UNKNOWN_HEADS))
-        case = (name, dtype, model.head_size, lse)
-        is_tried = case in self.tried or not sizes
-        if kernel.call is None and self.mesh.device.type == "cuda" and not is_tried:
-            self.tried[case] = ""
-            for size in sizes:
-                kernel_trial.settle(dtype, size, lse, self.mesh.device)
-        elif kernel.call is not None and not is_tried:
-            own_failures = [kernel_trial.failure(name, dtype, size, lse, self.mesh.device) for size in sizes]
-            failures = self.control.all_gather_object(own_failures[0] if all(own_failures) else "")
-            self.tried[case] = kernel_trial.refusal(name, by_rank(failures))
-        if self.tried.get(case):
-            raise RefusedByAllRanks(self.tried[case])
+        """Try an attention kernel on every rank before its first request. Raises RefusedByAllRanks."""
+        about = (name, model, self.engine.config.ring_degree > 1, self.mesh.device)
+        if refused := kernel_round.refusal(*about, self.tried, self.control.all_gather_object):
+            raise RefusedByAllRanks(refused)
 
     def _guarded(self, run):
         """Run; where memory runs out, say so with numbers. Raises InsufficientMemory on a single rank, which

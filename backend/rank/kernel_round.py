@@ -1,0 +1,41 @@
+"""Attention kernels, tried on every rank before their first request. All ranks make the same rounds."""
+
+from collections.abc import Callable
+
+import torch
+
+from ..loading.load_report import by_rank
+from ..parallel import kernel_table, kernel_trial
+from ..sampling.model_runner import LoadedModel
+
+#: Sizes with which kernels are tried for models whose heads are of unknown size.
+UNKNOWN_HEADS = (64, 128)
+
+
+def refusal(
+    name: str,
+    model: LoadedModel,
+    merges: bool,
+    device: torch.device,
+    tried: dict[tuple, str],
+    all_gather_object: Callable[[str], list[str]],
+) -> str:
+    """Return why requests with the attention kernel ``name`` are refused; empty where they run. The kernel is
+    tried with the model's heads, once (``tried``); where their size is unknown, it has to fail with all of
+    UNKNOWN_HEADS that it has. No collective for torch's own, which only GPUs have several of. ``merges``:
+    a ring does, which needs the log-sum-exp."""
+    kernel = kernel_table.kernel_of(name)
+    lse = kernel.lse and merges
+    dtype = model.dtype
+    sizes = [model.head_size] if model.head_size else list(filter(kernel.has_head, UNKNOWN_HEADS))
+    case = (name, dtype, model.head_size, lse)
+    is_tried = case in tried or not sizes
+    if kernel.call is None and device.type == "cuda" and not is_tried:
+        tried[case] = ""
+        for size in sizes:
+            kernel_trial.settle(dtype, size, lse, device)
+    elif kernel.call is not None and not is_tried:
+        own_failures = [kernel_trial.failure(name, dtype, size, lse, device) for size in sizes]
+        failures = all_gather_object(own_failures[0] if all(own_failures) else "")
+        tried[case] = kernel_trial.refusal(name, by_rank(failures))
+    return tried.get(case, "")
