@@ -30,8 +30,9 @@ FRAME_SECONDS = 60.0
 GREET_SECONDS = 30.0
 #: Least of the longest wait for the end of the step that runs when Cancel is sent; a request of a model whose
 #: steps take longer is given the time of CANCEL_STEPS of them, and a step that compiles COMPILED_SECONDS.
+#: Ranks look for Cancel before each evaluation; their GPUs are up to two steps behind.
 CANCEL_SECONDS = 120.0
-CANCEL_STEPS = 2
+CANCEL_STEPS = 3
 #: A request that waits for another client's leaves the queue within this long: no rank has a part in it.
 WITHDRAW_SECONDS = 5.0
 
@@ -269,7 +270,7 @@ class BackendClient:
         """Ask the ranks to stop, whose steps ``timer`` has seen, and wait for it. Hang up if they do not;
         that is no error, since the caller is being cancelled anyway."""
         self.send(protocol.Cancel())
-        deadline = time.monotonic() + max(CANCEL_SECONDS, CANCEL_STEPS * timer.longest, timer.compiling)
+        deadline = time.monotonic() + max(CANCEL_SECONDS, CANCEL_STEPS * timer.likely, timer.compiling)
         while time.monotonic() < deadline and not self._is_hung():
             try:
                 reply = self._next()

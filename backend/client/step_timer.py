@@ -11,6 +11,9 @@ MIN_SECONDS, TIMES = 120.0, 20.0
 #: The same of the first step, which loads kernels and tries them, and of steps that compile: the first one,
 #: and the first one of PipeFusion's patches, which warm-up steps come before.
 FIRST_SECONDS, COMPILED_SECONDS = 300.0, 1200.0
+#: So many first Progress of a request may come early: it says that the host has started a step's kernels, of
+#: which CUDA queues about 1024, a step or two.
+EARLY_STEPS = 3
 
 
 class StepTimer:
@@ -46,6 +49,13 @@ class StepTimer:
         self._done += 1
         self._patience = max(self._usual, self.compiling)
         self._last = time.monotonic()
+
+    @property
+    def likely(self) -> float:
+        """Return the seconds that a step is likely to take: of the longest so far, and of the one under way
+        while none before is a measure. That counts as FIRST_SECONDS at most, since it may never end."""
+        under_way = min(self._spent(), FIRST_SECONDS) if self._done < EARLY_STEPS else 0.0
+        return max(self.longest, under_way)
 
     @property
     def compiling(self) -> float:

@@ -268,10 +268,13 @@ class Leader(ServedModels):
             progress(job, step, total, previews, start)
 
         callbacks = Callbacks(on_step, job.cancelled.is_set, partial(tensors.__setitem__, "denoised"))
+
+        def on_cancelled(step):
+            job.reply(Cancelled(step))
+
         try:
-            samples, stats = self.run_sample(message, callbacks, planned)
-        except RequestCancelled as stopped:
-            job.reply(Cancelled(stopped.step))
+            samples, stats = self.run_sample(message, callbacks, planned, on_cancelled)
+        except RequestCancelled:  # and its client has been told
             return
         self.reply(job, message, Result(stats | previews.stats, {"samples": samples, **tensors}))
 

@@ -170,6 +170,24 @@ def test_cancel_of_a_first_step_waits_for_one_as_long_as_those_of_earlier_reques
     assert client.request(Ping()) == Pong()
 
 
+def test_cancel_in_the_first_step_of_all_waits_as_long_as_it_has_taken(serve, monkeypatch):
+    """No step of the model has ended: ranks of a slow video ended, and the model was loaded again."""
+    monkeypatch.setattr(client_module, "CANCEL_SECONDS", 0.05)
+    begun = time.monotonic()
+
+    def handler(connection):
+        framing.receive(connection)
+        assert framing.receive(connection) == Cancel()
+        time.sleep(0.6)
+        reply(connection, Cancelled(1))
+        assert framing.receive(connection) == Ping()
+        reply(connection, Pong())
+
+    client = BackendClient(serve(handler), TOKEN)
+    assert client.sample(sample_message(), should_cancel=lambda: time.monotonic() > begun + 0.6) is None
+    assert client.request(Ping()) == Pong()
+
+
 @pytest.mark.parametrize("compile, ends", [("blocks", True), ("auto", False)])
 def test_cancel_waits_for_a_step_that_compiles(serve, monkeypatch, compile, ends):
     """For 20 minutes in the first step, by a clock that stands at 1100 s once Cancel is sent."""

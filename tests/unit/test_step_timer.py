@@ -5,7 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from backend.client import silence, step_timer
-from backend.client.step_timer import COMPILED_SECONDS, FIRST_SECONDS, MIN_SECONDS, TIMES, StepTimer
+from backend.client.step_timer import (
+    COMPILED_SECONDS,
+    EARLY_STEPS,
+    FIRST_SECONDS,
+    MIN_SECONDS,
+    TIMES,
+    StepTimer,
+)
 from backend.protocol.heartbeats import Heartbeats
 from backend.protocol.step_times import StepTime
 
@@ -88,3 +95,18 @@ def test_steps_that_compile_are_no_measure_of_later_requests(clock):
         clock.now += seconds
         watched.step()
     assert (watched.longest, watched.longest_without_compile) == (900.0, 3.0)
+
+
+def test_the_step_under_way_counts_while_progress_may_come_early(clock):
+    """It says that a step's kernels wait on the GPU; later steps end as fast as the GPU computes. One that
+    never ends must not keep Cancel for ever."""
+    watched = StepTimer("off", lambda done: "")
+    for _ in range(EARLY_STEPS):
+        clock.now += 70.0
+        assert watched.likely == 70.0
+        clock.now += FIRST_SECONDS
+        assert watched.likely == FIRST_SECONDS
+        clock.now -= FIRST_SECONDS + 69.0
+        watched.step()
+    clock.now += 70.0
+    assert watched.likely == watched.longest == 1.0

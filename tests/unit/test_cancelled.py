@@ -1,0 +1,41 @@
+"""When a client hears of its Cancel. No peers, and no GPU."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_memory import FakeMemory
+
+from backend.protocol import Cancelled, Sample
+from backend.rank.leader import Leader
+from backend.sampling.step_loop import RequestCancelled
+from backend.serving.step_times import StepClock
+
+
+@pytest.fixture
+def leader() -> Any:
+    """Rank 0 whose every request is cancelled in its second step."""
+
+    def cancelled(*_):
+        raise RequestCancelled(2)
+
+    model = SimpleNamespace(parked_on=frozenset(), dequantized_bytes=0)
+    rank: Any = Leader.__new__(Leader)
+    rank.mesh = SimpleNamespace(rank=0, world_size=1)
+    rank.control = SimpleNamespace(broadcast=lambda message: None)
+    rank.clock = StepClock(None)
+    rank._admitted = lambda *_: SimpleNamespace(model=model)
+    rank.engine = SimpleNamespace(memory=FakeMemory(0), sample=cancelled, prepare_sample=print)
+    return rank
+
+
+def test_a_client_hears_of_its_cancel_before_memory_goes_back(leader):
+    """To give it back a rank waits for what its GPU still computes, up to a step of minutes."""
+    order = []
+    leader.engine.memory.release = lambda: order.append("released")
+    job = SimpleNamespace(reply=order.append, cancelled=threading.Event())
+    message = Sample("m", "euler", 1.0, 7, shared_ranks=[0], tensors={"sigmas": torch.ones(3)})
+    leader.sample(job, message, None)
+    assert order == [Cancelled(2), "released"]
