@@ -26,9 +26,12 @@ def settings(parent: Mapping[str, str]) -> dict[str, str]:
         if users:
             is_said = any(part.startswith("expandable_segments") for part in users)
             found[name] = ",".join(users if is_said or not may_grow else [*users, _GROWING])
-    if found or not may_grow:
-        return found
-    return dict.fromkeys(NAMES[:2], _GROWING)  # torch before 2.9 knows the second alone
+    newest, older = NAMES[:2]  # torch before 2.9 does not know the newest, later ones read the older first
+    if not found and may_grow:
+        return {newest: _GROWING, older: _GROWING}
+    if set(found) == {newest}:
+        found[older] = found[newest]
+    return found
 
 
 def grows(settings: Mapping[str, str]) -> bool:

@@ -5,6 +5,7 @@ import ctypes
 import os
 import platform
 import sys
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -48,17 +49,27 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 #: 1 in the environment of ranks: their allocator's segments have fixed sizes, and are given back while the
-#: whole GPU is waited for.
+#: whole GPU is waited for. 0: they are to grow, if this torch can have them so.
 FIXED_SEGMENTS = "PARALLEL_DIT_FIXED_SEGMENTS"
 
 
 def segments_grow() -> bool:
-    """Return whether this rank's allocator never waits for the whole GPU to make room. Ranks that torchrun
-    alone has started have torch's own settings."""
-    if FIXED_SEGMENTS in os.environ or not torch.cuda.is_available():
-        return os.environ.get(FIXED_SEGMENTS) != "1"
-    own = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return any("expandable_segments:True" in each for each in own)
+    """Return whether this rank's allocator never waits for the whole GPU to make room. Asked while a request
+    runs, when there are segments."""
+    return os.environ.get(FIXED_SEGMENTS) != "1" and _has_growing_segments()
+
+
+@cache
+def _has_growing_segments() -> bool:
+    """Return whether torch's segments on GPUs grow, by those that there are; True without GPUs. What was set
+    says less: torch for ROCm before 7.0 only warns that it has none (CUDAAllocatorConfig.h), and torch before
+    2.9 reads other settings."""
+    if not torch.cuda.is_available():
+        return True
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    segments = torch.cuda.memory_snapshot()
+    return bool(segments) and all(segment["is_expandable"] for segment in segments)
 
 
 def device_name(device: torch.device) -> str:

@@ -12,9 +12,10 @@ import torch
 from backend.client.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.hardware import device_memory
-from backend.hardware.device_memory import DeviceMemory, is_out_of_memory
+from backend.hardware.device_memory import FIXED_SEGMENTS, DeviceMemory, is_out_of_memory, segments_grow
 
 GPU = torch.device("cuda", 1)
+GROWING, FIXED = {"is_expandable": True}, {"is_expandable": False}
 
 
 @pytest.fixture
@@ -239,3 +240,30 @@ def test_a_device_that_is_not_ready_is_full_on_wsl_alone(monkeypatch):
 def test_what_does_not(error):
     """A file's reader may say the words of something else."""
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "said, allocator, segments, expected",
+    [
+        ("0", "native", [GROWING, GROWING], True),
+        (None, "native", [GROWING], True),  # of ranks that torchrun alone has started
+        ("0", "native", [FIXED, FIXED], False),
+        ("0", "native", [GROWING, FIXED], False),
+        ("0", "native", [], False),
+        ("1", "native", [GROWING], False),
+        ("0", "cudaMallocAsync", [GROWING], False),
+    ],
+)
+def test_a_rank_asks_torch_whether_its_segments_grow(said, allocator, segments, expected, monkeypatch):
+    """Torch for ROCm before 7.0 warns that it has none, whatever was set, and allocates fixed ones."""
+    monkeypatch.delenv(FIXED_SEGMENTS, raising=False)
+    if said is not None:
+        monkeypatch.setenv(FIXED_SEGMENTS, said)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    device_memory._has_growing_segments.cache_clear()
+    try:
+        assert segments_grow() == expected
+    finally:
+        device_memory._has_growing_segments.cache_clear()

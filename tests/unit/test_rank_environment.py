@@ -132,6 +132,25 @@ def test_the_allocator_leaves_no_gaps_unless_the_user_has_set_it(theirs, expecte
     assert "PYTORCH_CUDA_ALLOC_CONF" not in sanitized_environment(theirs, TWO_RANKS, "cpu")
 
 
+@pytest.mark.parametrize(
+    "theirs, expected",
+    [
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:8"},
+            None,
+        ),
+    ],
+)
+def test_every_torch_reads_what_the_user_has_set_for_the_newest(theirs, expected, monkeypatch):
+    """Before 2.9 the older name alone is read, and later ones read it first. Not over a name of ROCm's."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    environment = sanitized_environment(theirs, TWO_RANKS, "cuda")
+    assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+    assert expected is None or environment["PYTORCH_ALLOC_CONF"] == expected
+
+
 def test_the_allocator_is_as_usual_on_wsl(monkeypatch):
     """Where segments that grow fail under many drivers; who sets them has them."""
     monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
