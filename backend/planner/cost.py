@@ -12,6 +12,7 @@ from functools import cached_property
 from ..config import ParallelConfig
 from ..parallel.modulation_chunks import counted_embeddings, evaluations_ahead
 from ..parallel.wire_bytes import FULL, head_bytes
+from ..quantization.dequantized_cache import pays
 from ..shares import relative_shares, shard_sizes
 from .machine import Machine, RequestEstimate, samples_at_once
 from .model_shape import BlockShape, ModelShape, stages_of
@@ -27,13 +28,15 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of one plan. ``spare``: bytes in which each rank may keep weights dequantized."""
+    """The seconds of one plan. ``spare``: bytes in which each rank may keep weights dequantized;
+    ``gives_back``: ranks give them back after the request."""
 
     shape: ModelShape
     plan: ParallelConfig
     machine: Machine
     request: RequestEstimate
     spare: int = 0
+    gives_back: bool = False
 
     @property
     def total(self) -> float:
@@ -192,6 +195,10 @@ class Cost:
         (quantization/dequantize_once.py) is in the first one alone."""
         made = max(sum(block.unpacked for block in blocks) for blocks in self._stages)
         if not made or self.request.drained:
+            return 1.0
+        moved = sum(block.dequantizing for block in self.shape.blocks)
+        kept = sum(block.unpacked for block in self.shape.blocks)
+        if self.gives_back and not pays(self._passes, moved=moved, kept=kept):
             return 1.0
         stay = min(1.0, self.spare * self.plan.tensor_parallel_degree / made)
         return 1 - stay + stay / self._passes

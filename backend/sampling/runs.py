@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..hardware.device_memory import segments_grow
 from ..loading.staging import Download
 from ..parallel import comm
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
 from ..quantization.dequantize_once import dequantized_once
+from ..quantization.dequantized_cache import pays
 from .model_call import OneCall, samples_of_replicas
 from .model_runner import LoadedModel, running
 from .request import Request
@@ -27,8 +29,11 @@ class Prepared:
     spare: int = 0
 
 
-def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callbacks) -> tuple[Tensor, dict]:
-    """Denoise; as Engine.sample. ``denoised``: report the last prediction to the ``callbacks``."""
+def run_request(
+    mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callbacks, gives_back: bool = False
+) -> tuple[Tensor, dict]:
+    """Denoise; as Engine.sample. ``denoised``: report the last prediction to the ``callbacks``;
+    ``gives_back``: this rank's cached memory is given back after it."""
     comm.SENT.clear()
     model = prepared.model
     model.dequantized_bytes = 0  # not those of the last request, where memory runs out before
@@ -36,9 +41,12 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     started = time.perf_counter()
     with running(model, request) as runner:
         denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
+        calls = denoiser.planned_calls
         # a single call of the model dequantizes each weight once anyway
-        spare = prepared.spare if denoiser.planned_calls > 1 else 0
+        spare = prepared.spare if calls > 1 else 0
         repeated = model.dequantized_every_step if spare else []
+        if gives_back and segments_grow():  # else a segment is one allocation of the driver's
+            repeated = [w for w in repeated if pays(calls, moved=w.effort.moved, kept=w.dtype.itemsize)]
         with dequantized_once(repeated, spare) as model.dequantized_bytes:
             tokens = denoiser.run()
         tokens = _all_replicas(mesh, tokens, request)

@@ -104,11 +104,11 @@ class Denoiser:
 
     @property
     def planned_calls(self) -> int:
-        """The calls of the model that this rank makes at least: those of a request without patches."""
+        """The calls of the model that this rank makes."""
         calls = 0
         for index, evaluation in enumerate(self.plan):
             prompts = self._own(self.request.prompts_at(evaluation.sigma))
-            calls += len(self._micro_batches(self.whole, index, prompts))
+            calls += sum(len(self._micro_batches(patch, index, prompts)) for patch in self._patches(index))
         return calls
 
     def _begin(self):
@@ -170,13 +170,16 @@ class Denoiser:
         before = self.request.prompts_at(self.plan[index - 1].sigma) if index else ()
         return set(self.request.prompts_at(evaluation.sigma)) <= set(before)
 
+    def _patches(self, index: int) -> list[Patch]:
+        return self.patches if self._is_stale(index) else [self.whole]
+
     def _evaluate(self, index: int):
         plan = self.plan
         evaluation = plan[index]
         prompts = self._own(self.request.prompts_at(evaluation.sigma))
         opens = index == 0 or plan[index - 1].step != evaluation.step
         closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
-        patches = self.patches if self._is_stale(index) else [self.whole]
+        patches = self._patches(index)
         calls = [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
         contexts = [context for _, micro_batches in calls for context in micro_batches]
         done = ahead = 0

@@ -48,6 +48,23 @@ def test_the_planner_counts_the_first_pass_alone(flux):
     assert Cost(flux, pipeline, L40, REQUEST)._passes == 1 + 3 * 3
 
 
+def test_on_a_shared_gpu_few_passes_are_counted_each(flux):
+    """The rank that gives memory back makes weights in each, and the others wait for it."""
+    made = sum(block.unpacked for block in flux.blocks)
+
+    def seconds(steps: int, gives_back: bool) -> float:
+        cost = Cost(flux, PLAN, L40, replace(REQUEST, steps=steps), made, gives_back)
+        return cost._dequantize(flux.blocks)
+
+    every = Cost(flux, PLAN, L40, REQUEST)._dequantize(flux.blocks)
+    assert seconds(2, True) == pytest.approx(every) and seconds(2, False) == pytest.approx(every / 2)
+    assert seconds(20, True) == seconds(20, False) == pytest.approx(every / 20)
+    machine = replace(L40, memory=(40 * GB,))
+    few = [Question(flux, replace(REQUEST, steps=2), machine, 1, gives_back=each) for each in (True, False)]
+    slow, fast = (each.option(PLAN).seconds for each in few)
+    assert slow > fast
+
+
 def test_a_plan_that_has_room_is_faster(flux):
     """On cards whose memory holds the weights of half the blocks twice more, and on such that it does not."""
     plan = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=2)
