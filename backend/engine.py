@@ -6,6 +6,7 @@ from .runtime import lean_imports  # noqa: F401  # before all that imports diffu
 import gc
 import time
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -175,26 +176,27 @@ class Engine:
         divided = self.mesh.pp.size > 1 or self.mesh.sp.size > 1 or self.config.patches > 1
         return divided or family.cache.static_text
 
-    def rearrange(self, config: ParallelConfig, mesh: Mesh):
-        """Run on other process groups of the same ranks: models of which every rank holds the same keep their
-        weights; others are unloaded, sharded ones too, which FSDP gathers over the old groups."""
+    def drop_for(self, config: ParallelConfig):
+        """Unload the models of which not every rank would hold the same under ``config``, and sharded ones,
+        which FSDP gathers over the groups of now."""
         same = self.config.same_weights(config) and not config.shard_weights
-        old = self.mesh
-        self.config = config
-        self.mesh = mesh
         self.argument_cache.clear()
         for key in self.models.keys() - self.lora_stacks.keys():
-            if same and self._fits(self.models[key]):
-                self._regroup(self.models[key], old)
-            else:
+            if not (same and self._fits(self.models[key], config)):
                 self.unload(key)
 
-    def _fits(self, model: LoadedModel) -> bool:
-        try:
-            check_degrees(model.weights.checkpoint, self.config)
-        except UnsupportedError:
-            return False
-        return True
+    def rearrange(self, config: ParallelConfig, mesh: Mesh):
+        """Run on other process groups of the same ranks; what ``drop_for`` leaves keeps its weights."""
+        self.drop_for(config)
+        old, self.config, self.mesh = self.mesh, config, mesh
+        for key in self.models.keys() - self.lora_stacks.keys():
+            self._regroup(self.models[key], old)
+
+    def _fits(self, model: LoadedModel, config: ParallelConfig) -> bool:
+        with suppress(UnsupportedError):
+            check_degrees(model.weights.checkpoint, config)
+            return True
+        return False
 
     def _regroup(self, model: LoadedModel, old: Mesh):
         started = time.perf_counter()
@@ -303,8 +305,8 @@ class Engine:
         RequestCancelled. callbacks.on_step gets the number of steps done and a function that starts a
         Download of x0. ``prepared``: by prepare_sample, where that was done before."""
         prepared = prepared or self.prepare_sample(sample)
-        gives_back = self.mesh.rank in sample.shared_ranks
-        return run_request(self.mesh, prepared, sample.denoised, callbacks, gives_back)
+        shared = sample.shared_ranks
+        return run_request(self.mesh, prepared, sample.denoised, callbacks, self.mesh.rank in shared)
 
     @refusing("the call")
     def check_forward(self, call: ModelCall) -> ModelInputs:

@@ -4,6 +4,8 @@
 SHORT = "parallel_dit"
 #: What a rank says where an allocation has failed in the middle of a request: clients know it by that.
 RAN_OUT = "ran out of memory"
+#: How the sentence goes on where no request was under way.
+ARRANGING = "while the ranks were arranged for other degrees"
 
 
 class ConfigError(ValueError):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from ..config import ParallelConfig
-from ..errors import RAN_OUT
+from ..errors import ARRANGING, RAN_OUT
 from ..protocol import BackendError, Shutdown
 from ..protocol.heartbeats import Beat, Heartbeats
 from ..quantization.dequantized_cache import stop_caching_dequantized
@@ -218,7 +218,8 @@ class BackendProcess:
         if self._link is not None:
             silence, of_ranks = self._link.conclude(silence, of_ranks)
         failure = cause_among(of_ranks)
-        if RAN_OUT in (silence or str(failure)):
+        cause = silence or str(failure)
+        if RAN_OUT in cause and ARRANGING not in cause:  # when nothing stays dequantized
             stop_caching_dequantized()
         disk = full_disk(self.folder)
         sentence = failure_sentence(silence, failure, self._agent.poll(), last_error(self.folder), disk)

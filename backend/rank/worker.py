@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import ParallelConfig
 from ..engine import Engine
-from ..errors import RAN_OUT, reason
+from ..errors import ARRANGING, RAN_OUT, reason
 from ..hardware.device_memory import check_not_lost, is_out_of_memory, segments_grow
 from ..hardware.gpu_sharing import shares_gpu
 from ..loading import parking
@@ -318,6 +318,7 @@ class Worker:
     def arrange(self, config: ParallelConfig):
         """Change the process groups and what is loaded on them."""
         old = self.mesh
+        self.engine.drop_for(config)  # before new groups take memory next to the old ones
         self.engine.memory.release()  # NCCL cannot use what torch's allocator caches
         try:
             self.mesh = meshes.build(config, self.device)
@@ -325,7 +326,7 @@ class Worker:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            what = f"rank {old.rank} {RAN_OUT} while the ranks were arranged for other degrees"
+            what = f"rank {old.rank} {RAN_OUT} {ARRANGING}"
             raise FatalOutOfMemory(
                 f"{what} ({reason(error, 160)}); use fewer ranks or a leaner plan"
             ) from error

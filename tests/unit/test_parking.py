@@ -342,7 +342,7 @@ def test_a_load_offloads_each_block_before_the_next(files, monkeypatch):
 def test_cached_memory_goes_back_before_groups_are_made(monkeypatch):
     """NCCL cannot use what torch's allocator caches."""
     rank = worker(2)
-    rank.device = "cpu"
+    rank.device, rank.engine.drop_for = "cpu", print
     monkeypatch.setattr(rank_module.meshes, "build", lambda *_: {}[rank.engine.memory.released])
     with pytest.raises(KeyError, match="1"):
         rank.arrange(ParallelConfig(ulysses_degree=2))
