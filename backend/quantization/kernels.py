@@ -40,8 +40,9 @@ CUDA = 13
 CHUNK, BYTES_PER_CHUNKED_VALUE = 1 << 23, 10
 BYTES_PER_FLOAT8_VALUE = 5
 BLOCKED, BYTES_PER_BLOCKED_VALUE = 1 << 24, 25
-#: Rows of a tile of cuBLAS' block scales.
-BLOCK_ROWS = 128
+#: Rows of a tile of cuBLAS' block scales, and those to whose multiples comfy-kitchen pads int8 inputs, in a
+#: copy.
+BLOCK_ROWS, INT8_ROWS = 128, 32
 #: Largest values of the formats.
 MAX_INT8, MAX_E4M3, MAX_E2M1 = 127, 448, 6
 
@@ -153,7 +154,7 @@ def _int8_in_chunks(
     whole rows, which are compared once."""
     values = weight.packed.tensors["values"]
     scale = weight.packed.tensors["scale"].float().view(1, -1)
-    step = max(1, CHUNK // max(values.shape))
+    step = max(INT8_ROWS, CHUNK // max(values.shape) // INT8_ROWS * INT8_ROWS)
     rows = x.reshape(-1, x.shape[-1])
     chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
     amax = None

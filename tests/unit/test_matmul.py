@@ -236,17 +236,20 @@ def largest_of_rows(x: torch.Tensor, own: torch.Tensor, packed: Packed) -> torch
 
 @torch.inference_mode()
 def test_int8_without_fused_kernels_takes_rows_in_turns(kitchen, monkeypatch):
-    """They hold several times their output at once; the scales are a row's own, so the result is the same."""
-    x, bias = numbers(2, 21, COLUMNS, seed=1, dtype=torch.bfloat16), numbers(ROWS, dtype=torch.bfloat16)
+    """They hold several times their output at once; the scales are a row's own, so the result is the same.
+    Turns are multiples of what comfy-kitchen pads to."""
+    x, bias = numbers(2, 61, COLUMNS, seed=1, dtype=torch.bfloat16), numbers(ROWS, dtype=torch.bfloat16)
     weight = ours(
         "int8", theirs("int8", numbers(ROWS, COLUMNS, seed=3, dtype=torch.bfloat16)), torch.bfloat16
     )
     whole, call, rows = weight.linear(x, bias), kitchen.mm_int8, []
-    monkeypatch.setattr(kernels, "CHUNK", 5 * COLUMNS)
     monkeypatch.setattr(kitchen, "mm_int8", lambda x, w: rows.append(len(x)) or call(x, w))
-    assert weight.linear(x, bias).equal(whole) and rows == [5] * 8 + [2]
+    for at_once, wanted in ((5, [32, 32, 32, 26]), (70, [64, 58])):
+        monkeypatch.setattr(kernels, "CHUNK", at_once * COLUMNS)
+        rows.clear()
+        assert weight.linear(x, bias).equal(whole) and rows == wanted
     monkeypatch.setattr(kernels, "_fuses", lambda name: True)
-    assert weight.linear(x, bias).equal(whole) and not rows[9:]
+    assert weight.linear(x, bias).equal(whole) and rows == wanted
 
 
 @torch.inference_mode()
