@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..models.patterns import matches
 from ..quantization import packed_weight
+from ..quantization.kernels import MaxOverRanks
 from ..runtime.opaque_ops import opaque
 from . import comm
 from .block_streams import blocks_of
@@ -68,8 +69,7 @@ class ShardedLinear(nn.Module):
         ):
             out = self._in_halves(x, shard.reduce)
         else:
-            max_over_ranks = partial(comm.all_reduce_max, axis=shard.reduce, mechanism="tensor")
-            out = packed_weight.linear(x, self.weight, None, max_over_ranks)
+            out = packed_weight.linear(x, self.weight, None, _max_over(shard.reduce))
             out = comm.all_reduce(out, shard.reduce, "tensor")
             out = out if self.bias is None else out + self.bias  # once, after the sum
         if shard.gather is None:
@@ -81,16 +81,23 @@ class ShardedLinear(nn.Module):
         """Multiply and sum over ranks in two halves of tokens: one is summed while the other multiplies."""
         rows = x.reshape(-1, x.shape[-1])
         own = rows.new_empty(len(rows), self.weight.shape[0])
-        multiply = packed_weight.multiplier(self.weight)
+        multiply = packed_weight.multiplier(self.weight, rows, _max_over(axis))
+        middle = -(-len(rows) // 2)
+        halves = slice(0, middle), slice(middle, len(rows))
         ends = []
-        for part, result in zip(rows.tensor_split(2), own.tensor_split(2)):
-            multiply(part, result)
-            ends.append(comm.begin_all_reduce(result, axis, "tensor"))
-        for end, result in zip(ends, own.tensor_split(2)):
+        for half in halves:
+            multiply(half, own[half])
+            ends.append(comm.begin_all_reduce(own[half], axis, "tensor"))
+        for end, half in zip(ends, halves):
             end()
             if self.bias is not None:
-                result += self.bias  # once, after the sum
+                own[half].add_(self.bias)  # once, after the sum
         return own.view(*x.shape[:-1], own.shape[1])
+
+
+def _max_over(axis: Axis) -> MaxOverRanks:
+    """Return what compares largest values over the ranks that hold other columns."""
+    return partial(comm.all_reduce_max, axis=axis, mechanism="tensor")
 
 
 class ShardedNorm(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import reason
 from ..protocol.load_choices import MATMULS
 from ..runtime.install_command import install_command
-from .formats import rotated, rotation
+from .formats import rotation
+from .int8_rows import Int8Rows, scaled_product
 
 if TYPE_CHECKING:
     from .packed_weight import PackedWeight
@@ -40,11 +41,12 @@ CUDA = 13
 CHUNK, BYTES_PER_CHUNKED_VALUE = 1 << 23, 10
 BYTES_PER_FLOAT8_VALUE = 5
 BLOCKED, BYTES_PER_BLOCKED_VALUE = 1 << 24, 25
-#: Rows of a tile of cuBLAS' block scales, and those to whose multiples comfy-kitchen pads int8 inputs, in a
-#: copy.
-BLOCK_ROWS, INT8_ROWS = 128, 32
+#: Values of an int8 product's inputs or outputs up to which inputs that ranks compare are rotated once.
+COMPARED = 1 << 25
+#: Rows of a tile of cuBLAS' block scales.
+BLOCK_ROWS = 128
 #: Largest values of the formats.
-MAX_INT8, MAX_E4M3, MAX_E2M1 = 127, 448, 6
+MAX_E4M3, MAX_E2M1 = 448, 6
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,30 @@ def int8(
 ) -> Tensor:
     """Multiply under one scale of activations a row, rotated (ConvRot) as the weight is."""
     packed = weight.packed
-    size = rotation(packed.settings)
+    values = packed.tensors["values"]
     if max_over_ranks is None and _fuses("int8_linear"):
-        values = packed.tensors["values"]
+        size = rotation(packed.settings)
         scale = packed.tensors["scale"].float()
         rotation_options = {"convrot": size is not None, "convrot_groupsize": size or 256}
         return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotation_options)
-    return _int8_in_chunks(x, weight, bias, size, max_over_ranks)
+    product, step = _int8_product(x, weight, max_over_ranks)
+    chunks = [slice(start, start + step) for start in range(0, x.shape[:-1].numel(), step)]
+    return _in_chunks(x, columns=len(values), bias=bias, chunks=chunks, product=product)
+
+
+def int8_multiplier(
+    x: Tensor, weight: "PackedWeight", max_over_ranks: MaxOverRanks | None
+) -> Callable[[slice, Tensor], None]:
+    """Return what writes the products of some of the inputs x, (tokens, columns), to memory that is given,
+    each once. Ranks compare the largest values of all of them here."""
+    product, step = _int8_product(x, weight, max_over_ranks)
+
+    def multiply(some: slice, out: Tensor):
+        for start in range(some.start, some.stop, step):
+            chunk = slice(start, min(start + step, some.stop))
+            out[chunk.start - some.start : chunk.stop - some.start] = product(chunk)
+
+    return multiply
 
 
 @cache
@@ -132,51 +151,36 @@ def small_kernels(name: str) -> str:
     return ""
 
 
-def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int) -> int:
-    """Count what a product with a weight of rows x columns holds for a moment besides its output."""
-    if kernel not in FUSED or _fuses(FUSED[kernel]) or _may_fuse():
+def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int, compared: int = 0) -> int:
+    """Count what a product with a weight of rows x columns holds for a moment besides its output.
+    ``compared``: bytes of an input value where ranks compare the largest ones, else 0."""
+    is_compared = kernel is int8 and compared > 0
+    values = tokens * max(rows, columns)
+    if is_compared and (_may_fuse() or _scaled_product("cuda")):
+        return (2 * compared + 1) * min(COMPARED, values)  # inputs, the same quantized, outputs of a chunk
+    if kernel not in FUSED or _may_fuse() or (_fuses(FUSED[kernel]) and not is_compared):
         return 0
     if kernel is int8:
-        return BYTES_PER_CHUNKED_VALUE * min(CHUNK, tokens * max(rows, columns))
+        return BYTES_PER_CHUNKED_VALUE * min(CHUNK, values)
     if kernel is float8:
         return tokens * columns + BYTES_PER_FLOAT8_VALUE * min(CHUNK, tokens * columns)
     return BYTES_PER_BLOCKED_VALUE * min(BLOCKED, tokens * columns)
 
 
-def _int8_in_chunks(
-    x: Tensor,
-    weight: "PackedWeight",
-    bias: Tensor | None,
-    size: int | None,
-    max_over_ranks: MaxOverRanks | None,
-) -> Tensor:
-    """Multiply as comfy-kitchen does, some rows at a time; of columns that are cut, under the scales of
-    whole rows, which are compared once."""
-    values = weight.packed.tensors["values"]
-    scale = weight.packed.tensors["scale"].float().view(1, -1)
-    step = max(INT8_ROWS, CHUNK // max(values.shape) // INT8_ROWS * INT8_ROWS)
-    rows = x.reshape(-1, x.shape[-1])
-    chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
-    amax = None
-    if max_over_ranks is not None:
-        amax = max_over_ranks(torch.cat([_row_amax(rotated(rows[chunk], size)) for chunk in chunks]))
-
-    def product(chunk: slice) -> Tensor:
-        rotated_rows = rotated(rows[chunk], size)
-        row_scales = (_row_amax(rotated_rows) if amax is None else amax[chunk]).float() / MAX_INT8
-        row_scales = row_scales.clamp(min=1e-30)
-        divisors = row_scales.to(x.dtype)  # float16 has smaller ones than its tiny, subnormal as they are
-        divisors.masked_fill_(divisors == 0, torch.finfo(x.dtype).tiny)
-        quantized = (rotated_rows / divisors).round_().clamp_(-MAX_INT8 - 1, MAX_INT8).to(torch.int8)
-        del rotated_rows
-        sums = _kitchen().mm_int8(quantized, values.t()).float()  # its integers are freed here
-        return sums.mul_(row_scales * scale).to(x.dtype)
-
-    return _in_chunks(x, columns=len(values), bias=bias, chunks=chunks, product=product)
+def _int8_product(
+    x: Tensor, weight: "PackedWeight", max_over_ranks: MaxOverRanks | None
+) -> tuple[Callable[[slice], Tensor], int]:
+    """Return what multiplies some rows of x, and how many at a time (Int8Rows)."""
+    multiply = _scaled_product(x.device.type) if max_over_ranks else None
+    found = Int8Rows(x, weight.packed, max_over_ranks, _kitchen(), multiply, COMPARED if multiply else CHUNK)
+    return found.product, found.step
 
 
-def _row_amax(rows: Tensor) -> Tensor:
-    return rows.abs().amax(dim=-1, keepdim=True)
+def _scaled_product(kind: str) -> Callable[..., Tensor] | None:
+    """Return what multiplies quantized inputs, and scales the sums before it writes them; None where devices
+    of a ``kind`` have no such kernel."""
+    has_kernels = kind == "cuda" and not torch.version.hip and _fuses("int8_linear")
+    return scaled_product() if has_kernels else None
 
 
 def float8(

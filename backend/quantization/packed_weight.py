@@ -14,7 +14,7 @@ from ..hardware.device_memory import is_out_of_memory
 from ..runtime.opaque_ops import opaque
 from .added_products import AddedProduct, LowRank, at_strengths, concatenated, divide, scaled
 from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
-from .kernels import Kernel, MatmulChoice, MaxOverRanks, float8, mxfp8, nvfp4
+from .kernels import Kernel, MatmulChoice, MaxOverRanks, float8, int8, int8_multiplier, mxfp8, nvfp4
 from .packed import Packed
 
 #: (device, dtype) -> the memory in which weights are dequantized, one after the other.
@@ -172,19 +172,27 @@ class PackedWeight(nn.Module):
             if not isinstance(each, LowRank):
                 each.add_to(out, x)
 
-    def multiplier(self) -> Callable[[Tensor, Tensor], None]:
-        """Return a function that writes x W^T into given memory, dequantizing once (see ``multiplier``)."""
+    def multiplier(
+        self, x: Tensor, max_over_ranks: MaxOverRanks | None = None
+    ) -> Callable[[slice, Tensor], None]:
+        """Return a function that writes some rows of x W^T into given memory (see ``multiplier``)."""
         plain, factor = self.whole, 1.0
         if plain is None and self.choice.kernel is None:
             plain, factor = self._unscaled()
+        native = None
+        if plain is None and self.choice.kernel is int8:
+            native = int8_multiplier(self._smoothed(scaled(x, None, self.column_scale)), self, max_over_ranks)
 
-        def multiply(x: Tensor, out: Tensor):
-            if plain is None:
-                out.copy_(self.linear(x, None))
+        def multiply(rows: slice, out: Tensor):
+            if plain is not None:
+                inputs = scaled(x[rows], None, self.column_scale)
+                torch.addmm(out, inputs, plain.t(), beta=0, alpha=factor, out=out)
+            elif native is None:
+                out.copy_(self.linear(x[rows], None))
                 return
-            inputs = scaled(x, None, self.column_scale)
-            torch.addmm(out, inputs, plain.t(), beta=0, alpha=factor, out=out)
-            self._adapt(out, x)
+            else:
+                native(rows, out)
+            self._adapt(out, x[rows])
 
         return multiply
 
@@ -318,17 +326,19 @@ def linear(
 
 
 def can_multiply_in_chunks(weight: Tensor | PackedWeight) -> bool:
-    """Return whether some inputs are multiplied as they are next to others: ranks compare no largest values,
-    so they may multiply them chunk by chunk. The same on all ranks."""
-    return not isinstance(weight, PackedWeight) or weight.choice.kernel in (None, float8, mxfp8)
+    """Return whether some inputs are multiplied as they are next to others, so that ranks may multiply them
+    chunk by chunk: no scale is of all of them. The same on all ranks."""
+    return not isinstance(weight, PackedWeight) or weight.choice.kernel in (None, float8, mxfp8, int8)
 
 
-def multiplier(weight: Tensor | PackedWeight) -> Callable[[Tensor, Tensor], object]:
-    """Return what writes x W^T, (tokens, rows), to memory that is given, for several inputs in turn: the
-    weight is dequantized once, and until another one is."""
+def multiplier(
+    weight: Tensor | PackedWeight, x: Tensor, max_over_ranks: MaxOverRanks | None = None
+) -> Callable[[slice, Tensor], object]:
+    """Return what writes rows of x W^T, of x (tokens, columns), to memory that is given, each once. The
+    weight is dequantized once, until another one is; ranks compare the largest values of all of x at once."""
     if isinstance(weight, PackedWeight):
-        return weight.multiplier()
-    return lambda x, out: torch.mm(x, weight.t(), out=out)
+        return weight.multiplier(x, max_over_ranks)
+    return lambda rows, out: torch.mm(x[rows], weight.t(), out=out)
 
 
 def scratch_bytes(device: torch.device) -> int:

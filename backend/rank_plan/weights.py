@@ -49,7 +49,7 @@ class HeldParameter:
     is quantized. unpacked: bytes of the weight that a quantized one stands for, of ``dtype``, where that is
     dequantized to be multiplied; moved: bytes that are read and written for that, by so many ``kernels``;
     made: the most that these hold between them; else 0. kernel: which multiplies a quantized one of this
-    ``matrix`` natively.
+    ``matrix`` natively; compared: bytes of an input value, where its columns are cut over ranks, else 0.
     """
 
     module: str
@@ -62,6 +62,7 @@ class HeldParameter:
     made: int = 0
     kernel: Kernel | None = None
     matrix: tuple[int, int] = (0, 0)
+    compared: int = 0
 
     @cached_property
     def bytes(self) -> int:
@@ -130,7 +131,10 @@ def _held(
     if packed is None:
         return HeldParameter(module, block, [StoredSize(local_shape[0], plain)], own_dtype)
     matrix = (local_shape[0], local_shape[1])
-    held = HeldParameter(module, block, packed, own_dtype, kernel=choice.kernel, matrix=matrix)
+    compared = dtype.itemsize if cut is not None and cut.reduce is not None else 0
+    held = HeldParameter(
+        module, block, packed, own_dtype, kernel=choice.kernel, matrix=matrix, compared=compared
+    )
     if not choice.needs_scratch:
         return held
     quantization = stored.quantization
@@ -170,7 +174,9 @@ def planned_scratch_bytes(held: list[HeldParameter], tokens: int) -> int:
     largest: Counter[torch.dtype] = Counter()
     for parameter in held:
         largest[parameter.dtype] = max(largest[parameter.dtype], parameter.unpacked)
-    products = [chunk_bytes(each.kernel, tokens, *each.matrix) for each in held if each.kernel]
+    products = [
+        chunk_bytes(each.kernel, tokens, *each.matrix, compared=each.compared) for each in held if each.kernel
+    ]
     return sum(largest.values()) + max([*products, *(each.made for each in held)], default=0)
 
 

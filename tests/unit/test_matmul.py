@@ -149,21 +149,22 @@ def test_inputs_are_quantized_after_magnitudes_of_columns(kitchen, kind):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @torch.inference_mode()
 def test_halves_of_the_tokens_are_multiplied_in_turn(kitchen, kind, native):
-    """Ranks sum one half while they multiply the other: where no scale is compared over ranks."""
+    """Ranks sum one half while they multiply the other: where no scale is of both."""
     x = numbers(22, COLUMNS, seed=1)
     weight = ours(kind, theirs(kind, numbers(ROWS, COLUMNS, seed=3)), x.dtype)
     if not native:
         weight.choice = MatmulChoice(None, "")
     lora = LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)
     weight.set_adapters({"a lora": lora}, column_scale=torch.linspace(0.5, 2, COLUMNS))
-    assert can_multiply_in_chunks(weight) == (not native or kind in ("fp8", "mxfp8"))
+    assert can_multiply_in_chunks(weight) == (not native or kind != "nvfp4")
     if can_multiply_in_chunks(weight):
-        out = torch.empty(22, ROWS)
-        multiply = multiplier(weight)
+        out, compared = torch.empty(22, ROWS), []
+        multiply = multiplier(weight, x, lambda amax: compared.append(len(amax)) or amax)
         for half in (slice(0, 11), slice(11, 22)):
-            multiply(x[half], out[half])
+            multiply(half, out[half])
         whole = weight.linear(x, None)
         assert (out - whole).norm() <= 1e-6 * whole.norm()
+        assert compared == ([22] if native and LAYOUTS[kind][0] == "int8_tensorwise" else [])
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
