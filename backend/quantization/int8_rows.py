@@ -45,7 +45,7 @@ class Int8Rows:
         self.rows = x.reshape(-1, x.shape[-1])
         self.kitchen = kitchen
         self.multiply = multiply
-        self.step = max(PADDED_ROWS, at_once // max(self.values.shape) // PADDED_ROWS * PADDED_ROWS)
+        self.step = rows_at_once(at_once, self.values)
         self._turned: Tensor | None = None
         if multiply is not None and self.size is not None and len(self.rows) <= self.step:
             self._turned = rotated(self.rows, self.size)
@@ -74,6 +74,11 @@ class Int8Rows:
         del turned
         sums = self.kitchen.mm_int8(inputs, self.values.t()).float()  # its integers are freed here
         return sums.mul_(scales * self.scale).to(dtype)
+
+
+def rows_at_once(values: int, weight: Tensor) -> int:
+    """Return how many rows have so many ``values`` as inputs or outputs of a product with ``weight``."""
+    return max(PADDED_ROWS, values // max(weight.shape) // PADDED_ROWS * PADDED_ROWS)
 
 
 def row_amax(rows: Tensor) -> Tensor:

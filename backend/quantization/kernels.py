@@ -16,7 +16,7 @@ from ..errors import reason
 from ..protocol.load_choices import MATMULS
 from ..runtime.install_command import install_command
 from .formats import rotation
-from .int8_rows import Int8Rows, scaled_product
+from .int8_rows import Int8Rows, rows_at_once, scaled_product
 
 if TYPE_CHECKING:
     from .packed_weight import PackedWeight
@@ -99,10 +99,18 @@ def int8(
         size = rotation(packed.settings)
         scale = packed.tensors["scale"].float()
         rotation_options = {"convrot": size is not None, "convrot_groupsize": size or 256}
-        return _kitchen().int8_linear(x.contiguous(), values, scale, bias, x.dtype, **rotation_options)
-    product, step = _int8_product(x, weight, max_over_ranks)
+        rows = _rows(x)
+
+        def fused(chunk: slice) -> Tensor:
+            return _kitchen().int8_linear(rows[chunk], values, scale, bias, x.dtype, **rotation_options)
+
+        step = rows_at_once(CHUNK, values) if _keeps_sums() else len(rows)
+        product, added = fused, None
+    else:
+        product, step = _int8_product(x, weight, max_over_ranks)
+        added = bias
     chunks = [slice(start, start + step) for start in range(0, x.shape[:-1].numel(), step)]
-    return _in_chunks(x, columns=len(values), bias=bias, chunks=chunks, product=product)
+    return _in_chunks(x, columns=len(values), bias=added, chunks=chunks, product=product)
 
 
 def int8_multiplier(
@@ -118,6 +126,12 @@ def int8_multiplier(
             out[chunk.start - some.start : chunk.stop - some.start] = product(chunk)
 
     return multiply
+
+
+def _keeps_sums() -> bool:
+    """Return whether this is a GPU before Ampere, where comfy-kitchen's product of int8 may hold all its sums
+    as integers before it scales them."""
+    return torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() < (8, 0)
 
 
 @cache
@@ -154,12 +168,15 @@ def small_kernels(name: str) -> str:
 def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int, compared: int = 0) -> int:
     """Count what a product with a weight of rows x columns holds for a moment besides its output.
     ``compared``: bytes of an input value where ranks compare the largest ones, else 0."""
+    if kernel not in FUSED:
+        return 0
     is_compared = kernel is int8 and compared > 0
     values = tokens * max(rows, columns)
-    if is_compared and (_may_fuse() or _scaled_product("cuda")):
-        return (2 * compared + 1) * min(COMPARED, values)  # inputs, the same quantized, outputs of a chunk
-    if kernel not in FUSED or _may_fuse() or (_fuses(FUSED[kernel]) and not is_compared):
+    at_once = _may_fuse() or (_fuses(FUSED[kernel]) and not (kernel is int8 and _keeps_sums()))
+    if at_once and not is_compared:
         return 0
+    if at_once and (_may_fuse() or _scaled_product("cuda")):
+        return (2 * compared + 1) * min(COMPARED, values)  # inputs, the same quantized, outputs of a chunk
     if kernel is int8:
         return BYTES_PER_CHUNKED_VALUE * min(CHUNK, values)
     if kernel is float8:
@@ -172,7 +189,8 @@ def _int8_product(
 ) -> tuple[Callable[[slice], Tensor], int]:
     """Return what multiplies some rows of x, and how many at a time (Int8Rows)."""
     multiply = _scaled_product(x.device.type) if max_over_ranks else None
-    found = Int8Rows(x, weight.packed, max_over_ranks, _kitchen(), multiply, COMPARED if multiply else CHUNK)
+    at_once = COMPARED if multiply and not _keeps_sums() else CHUNK
+    found = Int8Rows(x, weight.packed, max_over_ranks, _kitchen(), multiply, at_once)
     return found.product, found.step
 
 

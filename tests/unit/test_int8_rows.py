@@ -160,3 +160,23 @@ def test_devices_without_the_kernel_take_rows_in_turns(monkeypatch):
     assert kernels._scaled_product("cuda") is None
     assert kernels.chunk_bytes(kernels.int8, 300, 256, 256) == 0
     assert kernels.chunk_bytes(kernels.int8, 300, 256, 256, compared=2) == 10 * 300 * 256 > counted
+
+
+@torch.inference_mode()
+def test_gpus_before_ampere_take_rows_in_turns(monkeypatch, fused):
+    """comfy-kitchen's kernel holds all sums as integers there."""
+    x, bias = numbers(2, 45, SIZE, dtype=torch.bfloat16), numbers(SIZE, dtype=torch.bfloat16)
+    weight, rows, int8_linear = weight_of(True, x.dtype), [], kitchen.int8_linear
+    monkeypatch.setattr(kernels, "_fuses", lambda name: True)
+    monkeypatch.setattr(
+        kitchen, "int8_linear", lambda x, *a, **b: rows.append(len(x)) or int8_linear(x, *a, **b)
+    )
+    monkeypatch.setattr(kernels, "CHUNK", 32 * SIZE)
+    found, counted = [], []
+    for capability in ((8, 0), (7, 5)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        found.append((weight.linear(x, bias), weight.linear(x, None, others)))
+        counted.append(kernels.chunk_bytes(kernels.int8, 90, SIZE, SIZE))
+    assert rows == [90, 32, 32, 26] == fused and counted == [0, 10 * kernels.CHUNK]
+    assert all(one.equal(two) for one, two in zip(*found))
