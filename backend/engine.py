@@ -139,7 +139,7 @@ class Engine:
         on_block = partial(self._place, checkpoint)
         bytes_read = checkpoint.load(blocks, dtype, device, cuts, held, choices, on_progress, on_block)
         read_factors(transformer)
-        weights = FusedWeights(checkpoint, cuts, device)
+        weights = FusedWeights(checkpoint, cuts, self.mesh.device, device)
         cache = self._cache_layers(checkpoint, stages, dtype)
         if sharded:
             fsdp.shard_rest(transformer, checkpoint.family.blocks.lists, self.mesh, upload_parameters)

@@ -23,7 +23,7 @@ from .lora_keys import Lora, LoraUse, open_lora
 from .lora_products import LoraChange, MatrixShard, added_bytes, are_products, first_unscaled, plain
 from .lora_targets import Targets
 from .lora_validation import check_values
-from .magnitudes import WeightScales, weight_scales, with_magnitudes
+from .magnitudes import MAX_VALUES, WeightScales, weight_scales, with_magnitudes
 from .regular_files import file_state
 
 #: LoRAs in the order in which they are added.
@@ -39,14 +39,22 @@ LoraChanges = Mapping[str, list[LoraChange]]
 class FusedWeights:
     """The parameters that this rank holds of a loaded ``checkpoint``, with the LoRAs of ``stack`` in them.
 
-    ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where the
-    checkpoint was read to, for the same bits.
+    ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where values
+    are computed. ``read_on``: where the checkpoint was read to: the host for weights that are sharded after
+    that. Quantized values are dequantized there again, for the same bits.
     """
 
-    def __init__(self, checkpoint: Checkpoint, cuts: Mapping[str, Shard], device: torch.device):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        cuts: Mapping[str, Shard],
+        device: torch.device,
+        read_on: torch.device | None = None,
+    ):
         self.checkpoint = checkpoint
         self.cuts = cuts
         self.device = device
+        self.read_on = read_on or device
         # by module, which stays the same whatever is wrapped around it later
         self.packed = {
             name: weight
@@ -207,10 +215,10 @@ class FusedWeights:
                 self._set_adapters(name, changes, wholes, scales)
                 continue
             parameter = getattr(*self.owners[name])
-            here = fsdp.own_rows(parameter)
             dtype = torch.float32 if name in changes else parameter.dtype
-            value = self._value(name, changes.get(name, []), wholes, dtype, here)
-            fsdp.assign(parameter, value.to(parameter.dtype))
+            for rows in _runs(fsdp.own_rows(parameter), parameter):
+                value = self._value(name, changes.get(name, []), wholes, dtype, rows)
+                fsdp.assign(parameter, value.to(parameter.dtype), rows)
 
     def _needs_the_whole(self, name: str, changes: list[LoraChange]) -> bool:
         """Return whether a parameter's values depend on rows or columns that are other ranks'."""
@@ -236,10 +244,14 @@ class FusedWeights:
             width = sum(map(len, columns))
             own = (height, width) if len(shape) == 2 else (height, *shape[1:])
             return cut(wholes[name], rows, columns).reshape(own)
-        if here and self.checkpoint.sources[name].shape is None:
-            value = self.checkpoint.read(name, dtype, self.device, Shard((here,), columns))
+        source = self.checkpoint.sources[name]
+        # a plain value is the same wherever it is cast; of whole matrices a card may not have room for more
+        is_plain = self.checkpoint.files.quantization(self.checkpoint.key(source)) is None
+        device = self.device if is_plain and here else self.read_on
+        if here and source.shape is None:
+            value = self.checkpoint.read(name, dtype, device, Shard((here,), columns))
         else:  # stored in another shape, or no rows at all: some ranks have none
-            value = self.checkpoint.read(name, dtype, self.device, shard)
+            value = self.checkpoint.read(name, dtype, device, shard)
             value = value if here is None else value[here.indices]
         return self._sum(name, value, changes, rows, columns) if changes and value.numel() else value
 
@@ -309,10 +321,10 @@ class FusedWeights:
         """Compute a parameter and those of the same tensor as whole matrices."""
         values = {}
         for piece in self._dependent(name, changes):
-            value = self.checkpoint.read(piece, torch.float32, self.device)
+            value = self.checkpoint.read(piece, torch.float32, self.read_on)
             values[piece] = value.reshape(matrix(self.checkpoint.shapes[piece]))
         for change in self._concerning(name, changes):
-            whole = torch.empty(change.target.shape, device=self.device)
+            whole = torch.empty(change.target.shape, device=self.read_on)
             rows = {
                 piece: _indices(source.rows((Span(0, len(values[piece])),), len(values[piece])))
                 for piece, source in change.target.pieces.items()
@@ -322,6 +334,15 @@ class FusedWeights:
             whole = change.adapter.applied_to(whole, change.use.strength)
             values |= {piece: whole[where] for piece, where in rows.items()}
         return values
+
+
+def _runs(here: Span | None, parameter: Tensor) -> list[Span | None]:
+    """Cut a rank's rows of a sharded parameter into runs of few values: sums of all would be several times
+    what a card may have left. None: a parameter that is whole, at once."""
+    if here is None:
+        return [None]
+    step = max(1, MAX_VALUES * parameter.shape[0] // max(1, parameter.numel()))
+    return [Span(lo, min(lo + step, here.hi)) for lo in range(here.lo, here.hi, step)]
 
 
 def _indices(spans: list[Span]) -> list[int]:

@@ -97,10 +97,14 @@ def own_rows(parameter: nn.Parameter) -> Span | None:
     return Span(first, min(first + size, height))
 
 
-def assign(parameter: nn.Parameter, value: Tensor):
-    """Replace a parameter's values, or this rank's rows of them, by ``value``."""
-    if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(value)  # in place: the gather reads this memory
+def assign(parameter: nn.Parameter, value: Tensor, rows: Span | None = None):
+    """Replace a parameter's values by ``value``; of a sharded one these ``rows``, which are this rank's, by
+    default all that are."""
+    own = own_rows(parameter)
+    if isinstance(parameter, DTensor) and own is not None:
+        some = rows or own
+        local = parameter.to_local()
+        local[some.lo - own.lo : some.hi - own.lo].copy_(value)  # in place: the gather reads this memory
     elif parameter.data.is_pinned():  # of a layer that waits on the host: it stays page locked
         parameter.data.copy_(value)
     else:

@@ -4,9 +4,12 @@ import torch
 from fused_loras import write
 from loras import lora
 from tiny import write_checkpoint
+from torch import nn
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.loading import lora_fusion
+from backend.loading.lora_fusion import FusedWeights
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
 from backend.parallel.sequence import Span
@@ -28,3 +31,32 @@ def test_a_shard_of_fsdp_reads_its_rows_alone(tmp_path):
         assert weights.checkpoint.files.bytes_read - before == 64 * 256 * 4
         assert torch.allclose(rows, whole[64:128], rtol=1e-6, atol=1e-6)
     assert weights._value(name, changes, {}, torch.float32, Span(256, 256)).shape == (0, 256)
+
+
+def test_a_shard_is_computed_on_the_rank_s_device(tmp_path):
+    """Whatever it was read to; but what is dequantized is where it was, for the same bits, and so are whole
+    matrices. The meta device stands for a GPU."""
+    flux = Engine(ParallelConfig(), mesh.single())
+    flux.load("m", str(write_checkpoint(tmp_path / "flux-dev.safetensors")), "default")
+    path = write(tmp_path / "one.safetensors", lora({ATTENTION: (768, 256)}, "comfyui")[0])
+    checkpoint = flux.models["m"].weights.checkpoint
+    weights = FusedWeights(checkpoint, {}, torch.device("meta"), torch.device("cpu"))
+    name = "transformer_blocks.0.attn.to_k.weight"
+    changes = weights._changes(lora_stack([[path, 1.0]]))[name]
+
+    def place(some, rows) -> str:
+        return weights._value(name, some, {}, torch.float32, rows).device.type
+
+    for some in ([], changes):
+        assert [place(some, rows) for rows in (Span(64, 128), None)] == ["meta", "cpu"]
+    checkpoint.files.quantization = lambda key: "as GGUF"
+    assert place([], Span(64, 128)) == "cpu"
+
+
+def test_a_shard_changes_some_rows_at_a_time(monkeypatch):
+    """Sums in float32 are several times what is stored."""
+    monkeypatch.setattr(lora_fusion, "MAX_VALUES", 100)
+    runs = lora_fusion._runs(Span(10, 35), nn.Parameter(torch.empty(50, 9)))
+    assert [(each.lo, each.hi) for each in runs if each] == [(10, 21), (21, 32), (32, 35)]
+    assert lora_fusion._runs(Span(50, 50), nn.Parameter(torch.empty(50, 9))) == []
+    assert lora_fusion._runs(None, nn.Parameter(torch.empty(50, 9))) == [None]
