@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from .blocks import APART, BlockAdapter, Blocks
+from .blocks import APART, Blocks
 from .common import guide_weights
 from .common.header_config import transformer_config
-from .common.ltx2_blocks import Attention
+from .common.ltx2_blocks import Attention, distinct, levels_of
+from .common.ltx_video_blocks import VideoBlock, VideoEmbedder
 from .common.request_arguments import once
+from .common.token_levels import TokenLevels, share_levels
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 
@@ -65,18 +67,25 @@ def corners(grid, cond, device, causal, side=0):
     return grid.select(torch.cat(places, dim=1), 2)
 
 
+def first_values(grid, mask):
+    """Return the first value of the mask in each token (B, tokens), by which its level is multiplied."""
+    return grid.to_tokens(mask.float())[..., 0]
+
+
 def times(grid, mask, sigma, batch):
-    """Return noise levels (B,). With a mask, which keeps some tokens, they are (B, tokens): the level times
-    the first value of the mask in a token."""
+    """Return noise levels (B,). With a mask, which keeps some tokens, they are (B, tokens)."""
     levels = sigma.expand(batch)
-    return levels if mask is None else grid.to_tokens(mask.float())[..., 0] * levels[:, None]
+    return levels if mask is None else first_values(grid, mask) * levels[:, None]
 
 
 def patch_module(transformer, config):
-    """Give blocks attention that weighs guides."""
+    """Give blocks attention that weighs guides, and modulation of each noise level once."""
     transformer.rope.__class__ = guide_weights.VideoPositions
     transformer.rope.heads = config["num_attention_heads"]
+    transformer.time_embed.__class__ = VideoEmbedder
+    share_levels(transformer, [transformer.time_embed, *transformer.transformer_blocks])
     for block in transformer.transformer_blocks:
+        block.__class__ = VideoBlock
         block.attn1.set_processor(Attention())
         block.attn1.rope_type = "interleaved"
         block.attn1.to_gate_logits = None
@@ -90,12 +99,19 @@ def forward_args(config, grid, tokens, sigma, cond):
     if mask is not None and once(cond, "mask hides nothing", lambda: bool((mask == 1).all())):
         mask = None
     places = once(cond, "corners", lambda: corners(grid, cond, tokens.device, causal))
+    levels = sigma.expand(batch)
+    level_of_token = {}
+    if "denoise_mask" in cond:
+        known = once(cond, "levels", lambda: distinct(first_values(grid, cond["denoise_mask"])))
+        levels, numbers = levels_of(known, sigma, batch)
+        level_of_token["level_of_token"] = numbers.view(batch, -1)
     return dict(
         hidden_states=tokens,
         encoder_hidden_states=cond["c_crossattn"],
-        timestep=times(grid, cond.get("denoise_mask"), sigma, batch) * 1000,
+        timestep=levels * 1000,
         encoder_attention_mask=mask,
         video_coords=places.expand(batch, -1, -1),
+        **level_of_token,
     )
 
 
@@ -142,13 +158,6 @@ def _wrong_gaps(grid, cond):
             "LTXVAddGuide, and give neither a mask of its own."
         )
     return None
-
-
-class TimesOfTokens(BlockAdapter):
-    """With a mask the model scales each token by a time of its own after the blocks, and counts them."""
-
-    def ends_by_token(self, call):
-        return call["temb"].shape[1] == 1
 
 
 HEADS = 32
@@ -210,7 +219,7 @@ FAMILY = Family(
     io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
     blocks=Blocks(
         output_layer="proj_out",
-        adapter=TimesOfTokens(),
+        adapter=TokenLevels(),
         lists={"transformer_blocks": APART},
         per_token={"image_rotary_emb": ("image", 1), "temb": ("image", 1)},
         attention=("image", "cross"),

@@ -13,7 +13,9 @@ from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common import references, wan_inputs
 from .common.header_config import transformer_config
-from .common.wan_blocks import SelfAttention, WanBlock
+from .common.request_arguments import once
+from .common.token_levels import TokenLevels, levels_of_frames, share_levels
+from .common.wan_blocks import SelfAttention, WanBlock, WanEmbedder
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of, under
 
@@ -63,12 +65,21 @@ def embed_image(embedder, processor, features):
     return embedder.norm2(embedder.ff(embedder.norm1(features)))
 
 
+def has_frame_timesteps(config):
+    """Return whether frames may have timesteps of their own: 2.2's 5B, whose VAE makes 48 channels."""
+    return config["out_channels"] == 48
+
+
 def patch_module(transformer, config):
-    """Patch the transformer: image features, or none, text of any length, and the inputs of variants."""
+    """Patch the transformer: image features, or none, text of any length, timesteps of frames, and the inputs
+    of variants."""
     wan_inputs.patch_module(transformer, config)
     for block in transformer.blocks:
         block.__class__ = WanBlock
         block.attn1.set_processor(SelfAttention())
+    if has_frame_timesteps(config):
+        transformer.condition_embedder.__class__ = WanEmbedder
+        share_levels(transformer, [transformer.condition_embedder, *transformer.blocks])
     embedder = transformer.condition_embedder.image_embedder
     processor = ImageFirst()
 
@@ -101,15 +112,18 @@ def forward_args(config, grid, latent, sigma, cond):
     CLIP features clip_fea. 2.2's 5B has a timestep for each frame: the part of it that the mask has
     denoised."""
     timestep = sigma.expand(latent.shape[0]) * 1000
+    levels = {}
     if "denoise_mask" in cond:
-        frames = cond["denoise_mask"].float().mean(dim=(1, 3, 4)) * timestep[:, None]
-        timestep = frames.repeat_interleave(grid.counts[1] * grid.counts[2], dim=1)
+        timestep = cond["denoise_mask"].float().mean(dim=(1, 3, 4)) * timestep[:, None]
+        make = partial(levels_of_frames, timestep, grid.counts[1] * grid.counts[2])
+        levels["level_of_token"] = once(cond, "level of token", make)
     return dict(
         hidden_states=grid.pad(references.with_channels(latent, cond)),
         encoder_hidden_states=cond["c_crossattn"],
         encoder_hidden_states_image=cond.get("clip_fea") if config["image_dim"] else None,
         timestep=timestep,
         further=wan_inputs.padded(config, grid, cond),
+        **levels,
     )
 
 
@@ -255,14 +269,13 @@ NO_REFERENCE = {
 FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
     "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
-    "blocks.output_layer": None,  # each token is scaled by a time of its own there
-    "cache.step_modules": (),  # the modulation of every token of the latent would stay for all patches
+    "blocks.adapter": TokenLevels(),
 }
 
 
 def variant(config):
     """Return which inputs a Wan has besides ACCEPTED, and 5B's timesteps."""
-    by_frame = config["out_channels"] == 48
+    by_frame = has_frame_timesteps(config)
     further = {
         "denoise_mask": by_frame,
         "c_concat": not by_frame or config["in_channels"] > 48,
@@ -279,9 +292,8 @@ def count_attention_calls(block: Any) -> int:
 
 
 def pixels(config) -> tuple[int, int, int]:
-    """Return how many pixels (T, H, W) one of the latent's stands for. The VAE of Wan 2.2's 5B model makes 48
-    channels of 16 x 16 pixels."""
-    side = 16 if config["out_channels"] == 48 else 8
+    """Return how many pixels (T, H, W) one of the latent's stands for: for 5B's VAE 16 x 16."""
+    side = 16 if has_frame_timesteps(config) else 8
     return 4, side, side
 
 

@@ -157,12 +157,12 @@ def test_faces_are_encoded_once_a_request(tmp_path, monkeypatch):
         ("qwen-image-edit-2511", 1),
         ("wan21-t2v", 2),
         ("wan22-animate-small", 1),
-        ("wan22-ti2v", 0),
+        ("wan22-ti2v", 2),
     ],
 )
 def test_embedders_of_the_timestep_run_once_an_evaluation(family, layers, tmp_path, monkeypatch):
-    """Of both branches, whatever the patches; and the latent is the one without memory, to the last bit. Of
-    Wan 2.2's 5B each token has a timestep: so many answers are not held from patch to patch."""
+    """Of both branches, whatever the patches; and the latent is the one without memory, to the last bit. Wan
+    2.2's 5B has a timestep for each frame."""
     is_variant = family in VARIANTS
     file = (write if is_variant else write_checkpoint)(tmp_path / f"{family}.safetensors", family)
     engine = Engine(ParallelConfig(num_pipeline_patch=PATCHES), mesh.single())

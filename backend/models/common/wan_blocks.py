@@ -1,24 +1,60 @@
 """Wan's blocks in fewer passes over activations (fewer_passes.py): 38 bytes a value for norms, modulation and
-residuals where diffusers moves 166."""
+residuals where diffusers moves 166. Frames may have noise levels of their own (token_levels.py)."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import (
+    WanAttnProcessor,
+    WanTimeTextImageEmbedding,
+    WanTransformerBlock,
+)
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformerBlock
 from torch import Tensor
 
 from .fewer_passes import angles_of, gated, modulated, normed, turned
+from .token_levels import part_of_tokens
+
+
+class WanEmbedder(WanTimeTextImageEmbedding):
+    """Embed a timestep of each sample, or of each frame: (B,), or flattened with ``timestep_seq_len`` frames.
+
+    Of frames, blocks are given the number of each token's level, (B, tokens, 6), in the place of modulation;
+    ``levels`` has that (share_levels).
+    """
+
+    levels: Any
+
+    def forward(
+        self, timestep, encoder_hidden_states, encoder_hidden_states_image=None, timestep_seq_len=None
+    ):
+        embedding, modulation, *prompts = super().forward(
+            timestep, encoder_hidden_states, encoder_hidden_states_image, timestep_seq_len
+        )
+        if timestep_seq_len is None:
+            return embedding, modulation, *prompts
+        levels = self.levels
+        levels.embedding = embedding.flatten(0, 1)
+        levels.modulation = modulation.flatten(0, 1).unflatten(1, (6, -1))
+        return embedding[:, 0], levels.level_of_token[..., None].expand(-1, -1, 6), *prompts
 
 
 class WanBlock(WanTransformerBlock):
-    """A block of Wan; modulation, temb (B, 6, D) or (B, tokens, 6, D), stays in float32."""
+    """A block of Wan. Modulation stays in float32: temb (B, 6, D), or that of ``levels`` (share_levels),
+    whose numbers temb (B, tokens, 6, 1) has."""
+
+    levels: Any
 
     def forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb):
+        level_of_token = None
+        if temb.ndim == 4:
+            level_of_token = temb[:, :, 0, 0]
+            temb = self.levels.modulation
         if torch.compiler.is_compiling():
-            return super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
-        return _run(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+            of_all = temb if level_of_token is None else temb[level_of_token]
+            return super().forward(hidden_states, encoder_hidden_states, of_all, rotary_emb)
+        return _run(self, hidden_states, encoder_hidden_states, temb, rotary_emb, level_of_token)
 
 
 class ControlBlock(WanVACETransformerBlock):
@@ -35,15 +71,26 @@ class ControlBlock(WanVACETransformerBlock):
         return None if self.proj_out is None else self.proj_out(state), state
 
 
-def _run(block: WanTransformerBlock | WanVACETransformerBlock, x: Tensor, text, temb, rotary_emb) -> Tensor:
-    of_all = temb[:, None] if temb.ndim == 3 else temb
-    modulation = block.scale_shift_table + of_all.float()
-    modulation[:, :, 1::3] += 1  # scales
-    shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.to(x.dtype).unbind(2)
-    attended = block.attn1(modulated(block.norm1, x, scale, shift), None, None, rotary_emb)
-    x = gated(x, attended, gate)
+def _run(
+    block: WanTransformerBlock | WanVACETransformerBlock,
+    x: Tensor,
+    text: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+    level_of_token: Tensor | None = None,
+) -> Tensor:
+    modulation = block.scale_shift_table + temb.float()
+    modulation[:, 1::3] += 1  # scales
+    modulation = modulation.to(x.dtype)
+
+    def of_samples(index: int) -> Tensor:
+        return modulation[:, index, None]
+
+    part = of_samples if level_of_token is None else part_of_tokens(modulation, level_of_token)
+    attended = block.attn1(modulated(block.norm1, x, part(1), part(0)), None, None, rotary_emb)
+    x = gated(x, attended, part(2))
     x = x + block.attn2(normed(block.norm2, x), text, None, None)
-    return gated(x, block.ffn(modulated(block.norm3, x, ff_scale, ff_shift)), ff_gate)
+    return gated(x, block.ffn(modulated(block.norm3, x, part(4), part(3))), part(5))
 
 
 class SelfAttention(WanAttnProcessor):

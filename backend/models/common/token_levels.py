@@ -1,0 +1,75 @@
+"""Noise levels that differ from token to token, as a mask of given frames makes them.
+
+Modulation is computed once a level. Blocks are given the number of each token's level, which the engine cuts
+to the tokens of a forward, and make one part of its modulation at a time, where it is used. All parts of all
+tokens would be six times as large as the stream, in float32 and in the stream's type.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..blocks import BlockAdapter
+from .call_state import call_state
+
+
+def share_levels(transformer: Any, modules: Iterable[nn.Module]):
+    """Let the transformer's forward take ``level_of_token`` (B, tokens), and apply the last modulation to the
+    tokens that arrive there; diffusers makes it for the whole sequence, before the blocks.
+
+    The transformer and ``modules``, the embedder of the timestep and blocks, have ``levels``, which keeps of
+    a call: modulation (levels, parts, D) of the blocks and embedding (levels, D) for the last norm, which the
+    embedder puts there, and own, which tokens arrive at that norm.
+    """
+    between: dict[str, Any] = dict(modulation=None, embedding=None, own=slice(None), normed=None)
+    levels = call_state(transformer, {"level_of_token": None}, **between)
+    for module in (transformer, *modules):
+        vars(module)["levels"] = levels
+
+    def keep(norm, args, normed):
+        """Have diffusers modulate one token, which nobody reads."""
+        if levels.level_of_token is None:
+            return None
+        levels.normed = normed
+        return normed[:, :1]
+
+    def modulate(projection, args):
+        if levels.normed is None:
+            return None
+        table = transformer.scale_shift_table.view(2, -1)
+        modulation = table + levels.embedding[:, None]  # shift, scale
+        modulation[:, 1] += 1
+        part = part_of_tokens(modulation, levels.level_of_token[:, levels.own])
+        x = levels.normed * part(1)
+        levels.normed = None
+        return ((x + part(0)).to(args[0].dtype),)
+
+    transformer.norm_out.register_forward_hook(keep)
+    transformer.proj_out.register_forward_pre_hook(modulate)
+
+
+def part_of_tokens(modulation: Tensor, level_of_token: Tensor) -> Callable[[int], Tensor]:
+    """Return a function that makes one part of a modulation (levels, parts, D) for each token, (B, tokens,
+    D). level_of_token: (B, tokens)."""
+
+    def part(index: int) -> Tensor:
+        return modulation[:, index][level_of_token]
+
+    return part
+
+
+def levels_of_frames(frames: Tensor, tokens: int) -> Tensor:
+    """Return the number of each token's level, (B, frames x tokens), where ``frames`` (B, frames) has a level
+    for each frame of so many ``tokens``."""
+    numbers = torch.arange(frames.numel(), device=frames.device).view(frames.shape)
+    return numbers.repeat_interleave(tokens, dim=1)
+
+
+class TokenLevels(BlockAdapter):
+    """The last modulation is that of the tokens of a forward (share_levels)."""
+
+    def leave(self, transformer, tokens):
+        levels: Any = transformer.levels
+        levels.own = tokens.local.image.indices

@@ -1,0 +1,126 @@
+"""Noise levels of frames and of tokens, which masks give: modulation is there once a level."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import diffusers
+import pytest
+import torch
+from families import golden
+from tiny import facts
+from tolerance import assert_ulps
+from variant_parts import randn
+from variants import VARIANTS, described, request, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import dry_run
+import launches
+import meta_device
+from operation_count import Count
+from released_sizes import DryFiles, request_of
+
+from backend.config import ParallelConfig
+from backend.loading.recognition import open_checkpoint, recognise
+
+#: Variant -> diffusers' class.
+CLASSES = {"wan22-ti2v": diffusers.WanTransformer3DModel, "ltxv-i2v": diffusers.LTXVideoTransformer3DModel}
+#: Frames and sides of a latent whose tokens are many more than a model of these has features.
+LATENT = (9, 32, 32)
+KEPT = "denoise_mask"
+
+
+def mask_of(batch: int, channels: int, *size: int) -> torch.Tensor:
+    """Two given frames, one of them in part, which differ between samples."""
+    mask = torch.ones(batch, channels, *size)
+    mask[:, :, 0] = 0
+    mask[-1:, :, 1] = 0.25
+    return mask
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sigma", [torch.tensor(0.7), torch.tensor([0.7, 0.3])], ids=["a level", "levels"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_mask_gives_what_a_timestep_for_each_token_does(name, sigma, tmp_path):
+    """To diffusers' own model, for two samples with masks of their own; the second call has no mask."""
+    checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    family, config = checkpoint.family, checkpoint.config
+    latent = randn(2, *request(name).tensors["noise"].shape[1:])
+    grid = family.latent.grid(config, latent.shape[1:], [])
+    prompt = golden(f"{VARIANTS[name].family}__euler_simple")[0].tensors["positive.c_crossattn"]
+    cond = {"c_crossattn": prompt.expand(2, -1, -1)}
+    mask = mask_of(*latent.shape)
+    tokens = grid.to_tokens(mask)[..., 0] * sigma.expand(2)[:, None] * 1000
+    plain = CLASSES[name].from_config(config).eval()
+    plain.load_state_dict(checkpoint.transformer.state_dict())
+    for given, timestep in ((cond | {KEPT: mask}, tokens), (cond, sigma.expand(2) * 1000)):
+        x = family.io.of_latent(latent, grid) if family.io.takes_tokens else latent
+        arguments = family.io.arguments(config, grid, x, sigma, given)
+        found = checkpoint.transformer(**arguments, return_dict=False)[0]
+        arguments = {
+            key: value for key, value in arguments.items() if key not in ("level_of_token", "further")
+        }
+        want = plain(**arguments | {"timestep": timestep}, return_dict=False)[0]
+        assert_ulps(found, want, 4 * checkpoint.block_count)
+        assert checkpoint.transformer.levels.modulation is None
+
+
+def checkpoint_of(name: str):
+    """A variant, or a family, of meta tensors."""
+    shapes = (described(name) if name in VARIANTS else facts(name))["shapes"]
+    tensors = {key: ("BF16", list(shape)) for key, shape in shapes.items()}
+    return recognise(name, cast(Any, DryFiles(name, tensors, {}, {})))
+
+
+def peak(monkeypatch, name: str, method: str, masked: bool) -> int:
+    """The most bytes besides weights on the last of two ranks."""
+
+    def requested(family: str, checkpoint, steps: int):
+        sample = request_of(family, checkpoint, steps, (LATENT,))
+        channels = checkpoint.family.latent.channels(checkpoint.config)
+        given = {KEPT: mask_of(1, channels, *LATENT)}
+        tensors = sample.tensors | {f"positive.{key}": value for key, value in given.items()} | given
+        return replace(sample, tensors=tensors) if masked else sample
+
+    monkeypatch.setattr(dry_run, "request_of", requested)
+    monkeypatch.setattr(dry_run, "checkpoint_of", lambda family: checkpoint_of(name))
+    return dry_run.run(VARIANTS[name].family, method, 2, 1).peak
+
+
+@pytest.mark.parametrize("method", ["ulysses", "pipefusion"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_mask_adds_hardly_anything_to_what_ranks_hold(name, method, monkeypatch):
+    """The masks of latent and prompt, and a number for each token: plans count requests without one."""
+    monkeypatch.setattr(meta_device, "_unique", lambda x, **named: (x.flatten()[:2], x.long()))
+    without, masked = (peak(monkeypatch, name, method, each) for each in (False, True))
+    mask = mask_of(1, 1, *LATENT).nbytes * request(name).tensors["noise"].shape[1]
+    assert masked <= without + 4 * mask
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "whole"])
+@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"pipefusion_degree": 2}], ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, name, degrees, masked):
+    """With a mask as without one: each token has the last modulation of its level."""
+    sample = request(name)
+    tensors = {key: value for key, value in sample.tensors.items() if masked or KEPT not in key}
+    tensors = {key: value for key, value in tensors.items() if masked or "keyframe" not in key}
+    sigmas = torch.linspace(sample.tensors["sigmas"][0].item(), 0, launches.STEPS + 1)
+    sample = replace(sample, sampler="euler", tensors=tensors | {"sigmas": sigmas})
+    seen, load = [], launches.load
+
+    def watched(*args):
+        model = load(*args)
+        layer = model.transformer.get_submodule(model.family.blocks.output_layer)
+        layer.register_forward_pre_hook(lambda layer, args: seen.append(args[0].shape[1]))
+        return model
+
+    shapes = described(name)["shapes"]
+    monkeypatch.setattr(launches, "load", watched)
+    monkeypatch.setattr(launches, "request_of", lambda family, steps: sample)
+    monkeypatch.setattr(launches, "checkpoint_of", lambda family: launches.with_shapes(name, shapes))
+    config = replace(ParallelConfig(), **degrees)
+    whole = launches.run(VARIANTS[name].family, config, 1, Count()).request.grid.tokens
+    assert max(seen[-2:]) < whole and sum(seen[-2:]) == whole
