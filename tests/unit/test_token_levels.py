@@ -8,7 +8,9 @@ from typing import Any, cast
 import diffusers
 import pytest
 import torch
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoSingleTransformerBlock
 from families import golden
+from live_memory import LiveMemory
 from tiny import facts
 from tolerance import assert_ulps
 from variant_parts import randn
@@ -23,6 +25,7 @@ from released_sizes import DryFiles, request_of
 
 from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint, recognise
+from backend.models.common.hunyuan_first_frame import SingleBlock
 
 #: Variant -> diffusers' class.
 CLASSES = {"wan22-ti2v": diffusers.WanTransformer3DModel, "ltxv-i2v": diffusers.LTXVideoTransformer3DModel}
@@ -124,3 +127,17 @@ def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, name, degree
     config = replace(ParallelConfig(), **degrees)
     whole = launches.run(VARIANTS[name].family, config, 1, Count()).request.grid.tokens
     assert max(seen[-2:]) < whole and sum(seen[-2:]) == whole
+
+
+@torch.inference_mode()
+def test_a_given_first_frame_adds_hardly_anything_to_a_block():
+    """HunyuanVideo's blocks of one stream: shift, scale and gate of tokens are made where they are used."""
+    block = HunyuanVideoSingleTransformerBlock(4, 32).to("meta")
+    block.__class__ = SingleBlock
+    image, text, embedding = (torch.empty(1, *size, 128, device="meta") for size in ((4096,), (64,), ()))
+    peaks = []
+    for frame in ((), (embedding, (0, 1024))):
+        with LiveMemory() as memory:
+            block(image, text, embedding, None, None, *frame)
+        peaks.append(memory.peak)
+    assert peaks[1] <= peaks[0] + 0.1 * image.nbytes

@@ -83,11 +83,15 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         replaced = torch.cat(
             [torch.arange(tokens, device=device) < image, torch.arange(texts, device=device) < text]
         )[None, :, None]
-        usual = linear(silu(temb))[:, None]
-        first_frame = getattr(linear, "second", linear)(silu(token_replace_emb))[:, None]
-        shift, scale, gate = torch.where(replaced, first_frame, usual).chunk(3, dim=2)
+        usual = linear(silu(temb))[:, None].chunk(3, dim=2)
+        first_frame = getattr(linear, "second", linear)(silu(token_replace_emb))[:, None].chunk(3, dim=2)
+
+        def part(index: int) -> torch.Tensor:
+            # shift, scale, gate, each where it is used: all three are as large as queries, keys and values
+            return torch.where(replaced, first_frame[index], usual[index])
+
         joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-        x = self.norm.norm(joined) * (1 + scale) + shift
+        x = self.norm.norm(joined) * (1 + part(1)) + part(0)
         read = self.attn(
             hidden_states=x[:, :tokens],
             encoder_hidden_states=x[:, tokens:],
@@ -95,7 +99,7 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
             image_rotary_emb=image_rotary_emb,
         )
         both = torch.cat([torch.cat(read, dim=1), self.act_mlp(self.proj_mlp(x))], dim=2)
-        x = joined + gate * self.proj_out(both)
+        x = joined + part(2) * self.proj_out(both)
         return x[:, :tokens], x[:, tokens:]
 
 
