@@ -125,14 +125,48 @@ def test_float16s_infinities_are_its_largest_numbers(name):
     assert any(not other.isinf().any() and (other == 65504).any() for other in theirs)
 
 
-def test_tokens_with_two_timesteps_are_diffusers_own():
-    """Qwen-Image Edit 2511's references are at timestep 0."""
+def two_timesteps(dtype: torch.dtype, batch: int, image: int = IMAGE) -> tuple[nn.Module, tuple]:
+    """diffusers' block of Qwen-Image Edit 2511, whose references are at timestep 0, and what it is given."""
     torch.manual_seed(0)
     block = QwenImageTransformerBlock(WIDTH, HEADS, SIZE, zero_cond_t=True).eval().requires_grad_(False)
-    image, text, mask, _, turns = arguments("qwen", torch.float32, 1)
-    index = (torch.arange(IMAGE) > 20).int()[None]
-    given = image, text, mask, number(2, WIDTH), turns, None, index
-    assert all(a.equal(b) for a, b in zip(block(*given), ours(block)(*given), strict=True))
+    tokens, text, mask, _, turns = arguments("qwen", dtype, batch, image)
+    index = (torch.arange(image) > 20).int().expand(batch, -1)
+    return block, (tokens, text, mask, number(2 * batch, WIDTH, seed=2).to(dtype), turns, None, index)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tokens_with_two_timesteps_are_about_as_precise(dtype, batch):
+    block, given = two_timesteps(dtype, batch)
+    exact = block(*in_float32(given))
+    block.to(dtype)
+    for want, other, out in zip(exact, block(*given), ours(block)(*given), strict=True):
+        assert out.dtype == dtype and out.shape == want.shape
+        assert (out.float() - want).norm() <= 1.15 * (other.float() - want).norm() + 1e-6 * want.norm()
+
+
+def test_modulation_that_is_cached_stays_as_it_is():
+    """Of files that are not Edit 2511's, whose requests may ask for two timesteps."""
+    block, given = two_timesteps(torch.float32, 1)
+    block, cached = ours(block), number(2, 6 * WIDTH, seed=5)
+    before = cached.clone()
+    block.img_mod.forward = lambda embedding: cached
+    block(*given)
+    assert cached.equal(before)
+
+
+def test_two_timesteps_move_two_thirds_of_the_bytes():
+    block, given = two_timesteps(torch.bfloat16, 1, image=100 * IMAGE)
+    block.bfloat16()
+    block.attn, block.img_mlp, block.txt_mlp = Passes(), Passes(), Passes()
+    moved, kernels = [], []
+    for each in (ours(block), block):
+        with MovedBytes() as found:
+            each(*given)
+        moved.append(found.bytes / given[0].numel())
+        kernels.append(found.kernels)
+    assert moved == pytest.approx((53, 77), abs=1)
+    assert kernels[0] <= 0.6 * kernels[1]
 
 
 @pytest.mark.parametrize("name", ["flux", "flux, single", "qwen", "flux2", "flux2, single"])

@@ -13,8 +13,8 @@ from diffusers.models.transformers import transformer_flux, transformer_qwenimag
 from torch import Tensor, nn
 
 from ...runtime.opaque_ops import Meanwhile
-from . import token_mixing
-from .fewer_passes import adapted, gated, rms_scaled
+from . import references, token_mixing
+from .fewer_passes import adapted, gated, normed, rms_scaled
 
 #: Why blocks refuse what these forwards would not read.
 NO_MORE = "no family gives attention further arguments (joint_attention_kwargs)"
@@ -87,7 +87,8 @@ class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
 
 
 class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
-    """A block of two streams; where tokens have two timesteps (Edit 2511's method) it is diffusers' own."""
+    """A block of two streams. With ``modulate_index`` (B, image tokens), which is not 0 for references, these
+    are at timestep 0 (Edit 2511's method): temb (2B, D) has theirs after the others'."""
 
     def forward(
         self,
@@ -101,10 +102,15 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
     ):
         assert not joint_attention_kwargs, NO_MORE
         self.zero_cond_t = modulate_index is not None  # whether temb has both, which the call decides
-        if torch.compiler.is_compiling() or self.zero_cond_t:
+        if torch.compiler.is_compiling():
             streams = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
             given = temb, image_rotary_emb, None, modulate_index
             return all_within_range(*super().forward(*streams, *given))
+        if modulate_index is not None:
+            return self.at_two_timesteps(
+                *(hidden_states, encoder_hidden_states, encoder_hidden_states_mask),
+                *(temb, image_rotary_emb, modulate_index[0] != 0),
+            )
         shift, scale, gate, *of_image = self.img_mod(temb).chunk(6, dim=-1)
         if not token_mixing.has_text():
             image = self.attended(adapted(self.img_norm1, hidden_states, shift, scale), image_rotary_emb)
@@ -122,6 +128,29 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         image = _mlp(image, self.img_norm2, self.img_mlp, *of_image)
         text = _mlp(text, self.txt_norm2, self.txt_mlp, *of_text)
         return all_within_range(text, image)
+
+    def at_two_timesteps(self, image, text, text_mask, temb, tables, of_references):
+        """Return what ``forward`` does, of a timestep for the tokens (image tokens,) that are not of
+        references, and for text, and timestep 0 for the others."""
+        modulation = self.img_mod(temb).unflatten(-1, (6, -1))
+        part = references.of_tokens(modulation, of_references)
+        scale_part = references.of_tokens(1 + modulation, of_references)  # not in place: it may be cached
+        change = torch.addcmul(part(0), normed(self.img_norm1, image), scale_part(1))
+        if not token_mixing.has_text():
+            change = self.attended(change, tables)
+        else:
+            shift, scale, gate, *of_text = self.txt_mod(temb.chunk(2)[0]).chunk(6, dim=-1)
+            change, text_change = self.attn(
+                hidden_states=change,
+                encoder_hidden_states=adapted(self.txt_norm1, text, shift, scale),
+                encoder_hidden_states_mask=text_mask,
+                image_rotary_emb=tables,
+            )
+            text = gated(text, text_change, gate[:, None])
+            text = within_range(_mlp(text, self.txt_norm2, self.txt_mlp, *of_text))
+        image = gated(image, change, part(2))
+        change = self.img_mlp(torch.addcmul(part(3), normed(self.img_norm2, image), scale_part(4)))
+        return text, within_range(gated(image, change, part(5)))
 
     def attended(self, x, tables):
         """Return the attention's output for image tokens alone, of which x is the input."""
