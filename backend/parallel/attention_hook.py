@@ -229,16 +229,20 @@ class Attention:
                 coming_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *how)
                 coming_kv = ulysses_ring.scatter_heads(sent[1:], own_key_lengths, *how)
                 coming.append([coming_queries, coming_kv])
+        dtype = q.dtype
+        del sent, k, v  # what was packed or repeated is copied by now
         opaque_ops.run_meanwhile()
         going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks, kv_heads)
         for chunk, waits in enumerate(coming):
-            own_q, *kv = (tensor for wait in waits for tensor in wait(q.dtype))
+            own_q, *kv = (tensor for wait in waits for tensor in wait(dtype))
             if early:
                 kv.append(early.of_heads(chunk, chunks))
                 assert kv[0].shape == kv[1].shape, "values are those of their keys' tokens"
-            # unnamed: it is freed as it has gone
-            going.send(pack(self._of_own_heads(own_q, kv, *in_common, (*where, chunk)), self.wire))
-        return unpack(going.wait(), q.dtype)
+            out = self._of_own_heads(own_q, kv, *in_common, (*where, chunk))
+            del own_q, kv  # freed before the output is copied, and before the next chunk comes
+            going.send(pack(out, self.wire))
+            del out
+        return unpack(going.wait(), dtype)
 
     def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, key_kind: str, own, where):
         """Attend with the heads that this Ulysses rank has, to the tokens of its group ``own``."""

@@ -42,19 +42,26 @@ def count(mechanism: str, sent: Tensor | int):
         SENT[mechanism] += size
 
 
-@dataclass(frozen=True)
+@dataclass
 class AllToAll:
-    """An all-to-all under way."""
+    """An all-to-all under way, which is waited for once. Until then its tensors are held here."""
 
-    work: dist.Work
-    sent: Tensor
-    received: Tensor
+    work: dist.Work | None
+    sent: Tensor | None
+    received: Tensor | None
 
     def wait(self) -> Tensor:
-        """Return what came."""
+        """Return what came, which the caller alone holds from then on. What was sent is dropped: the stream
+        goes on after the collective, so its memory may be used again."""
+        work = self.work
+        received = self.received
+        assert work is not None and received is not None, "an all-to-all is waited for once"
         with WAIT_CLOCK:
-            self.work.wait()
-        return self.received
+            work.wait()
+        self.work = None
+        self.sent = None
+        self.received = None
+        return received
 
 
 def all_to_all(

@@ -17,7 +17,7 @@ class EarlyValues:
     """Values on their way to the ranks of their heads.
 
     wait: returns them alone, (B, own heads, all tokens, D) in a type. dtype: their own. whole: the values
-    once they have come.
+    once they have come, until their last chunk is taken.
     """
 
     wait: Callable[[torch.dtype], list[Tensor]]
@@ -25,11 +25,14 @@ class EarlyValues:
     whole: Tensor | None = None
 
     def of_heads(self, chunk: int, chunks: int) -> Tensor:
-        """Return those of ``chunk`` of ``chunks`` of this rank's heads."""
+        """Return those of ``chunk`` of ``chunks`` of this rank's heads. Chunks are taken in order, once."""
         if self.whole is None:
             (self.whole,) = self.wait(self.dtype)
         heads = Span(0, self.whole.shape[1]).shard(chunk, chunks)
-        return self.whole[:, heads.indices]
+        values = self.whole[:, heads.indices]
+        if chunk + 1 == chunks:  # nobody asks again
+            self.whole = None
+        return values
 
 
 #: Value layer -> the query layer that has the same input, which blocks call first.
