@@ -250,7 +250,7 @@ class Attention:
             k, v = self._refresh(call, self.buffers, kv, key_kind, where)
             return self._attend(q, k, v, self.masks.cut(call.tokens, mask, key_kind, own, None), scale)
         if call.static_text and key_kind == "joint":
-            return self._with_static_text(call, q, torch.stack(list(kv)), mask, scale, own, where)
+            return self._with_static_text(call, q, kv, mask, scale, own, where)
         if self.mesh.ring.size > 1:
             return self._ring(call, q, kv, mask, scale, key_kind, own)
         k, v = kv
@@ -270,27 +270,46 @@ class Attention:
         if mask is not None:
             masks = [self.masks.cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
         counts = self._group_counts(call.tokens, kind)
-        both = torch.stack(list(kv))
-        return ulysses_ring.ring_attend(self.kernel, q, both, counts, self.mesh.ring, masks, scale, self.wire)
+        ring = self.mesh.ring
+        # unnamed: own keys and values are freed once they have been sent and attended to
+        return ulysses_ring.ring_attend(
+            self.kernel, q, torch.stack(list(kv)), counts, ring, masks, scale, self.wire
+        )
 
-    def _with_static_text(self, call: BlockCall, q, kv, mask, scale, own: range, where: tuple):
-        """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
+    def _with_static_text(
+        self, call: BlockCall, q, kv: Sequence[Tensor], mask, scale, own: range, where: tuple
+    ):
+        """Attend to the text's keys and values and the image's."""
         tokens = call.tokens
         groups = self._groups()
-        where = (*where, call.context.sample_span.lo)
-        if len(tokens.text):
-            text_at, image_at = self.positions.text_and_image(tokens, kv.device, own)
-            self.static_text[where] = kv.index_select(3, text_at)
-            kv = kv.index_select(3, image_at)
-        kv = torch.cat([self.static_text[where], kv], dim=3)
-        whole = replace(tokens, text=Span(0, tokens.sequence.text))
         masks = None
         if mask is not None:
             masks = [self.masks.cut_static_text(tokens, mask, ranks) for ranks in groups]
         if len(groups) == 1:
-            return self._attend(q, kv[0], kv[1], masks and masks[0], scale)
-        counts = self._group_counts(whole, "joint")
-        return ulysses_ring.ring_attend(self.kernel, q, kv, counts, self.mesh.ring, masks, scale, self.wire)
+            k, v = self._after_static_text(call, kv, own, where)
+            return self._attend(q, k, v, masks and masks[0], scale)
+        counts = self._group_counts(replace(tokens, text=Span(0, tokens.sequence.text)), "joint")
+        # unnamed, as in _ring
+        return ulysses_ring.ring_attend(
+            self.kernel,
+            q,
+            self._after_static_text(call, kv, own, where),
+            counts,
+            self.mesh.ring,
+            masks,
+            scale,
+            self.wire,
+        )
+
+    def _after_static_text(self, call: BlockCall, kv: Sequence[Tensor], own: range, where: tuple) -> Tensor:
+        """Return (2, B, H, tokens, D): the text, cached from the call that had its tokens, then image."""
+        both = torch.stack(list(kv))
+        where = (*where, call.context.sample_span.lo)
+        if len(call.tokens.text):
+            text_at, image_at = self.positions.text_and_image(call.tokens, both.device, own)
+            self.static_text[where] = both.index_select(3, text_at)
+            both = both.index_select(3, image_at)
+        return torch.cat([self.static_text[where], both], dim=3)
 
     def _refresh(self, call: BlockCall, buffers: KVBuffers, kv: Sequence[Tensor], kind: str, where: tuple):
         """Write the fresh tokens of the stage's SP ranks into the buffer; return all keys and values."""

@@ -99,3 +99,20 @@ def test_ulysses_holds_what_has_still_to_go_or_to_be_attended_to(messages, wire,
     outputs = {f"sent {first + 2}", f"received {first + 2}"}
     assert messages.alive == [coming | attended[0] | values, outputs | attended[1] | values]
     assert messages.alive_before[-2:] == [coming | values, outputs]  # their outputs are sent
+
+
+@pytest.mark.parametrize("static_text", [False, True])
+def test_a_ring_holds_two_hops(messages, static_text):
+    """What it attends to and what is coming; its own keys and values for the first hop alone."""
+    ranks = 4
+    attention = attention_of("ring", ranks)
+    attention.call = call_of(ranks, TEXT * ranks if static_text else 0, static_text)
+    tokens = TOKENS // ranks + (TEXT if static_text else 0)
+    assert attention(*numbers(tokens)).shape == (1, HEADS, tokens, SIZE)
+    # what is sent is what came in the hop before
+    assert messages.alive == [
+        {"sent 0", "received 0"},
+        {"received 0", "sent 1", "received 1"},
+        {"received 1", "sent 2", "received 2"},
+        {"received 2"},
+    ]
