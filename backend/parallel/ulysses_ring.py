@@ -1,7 +1,7 @@
 """Unified sequence parallelism: DeepSpeed-Ulysses (arXiv 2309.14509) x ring attention (arXiv 2310.01889), as
 in USP (arXiv 2405.07719).
 
-Token counts and heads may be uneven. The ring's merge by log-sum-exp is yunchang's.
+Token counts and heads may be uneven. A ring merges by log-sum-exp, with the weights of yunchang's merge.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,8 @@ from .wire_bytes import FULL
 #: rank's heads must have to be computed apart: fewer do not fill a large GPU.
 TILE = 128
 TILES_OF_A_CHUNK = 128
+#: Merged by the library in the place of two outputs, they give the weight of the second.
+ZERO, ONE = torch.zeros(()), torch.ones(())
 
 
 def head_chunks(heads: int, batch: int, tokens: int, axis: Axis, groups: int = 0) -> int:
@@ -138,6 +140,21 @@ class GatheredHeads:
         return [len(Span(0, shard).shard(chunk, self.chunks)) * self.heads // groups for shard in shards]
 
 
+def merge_block(
+    out: Tensor | None, lse: Tensor | None, block: Tensor, block_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge attention's output ``block`` (B, S, H, D) and its log-sum-exp (B, H, S) into those of earlier
+    keys: ``out`` in float32, which is overwritten, and ``lse`` (B, S, H, 1). Return both.
+
+    The weights are the library's. Given the outputs it would hold four of them in float32 at once.
+    """
+    merge = ring_library().update_out_and_lse
+    if out is None or lse is None:
+        return merge(None, None, block, block_lse)
+    weight, of_both = merge(ZERO, lse, ONE, block_lse)
+    return out.lerp_(block.to(out.dtype), weight), of_both
+
+
 def ring_attend(
     kernel: str,
     q: Tensor,
@@ -154,7 +171,6 @@ def ring_attend(
     keys of rank i, or None; ``wire``: how they travel, own ones stay as they are. Returns (B, H, S, D).
     """
     assert axis.group is not None, "a ring has several ranks"
-    merge = ring_library().update_out_and_lse
     out = None
     lse = None
     kv = kv.contiguous()
@@ -170,7 +186,7 @@ def ring_attend(
                 kernel, q, here[0], here[1], mask=masks[source] if masks else None, scale=scale
             )
             before = lse
-            out, lse = merge(out, lse, block.transpose(1, 2), block_lse)
+            out, lse = merge_block(out, lse, block.transpose(1, 2), block_lse)
             if masks and before is not None:  # the library's is off where a query has seen NOTHING yet
                 lse = torch.logaddexp(before, block_lse.transpose(1, 2).unsqueeze(-1))
             del here, block, before

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from live_memory import LiveMemory
 
 from backend.parallel import attention_kernels, ulysses_ring
 from backend.parallel.attention_hook import Attention, BlockCall
@@ -116,3 +118,19 @@ def test_a_ring_holds_two_hops(messages, static_text):
         {"received 1", "sent 2", "received 2"},
         {"received 2"},
     ]
+
+
+def test_a_ring_merges_in_one_float32_copy_of_a_block(monkeypatch):
+    """Besides the output and the block itself, in bf16; the library's merge makes three."""
+    ranks = 3
+    q, k, v = (torch.randn(1, HEADS, 512, 64, dtype=torch.bfloat16) for _ in range(3))
+    keys = [torch.stack([k, v]) + index for index in range(ranks)]
+    arriving = iter(keys[1:])
+    monkeypatch.setattr(ulysses_ring, "pass_on", lambda *_: lambda: next(arriving))
+    axis = Axis(GROUP, 0, ranks, (0, 2, 1))  # pyright: ignore[reportArgumentType]
+    with torch.inference_mode(), LiveMemory() as memory:
+        found = ulysses_ring.ring_attend("auto", q, keys[0], [512] * ranks, axis, None, None)
+    one = q.numel() * torch.float32.itemsize
+    assert memory.peak < 2.6 * one
+    want = F.scaled_dot_product_attention(q.float(), *torch.cat(keys, dim=3).float())
+    assert (found.float() - want).norm() < 0.01 * want.norm()
