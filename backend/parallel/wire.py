@@ -16,6 +16,8 @@ DTYPE = torch.float8_e4m3fn
 MAX_FP8 = torch.finfo(DTYPE).max
 #: Least scale: below it a float32 would have few digits left, or none.
 MIN_SCALE = 1e-30
+#: Pieces of its tokens in which a tensor is divided by its scales: each is in float32 for a moment.
+PIECES = 2
 
 
 def pack(x: Tensor, wire: str) -> Tensor:
@@ -30,7 +32,9 @@ def pack(x: Tensor, wire: str) -> Tensor:
     order = (*sorted(range(x.ndim - 1), key=x.stride, reverse=True), x.ndim - 1)
     shape = (*x.shape[:-1], features + SCALE_BYTES)
     packed = torch.empty_permuted(shape, order, dtype=torch.uint8, device=x.device)
-    packed[..., :features].copy_((x / scale).to(DTYPE).view(torch.uint8))
+    values = packed[..., :features].view(DTYPE)
+    for piece, numbers, divisor in zip(*(each.tensor_split(PIECES, -2) for each in (values, x, scale))):
+        piece.copy_(numbers / divisor)
     packed[..., features:].copy_(scale.view(torch.uint8))
     return packed
 

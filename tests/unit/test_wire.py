@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from live_memory import LiveMemory
 
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
@@ -30,6 +31,25 @@ def test_each_number_keeps_its_first_digits(dtype, size):
     allowed = torch.maximum(x.double().abs() * (HALF_A_STEP + 2**-8), 1.01 * least)
     assert ((found.double() - x.double()).abs() <= allowed).all()
     assert not found.equal(x)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_the_bytes_are_those_of_all_tokens_at_once(tokens):
+    """However few of them are divided at a time; and in memory tokens stay before heads."""
+    x = torch.randn(2, tokens, 3, 16, dtype=torch.bfloat16).transpose(1, 2) * 30
+    scale = (x.abs().amax(-1, keepdim=True).float() / 448).clamp_min(1e-30)
+    packed = pack(x, FP8)
+    assert packed[..., :16].equal((x / scale).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert packed[..., 16:].equal(scale.view(torch.uint8))
+    assert packed.transpose(1, 2).is_contiguous()
+
+
+def test_half_of_a_tensor_is_in_float32_at_once():
+    x = torch.randn(2, 3, 64, 128, dtype=torch.bfloat16)
+    with torch.inference_mode(), LiveMemory() as memory:
+        pack(x, FP8)
+    # of the numbers in bytes: what travels, and half of them in float32
+    assert memory.peak < 3.2 * x.numel()
 
 
 def test_an_outlier_costs_its_own_token_and_head_alone():
