@@ -124,6 +124,9 @@ def flash_of_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, lse: bool) -> 
 
 def _cudnn(q, k, v, scale, lse):
     k, v = whole_heads(q, k, v)
+    # diffusers 0.42.1 copies too (attention_dispatch.py): called directly, the operator was seen to be wrong
+    # with other strides. Until a GPU has shown that it is not, these copies stay.
+    q, k, v = (each.contiguous() for each in (q, k, v))
     operator = aten._scaled_dot_product_cudnn_attention
     return operator(q, k, v, None, lse, 0.0, False, False, scale=scale)[0], None
 

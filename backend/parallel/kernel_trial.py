@@ -9,10 +9,10 @@ from ..hardware.device_memory import check_not_lost, is_out_of_memory
 from .attention_kernels import SDPA, give_up_flash, has_flash
 from .kernel_table import activated, flash_of_torch, kernel_of
 
-#: Tokens of the one head that is tried.
-TOKENS = 128
-#: Kernels in int8 and fp4 are off by less of their values. So much more is a kernel that fails without
-#: saying so.
+#: Samples, tokens and heads that are tried.
+SAMPLES, TOKENS, HEADS = 2, 128, 3
+#: Kernels in int8 and fp4 are off by a smaller share of their values, and by less in their log-sum-exp. More
+#: is a kernel that fails without saying so, or whose log-sum-exp is in base 2 (off by 2 and more here).
 MAX_ERROR = 0.5
 #: Share of the largest values that a kernel holds up to which it is tried. A sum of few of these is no number
 #: in the same type: the kernel has to add in a wider one.
@@ -25,15 +25,14 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
     too. Where memory runs out nothing is known. Raises where the device is lost."""
     q, k, v = _numbers(dtype, head_size, device)
     try:
-        error, sums = _tried(name, q, k, v, lse)
+        error, why = _tried(name, q, k, v, lse)
         changed = not all(map(torch.equal, (q, k, v), _numbers(dtype, head_size, device)))
     except Exception as failed:  # a wheel raises what it likes
         return _why(failed, device, _lost(name))
     if not error <= MAX_ERROR:  # a NaN is no number below it
         return f"it is off by {error:.2g} of its values"
-    if lse and (sums is None or sums.shape != q.shape[:3]):
-        shape = None if sums is None else tuple(sums.shape)
-        return f"its log-sum-exp has the shape {shape}, which is not {tuple(q.shape[:3])}"
+    if why:
+        return why
     if changed:  # they may be a K/V buffer's
         return "it changes the queries, keys or values that it is given"
     return _failure_near_largest(name, q, k, v, lse)
@@ -88,9 +87,9 @@ def _lost(name: str) -> str:
     return f"attention is {name}, whose trial lost the GPU; set it to auto"
 
 
-def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float, Tensor | None]:
-    """Return by what share of its values the kernel is off at worst, and its log-sum-exp if ``lse``. Raises
-    what it does, and ValueError for another shape."""
+def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float, str]:
+    """Return by what share of its values the kernel is off at worst, and what is wrong with its log-sum-exp
+    if ``lse``. Raises what it does, and ValueError for another shape."""
     call = kernel_of(name).call
     assert call is not None, "torch's own kernels are settled"
     scale = q.shape[-1] ** -0.5
@@ -98,7 +97,17 @@ def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float
     with activated(name):
         # with the log-sum-exp last: sums are its
         outputs = [call(q, k, v, scale, each) for each in ([False, True] if lse else [False])]
-    return _error([out for out, _ in outputs], wanted), outputs[-1][1] if lse else None
+    return _error([out for out, _ in outputs], wanted), _wrong_sums(outputs[-1][1], q, k) if lse else ""
+
+
+def _wrong_sums(sums: Tensor | None, q: Tensor, k: Tensor) -> str:
+    """Say what is wrong with a log-sum-exp; empty where nothing is."""
+    if sums is None or sums.shape != q.shape[:3]:
+        shape = None if sums is None else tuple(sums.shape)
+        return f"its log-sum-exp has the shape {shape}, which is not {tuple(q.shape[:3])}"
+    scores = q.float() @ k.float().transpose(2, 3) * q.shape[-1] ** -0.5
+    error = (sums.float() - scores.logsumexp(-1)).abs().max().item()
+    return "" if error <= MAX_ERROR else f"its log-sum-exp is off by {error:.2g}"
 
 
 def _error(outputs: list[Tensor], wanted: Tensor) -> float:
@@ -112,9 +121,13 @@ def _error(outputs: list[Tensor], wanted: Tensor) -> float:
 
 
 def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the queries, keys and values (1, 1, TOKENS, head_size)."""
+    """Return the queries, keys and values (SAMPLES, HEADS, TOKENS, head_size) in the layouts of requests.
+    Queries and keys lie next to each other, tokens slower than heads; values, whose strides are others, as in
+    a K/V buffer."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(3, 1, 1, TOKENS, head_size, generator=generator).to(device, dtype).unbind()
+    drawn = torch.randn(SAMPLES, TOKENS, HEADS, 3 * head_size, generator=generator).to(device, dtype)
+    q, k, v = drawn.transpose(1, 2).chunk(3, dim=-1)
+    return q, k, v.contiguous()
 
 
 def _why(failed: Exception, device: torch.device, lost: str) -> str:

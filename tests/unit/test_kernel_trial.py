@@ -1,5 +1,6 @@
 """Attention kernels are tried before a request: what fails is refused by all ranks, and these stay."""
 
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from backend.config import ParallelConfig
-from backend.parallel import kernel_trial
+from backend.parallel import kernel_table, kernel_trial
 from backend.parallel.attention_kernels import SDPA
 from backend.parallel.kernel_table import KERNELS
 from backend.protocol import Sample
@@ -30,7 +31,8 @@ def without_lse(q, k, v, scale, lse):
 
 
 def right(q, k, v, scale, lse):
-    return SDPA(q, k, v, scale=scale), torch.zeros(q.shape[:3]) if lse else None
+    sums = (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(-1)
+    return SDPA(q, k, v, scale=scale), sums if lse else None
 
 
 def without_sums(q, k, v, scale, lse):
@@ -169,16 +171,74 @@ def in_place(q, k, v, scale, lse):
 @pytest.mark.parametrize(
     "call, lse, says",
     [
-        (one_tensor, True, "not enough values to unpack"),
-        (one_head, False, "output has the shape (1, 128, 64), not (1, 1, 128, 64)"),
-        (without_sums, True, "log-sum-exp has the shape None, which is not (1, 1, 128)"),
-        (sums_of_one_sample, True, "log-sum-exp has the shape (1, 128), which is not (1, 1, 128)"),
+        (one_tensor, True, "output has the shape (3, 128, 64), not (2, 3, 128, 64)"),
+        (one_head, False, "output has the shape (3, 128, 64), not (2, 3, 128, 64)"),
+        (without_sums, True, "log-sum-exp has the shape None, which is not (2, 3, 128)"),
+        (sums_of_one_sample, True, "log-sum-exp has the shape (3, 128), which is not (2, 3, 128)"),
         (in_place, False, "it changes the queries, keys or values"),
     ],
 )
 def test_what_would_broadcast_or_change_a_buffer_is_refused(kernel, call, lse, says):
     kernel(call)
     assert says in kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU)
+
+
+def by_address(x):
+    """What lies where a contiguous tensor would have the numbers of ``x``."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
+
+
+def contiguous_queries(q, k, v, scale, lse):
+    return right(by_address(q), k, v, scale, lse)
+
+
+def strides_of_queries(q, k, v, scale, lse):
+    """Reads values by the strides of queries, as far as memory goes."""
+    places = torch.arange(q.untyped_storage().size() // q.itemsize).as_strided(q.shape, q.stride())
+    whole = v.flatten()
+    return right(q, k, whole[places % len(whole)], scale, lse)
+
+
+def first_head(q, k, v, scale, lse):
+    return right(q, *(each[:, :1].expand_as(each) for each in (k, v)), scale, lse)
+
+
+def in_base_2(q, k, v, scale, lse):
+    out, sums = right(q, k, v, scale, lse)
+    return out, sums / math.log(2) if lse else None
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (contiguous_queries, "of its values"),
+        (strides_of_queries, "of its values"),
+        (first_head, "of its values"),
+        (in_base_2, "its log-sum-exp is off by 2."),
+    ],
+)
+def test_what_is_right_for_one_contiguous_head_alone_is_refused(kernel, call, says):
+    kernel(call)
+    assert says in kernel_trial.failure("sage", torch.bfloat16, 64, True, CPU)
+
+
+def test_a_right_kernel_passes_with_its_log_sum_exp(kernel):
+    kernel(right)
+    assert kernel_trial.failure("sage", torch.bfloat16, 64, True, CPU) == ""
+
+
+def test_cudnn_is_given_contiguous_tensors(monkeypatch):
+    """As diffusers gives them: with other strides its operator was seen to be wrong."""
+    given = []
+
+    def operator(q, k, v, *_, scale):
+        given.extend((q, k, v))
+        return [SDPA(q, k, v, scale=scale)]
+
+    aten = SimpleNamespace(_scaled_dot_product_cudnn_attention=operator)
+    monkeypatch.setattr(kernel_table, "aten", aten)
+    assert kernel_trial.failure("cudnn", torch.bfloat16, 64, False, CPU) == ""
+    assert given and all(each.is_contiguous() for each in given)
 
 
 @pytest.mark.parametrize("lse", [False, True])
