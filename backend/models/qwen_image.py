@@ -213,6 +213,4 @@ FAMILY = Family(
     ),
     tensor_plan=None,
     layout=LAYOUT,
-    # the text's layers would be given timestep zero in vain at every step; other files seldom have it
-    variant=lambda config: {"cache.modulation": ()} if config.get("zero_cond_t") else {},
 )

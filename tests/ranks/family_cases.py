@@ -87,6 +87,13 @@ OF_VARIANTS = {
 }
 #: Variants with a condition that tensor parallelism cuts by heads: how much guides are attended to.
 CUT_BY_HEADS = ("ltxv-i2v", "ltx25-i2v", "ltxv-smaller-guides", "ltx25-smaller-guides")
+#: A variant whose modulation is that of two timesteps, and what cuts, gathers or moves modulation.
+TWO_TIMESTEPS = "qwen-image-edit-2511"
+OF_MODULATION: tuple[dict[str, Any], ...] = (
+    dict(tensor_parallel_degree=2),
+    dict(ulysses_degree=2, shard_weights=True),
+    dict(pipefusion_degree=2, num_pipeline_patch=1, offload_modulation=True),
+)
 #: Methods of whose exact runs each family is called under one, in turn, besides Ulysses and CFG: what a call
 #: has else, samples at different times, they do not see.
 CALLED_IN_TURN = {
@@ -295,7 +302,7 @@ def is_variant(ranks: int, case: str) -> bool:
 def can_run(case: str, config: ParallelConfig) -> bool:
     """A variant's weights are cut as its family's are, which is shown there; every scheme but megatron cuts
     any number of heads."""
-    by_heads = case in CUT_BY_HEADS and config.split_scheme == "megatron"
+    by_heads = case in (*CUT_BY_HEADS, TWO_TIMESTEPS) and config.split_scheme == "megatron"
     if config.tensor_parallel_degree > 1 and case not in LATENT_FORMATS and not by_heads:
         return False
     return (
@@ -316,6 +323,8 @@ def runs() -> list[Run]:
                 configs = [*configs, *OF_GROUPED[ranks]]
             if ranks == 2 and is_variant(ranks, case) and case in CUT_BY_HEADS:
                 configs = [*configs, dict(tensor_parallel_degree=2)]
+            if ranks == 2 and case == TWO_TIMESTEPS:
+                configs = [*configs, *OF_MODULATION]
             if ranks == 2 or case in _representatives(ranks):
                 configs = [*configs, *schemes]
             every = [Run(ranks, case, tuple(degrees.items())) for degrees in configs]

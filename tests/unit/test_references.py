@@ -21,6 +21,7 @@ from backend.parallel import mesh, modulation_cache
 from backend.parallel.pipeline_stage import model_output
 from backend.protocol import REFERENCE_METHODS
 from backend.sampling.model_inputs import arguments_of
+from backend.sampling.model_runner import Runner
 from backend.sampling.step_loop import Callbacks
 
 
@@ -36,9 +37,12 @@ def plain_and_marked(tmp_path_factory):
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("patches", [1, 2])
-def test_the_request_decides_whether_references_are_at_timestep_zero(patches, batch, plain_and_marked):
-    """Of a Qwen-Image without Edit 2511's mark, whose modulation is computed ahead: the latent is that of the
-    same weights with the mark, which compute it in every step. Requests of one timestep are as before."""
+def test_the_request_decides_whether_references_are_at_timestep_zero(
+    patches, batch, plain_and_marked, monkeypatch
+):
+    """Of a Qwen-Image without Edit 2511's mark: the latent is that of the same weights with the mark. Both
+    have modulation of both timesteps computed ahead, which is that of every step. Requests of one timestep
+    are as before."""
     engine = plain_and_marked
     sample = shortened(replace(request("qwen-image-edit-zero"), num_pipeline_patch=patches), 2)
     double = {name: torch.cat([sample.tensors[name]] * batch) for name in ("noise", "latent")}
@@ -51,9 +55,12 @@ def test_the_request_decides_whether_references_are_at_timestep_zero(patches, ba
     found, _ = engine.sample(zero["plain"], Callbacks())
     assert modulation_cache.COMPUTED["modulation"]
     wanted, _ = engine.sample(zero["marked"], Callbacks())
-    assert not modulation_cache.COMPUTED["modulation"]
+    assert modulation_cache.COMPUTED["modulation"]
     assert relative(found, wanted) <= 1e-5 < relative(before, wanted)
     assert_same_bits(engine.sample(plain, Callbacks())[0], before)
+    monkeypatch.setattr(Runner, "modulate_ahead", lambda *_: None)
+    in_each_step, _ = engine.sample(zero["marked"], Callbacks())
+    assert relative(wanted, in_each_step) <= 1e-5
 
 
 def test_layers_with_references_at_timestep_zero_are_a_batch(tmp_path):
