@@ -84,11 +84,6 @@ class BlockAdapter:
         or none of it, where it would be taken for the image's."""
         return text
 
-    def ends_by_token(self, call: Mapping[str, Any]) -> bool:
-        """Return whether the layers after the blocks, up to Blocks.output_layer, can be given some of the
-        tokens, from the whole arguments of the first block, and of that at which text enters."""
-        return True
-
     def leave(self, transformer: nn.Module, tokens):
         """Prepare the layers after the blocks, up to Blocks.output_layer, for this rank's image tokens."""
 
@@ -155,9 +150,9 @@ class Blocks:
     routers: tuple[str, ...] = ()
     #: Why the sequence cannot be cut, so that only CFG and data parallelism run; None if it can.
     whole_only: str | None = None
-    #: Layer of the transformer after the blocks. Up to it all is token by token, where a request
-    #: ends_by_token (BlockAdapter); after it the model counts the latent's tokens. Of joined blocks it gets
-    #: the text, too. None if there is none.
+    #: Layer of the transformer after the blocks. Up to it all is token by token; after it the model counts
+    #: the latent's tokens. Of joined blocks it gets the text, too, unless the model drops that before. None
+    #: if there is none.
     output_layer: str | None = None
     #: Code for what no data here says.
     adapter: BlockAdapter = BlockAdapter()

@@ -5,16 +5,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_ideogram4 import (
-    IMAGE_POSITION_OFFSET,
-    LLM_TOKEN_INDICATOR,
-    OUTPUT_IMAGE_INDICATOR,
-    Ideogram4AttnProcessor,
-)
+from diffusers.models.transformers import transformer_ideogram4 as theirs
 
 from .blocks import JOINED, Blocks
-from .common.call_state import call_state
 from .common.request_arguments import once
+from .common.shape_only import has_values, join
 from .common.timestep_precision import round_input
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of
@@ -23,7 +18,7 @@ from .key_layout import Layout, blocks_of
 CELLS = 4
 
 
-class WholeSequenceAttention(Ideogram4AttnProcessor):
+class WholeSequenceAttention(theirs.Ideogram4AttnProcessor):
     """Attention without a mask where one sample is one segment."""
 
     def __call__(self, attn, hidden_states, attention_mask: Any = None, image_rotary_emb=None):
@@ -31,29 +26,44 @@ class WholeSequenceAttention(Ideogram4AttnProcessor):
         return super().__call__(attn, hidden_states, mask, image_rotary_emb)
 
 
-class Prompt:
-    """Sends the prompt's tokens alone through its wide layers; diffusers also sends zeros for the image's."""
+class Joint(theirs.Ideogram4Transformer2DModel):
+    """diffusers' model with text and image each in layers of their own: its own gives both, with zeros in the
+    other's places, to all. The last layer sees image tokens alone."""
 
-    def __init__(self, transformer):
-        self.norm = transformer.llm_cond_norm.forward
-        self.call = call_state(transformer, text=None, total=0)
-        transformer.register_forward_pre_hook(self.take, with_kwargs=True)
-        transformer.llm_cond_norm.forward = lambda zeros: self.norm(self.call.text)
-        transformer.llm_cond_proj.register_forward_hook(
-            lambda layer, args, out: F.pad(out, (0, 0, 0, self.call.total - out.shape[1]))
-        )
-
-    def take(self, transformer, args, kwargs):
-        text = kwargs["encoder_hidden_states"]
-        self.call.text = text
-        self.call.total = kwargs["hidden_states"].shape[1]
-        return args, kwargs | {"encoder_hidden_states": text.new_zeros(1, 1, 1)}
+    # its own arguments, which the family's file alone passes
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        timestep,
+        position_ids,
+        segment_ids,
+        shown=None,
+        return_dict=True,
+    ):
+        """encoder_hidden_states: (B, tokens, D), None without a prompt. shown: (B, tokens, 1), 0 for those
+        that the prompt's mask hides, None where it hides none."""
+        of_text, of_image = self.embed_image_indicator.weight
+        joint = self.input_proj(hidden_states)
+        joint = joint + of_image if has_values(joint) else joint
+        text_tokens = 0
+        if encoder_hidden_states is not None:
+            text_tokens = encoder_hidden_states.shape[1]
+            text = self.llm_cond_proj(self.llm_cond_norm(encoder_hidden_states))
+            text = (text if shown is None else text * shown) + of_text
+            joint = join([text, joint])
+        modulation = F.silu(self.adaln_proj(self.t_embedding(timestep)[:, None]))
+        rotary_emb = tuple(each.to(joint.dtype) for each in self.rotary_emb(position_ids))
+        mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
+        for layer in self.layers:
+            joint = layer(joint, mask, rotary_emb, modulation)
+        return (self.final_layer(joint[:, text_tokens:], conditioning=modulation),)
 
 
 def patch_module(transformer, config):
-    """Patch the transformer: less work for the prompt and the mask. Sines of the timestep, made in float32,
+    """Patch the transformer: less work for text, image and mask. Sines of the timestep, made in float32,
     are given in their layer's dtype."""
-    Prompt(transformer)
+    transformer.__class__ = Joint
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:
         layer.attention.set_processor(WholeSequenceAttention())
@@ -64,39 +74,34 @@ def forward_args(config, grid, tokens, sigma, cond):
     that the prompt's mask hides are a segment. The timestep counts from noise (0) to image (1). Without a
     prompt the image is all."""
     batch = tokens.shape[0]
-    words = prompt_tokens(cond)
-    # where no token is text, diffusers multiplies what this one becomes by 0
-    text = cond["c_crossattn"] if words else tokens.new_zeros(batch, 1, config["llm_features_dim"])
     places = once(cond, "places", lambda: _places(grid, cond, batch, tokens.device))
-    cells = tokens.unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2)
     return dict(
-        hidden_states=F.pad(cells, (0, 0, words, 0)),
+        hidden_states=tokens.unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2),
         timestep=(1.0 - sigma).expand(batch),
-        encoder_hidden_states=text,
+        encoder_hidden_states=cond["c_crossattn"].expand(batch, -1, -1) if prompt_tokens(cond) else None,
         **places,
     )
 
 
 def _places(grid, cond, batch, device):
-    """Return the positions, segments and kinds of the tokens."""
+    """Return the positions and segments of all tokens, and which of the text are shown."""
     text_tokens = prompt_tokens(cond)
     axes = [torch.arange(count, device=device) for count in grid.counts]
-    image = torch.cartesian_prod(*axes) + IMAGE_POSITION_OFFSET
+    image = torch.cartesian_prod(*axes) + theirs.IMAGE_POSITION_OFFSET
     words = torch.arange(text_tokens, device=device)[:, None].expand(text_tokens, 3)
-    kinds = [LLM_TOKEN_INDICATOR] * text_tokens + [OUTPUT_IMAGE_INDICATOR] * len(image)
-    kinds = torch.tensor(kinds, device=device).repeat(batch, 1)
     segments = torch.ones(batch, 1, device=device)
+    shown = None
     if text_tokens and "attention_mask" in cond and not bool(cond["attention_mask"].all()):
-        shown = cond["attention_mask"].bool().expand(batch, text_tokens)
-        kinds[:, :text_tokens] *= shown
-        segments = F.pad(shown.long(), (0, len(image)), value=1)
+        mask = cond["attention_mask"].bool().expand(batch, text_tokens)
+        segments = F.pad(mask.long(), (0, len(image)), value=1)
+        shown = mask[..., None].to(cond["c_crossattn"].dtype)
     positions = torch.cat([words, image]).expand(batch, -1, -1)
-    return {"position_ids": positions, "segment_ids": segments, "indicator": kinds}
+    return {"position_ids": positions, "segment_ids": segments, "shown": shown}
 
 
 def output(output, grid):
-    """Return the image's tokens, back in ComfyUI's order of cells."""
-    return -output[:, -grid.tokens :].unflatten(2, (CELLS, -1)).transpose(2, 3).flatten(2)
+    """Return the tokens back in ComfyUI's order of cells."""
+    return -output.unflatten(2, (CELLS, -1)).transpose(2, 3).flatten(2)
 
 
 #: Frequencies of the position axes (time, height, width).

@@ -7,7 +7,7 @@ Attention is over every token, as in ComfyUI, also where a folder's configuratio
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor, get_freqs
+from diffusers.models.transformers import transformer_kandinsky as theirs
 
 from .blocks import APART, Blocks
 from .common import references
@@ -23,7 +23,7 @@ PRO, LARGE = 4096, 14080
 LITE_IMAGE = 2560
 
 
-class Exact(Kandinsky5AttnProcessor):
+class Exact(theirs.Kandinsky5AttnProcessor):
     """Kandinsky's attention; diffusers' own rounds queries and keys to bf16 in every precision."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
@@ -41,9 +41,51 @@ class Exact(Kandinsky5AttnProcessor):
         return attn.out_layer(out.transpose(1, 2).flatten(-2))
 
 
+class OfTokens(theirs.Kandinsky5Transformer3DModel):
+    """diffusers' model, which stays with tokens (B, N, F) up to its end: its own puts them back into frames
+    before its last layer, which needs all of them."""
+
+    # its own arguments, which the family's file alone passes
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states,
+        encoder_hidden_states,
+        timestep,
+        pooled_projections,
+        visual_rope_pos,
+        text_rope_pos,
+        scale_factor,
+        return_dict=True,
+    ):
+        text = self.text_embeddings(encoder_hidden_states)
+        time = self.time_embeddings(timestep) + self.pooled_text_embeddings(pooled_projections)
+        tokens = self.visual_embeddings(hidden_states)  # in frames
+        text_rope = self.text_rope_embeddings(text_rope_pos)[None]
+        for block in self.text_transformer_blocks:
+            text = block(text, time, text_rope)
+        rope = self.visual_rope_embeddings(tokens.shape[:-1], visual_rope_pos, scale_factor).flatten(1, 3)
+        tokens = tokens.flatten(1, 3)
+        for block in self.visual_transformer_blocks:
+            tokens = block(tokens, text, time, rope, None)
+        return (self.out_layer(tokens, time),)
+
+
+class LastLayer(theirs.Kandinsky5OutLayer):
+    """The last norm and projection of tokens, without the way back to frames."""
+
+    # its own arguments, which the model above alone passes
+    def forward(self, tokens, time_embed):  # pyright: ignore[reportIncompatibleMethodOverride]
+        shift, scale = self.modulation(time_embed)[:, None].float().chunk(2, dim=-1)
+        normed = self.norm(tokens.float()) * (scale + 1.0) + shift
+        return self.out_layer(normed.type_as(tokens))
+
+
 def patch_module(transformer, config):
     """Patch the transformer: the exact attention; longer position tables, since ComfyUI computes any
-    position; sines of the timestep, made in float32 on the device, in the dtype of their layer."""
+    position; sines of the timestep, made in float32 on the device, in the dtype of their layer; tokens
+    up to the end."""
+    transformer.__class__ = OfTokens
+    transformer.out_layer.__class__ = LastLayer
     for block in transformer.text_transformer_blocks:
         block.self_attention.set_processor(Exact())
     for block in transformer.visual_transformer_blocks:
@@ -53,7 +95,9 @@ def patch_module(transformer, config):
     tables = [(rope, f"args_{axis}", MAX_SIDE_TOKENS, size) for axis, size in enumerate(rope.axes_dims)]
     text = transformer.text_rope_embeddings
     for owner, name, rows, size in (*tables, (text, "args", MAX_TEXT_TOKENS, text.dim)):
-        table = torch.outer(torch.arange(rows, dtype=torch.float32), get_freqs(size // 2, owner.max_period))
+        table = torch.outer(
+            torch.arange(rows, dtype=torch.float32), theirs.get_freqs(size // 2, owner.max_period)
+        )
         owner.register_buffer(name, table, persistent=False)
     time = transformer.time_embeddings
     round_input(time.in_layer)
@@ -180,10 +224,9 @@ FAMILY = Family(
         channels=lambda config: config["out_visual_dim"],
         pixels=lambda config: (4 if is_video(config) else 1, 8, 8),
     ),
-    io=ModelIO(
-        arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.movedim(-1, 1))
-    ),
+    io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
     blocks=Blocks(
+        output_layer="out_layer.out_layer",
         lists={"visual_transformer_blocks": APART},
         image="visual_embed",
         per_token={"rope": ("image", 1)},

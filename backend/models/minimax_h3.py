@@ -4,6 +4,8 @@ each on a noise schedule of its own."""
 import torch
 
 from .blocks import JOINED, Blocks
+from .common.minimax_h3_model import end_with_own_tokens
+from .common.own_tokens import OwnTokens
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
@@ -82,6 +84,7 @@ def forward_args(config, grid, tokens, sigma, cond):
         audio_hidden_states=with_references("given_audio", audio),
         encoder_hidden_states=cond["c_crossattn"],
         timestep=torch.stack(times),
+        latent_tokens=(audio.shape[1], video.shape[1]),
         **once(cond, "sequence", lambda: _sequence(grid, cond, tokens.device)),
     )
 
@@ -123,11 +126,6 @@ def _sequence(grid, cond, device):
 def count_text_tokens(cond):
     """Count the tokens before the audio: of text, and references."""
     return cond["c_crossattn"].shape[1] + (cond["given_tags"].shape[1] if "given_tags" in cond else 0)
-
-
-def output(outputs, grid):
-    """Return the outputs without the reference tokens, which come first."""
-    return -grid.join([tokens[:, -one.tokens :] for tokens, one in zip(outputs, grid.grids)])
 
 
 def refusal(config, grid, cond):
@@ -178,7 +176,9 @@ def _wrong_references(config, cond):
 
 
 def patch_module(transformer, config):
-    """Read the rotary frequencies from the file; diffusers computes them."""
+    """Patch the transformer: rotary frequencies from the file, which diffusers computes; a last layer for
+    the tokens of each latent."""
+    end_with_own_tokens(transformer, LATENTS.order)
     transformer.rope.register_buffer("inv_freq", transformer.rope.inv_freq, persistent=True)
 
 
@@ -252,12 +252,22 @@ LATENTS = Nested(
     order=(1, 0),
     rescale=rescale,
 )
+FLOAT32 = (
+    "rope.inv_freq",
+    "proj_in.*",
+    "audio_proj_in.*",
+    "time_embedder.*",
+    "proj_out.*",
+    "audio_proj_out.*",
+)
 FAMILY = Family(
     name="minimax-h3",
     transformer="MiniMaxH3Transformer3DModel",
     latent=Latent(pixels=lambda config: (4, 16, 16), nested=LATENTS),
-    io=ModelIO(forward_args, takes_tokens=True, output=output),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: -output),
     blocks=Blocks(
+        output_layer="outputs",
+        adapter=OwnTokens(),
         lists={"transformer_blocks": JOINED},
         text_position="first",
         values=(("attn.to_v",),),
@@ -277,17 +287,7 @@ FAMILY = Family(
         modulation=("adaln_proj.linear",),
         modulation_per_sample=False,
     ),
-    build=Build(
-        float32=(
-            "rope.inv_freq",
-            "proj_in.*",
-            "audio_proj_in.*",
-            "time_embedder.*",
-            "proj_out.*",
-            "audio_proj_out.*",
-        ),
-        patch_module=patch_module,
-    ),
+    build=Build(float32=FLOAT32, patch_module=patch_module),
     tensor_plan={"*.ff.net.0.proj": "gated colwise", **COMMON},
     layout=LAYOUT,
 )

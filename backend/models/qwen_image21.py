@@ -11,6 +11,7 @@ from torch import Tensor
 from .blocks import JOINED, Blocks
 from .common import references, token_mixing
 from .common.request_arguments import of_all_samples, once, once_a_request
+from .common.shape_only import join
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
 from .qwen_image import Rotary
@@ -39,20 +40,19 @@ class JointSequence:
         for lo, hi, count in self.pieces:
             found += [text[:, lo:hi], images[:, start : start + count]]
             start += count
-        return torch.cat(found, dim=1)
+        return join(found)
 
 
 class Joint(theirs.QwenImage21Transformer2DModel):
     """diffusers' model with a sequence that is described by the request: its own forward asks the device at
     each call where images stand, and has slots of 2 x 2 tokens. Blocks get the mask of what is given in the
-    place of its segments."""
+    place of its segments. The last layers see the latent's tokens alone."""
 
     # its own arguments, which the family's file alone passes
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states, encoder_hidden_states, timestep, sequence, return_dict=True
     ):
-        images = self.img_in(hidden_states)
-        joint = sequence.joined(self.txt_in(encoder_hidden_states), images)
+        joint = sequence.joined(self.txt_in(encoder_hidden_states), self.img_in(hidden_states))
         timestep = timestep.to(joint.dtype)
         made = None
         if cast(Any, self.config).causal_condition:
@@ -68,7 +68,8 @@ class Joint(theirs.QwenImage21Transformer2DModel):
         )
         for block in self.transformer_blocks:
             joint = block(hidden_states=joint, **block_arguments)
-        return (self.proj_out(self.norm_out(joint, temb, made)),)
+        image = joint[:, sequence.given_tokens :]  # of the latent's tokens a rank may have some
+        return (self.proj_out(self.norm_out(image, temb[: len(image)])),)
 
 
 class JointRotary(Rotary):
@@ -288,8 +289,9 @@ FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",
     latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, -grid.tokens :]),
+    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
     blocks=Blocks(
+        output_layer="proj_out",
         lists={"transformer_blocks": JOINED},
         text_position="first",  # and references among it
         attention=("text", ("image", "joint")),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..models.blocks import IMAGE_ONLY, JOINED
+from ..models.common.shape_only import shape_only
 from ..models.family import Family
 from .mesh import Axis
 from .request_caches import Positions, cuts_of, select
@@ -110,8 +111,7 @@ class Forward:
 
     latent, reference, per_block_text, latents: see SequenceLengths. skips: block -> image tokens (b, tokens,
     D) for long skips. positions, cuts: of the request: an argument -> its cuts, since the same object comes
-    to every block, and often at every step. ends_by_token: the layers after the blocks are given the tokens
-    of this forward, up to Blocks.output_layer.
+    to every block, and often at every step.
     """
 
     structure: BlockStructure
@@ -124,7 +124,6 @@ class Forward:
     latents: tuple[tuple[str, int], ...] = ()
     skips: dict[int, Tensor] = field(default_factory=dict)
     entered: TokenShards | None = None
-    ends_by_token: bool = False
 
     @property
     def tokens(self) -> TokenShards:
@@ -247,7 +246,7 @@ class Forward:
 
     def leave(self, streams: Streams) -> Streams:
         """Fill the streams after the last block up to the sequence, for the end of the model; the image's
-        alone after Blocks.output_layer, where this forward ``ends_by_token``."""
+        alone after Blocks.output_layer, where there is that."""
         if self.tokens.is_whole:
             return streams
         text = streams["text"]
@@ -256,8 +255,11 @@ class Forward:
         elif text is not None:
             text = self.structure.family.blocks.adapter.text_after_blocks(text, self.whole_text)
         image = streams["image"]
-        own = image[:, : len(self.tokens.local.image)]
-        return {"image": own if self.ends_by_token else self.whole(image), "text": text}
+        has_last = self.structure.family.blocks.output_layer is not None
+        return {
+            "image": image[:, : len(self.tokens.local.image)] if has_last else self.whole(image),
+            "text": text,
+        }
 
     def whole_output(self, output: Tensor) -> Tensor:
         """Return the model's output (B, latent tokens, F), of which this forward's carry values; as many
@@ -273,7 +275,7 @@ class Forward:
 
     def whole_text(self, text: Tensor) -> Tensor:
         """Return as many text tokens as the model handed in, without values."""
-        return text.new_zeros(text.shape[0], self.tokens.sequence.text, text.shape[2])
+        return shape_only(text, self.tokens.sequence.text)
 
     def whole(self, image: Tensor) -> Tensor:
         """Return the whole image stream, of which this forward's tokens carry values."""

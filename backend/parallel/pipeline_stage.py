@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import UnsupportedError
+from ..models.common.shape_only import shape_only
 from ..models.family import Family
 from ..runtime.opaque_ops import RUNNING, text_count_tensor
 from .attention_hook import Attention, BlockCall
@@ -106,10 +107,9 @@ class Stage:
 
     def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Fill what the last layer made of this forward's tokens up to those of the latent."""
-        current = self.current
-        if current is None or current.tokens.is_whole or not current.ends_by_token:
+        if self.current is None or self.current.tokens.is_whole:
             return output
-        return current.whole_output(output)
+        return self.current.whole_output(output)
 
     def begin_request(self, kernel: str, buffers: KVBuffers | None, wire: str = FULL, compiled: bool = False):
         """Forget the request before. ``buffers``: of stale keys and values. ``compiled``: blocks run so."""
@@ -212,10 +212,17 @@ class Stage:
             self.adapter.leave(self.transformer, forward.tokens)
             streams = forward.leave(streams)
         elif index == structure.entry - 1:
-            return forward.whole(streams["image"])
+            return self._before_text(forward, streams["image"])
         elif structure.joined[index] != structure.joined[index + 1]:
             streams["image"] = self.adapter.between_lists(streams["image"], forward.whole)
         return forward.result(index, call, streams)
+
+    def _before_text(self, forward: Forward, image: Tensor) -> Tensor:
+        """Return the image as the model joins text with it; a stage that begins after that is sent both, and
+        needs the shape."""
+        if self.blocks.start > self.structure.entry:
+            return shape_only(image, forward.tokens.sequence.stream)
+        return forward.whole(image)
 
     def _pass(self, index: int, call: dict):
         """Return what another stage's block returns, before this stage receives its tokens."""
@@ -232,8 +239,6 @@ class Stage:
     def _enter(self, forward: Forward, index: int, call: dict, streams: Streams) -> Streams:
         """Measure the sequence where streams enter, and cut them to this rank's tokens."""
         forward.latents = self.adapter.latents(call)
-        has_last = self.family.blocks.output_layer is not None
-        forward.ends_by_token = has_last and self.adapter.ends_by_token(call)
         sequence = forward.sequence(index, streams)
         if index < self.structure.entry:
             self.references_first = sequence.reference > 0

@@ -16,8 +16,10 @@ from operation_count import Count
 
 from backend.config import ParallelConfig
 from backend.models.patterns import matches
+from backend.parallel.block_streams import Forward
 from backend.parallel.embedded_shapes import ShapeOnly
 from backend.parallel.modulation_cache import LayerCache
+from backend.parallel.pipeline_stage import Stage
 
 #: Most bytes that a stage holds of all of them.
 MAX_BYTES = 1000
@@ -65,6 +67,36 @@ def test_a_later_stage_embeds_once_a_prompt_and_holds_nothing(family, monkeypatc
     launches.run(family, replace(ParallelConfig(), pipefusion_degree=2).validate(), 1, Count())
     assert set(calls.values()) == {len(prompts_of(family))}
     assert 0 < max(held) < MAX_BYTES
+
+
+@pytest.mark.parametrize("family", ["qwen-image21", "ideogram4", "minimax-h3", "ltx2", "ltx23"])
+def test_a_later_stage_joins_shapes(family, monkeypatch):
+    """With the text, and video with audio: block 0, which is on another stage, is given a shape alone."""
+    entered: list[torch.Tensor] = []
+    enter = Stage._enter
+
+    def look(stage, forward, index, call, streams):
+        entered.append(streams["image"])
+        return enter(stage, forward, index, call, streams)
+
+    monkeypatch.setattr(Stage, "_enter", look)
+    launches.run(family, replace(ParallelConfig(), pipefusion_degree=2).validate(), 1, Count())
+    assert entered and not any(any(image.stride()) for image in entered)
+
+
+@pytest.mark.parametrize("family", ["lumina2", "z-image-turbo", "flux3"])
+def test_a_stage_that_is_sent_text_and_image_fills_up_neither(family, monkeypatch):
+    """Where blocks of the image alone come first: before the model joins both, and after the last block."""
+    filled: list[torch.Size] = []
+    whole = Forward.whole
+
+    def look(forward, image):
+        filled.append(image.shape)
+        return whole(forward, image)
+
+    monkeypatch.setattr(Forward, "whole", look)
+    launches.run(family, replace(ParallelConfig(), pipefusion_degree=8).validate(), 7, Count())
+    assert not filled
 
 
 def test_what_is_embedded_stays_without_values_until_the_blocks():

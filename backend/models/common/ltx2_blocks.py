@@ -20,6 +20,7 @@ from ..blocks import BlockAdapter
 from ..family import Nested
 from . import guide_weights
 from .call_state import call_state
+from .nested_output import join_latents
 from .request_arguments import once
 
 #: Audio: channels and frequencies of a latent, one moment of which is a token.
@@ -65,8 +66,7 @@ class VideoAndAudio(BlockAdapter):
         return tuple(call[name] for name in STREAMS)
 
     def joined(self, latents):
-        width = max(latent.shape[2] for latent in latents)
-        return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in LATENTS.order], dim=1)
+        return join_latents(latents, LATENTS.order)
 
     def divided(self, call, image, tokens):
         """Undo ``joined``, for all tokens or for this rank's."""
