@@ -4,6 +4,7 @@ fewer bytes."""
 import copy
 import sys
 from types import SimpleNamespace
+from typing import Any, cast
 
 import diffusers
 import pytest
@@ -21,7 +22,7 @@ from tolerance import assert_same_bits
 from torch import nn
 
 from backend.models import FAMILIES
-from backend.models.common import adaptive_norms, fewer_passes
+from backend.models.common import adaptive_norms, fewer_passes, ltx2_blocks
 from backend.models.common.wan_blocks import SelfAttention, WanBlock
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -283,3 +284,24 @@ def test_a_norm_and_its_modulation_are_one_pass(cls, sizes, name, dtype, batch, 
 def listed(found) -> tuple[torch.Tensor, ...]:
     """What a norm returns: a tensor, or several."""
     return found if isinstance(found, tuple) else (found,)
+
+
+def test_audio_hears_video_by_three_tensors_of_each_tokens_level():
+    """Scale, shift and gate; the block's other two of the same table are made before."""
+    tokens, levels = torch.tensor([[0, 1, 1]]), torch.randn(2, 4 * WIDTH)
+    block = SimpleNamespace(
+        video=torch.randn(1, 3, WIDTH),
+        audio=torch.randn(1, 3, WIDTH),
+        times=((levels, tokens), (levels[:, :WIDTH], tokens)),
+        video_a2v_cross_attn_scale_shift_table=torch.randn(5, WIDTH),
+        get_mod_params=ltx2_blocks.LTX2Block.get_mod_params,
+        audio_to_video_norm=torch.nn.Identity(),
+    )
+    table, heard = block.video_a2v_cross_attn_scale_shift_table, block.video + 0
+    _, _, scale, shift = (table[:4] + levels.unflatten(1, (4, -1)))[tokens].unbind(2)
+    gate = (table[4] + levels[:, :WIDTH])[tokens]
+    want = (heard + gate * block.audio) * (1 + scale) + shift
+    with torch.profiler.profile() as found:
+        _, kwargs = ltx2_blocks.LTX2Block.listen(cast(Any, block), None, (), {})
+    assert torch.allclose(kwargs["encoder_hidden_states"], want, atol=1e-5)
+    assert sum(event.name == "aten::index" for event in found.events() or ()) == 3

@@ -214,15 +214,16 @@ class LTX2Block(LTX2VideoTransformerBlock):
         return super().forward(**call)
 
     @staticmethod
-    def get_mod_params(scale_shift_table, temb, batch_size):
-        """Return what diffusers' method does, for any number of tokens, and for a few levels of many."""
+    def get_mod_params(scale_shift_table, temb, batch_size, first=0):
+        """Return what diffusers' method does, for any number of tokens, and for a few levels of many; of its
+        tensors those from ``first`` on."""
         count = len(scale_shift_table)
         if isinstance(temb, tuple):
             levels, tokens = temb
             values = scale_shift_table.to(levels.device) + levels.unflatten(1, (count, -1))
-            return tuple(each[tokens] for each in values.unbind(dim=1))
+            return tuple(each[tokens] for each in values.unbind(dim=1)[first:])
         values = temb.unflatten(2, (count, temb.shape[2] // count))
-        return (scale_shift_table[None, None].to(temb.device) + values).unbind(dim=2)
+        return (scale_shift_table[None, None].to(temb.device) + values).unbind(dim=2)[first:]
 
     def listen(self, attention, args, kwargs):
         """Hook before video_to_audio_attn: keys and values of the video as it is by now."""
@@ -230,7 +231,7 @@ class LTX2Block(LTX2VideoTransformerBlock):
         times, gates = self.times
         table = self.video_a2v_cross_attn_scale_shift_table
         (gate,) = self.get_mod_params(table[4:], gates, batch)
-        scale, shift = self.get_mod_params(table[:4], times, batch)[2:]
+        scale, shift = self.get_mod_params(table[:4], times, batch, first=2)
         video = self.audio_to_video_norm(self.video + gate * self.audio) * (1 + scale) + shift
         self.video = None
         self.audio = None
