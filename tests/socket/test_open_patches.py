@@ -22,7 +22,7 @@ SLOW = replace(RTX4090, p2p=2e7, all_to_all={2: 2e7}, on_host=True)
 
 
 @pytest.fixture
-def sampled(backend, checkpoint, tmp_path, monkeypatch, capsys):  # noqa: F811
+def sampled(backend, checkpoint, tmp_path, monkeypatch, capsys):  # noqa: F811  # the fixture
     """sampled(number) -> the latent of the command ``sample`` with that num_pipeline_patch, how often rank 0
     called the model, and what is printed, on a machine of slow links that was measured before."""
     monkeypatch.setattr(measurements, "known", lambda choice, device, indices: (FLUX, SLOW))
@@ -50,7 +50,7 @@ def calls(patches: int) -> int:
     return 1 + (STEPS - 1) * patches
 
 
-def test_ranks_run_the_number_that_is_reported(sampled, backend):  # noqa: F811
+def test_ranks_run_the_number_that_is_reported(sampled, backend):  # noqa: F811  # the fixture
     """Bit for bit the latent of that number set by hand, and not that of as many patches as stages."""
     latent, called, said = sampled(0)
     assert "num_pipeline_patch 0: 3 patches, about " in said and called == calls(3)

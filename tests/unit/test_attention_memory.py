@@ -60,7 +60,7 @@ class Messages:
 
 
 def attention_of(axis_name: str, ranks: int, wire: str = FULL) -> Attention:
-    axis = Axis(GROUP, 0, ranks, tuple(range(ranks)))  # pyright: ignore[reportArgumentType]
+    axis = Axis(GROUP, 0, ranks, tuple(range(ranks)))  # pyright: ignore[reportArgumentType]  # unused
     mesh = replace(single(), **{axis_name: axis, "sp": axis})
     return Attention(mesh, head_size=SIZE, wire=wire)
 
@@ -127,7 +127,7 @@ def test_a_ring_merges_in_one_float32_copy_of_a_block(monkeypatch):
     keys = [torch.stack([k, v]) + index for index in range(ranks)]
     arriving = iter(keys[1:])
     monkeypatch.setattr(ulysses_ring, "pass_on", lambda *_: lambda: next(arriving))
-    axis = Axis(GROUP, 0, ranks, (0, 2, 1))  # pyright: ignore[reportArgumentType]
+    axis = Axis(GROUP, 0, ranks, (0, 2, 1))  # pyright: ignore[reportArgumentType]  # nothing is sent
     with torch.inference_mode(), LiveMemory() as memory:
         found = ulysses_ring.ring_attend("auto", q, keys[0], [512] * ranks, axis, None, None)
     one = q.numel() * torch.float32.itemsize

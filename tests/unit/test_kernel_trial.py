@@ -321,28 +321,6 @@ def test_a_library_that_is_not_initialized_fails_its_trial(
     assert ("NOT_INITIALIZED" in capsys.readouterr().out) == (not is_full)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_torch_goes_on_without_cudnn_where_its_choice_fails(monkeypatch, fails, capsys):
-    switched = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
-    if fails:
-        monkeypatch.setattr(kernel_trial, "SDPA", lambda *_: missing(*[None] * 5))
-    kernel_trial.settle(torch.bfloat16, 64, False, CPU)
-    assert switched == [False] * fails and ("no kernel image" in capsys.readouterr().out) == fails
-
-
-@pytest.mark.parametrize("lse, fails", [(True, False), (True, True), (False, True)])
-def test_rings_go_on_without_a_flash_kernel_that_fails(monkeypatch, lse, fails, capsys):
-    """Torch's own choice of kernels passes over what was not built; rings call flash themselves."""
-    given_up = []
-    monkeypatch.setattr(kernel_trial, "has_flash", lambda device: True)
-    monkeypatch.setattr(kernel_trial, "give_up_flash", given_up.append)
-    monkeypatch.setattr(kernel_trial, "flash_of_torch", missing if fails else right)
-    kernel_trial.settle(torch.bfloat16, 64, lse, CPU)
-    assert given_up == [CPU] * (lse and fails)
-    assert ("rings go on without it" in capsys.readouterr().out) == (lse and fails)
-
-
 def test_a_kernel_that_loses_the_gpu_is_named(kernel, monkeypatch):
     """Nothing runs on it afterwards, and torchrun keeps the last error alone."""
     kernel(missing)

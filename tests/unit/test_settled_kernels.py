@@ -1,0 +1,40 @@
+"""Torch's own attention kernels are tried before a request: requests go on without one that fails."""
+
+import pytest
+import torch
+
+from backend.parallel import kernel_trial
+from backend.parallel.attention_kernels import SDPA
+
+CPU = torch.device("cpu")
+
+
+def missing(*_, **__):
+    raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+
+def right(q, k, v, scale, lse):
+    sums = (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(-1)
+    return SDPA(q, k, v, scale=scale), sums if lse else None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_goes_on_without_cudnn_where_its_choice_fails(monkeypatch, fails, capsys):
+    switched = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    if fails:
+        monkeypatch.setattr(kernel_trial, "SDPA", missing)
+    kernel_trial.settle(torch.bfloat16, 64, False, CPU)
+    assert switched == [False] * fails and ("no kernel image" in capsys.readouterr().out) == fails
+
+
+@pytest.mark.parametrize("lse, fails", [(True, False), (True, True), (False, True)])
+def test_rings_go_on_without_a_flash_kernel_that_fails(monkeypatch, lse, fails, capsys):
+    """Torch's own choice of kernels passes over what was not built; rings call flash themselves."""
+    given_up = []
+    monkeypatch.setattr(kernel_trial, "has_flash", lambda device: True)
+    monkeypatch.setattr(kernel_trial, "give_up_flash", given_up.append)
+    monkeypatch.setattr(kernel_trial, "flash_of_torch", missing if fails else right)
+    kernel_trial.settle(torch.bfloat16, 64, lse, CPU)
+    assert given_up == [CPU] * (lse and fails)
+    assert ("rings go on without it" in capsys.readouterr().out) == (lse and fails)
