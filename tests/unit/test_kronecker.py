@@ -202,7 +202,7 @@ def test_all_kinds_are_added_to_one_product(tmp_path):
         assert relative(weight.effective(), wanted) <= 1e-6
         assert relative(weight.linear(x, bias), x @ wanted.T + bias) <= 1e-6
         out = torch.empty(5, ROWS)
-        multiplier(weight)(x, out)
+        multiplier(weight, x)(slice(None), out)
         assert relative(out, x @ wanted.T) <= 1e-6
         held = weight.added_tensors  # whose memory is not given to others before it is compared
         weight._apply(torch.clone)

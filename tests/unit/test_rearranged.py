@@ -7,6 +7,7 @@ import pytest
 from tiny import write_shallow_flux
 
 from backend.client import launcher
+from backend.client.exit_report import RankFailure
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import ARRANGING, RAN_OUT
@@ -52,17 +53,20 @@ def test_what_does_not_stay_leaves_before_groups_are_made(folder, monkeypatch, d
 
 
 @pytest.mark.parametrize("when, may", [(ARRANGING, True), ("in the middle of a request", False)])
-def test_memory_that_runs_out_between_requests_says_nothing_of_dequantized_weights(monkeypatch, when, may):
+def test_memory_that_runs_out_between_requests_says_nothing_of_dequantized_weights(
+    monkeypatch, tmp_path, when, may
+):
     """None are there then. After a request that ran out none stay so until ComfyUI ends."""
     monkeypatch.delenv(dequantized_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setattr(dequantized_cache, "_have_run_out", False)
     monkeypatch.setattr(launcher, "failures", lambda *_: [])
-    monkeypatch.setattr(launcher, "cause_among", lambda _: f"rank 0 {RAN_OUT} {when} (NCCL error)")
+    failure = RankFailure(0, 1, f"rank 0 {RAN_OUT} {when} (NCCL error)")
+    monkeypatch.setattr(launcher, "cause_among", lambda _: failure)
     monkeypatch.setattr(launcher, "full_disk", lambda _: "")
     backend: Any = launcher.BackendProcess.__new__(launcher.BackendProcess)
     backend._private = SimpleNamespace(keep=lambda: None)
     backend._wait_for_report, backend._agent = lambda: None, SimpleNamespace(poll=lambda: 1)
-    backend.folder = backend.log = backend._link = None
+    backend.folder, backend.log, backend._link = tmp_path, tmp_path / "backend.log", None
     backend.machines, backend._ranks, backend.silence = SimpleNamespace(index=0, name=""), 1, ""
     assert RAN_OUT in backend.failure_cause()
     assert dequantized_cache.may_cache_dequantized() == may
