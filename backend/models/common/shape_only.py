@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 def has_values(tokens: Tensor) -> bool:
-    """Return whether ``tokens`` (B, n, D) of an embedder are more than a shape."""
+    """Return whether ``tokens`` (B, n, D), of an embedder or of a last layer, are more than a shape: a tensor
+    that was computed has a stride."""
     return any(tokens.stride())
 
 
@@ -16,8 +17,8 @@ def shape_only(like: Tensor, tokens: int) -> Tensor:
 
 
 def join(pieces: list[Tensor]) -> Tensor:
-    """Put tokens (B, n, D) one after the other. Where one piece is a shape alone the result is: the stage is
-    sent all of them."""
+    """Put tokens (B, n, D) of one type one after the other. Where one piece is a shape alone the result is:
+    the stage is sent all of them."""
     if all(map(has_values, pieces)):
         return torch.cat(pieces, dim=1)
     return shape_only(pieces[0], sum(piece.shape[1] for piece in pieces))
