@@ -161,7 +161,7 @@ def or_leanest(auto: AutoConfig, estimate: EstimateOf, run: Callable[[AutoConfig
         too_large = error
 
     def small(shape: ModelShape) -> RequestEstimate:
-        return replace(estimate(shape), image_tokens=SMALL, batch=1)
+        return replace(estimate(shape), image_tokens=SMALL, reference_tokens=0, batch=1)
 
     try:
         return run(replace(auto, method=MEMORY), small)

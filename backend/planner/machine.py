@@ -261,7 +261,7 @@ class RequestEstimate:
     @property
     def latent_tokens(self) -> int:
         """Count the tokens that patches and sequence parallelism divide: each needs one of the latent."""
-        return self.image_tokens - self.reference_tokens
+        return max(1, self.image_tokens - self.reference_tokens)
 
     def prompts_per_rank(self, cfg_degree: int) -> int:
         """Count the prompts that a rank computes, one after the other."""

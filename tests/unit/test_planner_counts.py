@@ -229,6 +229,7 @@ def test_a_small_latent_is_cut_no_finer_for_its_references():
     request = RequestEstimate(4096 + 3, 512, 28, 1, reference_tokens=4096)
     plans = list(candidates(FLUX, request, 4, ParallelConfig()))
     assert plans and all(plan.patches * plan.sp_degree <= 3 for plan in plans)
+    assert replace(request, image_tokens=256).latent_tokens == 1  # one GPU is always left
 
 
 NEEDS = "torch 2.12, which can shard the quantized weights"

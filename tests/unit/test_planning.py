@@ -144,13 +144,17 @@ def test_ranks_learn_that_the_plan_counts_on_turns(machine):
     assert not planning.takes_turns(MODEL, ParallelConfig(data_parallel_degree=4))
 
 
-def large(shape) -> RequestEstimate:
+def too_large(shape) -> RequestEstimate:
     return RequestEstimate(2_000_000, 512, 20, 2, batch=4)
 
 
-def test_an_estimate_that_does_not_fit_takes_the_leanest_plan(machine):
-    """The sampler plans again for its latent, which may be smaller."""
+@pytest.mark.parametrize("references", [0, 4096])
+def test_an_estimate_that_does_not_fit_takes_the_leanest_plan(machine, references):
+    """The sampler plans again for its latent, which may be smaller, and have no references."""
     asked = []
+
+    def large(shape) -> RequestEstimate:
+        return replace(too_large(shape), reference_tokens=references)
 
     def run(auto: AutoConfig, request) -> ParallelConfig:
         asked.append((auto.method, request(WAN)))
@@ -169,7 +173,7 @@ def test_an_estimate_that_does_not_fit_takes_the_leanest_plan(machine):
 def test_a_model_that_fits_no_latent_is_refused_with_the_estimate(machine):
     machine.free = (4 * GB,) * GPUS
     with pytest.raises(ConfigError, match="2000000 tokens does not fit"):
-        planning.or_leanest(ALL, large, lambda auto, request: planning.plan_for(auto, MODEL, request))
+        planning.or_leanest(ALL, too_large, lambda auto, request: planning.plan_for(auto, MODEL, request))
 
 
 def test_one_gpu_has_nothing_to_choose(machine):
@@ -221,7 +225,7 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
     monkeypatch.setattr(pool, "launched", lambda: None)
     assert any(f"{ASIDE}1: " in line for line in plan_for(auto)[1])
     assert planning.question_of(auto, MODEL, request)[0].swaps.left_by_comfyui == ((1, 0),)
-    assert planning.question_of(auto, MODEL, large)[0].swaps.left_by_comfyui == ((1, 0),)
+    assert planning.question_of(auto, MODEL, too_large)[0].swaps.left_by_comfyui == ((1, 0),)
     smaller = planning.question_of(auto, MODEL, lambda shape: RequestEstimate(32759, 512, 20, 2))[0]
     elsewhere = planning.question_of(AutoConfig(gpus="2,3"), MODEL, request)[0]
     assert not smaller.swaps.left_by_comfyui and not elsewhere.swaps.left_by_comfyui
