@@ -9,9 +9,10 @@ import pytest
 import torch
 from published import A100, FLUX, H100, L40, RTX4090, WAN
 
-from backend.client import measurements, pool
+from backend.client import measurements, planning, pool
 from backend.client.model_choice import ModelChoice
 from backend.client.open_patches import with_patches
+from backend.client.planning import known_question
 from backend.config import ParallelConfig
 from backend.planner import patches
 from backend.planner.candidates import MIN_STEPS
@@ -20,6 +21,7 @@ from backend.planner.drift import FEW_STEPS
 from backend.planner.machine import OVERHEAD, Machine, RequestEstimate
 from backend.planner.model_shape import ModelShape
 from backend.planner.question import Question
+from backend.quantization import dequantized_cache
 
 MODEL = ModelChoice("model.safetensors")
 TWO = ParallelConfig(pipefusion_degree=2)
@@ -185,6 +187,34 @@ def test_equal_requests_get_equal_numbers(measured, monkeypatch):
     first = with_patches(TWO, MODEL, lambda shape: IMAGE)
     assert all(with_patches(TWO, MODEL, lambda shape: IMAGE) == first for _ in range(3))
     assert chosen(replace(TWO, num_pipeline_patch=3)) == 3
+
+
+def test_equal_requests_get_equal_numbers_after_ranks_ran_out_of_memory(measured, monkeypatch):
+    """Weights stay dequantized no more from then on, so that a patch costs more on the same ranks."""
+    blocks = (
+        replace(each, weights=each.weights // 2, unpacked=each.weights, dequantizing=2 * each.weights)
+        for each in FLUX.blocks
+    )
+    quantized = replace(FLUX, is_quantized=True, blocks=tuple(blocks))
+    measured.known = (quantized, linked(1.5))
+    monkeypatch.setattr(measurements, "usual_memory", lambda device, indices: (48 * 10**9,) * len(indices))
+    monkeypatch.setattr(dequantized_cache, "_have_run_out", False)
+    found = [known_question(TWO, MODEL, lambda shape: IMAGE)]
+    first = with_patches(TWO, MODEL, lambda shape: IMAGE)
+    dequantized_cache.stop_caching_dequantized()
+    assert with_patches(TWO, MODEL, lambda shape: IMAGE) == first
+    found.append(known_question(TWO, MODEL, lambda shape: IMAGE))
+    assert [patches.filling(each, TWO)[0] for each in found if each] == [3, 2]  # it would matter
+
+
+def test_equal_requests_get_equal_numbers_where_comfyui_uses_a_gpu_of_the_ranks(measured, monkeypatch):
+    """Which is known once auto has planned in this process: known_question says it, and it does not count."""
+    asked = []
+    monkeypatch.setattr(patches, "filling", lambda question, config: asked.append(question) or (2, 0.0))
+    for shared in (None, 0):
+        monkeypatch.setattr(planning._history, "shared", shared)
+        with_patches(replace(TWO, device="cuda"), MODEL, lambda shape: IMAGE)
+    assert asked[0] == asked[1]
 
 
 def test_the_chosen_number_is_another_setting_of_the_same_ranks(measured):
