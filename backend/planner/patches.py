@@ -22,7 +22,8 @@ def filling(question: Question, config: ParallelConfig) -> tuple[int, float]:
     against as many as stages: 0.0 of these."""
     stages = config.pipefusion_degree
     plans = [replace(config, num_pipeline_patch=patches) for patches in (stages, stages + 1)]
-    if not takes_patches(plans[1], question.shape, question.request):
+    # the cost model divides blocks evenly: where the user has set them it projects other stages
+    if config.stage_counts or not takes_patches(plans[1], question.shape, question.request):
         return stages, 0.0
     as_stages, one_more = map(question.option, plans)
     if one_more.score > (1 - LEAST_SAVED) * as_stages.score:

@@ -93,6 +93,13 @@ def test_what_bears_no_further_patch_has_as_many_as_stages(request_, count):
     assert patches.filling(timed({2: (10.0, 10.0), 3: (5.0, 5.0)}, request_), TWO)[0] == count
 
 
+def test_stages_that_the_user_divides_keep_their_number():
+    """The projection is of even ones."""
+    faster = timed({2: (10.0, 10.0), 3: (5.0, 5.0)})
+    for split, count in (("", 3), ("24,33", 2), (" ", 3)):
+        assert patches.filling(faster, replace(TWO, attn_layer_num_for_pp=split))[0] == count
+
+
 def test_few_steps_of_many_patches_would_drift_too_far():
     faster = {4: (10.0, 10.0), 5: (5.0, 5.0)}
     for steps, count in ((FEW_STEPS - 1, 4), (FEW_STEPS, 5)):
