@@ -21,14 +21,19 @@ from .speed_flags import flag_lines
 
 def request_line(dit: ParallelDiT, prompts: int, of_graph: EstimateOf) -> str:
     """Return a line about the request and what the ranks of ``dit`` take for it; log one for each rank.
-    ``of_graph``: the request as the graph tells it, whose steps count."""
+    ``of_graph``: the request as the graph tells it, whose steps count, and whether each is a call."""
     what, latent = assumed_latent(dit)
     backend, _ = ensure_loaded(dit)
 
     def estimate(shape: ModelShape) -> RequestEstimate:
-        tokens = tokens_of(sides_of(latent), shape.patch)
-        steps = of_graph(shape).steps
-        return RequestEstimate(image_tokens=tokens, text_tokens=TEXT_TOKENS, steps=steps, prompts=prompts)
+        told = of_graph(shape)
+        return RequestEstimate(
+            image_tokens=tokens_of(sides_of(latent), shape.patch),
+            text_tokens=TEXT_TOKENS,
+            steps=told.steps,
+            prompts=prompts,
+            drained=told.drained,
+        )
 
     config, _ = with_patches(dit.config, dit.choice, estimate)
     asked = Describe(

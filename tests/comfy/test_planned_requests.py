@@ -83,8 +83,9 @@ def test_a_sampler_chooses_the_patches_that_are_left_open(staged):
     assert sampled_with(by_hand, 20) == (4, ())
 
 
-@pytest.mark.parametrize("steps, count", [(20, 3), (4, 2)])
-def test_the_loader_describes_the_patches_of_the_graphs_steps(staged, monkeypatch, steps, count):
+@pytest.mark.parametrize("steps, drained, count", [(20, False, 3), (4, False, 2), (20, True, 2)])
+def test_the_loader_describes_the_patches_of_the_graphs_steps(staged, monkeypatch, steps, drained, count):
+    """Under Parallel Model each is a call of its own, which bears no further patch."""
     asked = []
     rank = {"text": "", "device_bytes": 2, "weight_bytes": 1, "host_bytes": 0, "bytes_per_step": {}}
 
@@ -95,6 +96,7 @@ def test_the_loader_describes_the_patches_of_the_graphs_steps(staged, monkeypatc
     backend = SimpleNamespace(describe=describe)
     monkeypatch.setattr(plan_report, "ensure_loaded", lambda dit: (backend, None))
     monkeypatch.setattr(plan_report, "assumed_latent", lambda dit: ("1024 x 1024", [16, 128, 128]))
-    line = plan_report.request_line(staged, 1, lambda shape: RequestEstimate(steps=steps))
+    told = RequestEstimate(steps=steps, drained=drained)
+    line = plan_report.request_line(staged, 1, lambda shape: told)
     assert [message.num_pipeline_patch or 2 for message in asked] == [count]
     assert line.endswith(f"{count} patches (reuse)")
