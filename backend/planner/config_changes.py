@@ -59,13 +59,16 @@ def same_ranks(config: ParallelConfig) -> Iterator[ParallelConfig]:
             yield replace(config, **fields, **others)
 
 
-def settings(before: ParallelConfig, after: ParallelConfig) -> str:
+def settings(before: ParallelConfig, after: ParallelConfig, own: ParallelConfig | None = None) -> str:
     """Name the inputs to set for ``after``: what differs from ``before``, and all degrees. So they are the
-    same where ``before`` is a plan of auto, under which the inputs are at their defaults."""
+    same where ``before`` is a plan of auto, under which the inputs are at their defaults. ``own``: the
+    backend's, where ``before`` has settings of a request: patches that it leaves open were chosen for that
+    (client/open_patches.py), and are named where they change."""
     default = ParallelConfig()
+    chosen = {"num_pipeline_patch"} if own is not None and not own.num_pipeline_patch else set()
     named = {}
     for name, new in vars(after).items():
-        is_set = name in COMPLETE and new != getattr(default, name)
+        is_set = name in COMPLETE and name not in chosen and new != getattr(default, name)
         if is_set or new != getattr(before, name):
             named[name] = new
     return " with ".join(f"{name} {_word(value)}" for name, value in named.items())

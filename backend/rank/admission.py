@@ -19,7 +19,7 @@ from ..quantization.kernels import MatmulChoice
 from ..quantization.packed_weight import scratch_bytes
 from ..rank_plan.describe import RankPlan, describe
 from ..rank_plan.need import Need, load_need, request_need, weight_need
-from ..rank_plan.remedies import fitting
+from ..rank_plan.remedies import NO_SETTING, fitting
 from ..rank_plan.request_size import RequestSize
 from ..sampling.model_inputs import ModelInputs
 from ..sampling.runs import Prepared
@@ -31,11 +31,6 @@ CACHED_PLANS = 4
 #: Request that a model should bear once it is loaded, where a load asks what would fit.
 TYPICAL = RequestSize()
 NOTHING = Need(0, 0)
-NO_SETTING = (
-    "No single setting (stale_kv, num_pipeline_patch, offload_modulation, shard_weights, "
-    "tensor_parallel_degree, pipefusion_degree, a quantized file) makes it fit on these ranks: use more of "
-    "them, a smaller latent, or free the memory that other programs hold."
-)
 
 
 @dataclass(frozen=True)
@@ -132,8 +127,11 @@ class Planned:
             needs[rank] = Need(needs[rank].least + size, needs[rank].likely + size)
         return replace(self, needs=needs, parked=parked)
 
-    def shortage(self, memories: list[RankMemory], short: RankMemory, is_host: Sequence[bool]) -> str:
-        """Say which rank lacks how much, and with which settings it would fit. ``is_host``: as in fitting."""
+    def shortage(
+        self, memories: list[RankMemory], short: RankMemory, is_host: Sequence[bool], own: ParallelConfig
+    ) -> str:
+        """Say which rank lacks how much, and with which settings it would fit. ``is_host``, ``own``: as in
+        fitting."""
         plan = None
         what = ("to load this model", "nothing is loaded")
         if self.is_loaded:
@@ -144,7 +142,7 @@ class Planned:
         held = [size if own else 0 for size, own in zip(sizes, stays)]
         capacity = [memory.free + memory.cached + own for memory, own in zip(memories, held)]
         about = (self.config, self.checkpoint, self.size, self.dtype)
-        remedies = fitting(*about, capacity, self.choices, is_host)
+        remedies = fitting(*about, capacity, self.choices, is_host, own)
         remedy = NO_SETTING if not remedies else f"It would fit with {', or '.join(remedies)}."
         returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
         return f"{_shortage(short, *what, plan, returning)} {remedy}"
@@ -229,7 +227,7 @@ class Admission:
             text = _shortage(short[0], *what)
             others = " Other models are on the ranks; unload them." if planned and planned.others else ""
             raise InsufficientMemory(text + others, lacking)
-        raise InsufficientMemory(planned.shortage(memories, short[0], self.is_host), lacking)
+        raise InsufficientMemory(planned.shortage(memories, short[0], self.is_host, self.config), lacking)
 
     def prepare(
         self,

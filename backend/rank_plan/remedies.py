@@ -19,6 +19,11 @@ from .request_size import RequestSize
 QUANTIZED = {"8-bit": 9, "4-bit": 5}
 #: Settings that are named at most.
 MAX_REMEDIES = 3
+NO_SETTING = (
+    "No single setting (stale_kv, num_pipeline_patch, offload_modulation, shard_weights, "
+    "tensor_parallel_degree, pipefusion_degree, a quantized file) makes it fit on these ranks: use more of "
+    "them, a smaller latent, or free the memory that other programs hold."
+)
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,15 @@ class Remedy:
 
 
 def remedies(
-    config: ParallelConfig, size: RequestSize, quantized: bool, parks: bool = True
+    config: ParallelConfig,
+    size: RequestSize,
+    quantized: bool,
+    parks: bool = True,
+    own: ParallelConfig | None = None,
 ) -> Iterator[Remedy]:
     """Yield changes of the configuration, the file or the request that may need less memory, the cheapest
-    for the user first. They need not suit the model. ``parks``: host memory is not the GPU's own."""
+    for the user first. They need not suit the model. ``parks``: host memory is not the GPU's own. ``own``:
+    as in settings."""
     fields = []
     if config.has_stale_kv and config.stale_kv == "extrapolate":
         fields.append({"stale_kv": "reuse"})
@@ -47,7 +57,7 @@ def remedies(
     others = dict.fromkeys(replace(config, **changed) for changed in fields)
     for other in others:
         if other != config:
-            yield Remedy(settings(config, other), other, size)
+            yield Remedy(settings(config, other, own), other, size)
     if not quantized:
         for name, bits in QUANTIZED.items():
             article = "an" if name == "8-bit" else "a"
@@ -65,12 +75,13 @@ def fitting(
     capacity: list[int],
     choices: Mapping[str, MatmulChoice] | None,
     is_host: Sequence[bool],
+    own: ParallelConfig,
 ) -> list[str]:
     """Return the first MAX_REMEDIES remedies with which weights and request fit into the ``capacity`` of
     every rank, in bytes; each likely need counts, so that what is named does run. ``choices``: as in
-    describe; ``is_host``: of each rank, as in weight_need."""
+    describe; ``is_host``: of each rank, as in weight_need; ``own``: as in settings."""
     texts = []
-    for remedy in remedies(config, size, checkpoint.is_quantized, parks=not any(is_host)):
+    for remedy in remedies(config, size, checkpoint.is_quantized, parks=not any(is_host), own=own):
         try:
             check_degrees(checkpoint, remedy.config.validate())
             of_file = None if remedy.bits else choices  # another file multiplies otherwise

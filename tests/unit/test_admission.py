@@ -201,6 +201,20 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     assert found == [None]
 
 
+def test_a_refusal_names_no_patches_that_were_chosen_for_the_request(flux):
+    """The backend's own configuration leaves them open."""
+    own = ParallelConfig(pipefusion_degree=2)
+    asked = replace(own, num_pipeline_patch=3)
+
+    def act(owner, rank, control, memory):
+        admission = Admission(owner, control, memory)
+        admission.check(admission.plan_request(asked, flux, FLUX_SIZE, BF16) if rank == 0 else None)
+
+    texts = [str(on_ranks(gpus(1, 1), partial(act, owner))[0][0]) for owner in (own, asked)]
+    assert ["num_pipeline_patch 3" in text for text in texts] == [False, True], texts
+    assert all("It would fit with " in text for text in texts)
+
+
 def test_memory_that_runs_out_before_the_first_collective_is_said_in_the_round(flux):
     """On rank 1, while it makes the request's tensors: no rank begins, and both are left."""
     sample, _ = golden_request("euler_simple")

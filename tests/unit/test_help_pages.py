@@ -21,7 +21,7 @@ from backend.protocol.solver_names import BROWNIAN
 ROOT = Path(__file__).resolve().parents[2]
 HELP = ROOT / "web" / "docs"
 #: Files of backend/ that say what does not fit.
-MEMORY_SENTENCES = ("planner/choose.py", "rank/admission.py", "errors.py")
+MEMORY_SENTENCES = ("planner/choose.py", "rank/admission.py", "rank_plan/remedies.py", "errors.py")
 #: Node -> its input of the seed.
 SEEDS = {"ParallelSampler": "seed", "ParallelSamplerAdvanced": "noise_seed"}
 

@@ -230,8 +230,8 @@ def test_references_of_a_call_count_and_leave_room_for_fewer_samples(flux):
     assert (plain.batch, edit.batch) == (TOKENS_AT_ONCE // tokens, 1) and plain.batch == 4
 
 
-def texts(config=None, size=SIZE, quantized=False) -> list[str]:
-    return [remedy.text for remedy in remedies(config or ParallelConfig(), size, quantized)]
+def texts(config=None, size=SIZE, quantized=False, own=None) -> list[str]:
+    return [remedy.text for remedy in remedies(config or ParallelConfig(), size, quantized, own=own)]
 
 
 def test_a_file_that_is_quantized_is_not_told_to_be_quantized():
@@ -243,6 +243,18 @@ def test_a_file_that_is_quantized_is_not_told_to_be_quantized():
 def test_what_is_offloaded_into_the_gpus_own_memory_is_no_remedy():
     parked = [remedy.text for remedy in remedies(ParallelConfig(), SIZE, False, parks=False)]
     assert [text for text in texts() if text not in parked] == ["offload_modulation on"]
+
+
+def test_patches_that_were_chosen_for_the_request_are_named_where_they_change():
+    """The user has left them open on these ranks; auto has chosen them with the degrees."""
+    two = ParallelConfig(pipefusion_degree=2)
+    chosen = replace(two, num_pipeline_patch=3)
+    offloading = "pipefusion_degree 2 with num_pipeline_patch 3 with offload_modulation on"
+    assert offloading in texts(chosen) and offloading in texts(chosen, own=chosen)
+    left_open = texts(chosen, own=two)
+    assert "pipefusion_degree 2 with offload_modulation on" in left_open
+    assert "pipefusion_degree 2 with num_pipeline_patch 1" in left_open
+    assert not any("num_pipeline_patch 3" in text for text in left_open)
 
 
 def test_a_smaller_batch_is_a_remedy_where_every_replica_has_several_samples():
