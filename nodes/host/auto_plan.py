@@ -131,10 +131,14 @@ def sample_planned(
     if dit.auto is None and not patches.are_open(dit.config):
         return sample(dit)
     prompts = 1 if skips_negative(cfg, sampler_name) else 2
-    samples = latent["samples"]
-    size = (samples.unbind()[0] if samples.is_nested else samples).shape
-    prompt, values = positive[0]
-    request = _request_of(dit, size, _in_context(values), prompt.shape[1], steps, prompts)
+
+    def request(shape: ModelShape) -> RequestEstimate:
+        """Read the inputs where model and machine are known: else ranks are the first to judge them."""
+        samples = latent["samples"]
+        size = (samples.unbind()[0] if samples.is_nested else samples).shape
+        prompt, values = positive[0]
+        return _request_of(dit, size, _in_context(values), prompt.shape[1], steps, prompts)(shape)
+
     if dit.auto is None:
         config, lines = with_patches(dit.config, dit.choice, request)
         return sample(replace(dit, config=config, lines=lines))

@@ -65,9 +65,11 @@ def staged(monkeypatch) -> ParallelDiT:
     return ParallelDiT(config, None, SimpleNamespace(model="m"), handle(None).patcher)
 
 
-def sampled_with(dit: ParallelDiT, steps: int, cfg: float = 1.0) -> tuple[int, tuple[str, ...]]:
+def sampled_with(
+    dit: ParallelDiT, steps: int, cfg: float = 1.0, prompt: torch.Tensor = PROMPT
+) -> tuple[int, tuple[str, ...]]:
     """The number of patches of a sampler on ``dit``, and the lines of its handle."""
-    positive = [[PROMPT, {}]]
+    positive = [[prompt, {}]]
     latent = {"samples": LATENT.clone()}
     used = auto_plan.sample_planned(dit, steps, cfg, "euler", positive, latent, lambda each: each)
     return used.config.patches, used.lines
@@ -81,6 +83,12 @@ def test_a_sampler_chooses_the_patches_that_are_left_open(staged):
     assert sampled_with(staged, 20, cfg=4.0)[0] == 2
     by_hand = replace(staged, config=replace(staged.config, num_pipeline_patch=4))
     assert sampled_with(by_hand, 20) == (4, ())
+
+
+def test_a_sampler_reads_no_prompt_where_nothing_is_known(staged, monkeypatch):
+    """Ranks refuse what is wrong with it, in words."""
+    monkeypatch.setattr(measurements, "known", lambda choice, device, indices: None)
+    assert sampled_with(staged, 20, prompt=PROMPT[0, 0])[0] == 2
 
 
 @pytest.mark.parametrize("steps, drained, count", [(20, False, 3), (4, False, 2), (20, True, 2)])
