@@ -45,12 +45,17 @@ def planned_request(request: SampleRequest, shape: ModelShape) -> RequestEstimat
     """Return what the planner has to know of a request for a model of this ``shape``. Raises ConfigError."""
     size, batch = _first_size(request)
     prompt = {CONDITIONING.get(name, name): each for name, each in read_tensors(request.positive).items()}
-    text = prompt["c_crossattn"].shape[1] if "c_crossattn" in prompt else 0
+    text = prompt.get("c_crossattn", torch.zeros(1, 0))
+    if text.ndim < 2:
+        raise ConfigError(
+            f"{quoted(request.positive)} holds a prompt of shape {list(text.shape)}; write it as "
+            f"(batch, tokens, features)."
+        )
     steps = len(request.sigmas) - 1 if request.sigmas else request.steps
     prompts = 1 if request.cfg == 1.0 else 2
     return RequestEstimate(
         image_tokens=tokens_of(sides_of(size), shape.patch),
-        text_tokens=text,
+        text_tokens=text.shape[1],
         steps=max(1, steps),
         prompts=prompts,
         batch=batch,

@@ -304,6 +304,14 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, mon
     assert not list(tmp_path.glob("o.safetensors*"))
 
 
+@pytest.mark.parametrize("shape", [(5,), ()])
+def test_a_prompt_that_is_no_sequence_is_refused_as_it_is_planned(tmp_path, shape):
+    """In a way that other requests of the file outlive (cli/failures.py)."""
+    save_file({"cross_attn": torch.zeros(shape)}, tmp_path / "p")
+    with pytest.raises(ConfigError, match=r"p' holds a prompt of shape \["):
+        planned_request(request(tmp_path), FLUX)
+
+
 def test_settings_of_the_configuration_travel(tmp_path):
     """All that a Sample takes of a ParallelConfig."""
     save_file({"cross_attn": torch.zeros(1, 2, 4)}, tmp_path / "p")
