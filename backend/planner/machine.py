@@ -260,7 +260,8 @@ class RequestEstimate:
 
     @property
     def latent_tokens(self) -> int:
-        """Count the tokens that patches and sequence parallelism divide: each needs one of the latent."""
+        """Count the tokens that patches and sequence parallelism divide: each needs one of the latent. Those
+        that a prompt leaves out (models/latent_tokens.PartialGrid) count: only its tensors tell them."""
         return max(1, self.image_tokens - self.reference_tokens)
 
     def prompts_per_rank(self, cfg_degree: int) -> int:
