@@ -29,7 +29,8 @@ TOOLTIPS = {
     "tensor_parallel_degree": "Ranks among which each weight matrix is divided, so weights per GPU shrink "
     "with it. Same result, most traffic; see split_scheme.",
     "num_pipeline_patch": "Pieces that PipeFusion cuts the image into; more keep the stages busier and use "
-    "older neighbours. 0 = as many as pipefusion_degree, or one more where that fills the pipeline better.",
+    "older neighbours. 0 = as many as pipefusion_degree, or one more where auto has measured these GPUs and "
+    "that fills the pipeline better.",
     "warmup_steps": "First steps that PipeFusion computes in full, before it reuses the keys and values of "
     "the step before. More are slower and nearer to the exact result.",
     "attention": "Attention kernel: PyTorch's own (auto, sdpa), or FlashAttention 2 to 4, cuDNN's, or "
