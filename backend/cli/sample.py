@@ -53,7 +53,9 @@ def main(arguments: list[str]) -> int:
     def sample(index: int, request: SampleRequest):
         if index in plans:
             own = plans[index]
-            run(pool.backend_for(own, show=_line), request, own, attempts.choices)
+            # their refusals name what the user has set, not the patches that were chosen for one request
+            ranks = config if isinstance(config, ParallelConfig) else own
+            run(pool.backend_for(ranks, show=_line), request, own, attempts.choices)
 
     try:
         attempts.each(plan)

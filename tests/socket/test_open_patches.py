@@ -60,3 +60,17 @@ def test_ranks_run_the_number_that_is_reported(sampled, backend):  # noqa: F811 
     assert not torch.equal(latent, as_stages) and called == calls(2)
     assert torch.equal(sampled(0)[0], latent)
     assert pool.backend_at_hand(CONFIG) is backend
+
+
+def test_ranks_start_with_what_the_user_has_set(sampled, monkeypatch):
+    """What they lack is told by it (Admission.config)."""
+    asked = []
+    backend_for = pool.backend_for
+
+    def recorded(config, **named):
+        asked.append(config)
+        return backend_for(config, **named)
+
+    monkeypatch.setattr(pool, "backend_for", recorded)
+    sampled(0)
+    assert [config.num_pipeline_patch for config in asked] == [0]
