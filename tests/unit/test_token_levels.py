@@ -3,16 +3,19 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoSingleTransformerBlock
+from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 from families import golden
 from live_memory import LiveMemory
+from moved_bytes import MovedBytes
 from tiny import facts
-from tolerance import assert_ulps
+from tolerance import assert_same_bits, assert_ulps
 from variant_parts import randn
 from variants import VARIANTS, described, request, write
 
@@ -26,6 +29,7 @@ from released_sizes import DryFiles, request_of
 from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint, recognise
 from backend.models.common.hunyuan_first_frame import SingleBlock
+from backend.models.common.ltx_video_blocks import VideoBlock
 
 #: Variant -> diffusers' class.
 CLASSES = {"wan22-ti2v": diffusers.WanTransformer3DModel, "ltxv-i2v": diffusers.LTXVideoTransformer3DModel}
@@ -42,10 +46,17 @@ def mask_of(batch: int, channels: int, *size: int) -> torch.Tensor:
     return mask
 
 
+def soft_mask_of(batch: int, channels: int, *size: int) -> torch.Tensor:
+    """A value for each token, or, as Wan has a level a frame, for each frame, in steps that float32 sums."""
+    values = torch.randint(1024, (batch, 1, *size), generator=torch.Generator().manual_seed(0))
+    return (values / 1024).expand(batch, channels, *size)
+
+
 @torch.inference_mode()
+@pytest.mark.parametrize("soft", [False, True], ids=["given", "soft"])
 @pytest.mark.parametrize("sigma", [torch.tensor(0.7), torch.tensor([0.7, 0.3])], ids=["a level", "levels"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_mask_gives_what_a_timestep_for_each_token_does(name, sigma, tmp_path):
+def test_a_mask_gives_what_a_timestep_for_each_token_does(name, sigma, soft, tmp_path):
     """To diffusers' own model, for two samples with masks of their own; the second call has no mask."""
     checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
@@ -55,6 +66,9 @@ def test_a_mask_gives_what_a_timestep_for_each_token_does(name, sigma, tmp_path)
     prompt = golden(f"{VARIANTS[name].family}__euler_simple")[0].tensors["positive.c_crossattn"]
     cond = {"c_crossattn": prompt.expand(2, -1, -1)}
     mask = mask_of(*latent.shape)
+    if soft:
+        sides = latent.shape[3:] if name == "ltxv-i2v" else (1, 1)
+        mask = soft_mask_of(*latent.shape[:3], *sides).expand(latent.shape)
     tokens = grid.to_tokens(mask)[..., 0] * sigma.expand(2)[:, None] * 1000
     plain = CLASSES[name].from_config(config).eval()
     plain.load_state_dict(checkpoint.transformer.state_dict())
@@ -127,6 +141,34 @@ def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, name, degree
     config = replace(ParallelConfig(), **degrees)
     whole = launches.run(VARIANTS[name].family, config, 1, Count()).request.grid.tokens
     assert max(seen[-2:]) < whole and sum(seen[-2:]) == whole
+
+
+class Read(torch.nn.Module):
+    """In the place of attention and MLP: moves nothing."""
+
+    def forward(self, x, *_, **__):
+        return x
+
+
+@torch.inference_mode()
+def test_a_shard_adds_for_its_own_tokens_alone_under_a_soft_mask():
+    """It takes its own of all ranks' levels, once a part; the bits are those of its own levels alone."""
+    torch.manual_seed(0)
+    own, width = 512, 64
+    block: Any = LTXVideoTransformerBlock(width, 4, 16, width).bfloat16()
+    block.__class__ = VideoBlock
+    for name in ("attn1", "attn2", "ff"):
+        setattr(block, name, Read())
+    x = torch.randn(1, own, width).bfloat16()
+    of_all = torch.randn(8 * own, 6, width).bfloat16()
+    numbers = torch.arange(own, 2 * own)[None]
+    found = []
+    for modulation, level_of_token in ((of_all, numbers), (of_all[own : 2 * own], numbers - own)):
+        block.levels = SimpleNamespace(modulation=modulation)
+        with MovedBytes() as moved:
+            found.append((block(x, x, level_of_token[..., None]), moved.bytes))
+    assert_same_bits(found[0][0], found[1][0])
+    assert found[0][1] <= found[1][1] + 6 * 7 * x.nbytes
 
 
 @torch.inference_mode()

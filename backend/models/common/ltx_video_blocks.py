@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from diffusers.models.normalization import AdaLayerNormSingle
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
-from torch import Tensor
+
+from .token_levels import added_part
 
 #: Parts of a block's modulation that are scales.
 SCALES = (1, 4)
@@ -51,11 +52,7 @@ class VideoBlock(LTXVideoTransformerBlock):
                 hidden_states, encoder_hidden_states, of_all, image_rotary_emb, encoder_attention_mask
             )
 
-        def part(index: int) -> Tensor:
-            # one part of the levels as well: a soft mask has as many as there are tokens on all ranks
-            of_levels = self.scale_shift_table[index] + modulation[:, index]
-            return (1 + of_levels if index in SCALES else of_levels)[level_of_token]
-
+        part = added_part(self.scale_shift_table, modulation, level_of_token, SCALES)
         x = self.norm1(hidden_states) * part(1) + part(0)
         hidden_states = hidden_states + self.attn1(x, image_rotary_emb=image_rotary_emb) * part(2)
         hidden_states = hidden_states + self.attn2(

@@ -5,7 +5,7 @@ to the tokens of a forward, and make one part of its modulation at a time, where
 tokens would be six times as large as the stream, in float32 and in the stream's type.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -38,10 +38,9 @@ def share_levels(transformer: Any, modules: Iterable[nn.Module]):
     def modulate(projection, args):
         if levels.normed is None:
             return None
-        table = transformer.scale_shift_table.view(2, -1)
-        modulation = table + levels.embedding[:, None]  # shift, scale
-        modulation[:, 1] += 1
-        part = part_of_tokens(modulation, levels.level_of_token[:, levels.own])
+        table = transformer.scale_shift_table.view(2, -1)  # shift, scale
+        embedding = levels.embedding[:, None].expand(-1, 2, -1)
+        part = added_part(table, embedding, levels.level_of_token[:, levels.own], scales=(1,))
         x = levels.normed * part(1)
         levels.normed = None
         return ((x + part(0)).to(args[0].dtype),)
@@ -56,6 +55,26 @@ def part_of_tokens(modulation: Tensor, level_of_token: Tensor) -> Callable[[int]
 
     def part(index: int) -> Tensor:
         return modulation[:, index][level_of_token]
+
+    return part
+
+
+def added_part(
+    table: Tensor, modulation: Tensor, level_of_token: Tensor, scales: Container[int]
+) -> Callable[[int], Tensor]:
+    """Return what part_of_tokens does of table (parts, D) + modulation, and of 1 more for ``scales``.
+
+    A soft mask has a level for each token of the whole video. Where those are more than the tokens here, the
+    tokens' levels are taken first, so that a shard or patch adds for its own alone. The bits are the same.
+    """
+    take_first = len(modulation) > level_of_token.numel()
+
+    def part(index: int) -> Tensor:
+        values = modulation[:, index]
+        values = table[index] + (values[level_of_token] if take_first else values)
+        if index in scales:
+            values = 1 + values
+        return values if take_first else values[level_of_token]
 
     return part
 
