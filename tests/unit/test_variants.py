@@ -307,12 +307,15 @@ def test_wan_without_image_features_reads_the_prompt_in_their_place(tmp_path):
 
 @pytest.mark.parametrize("times", [torch.tensor(0.7), torch.tensor([0.7, 0.3])], ids=["one", "two"])
 @pytest.mark.parametrize("masks", [1, 2])
-def test_levels_of_a_mask_are_those_of_its_tokens(times, masks):
-    """One time for two samples, or their own (Parallel Model); one mask for both, or their own."""
-    tokens = torch.tensor([[0.0, 1.0, 0.5, 1.0], [1.0, 1.0, 0.0, 0.2]])[:masks]
+@pytest.mark.parametrize("soft", [False, True], ids=["few values", "soft"])
+def test_levels_of_a_mask_are_those_of_its_tokens(times, masks, soft):
+    """One time for two samples, or their own (Parallel Model); one mask for both, or their own. There are no
+    more levels than tokens."""
+    given = torch.tensor([[0.0, 1.0, 0.5, 1.0], [1.0, 1.0, 0.0, 0.2]])
+    tokens = (torch.arange(8).view(2, 4) / 8 if soft else given)[:masks]
     levels, indices = ltx2_blocks.levels_of(ltx2_blocks.distinct(tokens), times, 2)
     assert levels[indices].equal((tokens * times.expand(2)[:, None]).flatten())
-    assert len(levels) == len(tokens.unique()) * times.numel()
+    assert len(levels) == min(len(tokens.unique()) * times.numel(), 2 * tokens.shape[1])
 
 
 @pytest.mark.parametrize("name", ["ltx2-i2v", "ltx25-i2v"])
