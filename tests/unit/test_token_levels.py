@@ -29,6 +29,7 @@ from released_sizes import DryFiles, request_of
 from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint, recognise
 from backend.models.common.hunyuan_first_frame import SingleBlock
+from backend.models.common.ltx2_blocks import LTX2Block
 from backend.models.common.ltx_video_blocks import VideoBlock
 
 #: Variant -> diffusers' class.
@@ -169,6 +170,21 @@ def test_a_shard_adds_for_its_own_tokens_alone_under_a_soft_mask():
             found.append((block(x, x, level_of_token[..., None]), moved.bytes))
     assert_same_bits(found[0][0], found[1][0])
     assert found[0][1] <= found[1][1] + 6 * 7 * x.nbytes
+
+
+@torch.inference_mode()
+def test_a_shard_of_ltx2_adds_for_its_own_tokens_alone_under_a_soft_mask():
+    torch.manual_seed(0)
+    own, width = 512, 64
+    table = torch.randn(6, width)
+    of_all = torch.randn(8 * own, 6 * width).bfloat16()
+    numbers = torch.arange(own, 2 * own)[None]
+    found = []
+    for levels in ((of_all, numbers), (of_all[own : 2 * own], numbers - own)):
+        with MovedBytes() as moved:
+            found.append((torch.stack(LTX2Block.get_mod_params(table, levels, 1)), moved.bytes))
+    assert_same_bits(found[0][0], found[1][0])
+    assert found[0][1] <= found[1][1] + 7 / 8 * of_all.nbytes
 
 
 @torch.inference_mode()

@@ -224,8 +224,10 @@ class LTX2Block(LTX2VideoTransformerBlock):
         count = len(scale_shift_table)
         if isinstance(temb, tuple):
             levels, tokens = temb
-            values = scale_shift_table.to(levels.device) + levels.unflatten(1, (count, -1))
-            return tuple(each[tokens] for each in values.unbind(dim=1)[first:])
+            if torch.compiler.is_compiling() or len(levels) <= tokens.numel():
+                values = scale_shift_table.to(levels.device) + levels.unflatten(1, (count, -1))
+                return tuple(each[tokens] for each in values.unbind(dim=1)[first:])
+            temb = levels[tokens]  # a soft mask's levels are as many as the tokens of all ranks
         values = temb.unflatten(2, (count, temb.shape[2] // count))
         return (scale_shift_table[None, None].to(temb.device) + values).unbind(dim=2)[first:]
 
