@@ -33,7 +33,8 @@ class VideoEmbedder(AdaLayerNormSingle):
 
 class VideoBlock(LTXVideoTransformerBlock):
     """A block of LTX-Video. temb: modulation (B, 1, 6 x D), or the numbers of tokens' levels (B, tokens, 1),
-    whose modulation ``levels`` has (share_levels)."""
+    whose modulation ``levels`` has (share_levels). Compiled, it makes all parts of all its tokens at once,
+    for diffusers' form."""
 
     levels: Any
 

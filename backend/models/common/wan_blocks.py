@@ -42,7 +42,8 @@ class WanEmbedder(WanTimeTextImageEmbedding):
 
 class WanBlock(WanTransformerBlock):
     """A block of Wan. Modulation stays in float32: temb (B, 6, D), or that of ``levels`` (share_levels),
-    whose numbers temb (B, tokens, 6, 1) has."""
+    whose numbers temb (B, tokens, 6, 1) has. Compiled, it makes all parts of all its tokens at once,
+    for diffusers' form."""
 
     levels: Any
 
