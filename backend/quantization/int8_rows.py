@@ -19,6 +19,8 @@ PADDED_ROWS = 32
 #: has for four-bit weights. It is not public: of a version where it takes other arguments it is not used.
 SCALED_PRODUCT = "_int4_linear_via_int8_values"
 ARGUMENTS = ["x_int8", "weight_int8", "x_scale", "weight_scale", "bias", "out_dtype"]
+#: Of weights whose rows and columns are multiples of these it multiplies on every GPU.
+SCALED_ROWS, SCALED_COLUMNS = 8, 16
 
 
 class Int8Rows:
@@ -109,6 +111,12 @@ def under_scales(
     values, scales = quantize(rows)
     values[:, :1] = as_int8(first, scales)
     return values, scales
+
+
+def is_aligned(rows: int, columns: int) -> bool:
+    """Return whether SCALED_PRODUCT takes a weight of rows x columns: it pads on Turing alone, and elsewhere
+    CUTLASS and cuBLAS refuse others, which uneven cuts have."""
+    return rows % SCALED_ROWS == 0 and columns % SCALED_COLUMNS == 0
 
 
 @cache

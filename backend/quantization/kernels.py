@@ -16,7 +16,7 @@ from ..errors import reason
 from ..protocol.load_choices import MATMULS
 from ..runtime.install_command import install_command
 from .formats import rotation
-from .int8_rows import Int8Rows, rows_at_once, scaled_product
+from .int8_rows import Int8Rows, is_aligned, rows_at_once, scaled_product
 
 if TYPE_CHECKING:
     from .packed_weight import PackedWeight
@@ -175,7 +175,7 @@ def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int, com
     at_once = _may_fuse() or (_fuses(FUSED[kernel]) and not (kernel is int8 and _keeps_sums()))
     if at_once and not is_compared:
         return 0
-    if at_once and (_may_fuse() or _scaled_product("cuda")):
+    if at_once and is_aligned(rows, columns) and (_may_fuse() or _scaled_product("cuda")):
         return (2 * compared + 1) * min(COMPARED, values)  # inputs, the same quantized, outputs of a chunk
     if kernel is int8:
         return BYTES_PER_CHUNKED_VALUE * min(CHUNK, values)
@@ -187,8 +187,10 @@ def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int, com
 def _int8_product(
     x: Tensor, weight: "PackedWeight", max_over_ranks: MaxOverRanks | None
 ) -> tuple[Callable[[slice], Tensor], int]:
-    """Return what multiplies some rows of x, and how many at a time (Int8Rows)."""
-    multiply = _scaled_product(x.device.type) if max_over_ranks else None
+    """Return what multiplies some rows of x, and how many at a time (Int8Rows). Ranks may differ in that:
+    all compare once, and the same number of values."""
+    is_fused = max_over_ranks is not None and is_aligned(*weight.packed.tensors["values"].shape)
+    multiply = _scaled_product(x.device.type) if is_fused else None
     at_once = COMPARED if multiply and not _keeps_sums() else CHUNK
     found = Int8Rows(x, weight.packed, max_over_ranks, _kitchen(), multiply, at_once)
     return found.product, found.step

@@ -8,7 +8,8 @@ import torch
 from live_memory import LiveMemory
 
 from backend.quantization import int8_rows, kernels, native_trial
-from backend.quantization.formats import rotated
+from backend.quantization.formats import FORMATS, rotated
+from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight, multiplier
 from backend.rank_plan.weights import HeldParameter, planned_scratch_bytes
 
@@ -40,6 +41,8 @@ def fused(monkeypatch):
         assert x_int8.dtype == torch.int8 and x_int8.is_contiguous() and weight_int8.is_contiguous()
         assert x_scale.shape == (len(x_int8), 1) and weight_scale.shape == (len(weight_int8),)
         assert x_scale.dtype == weight_scale.dtype == torch.float32 and bias is None
+        if any(size % 4 for size in weight_int8.shape):  # as cuBLAS does
+            raise RuntimeError("INT8 GEMM not supported on this GPU for these dimensions")
         tokens.append(len(x_int8))
         sums = mm_int8(x_int8, weight_int8.t()).float()
         return (sums * (x_scale * weight_scale)).to(out_dtype)
@@ -71,6 +74,26 @@ def test_cut_inputs_are_quantized_bit_by_bit_as_without_the_kernel(
     monkeypatch.setattr(kernels, "_scaled_product", lambda kind: None)
     assert found.equal(weight.linear(x, bias, others)) and x.equal(given) and fused == [count]
     assert not found.equal(weight.linear(x, bias, lambda amax: amax))
+
+
+@pytest.mark.parametrize("rows, columns, is_fused", [(24, 96, True), (24, 99, False), (22, 96, False)])
+@torch.inference_mode()
+def test_widths_that_the_kernel_refuses_take_rows_in_turns(monkeypatch, fused, rows, columns, is_fused):
+    """Uneven cuts have any: 8960 columns over 3 ranks. Another rank that succeeds would wait for this one."""
+    values = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+    tensors = {"values": values, "scale": torch.ones(rows, 1)}
+    kind = "int8_tensorwise"
+    packed = Packed(FORMATS[kind], {"format": kind}, tensors, columns, (range(columns),))
+    weight = PackedWeight(packed, torch.bfloat16, kernels.MatmulChoice(kernels.int8, ""))
+    x, compared = numbers(70, columns, dtype=torch.bfloat16), []
+    monkeypatch.setattr(kernels, "CHUNK", 32 * columns)
+    monkeypatch.setattr(kernels, "_fuses", lambda name: True)
+    found = weight.linear(x, None, lambda amax: compared.append(amax.shape) or others(amax))
+    assert fused == [70] * is_fused and compared == [(70, 1)]
+    counted = kernels.chunk_bytes(kernels.int8, 70, rows, columns, compared=2)
+    assert counted == (5 * 70 if is_fused else 10 * 32) * columns
+    monkeypatch.setattr(kernels, "_scaled_product", lambda kind: None)
+    assert found.equal(weight.linear(x, None, others))
 
 
 @pytest.mark.parametrize("is_rotated", [False, True], ids=["int8", "ConvRot"])
