@@ -1,4 +1,5 @@
-"""Inputs of int8 products, quantized under a scale of each row as comfy-kitchen does, bit by bit."""
+"""Inputs of int8 products, quantized under a scale of each row as comfy-kitchen's eager functions do, bit by
+bit. By its CUDA kernel scales are the same, and values next to a half may be rounded the other way."""
 
 import inspect
 from collections.abc import Callable
@@ -105,10 +106,12 @@ def under_scales(
 ) -> tuple[Tensor, Tensor]:
     """Return rows, which are overwritten, quantized under scales of larger values than their own, and these
     scales. ``quantize`` is comfy-kitchen's, which reads rows once and scales each by its largest value: that
-    takes the place of a row's first value, which is quantized apart."""
+    takes the place of a row's first value, which is quantized apart. Its scales are not used: the CUDA kernel
+    leaves NaN out of the largest, and is off by a bit."""
     first = rows[:, :1].clone()
     rows[:, :1] = amax
-    values, scales = quantize(rows)
+    values, _ = quantize(rows)
+    scales = scales_of(amax)
     values[:, :1] = as_int8(first, scales)
     return values, scales
 

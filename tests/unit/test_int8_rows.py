@@ -147,6 +147,29 @@ def test_what_is_held_is_counted(monkeypatch, is_rotated, dtype):
         assert memory.peak - out.nbytes <= held + few
 
 
+@torch.inference_mode()
+def test_scales_are_those_of_the_largest_values(monkeypatch, fused):
+    """Not those of comfy-kitchen's kernel, which leaves NaN out and is off by a bit: NaN and infinity of any
+    rank's columns reach the output, as they do without the kernel."""
+    quantize = kitchen.quantize_int8_rowwise
+
+    def quantized(rows):
+        values, scales = quantize(rows.nan_to_num(posinf=9.0))
+        return values, scales.nextafter(torch.zeros(()))
+
+    x, weight = numbers(6, SIZE, dtype=torch.bfloat16), weight_of(False, torch.bfloat16)
+    for column in (0, 5):
+        bad = x.clone()
+        bad[1, column], bad[3, column] = float("nan"), float("inf")
+        monkeypatch.setattr(kitchen, "quantize_int8_rowwise", quantized)
+        found = weight.linear(bad, None, others)
+        assert found.isfinite().all(1).tolist() == [True, False, True, False, True, True]
+        monkeypatch.setattr(kitchen, "quantize_int8_rowwise", quantize)
+        assert found[::2].equal(weight.linear(bad, None, others)[::2])
+        _, scales = int8_rows.under_scales(x.clone(), int8_rows.row_amax(x), quantized)
+        assert scales.equal(int8_rows.scales_of(int8_rows.row_amax(x)))
+
+
 def test_layers_whose_columns_are_cut_count_what_they_hold(monkeypatch):
     monkeypatch.setattr(kernels, "_fuses", lambda name: True)
     held = HeldParameter("to_out", 0, [], torch.bfloat16, kernel=kernels.int8, matrix=(64, 32))
