@@ -125,9 +125,10 @@ def is_aligned(rows: int, columns: int) -> bool:
 @cache
 def scaled_product() -> Callable[..., Tensor] | None:
     """Return comfy-kitchen's SCALED_PRODUCT on NVIDIA's GPUs; None where there is none."""
+    import comfy_kitchen  # pyright: ignore[reportMissingImports]  # optional
     from comfy_kitchen.backends import cuda  # pyright: ignore[reportMissingImports]  # optional
 
     found = getattr(cuda, SCALED_PRODUCT, None)
-    has_quantizer = hasattr(cuda, "quantize_int8_rowwise")
+    has_quantizer = hasattr(comfy_kitchen, "quantize_int8_rowwise")  # which under_scales is given
     is_ours = found is not None and list(inspect.signature(found).parameters) == ARGUMENTS
     return found if is_ours and has_quantizer else None

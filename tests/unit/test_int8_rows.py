@@ -198,6 +198,17 @@ def test_a_kernel_with_other_arguments_is_not_used(monkeypatch):
     assert found[0] is not None and found[1:] == [None, None]
 
 
+def test_without_the_quantizer_that_is_called_there_is_no_kernel(monkeypatch):
+    """The CUDA backend has one of the same name."""
+    int8_rows.scaled_product.cache_clear()
+    assert int8_rows.scaled_product() is not None
+    monkeypatch.delattr(kitchen, "quantize_int8_rowwise")
+    int8_rows.scaled_product.cache_clear()
+    found = int8_rows.scaled_product()
+    int8_rows.scaled_product.cache_clear()
+    assert found is None
+
+
 def test_devices_without_the_kernel_take_rows_in_turns(monkeypatch):
     monkeypatch.setattr(kernels, "_fuses", lambda name: True)
     assert kernels._scaled_product("cuda") is not None and kernels._scaled_product("cpu") is None
