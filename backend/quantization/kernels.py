@@ -128,6 +128,7 @@ def int8_multiplier(
     return multiply
 
 
+@cache
 def _keeps_sums() -> bool:
     """Return whether this is a GPU before Ampere, where comfy-kitchen's product of int8 may hold all its sums
     as integers before it scales them."""
@@ -167,7 +168,8 @@ def small_kernels(name: str) -> str:
 
 def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int, compared: int = 0) -> int:
     """Count what a product with a weight of rows x columns holds for a moment besides its output.
-    ``compared``: bytes of an input value where ranks compare the largest ones, else 0."""
+    ``compared``: bytes of an input value where ranks compare the largest ones, else 0. A process that is
+    given no GPU plans for Ampere and later ones; ranks count the turns of GPUs before."""
     if kernel not in FUSED:
         return 0
     is_compared = kernel is int8 and compared > 0

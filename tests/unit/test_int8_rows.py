@@ -220,7 +220,7 @@ def test_devices_without_the_kernel_take_rows_in_turns(monkeypatch):
 
 
 @torch.inference_mode()
-def test_gpus_before_ampere_take_rows_in_turns(monkeypatch, fused):
+def test_gpus_before_ampere_take_rows_in_turns(request, monkeypatch, fused):
     """comfy-kitchen's kernel holds all sums as integers there."""
     x, bias = numbers(2, 45, SIZE, dtype=torch.bfloat16), numbers(SIZE, dtype=torch.bfloat16)
     weight, rows, int8_linear = weight_of(True, x.dtype), [], kitchen.int8_linear
@@ -230,7 +230,9 @@ def test_gpus_before_ampere_take_rows_in_turns(monkeypatch, fused):
     )
     monkeypatch.setattr(kernels, "CHUNK", 32 * SIZE)
     found, counted = [], []
+    request.addfinalizer(kernels._keeps_sums.cache_clear)
     for capability in ((8, 0), (7, 5)):
+        kernels._keeps_sums.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         found.append((weight.linear(x, bias), weight.linear(x, None, others)))
