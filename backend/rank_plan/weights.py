@@ -131,7 +131,7 @@ def _held(
     if packed is None:
         return HeldParameter(module, block, [StoredSize(local_shape[0], plain)], own_dtype)
     matrix = (local_shape[0], local_shape[1])
-    compared = dtype.itemsize if cut is not None and cut.reduce is not None else 0
+    compared = own_dtype.itemsize if cut is not None and cut.reduce is not None else 0
     held = HeldParameter(
         module, block, packed, own_dtype, kernel=choice.kernel, matrix=matrix, compared=compared
     )

@@ -2,16 +2,21 @@
 stand-in, which the CPU has none of."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from live_memory import LiveMemory
 
+from backend.loading.safetensors_files import StoredSize
+from backend.parallel.matrix_cuts import Shard
+from backend.parallel.mesh import Axis
+from backend.parallel.sequence import Span
 from backend.quantization import int8_rows, kernels, native_trial
 from backend.quantization.formats import FORMATS, rotated
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight, multiplier
-from backend.rank_plan.weights import HeldParameter, planned_scratch_bytes
+from backend.rank_plan.weights import HeldParameter, held_parameters, planned_scratch_bytes
 
 kitchen = pytest.importorskip("comfy_kitchen")
 CPU = torch.device("cpu")
@@ -175,6 +180,22 @@ def test_layers_whose_columns_are_cut_count_what_they_hold(monkeypatch):
     held = HeldParameter("to_out", 0, [], torch.bfloat16, kernel=kernels.int8, matrix=(64, 32))
     assert planned_scratch_bytes([held], 100) == 0
     assert planned_scratch_bytes([held, replace(held, compared=2)], 100) == 5 * 100 * 64
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_is_compared_has_the_dtype_of_the_layer(stays):
+    """Of a bf16 model too, where the family keeps the layer in float32."""
+    whole = Span(0, 64)
+    checkpoint = SimpleNamespace(
+        parameters={"to_out.weight": (0, torch.nn.Linear)},
+        shapes={"to_out.weight": (64, 64)},
+        stored=lambda name: SimpleNamespace(packed_sizes=lambda cut: [StoredSize(64, 64 * 32)]),
+        family=SimpleNamespace(build=SimpleNamespace(is_float32=lambda name: stays)),
+    )
+    cut = Shard((whole,), (Span(0, 32),), reduce=Axis(group=None, rank=0, size=2, ranks=()))
+    choice = kernels.MatmulChoice(kernels.int8, "")
+    [held] = held_parameters(checkpoint, {"to_out": cut}, torch.bfloat16, {"to_out.weight": choice})
+    assert held.compared == (4 if stays else 2)
 
 
 def hadamard_bytes(dtype: torch.dtype) -> int:
