@@ -111,6 +111,9 @@ class GGUFFile:
         stored = self._stored[key]
         return stored.quantization if stored.has_whole_blocks else None
 
+    def is_plain(self, key: str) -> bool:
+        return self._stored[key].kind in PLAIN
+
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         stored = self._stored[key]
         if not stored.has_whole_blocks:

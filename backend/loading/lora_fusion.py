@@ -244,11 +244,10 @@ class FusedWeights:
             width = sum(map(len, columns))
             own = (height, width) if len(shape) == 2 else (height, *shape[1:])
             return cut(wholes[name], rows, columns).reshape(own)
-        source = self.checkpoint.sources[name]
+        stored = self.checkpoint.stored(name)
         # a plain value is the same wherever it is cast; of whole matrices a card may not have room for more
-        is_plain = self.checkpoint.files.quantization(self.checkpoint.key(source)) is None
-        device = self.device if is_plain and here else self.read_on
-        if here and source.shape is None:
+        device = self.device if here and stored.is_plain else self.read_on
+        if here and stored.source.shape is None:
             value = self.checkpoint.read(name, dtype, device, Shard((here,), columns))
         else:  # stored in another shape, or no rows at all: some ranks have none
             value = self.checkpoint.read(name, dtype, device, shard)

@@ -90,6 +90,11 @@ class StoredParameter:
         """How a quantized matrix is stored; None for what is none, or is viewed in another shape."""
         return None if self.source.shape is not None else self.files.quantization(self.key)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its rows are read and cast, and neither dequantized nor viewed in another shape."""
+        return self.source.shape is None and self.files.is_plain(self.key)
+
     def read(self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> Tensor:
         """Read it in its own order and shape, or the rows and columns that ``shard`` keeps and nothing
         else."""

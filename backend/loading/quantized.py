@@ -148,6 +148,9 @@ class QuantizedFiles:
         layer = self._quantized_matrix(key)
         return None if layer is None else Quantization(layer.format, layer.settings)
 
+    def is_plain(self, key: str) -> bool:
+        return key not in self.layers and self._quantized_matrix(key) is None
+
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         layer = self._quantized_matrix(key)
         if layer is None:

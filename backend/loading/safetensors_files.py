@@ -66,6 +66,10 @@ class Weights(Protocol):
         """Return the format of a quantized matrix, and what the file says of it; None for what is none."""
         ...
 
+    def is_plain(self, key: str) -> bool:
+        """Return whether values are stored as such, so that ``read`` casts them at most."""
+        ...
+
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
         """Measure what ``packed`` would read of so many rows, and of the whole blocks of each of these runs
         of columns; None for what is no quantized matrix."""

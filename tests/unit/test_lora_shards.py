@@ -1,7 +1,11 @@
 """What a rank reads where it holds a shard of a matrix that a LoRA changes."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from fused_loras import write
+from header_forms import write_sparse_gguf
 from loras import lora
 from tiny import write_checkpoint
 from torch import nn
@@ -9,6 +13,7 @@ from torch import nn
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import lora_fusion
+from backend.loading.gguf_files import GGUFFile
 from backend.loading.lora_fusion import FusedWeights
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
@@ -49,8 +54,27 @@ def test_a_shard_is_computed_on_the_rank_s_device(tmp_path):
 
     for some in ([], changes):
         assert [place(some, rows) for rows in (Span(64, 128), None)] == ["meta", "cpu"]
-    checkpoint.files.quantization = lambda key: "as GGUF"
+    source = checkpoint.sources[name]
+    checkpoint.sources[name] = replace(source, shape=(256, 256))
     assert place([], Span(64, 128)) == "cpu"
+    checkpoint.sources[name] = source
+    checkpoint.files.is_plain = lambda key: False
+    assert place([], Span(64, 128)) == "cpu"
+
+
+def test_what_is_dequantized_is_not_plain(tmp_path):
+    """Of GGUF also what is no matrix of whole blocks, which stays quantized on no rank."""
+    pytest.importorskip("gguf")
+    tensors = {
+        "rows.weight": ("Q8_0", [4, 32]),
+        "other.weight": ("Q8_0", [64]),
+        "plain.weight": ("BF16", [4, 32]),
+    }
+    path = tmp_path / "odd.gguf"
+    write_sparse_gguf(path, tensors)
+    files = GGUFFile(path)
+    assert [files.quantization(key) is None for key in tensors] == [False, True, True]
+    assert [files.is_plain(key) for key in tensors] == [False, False, True]
 
 
 def test_a_shard_changes_some_rows_at_a_time(monkeypatch):
