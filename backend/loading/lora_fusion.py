@@ -41,7 +41,8 @@ class FusedWeights:
 
     ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where values
     are computed. ``read_on``: where the checkpoint was read to: the host for weights that are sharded after
-    that. Quantized values are dequantized there again, for the same bits.
+    that. Quantized values are dequantized there again, for the same bits, but for the norms of DoRA, which
+    are computed on ``device``.
     """
 
     def __init__(
