@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..hardware.device_memory import is_out_of_memory
 from ..parallel import fsdp
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
@@ -23,13 +24,15 @@ from .lora_keys import Lora, LoraUse, open_lora
 from .lora_products import LoraChange, MatrixShard, added_bytes, are_products, first_unscaled, plain
 from .lora_targets import Targets
 from .lora_validation import check_values
-from .magnitudes import MAX_VALUES, WeightScales, weight_scales, with_magnitudes
+from .magnitudes import WeightScales, weight_scales, with_magnitudes
 from .regular_files import file_state
 
 #: LoRAs in the order in which they are added.
 Stack = tuple[LoraUse, ...]
 #: What is in weights of which a change has failed: no stack that anybody asks for.
 UNKNOWN: Stack = (LoraUse("", 0.0),)
+#: Values of a sharded parameter that change at a time: 16 to 20 MB of a device, which no plan counts.
+RUN_VALUES = 1 << 20
 #: LoRAs of a model whose keys are cached: those of Qwen-Image Lightning take 0.1 s to sort.
 OPENED = 8
 #: Parameter -> its changes in order, on all ranks.
@@ -172,8 +175,7 @@ class FusedWeights:
 
     def _held_ranks(self, name: str, changes: list[LoraChange]) -> dict[tuple, int]:
         """Return key -> rank of the low-rank changes that were next to a quantized weight before."""
-        known = [each.key for each in changes if (name, each.key) in self._ranks]
-        return {key: self._ranks[name, key] for key in known}
+        return {each.key: self._ranks[name, each.key] for each in changes if (name, each.key) in self._ranks}
 
     def held_adapter_bytes(self) -> int:
         """Count the bytes of LoRAs that are next to quantized weights now. No file is opened."""
@@ -216,16 +218,27 @@ class FusedWeights:
                 self._set_adapters(name, changes, wholes, scales)
                 continue
             parameter = getattr(*self.owners[name])
-            dtype = torch.float32 if name in changes else parameter.dtype
-            for rows in _runs(fsdp.own_rows(parameter), parameter):
-                value = self._value(name, changes.get(name, []), wholes, dtype, rows)
-                fsdp.assign(parameter, value.to(parameter.dtype), rows)
+            for rows in fsdp.own_runs(parameter, RUN_VALUES):
+                value = self._rounded(name, changes.get(name, []), wholes, parameter.dtype, rows)
+                fsdp.assign(parameter, value, rows)
 
     def _needs_the_whole(self, name: str, changes: list[LoraChange]) -> bool:
         """Return whether a parameter's values depend on rows or columns that are other ranks'."""
         adapters = [change.adapter for change in changes]
         is_special = any(adapter.needs_the_whole for adapter in adapters)
         return is_special and not (name in self.packed and are_products(adapters))
+
+    def _rounded(
+        self, name: str, changes: list[LoraChange], wholes, dtype: torch.dtype, here: Span | None
+    ) -> Tensor:
+        """Return what ``_value`` sums, rounded once; computed on the host where the device has no room."""
+        arguments = name, changes, wholes, torch.float32 if changes else dtype, here
+        try:
+            return self._value(*arguments).to(dtype)
+        except RuntimeError as error:
+            if not here or self.device == self.read_on or not is_out_of_memory(error):
+                raise
+        return self._value(*arguments, is_full=True).to(dtype)  # what was left by the first try is free here
 
     def _value(
         self,
@@ -234,20 +247,19 @@ class FusedWeights:
         wholes: Mapping[str, Tensor],
         dtype: torch.dtype,
         here: Span | None = None,
+        is_full: bool = False,
     ) -> Tensor:
         """Return this rank's piece of a parameter, or the rows ``here`` of it, under its ``changes``;
-        ``wholes``: parameters that are known as whole matrices."""
+        ``wholes``: parameters that are known as whole matrices. is_full: the device has no room for it."""
         shard = self.cuts.get(name.rpartition(".")[0])
         rows, columns = self._spans(name, self.cuts, here)
         if name in wholes and any(change.adapter.needs_the_whole for change in changes):
             shape = self.checkpoint.shapes[name]
-            height = sum(map(len, rows))
-            width = sum(map(len, columns))
-            own = (height, width) if len(shape) == 2 else (height, *shape[1:])
-            return cut(wholes[name], rows, columns).reshape(own)
+            piece = cut(wholes[name], rows, columns)
+            return piece if len(shape) == 2 else piece.reshape(len(piece), *shape[1:])
         stored = self.checkpoint.stored(name)
         # a plain value is the same wherever it is cast; of whole matrices a card may not have room for more
-        device = self.device if here and stored.is_plain else self.read_on
+        device = self.device if here and stored.is_plain and not is_full else self.read_on
         if here and stored.source.shape is None:
             value = self.checkpoint.read(name, dtype, device, Shard((here,), columns))
         else:  # stored in another shape, or no rows at all: some ranks have none
@@ -301,8 +313,7 @@ class FusedWeights:
     def _spans(
         self, name: str, cuts: Mapping[str, Shard], here: Span | None = None
     ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """Return the rows and columns of a parameter that a rank with these ``cuts`` keeps, or its rows
-        ``here``."""
+        """Return the rows and columns of a parameter that these ``cuts`` keep, or its rows ``here``."""
         shard = cuts.get(name.rpartition(".")[0])
         height, width = matrix(self.checkpoint.shapes[name])
         if shard is None:
@@ -311,9 +322,8 @@ class FusedWeights:
 
     def _sum(self, name: str, value: Tensor, changes: list[LoraChange], rows, columns) -> Tensor:
         total = value.reshape(matrix(value.shape))
-        height = self.checkpoint.shapes[name][0]
         for change in changes:
-            where = change.target.pieces[name].rows(rows, height)
+            where = change.target.pieces[name].rows(rows, self.checkpoint.shapes[name][0])
             total = change.adapter.add_to(total, change.use.strength, where, columns)
         return total.reshape(value.shape)
 
@@ -334,15 +344,6 @@ class FusedWeights:
             whole = change.adapter.applied_to(whole, change.use.strength)
             values |= {piece: whole[where] for piece, where in rows.items()}
         return values
-
-
-def _runs(here: Span | None, parameter: Tensor) -> list[Span | None]:
-    """Cut a rank's rows of a sharded parameter into runs of few values: sums of all would be several times
-    what a card may have left. None: a parameter that is whole, at once."""
-    if here is None:
-        return [None]
-    step = max(1, MAX_VALUES * parameter.shape[0] // max(1, parameter.numel()))
-    return [Span(lo, min(lo + step, here.hi)) for lo in range(here.lo, here.hi, step)]
 
 
 def _indices(spans: list[Span]) -> list[int]:

@@ -84,7 +84,7 @@ def bytes_on(module: nn.Module, device: torch.device) -> int:
     return sum(held_bytes(each) for each in module.parameters() if each.device.type == device.type)
 
 
-def own_rows(parameter: nn.Parameter) -> Span | None:
+def own_rows(parameter: Tensor) -> Span | None:
     """Return this rank's rows of a sharded parameter; None where it is whole."""
     if not isinstance(parameter, DTensor):
         return None
@@ -95,6 +95,16 @@ def own_rows(parameter: nn.Parameter) -> Span | None:
     assert place is not None, "this rank holds a shard"
     first = min(place[0] * size, height)
     return Span(first, min(first + size, height))
+
+
+def own_runs(parameter: Tensor, most: int) -> list[Span | None]:
+    """Cut this rank's rows of a sharded parameter into runs of at most so many values, but whole rows: sums
+    of all would be several times what a card may have left. None: a parameter that is whole, at once."""
+    here = own_rows(parameter)
+    if here is None:
+        return [None]
+    step = max(1, most * parameter.shape[0] // max(1, parameter.numel()))
+    return [Span(lo, min(lo + step, here.hi)) for lo in range(here.lo, here.hi, step)]
 
 
 def assign(parameter: nn.Parameter, value: Tensor, rows: Span | None = None):

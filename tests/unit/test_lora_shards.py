@@ -12,11 +12,10 @@ from torch import nn
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading import lora_fusion
 from backend.loading.gguf_files import GGUFFile
 from backend.loading.lora_fusion import FusedWeights
 from backend.loading.lora_keys import lora_stack
-from backend.parallel import mesh
+from backend.parallel import fsdp, mesh
 from backend.parallel.sequence import Span
 
 ATTENTION = "double_blocks.0.img_attn.qkv"
@@ -77,10 +76,49 @@ def test_what_is_dequantized_is_not_plain(tmp_path):
     assert [files.is_plain(key) for key in tensors] == [False, False, True]
 
 
-def test_a_shard_changes_some_rows_at_a_time(monkeypatch):
+@pytest.mark.parametrize(
+    "own, wanted",
+    [
+        (Span(10, 35), [Span(10, 21), Span(21, 32), Span(32, 35)]),
+        (Span(50, 50), []),
+        (None, [None]),
+    ],
+)
+def test_a_shard_changes_some_rows_at_a_time(monkeypatch, own, wanted):
     """Sums in float32 are several times what is stored."""
-    monkeypatch.setattr(lora_fusion, "MAX_VALUES", 100)
-    runs = lora_fusion._runs(Span(10, 35), nn.Parameter(torch.empty(50, 9)))
-    assert [(each.lo, each.hi) for each in runs if each] == [(10, 21), (21, 32), (32, 35)]
-    assert lora_fusion._runs(Span(50, 50), nn.Parameter(torch.empty(50, 9))) == []
-    assert lora_fusion._runs(None, nn.Parameter(torch.empty(50, 9))) == [None]
+    monkeypatch.setattr(fsdp, "own_rows", lambda parameter: own)
+    assert fsdp.own_runs(nn.Parameter(torch.empty(50, 9)), 100) == wanted
+
+
+@pytest.mark.parametrize("rows", [Span(64, 128), None])
+def test_a_shard_is_computed_on_the_host_where_its_device_is_full(tmp_path, monkeypatch, rows):
+    """No plan counts the memory of a run. Any other error, and one of the host's memory, ends the change."""
+    flux = Engine(ParallelConfig(), mesh.single())
+    flux.load("m", str(write_checkpoint(tmp_path / "flux-dev.safetensors")), "default")
+    path = write(tmp_path / "one.safetensors", lora({ATTENTION: (768, 256)}, "comfyui")[0])
+    checkpoint = flux.models["m"].weights.checkpoint
+    host, meta = torch.device("cpu"), torch.device("meta")
+    weights = FusedWeights(checkpoint, {}, meta, host)
+    name = "transformer_blocks.0.attn.to_k.weight"
+    changes = weights._changes(lora_stack([[path, 1.0]]))[name]
+    summed, tried, full = weights._sum, [], [meta]
+
+    def sum_on(name, value, *others):
+        tried.append(value.device.type)
+        if value.device in full:
+            raise error
+        return summed(name, value, *others)
+
+    monkeypatch.setattr(weights, "_sum", sum_on)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    found = weights._rounded(name, changes, {}, torch.bfloat16, rows)
+    assert tried == (["meta", "cpu"] if rows else ["cpu"])
+    assert found.equal(FusedWeights(checkpoint, {}, host)._rounded(name, changes, {}, torch.bfloat16, rows))
+    full.append(host)
+    with pytest.raises(torch.OutOfMemoryError):
+        weights._rounded(name, changes, {}, torch.bfloat16, rows)
+    tried.clear()
+    error = RuntimeError("CUDA error: an illegal memory access")
+    with pytest.raises(RuntimeError, match="illegal"):
+        weights._rounded(name, changes, {}, torch.bfloat16, rows)
+    assert len(tried) == 1
