@@ -13,16 +13,16 @@ from doctor_sizes import BLOCKS, timed_blocks
 SECONDS = {
     "links": 30,
     "one rank": 25,
-    "speed of one rank": 51,  # a file of 3.7 GB, which takes 13 s of them, 12 requests
+    "speed of one rank": 71,  # 12 requests, and a file of 3.7 GB: 13 s on a fast disk, 37 on a slow one
     "methods": 88,  # a start, ten changes, 88 requests of tiny models
     "speed": 95,  # the ranks of methods, eight changes, 72 requests
     "life": 40,
     "waits": 40,
     "quantized": 83,  # seven files, five starts, 60 timed requests, 45 of all ranks
-    "fp8 and int8": 48,  # two files, two starts, a change, six timed methods of six requests
     "dequantized once": 20,
     "memory": 40,
     "overhead": 22,  # a program that reads the model twice, five rounds of at least a second
+    "fp8 and int8": 48,  # two files, two starts, a change, six timed methods of six requests
     "shapes": 170,  # eight files, nine starts, 24 timed methods of six requests
     "compiled": 115,  # two starts, two changes, 56 requests
     "kernels": 55,
