@@ -1,7 +1,9 @@
 """What scripts/doctor.py says of copies between GPUs and host memory: their rates, and which of them show a
 bad slot, bridge or setting."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import median, median_low
 
 from doctor_copies import ROOM, SECONDS, Copies, Place
@@ -48,8 +50,8 @@ LOST = (
     "look for errors of the driver (sudo dmesg; Xid are those of NVIDIA's), and restart the machine where "
     "nvidia-smi or rocm-smi hangs"
 )
-#: What is said of copies that were not measured, though no link is at fault.
-NO_FAULT = "nothing is wrong with those GPUs"
+#: What is said of copies that were not measured where nothing else is said of their GPUs.
+UNKNOWN = ", which says nothing of them"
 
 Status = tuple[str, str]
 Pair = tuple[int, int]
@@ -61,8 +63,10 @@ def copies(facts: Facts) -> Iterator[Status]:
     """Judge the copies of this machine."""
     found = facts.copies
     yield from _unmeasured(facts)
+    named = {*found.full, *found.broken, *map(int, re.findall(r"GPU (\d+)", found.during))}
     for copy in found.rates:
         if not copy.is_same:
+            named |= {int(end) for end in (copy.source, copy.target) if end != HOST}
             what = f"{words(copy.target)} received other bytes than {words(copy.source)} sent"
             yield _of_links(facts, f"{what}: {BIOS}")
     host = _host_rates(found)
@@ -70,19 +74,21 @@ def copies(facts: Facts) -> Iterator[Status]:
     slow = _slow_gpus(host, names)
     for text in slow.values():
         yield WARNING, f"{text}; {SLOT}; {OTHERS}"
+    named |= slow.keys()
     pairs = _pair_rates(found)
     judged = {pair: rate for pair, rate in pairs.items() if not slow.keys() & set(pair)}
     is_whole = not (found.left or found.ended)
-    yield from _slow_pairs(judged, host, facts.peers, names if is_whole else None)
+    for chosen, text in _slow_pairs(judged, host, facts.peers, names if is_whole else None):
+        named |= set(chain(*chosen))
+        yield WARNING, text
     yield from _rates(host, pairs, facts.peers)
     if found.left:
-        listed = _listed(found.left)
-        what = f"{_not_measured(len(found.left))} within {SECONDS:g} s: {listed}"
-        yield OK, f"{what}; {NO_FAULT}, and --full measures the links of all GPUs"
+        what = f"{_not_measured(len(found.left))} within {SECONDS:g} s: {_listed(found.left, named)}"
+        yield OK, f"{what}; --full measures the links of all GPUs"
     if found.refused:
-        listed = _listed([(source, target) for source, target, _ in found.refused])
+        listed = _listed([(source, target) for source, target, _ in found.refused], named)
         why = f"CUDA lets a GPU reach eight others at once ({found.refused[0][2]})"
-        yield OK, f"{_not_measured(len(found.refused))}: {listed}; {NO_FAULT}: {why}"
+        yield OK, f"{_not_measured(len(found.refused))}: {listed}; {why}"
 
 
 def _not_measured(count: int) -> str:
@@ -90,10 +96,12 @@ def _not_measured(count: int) -> str:
     return "1 copy was not measured" if count == 1 else f"{count} copies were not measured"
 
 
-def _listed(copies: Sequence[tuple[Place, Place]]) -> str:
-    """Name the first three of some copies."""
+def _listed(copies: Sequence[tuple[Place, Place]], named: Collection[int]) -> str:
+    """Name the first three of some copies. ``named``: GPUs of which something else was found: where one of
+    them is among all, it is not said that nothing is known."""
     some = ", ".join(f"{words(source)} to {words(target)}" for source, target in copies[:3])
-    return some + (", ..." if len(copies) > 3 else "")
+    known = any(end in named for copy in copies for end in copy)
+    return some + (", ..." if len(copies) > 3 else "") + ("" if known else UNKNOWN)
 
 
 def _of_links(facts: Facts, what: str) -> Status:
@@ -177,23 +185,24 @@ def _slow_gpus(host: HostRates, names: Mapping[int, str]) -> dict[int, str]:
 
 def _slow_pairs(
     pairs: Mapping[Pair, float], host: HostRates, peers: list[list[bool]], names: Mapping[int, str] | None
-) -> Iterator[Status]:
-    """Say which pairs are slow, each by the first reason that explains it. Without ``names`` no pair is held
-    to the others: not all were measured, and those that were may be the bridged ones."""
+) -> Iterator[tuple[Collection[Pair], str]]:
+    """Say which pairs are slow, each by the first reason that explains it, and what is to be said of them.
+    Without ``names`` no pair is held to the others: not all were measured, and those that were may be the
+    bridged ones."""
     behind = {(a, b) for a, b in pairs if peers[a][b] and pairs[a, b] < BEHIND * _through_host(host, a, b)}
     if behind:
         what = "reach each other's memory, but a copy through host memory would be faster"
-        yield WARNING, f"{_named(behind, pairs)} {what}: {BIOS}; {ONE_PROCESSOR}; {OTHERS}"
+        yield behind, f"{_named(behind, pairs)} {what}: {BIOS}; {ONE_PROCESSOR}; {OTHERS}"
     left = {pair: rate for pair, rate in pairs.items() if pair not in behind}
     far: set[Pair] = set()
     if names is not None:
         kinds = {(a, b): (peers[a][b], {names.get(a), names.get(b)}) for a, b in left}
         far = {pair for pair in left if left[pair] < FAR * _usual(pair, left, kinds)}
     if far:
-        yield WARNING, f"{_named(far, left)} copy far less than others: {BRIDGE}; {OTHERS}"
+        yield far, f"{_named(far, left)} copy far less than others: {BRIDGE}; {OTHERS}"
     slow = {pair for pair, rate in left.items() if rate < SLOW_LINK} - far
     if slow:
-        yield WARNING, f"{_named(slow, left)} are slow for GPUs: {LEAST_SENT}; {OTHERS}"
+        yield slow, f"{_named(slow, left)} are slow for GPUs: {LEAST_SENT}; {OTHERS}"
 
 
 def _through_host(host: HostRates, a: int, b: int) -> float:

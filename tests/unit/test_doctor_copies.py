@@ -161,7 +161,7 @@ FAILED: dict[str, tuple[dict, str, list[str]]] = {
         dict(refused=((0, 5, "CUDA error: peer mapping resources exhausted"),)),
         OK,
         [
-            "1 copy was not measured: GPU 0 to GPU 5; nothing is wrong with those GPUs: CUDA lets a GPU ",
+            "1 copy was not measured: GPU 0 to GPU 5, which says nothing of them; CUDA lets a GPU ",
             "reach eight others at once (CUDA error: peer mapping resources exhausted)",
         ],
     ),
@@ -170,13 +170,13 @@ FAILED: dict[str, tuple[dict, str, list[str]]] = {
         OK,
         [
             "4 copies were not measured within 3 s: host memory to GPU 1, GPU 0 to GPU 1, GPU 1 to GPU 0, ",
-            "...; nothing is wrong with those GPUs, and --full measures the links of all",
+            "..., which says nothing of them; --full measures the links of all GPUs",
         ],
     ),
     "no time for one": (
         dict(left=((1, 0),)),
         OK,
-        ["1 copy was not measured within 3 s: GPU 1 to GPU 0; nothing is wrong"],
+        ["1 copy was not measured within 3 s: GPU 1 to GPU 0, which says nothing of them; --full"],
     ),
 }
 
@@ -246,7 +246,8 @@ def test_what_was_not_measured_is_one_line(name):
 
 def test_other_bytes_are_a_problem():
     rates = (Copy(0, 1, 24e9), Copy(1, 0, 24e9, False))
-    found = said(machine(copies=Copies(rates)), "copies")
+    found = said(machine(copies=Copies(rates, left=((1, 2), (2, 1)), refused=((2, 3, "full"),))), "copies")
+    assert ["says nothing of them" in text for _, text in found[-2:]] == [False, True]  # GPU 1 has a problem
     (text,) = [text for status, text in found if status == PROBLEM]
     assert text.startswith("GPU 0 received other bytes than GPU 1 sent: switch IOMMU and ACS off")
     assert "until then a run with method auto, or --full, finds another way" in text
