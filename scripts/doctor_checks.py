@@ -47,7 +47,8 @@ VARIABLES = {
         "every tensor of ComfyUI asks CUDA for memory, and ranks run without it; unset it",
     ),
 }
-#: What torch for ROCm needs to see GPUs.
+#: Which variables hide GPUs from a torch for ROCm; what it needs to see them.
+OF_ROCM = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 SEEN_BY_ROCM = (
     "add this user to the groups render and video, which may open /dev/kfd and /dev/dri (a container needs "
     "--device=/dev/kfd --device=/dev/dri)"
@@ -132,7 +133,9 @@ def cuda(facts: Facts) -> Status:
     if facts.cuda_error:
         return PROBLEM, f"{name} can use no GPU ({facts.cuda_error}); update the driver"
     if built.hip:
-        return WARNING, f"{name} with ROCm {built.hip} sees no GPU, so ranks run on the CPU; {SEEN_BY_ROCM}"
+        what = f"{name} with ROCm {built.hip} sees no GPU, so ranks run on the CPU"
+        hiding = next((each for each in OF_ROCM if facts.variables.get(each) in ("", "-1")), "")
+        return WARNING, f"{what}; " + (f"{hiding} hides every GPU: unset it" if hiding else SEEN_BY_ROCM)
     return WARNING, f"{name}: no GPU, so ranks run on the CPU, which is for trying out"
 
 

@@ -118,6 +118,13 @@ def test_torch_for_amd_without_a_gpu_says_what_may_hide_it():
     assert not said(facts, "GPU modes")
 
 
+@pytest.mark.parametrize("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_a_variable_that_hides_every_amd_gpu_is_named(name, value):
+    ((status, text),) = said(amd(gpus=[], peers=[], cuda_error="", variables={name: value}), "CUDA")
+    assert status == WARNING and text.endswith(f"{name} hides every GPU: unset it")
+
+
 def test_the_name_of_an_amd_gpu_is_read_from_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
