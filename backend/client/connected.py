@@ -76,11 +76,12 @@ class Connected:
         return self.process is not None and is_unused
 
     def loss(self) -> str:
-        """Say why a backend ended between two requests; empty where a request said it, or we closed it."""
+        """Say why a backend ended between two requests; empty where a request said it, or we closed it. It
+        is said while the next run starts."""
         if self.closed:
             return ""
         if self.process is not None:
-            return self.process.failure_cause()
+            return self.process.failure_cause(starts_anew=True)
         why = f": {self.client.last_word}" if self.client.last_word else "."
         return f"The backend at {self.config.address} has hung up since the last run{why}"
 

@@ -109,8 +109,13 @@ class RankFailure:
 
 def killed_by(number: int) -> str:
     """Say which signal ended a process, and what sends it where nobody has."""
-    name = signal.Signals(number).name
+    name = signal_name(number)
     return f"was killed by {name}{_SENDERS.get(name, '')}"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, or its number in words where it has none, as most real-time signals."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 def failures(folder: Path, first_rank: int = 0, machine: str = "") -> list[RankFailure]:

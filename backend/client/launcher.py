@@ -23,7 +23,7 @@ from .agent_command import ONE_MACHINE, STORE, launch_command
 from .client import BackendClient, HandshakeError
 from .exit_report import cause_among, failures, full_disk, last_error, links_hint
 from .machine_link import Link
-from .next_step import failure_sentence
+from .next_step import NOBODY_ASKED, failure_sentence
 from .pack_version import require_same_pack
 from .private_folder import LOGS, private_folder
 from .rank_environment import sanitized_environment
@@ -41,8 +41,6 @@ GRACE_SECONDS = 2.0
 NOTICE_SECONDS = 1.5
 #: In which ranks write the stacks of their threads.
 DUMP_SECONDS = 0.3
-#: Why this machine ends its ranks where no client asked for that.
-NOBODY_ASKED = "it was told to end"
 
 
 class ClosedError(BackendError):
@@ -205,9 +203,9 @@ class BackendProcess:
             return ClosedError("The backend ends with the process that started it.")
         return BackendError(self.failure_cause())
 
-    def failure_cause(self) -> str:
-        """Return one or two sentences on why the backend ended and what to do, once torchrun has written it,
-        or what the ranks have left while their processes still run."""
+    def failure_cause(self, starts_anew: bool = False) -> str:
+        """Return some sentences on why the backend ended and what to do, once torchrun has written it, or
+        what the ranks have left while their processes still run. ``starts_anew``: as in failure_sentence."""
         self._private.keep()
         self._wait_for_report()
         silence = self.silence
@@ -222,7 +220,8 @@ class BackendProcess:
         if RAN_OUT in cause and ARRANGING not in cause:  # when nothing stays dequantized
             stop_caching_dequantized()
         disk = full_disk(self.folder)
-        sentence = failure_sentence(silence, failure, self._agent.poll(), last_error(self.folder), disk)
+        status, error = self._agent.poll(), last_error(self.folder)
+        sentence = failure_sentence(silence, failure, status, error, disk, starts_anew)
         return f"{sentence}; its log is {self.log}.{disk}"
 
     def _wait_for_report(self):

@@ -237,7 +237,7 @@ def test_errors_are_read_while_processes_still_run(tmp_path, monkeypatch):
         assert "was lost while its processes still run" in process.failure_cause()
         leave(tmp_path, {}, {1: ("ValueError: broken", 3), 0: ("RuntimeError: Timed out waiting 1ms", 1)})
         cause = process.failure_cause()
-        assert "ended because rank 1 failed with ValueError: broken; run it again, and" in cause
+        assert "ended because rank 1 failed with ValueError: broken. Run it again, and" in cause
         assert cause.endswith(f"; its log is {process.log}.")
     finally:
         process._agent.kill()
