@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
+#: Absolute, as modules have their files, by which ComfyUI's are known.
+ROOT = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI")).absolute()
 NODES = Path(__file__).resolve().parents[2] / "nodes"
 #: ComfyUI's own module, which this pack's folder would hide.
 COMFYS_NODES = ROOT / "nodes.py"

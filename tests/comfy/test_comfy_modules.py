@@ -1,12 +1,23 @@
 """What skips a file of tests, and what fails it."""
 
 import sys
+from pathlib import Path
 
 import pytest
-from comfy_modules import comfy_modules
+from comfy_modules import ROOT, comfy_modules
 
 with comfy_modules():
     import comfy.samplers  # noqa: F401  # skips this file where there is no ComfyUI
+
+
+def test_two_blocks_give_the_same_nodes():
+    """Nodes of ComfyUI are executed once, also where COMFYUI_PATH is relative."""
+    found = []
+    for _ in range(2):
+        with comfy_modules():
+            import nodes
+        found.append(nodes)
+    assert found[0] is found[1] and Path(found[0].__file__) == ROOT / "nodes.py"
 
 
 def test_a_module_that_comfyui_lacks_skips():
