@@ -70,8 +70,9 @@ def test_a_rate_of_few_lanes_is_a_bad_slot(rate, carries):
 
 def test_one_direction_of_few_lanes_is_enough():
     rates = (Copy("host", 0, 24e9), Copy(0, "host", 0.8e9))
-    (text,) = warnings(box(1, copies=Copies(rates)))
-    assert "24.0 GB/s from host memory and 0.8 GB/s to it, no more than one lane of PCIe 3" in text
+    found = said(box(1, copies=Copies(rates, left=((0, 1),))), "copies")
+    assert "24.0 GB/s from host memory and 0.8 GB/s to it, no more than one lane of PCIe 3" in found[0][1]
+    assert "GPU 0 to GPU 1; --full" in found[-1][1]
 
 
 def test_a_card_far_slower_than_others_of_its_kind_explains_its_pairs():
