@@ -263,7 +263,7 @@ FAULTS = (
     Fault("no memory left in a load", no_memory_to_load, "could not be loaded (rank 1:", False),
     Fault("no shared memory", no_shared_memory, "none", False),
     Fault("no descriptors left on rank 0", no_descriptors, "none", False),
-    Fault("disk of the logs full, rank 1 killed", full_disk, "is full", True),
+    Fault("disk of the logs full, rank 1 killed (no log can name it)", full_disk, "is full", True),
     Fault("disk of the logs full at the start", full_disk_at_start, "make room there", False),
     Fault("connection lost, sampling", lost_socket, "connection was lost", True),
     Fault("queued sample of a script cancelled", cancel_while_another_samples, "interrupted", False),
