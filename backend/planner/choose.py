@@ -122,13 +122,16 @@ def _waits(question: Question, best: Option, fit_together: bool) -> tuple[str, s
 
 def ranked(options: list[Option], method: str = AUTO) -> list[Option]:
     """Return the options that may be taken, best first: those that fit, and where one GPU is among them, that
-    are not slower than it (all that fit for the least memory)."""
+    are not slower than it (all that fit for the least memory). Models take no turns where another plan spares
+    them that, whatever it has to gain by its further mechanisms: each turn moves gigabytes."""
     one = _one_of(options)
     fitting = [each for each in options if each.fits]
     if method == MEMORY:
         return sorted(fitting, key=_by_memory)
     if one in fitting:
         fitting = [each for each in fitting if each.seconds <= one.seconds]
+    together = [each for each in fitting if not each.swap_seconds]
+    fitting = [each for each in fitting if not any(other.spares_turns_of(each) for other in together)]
     return sorted(fitting, key=attrgetter("score"))
 
 

@@ -72,6 +72,14 @@ class Option:
             penalty *= TRAFFIC[mechanism]
         return self.seconds * penalty
 
+    def spares_turns_of(self, other: "Option") -> bool:
+        """Return whether models need not take turns as in ``other``: here they do not, and it is about as
+        fast, with no more drift and no more doubt whether it fits."""
+        if self.swap_seconds or not other.swap_seconds:
+            return False
+        about_as_fast = self.seconds <= MECHANISM * other.seconds
+        return about_as_fast and self.drift <= other.drift and self._doubt <= other._doubt
+
     def why_not(self, chosen: "Option") -> str:
         """Return why ``chosen`` is taken instead; empty where this one is not faster."""
         if self.seconds >= chosen.seconds:

@@ -8,8 +8,9 @@ from published import A100, FLUX, L40, WAN
 from backend.client import measurements
 from backend.client.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
-from backend.planner.choose import ASIDE, TURNS, Question, choose
+from backend.planner.choose import ASIDE, TURNS, Question, choose, ranked
 from backend.planner.machine import Machine, RequestEstimate
+from backend.planner.option import Option
 from backend.planner.placement import Ranks
 from backend.planner.weight_swaps import WeightSwaps
 
@@ -34,6 +35,27 @@ def test_they_take_turns_where_one_fits():
     alone = replace(question, others=()).option(choice.plan)
     assert choice.option.bytes == alone.bytes
     assert choice.option.seconds == pytest.approx(alone.seconds + choice.option.swap_seconds)
+
+
+@pytest.mark.parametrize(
+    "seconds, drift, likely, spared",
+    [
+        (129.0, 1.0, 30, True),
+        (130.5, 1.0, 30, True),  # slower by less than the estimate's error
+        (132.0, 1.0, 30, False),
+        (129.0, 1.1, 30, False),
+        (129.0, 1.0, 36, False),  # it may run out of memory
+    ],
+)
+def test_they_take_no_turns_that_gain_nothing(seconds, drift, likely, spared):
+    """A plan in turns of fewer mechanisms was taken, though one with which both fit is as fast."""
+    one = Option(ParallelConfig(), 250.0, bytes=30, room=32, likely=30)
+    waits = Option(ParallelConfig(ring_degree=2), 130.0, bytes=18, room=32, likely=20, swap_seconds=1.5)
+    plan = ParallelConfig(ring_degree=2, shard_weights=True)
+    together = Option(plan, seconds, bytes=30, room=32, likely=likely, drift=drift)
+    assert waits.score < together.score
+    ordered = ranked([one, waits, together])
+    assert (waits not in ordered) == spared and together in ordered
 
 
 def test_sharded_weights_take_no_turns_through_host_memory():
