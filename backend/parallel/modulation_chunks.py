@@ -18,7 +18,12 @@ def evaluations_ahead(width: int, itemsize: int, embeddings: int) -> int:
 def counted_embeddings(prompts: int, samples: int, shared: int, replicas: int) -> int:
     """Count the embeddings of an evaluation by which a chunk is measured, where samples have one prompt. They
     are those that differ, or where ``replicas`` gather weights together all of the one with most ``samples``
-    (LayerCache._at_once). ``shared``: as ModelShape.shared_embeddings."""
+    (LayerCache._at_once). ``shared``: as ModelShape.shared_embeddings.
+
+    Each prompt counts as different. Where the embedding is of the timestep alone, they share it, and a chunk
+    of one replica has up to as many times the evaluations: CogVideoX, HunyuanVideo 1.5, HunyuanImage 2.1,
+    Lumina 2, Qwen-Image.
+    """
     if replicas > 1:
         return prompts * (shared or samples)
     return shared or prompts

@@ -311,8 +311,9 @@ class Cost:
         return size * (ranks - 1) / ranks / rate + self.machine.latency * messages
 
     def _gather_ahead(self) -> float:
-        """Return the seconds in which sharded weights of modulation come in a request that computes it ahead,
-        while nothing else does: as often as rank_plan's gathers_ahead counts."""
+        """Estimate the seconds in which sharded weights of modulation come in a request that computes it
+        ahead, while nothing else does: as often as rank_plan's gathers_ahead counts. A message counts for
+        each block, of which some families have several layers that are gathered apart."""
         blocks = self.shape.blocks
         size = sum(block.modulation for block in blocks)
         if not self.plan.shard_weights or self.request.drained or not size:

@@ -10,7 +10,8 @@ from .workload import MeshPlace, Workload
 
 def shared_embeddings(family: Family) -> int:
     """Count the embeddings of an evaluation that all samples and prompts share, one for each nested latent;
-    0 where each has its own. Reference tokens of MiniMax-H3, which have two more, are not counted."""
+    0 where each has its own. Not counted are two more of MiniMax-H3's reference tokens, and those of
+    HunyuanVideo's given first frame, a second one of each prompt and sample."""
     if family.cache.modulation_per_sample:
         return 0
     return len(family.latent.nested.names) if family.latent.nested else 1
@@ -31,7 +32,8 @@ def modulation_bytes(work: Workload, place: MeshPlace) -> int:
 
 def gathers_ahead(work: Workload) -> int:
     """Count how often sharded weights of modulation are gathered in a request that computes it ahead: once
-    for as many evaluations as fit."""
+    for as many evaluations as fit. At most as often, but for what shared_embeddings does not count
+    (counted_embeddings)."""
     embeddings = counted_embeddings(
         work.prompts_per_rank,
         samples=max(share.samples for share in rank_shares(work.config, work.request.batch)),

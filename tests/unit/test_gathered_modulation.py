@@ -8,17 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 import wires
+from families import GOLDEN, golden
 from gathered_weights import gather_weights
 from published import RTX4090
-from tiny import shallow_flux
+from tiny import shallow_flux, write_checkpoint
 
 from backend.config import ParallelConfig
+from backend.engine import Engine
 from backend.loading.checkpoint import Checkpoint
-from backend.parallel import modulation_chunks
+from backend.loading.recognition import open_checkpoint
+from backend.parallel import mesh, modulation_cache, modulation_chunks
 from backend.planner.cost import Cost
 from backend.planner.machine import RequestEstimate
 from backend.rank_plan import RequestSize, describe
+from backend.rank_plan.modulation import gathers_ahead
 from backend.rank_plan.shape_of import shape_of
+from backend.rank_plan.workload import Workload
 from backend.sampling.model_runner import running
 from backend.sampling.request import build
 from backend.sampling.step_loop import Callbacks, Denoiser
@@ -86,3 +91,24 @@ def test_replicas_gather_modulation_as_often_as_planned(family, embeddings, monk
         assert found[1] - once[1] == pytest.approx(times * modulation / 2, rel=0.01)
         seconds = (times - 1) * cost._gathered(modulation, len(shape.blocks))
         assert found[2] - once[2] == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("family, alike", [("flux-dev", False), ("qwen-image", True)])
+def test_modulation_is_computed_as_often_as_planned_at_most(family, alike, monkeypatch, tmp_path):
+    """On one rank, as in a ring: as often as planned where an embedding has its pooled prompt in it, and less
+    where it has the timestep alone, and both prompts share it."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / "model.safetensors", family)), "default")
+    model = engine.models["tiny"]
+    sample, _ = golden(min(GOLDEN.glob(f"{family}__*.safetensors")).stem)
+    evaluations = len(sample.tensors["sigmas"]) - 1
+    layers = len(model.cache.modulations)
+    checkpoint = open_checkpoint(str(tmp_path / "model.safetensors"))
+    size = RequestSize(60, 12, 1, PROMPTS, evaluations)
+    work = Workload(ParallelConfig(), checkpoint, size, torch.float32, {}, 0, 0)
+    for embeddings in (2, 4, 100):
+        monkeypatch.setattr(modulation_chunks, "AHEAD", embeddings * model.cache.width * 4)
+        engine.sample(sample, Callbacks())
+        made = modulation_cache.COMPUTED["modulation"] / layers
+        assert made == math.ceil(evaluations * (1 if alike else PROMPTS) / embeddings)
+        assert made <= gathers_ahead(work) == math.ceil(evaluations * PROMPTS / embeddings)
