@@ -28,7 +28,8 @@ class RankPlan:
     modulation_bytes: the most modulation that is cached at once, for one prompt that all samples share.
     activation_bytes: an estimate (activations.py). bytes_per_step: in the steady state, by mechanism;
     "weights" are those that others gather in a forward of each prompt, without what is outside of blocks
-    (once a request), and with modulation where it is not computed ahead, or for a part of the steps.
+    (once a request). Modulation is among them where it is not computed ahead, or for a part of the steps:
+    all gathers, divided by the steps. One gather for all steps comes before the first, and is not.
     """
 
     rank: int
