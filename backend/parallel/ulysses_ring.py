@@ -24,8 +24,6 @@ from .wire_bytes import FULL
 #: rank's heads must have to be computed apart: fewer do not fill a large GPU.
 TILE = 128
 TILES_OF_A_CHUNK = 128
-#: Merged by the library in the place of two outputs, they give the weight of the second.
-ZERO, ONE = torch.zeros(()), torch.ones(())
 
 
 def head_chunks(heads: int, batch: int, tokens: int, axis: Axis, groups: int = 0) -> int:
@@ -144,15 +142,14 @@ def merge_block(
     out: Tensor | None, lse: Tensor | None, block: Tensor, block_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Merge attention's output ``block`` (B, S, H, D) and its log-sum-exp (B, H, S) into those of earlier
-    keys: ``out`` in float32, which is overwritten, and ``lse`` (B, S, H, 1). Return both.
-
-    The weights are the library's. Given the outputs it would hold four of them in float32 at once.
-    """
-    merge = ring_library().update_out_and_lse
+    keys: ``out`` in float32, which is overwritten, and ``lse`` (B, S, H, 1). Return both."""
     if out is None or lse is None:
-        return merge(None, None, block, block_lse)
-    weight, of_both = merge(ZERO, lse, ONE, block_lse)
-    return out.lerp_(block.to(out.dtype), weight), of_both
+        return ring_library().update_out_and_lse(None, None, block, block_lse)
+    # yunchang's update_out_and_lse in place, since it holds four outputs in float32 at once. Its log-sum-exp,
+    # lse - logsigmoid(lse - block_lse), is the same but where a query has seen NOTHING yet: there it is 0.
+    block_lse = block_lse.transpose(-2, -1).unsqueeze(-1)
+    weight = torch.sigmoid(block_lse - lse)
+    return out.lerp_(block.to(out.dtype), weight), torch.logaddexp(lse, block_lse)
 
 
 def ring_attend(
@@ -185,11 +182,8 @@ def ring_attend(
             block, block_lse = attend_lse(
                 kernel, q, here[0], here[1], mask=masks[source] if masks else None, scale=scale
             )
-            before = lse
             out, lse = merge_block(out, lse, block.transpose(1, 2), block_lse)
-            if masks and before is not None:  # the library's is off where a query has seen NOTHING yet
-                lse = torch.logaddexp(before, block_lse.transpose(1, 2).unsqueeze(-1))
-            del here, block, before
+            del here, block
         if incoming:
             kv = travelling = incoming()
         incoming = None  # what this hop has sent is done with, before the next one receives

@@ -32,7 +32,6 @@ from backend.engine import Engine
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import compiled_blocks, fsdp, mesh, modulation_chunks, tensor_parallel, ulysses_ring
 from backend.parallel.modulation_cache import COMPUTED
-from backend.parallel.ring_library import ring_library
 from backend.sampling.step_loop import Callbacks
 
 
@@ -336,7 +335,7 @@ def main(checkpoint: str, selected: list[str], out: str):
     if shared:
         found += with_shares(shared, str(wide), rank)
     if packed:
-        with mock.patch.object(ring_library(), "update_out_and_lse", merged):
+        with mock.patch.object(ulysses_ring, "merge_block", merged):
             found += with_float8(packed, checkpoint, rank)
     if rank == 0:
         Path(out).write_text(json.dumps(found))

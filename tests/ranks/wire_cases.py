@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from backend.config import ParallelConfig
+from backend.parallel import ulysses_ring
 from backend.parallel.attention_hook import Attention, BlockCall
 from backend.parallel.attention_kernels import attend_lse
-from backend.parallel.ulysses_ring import merge_block
 from backend.parallel.wire import pack, unpack
 from backend.parallel.wire_bytes import FP8
 
@@ -25,8 +25,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def merged(out: Tensor | None, lse: Tensor | None, block: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """yunchang's update_out_and_lse in the type of its inputs: its float32 would round sums of another order
-    to other float8."""
+    """merge_block in the type of its inputs: float32 would round sums of another order to other float8."""
     block_lse = block_lse.transpose(-2, -1).unsqueeze(-1).to(torch.float64)  # as blocks are
     if out is None or lse is None:
         return block, block_lse
@@ -41,7 +40,7 @@ def around(kernel: str, q: Tensor, kv, groups: list[Tensor], ring: int, scale) -
         at = groups[(ring - hop) % len(groups)]
         k, v = (each[:, :, at] if hop == 0 else rounded(each[:, :, at]) for each in kv)
         block, block_lse = attend_lse(kernel, q, k, v, None, scale)
-        out, lse = merge_block(out, lse, block.transpose(1, 2), block_lse)
+        out, lse = ulysses_ring.merge_block(out, lse, block.transpose(1, 2), block_lse)
     assert out is not None, "each rank has tokens"
     return out.transpose(1, 2).to(q.dtype)
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from backend.parallel import ulysses_ring
+from backend.parallel.attention_kernels import NOTHING
 from backend.parallel.comm import AllToAll
 from backend.parallel.mesh import Axis
 from backend.parallel.sequence import Span
@@ -202,3 +203,23 @@ def test_queries_of_a_ring_that_see_nothing_at_first(rank, monkeypatch):
     found = ulysses_ring.ring_attend("auto", q, keys[rank], lengths, axis, masks, None)
     want = F.scaled_dot_product_attention(q, *torch.cat(keys, dim=3), attn_mask=visible)
     assert (found - want).norm() < 1e-6 * want.norm()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_that_see_nothing_of_a_hop_are_the_other_hops(first):
+    """To the bit, whichever hop it is; and of neither hop still nothing, which a third one replaces."""
+    seen, other = torch.randn(2, 1, 3, 2, SIZE)
+    of_seen, of_other = torch.randn(2, 1, 2, 3)  # by head and query
+    seen[:, :2] = other[:, 0] = other[:, 2] = 0
+    of_seen[..., :2] = of_other[..., 0] = of_other[..., 2] = NOTHING
+    hops = [(seen, of_seen), (other, of_other)]
+    out, lse = None, None
+    for block, block_lse in hops if first else hops[::-1]:
+        out, lse = ulysses_ring.merge_block(out, lse, block.clone(), block_lse)
+    assert out is not None and lse is not None
+    want = torch.stack([torch.zeros_like(seen[:, 0]), other[:, 1], seen[:, 2]], dim=1)
+    sums = torch.stack([torch.full((1, 2), NOTHING), of_other[..., 1], of_seen[..., 2]], dim=1)
+    assert out.equal(want) and lse[..., 0].equal(sums)
+    block, block_lse = torch.randn(1, 3, 2, SIZE), torch.randn(1, 2, 3)
+    out, lse = ulysses_ring.merge_block(out, lse, block, block_lse)
+    assert out[:, 0].equal(block[:, 0]) and lse[:, 0, :, 0].equal(block_lse[..., 0])
