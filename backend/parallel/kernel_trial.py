@@ -11,8 +11,8 @@ from .kernel_table import activated, flash_of_torch, kernel_of
 
 #: Samples, tokens and heads that are tried.
 SAMPLES, TOKENS, HEADS = 2, 128, 3
-#: Kernels in int8 and fp4 are off by a smaller share of their values, and by less in their log-sum-exp. More
-#: is a kernel that fails without saying so, or whose log-sum-exp is in base 2 (off by 2 and more here).
+#: Kernels in int8 and fp4 are off by a smaller share of each head's values, and by less in their log-sum-exp.
+#: More is a kernel that fails without saying so, or whose log-sum-exp is in base 2 (off by 2 and more here).
 MAX_ERROR = 0.5
 #: Share of the largest values that a kernel holds up to which it is tried. A sum of few of these is no number
 #: in the same type: the kernel has to add in a wider one.
@@ -29,12 +29,12 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
         changed = not all(map(torch.equal, (q, k, v), _numbers(dtype, head_size, device)))
     except Exception as failed:  # a wheel raises what it likes
         return _why(failed, device, _lost(name))
+    if changed:  # they may be a K/V buffer's; first, since what comes of it may be wrong
+        return "it changes the queries, keys or values that it is given"
     if not error <= MAX_ERROR:  # a NaN is no number below it
         return f"it is off by {error:.2g} of its values"
     if why:
         return why
-    if changed:  # they may be a K/V buffer's
-        return "it changes the queries, keys or values that it is given"
     return _failure_near_largest(name, q, k, v, lse)
 
 
@@ -89,34 +89,39 @@ def _lost(name: str) -> str:
 
 def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float, str]:
     """Return by what share of its values the kernel is off at worst, and what is wrong with its log-sum-exp
-    if ``lse``. Raises what it does, and ValueError for another shape."""
+    if ``lse``. Raises what it does, and ValueError for no pair or another shape."""
     call = kernel_of(name).call
     assert call is not None, "torch's own kernels are settled"
     scale = q.shape[-1] ** -0.5
+    # before the calls, which may change what they are given
     wanted = SDPA(q.float(), k.float(), v.float(), scale=scale)
+    wanted_sums = (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(-1)
     with activated(name):
         # with the log-sum-exp last: sums are its
-        outputs = [call(q, k, v, scale, each) for each in ([False, True] if lse else [False])]
-    return _error([out for out, _ in outputs], wanted), _wrong_sums(outputs[-1][1], q, k) if lse else ""
+        answers = [call(q, k, v, scale, each) for each in ([False, True] if lse else [False])]
+    if any(isinstance(answer, Tensor) for answer in answers):  # which would unpack into its samples
+        raise ValueError("it returns a tensor, not a pair of output and log-sum-exp")
+    error = _error([out for out, _ in answers], wanted)
+    return error, _wrong_sums(answers[-1][1], wanted_sums) if lse else ""
 
 
-def _wrong_sums(sums: Tensor | None, q: Tensor, k: Tensor) -> str:
+def _wrong_sums(sums: Tensor | None, wanted: Tensor) -> str:
     """Say what is wrong with a log-sum-exp; empty where nothing is."""
-    if sums is None or sums.shape != q.shape[:3]:
+    if sums is None or sums.shape != wanted.shape:
         shape = None if sums is None else tuple(sums.shape)
-        return f"its log-sum-exp has the shape {shape}, which is not {tuple(q.shape[:3])}"
-    scores = q.float() @ k.float().transpose(2, 3) * q.shape[-1] ** -0.5
-    error = (sums.float() - scores.logsumexp(-1)).abs().max().item()
+        return f"its log-sum-exp has the shape {shape}, which is not {tuple(wanted.shape)}"
+    error = (sums.float() - wanted).abs().max().item()
     return "" if error <= MAX_ERROR else f"its log-sum-exp is off by {error:.2g}"
 
 
 def _error(outputs: list[Tensor], wanted: Tensor) -> float:
-    """Return by what share of ``wanted`` the worst output is off. Raises ValueError for another shape, which
-    arithmetic would broadcast."""
+    """Return by what share of its ``wanted`` values the worst head of an output is off: among others one of
+    zeros would not count. Raises ValueError for another shape, which arithmetic would broadcast."""
     for out in outputs:
         if out.shape != wanted.shape:
             raise ValueError(f"its output has the shape {tuple(out.shape)}, not {tuple(wanted.shape)}")
-    errors = [(out.float() - wanted).norm() / wanted.norm() for out in outputs]
+    sizes = wanted.norm(dim=(2, 3))
+    errors = [(out.float() - wanted).norm(dim=(2, 3)) / sizes for out in outputs]
     return torch.stack(errors).max().item()  # of which a NaN is the largest
 
 

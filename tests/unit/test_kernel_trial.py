@@ -168,14 +168,20 @@ def in_place(q, k, v, scale, lse):
     return right(q, k, v, scale, lse)
 
 
+def scaled_in_place(q, k, v, scale, lse):
+    """Wrong with the log-sum-exp: when it is called again."""
+    q *= 8
+    return right(q, k, v, scale / 8, lse)
+
+
 @pytest.mark.parametrize(
     "call, lse, says",
     [
-        (one_tensor, True, "output has the shape (3, 128, 64), not (2, 3, 128, 64)"),
+        (one_tensor, True, "it returns a tensor, not a pair of output and log-sum-exp"),
         (one_head, False, "output has the shape (3, 128, 64), not (2, 3, 128, 64)"),
         (without_sums, True, "log-sum-exp has the shape None, which is not (2, 3, 128)"),
         (sums_of_one_sample, True, "log-sum-exp has the shape (3, 128), which is not (2, 3, 128)"),
-        (in_place, False, "it changes the queries, keys or values"),
+        *((call, lse, "it changes the") for call in (in_place, scaled_in_place) for lse in (False, True)),
     ],
 )
 def test_what_would_broadcast_or_change_a_buffer_is_refused(kernel, call, lse, says):
@@ -203,6 +209,12 @@ def first_head(q, k, v, scale, lse):
     return right(q, *(each[:, :1].expand_as(each) for each in (k, v)), scale, lse)
 
 
+def last_head_lost(q, k, v, scale, lse):
+    out, sums = right(q, k, v, scale, lse)
+    out[-1, -1] = 0
+    return out, sums
+
+
 def in_base_2(q, k, v, scale, lse):
     out, sums = right(q, k, v, scale, lse)
     return out, sums / math.log(2) if lse else None
@@ -214,6 +226,7 @@ def in_base_2(q, k, v, scale, lse):
         (contiguous_queries, "of its values"),
         (strides_of_queries, "of its values"),
         (first_head, "of its values"),
+        (last_head_lost, "it is off by 1 of its values"),
         (in_base_2, "its log-sum-exp is off by 2."),
     ],
 )
