@@ -60,6 +60,8 @@ def test_the_request_decides_whether_references_are_at_timestep_zero(
     assert_same_bits(engine.sample(plain, Callbacks())[0], before)
     monkeypatch.setattr(Runner, "modulate_ahead", lambda *_: None)
     in_each_step, _ = engine.sample(zero["marked"], Callbacks())
+    layers = len(engine.models["marked"].cache.modulations)
+    assert modulation_cache.COMPUTED["modulation"] == 2 * 2 * layers  # of two steps and prompts
     assert relative(wanted, in_each_step) <= 1e-5
 
 
