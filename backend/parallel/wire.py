@@ -21,8 +21,8 @@ PIECES = 2
 
 
 def pack(x: Tensor, wire: str) -> Tensor:
-    """Return (..., D) as it travels: unchanged, or as bytes (..., D + 4). A row that holds an infinity or no
-    number comes back without any number."""
+    """Return (..., tokens, D) as it travels: unchanged, or as bytes (..., tokens, D + 4). A row that holds an
+    infinity or no number comes back without any number."""
     if wire == FULL:
         return x
     features = x.shape[-1]
@@ -33,8 +33,12 @@ def pack(x: Tensor, wire: str) -> Tensor:
     shape = (*x.shape[:-1], features + SCALE_BYTES)
     packed = torch.empty_permuted(shape, order, dtype=torch.uint8, device=x.device)
     values = packed[..., :features].view(DTYPE)
-    for piece, numbers, divisor in zip(*(each.tensor_split(PIECES, -2) for each in (values, x, scale))):
-        piece.copy_(numbers / divisor)
+    # dimension -2 is that of tokens
+    pieces = values.tensor_split(PIECES, -2)
+    numbers = x.tensor_split(PIECES, -2)
+    divisors = scale.tensor_split(PIECES, -2)
+    for piece, number, divisor in zip(pieces, numbers, divisors):
+        piece.copy_(number / divisor)
     packed[..., features:].copy_(scale.view(torch.uint8))
     return packed
 
