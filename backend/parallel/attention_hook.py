@@ -271,7 +271,7 @@ class Attention:
             masks = [self.masks.cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
         counts = self._group_counts(call.tokens, kind)
         ring = self.mesh.ring
-        # unnamed: own keys and values are freed once they have been sent and attended to
+        # unnamed: this copy of own keys and values is freed once it has been sent and attended to
         return ulysses_ring.ring_attend(
             self.kernel, q, torch.stack(list(kv)), counts, ring, masks, scale, self.wire
         )
@@ -279,7 +279,7 @@ class Attention:
     def _with_static_text(
         self, call: BlockCall, q, kv: Sequence[Tensor], mask, scale, own: range, where: tuple
     ):
-        """Attend to the text's keys and values and the image's."""
+        """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
         tokens = call.tokens
         groups = self._groups()
         masks = None
