@@ -305,8 +305,7 @@ class Engine:
         RequestCancelled. callbacks.on_step gets the number of steps done and a function that starts a
         Download of x0. ``prepared``: by prepare_sample, where that was done before."""
         prepared = prepared or self.prepare_sample(sample)
-        shared = sample.shared_ranks
-        return run_request(self.mesh, prepared, sample.denoised, callbacks, self.mesh.rank in shared)
+        return run_request(self.mesh, prepared, sample.denoised, callbacks)
 
     @refusing("the call")
     def check_forward(self, call: ModelCall) -> ModelInputs:

@@ -171,6 +171,7 @@ def cells(row: Row, card: int) -> tuple[str, ...]:
     exact = choose(asked, EXACT)
     option, room = choice.option, choice.option.room
     others = [exact.option, *exact.runners_up] if option.plan.has_stale_kv else list(exact.runners_up)
+    others = [each for each in others if each.plan.world_size == GPUS]  # one GPU is 1.0 times itself
     tight = f" ({option.bytes / 1e9:.1f} of {room / 1e9:.1f} GB)" if option.bytes > TIGHT * room else ""
     runners_up = ", ".join(f"{short(each)}{turns(each)} {times(choice, each)}" for each in others[:2])
     name = row.file if choice.one.fits else f"{row.file} (does not fit one)"

@@ -286,7 +286,6 @@ def question_of(
         shares=auto.rank_shares,
         swaps=swaps,
         caches_dequantized=may_cache_dequantized(),
-        gives_back=device == "cuda" and _history.shared in devices,
     )
     if machine.differs:
         models = (model, *others)
@@ -320,7 +319,6 @@ def known_question(config: ParallelConfig, model: ModelChoice, request: Estimate
         machine=machine,
         gpus=len(indices),
         caches_dequantized=may_cache_dequantized(),
-        gives_back=device == "cuda" and _history.shared in indices,
     )
 
 

@@ -28,15 +28,13 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of one plan. ``spare``: bytes in which each rank may keep weights dequantized;
-    ``gives_back``: ranks give them back after the request."""
+    """The seconds of one plan. ``spare``: bytes in which each rank may keep weights dequantized."""
 
     shape: ModelShape
     plan: ParallelConfig
     machine: Machine
     request: RequestEstimate
     spare: int = 0
-    gives_back: bool = False
 
     @property
     def total(self) -> float:
@@ -198,7 +196,7 @@ class Cost:
             return 1.0
         moved = sum(block.dequantizing for block in self.shape.blocks)
         kept = sum(block.unpacked for block in self.shape.blocks)
-        if self.gives_back and not pays(self._passes, moved=moved, kept=kept):
+        if not self.machine.on_host and not pays(self._passes, moved=moved, kept=kept):
             return 1.0
         stay = min(1.0, self.spare * self.plan.tensor_parallel_degree / made)
         return 1 - stay + stay / self._passes

@@ -40,8 +40,7 @@ class Question:
     shapes: of the model and the others as the first GPU computes them, as the first two do, and so on, where
     GPUs have other types and kernels; empty where all compute alike, and ``shape`` and ``others`` are as all
     do. shares: of each GPU, where the user has set them. swaps: where models wait for others.
-    caches_dequantized: quantized weights may stay dequantized in what is spare. gives_back: that goes back
-    after each request, since ComfyUI uses a GPU of the ranks."""
+    caches_dequantized: quantized weights may stay dequantized in what is spare."""
 
     shape: ModelShape
     request: RequestEstimate
@@ -52,7 +51,6 @@ class Question:
     shares: tuple[float, ...] = ()
     swaps: WeightSwaps = WeightSwaps()
     caches_dequantized: bool = True
-    gives_back: bool = False
     shapes: tuple[tuple[ModelShape, ...], ...] = ()
 
     def of_first(self, ranks: int) -> "Question":
@@ -71,8 +69,7 @@ class Question:
     def _option(self, plan: ParallelConfig) -> Option:
         rank = self._tightest(plan)
         spare = spare_bytes(rank.room - rank.likely, rank.besides_weights) if self.caches_dequantized else 0
-        about = (self.shape, plan, self.machine, self.request)
-        seconds = Cost(*about, spare=spare, gives_back=self.gives_back).total
+        seconds = Cost(self.shape, plan, self.machine, request=self.request, spare=spare).total
         unit = "rank" if self.machine.on_host else "GPU"
         drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
         models = (self.shape, plan, self.request, self.others)

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..config import ParallelConfig
 from ..engine import Engine
 from ..errors import ARRANGING, RAN_OUT, reason
-from ..hardware.device_memory import check_not_lost, is_out_of_memory, segments_grow
-from ..hardware.gpu_sharing import shares_gpu
+from ..hardware.device_memory import check_not_lost, is_out_of_memory
 from ..loading import parking
 from ..loading.load_report import by_rank
 from ..loading.lora_keys import lora_stack, stack_digest
@@ -108,16 +107,11 @@ class Worker:
         finally:
             self.clock.begin(None)
         # not after an error, which ends a rank among several: its GPU may wait for a peer's, and it for that
-        gives_back = prepared.model.dequantized_bytes and self._is_cache_in_the_way()
-        self.release([*message.shared_ranks, self.mesh.rank] if gives_back else message.shared_ranks)
+        has_cache = prepared.model.dequantized_bytes and self.mesh.device.type == "cuda"
+        self.release([*message.shared_ranks, self.mesh.rank] if has_cache else message.shared_ranks)
         if ended is not None:
             raise ended
         return result
-
-    def _is_cache_in_the_way(self) -> bool:
-        """Return whether large cached memory keeps this GPU's ranks from memory that they need: a segment of
-        fixed size what is larger, or once anything is left in it; another rank of the GPU anything."""
-        return self.mesh.device.type == "cuda" and (shares_gpu() or not segments_grow())
 
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
         """Call the model once, as run_sample. A call like the one before is not looked at again."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..hardware.device_memory import segments_grow
 from ..loading.staging import Download
 from ..parallel import comm
 from ..parallel.mesh import Mesh
@@ -29,11 +28,8 @@ class Prepared:
     spare: int = 0
 
 
-def run_request(
-    mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callbacks, gives_back: bool = False
-) -> tuple[Tensor, dict]:
-    """Denoise; as Engine.sample. ``denoised``: report the last prediction to the ``callbacks``;
-    ``gives_back``: this rank's cached memory is given back after it."""
+def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callbacks) -> tuple[Tensor, dict]:
+    """Denoise; as Engine.sample. ``denoised``: report the last prediction to the ``callbacks``."""
     comm.SENT.clear()
     model = prepared.model
     model.dequantized_bytes = 0  # not those of the last request, where memory runs out before
@@ -45,7 +41,7 @@ def run_request(
         # a single call of the model dequantizes each weight once anyway
         spare = prepared.spare if calls > 1 else 0
         repeated = model.dequantized_every_step if spare else []
-        if gives_back and segments_grow():  # else a segment is one allocation of the driver's
+        if mesh.device.type == "cuda":  # whose memory goes back after the request
             repeated = [w for w in repeated if pays(calls, moved=w.effort.moved, kept=w.dtype.itemsize)]
         with dequantized_once(repeated, spare) as model.dequantized_bytes:
             tokens = denoiser.run()

@@ -14,9 +14,7 @@ from backend.engine import Engine
 from backend.loading.lora_keys import lora_stack
 from backend.parallel import mesh
 from backend.quantization.dequantize_once import dequantized_once
-from backend.quantization.dequantized_cache import (
-    pays,
-)
+from backend.quantization.dequantized_cache import pays
 from backend.quantization.formats import FORMATS, PLAIN_FLOAT8
 from backend.quantization.gguf_blocks import GGUF_EFFORT
 from backend.quantization.packed import Packed
@@ -62,7 +60,7 @@ def run(
     callbacks: Callbacks = QUIET,
     solver: str = "euler_ancestral",
     prompts: int = 2,
-    shared: tuple[int, ...] = (),
+    device: str = "cpu",
 ):
     """The latent and the statistics."""
     sample = batch_request(1)
@@ -72,9 +70,9 @@ def run(
     sample = replace(
         sample, model=name, sampler=solver, num_pipeline_patch=PATCHES, warmup_steps=1, tensors=tensors
     )
-    sample = replace(sample, shared_ranks=list(shared))
     prepared = replace(engine.prepare_sample(sample), spare=spare)
-    return engine.sample(sample, callbacks, prepared)
+    rank = replace(engine.mesh, device=torch.device(device))  # which is not where the weights are
+    return runs.run_request(rank, prepared, sample.denoised, callbacks)
 
 
 def weights(engine: Engine) -> list[PackedWeight]:
@@ -166,23 +164,20 @@ def test_of_one_step_they_stay_where_the_model_is_called_again(engine, made, sol
     assert set(times(made, engine)) == {1} and (stats["dequantized_once"] > 0) == (calls > 1)
 
 
-def test_on_a_shared_gpu_they_stay_where_the_calls_pay_for_it(engine, made, monkeypatch):
+def test_on_gpus_they_stay_where_the_calls_pay_for_it(engine, monkeypatch):
     """There memory goes back after each request, and is mapped anew. Patches are calls, too."""
     efforts = {weight.effort.moved for weight in weights(engine)}
     assert [pays(PASSES, moved, kept=4) for moved in sorted(efforts)] == [False, True]  # of float32
     assert not pays(2, max(efforts), kept=4)
-    few = run(engine, ALL, steps=1, shared=(0,))[1]
+    few = run(engine, ALL, steps=1, device="cuda")[1]
     assert (few["model_calls"], few["dequantized_once"]) == (2, 0)
-    assert run(engine, ALL, steps=1, shared=(1,))[1]["dequantized_once"] > 0
     wanted, every = run(engine, ALL)
-    found, some = run(engine, ALL, shared=(0,))
+    found, some = run(engine, ALL, device="cuda")
     assert some["model_calls"] == PASSES and found.equal(wanted)
     assert 0 < some["dequantized_once"] < every["dequantized_once"]
     counted = set()
     monkeypatch.setattr(runs, "pays", lambda calls, moved, kept: counted.add(calls))
-    assert run(engine, ALL, shared=(0,))[1]["dequantized_once"] == 0 and counted == {PASSES}
-    monkeypatch.setattr(runs, "segments_grow", lambda: False)  # one allocation of the driver's
-    assert run(engine, ALL, steps=1, shared=(0,))[1]["dequantized_once"] > 0
+    assert run(engine, ALL, device="cuda")[1]["dequantized_once"] == 0 and counted == {PASSES}
 
 
 def test_what_moves_more_pays_earlier():

@@ -18,7 +18,7 @@ from backend.rank_plan.shape_of import shape_of
 FP8, PLAN, REQUEST = (
     "var__flux1-kontext_fp8_scaled_legacy",
     ParallelConfig(),
-    RequestEstimate(1024, 128, 4, 1),
+    RequestEstimate(1024, 128, 8, 1),
 )
 GB = 10**9
 
@@ -37,32 +37,26 @@ def test_the_planner_counts_the_first_pass_alone(flux):
         return Cost(flux, PLAN, L40, request, spare)._dequantize(flux.blocks)
 
     assert seconds(0) == pytest.approx(moved)
-    assert seconds(made) == seconds(10 * made) == pytest.approx(moved / 4)
-    assert seconds(made // 2) == pytest.approx(moved * (0.5 + 0.5 / 4))
-    drained, single = replace(REQUEST, drained=True), replace(REQUEST, steps=1)
-    assert seconds(made, drained) == seconds(made, single) == pytest.approx(moved)
-    twice = replace(REQUEST, prompts=2)
-    assert seconds(made, twice) == pytest.approx(moved / 8)
-    assert seconds(made, replace(twice, steps=1)) == pytest.approx(moved / 2)
+    assert seconds(made) == seconds(10 * made) == pytest.approx(moved / 8)
+    assert seconds(made // 2) == pytest.approx(moved * (0.5 + 0.5 / 8))
+    assert seconds(made, replace(REQUEST, drained=True)) == pytest.approx(moved)
+    assert seconds(made, replace(REQUEST, prompts=2)) == pytest.approx(moved / 16)
     pipeline = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=3, warmup_steps=1)
-    assert Cost(flux, pipeline, L40, REQUEST)._passes == 1 + 3 * 3
+    assert Cost(flux, pipeline, L40, REQUEST)._passes == 1 + 7 * 3
 
 
-def test_on_a_shared_gpu_few_passes_are_counted_each(flux):
-    """The rank that gives memory back makes weights in each, and the others wait for it."""
+def test_few_passes_are_counted_each_on_gpus(flux):
+    """These give the memory back after a request; on a CPU what is large goes back by itself."""
     made = sum(block.unpacked for block in flux.blocks)
 
-    def seconds(steps: int, gives_back: bool) -> float:
-        cost = Cost(flux, PLAN, L40, replace(REQUEST, steps=steps), made, gives_back)
-        return cost._dequantize(flux.blocks)
+    def seconds(steps: int, prompts: int = 1, on_host: bool = False) -> float:
+        request = replace(REQUEST, steps=steps, prompts=prompts)
+        return Cost(flux, PLAN, replace(L40, on_host=on_host), request, made)._dequantize(flux.blocks)
 
-    every = Cost(flux, PLAN, L40, REQUEST)._dequantize(flux.blocks)
-    assert seconds(2, True) == pytest.approx(every) and seconds(2, False) == pytest.approx(every / 2)
-    assert seconds(20, True) == seconds(20, False) == pytest.approx(every / 20)
-    machine = replace(L40, memory=(40 * GB,))
-    few = [Question(flux, replace(REQUEST, steps=2), machine, 1, gives_back=each) for each in (True, False)]
-    slow, fast = (each.option(PLAN).seconds for each in few)
-    assert slow > fast
+    every = seconds(1)
+    assert seconds(2) == seconds(1, prompts=2) == pytest.approx(every)
+    assert seconds(2, on_host=True) == seconds(1, prompts=2, on_host=True) == pytest.approx(every / 2)
+    assert seconds(20) == seconds(20, on_host=True) == pytest.approx(every / 20)
 
 
 def test_a_plan_that_has_room_is_faster(flux):
