@@ -4,7 +4,7 @@ import threading
 import time
 
 from ..config import ParallelConfig
-from ..protocol import BackendError
+from ..protocol import BackendError, Cancel
 from ..units import progress_text
 from .client import BackendClient
 from .idle import Users
@@ -45,13 +45,15 @@ class Connected:
         waiting = self.client.waiting
         if waiting is None or time.monotonic() - self.client.waits_since < SHOWN_SECONDS:
             return ""
+        others = f", {waiting.before} more before it" if waiting.before else ""
+        if waiting.running == Cancel.__name__:
+            return f"waiting for the step of a cancelled request to end{others}"
         left = waiting.total - waiting.step
         goes_on = ""
         if waiting.total and waiting.running == "Sample":
             goes_on = f", {left} step{'s' * (left != 1)} left"
         elif waiting.total:
             goes_on = f", which reads {progress_text(waiting.step, waiting.total)}"
-        others = f", {waiting.before} more before it" if waiting.before else ""
         return f"waiting for another client's request{goes_on}{others}"
 
     def alive(self) -> bool:

@@ -180,7 +180,7 @@ class Sample:
     is a strength that differs from place to place. ``preview_seconds``: least time between two x0 previews,
     0 sends none. ``denoised`` asks for the last step's prediction in the Result. ``can_make_room``: as in
     Load. ``shared_ranks``: ranks on devices that others use too, which give their cached memory back at the
-    end.
+    end: before a Result, and after Cancelled, when their GPUs have ended what they had started.
     """
 
     model: str
@@ -259,7 +259,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The request stopped at ``step``; the model stays loaded."""
+    """The request stopped at ``step``; the model stays loaded. Its memory goes back later (Sample)."""
 
     step: int = 0
 
@@ -267,9 +267,10 @@ class Cancelled:
 @dataclass(frozen=True)
 class Waiting:
     """The oldest request of this connection waits for another client's; said when it is queued, and as that
-    one goes on. ``running``: its kind, empty where it has yet to begin; ``step`` of ``total``: as in
-    Progress, of a Sample or a Load, 0 of 0 where nobody knows; ``before``: requests that wait before this
-    connection's own. A request that waits for nobody has neither this nor Begun."""
+    one goes on. ``running``: its kind, empty where it has yet to begin, and "Cancel" where it was cancelled
+    and ranks give its memory back, this connection's own too; ``step`` of ``total``: as in Progress, of a
+    Sample or a Load, 0 of 0 where nobody knows; ``before``: requests that wait before this connection's own.
+    A request that waits for nobody has neither this nor Begun."""
 
     running: str = ""
     step: int = 0

@@ -31,6 +31,8 @@ class Job:
     running: bool = False
     #: Whether its client has been sent Waiting.
     waits: bool = False
+    #: Whether its client has been sent Cancelled, and may send more: ranks have yet to give its memory back.
+    is_answered: bool = False
     #: How far it is, as in Progress.
     step: int = 0
     total: int = 0
@@ -39,6 +41,8 @@ class Job:
         """Queue a reply to the client. Progress is also of use to clients that wait for this request."""
         if isinstance(message, protocol.Failure):
             self.client.server.last_error = message.message
+        if isinstance(message, protocol.Cancelled):
+            self.is_answered = True  # before the client can send the next request
         self.client.outbox.put(message)
         if isinstance(message, protocol.Progress):
             self.step = message.step
@@ -122,13 +126,16 @@ class JobQueue:
                 self._send_waiting(job)
 
     def _send_waiting(self, job: Job):
-        """Send Waiting for a job that is the oldest of its client, and not the next one of all."""
+        """Send Waiting for a job that is the oldest of its client without an answer, and not the next one of
+        all."""
         before = takewhile(lambda each: each is not job, self._waiting)
         ahead = [each for each in before if not each.is_abandoned]
         runs = self.running
-        own = [each for each in (runs, *ahead) if each is not None and each.client is job.client]
-        if own or (runs is None and not ahead):
+        unanswered = [each for each in (runs, *ahead) if each is not None and not each.is_answered]
+        if any(each.client is job.client for each in unanswered) or (runs is None and not ahead):
             return
         job.waits = True
-        progress = (runs.step, runs.total) if runs is not None else (0, 0)
-        job.client.outbox.put(protocol.Waiting(self.under_way[0], *progress, before=len(ahead)))
+        about = (self.under_way[0], runs.step, runs.total) if runs is not None else ("", 0, 0)
+        if runs is not None and runs.is_answered:
+            about = (protocol.Cancel.__name__, 0, 0)
+        job.client.outbox.put(protocol.Waiting(*about, before=len(ahead)))

@@ -129,11 +129,12 @@ class Connection:
 
     def _cancel(self):
         """Cancel the jobs of this client: at once those that only wait, unless an earlier one has to be
-        answered first; what runs ends with its step."""
+        answered first, which a cancelled one is before its memory has gone back; what runs ends with its
+        step."""
         for job in self.jobs:
             job.cancelled.set()
         with self.server.jobs.taking:
-            for job in self.jobs:
+            for job in [each for each in self.jobs if not each.is_answered]:
                 if job.running or not isinstance(job.message, protocol.WITHDRAWABLE):
                     break
                 job.reply(protocol.Cancelled(0))

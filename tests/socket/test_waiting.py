@@ -6,6 +6,7 @@ import pytest
 from handshakes import TOKEN, greeted
 
 from backend import protocol
+from backend.client import client as client_module
 from backend.client import connected, step_timer
 from backend.client.client import BackendClient
 from backend.client.pool import Backend
@@ -120,6 +121,42 @@ def test_a_sampling_that_waits_says_so_and_can_be_cancelled(waits, server):
     assert backend.sample(SAMPLE, should_cancel=should_cancel) is None
     line = "waiting for another client's request, "
     assert lines[0] == f"{line}20 steps left" and backend.alive() and server.jobs.qsize() == 0
+
+
+def test_after_cancel_the_next_request_can_leave_the_queue_while_memory_goes_back(server, monkeypatch):
+    """Rank 0 answers before its GPU has ended a step. Cancel of the next request waited for that, and then
+    ended the ranks; an interrupt of a Load ended them at once. No time of the wait is a step's."""
+    monkeypatch.setattr(client_module, "CANCEL_SECONDS", 10.0)
+    looked = set()
+    monkeypatch.setattr(step_timer.StepTimer, "look", lambda timer, waits: looked.add(waits))
+    backend = Backend(ParallelConfig(address="tcp:host:1"), BackendClient(f"unix:{server.path}", TOKEN))
+    running = []
+
+    def answered():
+        running.append(server.jobs.next(60))
+        running[0].total = 20
+        assert running[0].cancelled.wait(60)
+        running[0].reply(Cancelled(1))
+
+    ranks = threading.Thread(target=answered)
+    ranks.start()
+    assert backend.sample(SAMPLE, should_cancel=lambda: bool(running)) is None
+    ranks.join()
+    line = "waiting for the step of a cancelled request to end"
+    looked.clear()
+    assert backend.sample(SAMPLE, should_cancel=lambda: backend.wait_line == line) is None
+    assert True in looked
+
+    def check():
+        if backend.wait_line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.load("/a", check=check)
+    assert backend.alive() and server.jobs.qsize() == 0 and server.jobs.running is running[0]
+    server.jobs.finish(running[0])
+    assert backend.client.request(protocol.Ping()) == protocol.Pong(["m"])
+    backend.close()
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["weights", "loaded already"])
