@@ -89,7 +89,8 @@ class Worker:
         self, message: Sample, callbacks: Callbacks, planned: Planned | None = None, on_cancelled=nothing
     ) -> tuple[Tensor, dict]:
         """Denoise where every rank has room; rank 0 gives what it has ``planned``, and what gets the step of
-        a cancelled request (``on_cancelled``). Raises InsufficientMemory and RequestCancelled."""
+        a cancelled request: ``on_cancelled`` has been called whenever RequestCancelled is raised. Raises
+        InsufficientMemory and RequestCancelled."""
         prepare = partial(self.engine.prepare_sample, message, planned.inputs if planned else None)
         prepared = self._admitted(message, prepare, planned)
         self.clock.new_request()
@@ -101,6 +102,7 @@ class Worker:
         except (RequestCancelled, RefusedByAllRanks) as error:  # whose frames hold keys and values
             ended = error.with_traceback(None)
             if isinstance(error, RequestCancelled):
+                self.clock.note_memory(self.engine.memory.reserved())  # what clients count, who go on
                 on_cancelled(error.step)  # now: to give memory back, a rank waits for its GPU's step
             if isinstance(error, InsufficientMemory) and prepared.model.dequantized_bytes:
                 self.admission.caches_dequantized = False

@@ -28,6 +28,9 @@ class FakeMemory:
     def cached(self) -> int:
         return self.bytes_cached
 
+    def reserved(self) -> int:
+        return self.bytes_cached
+
     def release(self):
         self.released += 1
         self.bytes_free += self.bytes_cached

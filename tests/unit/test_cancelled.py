@@ -32,10 +32,13 @@ def leader() -> Any:
 
 
 def test_a_client_hears_of_its_cancel_before_memory_goes_back(leader):
-    """To give it back a rank waits for what its GPU still computes, up to a step of minutes."""
+    """To give it back a rank waits for what its GPU still computes, up to a step of minutes. A client that
+    plans meanwhile is told what the rank has."""
     order = []
+    leader.clock.note_memory = order.append
+    leader.engine.memory.bytes_cached = 7
     leader.engine.memory.release = lambda: order.append("released")
     job = SimpleNamespace(reply=order.append, cancelled=threading.Event())
     message = Sample("m", "euler", 1.0, 7, shared_ranks=[0], tensors={"sigmas": torch.ones(3)})
     leader.sample(job, message, None)
-    assert order == [Cancelled(2), "released"]
+    assert order == [7, Cancelled(2), "released"]

@@ -26,6 +26,7 @@ from backend.rank.worker import Worker
 from backend.rank_plan.need import Need
 from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import Callbacks, RequestCancelled
+from backend.serving.step_times import StepClock
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def worker_of(memory: FakeMemory, dequantized: int, sample) -> Worker:
     prepared = Prepared(cast(Any, SimpleNamespace(dequantized_bytes=dequantized)), cast(Any, None), spare=GB)
     worker.engine = cast(Any, SimpleNamespace(memory=memory, sample=sample, prepare_sample=print))
     worker.mesh, worker._admitted = mesh.single(), lambda *_: prepared
-    worker.clock = cast(Any, SimpleNamespace(new_request=lambda: None, begin=lambda step: None))
+    worker.clock = StepClock(None)
     control = SimpleNamespace(all_gather_object=lambda own: [own], rank=0)
     worker.admission = Admission(ParallelConfig(), cast(Any, control), cast(Any, memory))
     return worker
