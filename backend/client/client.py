@@ -158,7 +158,9 @@ class BackendClient:
         if isinstance(message, protocol.ModelCall) and message.model in self._called:
             compile = "off"  # its first call has compiled
         base = message.model.partition(LORAS)[0]
-        timer = StepTimer(compile, self._steps_of_ranks, warmup, self._longest.get(base, 0.0))
+        longest = self._longest.get(base, 0.0)
+        has_progress = isinstance(message, protocol.Sample)
+        timer = StepTimer(compile, self._steps_of_ranks, warmup, longest, has_progress)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()

@@ -20,14 +20,21 @@ class StepTimer:
     """The steps of a request with that ``compile`` as they end; ranks compile for "blocks" alone.
     ``steps_of_ranks(done)``: in which steps the ranks are after so many, in words; empty where nobody knows.
     ``warmup``: steps before those in which PipeFusion has patches. ``longest``: seconds of the longest step
-    of earlier requests; then of this one's, too, those included that compile."""
+    of earlier requests; then of this one's, too, those included that compile. ``has_progress``: steps are
+    told as they end, as of a Sample."""
 
     def __init__(
-        self, compile: str, steps_of_ranks: Callable[[int], str], warmup: int = 1, longest: float = 0.0
+        self,
+        compile: str,
+        steps_of_ranks: Callable[[int], str],
+        warmup: int = 1,
+        longest: float = 0.0,
+        has_progress: bool = True,
     ):
         self.longest = longest
         #: The same without steps that compile, which are no measure of later requests.
         self.longest_without_compile = longest
+        self._has_progress = has_progress
         self._steps_of_ranks = steps_of_ranks
         self._compiles = compile == "blocks"
         #: Numbers of steps that compile, or read weights first: no measure of others.
@@ -53,9 +60,10 @@ class StepTimer:
     @property
     def likely(self) -> float:
         """Return the seconds that a step is likely to take: of the longest so far, and of the one under way
-        while none before is a measure. That counts as FIRST_SECONDS at most, since it may never end."""
-        under_way = min(self._spent(), FIRST_SECONDS) if self._done < EARLY_STEPS else 0.0
-        return max(self.longest, under_way)
+        while none before is a measure: the Result of a call ends when its step does. That counts as
+        FIRST_SECONDS at most, since it may never end."""
+        is_measured = self._done >= EARLY_STEPS or (self.longest > 0 and not self._has_progress)
+        return max(self.longest, 0.0 if is_measured else min(self._spent(), FIRST_SECONDS))
 
     @property
     def compiling(self) -> float:

@@ -110,3 +110,11 @@ def test_the_step_under_way_counts_while_progress_may_come_early(clock):
         watched.step()
     clock.now += 70.0
     assert watched.likely == watched.longest == 1.0
+
+
+@pytest.mark.parametrize("longest, likely", [(0.0, 70.0), (2.0, 2.0)])
+def test_the_step_under_way_of_a_call_counts_while_no_call_of_the_model_is_measured(clock, longest, likely):
+    """A call is one step, which its Result ends: those before are a measure, and one that hangs is none."""
+    watched = StepTimer("off", lambda done: "", longest=longest, has_progress=False)
+    clock.now += 70.0
+    assert watched.likely == likely
