@@ -146,9 +146,17 @@ class Worker:
             raise
 
     def _try_kernel(self, name: str, model: LoadedModel):
-        """Try an attention kernel on every rank before its first request. Raises RefusedByAllRanks."""
-        about = (name, model, self.engine.config.ring_degree > 1, self.mesh.device)
-        if refused := kernel_round.refusal(*about, self.tried, self.control.all_gather_object):
+        """Try an attention kernel on every rank before its first request, with the model's heads. Raises
+        RefusedByAllRanks."""
+        refused = kernel_round.refusal(
+            name,
+            model,
+            merges=self.engine.config.ring_degree > 1,
+            device=self.mesh.device,
+            tried=self.tried,
+            all_gather_object=self.control.all_gather_object,
+        )
+        if refused:
             raise RefusedByAllRanks(refused)
 
     def _guarded(self, run):
