@@ -187,7 +187,7 @@ class Engine:
 
     def rearrange(self, config: ParallelConfig, mesh: Mesh):
         """Run on other process groups of the same ranks; what ``drop_for`` leaves keeps its weights."""
-        self.drop_for(config)
+        self.drop_for(config)  # which compares with self.config: before that is another
         old, self.config, self.mesh = self.mesh, config, mesh
         for key in self.models.keys() - self.lora_stacks.keys():
             self._regroup(self.models[key], old)
