@@ -5,7 +5,6 @@ import ctypes
 import os
 import platform
 import sys
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -52,6 +51,9 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 #: whole GPU is waited for. 0: they are to grow, if this torch can have them so.
 FIXED_SEGMENTS = "PARALLEL_DIT_FIXED_SEGMENTS"
 
+#: Whether torch's segments on GPUs grow; None before a look has found any.
+_grow: bool | None = None
+
 
 def segments_grow() -> bool:
     """Return whether this rank's allocator never waits for the whole GPU to make room. Asked while a request
@@ -59,17 +61,18 @@ def segments_grow() -> bool:
     return os.environ.get(FIXED_SEGMENTS) != "1" and _has_growing_segments()
 
 
-@cache
 def _has_growing_segments() -> bool:
-    """Return whether torch's segments on GPUs grow, by those that there are; True without GPUs. What was set
-    says less: torch for ROCm before 7.0 only warns that it has none (CUDAAllocatorConfig.h), and torch before
-    2.9 reads other settings."""
-    if not torch.cuda.is_available():
+    """Return whether torch's segments on GPUs grow, by those that there are; False as long as there are none,
+    and True where this process uses no GPU. What was set says less: torch for ROCm before 7.0 only warns that
+    it has none (CUDAAllocatorConfig.h), and torch before 2.9 reads other settings."""
+    global _grow
+    if not torch.cuda.is_initialized():  # nor where ranks on the CPU have GPUs next to them
         return True
-    if torch.cuda.get_allocator_backend() != "native":
-        return False
-    segments = torch.cuda.memory_snapshot()
-    return bool(segments) and all(segment["is_expandable"] for segment in segments)
+    if _grow is None and torch.cuda.get_allocator_backend() != "native":
+        _grow = False
+    elif _grow is None and (segments := torch.cuda.memory_snapshot()):
+        _grow = all(segment["is_expandable"] for segment in segments)
+    return bool(_grow)
 
 
 def device_name(device: torch.device) -> str:

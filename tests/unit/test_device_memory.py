@@ -259,11 +259,22 @@ def test_a_rank_asks_torch_whether_its_segments_grow(said, allocator, segments, 
     monkeypatch.delenv(FIXED_SEGMENTS, raising=False)
     if said is not None:
         monkeypatch.setenv(FIXED_SEGMENTS, said)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device_memory, "_grow", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    device_memory._has_growing_segments.cache_clear()
-    try:
-        assert segments_grow() == expected
-    finally:
-        device_memory._has_growing_segments.cache_clear()
+    assert segments_grow() == expected
+
+
+def test_a_rank_without_segments_asks_again(monkeypatch):
+    """It has allocated nothing yet, which says nothing of what it will. What was found once stays."""
+    found = [[], [GROWING]]
+    monkeypatch.delenv(FIXED_SEGMENTS, raising=False)
+    monkeypatch.setattr(device_memory, "_grow", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # of a rank on the CPU
+    assert segments_grow()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: found.pop(0))
+    assert [segments_grow() for _ in range(3)] == [False, True, True]
