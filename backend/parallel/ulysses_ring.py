@@ -1,7 +1,7 @@
 """Unified sequence parallelism: DeepSpeed-Ulysses (arXiv 2309.14509) x ring attention (arXiv 2310.01889), as
 in USP (arXiv 2405.07719).
 
-Token counts and heads may be uneven. A ring merges by log-sum-exp, with the weights of yunchang's merge.
+Token counts and heads may be uneven. A ring merges by log-sum-exp, as yunchang does.
 """
 
 from collections.abc import Callable, Sequence
