@@ -22,7 +22,7 @@ def with_patches(
     count, saved = config.patches, 0.0
     if question is not None:
         # ranks that ran out of memory keep no weights dequantized: whether any did is of this process
-        of_request = replace(question, caches_dequantized=False, gives_back=False)
+        of_request = replace(question, caches_dequantized=False)
         count, saved = patches.filling(of_request, config)
     line = f"num_pipeline_patch 0: {count} patches"
     if count == config.patches:
