@@ -271,10 +271,8 @@ class Attention:
             masks = [self.masks.cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
         counts = self._group_counts(call.tokens, kind)
         ring = self.mesh.ring
-        # unnamed: this copy of own keys and values is freed once it has been sent and attended to
-        return ulysses_ring.ring_attend(
-            self.kernel, q, torch.stack(list(kv)), counts, ring, masks, scale, self.wire
-        )
+        both = [torch.stack(list(kv))]  # a copy, freed once it has been sent and attended to
+        return ulysses_ring.ring_attend(self.kernel, q, both, counts, ring, masks, scale, self.wire)
 
     def _with_static_text(
         self, call: BlockCall, q, kv: Sequence[Tensor], mask, scale, own: range, where: tuple
@@ -289,17 +287,9 @@ class Attention:
             k, v = self._after_static_text(call, kv, own, where)
             return self._attend(q, k, v, masks and masks[0], scale)
         counts = self._group_counts(replace(tokens, text=Span(0, tokens.sequence.text)), "joint")
-        # unnamed, as in _ring
-        return ulysses_ring.ring_attend(
-            self.kernel,
-            q,
-            self._after_static_text(call, kv, own, where),
-            counts,
-            self.mesh.ring,
-            masks,
-            scale,
-            self.wire,
-        )
+        both = [self._after_static_text(call, kv, own, where)]
+        ring = self.mesh.ring
+        return ulysses_ring.ring_attend(self.kernel, q, both, counts, ring, masks, scale, self.wire)
 
     def _after_static_text(self, call: BlockCall, kv: Sequence[Tensor], own: range, where: tuple) -> Tensor:
         """Return (2, B, H, tokens, D): the text, cached from the call that had its tokens, then image."""

@@ -155,7 +155,7 @@ def merge_block(
 def ring_attend(
     kernel: str,
     q: Tensor,
-    kv: Tensor,
+    own: list[Tensor],
     lengths: list[int],
     axis: Axis,
     masks: Sequence[Tensor | None] | None,
@@ -164,13 +164,14 @@ def ring_attend(
 ) -> Tensor:
     """Attend with own queries to the keys and values of every ring rank, which travel in one buffer a hop.
 
-    q (B, H, S, D); kv (2, B, H, own tokens, D); ``lengths[i]`` tokens on ring rank i; ``masks[i]`` for the
-    keys of rank i, or None; ``wire``: how they travel, own ones stay as they are. Returns (B, H, S, D).
+    q (B, H, S, D); own: keys and values (2, B, H, own tokens, D), taken out of their list, since a frame
+    of the caller would hold an argument to the end; ``lengths[i]`` tokens on ring rank i; ``masks[i]`` for
+    the keys of rank i, or None; ``wire``: how they travel, own ones stay as they are. Returns (B, H, S, D).
     """
     assert axis.group is not None, "a ring has several ranks"
     out = None
     lse = None
-    kv = kv.contiguous()
+    kv = own.pop().contiguous()
     dtype = kv.dtype
     travelling = pack(kv, wire)
     for hop in range(axis.size):

@@ -18,7 +18,7 @@ from backend.quantization.dequantized_cache import pays
 from backend.quantization.formats import FORMATS, PLAIN_FLOAT8
 from backend.quantization.gguf_blocks import GGUF_EFFORT
 from backend.quantization.packed import Packed
-from backend.quantization.packed_weight import PackedWeight
+from backend.quantization.packed_weight import PackedWeight, free_scratch
 from backend.sampling import runs
 from backend.sampling.step_loop import Callbacks, RequestCancelled
 
@@ -77,6 +77,12 @@ def run(
 
 def weights(engine: Engine) -> list[PackedWeight]:
     return engine.models["tiny"].dequantized_every_step
+
+
+@pytest.fixture(autouse=True)
+def own_scratch():
+    """Memory that another test has taken in inference mode is not written outside of it."""
+    free_scratch()
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_queries_of_a_ring_that_see_nothing_at_first(rank, monkeypatch):
     monkeypatch.setattr(ulysses_ring, "pass_on", lambda *_: lambda: next(arriving))
     masks = visible.split(lengths, dim=-1)
     axis = Axis(object(), rank, 3, (0, 1, 2))  # pyright: ignore[reportArgumentType]  # nothing is sent
-    found = ulysses_ring.ring_attend("auto", q, keys[rank], lengths, axis, masks, None)
+    found = ulysses_ring.ring_attend("auto", q, [keys[rank]], lengths, axis, masks, None)
     want = F.scaled_dot_product_attention(q, *torch.cat(keys, dim=3), attn_mask=visible)
     assert (found - want).norm() < 1e-6 * want.norm()
 
