@@ -12,6 +12,7 @@ from doctor_limits import compared
 from doctor_next import REPORT
 from doctor_quantized_ranks import MIN_LORA_EFFECT
 from doctor_requests import whole_requests
+from doctor_steps import make_file
 from doctor_time import while_time
 
 from backend.config import ParallelConfig
@@ -33,7 +34,7 @@ def flux_files(lab: Lab) -> Found:
     path, request, what = lab.released(FAMILY)
     files: dict[str, Path] = {}
     for kind in KINDS:
-        yield from possible(CHECK, KINDS[kind], partial(_made, kind=kind, files=files), lab)
+        yield from possible(CHECK, KINDS[kind], partial(make_file, FAMILY, kind, files), lab)
     lora, strength = lab.released_lora(FAMILY)
     configs = shape_methods(lab, path)
     one: dict[str, tuple[float, Run]] = {}
@@ -44,12 +45,6 @@ def flux_files(lab: Lab) -> Found:
             timed = partial(_timed, config=configs[name], path=file, loras=[(str(lora), strength)])
             timed = partial(timed, label=label, kind=kind, request=request, what=what, one=one)
             yield from possible(CHECK, label, timed, lab)
-
-
-def _made(lab: Lab, kind: str, files: dict[str, Path]) -> Found:
-    """Write the file of ``kind`` into ``files``."""
-    files[kind] = lab.released_quantized(FAMILY, kind)
-    yield from ()
 
 
 def _timed(

@@ -40,7 +40,7 @@ def _of_family(lab: Lab, family: str) -> Found:
     path, request, what = lab.released(family)
     files = {} if family == TIMED_BEFORE else {BF16: path}
     for kind in KINDS:
-        yield from possible("shapes", f"{family}, {kind}", partial(_made, family, kind, files), lab)
+        yield from possible("shapes", f"{family}, {kind}", partial(make_file, family, kind, files), lab)
     configs = shape_methods(lab, path)
     one: dict[str, tuple[float, Run]] = {}
     for name in while_time(lab, configs):
@@ -51,7 +51,7 @@ def _of_family(lab: Lab, family: str) -> Found:
             yield from possible("shapes", label, partial(timed, request=request, what=what, one=one), lab)
 
 
-def _made(family: str, kind: str, files: dict[str, Path], lab: Lab) -> Found:
+def make_file(family: str, kind: str, files: dict[str, Path], lab: Lab) -> Found:
     """Write the file of ``kind`` into ``files``."""
     files[kind] = lab.released_quantized(family, kind)
     yield from ()

@@ -8,10 +8,10 @@ import torch
 from .blocks import APART, Blocks
 from .common import guide_weights
 from .common.header_config import transformer_config
-from .common.ltx2_blocks import Attention, distinct, levels_of
+from .common.ltx2_blocks import Attention
 from .common.ltx_video_blocks import VideoBlock, VideoEmbedder
 from .common.request_arguments import once
-from .common.token_levels import TokenLevels, share_levels
+from .common.token_levels import TokenLevels, distinct, levels_of, share_levels
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 

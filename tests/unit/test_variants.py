@@ -20,7 +20,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.models import ltx2, minimax_h3, wan_vace
-from backend.models.common import ltx2_blocks, wan_blocks
+from backend.models.common import ltx2_blocks, token_levels, wan_blocks
 from backend.parallel import mesh
 from backend.sampling.model_call import build_call
 from backend.sampling.model_inputs import arguments_of
@@ -313,7 +313,7 @@ def test_levels_of_a_mask_are_those_of_its_tokens(times, masks, soft):
     more levels than tokens."""
     given = torch.tensor([[0.0, 1.0, 0.5, 1.0], [1.0, 1.0, 0.0, 0.2]])
     tokens = (torch.arange(8).view(2, 4) / 8 if soft else given)[:masks]
-    levels, indices = ltx2_blocks.levels_of(ltx2_blocks.distinct(tokens), times, 2)
+    levels, indices = token_levels.levels_of(token_levels.distinct(tokens), times, 2)
     assert levels[indices].equal((tokens * times.expand(2)[:, None]).flatten())
     assert len(levels) == min(len(tokens.unique()) * times.numel(), 2 * tokens.shape[1])
 

@@ -22,6 +22,7 @@ from . import guide_weights
 from .call_state import call_state
 from .nested_output import join_latents
 from .request_arguments import once
+from .token_levels import distinct, levels_of
 
 #: Audio: channels and frequencies of a latent, one moment of which is a token.
 CHANNELS, FREQUENCIES = 8, 16
@@ -147,27 +148,6 @@ class Levels(LTX2AdaLayerNormSingle):
     def of(self, tokens):
         """Return what get_mod_params takes for ``tokens``, a block's slice of what ``forward`` returned."""
         return tokens if tokens.is_floating_point() else (self.modulation, tokens[..., 0])
-
-
-def distinct(tokens):
-    """Return the values of a mask's ``tokens`` (B, n), which are few, and the index of each token's (B, n).
-    It waits for the device: once for each prompt and group of samples, and not at every noise level."""
-    return torch.unique(tokens, return_inverse=True)
-
-
-def levels_of(known, times, batch):
-    """Return the noise levels (L,) of what ``distinct`` returned at ``times`` (0-d, or one of each sample),
-    and the index of every token's (B n,). There are no more levels than tokens: a soft mask's values at every
-    sample's time could be B times as many."""
-    values, indices = known
-    times = times.reshape(-1, 1)
-    tokens = batch * indices.shape[1]
-    if len(values) * len(times) > tokens:
-        return (values[indices] * times).flatten(), torch.arange(tokens, device=indices.device)
-    levels = values * times  # (1 or B, values)
-    if len(times) > 1:
-        indices = indices + len(values) * torch.arange(batch, device=indices.device)[:, None]
-    return levels.flatten(), indices.expand(batch, -1).flatten()
 
 
 def noise_levels(grid, cond, sigma, batch, factor):
