@@ -1,7 +1,6 @@
 """Asks a process of its own what a model's headers say: its shape, and what ranks would refuse, before any is
 started or ended for it."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -33,9 +32,6 @@ from .rank_environment import sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.
 POLL_SECONDS = 0.1
-#: Questions that were answered well are not asked again: to import what answers them takes seconds, also in
-#: the first run after each start of ComfyUI. So many are kept.
-ACCEPTED = 200
 
 
 def check_headers(config: ParallelConfig, choice: ModelChoice, folders: Iterable[str], check=nothing):
@@ -51,24 +47,14 @@ def check_headers(config: ParallelConfig, choice: ModelChoice, folders: Iterable
         "folders": sorted(folders),
         **_hardware(config, device),
     }
-    digest = _digest(question | {"config": config.topology()})
-    accepted = cache_files.read("accepted", [], _digests) or []
-    if digest not in accepted:
-        _ask(question, config, check)
-        cache_files.write("accepted", [], {"digests": [*accepted, digest][-ACCEPTED:]})
-
-
-def _digests(values: dict) -> list[str]:
-    return [str(digest) for digest in values["digests"]]
-
-
-def _digest(question: dict) -> str:
-    """Return what tells a question from others, with all that its answer depends on: the model's files, this
-    pack, and packages that read and run it."""
+    # the model's files, packages that read and run it, and this pack decide, too
     packages = [installed(name) for name in ("torch", "diffusers", "gguf", "comfy-kitchen")]
-    ranks = [ranks_python(), packages_changed(), IMPORTED]
-    key = [question, stamp(Path(question["path"])), packages, ranks]
-    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    versions = [*packages, ranks_python(), packages_changed(), IMPORTED]
+    key = [question | {"config": config.topology()}, stamp(Path(choice.path)), versions]
+    # to import what answers takes seconds, also in the first run after each start of ComfyUI
+    if cache_files.read("accepted", key, dict) is None:
+        _ask(question, config, check)
+        cache_files.write("accepted", key, {})
 
 
 def read_shape(choice: ModelChoice, device: str, indices: list[int], check=nothing) -> dict:
