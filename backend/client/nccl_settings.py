@@ -106,7 +106,7 @@ def save_way(environment: Mapping[str, str], gpus: list[int], way: dict[str, str
         ways.pop(frozenset(map(str, gpus)), None)
     ways[group] = (WAYS.index(way), time.time())
     put = cache_files.keep if passes else cache_files.write
-    put(kind, link_key(environment), _written(ways))
+    put(kind, link_key(environment), {",".join(sorted(group)): way for group, way in ways.items()})
 
 
 def words(way: Mapping[str, str]) -> str:
@@ -115,21 +115,13 @@ def words(way: Mapping[str, str]) -> str:
 
 
 def _ways(environment: Mapping[str, str], kind: str = _LASTING) -> Ways:
-    """Return what probes have saved."""
+    """Return what save_way has written."""
     return cache_files.read(kind, link_key(environment), _parsed) or {}
 
 
-def _written(ways: Ways) -> dict[str, tuple[int, float]]:
-    return {",".join(sorted(group)): way for group, way in ways.items()}
-
-
 def _parsed(values: dict) -> Ways:
-    """Return what _written has made, or an earlier version, which wrote no times. Raises ValueError of what
-    is no such thing."""
-    ways = {}
-    for group, entry in values.items():
-        way, seconds = entry if isinstance(entry, list) else (entry, 0.0)
-        ways[frozenset(group.split(","))] = (int(way), float(seconds))
+    """Read a file of ways. Raises ValueError or TypeError of what is no such thing."""
+    ways = {frozenset(group.split(",")): (int(way), float(when)) for group, (way, when) in values.items()}
     if any(not 0 <= way < len(WAYS) for way, _ in ways.values()):
         raise ValueError("not one of WAYS")
     return ways

@@ -285,7 +285,7 @@ def test_other_failures_are_not_of_links(measure, config, device, fails):
     assert len(tried) == 1 and error.why in fails
 
 
-@pytest.mark.parametrize("written", [{"0,1": 9}, {"0,1": "x"}, {"a": 1}, [1]])
+@pytest.mark.parametrize("written", [{"0,1": [9, 0.0]}, {"0,1": "x"}, {"a": 1}, [1]])
 def test_a_file_of_ways_that_is_not_ours_is_none(measure, written):
     nccl_settings.cache_files.write("nccl", nccl_settings.link_key(os.environ), written)
     assert settings(ulysses_degree=2) == {}
