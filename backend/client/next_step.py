@@ -77,10 +77,8 @@ def failure_sentence(
         step = _after_failure(launcher)
     if disk and step in (_AGAIN, _LOST):
         step = ""
-    return _joined(what, _without_run(step) if starts_anew else step)
-
-
-def _joined(what: str, step: str) -> str:
+    if starts_anew:
+        step = _without_run(step)
     what = what.removesuffix(".")
     return f"{what}. {step[0].upper()}{step[1:]}" if step else what
 
@@ -99,14 +97,9 @@ def _after_silence(silence: str) -> str:
 def _after_failure(failure: RankFailure) -> str:
     error = failure.error
     if not error:
-        return _after_exit(failure.code)
+        return _OF_SIGNALS.get(signal_name(-failure.code), _AGAIN)
     if failure.hint or RAN_OUT in error or re.match(_SAYING, error):
         return ""
     if says_out_of_memory(error):
         return _OF_MEMORY
     return next((step for words, step in _OF_ERRORS.items() if re.search(words, error)), _AGAIN)
-
-
-def _after_exit(code: int) -> str:
-    """Return what to do about a process that has ended with an exit code, negative for a signal."""
-    return _OF_SIGNALS.get(signal_name(-code), _AGAIN) if code < 0 else _AGAIN
