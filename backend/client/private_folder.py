@@ -140,13 +140,11 @@ def _held_open(folder: Path) -> int | None:
     leaves it and all that is in it; None where it takes none, as on NFS."""
     if fcntl is None:
         return None
-    descriptor = None
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # it is a comfort
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)
         return None
     return descriptor
 
@@ -166,8 +164,9 @@ def sweep(place: Path):
 
 def _remove_abandoned(folder: Path):
     assert fcntl is not None
-    lock = _open_lock(folder)
-    if lock is None:
+    try:
+        lock = open_within(folder, LOCK, os.O_RDWR)
+    except OSError:  # a link, a file, another user's, gone by now, or a folder that no launcher has made
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,14 +186,6 @@ def _remove(folder: Path):
         with suppress(ValueError, IndexError):
             LOGS.remove(log)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _open_lock(folder: Path) -> int | None:
-    """Open the lock file of a folder that is this user's alone; None where it is another's, or a link."""
-    try:
-        return open_within(folder, LOCK, os.O_RDWR)
-    except OSError:  # a link, a file, another user's, gone by now, or a folder that no launcher has made
-        return None
 
 
 def open_within(folder: Path, name: str, flags: int) -> int:
