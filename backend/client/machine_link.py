@@ -174,8 +174,6 @@ class Link:
         """Take what comes within ``seconds``; return the machines of which something came."""
         live = {peer.socket: peer for peer in self.peers if not peer.gone}
         ready, _, _ = select.select(list(live), [], [], min(seconds, LOOK_SECONDS / 4))
-        if not live:
-            time.sleep(min(seconds, LOOK_SECONDS / 4))
         for peer in (live[each] for each in ready):
             try:
                 for line in peer.read():

@@ -58,11 +58,7 @@ def rank_state(backend: Backend, pid: int, is_working: bool) -> str:
 
 def log_of_last_backend() -> str:
     """Return the end of the newest log that there still is of a backend that this process has started."""
-    for path in reversed(list(LOGS)):
-        text = end_of(path)
-        if text:
-            return text
-    return ""
+    return next(filter(None, map(end_of, reversed(list(LOGS)))), "")
 
 
 def end_of(path: Path) -> str:
