@@ -177,7 +177,7 @@ def soak(options: argparse.Namespace, folder: str) -> dict[str, list[dict[str, f
 
 def process_beats(backend: Backend) -> bool:
     """Print the longest time between two heartbeats of each rank; return whether there are any."""
-    beats = backend.process.beats() if backend.process is not None else []
+    beats = backend.process.heartbeats.read() if backend.process is not None else []
     for beat in beats:
         print(f"rank {beat.rank}: {beat.count} heartbeats, at most {beat.longest:.2f} s apart")
     return bool(beats)

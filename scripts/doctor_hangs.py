@@ -62,7 +62,7 @@ def evidence(backend: Backend) -> dict[str, str]:
         return {}
     process.dump_stacks()
     time.sleep(WRITE_SECONDS)
-    return {"log": end_of(process.log), "nvidia-smi": _smi(), "steps": process.steps_of_ranks(0)}
+    return {"log": end_of(process.log), "nvidia-smi": _smi(), "steps": process.watch.steps_of_ranks(0)}
 
 
 def _smi() -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from ..config import ParallelConfig
 from ..errors import ARRANGING, RAN_OUT
 from ..protocol import BackendError, Shutdown
-from ..protocol.heartbeats import Beat, Heartbeats
+from ..protocol.heartbeats import Heartbeats
 from ..quantization.dequantized_cache import stop_caching_dequantized
 from ..runtime.callbacks import nothing
 from . import fork_guard
@@ -85,7 +85,7 @@ class BackendProcess:
         self._gave_up = ""
         #: Ranks that we have killed ourselves.
         self._killed: set[int] = set()
-        self._heartbeats = Heartbeats.make(self._ranks, self.folder)
+        self.heartbeats = Heartbeats.make(self._ranks, self.folder)
         self.address = address or f"unix:{self.folder / 'backend.sock'}"
         self._token = token or secrets.token_hex(32)
         self._client = None
@@ -94,16 +94,16 @@ class BackendProcess:
         try:
             self._agent = self._start_agent(config, device)
         except BaseException:
-            self._heartbeats.close()
+            self.heartbeats.close()
             self._private.close()
             raise
         assert self._agent.stdin is not None  # it was opened as a pipe
         self._pipe = self._agent.stdin
         fork_guard.hold(self._pipe.fileno())
         self._say_configuration(config, device)
-        self._watch = SilenceWatch(self._heartbeats, self._end_silent, device == "cuda")
+        self.watch = SilenceWatch(self.heartbeats, self._end_silent, device == "cuda")
         if link is not None:
-            link.watch(self._end_with_others, self._watch.limit_started)
+            link.watch(self._end_with_others, self.watch.limit_started)
         self._owner = os.getpid()
         atexit.register(self._close_at_exit)
 
@@ -112,7 +112,7 @@ class BackendProcess:
         # of several machines each uses its first GPUs
         here = config if self.machines.count == 1 else ParallelConfig(data_parallel_degree=self._ranks)
         env = sanitized_environment(dict(os.environ), here, device, self.machines.interface or "lo")
-        where = (self.address, self.folder, sorted(self.models), self._heartbeats.path)
+        where = (self.address, self.folder, sorted(self.models), self.heartbeats.path)
         with open(self.log, "wb") as log:
             return subprocess.Popen(
                 launch_command(config, *where, self.machines),
@@ -162,7 +162,7 @@ class BackendProcess:
             what = f"The backend gives up: {self._gave_up}"
             raise BackendError(f"{what}; the reason may be in its log, {self.log}.") from None
         self._client = client
-        self._watch.limit_started()
+        self.watch.limit_started()
         if self._link is not None:
             self._link.broadcast(ready=True)
         return client
@@ -233,17 +233,9 @@ class BackendProcess:
         if self._ended_elsewhere and not has_ended:
             self._kill_ranks()
 
-    def steps_of_ranks(self, done: int) -> str:
-        """Say in which step each rank here is, as SilenceWatch does."""
-        return self._watch.steps_of_ranks(done)
-
-    def beats(self) -> list[Beat]:
-        """Return the heartbeats of every rank here."""
-        return self._heartbeats.read()
-
     def connect_again(self, check=nothing) -> BackendClient:
         """Return one more client of rank 0. Errors as in BackendClient."""
-        return BackendClient(self.address, self._token, check, self._is_hung, self._watch.steps_of_ranks)
+        return BackendClient(self.address, self._token, check, self._is_hung, self.watch.steps_of_ranks)
 
     def close(self):
         """End every rank: ask, close their pipe, kill what is left. Any thread may, more than once."""
@@ -255,7 +247,7 @@ class BackendProcess:
 
     def _end(self):
         atexit.unregister(self._close_at_exit)
-        self._watch.stop()
+        self.watch.stop()
         if self._link is not None and self.running:  # no client asked: the others are no success either
             self._link.broadcast(left=self._gave_up or NOBODY_ASKED)
         if self._client is not None and not self._client.closed:
@@ -277,7 +269,7 @@ class BackendProcess:
         self._agent.wait()
         if self._link is not None:
             self._link.close("" if self._agent.returncode == 0 else self._gave_up or NOBODY_ASKED)
-        self._heartbeats.close()
+        self.heartbeats.close()
         self._private.close()
 
     def _close_at_exit(self):
@@ -286,7 +278,7 @@ class BackendProcess:
 
     def _is_hung(self) -> bool:
         """Return whether a rank has been silent for so long that nobody waits for it who wants to stop."""
-        self.silence = self.silence or self._watch.silent(CANCEL_SILENT_SECONDS)
+        self.silence = self.silence or self.watch.silent(CANCEL_SILENT_SECONDS)
         return bool(self.silence)
 
     def _end_silent(self, silence: str):
@@ -318,7 +310,7 @@ class BackendProcess:
     def _signal_ranks(self, number: int) -> set[int]:
         """Signal the ranks that live: processes whose command line has our folder, whose name is random."""
         living = set()
-        for beat in self._heartbeats.read():
+        for beat in self.heartbeats.read():
             if belongs_to_backend(beat.pid, self.folder):
                 with suppress(ProcessLookupError):
                     os.kill(beat.pid, number)

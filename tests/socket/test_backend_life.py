@@ -117,7 +117,7 @@ def test_cancel_takes_one_step_at_most_and_the_weights_stay(checkpoint, degrees,
     request, expected = request_for(backend, checkpoint)
     assert error_in_std(to_vae_units(backend.sample(request).tensors["samples"]), expected) <= 1e-4
     for rank in (0, 1):
-        begun = backend.process._heartbeats.step_times(rank)
+        begun = backend.process.heartbeats.step_times(rank)
         of_long = [each for each in begun if each.request == begun[-1].request - 1]
         assert of_long[-1].step == step
         assert rank != 0 or not [each for each in of_long if each.begin > heard and each.step != step]
@@ -246,7 +246,7 @@ def test_a_rank_stopped_while_it_samples_is_named_and_the_next_request_works(bac
 
 
 def test_a_rank_stopped_between_requests_is_told(backend, checkpoint):
-    backend.process._watch.limit /= 2  # the test above has the whole
+    backend.process.watch.limit /= 2  # the test above has the whole
     os.kill(backend.welcome.pids[1], signal.SIGSTOP)
     began, told = time.monotonic(), []
     wait_until(lambda: not backend.process.running)

@@ -165,7 +165,7 @@ def test_a_start_takes_as_long_as_ranks_become_ready(tmp_path, monkeypatch):
     process = BackendProcess.__new__(BackendProcess)
     process.folder, process.log, process._ranks, process._link = tmp_path, tmp_path / "log", 4, None
     process._private = SimpleNamespace(keep=lambda: None)
-    process._watch = SimpleNamespace(limit_started=lambda: None)
+    process.watch = SimpleNamespace(limit_started=lambda: None)
     process._is_on_gpus = True
     starts = 4
 
@@ -212,7 +212,7 @@ def test_other_machines_hear_that_nobody_asked_for_an_end(tmp_path, monkeypatch,
     stub = SimpleNamespace(stop=lambda: None, silent=lambda _: "", close=lambda: None)
     client = SimpleNamespace(closed=False, send=lambda _: heard.append("shutdown"), hang_up=lambda: None)
     process._agent, process._link, process._client = agent, link, client
-    process._watch = process._heartbeats = process._private = stub
+    process.watch = process.heartbeats = process._private = stub
     process._pipe = SimpleNamespace(closed=True, close=lambda: None)
     process._gave_up, process.silence, process._ended_elsewhere = gave_up, "", False
     process._end()

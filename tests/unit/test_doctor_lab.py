@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import doctor_hangs
 import doctor_lab
@@ -72,7 +73,7 @@ def test_ranks_that_hang_are_ended_without_a_cancel(monkeypatch, tmp_path):
 
     class Process:
         log = tmp_path / "backend.log"
-        steps_of_ranks = staticmethod(lambda done: "rank 0 in step 1")
+        watch = SimpleNamespace(steps_of_ranks=lambda done: "rank 0 in step 1")
 
         def dump_stacks(self):
             self.log.write_text("Current thread ...\n")
