@@ -138,13 +138,11 @@ def started(command: list[str]) -> Iterator[subprocess.Popen]:
         start_new_session=True,
     )
     assert process.stdin is not None, "a pipe"
-    descriptor = process.stdin.fileno()
-    fork_guard.hold(descriptor)
+    fork_guard.hold(process.stdin)
     try:
         yield process
     finally:
         end_process(process, END_SECONDS)
-        fork_guard.let_go(descriptor)
         process.stdin.close()
 
 

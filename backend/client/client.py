@@ -4,7 +4,6 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -107,8 +106,7 @@ class BackendClient:
         #: Seconds of the longest step of each model so far, by the name without LoRAs.
         self._longest: dict[str, float] = {}
         self._socket = open_socket(address)
-        fork_guard.hold(self._socket.fileno())  # else rank 0 would not see us end
-        self._let_go = weakref.finalize(self, fork_guard.let_go, self._socket.fileno())
+        fork_guard.hold(self._socket)  # else rank 0 would not see us end
         self._socket.settimeout(FRAME_SECONDS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
@@ -226,7 +224,6 @@ class BackendClient:
         if not self.closed:
             self.closed = True
             self._selector.close()
-            self._let_go()
             self.hang_up()
             self._socket.close()
 

@@ -99,7 +99,7 @@ class BackendProcess:
             raise
         assert self._agent.stdin is not None  # it was opened as a pipe
         self._pipe = self._agent.stdin
-        fork_guard.hold(self._pipe.fileno())
+        fork_guard.hold(self._pipe)
         self._say_configuration(config, device)
         self.watch = SilenceWatch(self.heartbeats, self._end_silent, device == "cuda")
         if link is not None:
@@ -255,8 +255,6 @@ class BackendProcess:
                 self._client.send(Shutdown())
                 self._wait(3)
             self._client.hang_up()  # not closed here: another thread may wait on it
-        if not self._pipe.closed:
-            fork_guard.let_go(self._pipe.fileno())
         self._pipe.close()
         # those that live do not see the end of their pipe; an agent that was killed has ended none
         if self._is_hung() or not self._wait(3) or (self._agent.returncode or 0) < 0:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import tempfile
 import threading
-import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -104,8 +103,7 @@ class _Reader:
             env=sanitized_environment(dict(os.environ), config, "cpu"),  # it needs no GPU
         )
         assert self.process.stdin is not None  # it was opened as a pipe
-        fork_guard.hold(self.process.stdin.fileno())  # else it would not see us end
-        self._let_go = weakref.finalize(self, fork_guard.let_go, self.process.stdin.fileno())
+        fork_guard.hold(self.process.stdin)  # else it would not see us end
         self.waiting = ThreadPoolExecutor(1)
 
     def ask(self, question: dict, check) -> dict | None:
@@ -129,7 +127,6 @@ class _Reader:
 
     def close(self):
         """Close the pipes of a process that has ended, before their numbers are others'."""
-        self._let_go()
         assert self.process.stdin is not None
         with suppress(OSError):  # of a question that was not taken
             self.process.stdin.close()

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import deque
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 from ..protocol import BackendError
@@ -62,8 +63,8 @@ class PrivateFolder:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._owner = os.getpid()
-        for descriptor in self._descriptors:
-            fork_guard.hold(descriptor)
+        if self._lock is not None:
+            fork_guard.hold(self._lock)
         self._kept = False
 
     def keep(self):
@@ -72,13 +73,13 @@ class PrivateFolder:
         if self._lock is not None:
             # of a disk that can no longer be written what has failed is still to be told
             with suppress(OSError):
-                os.ftruncate(self._lock, 1)  # a hole, for which a full disk has room, too
-                os.utime(self._lock)
+                self._lock.truncate(1)  # a hole, for which a full disk has room, too
+                os.utime(self._lock.fileno())
 
     @property
     def inherited(self) -> tuple[int, ...]:
         """The descriptors with which a process holds the folder, too (Popen's pass_fds)."""
-        return () if self._lock is None else (self._lock,)
+        return () if self._lock is None else (self._lock.fileno(),)
 
     def close(self):
         """Remove the folder, or leave one that is kept to ``sweep``. More than once is fine; a fork of its
@@ -87,14 +88,11 @@ class PrivateFolder:
             return
         if not self._kept:
             _remove(self.path)
-        for descriptor in self._descriptors:
-            fork_guard.let_go(descriptor)
-            os.close(descriptor)
+        if self._lock is not None:
+            self._lock.close()
+        if self._open is not None:
+            os.close(self._open)
         self._lock = self._open = None
-
-    @property
-    def _descriptors(self) -> list[int]:
-        return [each for each in (self._lock, self._open) if each is not None]
 
 
 def private_folder(sockets: bool = True) -> PrivateFolder:
@@ -124,12 +122,12 @@ def _takes_sockets(folder: str) -> bool:
     return not stat.S_IMODE(os.stat(folder).st_mode) & 0o077  # set-group-ID may have come from its parent
 
 
-def _locked(folder: Path) -> int | None:
+def _locked(folder: Path) -> FileIO | None:
     """Return the open lock file of our folder, which is locked before anybody can see it under its name."""
     if fcntl is None:
         return None
     new = folder / f"{LOCK}.new"
-    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    lock = FileIO(new, "x+")
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(new, folder / LOCK)
     return lock

@@ -208,11 +208,10 @@ def run(
             pass_fds=held,
         )
         assert process.stdin is not None  # it was opened as a pipe
-        fork_guard.hold(process.stdin.fileno())
+        fork_guard.hold(process.stdin)
         try:
             hangs = _waited(process, check, longest, lambda: not is_last and is_started() and not is_linked())
         finally:
-            fork_guard.let_go(process.stdin.fileno())
             process.stdin.close()  # by which an agent and its ranks end
             end_process(process, END_SECONDS)
         if hangs:

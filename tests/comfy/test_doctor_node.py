@@ -10,7 +10,6 @@ from comfy_modules import comfy_modules
 from golden_graphs import error_of, graph, ranks_of
 
 with comfy_modules():
-    from parallel_dit.backend.client import fork_guard
     from parallel_dit.nodes import parallel_doctor
 
 
@@ -85,6 +84,5 @@ def test_a_fork_does_not_keep_it_running():
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with parallel_doctor.started(command) as process, forking.living_fork():
         assert process.stdin is not None
-        fork_guard.let_go(process.stdin.fileno())
         process.stdin.close()
         assert process.wait(60) == 0

@@ -16,14 +16,14 @@ from backend.config import ParallelConfig
 def test_a_fork_that_lives_on_does_not_keep_ranks_alive():
     """Its end of the pipe by which ranks see that ComfyUI has ended."""
     reading, writing = os.pipe()
-    fork_guard.hold(writing)
+    end = os.fdopen(writing, "wb")
+    fork_guard.hold(end)
     go, pid = os.pipe(), os.fork()
     if not pid:
         os.read(go[0], 1)  # until the test is over
         os._exit(0)
     try:
-        fork_guard.let_go(writing)
-        os.close(writing)
+        end.close()
         seen = select.poll()
         seen.register(reading)
         assert seen.poll(5000) == [(reading, select.POLLHUP)]
@@ -44,7 +44,6 @@ def test_a_fork_does_not_keep_a_client_connected(server):
         os._exit(0)
     try:
         closed.close()
-        fork_guard.let_go(kept._socket.fileno())
         kept._socket.close()  # as where its process is killed
         deadline = time.monotonic() + 60
         while server.members and time.monotonic() < deadline:
@@ -67,13 +66,12 @@ def test_a_fork_does_not_keep_a_folder_from_being_swept(tmp_path, monkeypatch):
         os._exit(0)
     try:
         assert os.read(ready[0], 1)  # what forks do at once has been done
-        path, descriptors = folder.path, folder._descriptors
-        for descriptor in descriptors:  # as where its launcher is killed
-            fork_guard.let_go(descriptor)
-            os.close(descriptor)
+        assert folder._lock is not None and folder._open is not None
+        folder._lock.close()  # as where its launcher is killed
+        os.close(folder._open)
         folder._lock = folder._open = None
         private_folder.sweep(Path(tmp_path))
-        assert len(descriptors) == 2 and not path.exists()
+        assert not folder.path.exists()
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
