@@ -58,22 +58,16 @@ class InterruptWatch:
 
     An exception out of them closes the connection, which ends the ranks and frees all weights. A short
     request is not worth that, such as one that only names LoRAs. So its interrupt waits for the reply, at
-    most for PATIENCE seconds. Progress shows that a request is not short, and ends the wait. One that
-    ``is_waiting`` for another client's has not begun, and is interrupted at once if it is WITHDRAWABLE. Where
-    it has ended by then (``late_reply``), its interrupt waits until the caller has noted that.
+    most for PATIENCE seconds. Progress shows that a request is not short, and ends the wait. One that waits
+    for another client's has not begun, and is interrupted at once if it is WITHDRAWABLE. Where it has ended
+    by then (``late_reply`` of the client), its interrupt waits until the caller has noted that.
     """
 
     def __init__(
-        self,
-        check: Callable[[], None],
-        on_progress: Callable = nothing,
-        is_short: bool = True,
-        is_waiting: Callable[[], bool] = lambda: False,
-        late_reply: Callable[[], Any] = nothing,
+        self, client: Any, check: Callable[[], None], on_progress: Callable = nothing, is_short: bool = True
     ):
+        self._client = client
         self._check = check
-        self._is_waiting = is_waiting
-        self._late_reply = late_reply
         self._may_withdraw = False
         self._on_progress = on_progress
         self._is_short = is_short
@@ -89,15 +83,14 @@ class InterruptWatch:
             self.end()
             raise
         except BaseException as interrupt:
-            reply = self._late_reply()
-            if reply is None:
+            if self._client.late_reply is None:
                 raise
             self._hold(interrupt)
-            return reply
+            return self._client.late_reply
 
     def check(self):
         """Let the caller interrupt the request, at once or at its end."""
-        if self._may_withdraw and self._is_waiting():
+        if self._may_withdraw and self._client.waiting is not None:
             self.end()
             self._check()
         elif not self._is_short:

@@ -49,13 +49,13 @@ class Backend(Connected):
         ``all_ranks``: as in with_room."""
         key = ModelChoice(path, weight_dtype, matmul)
         message = protocol.Load(path, weight_dtype, [list(lora) for lora in loras], matmul)
-        leaving = self._watch(check)
+        leaving = InterruptWatch(self.client, check)
         with turn(self._busy, check):
             for other in set() if keep is None else self.models.keys() - {key, *keep}:
                 leaving.ask(self._request, protocol.Unload(self.models[other]))
                 del self.models[other]  # an interrupt may have taken the request out of the queue
         leaving.end()
-        interrupts = self._watch(check, on_progress, is_short=key in self.models)
+        interrupts = InterruptWatch(self.client, check, on_progress, is_short=key in self.models)
 
         def load(message) -> protocol.Loaded:
             with turn(self._busy, check):
@@ -79,7 +79,7 @@ class Backend(Connected):
     def describe(self, message: protocol.Describe, check=nothing) -> protocol.Described:
         """Return what each rank would hold and send. ``check`` may interrupt a wait for others."""
         with turn(self._busy, check):
-            described = (interrupts := self._watch(check)).ask(self._request, message)
+            described = (interrupts := InterruptWatch(self.client, check)).ask(self._request, message)
         interrupts.end()
         return described
 
@@ -103,7 +103,7 @@ class Backend(Connected):
                 return []
             spare = [self.models[each] for each in yields if each in self.models]
             message = protocol.Unload(self.models[choice], park, list(ranks), waits=waits, yields=spare)
-            done = (interrupts := self._watch(check)).ask(self._request, message).stats
+            done = (interrupts := InterruptWatch(self.client, check)).ask(self._request, message).stats
             gone = {*done.get("dropped", ()), *([message.model] if done["freed"] else [])}
             self.models = {key: name for key, name in self.models.items() if name not in gone}
             interrupts.end()
@@ -150,15 +150,6 @@ class Backend(Connected):
             logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
         return result
 
-    def _watch(self, *callbacks, **options) -> InterruptWatch:
-        """Return what delays interrupts of requests here, but of those that wait for another client's."""
-        return InterruptWatch(
-            *callbacks,
-            **options,
-            is_waiting=lambda: self.client.waiting is not None,
-            late_reply=lambda: self.client.late_reply,
-        )
-
     def can_become(self, config: ParallelConfig) -> bool:
         """Return whether our ranks can run ``config`` without starting again."""
         return self.process is not None and self.may_load and self.config.same_ranks(config)
@@ -173,7 +164,7 @@ class Backend(Connected):
         """Run ``config`` on the same ranks and forget the models that these have freed for it. Return what
         has an interrupt of ``check``, which waits."""
         fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
-        interrupts = self._watch(check)
+        interrupts = InterruptWatch(self.client, check)
         with turn(self._busy, check):
             self.client.welcome = interrupts.ask(self._request, protocol.Arrange(fields))
             left = interrupts.ask(self._request, protocol.Ping()).models

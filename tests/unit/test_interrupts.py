@@ -11,6 +11,10 @@ from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import Arrange, Load, RefusedError, Unload
 
+#: Clients whose request has begun, and waits for another client's.
+ALONE = SimpleNamespace(waiting=None, late_reply=None)
+WAITING = SimpleNamespace(waiting="another client's", late_reply=None)
+
 
 class Interrupt(Exception):
     """What the caller interrupts by."""
@@ -34,7 +38,7 @@ def caller():
 
 
 def test_a_load_of_weights_is_interrupted_at_once(caller):
-    watch = InterruptWatch(caller.check, caller.seen.append, is_short=False)
+    watch = InterruptWatch(ALONE, caller.check, caller.seen.append, is_short=False)
     watch.check()
     caller.tired = True
     with pytest.raises(Interrupt):
@@ -43,7 +47,7 @@ def test_a_load_of_weights_is_interrupted_at_once(caller):
 
 def test_a_short_request_is_interrupted_at_its_end(caller):
     """Its reply would end the connection, and the ranks."""
-    watch = InterruptWatch(caller.check, caller.seen.append, is_short=True)
+    watch = InterruptWatch(ALONE, caller.check, caller.seen.append, is_short=True)
     watch.end()
     caller.tired = True
     watch.check()
@@ -57,7 +61,7 @@ def test_an_interrupt_does_not_wait_for_ever(caller, monkeypatch):
     """Ranks that hang, or work for another client, do not reply."""
     now = [0.0]
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
-    watch = InterruptWatch(caller.check, caller.seen.append, is_short=True)
+    watch = InterruptWatch(ALONE, caller.check, caller.seen.append, is_short=True)
     caller.tired = True
     watch.check()
     now[0] = interrupts.PATIENCE
@@ -123,7 +127,7 @@ def test_a_change_of_methods_is_whole_before_an_interrupt(caller, monkeypatch):
 @pytest.mark.parametrize("message", [Load("/a"), Unload("/a")], ids=["Load", "Unload"])
 def test_a_short_request_that_waits_for_another_client_is_interrupted_at_once(caller, message):
     """No rank has begun it. One that nobody can take out of the queue goes on."""
-    waits = InterruptWatch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
+    waits = InterruptWatch(WAITING, caller.check, caller.seen.append, is_short=True)
     caller.tired = True
 
     def request(message, check, on_progress):
@@ -131,19 +135,19 @@ def test_a_short_request_that_waits_for_another_client_is_interrupted_at_once(ca
 
     with pytest.raises(Interrupt):
         waits.ask(request, message)
-    stays = InterruptWatch(caller.check, caller.seen.append, is_short=True, is_waiting=lambda: True)
+    stays = InterruptWatch(WAITING, caller.check, caller.seen.append, is_short=True)
     stays.ask(request, Arrange({}))
 
 
 def test_one_that_loads_weights_all_the_same_is_not_short(caller):
     """As where the file of a loaded model has changed."""
-    watch = InterruptWatch(caller.check, caller.seen.append, is_short=True)
+    watch = InterruptWatch(ALONE, caller.check, caller.seen.append, is_short=True)
     watch.on_progress("read")
     assert caller.seen == ["read"]
     caller.tired = True
     with pytest.raises(Interrupt):
         watch.check()
-    again = InterruptWatch(caller.check, caller.seen.append, is_short=True)
+    again = InterruptWatch(ALONE, caller.check, caller.seen.append, is_short=True)
     again.check()
     with pytest.raises(Interrupt):
         again.on_progress("read")
