@@ -3,7 +3,7 @@ argument. It counts what its own process caches as free, which is of no use to a
 and last."""
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,25 +21,22 @@ def local_gpus() -> dict[str, torch.device]:
     return {name: device for device in devices if (name := device_name(device))}
 
 
+@dataclass(eq=False)
 class Room:
     """Makes room on GPUs that ranks share with this process, through ComfyUI's memory manager.
     ``management``: comfy.model_management, or what has its functions. ``gpus``: as local_gpus. ``keep``:
-    entries of current_loaded_models that stay."""
+    entries of current_loaded_models that stay. ``used``: devices that this process has had models on."""
 
     #: While true models leave for ranks, not for one of this process.
     is_making: ClassVar[bool] = False
-
-    def __init__(self, management: Any, gpus: dict[str, torch.device], keep: Collection = ()):
-        self.management = management
-        self.gpus = gpus
-        self.keep = list(keep)
-        self._used: set[torch.device] = set()
+    management: Any
+    gpus: dict[str, torch.device]
+    keep: list = field(default_factory=list)
+    used: set[torch.device] = field(default_factory=set)
 
     def keeping(self, entries: Collection) -> "Room":
         """Return the same room, for which ``entries`` stay."""
-        room = Room(self.management, self.gpus, entries)
-        room._used = self._used
-        return room
+        return replace(self, keep=list(entries))
 
     def shared_ranks(self, welcome: Welcome) -> list[int]:
         """Return the ranks on GPUs of this process."""
@@ -49,12 +46,12 @@ class Room:
     def _own_gpus(self) -> set[torch.device]:
         """Return the devices on which this process computes, or has had models of its own: an encoder that
         ComfyUI unloads leaves its list, and comes back for the next prompt."""
-        self._used |= {
+        self.used |= {
             loaded.device
             for loaded in self.management.current_loaded_models
             if not getattr(loaded.model, "is_on_ranks", False)
         }
-        return {self.management.get_torch_device(), *self._used}
+        return {self.management.get_torch_device(), *self.used}
 
     def make(self, welcome: Welcome, lacking: dict[int, int]):
         """Have as many bytes free on the device of each rank as it is ``lacking``, as far as unloading
