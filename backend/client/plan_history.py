@@ -36,12 +36,6 @@ class PlanHistory:
     shared: int | None = None
     last: LastPlan | None = None
 
-    def note_left(self, gpu: int, size: int):
-        """Note that at most ``size`` bytes of a rank's weights could have stayed on ``gpu`` after the last
-        request."""
-        key = (gpu, self.tokens)
-        self.left[key] = min(self.left.get(key, size), size)
-
     def left_after(self, devices: list[int], tokens: int) -> tuple[tuple[int, int], ...]:
         """Return (index in ``devices``, bytes of weights) of each GPU on which ComfyUI left so many after
         requests of no more than ``tokens``."""

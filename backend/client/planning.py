@@ -228,7 +228,8 @@ def note_left(gpu: int, size: int):
     running = pool.launched()
     if running is None or not _as_planned(running.config):
         return
-    _history.note_left(gpu, size)
+    key = (gpu, _history.tokens)
+    _history.left[key] = min(_history.left.get(key, size), size)
 
 
 def _why_spared(auto: AutoConfig, model: ModelChoice, unit: str) -> str:
