@@ -21,7 +21,10 @@ from .interpreter import PACK, inherited, ranks_python
 #: leave gaps, by which ranks grew by 0.6 MB per 100 requests (benchmarks/soak.py). On the CPU, where tensors
 #: come from malloc, to map each anew costs 265,000 page faults a step, a seventh of its time. There the size
 #: is the largest that glibc takes, and gaps go back when a model leaves (device_memory.release).
-_MALLOC = {"cuda": (2**18, 2**18), "cpu": (2**25, 2**26)}
+_MALLOC = {
+    "cuda": {"MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**18)},
+    "cpu": {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**26)},
+}
 #: What another launcher, or ComfyUI for its own process, may have set and a fresh group must not inherit.
 _DROPPED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -49,10 +52,9 @@ _DROPPED = {
 #: rule allows (decide_compile_threads of torch/_inductor/config.py).
 MAX_COMPILE_THREADS = 32
 _DROPPED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")
-#: What lists the GPUs that a process sees: of torch for CUDA, and of torch for ROCm, where the first one that
-#: is set counts. ComfyUI sets both.
-_VISIBLE = ("CUDA_VISIBLE_DEVICES",)
-_VISIBLE_HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+#: What lists the GPUs that a process sees: of torch for ROCm the first one that is set counts, and torch for
+#: CUDA knows the last alone. ComfyUI sets both.
+_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 def closed_doors(parent: dict, interface: str = "lo") -> dict:
@@ -76,7 +78,7 @@ def closed_doors(parent: dict, interface: str = "lo") -> dict:
 def driver_name(parent: Mapping[str, str], index: int) -> str:
     """Return the driver's name of the GPU that this process numbers ``index``, by the list of visible GPUs in
     the environment ``parent``. Raises ConfigError where that has no such GPU: torch read it when it began."""
-    for variable in _VISIBLE_HIP if torch.version.hip else _VISIBLE:
+    for variable in _VISIBLE if torch.version.hip else _VISIBLE[1:]:
         if visible := parent.get(variable):
             names = visible.split(",")
             if index < len(names):
@@ -93,13 +95,6 @@ def cores() -> int:
     """Count the processors that this process may use: by its affinity, and by its container's quota."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(here, cpu_limit())))
-
-
-def _malloc(device: str) -> dict[str, str]:
-    """Return glibc's settings for ranks on a device; the user's count before them."""
-    mapped, trimmed = _MALLOC[device]
-    sizes = {"MALLOC_MMAP_THRESHOLD_": str(mapped), "MALLOC_TRIM_THRESHOLD_": str(trimmed)}
-    return sizes | {"MALLOC_ARENA_MAX": "2"}
 
 
 def _compiler(threads: int) -> dict[str, str]:
@@ -130,7 +125,8 @@ def sanitized_environment(
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
     threads = max(1, cores() // config.world_size)
-    env = _malloc(device) | {"OMP_NUM_THREADS": str(threads)} | _compiler(threads) | env
+    usual = {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": str(threads)} | _MALLOC[device]
+    env = usual | _compiler(threads) | env  # the user's count before them
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACK), parent.get("PYTHONPATH")]))
     env["PYTHONUNBUFFERED"] = "1"
     if sys.flags.no_user_site:  # as by python -s: packages of ~/.local are none of ours
