@@ -103,9 +103,8 @@ def device_here(config: ParallelConfig, device: str, machines: Machines) -> str:
 
 
 def same_everywhere() -> dict:
-    """Return what has to be equal on all machines, of the ranks' Python: a step that one does differently
-    hangs all. Kernels of comfy-kitchen may differ: formats are tried, and a product that one rank cannot do
-    is done by none."""
+    """Return what has to be equal in the ranks' Python on all machines: a step that one does differently
+    hangs all. Not comfy-kitchen: formats are tried, and a product that one rank cannot do is done by none."""
     return {"pack": pack_version(), **ranks_versions()}
 
 

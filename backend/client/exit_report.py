@@ -1,6 +1,5 @@
-"""Why a backend ended: the first rank that failed, from what torchrun and the ranks left in its folder.
-torchrun kills the other ranks once one has failed, and ranks fail whose peer is gone; neither is the
-cause."""
+"""Why a backend ended: the first rank that failed, from what torchrun and the ranks left in its folder. Ranks
+fail whose peer is gone, and torchrun kills the others once one has failed: neither is the cause."""
 
 import json
 import os

@@ -8,9 +8,8 @@ from .pool import Backend
 
 
 def free_now(known: tuple[int, ...], devices: list[int], running: Backend) -> tuple[int, ...]:
-    """Return the bytes of each of ``devices`` that are free or our ranks'. Others may have taken memory since
-    ``known`` was measured, or given it back. While a request runs, no less than ``known``: the ranks have not
-    counted its memory yet."""
+    """Return the bytes of each of ``devices`` that are free or our ranks'. Others may have taken memory or
+    given it back since ``known``, which is the least while a request runs: its memory is not counted yet."""
     try:
         ranks = status.report(running).ranks
         # GPU -> bytes that our rank has there

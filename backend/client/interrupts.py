@@ -17,8 +17,7 @@ POLL_SECONDS = 0.1
 
 @contextmanager
 def turn(lock: Lock, check: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock that others may hold for minutes. ``check`` is called meanwhile and may raise to give up:
-    nothing has been sent yet."""
+    """Hold a lock that others may hold for minutes; ``check`` may raise meanwhile: nothing has been sent."""
     while not lock.acquire(timeout=POLL_SECONDS):
         check()
     try:

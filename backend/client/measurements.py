@@ -204,9 +204,8 @@ def usual_memory(device: str, indices: list[int]) -> tuple[int, ...]:
 
 
 def gpu_uuid(index: int) -> str:
-    """Return the UUID of the GPU that torch numbers ``index``, as bare_uuid does; empty where torch has none.
-    CUDA numbers the fastest GPU first and nvidia-smi the first slot, so their indices are different cards on
-    a machine of mixed GPUs."""
+    """Return the bare_uuid of the GPU that torch numbers ``index``; empty where it has none. On mixed GPUs
+    CUDA numbers the fastest first and nvidia-smi the first slot: their indices are of different cards."""
     return bare_uuid(str(getattr(torch.cuda.get_device_properties(index), "uuid", "")))
 
 

@@ -181,10 +181,9 @@ def spare_more(
     others: tuple[ModelChoice, ...],
     plan: ParallelConfig,
 ) -> bool:
-    """Have the next plans of a model leave more memory free than ``plan`` does, whose ranks ran out of it.
-    One under which models take turns may run again first: once ranks have run out, others leave for all that
-    is likely needed, and no weights stay dequantized. Return False where there is one rank, and nothing to
-    choose from. Errors as in ``plan_for``."""
+    """Have the next plans of a model leave more memory free than ``plan``, whose ranks ran out of it. One
+    under which models take turns may run again first: once ranks have run out, others leave for all that is
+    likely needed, and no weights stay dequantized. False where one rank is all. Errors as in ``plan_for``."""
     if len(devices_of(auto)) == 1:
         return False
     # others may have taken what was free: less is known to be, then, and no plan has to spare it besides
@@ -257,9 +256,8 @@ def question_of(
     show=nothing,
     roomiest: bool = False,
 ) -> tuple[Question, list[int]]:
-    """Return what the planner is asked for a model, with what was measured of this machine, and the devices
-    in the order in which plans take them (ranks: ``placed``): the fastest first, or the ``roomiest``.
-    Arguments and errors as in ``plan_for``."""
+    """Return what the planner is asked for a model, with what was measured here, and the devices in the order
+    in which plans take them (``placed``): the fastest first, or the ``roomiest``. Else as in ``plan_for``."""
     devices = devices_of(auto)
     device = auto.base.resolve_device(torch.cuda.device_count())
     shapes = [measurements.model_shape(each, device, devices, check, show) for each in (model, *others)]

@@ -131,9 +131,8 @@ class Backend(Connected):
         room: Room | None = None,
         all_ranks: bool = False,
     ):
-        """Sample as BackendClient does; name the rank and the reason where the backend ends. None also where
-        this process ends it, as it does where a cancelled request does not end. ``room``, ``all_ranks`` as
-        in load."""
+        """Sample as BackendClient does; name rank and reason where the backend ends. None also where this
+        process ends it, as where a cancelled request does not end. ``room``, ``all_ranks`` as in load."""
 
         def sample(message):
             callbacks = (on_progress, should_cancel, meanwhile)

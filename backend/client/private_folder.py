@@ -1,13 +1,10 @@
-"""The private folder of a launched backend: its socket, its logs, and the files in which its ranks meet.
-
-The launcher removes the folder when it ends, unless a message named its log (below). If it was killed, the
-next launcher does.
+"""The private folder of a launched backend: its socket, its logs, and the files in which its ranks meet. The
+launcher removes it when it ends, unless a message named its log; if it was killed, the next launcher does.
 
 The launcher holds a lock (flock) on a file in the folder, and its agent inherits the lock. The agent outlives
 a killed launcher until it has ended its ranks. The system releases the lock when both have ended, however
-they end. So a folder whose lock is free is abandoned.
-
-The lock file is empty, or has one byte: then a message named the log, and the folder stays for KEEP_SECONDS.
+they end. So a folder whose lock is free is abandoned. The lock file is empty, or has one byte: then a message
+named the log, and the folder stays for KEEP_SECONDS.
 """
 
 import errno

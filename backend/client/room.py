@@ -1,6 +1,5 @@
-"""Room on the GPUs that ranks share with this process, made by ComfyUI's memory manager, which is an
-argument. It counts what its own process caches as free, which is of no use to a rank: the cache goes first
-and last."""
+"""Room on the GPUs that ranks share with this process, made by ComfyUI's memory manager. It counts what its
+own process caches as free, which is of no use to a rank: the cache goes first and last."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace

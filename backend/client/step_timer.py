@@ -1,6 +1,5 @@
-"""How fast the steps of one request end, and a word to the user where none does while all ranks live: GPUs
-wait for each other inside a kernel, which no heartbeat shows. Nothing is ended: a slow step looks the
-same."""
+"""How fast the steps of a request end, and a word to the user where none does while all ranks live: GPUs wait
+for each other inside a kernel, which no heartbeat shows. Nothing is ended: a slow step looks the same."""
 
 import logging
 import time
