@@ -150,21 +150,9 @@ def _shape_key(choice: ModelChoice, device: str, indices: list[int]) -> list:
     return [*_file_key(choice, device), least_capability(device, indices), *versions]
 
 
-def _cached_by_torch(index: int) -> int:
-    """Count what torch's allocator has of a GPU in this process and does not use."""
-    if not torch.cuda.is_initialized():
-        return 0
-    return torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-
-
-def held_by_torch(index: int) -> int:
-    """Count what torch's allocator has of a GPU in this process."""
-    return torch.cuda.memory_reserved(index) if torch.cuda.is_initialized() else 0
-
-
 #: GPU -> bytes of it that this process gives back when a rank needs them, of each allocator that it has. The
-#: nodes add ComfyUI's.
-HELD = [held_by_torch]
+#: nodes add ComfyUI's. Torch counts 0 before it has a context, and makes none for it.
+HELD: list[Callable[[int], int]] = [torch.cuda.memory_reserved]
 
 
 def free_memory(device: str, indices: list[int], unknown: Sequence[int] = ()) -> tuple[int, ...]:
@@ -180,7 +168,8 @@ def free_memory(device: str, indices: list[int], unknown: Sequence[int] = ()) ->
         free = free_by_gpu.get(gpu_uuid(index), free_by_gpu.get(driver_name(os.environ, index)))
         if is_unified(index):
             # weights that leave for a rank go to the host, which is the same memory
-            free = unified_free() + _cached_by_torch(index)
+            cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+            free = unified_free() + cached
             # HIP's own limit on it is not known without a context
             most = usual if torch.version.hip else torch.cuda.get_device_properties(index).total_memory
             free_bytes.append(min(free, most))
