@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import torch
 
-from ..config import AXES, OF_RANKS, PER_REQUEST, ConfigError, ParallelConfig
+from ..config import AXES, PER_REQUEST, ConfigError, ParallelConfig
 from ..planner.auto_config import AutoConfig, config_of
 from ..protocol import Welcome
 
@@ -32,9 +32,8 @@ def read_settings(text: str, welcome: Welcome) -> ParallelConfig:
     """Return the configuration of requests to a running backend, whose degrees its ``welcome`` has. Raises
     ConfigError for other entries than PER_REQUEST, and for values that do not go with the degrees."""
     found = read_entries(text, PER_REQUEST, THERE)
-    degrees = {name: welcome.degrees.get(axis, 1) for axis, name in AXES.items()}
-    settings = {name: value for name, value in welcome.settings.items() if name in OF_RANKS}
-    return ParallelConfig(**degrees, **settings, **found).validate()
+    degrees = {name: welcome.degrees[axis] for axis, name in AXES.items()}
+    return ParallelConfig(**degrees, **welcome.settings, **found).validate()
 
 
 def read_plan(text: str) -> Plan:

@@ -49,7 +49,7 @@ def connect(config: ParallelConfig, check=nothing, show=nothing) -> BackendClien
         )
     settings = client.welcome.settings
     asked = config.of_ranks
-    others = [name for name, value in asked.items() if settings.get(name, value) != value]
+    others = [name for name, value in asked.items() if settings[name] != value]
     if others:
         client.close()
         raise ConfigError(

@@ -13,7 +13,10 @@ def free_now(known: tuple[int, ...], devices: list[int], running: Backend) -> tu
     try:
         ranks = status.report(running).ranks
         # GPU -> bytes that our rank has there
-        held = {gpu: _held(rank) for gpu, rank in zip(running.config.gpu_indices, ranks)}
+        held = {
+            gpu: max(rank["weight_bytes"], rank["device_bytes"])
+            for gpu, rank in zip(running.config.gpu_indices, ranks)
+        }
         own = [held.get(gpu, 0) for gpu in devices]
         # last: what counts where the driver says nothing
         now = measurements.free_memory("cuda", devices, [was - size for was, size in zip(known, own)])
@@ -26,8 +29,3 @@ def free_now(known: tuple[int, ...], devices: list[int], running: Backend) -> tu
     most = (size + (RESERVE if gpu in held else 0) for gpu, size in zip(devices, least))
     # what was known, unless it lies outside of what can be now
     return tuple(max(low, min(was, high)) for was, low, high in zip(known, least, most))
-
-
-def _held(rank: dict) -> int:
-    """Return the bytes of a GPU that a rank of a status report has; its weights' where it knows no more."""
-    return max(rank["weight_bytes"], rank.get("device_bytes", 0))
