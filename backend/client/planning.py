@@ -15,7 +15,7 @@ from ..hardware.device_memory import HOST_SHARE, host_free
 from ..hardware.gpu_kernels import has_kernels
 from ..planner.auto_config import AutoConfig
 from ..planner.choose import MEMORY, PlanChoice, Question, choose
-from ..planner.machine import Machine, RequestEstimate
+from ..planner.machine import RequestEstimate
 from ..planner.model_shape import ModelShape
 from ..planner.placement import Ranks
 from ..planner.weight_swaps import FILE_RATE, WeightSwaps
@@ -240,13 +240,6 @@ def _why_spared(auto: AutoConfig, model: ModelChoice, unit: str) -> str:
     return f"{stays}, since ranks ran out of memory with a plan that left less."
 
 
-def _without_spared(machine: Machine, auto: AutoConfig, model: ModelChoice) -> Machine:
-    """Return the machine with as much less memory as plans have to leave free."""
-    size = _history.spared.get(_spared_key(auto, model), 0)
-    ranks = len(devices_of(auto)) if machine.on_host else 1
-    return replace(machine, memory=tuple(max(0, free - ranks * size) for free in machine.memory))
-
-
 def question_of(
     auto: AutoConfig,
     model: ModelChoice,
@@ -260,10 +253,12 @@ def question_of(
     in which plans take them (``placed``): the fastest first, or the ``roomiest``. Else as in ``plan_for``."""
     devices = devices_of(auto)
     device = auto.base.resolve_device(torch.cuda.device_count())
-    shapes = [measurements.model_shape(each, device, devices, check, show) for each in (model, *others)]
+    models = (model, *others)
+    shapes = tuple(measurements.model_shape(each, device, devices, check, show) for each in models)
     machine = measurements.machine_rates(device, devices, check, show)
-    machine = replace(machine, memory=_free_memory(device, devices))
-    machine = _without_spared(machine, auto, model)
+    spared = _history.spared.get(_spared_key(auto, model), 0) * (len(devices) if machine.on_host else 1)
+    memory = tuple(max(0, free - spared) for free in _free_memory(device, devices))
+    machine = replace(machine, memory=memory)
     if not auto.shares:  # whose order is that of gpus
         shared = None if "," in auto.gpus else _history.shared
         first = machine.roomiest_first if roomiest else machine.fastest_first
@@ -275,21 +270,21 @@ def question_of(
     file = measurements.load_rate(model, device)
     left = _history.left_after(devices, asked.image_tokens * asked.batch) if device == "cuda" else ()
     swaps = WeightSwaps(host, file, left, measurements.unified_among(device, devices))
+    of_first = ()
+    if machine.differs:
+        of_first = measurements.shapes_of_first(models, device, devices, shapes, check, show)
     question = Question(
         shape=shapes[0],
         request=asked,
         machine=machine,
         gpus=len(devices),
         base=auto.base,
-        others=tuple(shapes[1:]),
+        others=shapes[1:],
         shares=auto.rank_shares,
         swaps=swaps,
         caches_dequantized=may_cache_dequantized(),
+        shapes=of_first,
     )
-    if machine.differs:
-        models = (model, *others)
-        of_first = measurements.shapes_of_first(models, device, devices, tuple(shapes), check, show)
-        question = replace(question, shapes=of_first)
     return question, devices
 
 
