@@ -1,9 +1,9 @@
 """What the planner has to know, measured by processes of our own and kept: rates, shapes, free memory."""
 
-import math
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import torch
@@ -47,9 +47,7 @@ def machine_rates(
         return measured_rates(config, device, check, show, longest)
 
     key = _machine_key(device, indices)
-    return cache_files.read_or_measure(
-        "machine", key, measure, Machine.from_dict, lambda machine: machine.lasts
-    )
+    return cache_files.read_or_measure("machine", key, measure, Machine.from_dict, attrgetter("lasts"))
 
 
 def is_measured(device: str, indices: list[int]) -> bool:
@@ -108,7 +106,7 @@ def known(choice: ModelChoice, device: str, indices: list[int]) -> tuple[ModelSh
 
 def load_rate(choice: ModelChoice, device: str) -> float:
     """Return the bytes/s at which all ranks together read a model's file last; 0 where they never have."""
-    return cache_files.read("load", _file_key(choice, device), _rate_in) or 0.0
+    return cache_files.read("load", _file_key(choice, device), itemgetter("bytes_per_second")) or 0.0
 
 
 def note_load_rate(choice: ModelChoice, device: str, ranks: list[dict]):
@@ -118,13 +116,6 @@ def note_load_rate(choice: ModelChoice, device: str, ranks: list[dict]):
     rate = read / max(1e-6, *(rank["seconds"] for rank in ranks))
     if read and rate != load_rate(choice, device):
         cache_files.write("load", _file_key(choice, device), {"bytes_per_second": rate})
-
-
-def _rate_in(values: dict) -> float:
-    rate = float(values["bytes_per_second"])
-    if not 0 < rate < math.inf:
-        raise ValueError("a rate is a positive number")
-    return rate
 
 
 def _machine_key(device: str, indices: list[int]) -> list:
