@@ -11,6 +11,7 @@ backend meanwhile are measured too.
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..client.pool import Backend
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
     client = connect(chosen)
     config = read_settings(chosen.config, client.welcome)
     welcome = client.welcome
-    round_trips = [1000 * timed(lambda: client.request(Ping()))[0] for _ in range(PINGS)]
+    round_trips = [1000 * timed(client.request, Ping())[0] for _ in range(PINGS)]
     about = {"degrees": welcome.degrees, "device": welcome.device, **spread("round_trip_ms", round_trips)}
     print(json.dumps(about))
     backend = Backend(config, client)
@@ -50,10 +51,10 @@ def main(arguments: list[str]) -> int:
 
 def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, rounds: int) -> dict:
     """Return the seconds of a load (of what is loaded already: of finding it) and of samples."""
-    load, loaded = timed(lambda: backend.load(*request.choice, loras=request.loras))
+    load, loaded = timed(backend.load, *request.choice, loras=request.loras)
     message = sample_message(request, loaded, config.per_request)
-    first, result = timed(lambda: backend.sample(message))
-    every = [timed(lambda: backend.sample(message))[0] for _ in range(rounds)]
+    first, result = timed(backend.sample, message)
+    every = [timed(backend.sample, message)[0] for _ in range(rounds)]
     steps = len(message.tensors["sigmas"]) - 1
     return {
         "model": Path(request.model).name,
@@ -66,10 +67,10 @@ def measured(backend: Backend, request: SampleRequest, config: ParallelConfig, r
     }
 
 
-def timed(action) -> tuple:
-    """Return the seconds of ``action()``, and what it returned."""
+def timed(action: Callable, *arguments, **options) -> tuple:
+    """Return the seconds of a call of ``action``, and what it returned."""
     began = time.monotonic()
-    result = action()
+    result = action(*arguments, **options)
     return time.monotonic() - began, result
 
 

@@ -38,9 +38,9 @@ class StepTimer:
         self._compiles = compile == "blocks"
         #: Numbers of steps that compile, or read weights first: no measure of others.
         self._unlike = {0, warmup} if self._compiles else {0}
-        self._patience = COMPILED_SECONDS if self._compiles else FIRST_SECONDS
         self._usual = MIN_SECONDS
         self._done = 0
+        self._patience = max(FIRST_SECONDS, self.compiling)
         self._last = time.monotonic()
         self._is_reported = False
 
