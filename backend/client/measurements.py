@@ -8,15 +8,17 @@ from pathlib import Path
 
 import torch
 
-from ..config import ParallelConfig
+from ..config import ConfigError, ParallelConfig
 from ..hardware.device_memory import host_bytes, host_free, is_unified, unified_free
-from ..planner.machine import Machine
+from ..planner.machine import RESERVE, Machine
 from ..planner.model_shape import ModelShape
+from ..protocol import BackendError
 from ..runtime.torch_version import host_compiler, installed
-from . import cache_files, driver_query
+from . import cache_files, driver_query, status
 from .interpreter import installed_at, packages_changed, ranks_python
 from .model_choice import ModelChoice
 from .nccl_settings import gpu_names, link_key
+from .pool import Backend
 from .preflight import least_capability, read_shape, stamp
 from .probe_process import MAX_SECONDS, Check, measured_rates
 from .rank_environment import driver_name
@@ -167,6 +169,30 @@ def free_memory(device: str, indices: list[int], unknown: Sequence[int] = ()) ->
         else:
             free_bytes.append(usual if free is None else free + sum(held(index) for held in HELD))
     return tuple(free_bytes)
+
+
+def free_now(known: tuple[int, ...], devices: list[int], running: Backend) -> tuple[int, ...]:
+    """Return the bytes of each of ``devices`` that are free or our ranks'. Others may have taken memory or
+    given it back since ``known``, which is the least while a request runs: its memory is not counted yet."""
+    try:
+        ranks = status.report(running).ranks
+        # GPU -> bytes that our rank has there
+        held = {
+            gpu: max(rank["weight_bytes"], rank["device_bytes"])
+            for gpu, rank in zip(running.config.gpu_indices, ranks)
+        }
+        own = [held.get(gpu, 0) for gpu in devices]
+        # last: what counts where the driver says nothing
+        now = free_memory("cuda", devices, [was - size for was, size in zip(known, own)])
+    except (BackendError, ConfigError):
+        return known
+    least = tuple(free + size for free, size in zip(now, own))
+    if running.is_busy:
+        return tuple(map(max, known, least))
+    # of the CUDA context and libraries of a rank no allocator knows: plans leave RESERVE for them
+    most = (size + (RESERVE if gpu in held else 0) for gpu, size in zip(devices, least))
+    # what was known, unless it lies outside of what can be now
+    return tuple(max(low, min(was, high)) for was, low, high in zip(known, least, most))
 
 
 def unified_among(device: str, indices: list[int]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from ..planner.weight_swaps import FILE_RATE, WeightSwaps
 from ..quantization.dequantized_cache import have_ranks_run_out, may_cache_dequantized
 from ..runtime.callbacks import nothing
 from ..units import coarse_gigabytes
-from . import gpu_memory, measurements, pool
+from . import measurements, pool
 from .model_choice import ModelChoice
 from .plan_history import LastPlan, PlanHistory
 
@@ -327,7 +327,7 @@ def _free_memory(device: str, devices: list[int]) -> tuple[int, ...]:
     now = time.monotonic()
     if device == "cuda" and now > _history.looked.get(key, -math.inf) + LOOK_SECONDS:
         _history.looked[key] = now
-        known = _history.free[key] = gpu_memory.free_now(known, devices, running)
+        known = _history.free[key] = measurements.free_now(known, devices, running)
     return known
 
 
