@@ -193,7 +193,7 @@ class RemoteTransformer(ElsewhereModule):
             self.sampling = OnRanks(backend, loaded, dit, models=models)
             try:
                 # between two calls it may pause, and a preview's VAE may want room
-                with backend.users.one(), rank_weights_stay():
+                with backend.in_use(), rank_weights_stay():
                     return executor(
                         noise, latent_image, sampler, sigmas, denoise_mask, callback, *args, **kwargs
                     )

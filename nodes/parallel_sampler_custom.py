@@ -73,7 +73,7 @@ class ParallelSamplerCustom(CheckedSampler):
             guider.set_conds(positive, negative)
             guider.set_cfg(cfg)
             solver = comfy.samplers.sampler_object(sampler_name)
-            with remote.backend.users.one():
+            with remote.backend.in_use():
                 output = SamplerCustomAdvanced.execute(noise, guider, solver, sigmas, latent_image)
             return io.NodeOutput(*output.args, ui=shown([*dit.lines[:1], *remote.lines]))
 

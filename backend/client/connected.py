@@ -2,12 +2,13 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..config import ParallelConfig
 from ..protocol import BackendError, Cancel
 from ..units import progress_text
 from .client import BackendClient
-from .idle import Users
 from .launcher import BackendProcess
 from .model_choice import ModelChoice
 
@@ -33,7 +34,16 @@ class Connected:
         self.why: BackendError | None = None
         self.last_used = time.monotonic()
         self._busy = threading.Lock()
-        self.users = Users()
+        self._samplings = 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count as busy between the requests of a sampling, too. ComfyUI runs graphs on one thread."""
+        self._samplings += 1
+        try:
+            yield
+        finally:
+            self._samplings -= 1
 
     @property
     def welcome(self):
@@ -70,7 +80,7 @@ class Connected:
     @property
     def is_busy(self) -> bool:
         """Return whether a request or a sampling of ours is under way."""
-        return self._busy.locked() or self.users.count > 0
+        return self._busy.locked() or self._samplings > 0
 
     def is_idle(self, seconds: float) -> bool:
         """Return whether it is ours, and nobody has used it for so long."""

@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 
 from .durations import duration
@@ -12,22 +11,6 @@ from .durations import duration
 IDLE_VARIABLE = "PARALLEL_DIT_IDLE_MINUTES"
 #: Most seconds between two looks.
 LOOK_SECONDS = 10.0
-
-
-class Users:
-    """Counts the samplings that use a backend, which may make several requests with long pauses between."""
-
-    def __init__(self):
-        self.count = 0
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """Count one more. ComfyUI runs graphs on one thread."""
-        self.count += 1
-        try:
-            yield
-        finally:
-            self.count -= 1
 
 
 def idle_seconds() -> float | None:

@@ -163,7 +163,7 @@ def sample_on_ranks(node: str, dit: ParallelDiT, shift: float, inputs: dict) -> 
 
     def sample(dit: ParallelDiT) -> io.NodeOutput:
         model, remote = model_on_ranks(dit, sampler_name, shift)
-        with remote.backend.users.one():
+        with remote.backend.in_use():
             samples = sampler.sample(model=model, **inputs)
         return io.NodeOutput(*samples, ui=shown([*dit.lines[:1], *remote.lines]))
 

@@ -3,6 +3,7 @@ PARALLEL_DIT whose rank is this process."""
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from comfy_modules import comfy_modules
@@ -21,7 +22,6 @@ with comfy_modules():
     import comfy.model_detection
     import comfy.model_patcher
     import comfy.supported_models
-    from parallel_dit.backend.client.idle import Users
     from parallel_dit.backend.client.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.nodes.comfy_models.registry import weightless_patcher
@@ -50,12 +50,12 @@ class Rank:
     welcome = client_protocol.Welcome(1, "cpu", {}, [])
     config = ClientConfig()
     wait_line = ""
+    in_use = staticmethod(nullcontext)
 
     def __init__(self, checkpoint: str):
         self.engine = Engine(ParallelConfig(), mesh.single())
         self.engine.load("tiny", checkpoint, "default")
         self.requests = []
-        self.users = Users()
         self.models = {}  # of others, which would leave the ranks where memory lacks
         self.aside = set()  # and those of them that have left
 

@@ -53,7 +53,7 @@ def test_a_request_counts_until_its_end(backend):
 def test_a_sampling_counts_between_its_requests(backend):
     """A preview's VAE, or another model that ComfyUI loads, may take minutes."""
     backend.now = 1000.0
-    with backend.users.one():
+    with backend.in_use():
         pool.close_idle(600)
     assert pool._backends
     pool.close_idle(600)
