@@ -26,6 +26,7 @@ from .machine_link import Link
 from .next_step import NOBODY_ASKED, failure_sentence
 from .pack_version import require_same_pack
 from .private_folder import LOGS, private_folder
+from .probe_process import END_SECONDS, end_process
 from .rank_environment import sanitized_environment
 from .silence import CANCEL_SILENT_SECONDS, SilenceWatch, belongs_to_backend, silent_seconds
 
@@ -261,10 +262,7 @@ class BackendProcess:
             self._kill_ranks()
         # where a rank was silent all are dead by now, and torchrun may be stopped, too
         if not self._wait(1 if self.silence else 3):
-            self._agent.terminate()
-            if not self._wait(1 if self.silence else 8):
-                self._agent.kill()
-        self._agent.wait()
+            end_process(self._agent, 1 if self.silence else END_SECONDS)
         if self._link is not None:
             self._link.close("" if self._agent.returncode == 0 else self._gave_up or NOBODY_ASKED)
         self.heartbeats.close()
