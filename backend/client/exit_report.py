@@ -34,6 +34,7 @@ NCCL_CAUSE = re.compile(r"Last error:\s*(?:\[\w+\]:\s*)?(\S.*?)\s*$", re.MULTILI
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 1 << 30
 _NO_SPACE = "No space left on device"
+_OF_NCCL = re.compile(r"nccl|/dev/shm", re.IGNORECASE)
 #: What drivers without segments that grow say of the first one (vGPUs, Jetson, old ones of WSL), and torch
 #: where NVML is broken, which it asks on account of them; what also says something else; and the remedy.
 _NO_GROWING_SEGMENTS = re.compile(
@@ -243,7 +244,7 @@ def lacks_shared_memory() -> bool:
 def was_shared_memory_full(error: str) -> bool:
     """Return whether NCCL failed since /dev/shm, which is large enough, had no room left: it says so, or has
     said nothing else that is known, and there is little now."""
-    if not _is_of_nccl(error) or not SHARED_MEMORY.exists() or lacks_shared_memory():
+    if not _OF_NCCL.search(error) or not SHARED_MEMORY.exists() or lacks_shared_memory():
         return False
     return _NO_SPACE in error or (_is_little() and not _known_hint(error))
 
@@ -268,7 +269,7 @@ def _known_hint(error: str) -> str:
 def shared_memory_hint(error: str) -> str:
     """Name the remedy where NCCL failed and /dev/shm is as small as Docker makes it, or full. Empty where the
     error has another remedy, unless it says that no space is left."""
-    if not _is_of_nccl(error) or not SHARED_MEMORY.exists():
+    if not _OF_NCCL.search(error) or not SHARED_MEMORY.exists():
         return ""
     room = shutil.disk_usage(SHARED_MEMORY)
     what = "in which NCCL keeps what GPUs without peer access send each other"
@@ -279,7 +280,3 @@ def shared_memory_hint(error: str) -> str:
         return ""
     state = f"has {room.free >> 20} of {room.total >> 20} MB free" if _is_little() else "was full"
     return f" ({SHARED_MEMORY} {state}, {what}; remove {SHARED_MEMORY}/nccl-* that no process uses)"
-
-
-def _is_of_nccl(error: str) -> bool:
-    return bool(re.search(r"nccl|/dev/shm", error, re.IGNORECASE))
