@@ -4,7 +4,7 @@ import importlib
 import signal
 import sys
 
-from .failures import FAILURES
+from . import FAILURES
 
 #: Command -> its module and function: (arguments of the command line) -> exit status. No other command's
 #: module is imported: that of sample has every model, which takes seconds.

@@ -24,7 +24,7 @@ from ..client.planning import plan_for
 from ..client.preflight import check_headers
 from ..config import PER_REQUEST, ConfigError, ParallelConfig
 from ..protocol import Progress, RefusedError
-from .failures import FAILURES
+from . import FAILURES
 from .sample_request import SampleRequest, read_requests
 from .sample_tensors import planned_request, sample_message, write_result
 from .settings import THERE, Plan, read_entries, read_plan, read_settings
@@ -35,8 +35,7 @@ def main(arguments: list[str]) -> int:
     """Sample the requests of a file; 1 where one of a list fails. Raises ConfigError, RefusedError or
     BackendError, in one sentence, where a single one does, or none can run."""
     options = _options(arguments)
-    text, folder = _source(options.request)
-    requests = read_requests(text, folder)
+    requests = read_requests(*_source(options.request))
     attempts = Attempts(requests)
     if options.address:
         _run_at_address(options, attempts)
