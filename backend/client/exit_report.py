@@ -35,8 +35,8 @@ SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 1 << 30
 _NO_SPACE = "No space left on device"
 _OF_NCCL = re.compile(r"nccl|/dev/shm", re.IGNORECASE)
-#: What drivers without segments that grow say of the first one (vGPUs, Jetson, old ones of WSL), and torch
-#: where NVML is broken, which it asks on account of them; what also says something else; and the remedy.
+#: Errors of a driver without expandable segments (vGPUs, Jetson, old ones of WSL), and of torch where NVML,
+#: which it asks for them, is broken; an error that may have another cause; and the remedy.
 _NO_GROWING_SEGMENTS = re.compile(
     r"CUDA driver error: operation not supported|NVML_SUCCESS == .*(PeerToPeerAccess|GpuFabricInfo)"
 )
@@ -254,7 +254,7 @@ def _is_little() -> bool:
 
 
 def lacks_growing_segments(error: str) -> bool:
-    """Return whether an error says that the driver may know no segments that grow, which the ranks have."""
+    """Return whether an error may mean that the driver has no expandable segments, which the ranks use."""
     has_them = allocator.grows(allocator.settings(os.environ))
     return bool(_NO_GROWING_SEGMENTS.search(error)) or (_UNKNOWN in error and has_them)
 

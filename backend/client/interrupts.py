@@ -27,8 +27,8 @@ def turn(lock: Lock, check: Callable[[], None]) -> Iterator[None]:
 
 
 def deadline(seconds: float, what: str) -> Callable[[], None]:
-    """Return a check that raises DeadlineError, which says ``what``, in time to end a short request
-    (InterruptWatch) within so many seconds from now."""
+    """Return a check that raises DeadlineError, which says ``what``, early enough to end a short request
+    (InterruptWatch) within ``seconds`` from now."""
     end = time.monotonic() + seconds - PATIENCE
 
     def check():

@@ -160,8 +160,8 @@ class Backend(Connected):
         return self.process is None or _folders <= self.process.models
 
     def become(self, config: ParallelConfig, check=nothing) -> InterruptWatch:
-        """Run ``config`` on the same ranks and forget the models that these have freed for it. Return what
-        has an interrupt of ``check``, which waits."""
+        """Run ``config`` on the same ranks, and forget models that they have freed for it. Return the watch
+        that may hold an interrupt by ``check``."""
         fields = asdict(replace(config, device=self.welcome.device, gpus="", address=""))
         interrupts = InterruptWatch(self.client, check)
         with turn(self._busy, check):

@@ -59,8 +59,8 @@ class StepTimer:
     @property
     def likely(self) -> float:
         """Return the seconds that a step is likely to take: of the longest so far, and of the one under way
-        while none before is a measure: the Result of a call ends when its step does. That counts as
-        FIRST_SECONDS at most, since it may never end."""
+        until one has been measured, as a call's is by its Result. That counts as FIRST_SECONDS at most: it
+        may never end."""
         is_measured = self._done >= EARLY_STEPS or (self.longest > 0 and not self._has_progress)
         return max(self.longest, 0.0 if is_measured else min(self._spent(), FIRST_SECONDS))
 
