@@ -151,14 +151,13 @@ class BackendClient:
         at once where this process is to exit.
         """
         self.send(message)
-        warmup = message.warmup_steps if isinstance(message, protocol.Sample) else 0
-        compile = message.compile
-        if isinstance(message, protocol.ModelCall) and message.model in self._called:
-            compile = "off"  # its first call has compiled
+        is_call = isinstance(message, protocol.ModelCall)
+        warmup = 0 if is_call else message.warmup_steps
+        has_compiled = is_call and message.model in self._called
+        compile = "off" if has_compiled else message.compile
         base = message.model.partition(LORAS)[0]
         longest = self._longest.get(base, 0.0)
-        has_progress = isinstance(message, protocol.Sample)
-        timer = StepTimer(compile, self._steps_of_ranks, warmup, longest, has_progress)
+        timer = StepTimer(compile, self._steps_of_ranks, warmup, longest, has_progress=not is_call)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
@@ -170,7 +169,7 @@ class BackendClient:
                     on_progress(reply)
                 elif reply is not None:
                     result = self._accepted(reply)
-                    if isinstance(message, protocol.ModelCall):
+                    if is_call:
                         timer.step()  # which has no Progress
                         self._called.add(message.model)
                     return result
