@@ -1,7 +1,6 @@
 """Command lines of torchrun's agents: where agents and ranks meet, and what a rank runs."""
 
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
 from ..config import ParallelConfig
@@ -47,12 +46,7 @@ def launch_command(
 
 def agent_command(ranks: int, folder: Path, machines: Machines = ONE_MACHINE) -> list[str]:
     """Return the command line of an agent of so many ranks, without what they run."""
-    flags = {
-        "--nproc-per-node": str(ranks),
-        "--max-restarts": "0",
-        "--monitor-interval": "0.1",
-        "--log-dir": str(folder / "ranks"),
-        "--tee": "3",
-    }
     rendezvous = _static_rendezvous(machines) if machines.count > 1 else rendezvous_flags(folder)
-    return [ranks_python(), "-m", "torch.distributed.run", *rendezvous, *chain(*flags.items())]
+    life = ["--nproc-per-node", str(ranks), "--max-restarts", "0", "--monitor-interval", "0.1"]
+    logs = ["--log-dir", str(folder / "ranks"), "--tee", "3"]
+    return [ranks_python(), "-m", "torch.distributed.run", *rendezvous, *life, *logs]

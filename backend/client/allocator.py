@@ -28,7 +28,7 @@ def settings(parent: Mapping[str, str]) -> dict[str, str]:
             found[name] = ",".join(users if is_said or not may_grow else [*users, _GROWING])
     newest, older = NAMES[:2]  # torch before 2.9 does not know the newest, later ones read the older first
     if not found and may_grow:
-        return {newest: _GROWING, older: _GROWING}
+        found[newest] = _GROWING
     if set(found) == {newest}:
         found[older] = found[newest]
     return found

@@ -66,13 +66,12 @@ def _client(address: str, token: str, check: Callable, show: Callable) -> Backen
     while True:
         try:
             client = BackendClient(address, token, check)
+            _met.add(address)
+            return client
         except OSError as error:
             if not isinstance(error, _NOT_THERE) or time.monotonic() >= end:
                 why = f"No backend listens at {address} ({error})"
                 raise BackendError(f"{why}; start one there, or clear address to launch one here.") from error
-        else:
-            _met.add(address)
-            return client
         show(f"waiting for the backend at {address}")
         check()
         time.sleep(POLL_SECONDS)
