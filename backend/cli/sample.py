@@ -36,10 +36,9 @@ def main(arguments: list[str]) -> int:
     BackendError, in one sentence, where a single one does, or none can run."""
     options = _options(arguments)
     requests = read_requests(*_source(options.request))
-    attempts = Attempts(requests)
     if options.address:
-        _run_at_address(options, attempts)
-        return attempts.status
+        return _run_at_address(options, requests)
+    choices = {request.choice for request in requests}
     config = read_plan(options.config)
     pool.allow(*(folder for request in requests for folder in request.allowed_folders()))
     plans: dict[int, ParallelConfig] = {}
@@ -54,50 +53,43 @@ def main(arguments: list[str]) -> int:
             own = plans[index]
             # their refusals name what the user has set, not the patches that were chosen for one request
             ranks = config if isinstance(config, ParallelConfig) else own
-            run(pool.backend_for(ranks, show=_line), request, own, attempts.choices)
+            run(pool.backend_for(ranks, show=_line), request, own, choices)
 
     try:
-        attempts.each(plan)
-        attempts.each(sample)
+        return for_each(requests, plan) | for_each(requests, sample)
     finally:
         pool.close_all()
-    return attempts.status
 
 
-class Attempts:
-    """The requests of a file, of which one may fail and the others run. ``status``: 1 once one has failed.
-    ``choices``: their models, which stay on the ranks from one request to the next."""
-
-    def __init__(self, requests: list[SampleRequest]):
-        self.choices = {request.choice for request in requests}
-        self.status = 0
-        self._requests = requests
-
-    def each(self, action: Callable[[int, SampleRequest], None]):
-        """Do ``action`` for every request; of several, print what one fails with, which else is raised."""
-        for index, request in enumerate(self._requests):
-            try:
-                action(index, request)
-            except FAILURES as error:
-                if len(self._requests) == 1:
-                    raise
-                self.status = 1
-                print(f"{request.out}: {error}", file=sys.stderr, flush=True)
+def for_each(requests: list[SampleRequest], action: Callable[[int, SampleRequest], None]) -> int:
+    """Do ``action`` for every request. Of several, print what one fails with, which else is raised, and
+    return 1."""
+    status = 0
+    for index, request in enumerate(requests):
+        try:
+            action(index, request)
+        except FAILURES as error:
+            if len(requests) == 1:
+                raise
+            status = 1
+            print(f"{request.out}: {error}", file=sys.stderr, flush=True)
+    return status
 
 
-def _run_at_address(options: argparse.Namespace, attempts: Attempts):
-    """Run the requests on ranks that somebody else has started."""
+def _run_at_address(options: argparse.Namespace, requests: list[SampleRequest]) -> int:
+    """Run the requests on ranks that somebody else has started; 1 where one of several fails."""
     read_entries(options.config, PER_REQUEST, THERE)  # refused without a connection
+    choices = {request.choice for request in requests}
     backend = _connected(options)
 
     def sample(_: int, request: SampleRequest):
         nonlocal backend
         if backend.client.closed:  # it ended with the request before
             backend = _connected(options)
-        run(backend, request, backend.config, attempts.choices)
+        run(backend, request, backend.config, choices)
 
     try:
-        attempts.each(sample)
+        return for_each(requests, sample)
     finally:
         backend.client.close()
 
