@@ -164,11 +164,9 @@ class _Handshakes:
 
     def _say(self, refused: str):
         with self._lock:
-            is_new = refused != self.refused and not self._ended
-            if is_new:
+            if refused != self.refused and not self._ended:
                 self.refused = refused
-        if is_new:
-            print(refused[2:], file=sys.stderr, flush=True)
+                print(refused[2:], file=sys.stderr, flush=True)
 
 
 def _hang_up(connection: socket.socket):
