@@ -176,10 +176,9 @@ def _remove_abandoned(folder: Path):
 
 def _remove(folder: Path):
     """Remove a folder, after which its log is asked for no more."""
-    for log in [each for each in list(LOGS) if each.parent == folder]:
-        # IndexError: another thread adds one meanwhile, and the next look at the log finds nothing
-        with suppress(ValueError, IndexError):
-            LOGS.remove(log)
+    # IndexError: another thread adds one meanwhile, and the next look at the log finds nothing
+    with suppress(ValueError, IndexError):
+        LOGS.remove(folder / "backend.log")
     shutil.rmtree(folder, ignore_errors=True)
 
 
