@@ -175,11 +175,6 @@ def _probed(
         private.close()
 
 
-def no_remedy() -> str:
-    """Return nothing to try: the doctor is to say it."""
-    return ""
-
-
 def run(
     command: list[str],
     environment: dict[str, str],
@@ -188,7 +183,7 @@ def run(
     is_started: Callable[[], bool] = lambda: False,
     is_linked: Callable[[], bool] = lambda: False,
     held: tuple[int, ...] = (),
-    remedy: Callable[[], str] = no_remedy,
+    remedy: Callable[[], str] = lambda: "",
     is_last: bool = False,
 ):
     """Run a process of the backend to its end; it ends with us, by the pipe that is its standard input, and
