@@ -39,12 +39,16 @@ def check_headers(config: ParallelConfig, choice: ModelChoice, folders: Iterable
     second and may raise to give up. Raises RefusedError, ConfigError where ``config`` does not fit this
     machine, BackendError where the process ends without an answer."""
     device = config.resolve_device(torch.cuda.device_count())
+    memory = [host_bytes()]
+    if device == "cuda":
+        memory = [torch.cuda.get_device_properties(index).total_memory for index in config.gpu_indices]
     question = {
         **choice._asdict(),
         "config": asdict(replace(config, device=device, gpus="", address="")),
         "device": device,
         "folders": sorted(folders),
-        **_hardware(config, device),
+        "capability": least_capability(device, config.gpu_indices),
+        "memory": memory,
     }
     # the model's files, packages that read and run it, and this pack decide, too
     packages = [installed(name) for name in ("torch", "diffusers", "gguf", "comfy-kitchen")]
@@ -76,14 +80,6 @@ def stamp(path: Path) -> tuple:
     """Tell versions of a file apart, or of the files of a folder of diffusers."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return tuple((str(each), *state) for each in files if (state := file_state(each)))
-
-
-def _hardware(config: ParallelConfig, device: str) -> dict:
-    """Return the memory and the least compute capability of the ranks' devices."""
-    if device == "cpu":
-        return {"capability": None, "memory": [host_bytes()]}
-    memory = [torch.cuda.get_device_properties(index).total_memory for index in config.gpu_indices]
-    return {"capability": least_capability(device, config.gpu_indices), "memory": memory}
 
 
 class _Reader:
