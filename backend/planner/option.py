@@ -23,8 +23,7 @@ class Option:
     """A plan with its estimate.
 
     seconds: of the request. bytes, room: what the rank with least to spare holds, and may hold. likely: room
-    plus the most by which any rank likely exceeds its own (question.Tightest). unit: what a rank has to
-    itself, for messages.
+    plus the most by which any rank likely exceeds its own. unit: what a rank has to itself, for messages.
     swap_seconds: those of the seconds in which this model and another one take turns; rereads: this one is
     read for that. yield_seconds: those in which weights leave for ComfyUI's own models. drift: how many times
     as fast as an exact plan it has to be. compiles: whether blocks can be compiled there.

@@ -1,7 +1,6 @@
 """What the planner is asked, and the estimates of every plan that could be the answer."""
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ..config import ParallelConfig
 from ..shares import written
@@ -18,19 +17,6 @@ from .weight_swaps import WeightSwaps
 FILLINGS = 8
 #: Plans of which the fullest rank, times all, needs more than so many times all rooms are not filled.
 FILLED = 1.5
-
-
-class Tightest(NamedTuple):
-    """The memory of the rank with least to spare, in bytes.
-
-    held: what it holds. room: what it may hold. likely: ``room`` plus the most by which any rank likely
-    exceeds its own. besides_weights: the most that any rank likely needs next to its weights.
-    """
-
-    held: int
-    room: int
-    likely: int
-    besides_weights: int
 
 
 @dataclass(frozen=True)
@@ -67,46 +53,37 @@ class Question:
         return self.of_first(plan.world_size)._option(plan)
 
     def _option(self, plan: ParallelConfig) -> Option:
-        rank = self._tightest(plan)
-        spare = spare_bytes(rank.room - rank.likely, rank.besides_weights) if self.caches_dequantized else 0
+        rooms = self.machine.rooms(plan.world_size)
+        models = self._models(plan)
+        are_alike = not plan.shares and len(set(rooms)) == 1
+        ranks = [held(*models)] if are_alike else held_by_rank(*models)
+        tightest, room = max(zip(ranks, rooms), key=lambda pair: pair[0].bytes - pair[1])
+        beyond = max(each.likely - own for each, own in zip(ranks, rooms))
+        spare = 0
+        if self.caches_dequantized:
+            spare = spare_bytes(-beyond, max(each.likely - each.weights for each in ranks))
         seconds = Cost(self.shape, plan, self.machine, request=self.request, spare=spare).total
-        unit = "rank" if self.machine.on_host else "GPU"
-        drift = drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0
-        models = (self.shape, plan, self.request, self.others)
-        aside, reads = self.swaps.yield_time(*models, self.machine.host_link)
+        aside, reads = self.swaps.yield_time(
+            self.shape, plan, self.request, self.others, self.machine.host_link
+        )
         return Option(
             plan,
             seconds=seconds + aside,
-            bytes=rank.held,
-            room=rank.room,
-            likely=rank.likely,
-            unit=unit,
+            bytes=tightest.bytes,
+            room=room,
+            likely=room + beyond,
+            unit="rank" if self.machine.on_host else "GPU",
             rereads=reads,
             yield_seconds=aside,
-            drift=drift,
+            drift=drift_penalty(self.request.steps, plan.patches) if plan.has_stale_kv else 1.0,
             compiles=self.shape.compiles and not self.machine.on_host,
         )
 
-    def _tightest(self, plan: ParallelConfig) -> Tightest:
-        """Find the rank with least to spare."""
-        rooms = self.machine.rooms(plan.world_size)
-        models = (self.shape, self._in_memory(plan), self.request, self.others)
-        are_alike = not plan.shares and len(set(rooms)) == 1
-        ranks = [held(*models)] if are_alike else held_by_rank(*models)
-        sizes = [each.bytes for each in ranks]
-        size, room = max(zip(sizes, rooms), key=lambda pair: pair[0] - pair[1])
-        beyond = max(each.likely - own for each, own in zip(ranks, rooms))
-        return Tightest(
-            held=size,
-            room=room,
-            likely=room + beyond,
-            besides_weights=max(each.likely - each.weights for each in ranks),
-        )
-
-    def _in_memory(self, plan: ParallelConfig) -> ParallelConfig:
-        """Return the plan by which memory is counted: where it is the host's, too, no weights leave it."""
-        leaves = self.swaps.parks(plan) and not self.machine.on_host
-        return plan if leaves else replace(plan, offload_modulation=False)
+    def _models(self, plan: ParallelConfig) -> tuple:
+        """Return what ``held`` counts of a plan: where memory is the host's, too, no weights leave it."""
+        if self.machine.on_host or not self.swaps.parks(plan):
+            plan = replace(plan, offload_modulation=False)
+        return self.shape, plan, self.request, self.others
 
     def _shares(self, ranks: int) -> list[str]:
         """Return the shares to try for so many ranks: the user's, else by speed, by memory and equal ones
@@ -148,8 +125,7 @@ class Question:
             # in per cents of an even share: a few tokens more leave the weights where they are
             whole = 100 * len(shares) / sum(shares)
             plan = replace(plan, shares=written([round(whole * each) or 1 for each in shares]))
-            models = (asked.shape, asked._in_memory(plan), self.request, asked.others)
-            sizes = [each.bytes for each in held_by_rank(*models)]
+            sizes = [each.bytes for each in held_by_rank(*asked._models(plan))]
             if all(size <= room for size, room in zip(sizes, rooms)):
                 break
             shares = [share * room / size for share, room, size in zip(shares, rooms, sizes)]
