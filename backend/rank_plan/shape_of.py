@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -108,10 +108,9 @@ class _Measured:
             return {}
 
     @cached_property
-    def _polynomials(self) -> list[tuple[float, float, float, float, float]]:
-        """Return the multiplications of every block: for each image token and text token, and each pair of
-        two image tokens, of one of each, of two text tokens. They are polynomials, so five counts tell
-        them."""
+    def _polynomials(self) -> list[dict[str, float]]:
+        """Return the multiplications of every block, under BlockShape's names. They are polynomials of image
+        and text tokens, so five counts tell them."""
 
         def counts(image: int, text: int) -> list[int]:
             checkpoint = self.checkpoint
@@ -120,53 +119,45 @@ class _Measured:
         points = [counts(*tokens) for tokens in ((1, 0), (2, 0), (0, 1), (0, 2), (1, 1))]
         polynomials = []
         for one, two, prompt, prompts, both in zip(*points):
-            image_pairs = (two - 2 * one) / 2
-            text_pairs = (prompts - 2 * prompt) / 2
-            polynomials.append(
-                (one - image_pairs, prompt - text_pairs, image_pairs, both - one - prompt, text_pairs)
-            )
+            pairs = {
+                "image_pairs": (two - 2 * one) / 2,
+                "cross_pairs": both - one - prompt,
+                "text_pairs": (prompts - 2 * prompt) / 2,
+            }
+            image = one - pairs["image_pairs"]
+            polynomials.append(pairs | {"image": image, "text": prompt - pairs["text_pairs"]})
         return polynomials
 
     @cached_property
-    def _by_block(self) -> list[Counter[str]]:
-        """Return the bytes of every block: "modulation", "weights" without it, "cut" by tensor parallelism,
-        what quantized ones are "unpacked", and what is moved for that ("dequantizing"), by how many
-        "kernels". Values of its "matrices", and by format of those that multiply natively."""
-        names = self.checkpoint.block_names
-        modulation = {layer for block in names for layer in self.checkpoint.modulation[block]}
-        by_block = [Counter[str]() for _ in names]
+    def _by_block(self) -> list[dict[str, HeldParameter]]:
+        """Return the parameters of every block by their names, modulation included."""
+        by_block: list[dict[str, HeldParameter]] = [{} for _ in self.checkpoint.block_names]
         for name, each in zip(self.checkpoint.parameters, self._parameters):
-            if each.block is None:
-                continue
-            counts = by_block[each.block]
-            if each.module in modulation:
-                counts["modulation"] += each.bytes
-                continue
-            counts["weights"] += each.bytes
-            counts["unpacked"] += each.unpacked
-            counts["dequantizing"] += each.moved
-            counts["kernels"] += each.kernels
-            counts["cut"] += each.bytes if each.module in self._cuts else 0
-            shape = self.checkpoint.shapes[name]
-            counts["matrices"] += math.prod(shape) if len(shape) > 1 else 0
-            if each.kernel in NATIVE_FORMATS:
-                counts[NATIVE_FORMATS[each.kernel]] += math.prod(shape)
+            if each.block is not None:
+                by_block[each.block][name] = each
         return by_block
 
-    def _native(self, sizes: Counter[str]) -> dict[str, Any]:
-        """Return the format of which a block multiplies most natively, and its share of the values of
+    def _native(self, weights: Mapping[str, HeldParameter]) -> dict[str, Any]:
+        """Return the format of which most of ``weights`` multiply natively, and its share of the values of
         matrices."""
+        sizes: Counter[str] = Counter()
+        for name, each in weights.items():
+            shape = self.checkpoint.shapes[name]
+            if len(shape) > 1:
+                sizes["matrices"] += math.prod(shape)
+            if each.kernel in NATIVE_FORMATS:
+                sizes[NATIVE_FORMATS[each.kernel]] += math.prod(shape)
         kind = max(RULES, key=lambda kind: sizes[kind])
         share = sizes[kind] / max(1, sizes["matrices"])
         return {"native_format": kind, "native_share": share} if share else {}
 
     @cached_property
-    def _reduced(self) -> list[list[int]]:
+    def _reduced(self) -> list[Counter[str]]:
         """Return the numbers of an image token and of a text token that tensor parallelism sums in every
         block."""
         checkpoint = self.checkpoint
         family = checkpoint.family
-        counts = [[0, 0] for _ in checkpoint.block_names]
+        counts = [Counter[str]() for _ in checkpoint.block_names]
         for module, cut in self._cuts.items():
             if not cut.reduce:
                 continue
@@ -174,51 +165,36 @@ class _Measured:
             inner = module.removeprefix(f"{checkpoint.block_names[block]}.")
             numbers = cut.reduced_features * family.blocks.flop_share(inner, checkpoint.config)
             passing = checkpoint.layer_tokens[module]
-            for stream, tokens in enumerate(((1, 0), (0, 1))):
-                latents = latents_of(family, tokens[0])
-                counts[block][stream] += round(passing.count(*tokens, latents) * numbers)
+            counts[block]["image"] += round(passing.count(1, 0, latents_of(family, 1)) * numbers)
+            counts[block]["text"] += round(passing.count(0, 1, latents_of(family, 0)) * numbers)
         return counts
 
     def _whole_block(self) -> BlockShape:
         """Return a transformer that cannot be cut as one block: a token of the image meets every matrix.
         Attention and text, of which nothing is known, are left out; they speed up as the rest does."""
-        held = self._parameters
-        return BlockShape(
-            image=sum(each.numel() for each in self.checkpoint.transformer.parameters() if each.ndim > 1),
-            text=0,
-            image_pairs=0,
-            cross_pairs=0,
-            text_pairs=0,
-            weights=sum(each.bytes for each in held),
-            unpacked=sum(each.unpacked for each in held),
-            dequantizing=sum(each.moved for each in held),
-            kernels=sum(each.kernels for each in held),
-            cut=0,
-        )
+        matrices = (each for each in self.checkpoint.transformer.parameters() if each.ndim > 1)
+        image = sum(each.numel() for each in matrices)
+        none: dict[str, Any] = dict.fromkeys(("text", "image_pairs", "cross_pairs", "text_pairs", "cut"), 0)
+        return BlockShape(image=image, **none, **_held(self._parameters))
 
     def _block(self, index: int) -> BlockShape:
-        sizes = self._by_block[index]
-        blocks = self.checkpoint.block_names[index].rpartition(".")[0]
-        streams = self.checkpoint.family.blocks.lists[blocks]
-        reduced_image, reduced_text = self._reduced[index]
-        image, text, image_pairs, cross_pairs, text_pairs = self._polynomials[index]
+        checkpoint = self.checkpoint
+        own = self._by_block[index]
+        weights = {name: each for name, each in own.items() if each.module not in self._one_rank.modulation}
+        held = _held(weights.values())
+        cut = sum(each.bytes for each in weights.values() if each.module in self._cuts)
+        streams = checkpoint.family.blocks.lists[checkpoint.block_names[index].rpartition(".")[0]]
+        multiplications = self._polynomials[index]
         return BlockShape(
-            image=image,
-            text=text,
-            image_pairs=image_pairs,
-            cross_pairs=cross_pairs,
-            text_pairs=text_pairs,
-            weights=sizes["weights"],
-            modulation=sizes["modulation"],
+            **multiplications,
+            **held,
+            modulation=sum(each.bytes for each in own.values()) - held["weights"],
             modulation_width=self._modulation_width(index),
-            unpacked=sizes["unpacked"],
-            dequantizing=sizes["dequantizing"],
-            kernels=sizes["kernels"],
-            **self._native(sizes),
-            cut=sizes["cut"] / max(1, sizes["weights"]),
-            reduced_image=reduced_image,
-            reduced_text=reduced_text,
-            streams=2 if streams == APART and text else 1,
+            **self._native(weights),
+            cut=cut / max(1, held["weights"]),
+            reduced_image=self._reduced[index]["image"],
+            reduced_text=self._reduced[index]["text"],
+            streams=2 if streams == APART and multiplications["text"] else 1,
             queries=self._features(index, "queries"),
             keys=self._features(index, "keys"),
             skips=len(self._structure.crossing(index + 1)),
@@ -264,3 +240,13 @@ class _Measured:
             if call.kv_width < call.width and not call.is_local
         ]
         return min(grouped, default=0)
+
+
+def _held(parameters: Collection[HeldParameter]) -> dict[str, Any]:
+    """Return the bytes of parameters, and what it takes to dequantize them, under BlockShape's names."""
+    return {
+        "weights": sum(each.bytes for each in parameters),
+        "unpacked": sum(each.unpacked for each in parameters),
+        "dequantizing": sum(each.moved for each in parameters),
+        "kernels": sum(each.kernels for each in parameters),
+    }
