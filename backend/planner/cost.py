@@ -11,7 +11,7 @@ from functools import cached_property
 
 from ..config import ParallelConfig
 from ..parallel.modulation_chunks import counted_embeddings, evaluations_ahead
-from ..parallel.wire_bytes import FULL, head_bytes
+from ..parallel.wire_bytes import head_bytes
 from ..quantization.dequantized_cache import pays
 from ..shares import relative_shares, shard_sizes
 from .machine import Machine, RequestEstimate, samples_at_once
@@ -115,19 +115,20 @@ class Cost:
     def _at_once(self, patches: int) -> float:
         """Count the samples that go through the model together, of several batches their mean: in a
         synchronous step of a pipeline one, and in a call those of all prompts, up to so many tokens."""
-        return (
-            self._most_samples * self.request.prompts_per_rank(self.plan.cfg_degree) / self._batches(patches)
-        )
+        return self._most_samples * self._prompts / self._batches(patches)
 
     def _batches(self, patches: int) -> int:
         """Return how many batches a step has on the rank with most samples."""
-        prompts = self.request.prompts_per_rank(self.plan.cfg_degree)
-        every = self._most_samples * prompts
-        if self.plan.pipefusion_degree > 1:
-            return every if patches == 1 else prompts
-        if not self.request.drained:
-            return prompts
+        every = self._most_samples * self._prompts
+        if self.plan.pipefusion_degree > 1 and patches == 1:
+            return every
+        if self.plan.pipefusion_degree > 1 or not self.request.drained:
+            return self._prompts
         return math.ceil(every / samples_at_once(self.request.image_tokens))
+
+    @property
+    def _prompts(self) -> int:
+        return self.request.prompts_per_rank(self.plan.cfg_degree)
 
     @cached_property
     def _sequence(self) -> int:
@@ -208,23 +209,19 @@ class Cost:
         synchronous, stale = self._steps
         return synchronous * self._batches(1) + stale * patches * self._batches(patches)
 
-    def _activation(self, patches: int, features: int | None = None) -> float:
-        """Return the bytes of one activation of all tokens of a patch, on a rank of a tensor-parallel group:
-        of so many features, or of the model's width."""
-        width = self.shape.width if features is None else features
-        return self._at_once(patches) * self._sequence * width * self.shape.itemsize / patches
+    def _activation(self, patches: int, features: int) -> float:
+        """Return the bytes of so many features of all tokens of a patch."""
+        return self._at_once(patches) * self._sequence * features * self.shape.itemsize / patches
 
     @property
     def _on_wire(self) -> float:
         """Return the bytes of a number that Ulysses or a ring sends, as a part of those that it has."""
-        if self.plan.wire == FULL:
-            return 1.0
         full = self.shape.head_size * self.shape.itemsize
         return head_bytes(self.shape.head_size, self.shape.itemsize, self.plan.wire) / full
 
     def _keys(self, blocks: tuple[BlockShape, ...]) -> int:
-        repeats = self.shape.kv_repeats(self.plan)
-        return repeats * sum(block.sent(self.shape.width)[1] for block in blocks)
+        keys = sum(block.sent(self.shape.width)[1] for block in blocks)
+        return keys * self.shape.kv_repeats(self.plan)
 
     def _queries(self, blocks: tuple[BlockShape, ...]) -> int:
         return sum(block.sent(self.shape.width)[0] for block in blocks)
@@ -239,10 +236,10 @@ class Cost:
         travelling = self._travelling(blocks, patches)
         if plan.has_stale_kv:  # gathered into the stage's buffer before attention
             return attention + travelling
-        hidden = max(attention / RING_EFFICIENCY, attention / r + travelling)
+        merges = (r - 1) * self._merge(blocks, patches)
         if self.machine.on_host:
-            hidden = attention + travelling
-        return hidden + (r - 1) * self._merge(blocks, patches)
+            return attention + travelling + merges
+        return max(attention / RING_EFFICIENCY, attention / r + travelling) + merges
 
     def _travelling(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
         """Return the seconds in which keys and values go around a ring."""
@@ -317,7 +314,7 @@ class Cost:
         if not self.plan.shard_weights or self.request.drained or not size:
             return 0.0
         embeddings = counted_embeddings(
-            self.request.prompts_per_rank(self.plan.cfg_degree),
+            self._prompts,
             self._most_samples,
             shared=self.shape.shared_embeddings,
             replicas=self.plan.data_parallel_degree,
@@ -331,7 +328,7 @@ class Cost:
         if self.plan.pipefusion_degree == 1:
             return 0.0
         carried = max(1 + stage[-1].skips for stage in self._stages[:-1])
-        sent = carried * self._activation(patches) / self.plan.sp_degree
+        sent = carried * self._activation(patches, self.shape.width) / self.plan.sp_degree
         return self.machine.latency + sent / self.machine.neighbour(self.plan.prompt_degree)
 
     def _combine(self) -> float:

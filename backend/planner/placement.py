@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from ..config import ParallelConfig
 from .machine import RequestEstimate
-from .memory import held_by_rank
 from .model_shape import ModelShape
 from .weight_swaps import FILE_RATE, read_bytes
 
@@ -45,9 +44,9 @@ class Ranks:
         """Return the seconds until models lie as ``plan`` needs them: 0 where they do, or none is held."""
         if not self.held or self.plan.same_weights(plan):
             return 0.0
-        sizes = [read_bytes(shape, plan, held_by_rank(shape, plan, request)) for shape in self.held]
+        size = sum(read_bytes(shape, plan, request) for shape in self.held)
         start = START_SECONDS if plan.world_size != self.plan.world_size else 0.0
-        return start + sum(sizes) / self.rate
+        return start + size / self.rate
 
 
 def choose_placement(

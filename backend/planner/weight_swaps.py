@@ -1,23 +1,23 @@
 """Seconds in which weights leave the GPUs and come back: of models that take turns, and for ComfyUI's own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ParallelConfig
 from .machine import RequestEstimate
-from .memory import HeldBytes, held, held_by_rank
+from .memory import held, held_by_rank
 from .model_shape import ModelShape
 
 #: Bytes/s from a file for all ranks together where no load of it was measured: of a slow NVMe.
 FILE_RATE = 1.5e9
 
 
-def read_bytes(shape: ModelShape, plan: ParallelConfig, ranks: Iterable[HeldBytes]) -> int:
-    """Return the bytes that all ranks together read of a model's file, as their rate counts them, by what
-    each of ``ranks`` holds. Each reads all of what is sharded, and drops what is of others."""
+def read_bytes(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate) -> int:
+    """Return the bytes that all ranks together read of a model's file, as their rate counts them. Each reads
+    all of what is sharded, and drops what is of others."""
     if plan.shard_weights:
         return shape.weights * plan.world_size
-    return sum(rank.weights for rank in ranks)
+    return sum(rank.weights for rank in held_by_rank(shape, plan, request))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class WeightSwaps:
         copied = max(0 if is_quantized else size for size, is_quantized in sizes)
         # they are parked while those of ``shape`` still are, and half of what memory these leave counts
         if self.must_reread(plan, (waiting + own // 2) * plan.world_size):
-            return self._reading(read_bytes(shape, plan, held_by_rank(shape, plan, request))), True
+            return read_bytes(shape, plan, request) / self._file_rate, True
         return (own + copied) / link, False
 
     def yield_time(
@@ -86,24 +86,22 @@ class WeightSwaps:
             return 0.0, False
         theirs = replace(request, loras=request.other_loras)
         models = [held_by_rank(shape, plan, request), *(held_by_rank(each, plan, theirs) for each in others)]
+        # a request pays for its own model, which leaves without a copy where it is quantized
+        ways = 1 if shape.is_quantized else 2
         seconds = 0.0
-        reads = False
         for rank, left in self.left_by_comfyui:
             if rank >= plan.world_size:
                 continue
             sizes = [ranks[rank].weights for ranks in models]
             gone = _gone(sizes, left)
-            if gone and self.must_reread(plan, gone):
-                seconds = self._reading(read_bytes(shape, plan, models[0]))
-                reads = True
-                break  # they are freed on every rank
-            # a request pays for its own model, which leaves without a copy where it is quantized
-            ways = 1 if shape.is_quantized else 2
+            if gone and self.must_reread(plan, gone):  # they are freed on every rank
+                return read_bytes(shape, plan, request) / self._file_rate, True
             seconds += ways * gone * sizes[0] / max(1, sum(sizes)) / link
-        return seconds, reads
+        return seconds, False
 
-    def _reading(self, size: int) -> float:
-        return size / (self.file or FILE_RATE)
+    @property
+    def _file_rate(self) -> float:
+        return self.file or FILE_RATE
 
 
 def _gone(sizes: list[int], left: int) -> int:
