@@ -43,21 +43,18 @@ class PlanChoice:
     def lines(self) -> list[str]:
         """One line for the choice, one for each note, and one for each runner-up."""
         chosen = self.option.with_compile
-        kind = (
-            "PipeFusion drifts a little" if chosen.plan.has_stale_kv else f"same result as one {chosen.unit}"
-        )
-        first = f"{self.method}: {chosen.name}. {self._figures(chosen)}, {kind}.{self.why}"
-        others = [f"next: {each.name}. {self._next(each, chosen)}." for each in self.runners_up]
-        return [first, *self.notes, *others]
-
-    def _next(self, option: Option, chosen: Option) -> str:
-        why = option.why_not(chosen) if self.method != MEMORY and not self.why else ""
-        return "; ".join(filter(None, (self._figures(option), why)))
+        result = f"same result as one {chosen.unit}"
+        if chosen.plan.has_stale_kv:
+            result = "PipeFusion drifts a little"
+        lines = [f"{self.method}: {chosen.name}. {self._figures(chosen)}, {result}.{self.why}", *self.notes]
+        for each in self.runners_up:
+            why = each.why_not(chosen) if self.method != MEMORY and not self.why else ""
+            lines.append(f"next: {each.name}. {self._figures(each)}{why and '; '}{why}.")
+        return lines
 
     def _figures(self, option: Option) -> str:
-        memory = (
-            f"about {coarse_gigabytes(option.bytes)} of {coarse_gigabytes(option.room)} per {option.unit}"
-        )
+        held, room = coarse_gigabytes(option.bytes), coarse_gigabytes(option.room)
+        memory = f"about {held} of {room} per {option.unit}"
         if option.plan.world_size == 1:
             return memory
         ratio = self.one.sampling_seconds / option.sampling_seconds
@@ -77,10 +74,14 @@ def choose(question: Question, method: str = AUTO, running: Ranks | None = None)
     ordered = ranked(options, method)
     if not ordered:
         raise ConfigError(_what_lacks(question, options))
-    best, regret = (ordered[0], {}) if method == MEMORY else _settled(question, method, options, running)
+    best = ordered[0]
+    regret: dict[Placement, float] = {}
+    why = ""
+    if method != MEMORY:
+        best, regret = _settled(question, method, options, running)
+        why = _why_not(question, best, ordered[0], running)
     machine = question.machine
     notes = tuple(filter(None, (machine.line, machine.links, *_waits(question, best, fit_together))))
-    why = _why_not(question, best, ordered[0], running) if method != MEMORY else ""
     return PlanChoice(
         option=best,
         runners_up=_runners_up(ordered, best),
@@ -172,13 +173,11 @@ def _why_not(question: Question, best: Option, fastest: Option, running: Ranks |
 
 def _runners_up(ordered: list[Option], best: Option) -> tuple[Option, ...]:
     """Return the best option of each other set of methods, in order."""
-    seen = {best.mechanisms}
-    runners_up = []
+    by_methods: dict[frozenset[str], Option] = {}
     for option in ordered:
-        if option.mechanisms not in seen:
-            seen.add(option.mechanisms)
-            runners_up.append(option)
-    return tuple(runners_up[:RUNNERS_UP])
+        by_methods.setdefault(option.mechanisms, option)
+    others = [option for methods, option in by_methods.items() if methods != best.mechanisms]
+    return tuple(others[:RUNNERS_UP])
 
 
 def _what_lacks(question: Question, options: list[Option]) -> str:

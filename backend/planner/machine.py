@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
@@ -71,7 +72,7 @@ class Machine:
     names: tuple[str, ...] = ()
     speeds: tuple[float, ...] = ()
     bandwidths: tuple[float, ...] = ()
-    memory: tuple[int, ...] = field(default=())
+    memory: tuple[int, ...] = ()
     on_host: bool = False
     rings: dict[int, float] = field(default_factory=dict)
     host_link: float = HOST_LINK
@@ -92,10 +93,8 @@ class Machine:
     def is_disturbed(self) -> bool:
         """Return whether GPUs of one name differ by more than DIFFERENT in speed, as where others used one
         of them during the measurement."""
-        spans: dict[str, list[float]] = {}
-        for name, speed in zip(self.names, self.speeds):
-            spans.setdefault(name, []).append(speed)
-        return any(max(each) > DIFFERENT * min(each) for each in spans.values())
+        gpus = list(zip(self.names, self.speeds))
+        return any(one == two and a > DIFFERENT * b for (one, a), (two, b) in product(gpus, gpus))
 
     @property
     def lasts(self) -> bool:
@@ -121,8 +120,7 @@ class Machine:
         return self.speeds[:ranks] if self.differs else (1.0,) * ranks
 
     def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
-        """Return how many times as fast as the slowest GPU's the memory of each of the first GPUs is: 1 where
-        all GPUs are alike."""
+        """Return as speeds_of, of the memory of each of the first GPUs."""
         if not self.differs or not self.bandwidths:
             return (1.0,) * ranks
         return tuple(each / min(self.bandwidths) for each in self.bandwidths[:ranks])
@@ -165,8 +163,8 @@ class Machine:
 
     def gpus_of_ranks(self, ranks: int) -> list[int]:
         """Return the index of each GPU of the first ``ranks``, in the order of the ranks."""
-        gpus = range(ranks)
-        return sorted(gpus, key=self.rank_order.__getitem__) if self.rank_order else list(gpus)
+        order = self.rank_order or range(ranks)
+        return sorted(range(ranks), key=order.__getitem__)
 
     def with_natives(self, natives: Sequence[dict[str, float]]) -> "Machine":
         """Return the machine with each rank's native rates; what some ranks cannot multiply natively, none
@@ -215,14 +213,11 @@ class Machine:
     @classmethod
     def from_dict(cls, values: dict) -> "Machine":
         """Read what ``as_dict`` made. TypeError, KeyError or ValueError for anything else."""
-        names = [each.name for each in fields(cls) if each.name not in CHANGING]
-        read: dict[str, Any] = {name: values[name] for name in names}
+        read = {each.name: values[each.name] for each in fields(cls) if each.name not in CHANGING}
         for name in ("all_to_all", "rings"):
             read[name] = {int(size): float(rate) for size, rate in values[name].items()}
-        for name in ("names", "speeds", "bandwidths"):
+        for name in ("names", "speeds", "bandwidths", "natives"):
             read[name] = tuple(values[name])
-        read["native_rates"] = _native_rates(values["native_rates"])
-        read["natives"] = tuple(map(_native_rates, values["natives"]))
         machine = cls(**read)
         natives = [rate for each in (machine.native_rates, *machine.natives) for rate in each.values()]
         groups = [*machine.all_to_all.values(), *machine.rings.values()]
@@ -232,10 +227,6 @@ class Machine:
         if not are_finite or min(machine.gemm, machine.host_link, *natives) <= 0:
             raise ValueError("rates are positive numbers")
         return machine
-
-
-def _native_rates(values: dict) -> dict[str, float]:
-    return {str(kind): float(rate) for kind, rate in values.items()}
 
 
 @dataclass(frozen=True)
