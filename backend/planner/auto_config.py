@@ -23,10 +23,10 @@ def unused_method(method: str, config: ParallelConfig) -> str:
     if method == MANUAL or not chosen:
         return ""
     listed = ", ".join(f"{name} {getattr(config, name)}" for name in chosen)
-    are, defaults = "is", "it back to its default"
+    rest = f"is set; choose manual, or set it back to its default for {method}."
     if len(chosen) > 1:
-        are, defaults = "are", "them back to their defaults"
-    return f"method {method} is not used: {listed} {are} set; choose manual, or set {defaults} for {method}."
+        rest = f"are set; choose manual, or set them back to their defaults for {method}."
+    return f"method {method} is not used: {listed} {rest}"
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ class AutoConfig:
         devices = self._devices(gpus_here)
         shares = self.rank_shares
         if shares and len(shares) != len(devices):
+            ranks = "is one rank" if len(devices) == 1 else f"are {len(devices)} ranks"
             raise ConfigError(
-                f"shares is {self.shares!r:.200}, {len(shares)} numbers, but there {_ranks(len(devices))} to "
-                f"use (gpus is {self.gpus!r:.200}). Write one number for each, or leave shares empty."
+                f"shares is {self.shares!r:.200}, {len(shares)} numbers, but there {ranks} to use (gpus is "
+                f"{self.gpus!r:.200}). Write one number for each, or leave shares empty."
             )
         return devices
 
@@ -62,16 +63,17 @@ class AutoConfig:
         text = self.gpus.strip()
         if not text:  # a process on the CPU uses all its cores: more of them gain little
             return list(range(gpus_here)) if on_gpus else [0]
+        remedy = "lower it"
         if "," in text:
+            remedy = "name others"
             indices = replace(self.base, gpus=text, data_parallel_degree=text.count(",") + 1).gpu_indices
+            if not on_gpus:
+                raise ConfigError(
+                    f"gpus is {text!r:.200}, numbers of GPUs, but the ranks run on the CPU; say how many."
+                )
         else:
             indices = list(range(_count(text)))
-        if not on_gpus and "," in text:
-            raise ConfigError(
-                f"gpus is {text!r:.200}, numbers of GPUs, but the ranks run on the CPU; say how many."
-            )
         if on_gpus and not shares_gpu() and max(indices) >= gpus_here:
-            remedy = "name others" if "," in text else "lower it"
             raise ConfigError(
                 f"gpus is {text!r:.200}, but this machine has {gpus_here} GPU{'s' * (gpus_here > 1)} "
                 f"(numbered from 0); {remedy}, or leave it empty for all."
@@ -89,10 +91,6 @@ class AutoConfig:
         are_first = used == list(range(plan.world_size))
         listed = "" if are_first else ",".join(map(str, used))
         return replace(plan, gpus=listed, device=self.base.device).validate()
-
-
-def _ranks(count: int) -> str:
-    return "is one rank" if count == 1 else f"are {count} ranks"
 
 
 def _count(text: str) -> int:

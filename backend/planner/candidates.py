@@ -44,12 +44,8 @@ def candidates(
         undivided = plan.pipefusion_degree == 1 and plan.tensor_parallel_degree == 1 and not shape.whole_only
         if can_shard and plan.sharding_degree > 1 and undivided:
             plans.append(replace(plan, shard_weights=True))
-        yield from filter(_is_computed, plans)
-
-
-def _is_computed(plan: ParallelConfig) -> bool:
-    """Return whether the attention kernel that the user has chosen gives what rings merge by."""
-    return plan.attention not in NOT_OF_RINGS or plan.ring_degree == 1 or plan.has_stale_kv
+        merges = base.attention not in NOT_OF_RINGS or plan.ring_degree == 1
+        yield from (each for each in plans if merges or each.has_stale_kv)
 
 
 def _divides(plan: ParallelConfig, shape: ModelShape, request: RequestEstimate) -> bool:

@@ -48,15 +48,12 @@ def same_ranks(config: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yield configurations of as many ranks that divide the weights, those with the fewest changes first.
     They need not suit the model, nor their other settings (ParallelConfig.validate)."""
     yield replace(config, shard_weights=True)
-    of_guidance = {"cfg_degree": 1}
-    of_samples = {"cfg_degree": 1, "data_parallel_degree": 1}
-    for ranks, others in (
-        (config.prompt_degree, {}),
-        (config.prompt_degree * config.cfg_degree, of_guidance),
-        (config.world_size, of_samples),
-    ):
+    one_branch = replace(config, cfg_degree=1)
+    one_replica = replace(one_branch, data_parallel_degree=1)
+    for other in (config, one_branch, one_replica):
+        ranks = config.world_size // (other.cfg_degree * other.data_parallel_degree)
         for fields in dividing_weights(ranks):
-            yield replace(config, **fields, **others)
+            yield replace(other, **fields)
 
 
 def settings(before: ParallelConfig, after: ParallelConfig, own: ParallelConfig | None = None) -> str:

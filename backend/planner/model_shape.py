@@ -56,8 +56,7 @@ class BlockShape:
 
     def sent(self, width: int) -> tuple[int, int]:
         """Return the features of queries and of keys that travel, in a model of that ``width``."""
-        queries, keys = (max(0, each) if each else width for each in (self.queries, self.keys))
-        return queries, keys
+        return max(0, self.queries or width), max(0, self.keys or width)
 
     def linear(self, image: int, text: int) -> float:
         """Count the multiplications of linear layers for so many tokens."""
@@ -172,12 +171,7 @@ class ModelShape:
         tp = plan.tensor_parallel_degree if plan.split_scheme == "megatron" else 1  # others leave all heads
         own = max(1, self.kv_heads // tp)
         heads = own * self.heads // self.kv_heads
-        return (
-            kv_heads_sent(
-                heads=heads, kv_heads=own, ranks=plan.ulysses_degree, shares=plan.shares_of("ulysses")
-            )
-            // own
-        )
+        return kv_heads_sent(heads, own, plan.ulysses_degree, shares=plan.shares_of("ulysses")) // own
 
     @property
     def weights(self) -> int:
@@ -190,10 +184,10 @@ class ModelShape:
     @classmethod
     def from_dict(cls, values: dict) -> "ModelShape":
         """Read what ``as_dict`` made. TypeError or KeyError for anything else."""
-        blocks = tuple(BlockShape(**block) for block in values["blocks"])
         known: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
         known |= {name: tuple(values[name]) for name in ("patch", "pixels")}
-        known |= {"blocks": blocks, "activations": Activations(**values["activations"])}
+        known["blocks"] = tuple(BlockShape(**block) for block in values["blocks"])
+        known["activations"] = Activations(**values["activations"])
         return cls(**known)
 
     @property
