@@ -16,7 +16,7 @@ from .need import request_need, weight_need
 from .request_size import RequestSize
 
 #: Bits of a value in quantized files, scales included: fp8 and Q8_0, then Q4_K.
-QUANTIZED = {"8-bit": 9, "4-bit": 5}
+QUANTIZED = {"an 8-bit file": 9, "a 4-bit file": 5}
 #: Settings that are named at most.
 MAX_REMEDIES = 3
 NO_SETTING = (
@@ -47,21 +47,17 @@ def remedies(
     for the user first. They need not suit the model. ``parks``: host memory is not the GPU's own. ``own``:
     as in settings."""
     fields = []
-    if config.has_stale_kv and config.stale_kv == "extrapolate":
-        fields.append({"stale_kv": "reuse"})
     if config.has_stale_kv:
-        fields.append({"num_pipeline_patch": 1, "stale_kv": "reuse"})
-    fields += [{"offload_modulation": True}] if parks else []
-    fields.append({"shard_weights": True})
-    fields += dividing_weights(config.prompt_degree)
-    others = dict.fromkeys(replace(config, **changed) for changed in fields)
-    for other in others:
+        fields = [{"stale_kv": "reuse"}, {"num_pipeline_patch": 1, "stale_kv": "reuse"}]
+    if parks:
+        fields.append({"offload_modulation": True})
+    fields += [{"shard_weights": True}, *dividing_weights(config.prompt_degree)]
+    for other in dict.fromkeys(replace(config, **changed) for changed in fields):
         if other != config:
             yield Remedy(settings(config, other, own), other, size)
     if not quantized:
-        for name, bits in QUANTIZED.items():
-            article = "an" if name == "8-bit" else "a"
-            yield Remedy(f"{article} {name} file", config, size, bits)
+        for file, bits in QUANTIZED.items():
+            yield Remedy(file, config, size, bits)
     if size.batch > config.data_parallel_degree:
         least = replace(size, batch=config.data_parallel_degree)
         yield Remedy(f"a batch of {least.batch}", config, least)

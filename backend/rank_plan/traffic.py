@@ -84,12 +84,12 @@ def _mixing(work: Workload, place: MeshPlace, blocks: int, patch: TokenShards) -
     """Count what token_mixing.py sends for one patch of a square image."""
     ranks = patch.sp_size
     calls = blocks * work.batch * work.prompts_per_rank
-    own = len(patch.local.image)
+    tokens = len(patch.local.image)
+    others = ranks - 1
     line = math.isqrt(work.request.image_tokens) + 1
-    tokens = own if work.config.has_stale_kv else min(line, own)
-    others = (patch.sp_rank > 0) + (patch.sp_rank < ranks - 1)
-    if tokens == own:
-        others = ranks - 1
+    if line < tokens and not work.config.has_stale_kv:
+        tokens = line
+        others = (patch.sp_rank > 0) + (patch.sp_rank < ranks - 1)
     state = calls * 2 * (ranks - 1) * work.state_bytes(place) // ranks
     halo = calls * others * tokens * work.width * work.dtype.itemsize
     return Counter({"linear-attention state": state, "halo": halo})
@@ -113,14 +113,12 @@ def _outputs(work: Workload, place: MeshPlace, own: int, tokens: int) -> Counter
 
 def _tensor_parallel(work: Workload, place: MeshPlace, patches: list[TokenShards]) -> int:
     """Count the numbers that tensor parallelism sends for one prompt and its samples."""
-    text = sum(len(patch.local.text) for patch in patches)
     image = sum(patch.local.stream for patch in patches)
-    latents = {
-        name: sum(patch.lengths(name)[patch.sp_rank] for patch in patches)
-        for name, _ in work.sequence.latents
-    }
-    if not work.family.blocks.text_position:  # every rank and patch reads the whole prompt
-        text = work.request.text_tokens * len(patches)
+    names = dict(work.sequence.latents)
+    latents = {name: sum(patch.lengths(name)[patch.sp_rank] for patch in patches) for name in names}
+    text = work.request.text_tokens * len(patches)  # every rank and patch reads the whole prompt
+    if work.family.blocks.text_position:
+        text = sum(len(patch.local.text) for patch in patches)
     total = 0
     for module, cut in work.cuts(place).items():
         block = work.checkpoint.layer_blocks[module]

@@ -16,8 +16,7 @@ from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard
 from ..parallel.mesh import Axis, Mesh, single, tp_rows
-from ..parallel.sequence import Span
-from ..quantization.formats import Quantization, effort_of
+from ..quantization.formats import effort_of
 from ..quantization.kernels import Kernel, MatmulChoice, chunk_bytes
 from ..quantization.packed import rows_at_once
 from ..shares import grid_shares
@@ -70,8 +69,14 @@ class HeldParameter:
         return sum(size.bytes for size in self.sizes)
 
     def shard(self, rank: int, ranks: int) -> int:
-        """Count the bytes of the ``rank``-th of FSDP's shards, along the first dimension."""
-        return sum(_chunk(size.length, rank, ranks) * (size.bytes // size.length) for size in self.sizes)
+        """Count the bytes of the ``rank``-th of FSDP's shards, chunks of torch.chunk along the first
+        dimension."""
+        total = 0
+        for size in self.sizes:
+            chunk = -(-size.length // ranks)
+            rows = max(0, min(chunk, size.length - rank * chunk))
+            total += rows * (size.bytes // size.length)
+        return total
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,7 @@ def _held(
     choice: MatmulChoice,
     bits: int,
 ) -> HeldParameter:
-    """Return a parameter, or what is left of it where it is cut. ``choice``: how it multiplies, if it is
-    quantized."""
+    """Return a parameter, or what is left of it where it is cut."""
     module, _, leaf = name.rpartition(".")
     block, layer = checkpoint.parameters[name]
     shape = checkpoint.shapes[name]
@@ -140,19 +144,16 @@ def _held(
     quantization = stored.quantization
     if quantization is None:  # of a file that is plain: what is stored, and what it stands for
         return replace(held, unpacked=plain, moved=plain + held.bytes)
-    return replace(held, unpacked=plain, **_dequantizing(local_shape, quantization, own_dtype))
-
-
-def _dequantizing(shape: torch.Size, quantization: Quantization, dtype: torch.dtype) -> dict[str, int]:
-    """Return what it takes to dequantize a weight once (HeldParameter)."""
-    rows, columns = shape
-    effort = effort_of(quantization.format, quantization.settings, dtype)
+    rows, columns = matrix
+    effort = effort_of(quantization.format, quantization.settings, own_dtype)
     step = rows_at_once(quantization.format, columns)
-    return {
-        "moved": round(rows * columns * effort.moved),
-        "kernels": -(-rows // step) * effort.kernels,
-        "made": round(min(rows, step) * columns * effort.made),
-    }
+    return replace(
+        held,
+        unpacked=plain,
+        moved=round(rows * columns * effort.moved),
+        kernels=-(-rows // step) * effort.kernels,
+        made=round(min(rows, step) * columns * effort.made),
+    )
 
 
 def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:
@@ -160,12 +161,6 @@ def _shape(whole: tuple[int, ...], cut: Shard | None) -> torch.Size:
         return torch.Size(whole)
     rows = sum(map(len, cut.outputs))
     return torch.Size([rows, sum(map(len, cut.inputs))] if len(whole) > 1 else [rows])
-
-
-def _chunk(length: int, rank: int, ranks: int) -> int:
-    """Count the rows of a chunk as torch.chunk cuts them, which FSDP shards by."""
-    size = -(-length // ranks)
-    return len(Span(min(rank * size, length), min((rank + 1) * size, length)))
 
 
 def planned_scratch_bytes(held: list[HeldParameter], tokens: int) -> int:

@@ -130,9 +130,7 @@ class Workload:
         """Count the heads of keys and values that go through Ulysses from the rank at ``place``."""
         own = self._of_tensor_rank(call.kv_width // self.call_head_size(call), place)
         uneven = self.config.shares_of("ulysses")
-        return kv_heads_sent(
-            heads=self.all_heads(place), kv_heads=own, ranks=self.config.ulysses_degree, shares=uneven
-        )
+        return kv_heads_sent(self.all_heads(place), own, self.config.ulysses_degree, shares=uneven)
 
     def kv_heads(self, place: MeshPlace, call: AttentionCall) -> int:
         """Count the heads of keys and values of the rank at ``place`` in an attention call."""
@@ -195,11 +193,6 @@ class Workload:
         """The modulation layers of all blocks."""
         return frozenset(chain.from_iterable(self.checkpoint.modulation.values()))
 
-    @property
-    def modulates_ahead(self) -> bool:
-        """Is modulation computed for many steps at once (Runner.modulate_ahead)?"""
-        return not self.request.drained
-
     def weights(self, place: MeshPlace) -> HeldWeights:
         """Count the bytes of the weights of the rank at ``place``."""
         here, whole = self._on_stage(place["tp"], place["pp"])
@@ -207,12 +200,13 @@ class Workload:
             return whole
         ranks = self.config.sharding_degree
         rank = place["dp"] * self.config.sp_degree + self.sp_rank(place)
-        ahead = self.modulation if self.modulates_ahead else frozenset()
+        is_ahead = not self.request.drained  # of many steps at once (Runner.modulate_ahead)
+        ahead = self.modulation if is_ahead else frozenset()
         in_blocks = [each for each in here if each.block is not None]
         return replace(
             whole,
             device=sum(each.shard(rank, ranks) for each in here),
-            gathered=gathered_bytes(here, self.modulation, self.modulates_ahead),
+            gathered=gathered_bytes(here, self.modulation, is_ahead),
             sent=sent_shards([each for each in in_blocks if each.module not in ahead], ranks),
             sent_ahead=sent_shards([each for each in in_blocks if each.module in ahead], ranks),
         )
@@ -313,19 +307,18 @@ class Workload:
         cached = self.batch * self.prompts_per_rank
         if self.request.drained:  # which forgets them with each micro-batch
             cached = samples_of_activations(self.config, self.batch)
-        tokens = max(self.request.text_tokens, self.family.cache.padded_prompt)
-        if self.request.image_features is None:
-            tokens += self.family.conditioning.image_features(self.checkpoint.config, None)
-        else:
-            tokens += self.request.image_features
+        image = self.request.image_features
+        if image is None:
+            image = self.family.conditioning.image_features(self.checkpoint.config, None)
+        tokens = max(self.request.text_tokens, self.family.cache.padded_prompt) + image
         return 2 * cached * width * tokens * self.dtype.itemsize
 
     @cached_property
     def modulation_widths(self) -> list[list[int]]:
         """Return the features of every stage's modulation, for each rank of a tensor-parallel group."""
         names = self.checkpoint.block_names
-        of_blocks = [self.checkpoint.modulation[name] for name in names]
-        of_stages = [[layer for i in blocks for layer in of_blocks[i]] for blocks in self.stages.blocks]
+        layers = self.checkpoint.modulation
+        of_stages = [[layer for i in blocks for layer in layers[names[i]]] for blocks in self.stages.blocks]
         places = [{"tp": tp} for tp in range(self.config.tensor_parallel_degree)]
         return [[sum(self.features(layer, place) for layer in own) for own in of_stages] for place in places]
 
