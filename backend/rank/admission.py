@@ -5,6 +5,7 @@ same from the same numbers: either all go on, or none does and the backend stays
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 
@@ -30,16 +31,17 @@ from ..units import fine_gigabytes
 CACHED_PLANS = 4
 #: Request that a model should bear once it is loaded, where a load asks what would fit.
 TYPICAL = RequestSize()
-NOTHING = Need(0, 0)
+#: What a load is refused for, and what then is left.
+LOADING = ("to load this model", "nothing is loaded")
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """What one rank needs and has in one round, in bytes.
 
-    device: name of its memory. need: what it needs, ``loras`` included. free: what any process may take of
-    the device. cached: what its own allocator can give again. ready: False where it ran out of memory
-    for the request's own tensors or its LoRAs. loras: what it lacks for LoRAs next to quantized weights.
+    device: name of its memory. need: ``loras`` included. free: what any process may take of the device.
+    cached: what its own allocator can give again. ready: False where it ran out of memory for the request's
+    own tensors or its LoRAs. loras: what it lacks for LoRAs next to quantized weights.
     """
 
     rank: int
@@ -91,10 +93,9 @@ def short_ranks(memories: list[RankMemory], can_make_room: Collection[int] = ())
     """Return the ranks that cannot run: without room for the least that they need, or, of the ranks
     ``can_make_room`` for which the client can still make room, for what is likely."""
     failed = [memory for memory in memories if not memory.ready]
-    short = failed or crowded(memories, lambda need: need.least)
-    return short or [
-        memory for memory in crowded(memories, lambda need: need.likely) if memory.rank in can_make_room
-    ]
+    likely = crowded(memories, attrgetter("likely"))
+    shrinking = [memory for memory in likely if memory.rank in can_make_room]
+    return failed or crowded(memories, attrgetter("least")) or shrinking
 
 
 @dataclass(frozen=True)
@@ -132,20 +133,18 @@ class Planned:
     ) -> str:
         """Say which rank lacks how much, and with which settings it would fit. ``is_host``, ``own``: as in
         fitting."""
-        plan = None
-        what = ("to load this model", "nothing is loaded")
+        capacity = [memory.free + memory.cached for memory in memories]
+        text = _shortage(short, *LOADING)
         if self.is_loaded:
+            for rank, size in enumerate(map(weight_need, self.plans, is_host)):
+                capacity[rank] += size if rank not in self.parked else 0
             plan = self.plans[short.rank]
-            what = ("for this request", "nothing was run")
-        stays = [self.is_loaded and rank not in self.parked for rank in range(len(self.plans))]
-        sizes = map(weight_need, self.plans, is_host)
-        held = [size if own else 0 for size, own in zip(sizes, stays)]
-        capacity = [memory.free + memory.cached + own for memory, own in zip(memories, held)]
+            returning = plan.weight_bytes if short.rank in self.parked else 0
+            text = _shortage(short, "for this request", "nothing was run", plan, returning)
         about = (self.config, self.checkpoint, self.size, self.dtype)
         remedies = fitting(*about, capacity, self.choices, is_host, own)
-        remedy = NO_SETTING if not remedies else f"It would fit with {', or '.join(remedies)}."
-        returning = self.plans[short.rank].weight_bytes if short.rank in self.parked else 0
-        return f"{_shortage(short, *what, plan, returning)} {remedy}"
+        remedy = f"It would fit with {', or '.join(remedies)}." if remedies else NO_SETTING
+        return f"{text} {remedy}"
 
 
 class Admission:
@@ -187,10 +186,9 @@ class Admission:
         settings; ``checkpoint``: of the model, itself not loaded; ``choices``: how its quantized parameters
         multiply."""
         key = (dtype, config, size)
-        known = (plans for owner, about, plans in self._plans if owner is checkpoint and about == key)
-        plans = next(known, None)
-        if plans is None:
-            plans = describe(config, checkpoint, size, dtype, choices)
+        known = [plans for owner, about, plans in self._plans if owner is checkpoint and about == key]
+        plans = known[0] if known else describe(config, checkpoint, size, dtype, choices)
+        if not known:
             self._plans.append((checkpoint, key, plans))
         held = scratch_bytes(self.memory.device)
         needs = [request_need(plan, held) for plan in plans]
@@ -223,10 +221,10 @@ class Admission:
         # a client makes room and comes again: what would fit, which takes seconds to plan, waits for the last
         if planned is None or planned.others or any(rank in can_make_room for rank in lacking):
             loads = planned is not None and not planned.is_loaded
-            what = ("to load this model", "nothing is loaded") if loads else ("for this", "nothing was run")
-            text = _shortage(short[0], *what)
-            others = " Other models are on the ranks; unload them." if planned and planned.others else ""
-            raise InsufficientMemory(text + others, lacking)
+            text = _shortage(short[0], *(LOADING if loads else ("for this", "nothing was run")))
+            if planned and planned.others:
+                text += " Other models are on the ranks; unload them."
+            raise InsufficientMemory(text, lacking)
         raise InsufficientMemory(planned.shortage(memories, short[0], self.is_host, self.config), lacking)
 
     def prepare(
@@ -271,26 +269,16 @@ class Admission:
 
     def _gather(self, needs: list[Need], ready: bool, lacking_loras: int) -> list[RankMemory]:
         """Gather every rank's memory; ``needs``: of all ranks, on rank 0, without LoRAs that they lack."""
-        ranks = len(self.names)
-        given = [number for need in needs or [NOTHING] * ranks for number in (need.least, need.likely)]
+        needs = needs or [Need(0, 0)] * len(self.names)
+        given = [number for need in needs for number in (need.least, need.likely)]
         own = [self.memory.free(), self.memory.cached(), int(ready), lacking_loras, *given]
         rows = self.control.all_gather_numbers(own)
-        of_ranks = rows[0][4:]  # of all ranks, as rank 0 gave them: least and likely need of each
+        given = rows[0][4:]  # as rank 0 knows them: least and likely need of each rank
         memories = []
         for rank, (free, cached, is_ready, loras, *_) in enumerate(rows):
-            least, likely = of_ranks[2 * rank : 2 * rank + 2]
-            need = Need(least + loras, likely + loras)
-            memories.append(
-                RankMemory(
-                    rank=rank,
-                    device=self.names[rank],
-                    need=need,
-                    free=free,
-                    cached=cached,
-                    ready=bool(is_ready),
-                    loras=loras,
-                )
-            )
+            need = Need(given[2 * rank] + loras, given[2 * rank + 1] + loras)
+            device = self.names[rank]
+            memories.append(RankMemory(rank, device, need, free, cached, bool(is_ready), loras))
         return memories
 
 
@@ -338,10 +326,11 @@ def _shortage(
             "gathered weights": plan.gathered_bytes,
             "modulation": plan.modulation_bytes,
         }
+    need = f"{fine_gigabytes(memory.need.likely)} {what}"
     listed = ", ".join(f"{name} {fine_gigabytes(size)}" for name, size in parts.items() if size >= 1e7)
-    need = f"{fine_gigabytes(memory.need.likely)} {what}" + (f" ({listed})" if listed else "")
-    least = ""
+    if listed:
+        need += f" ({listed})"
     if memory.need.least < memory.need.likely:
-        least = f", at least {fine_gigabytes(memory.need.least)},"
+        need += f", at least {fine_gigabytes(memory.need.least)},"
     free = fine_gigabytes(memory.free + memory.cached)
-    return f"rank {memory.rank} needs about {need}{least} but {free} are free on its device, so {result}."
+    return f"rank {memory.rank} needs about {need} but {free} are free on its device, so {result}."

@@ -194,12 +194,13 @@ class Leader(ServedModels):
             self.named.setdefault(job.client, set()).add(key)
             name = self.engine.add_lora_stack(key, stack)
             model = self.engine.models[key]
-            of_loras = {
+            info = {
+                **self.engine.facts(key),
                 "warnings": warnings,
                 "notes": [lora.note for lora in model.weights.open(stack)],
                 "lora_bytes": list(model.whole_lora_bytes(stack)),
+                "ranks": self.reports[key],
             }
-            info = {**self.engine.facts(key), **of_loras, "ranks": self.reports[key]}
             job.reply(Loaded(name, model.family.name, info))
 
         return act
@@ -219,8 +220,8 @@ class Leader(ServedModels):
         model = self.engine.models[message.model]
         config = planned_config(message, self.engine.config)
         size = size_of(message, config, model.family, model.config, inputs)
-        about = (self._checkpoint(message.model), size, model.dtype, model.choices)
-        plan = self.admission.plan_request(config, *about)
+        checkpoint = self._checkpoint(message.model)
+        plan = self.admission.plan_request(config, checkpoint, size, model.dtype, model.choices)
         return replace(plan, others=self._holds_others(job, model), inputs=inputs)
 
     def _holds_others(self, job: Job, model: LoadedModel | None = None) -> bool:
