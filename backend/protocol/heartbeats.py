@@ -3,6 +3,7 @@ of every rank counts, apart from its work: the main thread may compute, load or 
 Python's lock (GIL) alone, which torch, files and sockets release while they work. The launcher looks whether
 the counters move (client/silence.py). Standard library only."""
 
+import itertools
 import mmap
 import os
 import struct
@@ -78,16 +79,13 @@ class Heartbeats:
         threading.Thread(target=self._beat, args=(place, rank), name="heartbeat", daemon=True).start()
 
     def _beat(self, place: int, rank: int):
-        count = 0
         longest = 0.0
         last = time.monotonic()
-        while True:
+        for count in itertools.count(1):
             now = time.monotonic()
             longest = max(longest, now - last)
             last = now
-            count += 1
-            values = (os.getpid(), rank, count, round(1000 * longest))
-            SLOT.pack_into(self._memory, SLOT.size * place, *values)
+            SLOT.pack_into(self._memory, SLOT.size * place, os.getpid(), rank, count, round(1000 * longest))
             time.sleep(BEAT_SECONDS)
 
     def read(self) -> list[Beat]:
@@ -95,11 +93,7 @@ class Heartbeats:
         if self._memory.closed:
             return []
         beats = SLOT.iter_unpack(self._memory[: SLOT.size * self.ranks])
-        return [
-            Beat(pid=pid, rank=rank, count=count, longest=longest / 1000)
-            for pid, rank, count, longest in beats
-            if pid
-        ]
+        return [Beat(pid, rank, count, longest / 1000) for pid, rank, count, longest in beats if pid]
 
     def ring(self, place: int) -> StepRing:
         """Return the last steps of slot ``place``, for its rank to write, as long as it lives."""

@@ -4,20 +4,19 @@ and rank 0 reads those of all ranks while they work. Standard library only."""
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 #: How many records have been written.
 COUNT = struct.Struct("=Q")
 #: Bytes of the device that the rank's allocator has.
 DEVICE_BYTES = struct.Struct("=Q")
-#: A record: request, step, begin (time.monotonic), seconds, seconds of waiting, bytes sent.
+#: A StepTime.
 RECORD = struct.Struct("=2Q3dQ")
 #: Records of a rank that are kept.
 RECORDS = 64
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """One step of one rank, as its host saw it: a GPU may still compute what the host has queued. ``begin``:
     of this machine's monotonic clock (s), the same for all its ranks. ``waited``: seconds in which the host
     waited for tensors of other ranks; ``sent``: bytes. ``request`` counts the requests of the rank."""
@@ -51,8 +50,7 @@ class StepRing:
     def append(self, time: StepTime):
         """Write a record over the oldest one, then count it."""
         (count,) = COUNT.unpack_from(self._memory)
-        values = (time.request, time.step, time.begin, time.seconds, time.waited, time.sent)
-        RECORD.pack_into(self._memory, self._place(count), *values)
+        RECORD.pack_into(self._memory, self._place(count), *time)
         COUNT.pack_into(self._memory, 0, count + 1)
 
     def read(self) -> Iterator[StepTime]:

@@ -47,7 +47,5 @@ def noted(beats: Heartbeats | None, rank: int) -> dict:
         return {"device_bytes": 0, "steps": []}
     times = beats.step_times(rank)
     now = time.monotonic()  # after all that began
-    steps = [
-        [each.request, each.step, each.begin - now, each.seconds, each.waited, each.sent] for each in times
-    ]
+    steps = [list(each._replace(begin=each.begin - now)) for each in times]
     return {"device_bytes": beats.device_bytes(rank), "steps": steps}
