@@ -15,11 +15,10 @@ from backend.parallel import mesh
 from backend.protocol import Load, ModelCall, Report, Sample, Shutdown, Welcome, framing, handshake
 from backend.rank.admission import Admission
 from backend.rank.leader import Leader
-from backend.rank.served_models import ServedFile
+from backend.rank.served_models import NamedModels, ServedFile
 from backend.sampling.model_call import build_call
 from backend.sampling.request import build
 from backend.serving.job_queue import JobQueue
-from backend.serving.named_models import NamedModels
 from backend.serving.server import Connection
 
 #: What one frame may cost: seconds of this process, and bytes.

@@ -8,9 +8,8 @@ import pytest
 from backend.protocol import LORAS, Failure, Load, Ping, Release, Result, Sample, Shutdown, Unload
 from backend.rank.admission import InsufficientMemory
 from backend.rank.leader import Leader
-from backend.rank.served_models import ServedFile
+from backend.rank.served_models import NamedModels, ServedFile
 from backend.serving.job_queue import Job
-from backend.serving.named_models import NamedModels
 from backend.serving.server import Connection
 
 ALONE = [Unload("m"), Release([0])]
