@@ -109,32 +109,27 @@ class Probe:
         """Return the rates of the slowest rank, without those of native products."""
         if self.kind == "cuda":
             self.warm_up()
-        gemm, attention, bandwidth, launch = self._compute()
-        latency, exchanges = self._all_to_alls()
+        own = self._compute()
+        own["latency"], exchanges = self._all_to_alls()
         rings = self._rings()
-        own = {"gemm": gemm, "attention": attention, "bandwidth": bandwidth, "launch": launch}
-        own |= {"latency": latency, "p2p": self._neighbours(), "host_link": self._host_link()}
-        float32 = max(1.0, gemm / self._gemm(self.together, torch.float32)) if self.kind == "cuda" else 1.0
+        own |= {"p2p": self._neighbours(), "host_link": self._host_link(), "float32": 1.0}
+        if self.kind == "cuda":
+            own["float32"] = max(1.0, own["gemm"] / self._gemm(self.together, torch.float32))
         ranks = self._gathered(own)
+        of_gpus = {}
+        if self.kind == "cuda":
+            of_gpus = {"overhead": OVERHEAD, "speeds": self.speeds(), "bandwidths": ranks["bandwidth"]}
         return Machine(
             name=self._name(),
-            gemm=min(ranks["gemm"]),
-            attention=min(ranks["attention"]),
-            bandwidth=min(ranks["bandwidth"]),
-            p2p=min(ranks["p2p"]),
-            host_link=min(ranks["host_link"]),
-            launch=max(ranks["launch"]),
-            overhead=OVERHEAD if self.kind == "cuda" else 0.0,
-            latency=max(ranks["latency"]),
-            float32=max(self.control.all_gather_object(float32)),
+            **{name: min(ranks[name]) for name in ("gemm", "attention", "bandwidth", "p2p", "host_link")},
+            **{name: max(ranks[name]) for name in ("launch", "latency", "float32")},
             all_to_all={size: min(rates) for size, rates in self._gathered(exchanges).items()},
             rings={size: min(rates) for size, rates in self._gathered(rings).items()},
             alone=self._alone(min(ranks["gemm"])),
             ranks=self.ranks,
             names=tuple(self.control.all_gather_object(self._name())),
-            speeds=self.speeds() if self.kind == "cuda" else (),
-            bandwidths=ranks["bandwidth"] if self.kind == "cuda" else (),
             on_host=self.kind == "cpu",
+            **of_gpus,
         )
 
     def _gathered(self, own: dict) -> dict[Any, tuple[float, ...]]:
@@ -156,7 +151,7 @@ class Probe:
             if native_trial.refusals([(kind, name)], self.device):
                 return 0.0
             weights = native_trial.examples(kind, self.dtype, self.device, self.width)
-            usual = self.sustained(lambda: F.linear(self.x, self.weight))
+            usual = self.sustained(partial(F.linear, self.x, self.weight))
             return usual / max(self.sustained(partial(weight.linear, self.x, None)) for weight in weights)
         except Exception:  # the other ranks wait for this one, and its products may run all the same
             traceback.print_exc()
@@ -231,10 +226,10 @@ class Probe:
     def _gemm(self, clock: Callable, dtype: torch.dtype | None = None) -> float:
         """Return the FLOP/s of a linear layer; ``clock``: seconds of a call."""
         x, weight = (torch.randn_like(each, dtype=dtype or self.dtype) for each in (self.x, self.weight))
-        return 2 * self.tokens * self.width**2 / clock(lambda: F.linear(x, weight))
+        return 2 * self.tokens * self.width**2 / clock(partial(F.linear, x, weight))
 
-    def _compute(self) -> tuple[float, float, float, float]:
-        """Return FLOP/s of a linear layer and of attention, bytes/s of memory, seconds to start kernels."""
+    def _compute(self) -> dict[str, float]:
+        """Measure FLOP/s of a linear layer and of attention, bytes/s of memory, seconds to start kernels."""
         small = self._random(8, 64)
         weight = self._random(64, 64)
         flop = 4 * self.tokens**2 * self.heads * self.head_size
@@ -243,10 +238,13 @@ class Probe:
             for _ in range(KERNELS // 2):
                 F.layer_norm(F.linear(small, weight), (64,))
 
-        attention = self.together(lambda: F.scaled_dot_product_attention(self.q, self.q, self.q))
-        copied = self.together(self.x.clone)
-        size = 2 * self.x.nbytes
-        return self._gemm(self.together), flop / attention, size / copied, self.together(kernels)
+        attend = partial(F.scaled_dot_product_attention, self.q, self.q, self.q)
+        return {
+            "attention": flop / self.together(attend),
+            "bandwidth": 2 * self.x.nbytes / self.together(self.x.clone),
+            "gemm": self._gemm(self.together),
+            "launch": self.together(kernels),
+        }
 
     def _host_link(self) -> float:
         """Return the bytes/s from host memory, page locked if possible, as parked weights come back."""
