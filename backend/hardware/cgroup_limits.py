@@ -7,16 +7,13 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 #: Controller in a line of /proc/self/cgroup -> folder of its groups, files of the limit and of what is used,
-#: and what memory.stat calls cached files, which the system takes back. Version 2's line names none.
-VERSIONS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
-    "": ("", "memory.max", "memory.current", ("active_file", "inactive_file")),
-    "memory": (
-        "memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_active_file", "total_inactive_file"),
-    ),
+#: and how memory.stat's names of CACHED begin. Version 2's line names no controller.
+VERSIONS = {
+    "": ("", "memory.max", "memory.current", ""),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
+#: Cached files, which the system takes back.
+CACHED = ("active_file", "inactive_file")
 #: Version 1's limit of processors: quota (-1 for none) and period.
 CPU_FILES = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 #: Limits from here on are none: version 1 writes the largest number of pages.
@@ -29,8 +26,8 @@ def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[in
     limits = []
     for controllers, path in _groups(groups):
         for name in VERSIONS.keys() & set(controllers):
-            folder, limit, used, cached = VERSIONS[name]
-            limits += [_limit(group, limit, used, cached) for group in _with_parents(root / folder, path)]
+            folder, *files = VERSIONS[name]
+            limits += [_limit(group, *files) for group in _with_parents(root / folder, path)]
     return [each for each in limits if each is not None]
 
 
@@ -72,13 +69,13 @@ def _with_parents(root: Path, path: str) -> Iterator[Path]:
     yield root
 
 
-def _limit(group: Path, limit: str, used: str, cached: tuple[str, ...]) -> tuple[int, int] | None:
+def _limit(group: Path, limit: str, used: str, prefix: str) -> tuple[int, int] | None:
     try:
         size = int((group / limit).read_text())
         if size >= NO_LIMIT:
             return None
         parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        files = sum(int(parts.get(name, 0)) for name in cached)
+        files = sum(int(parts.get(prefix + name, 0)) for name in CACHED)
         return size, max(0, int((group / used).read_text()) - files)
     except (OSError, ValueError):
         return None  # no such group here, or its limit is "max"

@@ -46,7 +46,6 @@ UNIFIED_PART = 0.8
 #: Where Linux lists devices by their slots: the memory that firmware sets aside for one of AMD's.
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
-
 #: 1 in the environment of ranks: their allocator's segments have fixed sizes, and are given back while the
 #: whole GPU is waited for. 0: they are to grow, if this torch can have them so.
 FIXED_SEGMENTS = "PARALLEL_DIT_FIXED_SEGMENTS"
@@ -56,16 +55,13 @@ _grow: bool | None = None
 
 
 def segments_grow() -> bool:
-    """Return whether this rank's allocator never waits for the whole GPU to make room. Asked while a request
-    runs, when there are segments."""
-    return os.environ.get(FIXED_SEGMENTS) != "1" and _has_growing_segments()
-
-
-def _has_growing_segments() -> bool:
-    """Return whether torch's segments on GPUs grow, by those that there are; False as long as there are none,
-    and True where this process uses no GPU. What was set says less: torch for ROCm before 7.0 only warns that
-    it has none (CUDAAllocatorConfig.h), and torch before 2.9 reads other settings."""
+    """Return whether this rank's allocator never waits for the whole GPU to make room: torch's segments grow,
+    by those that there are while a request runs; False as long as there are none. What was set says less:
+    torch for ROCm before 7.0 only warns that it has none (CUDAAllocatorConfig.h), and torch before 2.9 reads
+    other settings."""
     global _grow
+    if os.environ.get(FIXED_SEGMENTS) == "1":
+        return False
     if not torch.cuda.is_initialized():  # nor where ranks on the CPU have GPUs next to them
         return True
     if _grow is None and torch.cuda.get_allocator_backend() != "native":
@@ -191,9 +187,7 @@ class DeviceMemory:
     def free(self) -> int:
         """Count what every process on the device may still allocate. On the CPU what the machine has left,
         swap included."""
-        if self.device.type == "cuda":
-            return _free_of(self.device)
-        return host_free()
+        return _free_of(self.device) if self.device.type == "cuda" else host_free()
 
     def cached(self) -> int:
         """Count what this process's allocator holds and does not use: free for this process alone."""
