@@ -25,7 +25,6 @@ from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError, quoted
 from .hardware.gpu_kernels import Capability
 from .loading.allowed_folders import ANYWHERE, Folders
-from .loading.checkpoint import Checkpoint
 from .loading.compute_dtype import chosen_dtype
 from .loading.recognition import open_checkpoint
 from .loading.scale_values import check_scales
@@ -34,7 +33,7 @@ from .planner.config_changes import named_change
 from .rank_plan.describe import mesh_indices
 from .rank_plan.request_size import RequestSize
 from .rank_plan.shape_of import shape_of
-from .rank_plan.weights import HeldWeights, tensor_mesh
+from .rank_plan.weights import tensor_mesh
 from .rank_plan.workload import Workload
 from .sampling.validation import check_degrees, refusing
 from .units import coarse_gigabytes
@@ -87,34 +86,27 @@ def check_memory(work: Workload, device: str, memory: list[int]):
     """Refuse weights that are larger than the memory that they are for. Raises UnsupportedError."""
     if not memory:
         return
-    held = _held(work)
-    needed = _on_device(held)
+    what = f"the weights of {quoted(work.checkpoint.name)} need"
+    needed = _on_devices(work)
     if device == "cpu":
-        total = sum(needed) + sum(each.host for each in held)
+        total = sum(needed) + sum(work.weights(place).host for place in mesh_indices(work.config))
         if total > memory[0]:
             raise UnsupportedError(
-                f"{_weights_of(work.checkpoint)} need {coarse_gigabytes(total)} on {len(held)} ranks "
-                f"together, but this machine has {coarse_gigabytes(memory[0])}; choose a smaller or "
-                f"quantized file, or fewer ranks."
+                f"{what} {coarse_gigabytes(total)} on {len(needed)} ranks together, but this machine has "
+                f"{coarse_gigabytes(memory[0])}; choose a smaller or quantized file, or fewer ranks."
             )
         return
     for rank, (size, most) in enumerate(zip(needed, memory)):
         if size > most:
             raise UnsupportedError(
-                f"{_weights_of(work.checkpoint)} need {coarse_gigabytes(size)} on rank {rank}, whose GPU has "
-                f"{coarse_gigabytes(most)}; {_remedy(work, memory)}."
+                f"{what} {coarse_gigabytes(size)} on rank {rank}, whose GPU has {coarse_gigabytes(most)}; "
+                f"{_remedy(work, memory)}."
             )
 
 
-def _weights_of(checkpoint: Checkpoint) -> str:
-    return f"the weights of {quoted(checkpoint.name)}"
-
-
-def _held(work: Workload) -> list[HeldWeights]:
-    return [work.weights(place) for place in mesh_indices(work.config)]
-
-
-def _on_device(held: list[HeldWeights]) -> list[int]:
+def _on_devices(work: Workload) -> list[int]:
+    """Return the bytes of weights on the device of each rank."""
+    held = [work.weights(place) for place in mesh_indices(work.config)]
     return [each.device + each.scratch + each.gathered for each in held]
 
 
@@ -125,7 +117,7 @@ def _remedy(work: Workload, memory: list[int]) -> str:
 
     def check(other: ParallelConfig):
         check_degrees(work.checkpoint, other)
-        needed = _on_device(_held(replace(work, config=other)))
+        needed = _on_devices(replace(work, config=other))
         if any(size > most for size, most in zip(needed, memory)):
             raise UnsupportedError("its weights are too large as well")
 
@@ -143,9 +135,9 @@ def answer(question: dict) -> dict:
         if config is None:
             return {"refused": "", "shape": read_shape(**question)}
         check_before_start(ParallelConfig(**config), **question)
+        return {"refused": ""}
     except (UnsupportedError, ConfigError) as error:
         return {"refused": str(error)}
-    return {"refused": ""}
 
 
 def main():
