@@ -168,8 +168,7 @@ def check_not_lost(device: torch.device, lost: str):
 
 
 class DeviceMemory:
-    """The memory of one device, in bytes, as this process sees it. Tests inject another class with these
-    methods."""
+    """The memory of one device, in bytes. Tests inject another class with these methods."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -185,8 +184,7 @@ class DeviceMemory:
         return self.device.type == "cpu" or is_unified(self.device)
 
     def free(self) -> int:
-        """Count what every process on the device may still allocate. On the CPU what the machine has left,
-        swap included."""
+        """Count what any process on the device may still allocate; on the CPU with swap."""
         return _free_of(self.device) if self.device.type == "cuda" else host_free()
 
     def cached(self) -> int:
@@ -200,8 +198,7 @@ class DeviceMemory:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def release(self):
-        """Give cached memory back to the device, for other processes; on the CPU what malloc has free,
-        between blocks too."""
+        """Give cached memory back to the device; on the CPU malloc's free pages, between blocks too."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:

@@ -93,8 +93,7 @@ class HostMemory:
 
 @contextmanager
 def on_device(layer: nn.Module, device: torch.device) -> Iterator[None]:
-    """Copy a layer's weights to ``device``, and put the host's own back afterwards: nothing is copied to the
-    host."""
+    """Copy a layer's weights to ``device``, and put the host's own back afterwards, without a copy."""
     own: dict[tuple, Tensor] = {}  # by the place of the copy: a parameter's data is another object each time
 
     def place(tensor: Tensor) -> tuple:

@@ -23,8 +23,7 @@ COMPLETE = (*PLANNED, "shares")
 
 
 def dividing_weights(ranks: int) -> list[dict]:
-    """Return the fields by which ``ranks`` of the axes that UNDIVIDED names each hold a part of the weights,
-    those of the fastest plan first."""
+    """Return the fields by which ``ranks`` each hold a part of the weights, the fastest plan first."""
     if ranks == 1:
         return []
     divided = [UNDIVIDED | {name: ranks} for name in ("tensor_parallel_degree", "pipefusion_degree")]

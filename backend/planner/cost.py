@@ -52,8 +52,7 @@ class Cost:
         return synchronous, steps - synchronous
 
     def _offloaded(self) -> float:
-        """Return the seconds in which modulation that waits in host memory comes: once for many steps, or for
-        a call."""
+        """Return the seconds in which offloaded modulation comes: once for many steps, or for a call."""
         if not self.plan.offload_modulation:
             return 0.0
         ranks = self.plan.pipefusion_degree * self.plan.tensor_parallel_degree
@@ -77,22 +76,19 @@ class Cost:
 
     @cached_property
     def _stages(self) -> list[tuple[BlockShape, ...]]:
-        """Return the blocks of each stage."""
         split = stages_of(self.shape, self.plan.pipefusion_degree, self.plan.shares_of("pp"))
         return [self.shape.blocks[each.start : each.stop] for each in split]
 
     @cached_property
     def _loads(self) -> list[float]:
-        """Return for each stage the seconds of its rank that is last, as a multiple of those that the slowest
-        GPU takes for an even share."""
+        """Return for each stage its last rank's seconds, in those of the slowest GPU for an even share."""
         speeds = self.machine.speeds_of(self.plan.world_size)
         work = [each.tokens * each.matrices * each.samples / self._most_samples for each in self._ranks]
         return self._last([share / speed for share, speed in zip(work, speeds)])
 
     @cached_property
     def _reading(self) -> list[float]:
-        """Return for each stage the seconds in which its last rank reads its weights, as a multiple of those
-        that the slowest memory takes for an even share."""
+        """Return the same of reading weights, in the seconds of the slowest memory."""
         memories = self.machine.bandwidths_of(self.plan.world_size)
         return self._last([each.matrices / memory for each, memory in zip(self._ranks, memories)])
 
@@ -113,8 +109,7 @@ class Cost:
         return max(each.samples for each in self._ranks)
 
     def _at_once(self, patches: int) -> float:
-        """Count the samples that go through the model together, of several batches their mean: in a
-        synchronous step of a pipeline one, and in a call those of all prompts, up to so many tokens."""
+        """Count the samples that go through the model together, of several batches their mean."""
         return self._most_samples * self._prompts / self._batches(patches)
 
     def _batches(self, patches: int) -> int:
@@ -141,8 +136,7 @@ class Cost:
         return self.machine.speed(self.plan.world_size // stages * at_once)
 
     def _micro(self, blocks: tuple[BlockShape, ...], load: float, reading: float, patches: int) -> float:
-        """Return the seconds of one patch of one prompt on the last rank of a stage with these blocks
-        (_loads, _reading)."""
+        """Return the seconds of one patch of one prompt on the last rank of a stage."""
         plan = self.plan
         # narrow matrices are as slow as short ones
         divided = plan.sp_degree * plan.tensor_parallel_degree
@@ -179,7 +173,7 @@ class Cost:
         return max(count * u / heads / portion for count, portion in each)
 
     def _read(self, blocks: tuple[BlockShape, ...]) -> float:
-        """Return the seconds to read the weights once from device memory."""
+        """Return the seconds to read the weights from device memory."""
         size = sum(block.unpacked or block.weights for block in blocks)
         return size / self.plan.tensor_parallel_degree / self.machine.bandwidth
 
@@ -190,7 +184,7 @@ class Cost:
 
     @cached_property
     def _made_share(self) -> float:
-        """Return what is dequantized in a pass, in the mean of a request's, as a share of all: what stays so
+        """Return the share of a request's mean pass that is dequantized: what stays so
         (quantization/dequantize_once.py) is in the first one alone."""
         made = max(sum(block.unpacked for block in blocks) for blocks in self._stages)
         if not made or self.request.drained:
@@ -227,8 +221,7 @@ class Cost:
         return sum(block.sent(self.shape.width)[0] for block in blocks)
 
     def _ring(self, attention: float, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Return the seconds of attention whose keys and values travel: hidden as far as it computes
-        meanwhile."""
+        """Return the seconds of attention, and of keys and values that travel unhidden by it."""
         plan = self.plan
         r = plan.ring_degree
         if r == 1:
@@ -286,9 +279,8 @@ class Cost:
         return sent / self.machine.neighbour(tp) + 2 * self.machine.latency * len(blocks)
 
     def _gather_weights(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Return the seconds in which sharded weights come from the others, as they are stored, while blocks
-        before them compute, and tokens take the same links; with modulation where a call is a request of its
-        own."""
+        """Return the seconds in which sharded weights come, as they are stored, while earlier blocks
+        compute and tokens take the same links; of a call with modulation."""
         if not self.plan.shard_weights:
             return 0.0
         size = sum(block.weights for block in blocks)
@@ -306,9 +298,9 @@ class Cost:
         return size * (ranks - 1) / ranks / rate + self.machine.latency * messages
 
     def _gather_ahead(self) -> float:
-        """Estimate the seconds in which sharded weights of modulation come in a request that computes it
-        ahead, while nothing else does: as often as rank_plan's gathers_ahead counts. A message counts for
-        each block, of which some families have several layers that are gathered apart."""
+        """Return the seconds in which sharded modulation comes ahead, as often as rank_plan's
+        gathers_ahead counts. A message counts for each block, of which some families have several layers
+        that are gathered apart."""
         blocks = self.shape.blocks
         size = sum(block.modulation for block in blocks)
         if not self.plan.shard_weights or self.request.drained or not size:

@@ -23,8 +23,8 @@ def drifts_too_far(steps: int, patches: int) -> bool:
 
 
 def penalty(steps: int, patches: int) -> float:
-    """Return how many times as fast as an exact plan one of so many patches has to be: by the nearest
-    measurement of as few steps and as many patches."""
+    """Return how many times as fast as an exact plan a stale one has to be: by the nearest measurement of
+    as few steps and as many patches."""
     row = MEASURED[max((each for each in MEASURED if each <= steps), default=min(MEASURED))]
     size = min((each for each in row if each >= patches), default=max(row))
     return STALE * DECIBEL ** max(0.0, INVISIBLE - row[size])

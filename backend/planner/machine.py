@@ -91,8 +91,7 @@ class Machine:
 
     @property
     def is_disturbed(self) -> bool:
-        """Return whether GPUs of one name differ by more than DIFFERENT in speed, as where others used one
-        of them during the measurement."""
+        """Return whether GPUs of one name differ in speed, as where others used one meanwhile."""
         gpus = list(zip(self.names, self.speeds))
         return any(one == two and a > DIFFERENT * b for (one, a), (two, b) in product(gpus, gpus))
 
@@ -167,8 +166,7 @@ class Machine:
         return sorted(range(ranks), key=order.__getitem__)
 
     def with_natives(self, natives: Sequence[dict[str, float]]) -> "Machine":
-        """Return the machine with each rank's native rates; what some ranks cannot multiply natively, none
-        does."""
+        """Return the machine with each rank's native rates; all ranks multiply natively, or none."""
         kinds = [kind for kind in natives[0] if all(kind in of for of in natives)]
         slowest = {kind: min(of[kind] for of in natives) for kind in kinds}
         return replace(self, native_rates=slowest, natives=tuple(natives))

@@ -22,8 +22,7 @@ DOUBT = 0.25
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes of a rank, or the most of any rank, by what they are for. activations: the part of the transient
-    ones that is an estimate."""
+    """Bytes of a rank, or the most of any rank. activations: the estimated part of the transient ones."""
 
     weights: int
     keys: int
@@ -47,8 +46,7 @@ def spare_bytes(left: int, likely: int) -> int:
 
 
 def held(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple = ()) -> HeldBytes:
-    """Count what the fullest rank holds: the most of each kind. ``others``: shapes whose weights stay on the
-    same ranks."""
+    """Count what the fullest rank holds, the most of each kind, with the weights of ``others``."""
     ranks = held_by_rank(shape, plan, request, others)
     return HeldBytes(*(max(getattr(each, kind.name) for each in ranks) for kind in fields(HeldBytes)))
 
@@ -65,7 +63,6 @@ def held_by_rank(
 def _held(
     shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, others: tuple, share: RankShare
 ) -> HeldBytes:
-    """Count what the rank of ``share`` holds."""
     weights = sum(_weights(each, plan, share) for each in (shape, *others))
     loras = request.loras.and_of(request.other_loras) if others else request.loras
     weights += _loras(shape, plan, loras, share)
@@ -98,14 +95,12 @@ def _stage(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> tuple[i
 
 
 def _own_blocks(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> range:
-    """Return the blocks of a rank's stage."""
     stages, stage = _stage(shape, plan, share)
     return stages_of(shape, stages, plan.shares_of("pp"))[stage]
 
 
 def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: RankShare) -> int:
-    """Return the bytes of ``loras`` next to quantized weights on a rank, of its stage's blocks. FSDP2 does
-    not cut them."""
+    """Count ``loras`` next to quantized weights, of a stage's blocks. FSDP2 does not cut them."""
     if not loras.total:
         return 0
     own = _own_blocks(shape, plan, share)
@@ -115,8 +110,7 @@ def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: Ran
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Return the bytes of buffers of stale keys and values (PipeFusion), or of those of static text, and of
-    prompts'."""
+    """Count PipeFusion's stale keys and values, or those of static text, and those of prompts."""
     own = _own_blocks(shape, plan, share)
     of_prompts = _of_prompts(shape, plan, request, share)
     if not plan.has_stale_kv:
@@ -134,8 +128,7 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, sha
 
 
 def _of_prompts(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Return the bytes of keys and values that cross-attention caches of all prompts and samples; a call
-    forgets those of samples before others run."""
+    """Count what cross-attention caches of all prompts; a call forgets samples before others run."""
     own = _own_blocks(shape, plan, share)
     features = sum(block.prompt_keys for block in shape.blocks[own.start : own.stop])
     if plan.split_scheme == "megatron":
@@ -159,8 +152,8 @@ def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstima
 
 
 def _gathered(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate) -> int:
-    """Return the bytes of sharded weights that are whole for a moment: at least rank_plan's gathered_bytes,
-    which knows the layers of a block's modulation one by one."""
+    """Count sharded weights that are whole for a moment: at least rank_plan's gathered_bytes, which knows
+    the layers of a block's modulation one by one."""
     if not plan.shard_weights:
         return 0
     sizes = sorted((block.weights for block in shape.blocks), reverse=True)
@@ -173,7 +166,6 @@ def _gathered(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate)
 
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Return the bytes of activations of a rank."""
     own = _own_blocks(shape, plan, share)
     skips = max(shape.blocks[index - 1].skips for index in own if index) if own.stop > 1 else 0
     skipped = skips * shape.width * shape.itemsize

@@ -63,8 +63,7 @@ class BlockShape:
         return self.image * image + self.text * text
 
     def slowness(self, rates: Mapping[str, float]) -> float:
-        """Return the time of linear layers under Machine.native_rates, as a multiple of that where none
-        multiplies natively."""
+        """Return the time of linear layers with Machine.native_rates, as a multiple of that without."""
         return 1 - self.native_share + self.native_share / rates.get(self.native_format, 1.0)
 
     def attention(self, image: int, text: int) -> float:

@@ -72,8 +72,8 @@ class Option:
         return self.seconds * penalty
 
     def spares_turns_of(self, other: "Option") -> bool:
-        """Return whether models need not take turns as in ``other``: here they do not, and it is about as
-        fast, with no more drift and no more doubt whether it fits."""
+        """Return whether no models take turns here, where they do in ``other``, at about its speed, with
+        no more drift and no more doubt."""
         if self.swap_seconds or not other.swap_seconds:
             return False
         about_as_fast = self.seconds <= MECHANISM * other.seconds

@@ -18,8 +18,7 @@ def are_open(config: ParallelConfig) -> bool:
 
 
 def filling(question: Question, config: ParallelConfig) -> tuple[int, float]:
-    """Return how many patches fill the pipeline of ``config`` best, and which part of the seconds they save
-    against as many as stages: 0.0 of these."""
+    """Return how many patches fill a pipeline best, and the part of the seconds that this saves, or 0.0."""
     stages = config.pipefusion_degree
     plans = [replace(config, num_pipeline_patch=patches) for patches in (stages, stages + 1)]
     # the cost model divides blocks evenly: where the user has set them it projects other stages

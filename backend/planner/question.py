@@ -86,8 +86,7 @@ class Question:
         return self.shape, plan, self.request, self.others
 
     def _shares(self, ranks: int) -> list[str]:
-        """Return the shares to try for so many ranks: the user's, else by speed, by memory and equal ones
-        where their GPUs differ."""
+        """Return the shares to try: the user's, else by speed, by memory and equal ones."""
         if ranks == 1:
             return [""]
         if self.shares:
@@ -117,8 +116,8 @@ class Question:
         return options
 
     def _filling_alike(self, plan: ParallelConfig) -> ParallelConfig:
-        """Return the plan with shares by which every GPU is as full as the others: what each holds whatever
-        its share fills a small one most."""
+        """Return the plan with shares by which all GPUs are alike full: what each holds whatever its share
+        fills a small one most."""
         asked = self.of_first(plan.world_size)
         shares = rooms = [max(1, room) for room in asked.machine.rooms(plan.world_size)]
         for _ in range(FILLINGS):

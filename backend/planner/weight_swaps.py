@@ -105,8 +105,7 @@ class WeightSwaps:
 
 
 def _gone(sizes: list[int], left: int) -> int:
-    """Return the bytes of the models that leave, whole and the smallest first, until at most ``left``
-    stay."""
+    """Return the bytes of the models that leave, the smallest first, until at most ``left`` stay."""
     stay = sum(sizes)
     for size in sorted(sizes):
         stay -= size if stay > left else 0

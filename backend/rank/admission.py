@@ -90,8 +90,8 @@ def crowded(memories: list[RankMemory], bound: Callable[[Need], int]) -> list[Ra
 
 
 def short_ranks(memories: list[RankMemory], can_make_room: Collection[int] = ()) -> list[RankMemory]:
-    """Return the ranks that cannot run: without room for the least that they need, or, of the ranks
-    ``can_make_room`` for which the client can still make room, for what is likely."""
+    """Return the ranks that lack the least that they need, or what is likely, of those ``can_make_room``
+    for which the client can still make room."""
     failed = [memory for memory in memories if not memory.ready]
     likely = crowded(memories, attrgetter("likely"))
     shrinking = [memory for memory in likely if memory.rank in can_make_room]
@@ -131,8 +131,7 @@ class Planned:
     def shortage(
         self, memories: list[RankMemory], short: RankMemory, is_host: Sequence[bool], own: ParallelConfig
     ) -> str:
-        """Say which rank lacks how much, and with which settings it would fit. ``is_host``, ``own``: as in
-        fitting."""
+        """Say which rank lacks how much, and what would fit. ``is_host``, ``own``: as in fitting."""
         capacity = [memory.free + memory.cached for memory in memories]
         text = _shortage(short, *LOADING)
         if self.is_loaded:
@@ -303,8 +302,7 @@ def _about(message: Sample | ModelCall) -> tuple | None:
 
 
 def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Prepared | None:
-    """Return what ``prepare`` makes, or None where memory runs out: no other rank waits for this one yet, so
-    it says so in the next round."""
+    """Return what ``prepare`` makes, or None where memory runs out: the next round says so."""
     try:
         return prepare()
     except Exception as error:

@@ -146,8 +146,7 @@ class Worker:
             raise
 
     def _try_kernel(self, name: str, model: LoadedModel):
-        """Try an attention kernel on every rank before its first request, with the model's heads. Raises
-        RefusedByAllRanks."""
+        """Try a kernel with the model's heads on every rank, once. Raises RefusedByAllRanks."""
         refused = kernel_round.refusal(
             name,
             model,
@@ -298,8 +297,8 @@ class Worker:
         return reasons
 
     def _try_products(self, products: list[Product]) -> list[str]:
-        """Have all ranks know which native products any of them refuses; return the reasons of the ranks that
-        could try none. No collective where there are no products."""
+        """Have all ranks know the native products that any refuses; return why ranks could try none. No
+        collective where there are no products."""
         if not products:
             return []
         refused, failures = native_trial.agree(products, self.mesh.device, self.control.all_gather_object)

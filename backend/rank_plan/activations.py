@@ -61,8 +61,7 @@ def activation_bytes(work: Workload, place: MeshPlace) -> int:
 
 
 def activations_of(work: Workload, two: Workload | None) -> Activations:
-    """Return the activations of one rank for each token. ``two``: the same work on ranks of which two cut
-    matrices, None where they cannot."""
+    """Return the activations of one rank for each token. ``two``: where two ranks cut matrices, or None."""
     fitted = _fitted(work)
     if fitted is not None:
         return fitted

@@ -42,13 +42,12 @@ def request_need(plan: RankPlan, scratch_held: int = 0) -> Need:
 
 
 def weight_need(plan: RankPlan, is_host: bool) -> int:
-    """Count the bytes of a rank's weights in the memory of its device. ``is_host``: those that wait in host
-    memory lie there too."""
+    """Count the bytes of weights on the device of a rank. ``is_host``: its memory is the host's."""
     return plan.weight_bytes + (plan.host_bytes if is_host else 0)
 
 
 def load_need(plan: RankPlan, device: str, mapped: bool, is_host: bool = False) -> Need:
-    """Count what a load allocates on a rank. ``mapped``: weights stay in the file's memory on the CPU, which
-    the system takes back as it likes. ``is_host``: as in weight_need."""
+    """Count what a load allocates on a rank. ``mapped``: on the CPU, weights stay in the file's pages,
+    which the system takes back as it likes. ``is_host``: as in weight_need."""
     weights = weight_need(plan, is_host)
     return Need(0 if device == "cpu" and mapped else weights, weights + plan.scratch_bytes)

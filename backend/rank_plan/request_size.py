@@ -57,8 +57,7 @@ def size_of(
     model_config: dict,
     inputs: ModelInputs | None = None,
 ) -> RequestSize:
-    """Return the size of a checked request; of a call with all its tensors. ``inputs``: as it was checked,
-    None where they are not known."""
+    """Return the size of a checked request, of a call with all its tensors. ``inputs``: if they are known."""
     inputs = inputs or inputs_of(message, family, model_config)
     grid = inputs.grid
     prompts = inputs.prompts.values()

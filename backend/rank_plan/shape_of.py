@@ -98,8 +98,7 @@ class _Measured:
 
     @cached_property
     def _cuts(self) -> dict:
-        """Return layer -> what tensor parallelism leaves of it on one rank of two; none where it cannot
-        cut."""
+        """Return what tensor parallelism leaves of each layer on one of two ranks; empty where it cannot."""
         if self.checkpoint.family.blocks.whole_only:
             return {}
         try:
@@ -138,8 +137,7 @@ class _Measured:
         return by_block
 
     def _native(self, weights: Mapping[str, HeldParameter]) -> dict[str, Any]:
-        """Return the format of which most of ``weights`` multiply natively, and its share of the values of
-        matrices."""
+        """Return the format of which most weights multiply natively, and its share of all matrices."""
         sizes: Counter[str] = Counter()
         for name, each in weights.items():
             shape = self.checkpoint.shapes[name]
@@ -153,8 +151,7 @@ class _Measured:
 
     @cached_property
     def _reduced(self) -> list[Counter[str]]:
-        """Return the numbers of an image token and of a text token that tensor parallelism sums in every
-        block."""
+        """Return the numbers of a token that tensor parallelism sums in every block."""
         checkpoint = self.checkpoint
         family = checkpoint.family
         counts = [Counter[str]() for _ in checkpoint.block_names]
@@ -210,8 +207,7 @@ class _Measured:
         return BlockStructure.of(self.checkpoint.transformer, self.checkpoint.family)
 
     def _features(self, index: int, side: str) -> int:
-        """Return the features of the attention calls of a block whose ``side`` is of image tokens; NONE
-        without any."""
+        """Return the features of a block's attention calls of image tokens; NONE without any."""
         latents = latents_of(self.checkpoint.family, 1)
         features = 0
         for call, count in self._one_rank.communicated_calls(range(index, index + 1)).items():
@@ -226,7 +222,6 @@ class _Measured:
         return sum(call.kv_width for call in self.checkpoint.attention_calls[index] if call.keys == PROMPT)
 
     def _modulation_width(self, index: int) -> int:
-        """Return the features of a block's modulation."""
         layers = self.checkpoint.modulation[self.checkpoint.block_names[index]]
         return sum(self._one_rank.features(layer, FIRST) for layer in layers)
 

@@ -33,8 +33,7 @@ def sent(work: Workload, place: MeshPlace, patches: list[TokenShards]) -> Counte
 
 
 def _carried(work: Workload, boundary: int, patch: TokenShards) -> int:
-    """Count the tokens that go on to the next stage: the patch's, with text once that has entered, and those
-    of long skips."""
+    """Count the tokens that go on to the next stage: with text once that has entered, and long skips."""
     structure = BlockStructure.of(work.checkpoint.transformer, work.family)
     skips = len(structure.crossing(boundary)) * patch.local.stream
     own = patch.local.stream if boundary <= structure.entry else len(patch.local)

@@ -69,8 +69,7 @@ class HeldParameter:
         return sum(size.bytes for size in self.sizes)
 
     def shard(self, rank: int, ranks: int) -> int:
-        """Count the bytes of the ``rank``-th of FSDP's shards, chunks of torch.chunk along the first
-        dimension."""
+        """Count the bytes of the ``rank``-th of FSDP's shards, as torch.chunk cuts rows."""
         total = 0
         for size in self.sizes:
             chunk = -(-size.length // ranks)

@@ -156,8 +156,7 @@ class Workload:
 
     @cached_property
     def _cuts(self) -> list[dict[str, Shard]]:
-        """Return what each rank of a tensor-parallel group holds of each layer: the same in all groups, and
-        for all requests."""
+        """Return what each rank of a tensor-parallel group holds of each layer: alike for all requests."""
         found = FOUND.setdefault(self.checkpoint, {})
         key = ("cuts", *self._split)
         if key not in found:
@@ -212,8 +211,7 @@ class Workload:
         )
 
     def _on_stage(self, tp: int, stage: int) -> tuple[list[HeldParameter], HeldWeights]:
-        """Return the parameters of a ``stage`` on the ``tp``-th rank of a tensor-parallel group, and their
-        bytes before they are sharded."""
+        """Return the parameters of a ``stage`` on a rank of tensor parallelism, and their unsharded bytes."""
         if (tp, stage) not in self._known:
             here = [each for each in self._held(tp) if self.is_on(each.module, each.block, stage)]
             waiting = self.modulation if self.config.offload_modulation else frozenset()
@@ -225,8 +223,8 @@ class Workload:
         return self._known[tp, stage]
 
     def is_on(self, module: str, block: int | None, stage: int) -> bool:
-        """Return whether a ``stage`` holds a layer of ``block`` (None: outside of them): modulation may be on
-        another stage than its block."""
+        """Return whether a ``stage`` holds a layer of ``block``, or of none: modulation may be on another
+        one."""
         if module in self.stages.holders:
             return self.stages.holders[module] == stage
         return block is None or block in self.stages.blocks[stage]
@@ -237,8 +235,7 @@ class Workload:
         return {}
 
     def _held(self, tp: int) -> list[HeldParameter]:
-        """Return every parameter as the ``tp``-th rank of a tensor-parallel group holds it: alike for all
-        requests."""
+        """Return every parameter on the ``tp``-th rank of tensor parallelism: alike for all requests."""
         found = FOUND.setdefault(self.checkpoint, {})
         key = ("held", tp, *self._split, self.dtype, self.bits, frozenset(self.choices.items()))
         if key not in found:
@@ -256,8 +253,8 @@ class Workload:
         return [first.setdefault(self._piece_sizes(rank), rank) for rank in ranks]
 
     def _piece_sizes(self, tp: int) -> tuple:
-        """Return the groups of heads of the ``tp``-th rank of a tensor-parallel group, and the size of each
-        different piece that it holds."""
+        """Return the groups of heads of a rank of tensor parallelism, and the sizes of its different
+        pieces."""
         pieces = {id(cut): cut for cut in self._cuts[tp].values()}  # layers that are cut alike share one
         sizes = ((sum(map(len, cut.outputs)), sum(map(len, cut.inputs))) for cut in pieces.values())
         return self._of_tensor_rank(self.head_groups, {"tp": tp}), *sizes
@@ -267,8 +264,7 @@ class Workload:
         return place["ring"] * self.config.ulysses_degree + place["ulysses"]
 
     def kv_bytes(self, place: MeshPlace, blocks: range, patches: list[TokenShards]) -> int:
-        """Count the bytes of the K/V buffers, of static text's keys and values in a Ulysses group, and of
-        prompts'."""
+        """Count K/V buffers, keys and values of static text in a Ulysses group, and those of prompts."""
         number = 2 * self.batch * self.prompts_per_rank * self.dtype.itemsize
         of_prompts = self._prompt_bytes(place, blocks)
         if not self.config.has_stale_kv:

@@ -22,8 +22,7 @@ class StepClock:
         self._request += 1
 
     def begin(self, step: int | None):
-        """Note that a step begins and the one before has ended, unless it is the same. None: the last has
-        ended."""
+        """Note that ``step`` begins, and that another one before it has ended; None: the last has."""
         if self._ring is None or step == self._step:
             return
         now = (time.monotonic(), comm.WAIT_CLOCK.seconds, sum(comm.SENT.values()))
