@@ -9,6 +9,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def entries(text: bytes, size: int) -> list[TensorEntry]:
         raise ValueError("the table of tensors is no JSON object")
     table.pop("__metadata__", None)
     in_order = [_checked_entry(name, entry) for name, entry in table.items()]
-    in_order.sort(key=lambda place: (place.lo, place.hi))
+    in_order.sort(key=attrgetter("lo", "hi"))
     at = 0
     for place in in_order:
         if place.lo != at:
@@ -103,13 +104,8 @@ def _checked_entry(name: str, entry: dict) -> TensorEntry:
     offsets = entry["data_offsets"]
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise ValueError(f"the tensor {name!r} has the unknown dtype {str(entry['dtype'])[:20]!r}")
-    if (
-        not _are_sizes(shape)
-        or not _are_sizes(offsets)
-        or len(offsets) != 2
-        or len(shape) > MAX_DIMENSIONS
-        or math.prod(filter(None, shape)) > MAX_ELEMENTS
-    ):
+    are_sizes = _are_sizes(shape, MAX_DIMENSIONS) and _are_sizes(offsets, 2) and len(offsets) == 2
+    if not are_sizes or math.prod(filter(None, shape)) > MAX_ELEMENTS:
         raise ValueError(f"the tensor {name!r} has no valid shape and offsets")
     dtype = DTYPES[entry["dtype"]]
     lo, hi = offsets
@@ -118,8 +114,9 @@ def _checked_entry(name: str, entry: dict) -> TensorEntry:
     return TensorEntry(name, dtype, tuple(shape), lo, hi)
 
 
-def _are_sizes(numbers) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+def _are_sizes(numbers, most: int) -> bool:
+    is_short = isinstance(numbers, list) and len(numbers) <= most
+    return is_short and all(type(number) is int and number >= 0 for number in numbers)
 
 
 def unpack(in_order: list[TensorEntry], data: Tensor) -> dict[str, Tensor]:

@@ -26,16 +26,16 @@ def refusal(
     a ring does, which needs the log-sum-exp."""
     kernel = kernel_table.kernel_of(name)
     lse = kernel.lse and merges
-    dtype = model.dtype
+    case = (name, model.dtype, model.head_size, lse)
+    if case in tried:
+        return tried[case]
+    tried[case] = ""
     sizes = [model.head_size] if model.head_size else list(filter(kernel.has_head, UNKNOWN_HEADS))
-    case = (name, dtype, model.head_size, lse)
-    is_tried = case in tried or not sizes
-    if kernel.call is None and device.type == "cuda" and not is_tried:
-        tried[case] = ""
-        for size in sizes:
-            kernel_trial.settle(dtype, size, lse, device)
-    elif kernel.call is not None and not is_tried:
-        own_failures = [kernel_trial.failure(name, dtype, size, lse, device) for size in sizes]
+    if kernel.call is not None and sizes:
+        own_failures = [kernel_trial.failure(name, model.dtype, size, lse, device) for size in sizes]
         failures = all_gather_object(own_failures[0] if all(own_failures) else "")
         tried[case] = kernel_trial.refusal(name, by_rank(failures))
-    return tried.get(case, "")
+    elif device.type == "cuda":
+        for size in sizes:
+            kernel_trial.settle(model.dtype, size, lse, device)
+    return tried[case]

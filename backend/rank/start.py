@@ -75,16 +75,9 @@ def begin() -> Start:
     config = replace(ParallelConfig(**json.loads(text)).validate(), gpus="")
     # the file is of one machine
     meeting = store if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else None
+    device = _device(config)
     folders = Folders.of(options.models)
-    return Start(
-        address=options.address,
-        config=config,
-        device=_device(config),
-        token=token,
-        store=meeting,
-        folders=folders,
-        beats=beats,
-    )
+    return Start(options.address, config, device, token, store=meeting, folders=folders, beats=beats)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -197,11 +190,11 @@ class LossyLog:
 
 def run_and_exit(main: Callable[[], None]) -> NoReturn:
     """Run ``main`` and end this process: with status 1, and a traceback on stderr, for what it raises."""
-    status = 1
+    status = 0
     try:
         main()
-        status = 0
     except BaseException:
+        status = 1
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(status)  # at once: destructors of process groups wait for peers that may be gone

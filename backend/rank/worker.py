@@ -147,15 +147,9 @@ class Worker:
 
     def _try_kernel(self, name: str, model: LoadedModel):
         """Try a kernel with the model's heads on every rank, once. Raises RefusedByAllRanks."""
-        refused = kernel_round.refusal(
-            name,
-            model,
-            merges=self.engine.config.ring_degree > 1,
-            device=self.mesh.device,
-            tried=self.tried,
-            all_gather_object=self.control.all_gather_object,
-        )
-        if refused:
+        merges = self.engine.config.ring_degree > 1
+        gather = self.control.all_gather_object
+        if refused := kernel_round.refusal(name, model, merges, self.mesh.device, self.tried, gather):
             raise RefusedByAllRanks(refused)
 
     def _guarded(self, run):
@@ -329,10 +323,8 @@ class Worker:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            what = f"rank {old.rank} {RAN_OUT} {ARRANGING}"
-            raise FatalOutOfMemory(
-                f"{what} ({reason(error, 160)}); use fewer ranks or a leaner plan"
-            ) from error
+            what = f"rank {old.rank} {RAN_OUT} {ARRANGING} ({reason(error, 160)})"
+            raise FatalOutOfMemory(f"{what}; use fewer ranks or a leaner plan") from error
         meshes.close(old)
         self.control = ControlChannel(self.mesh.control)
         self.admission = Admission(config, self.control, self.engine.memory)

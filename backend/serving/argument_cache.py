@@ -25,13 +25,12 @@ class ArgumentCache:
     @staticmethod
     def check(call: ModelCall):
         """Refuse references that no rank could follow. Raises UnsupportedError."""
-        keys = [*call.cache.values(), *call.cached.values(), *call.forget]
         for name in call.cache:
             if name not in call.tensors:
                 raise UnsupportedError(
                     f"the call caches {name!r:.200}, which is not among its tensors; send it too."
                 )
-        for key in keys:
+        for key in (*call.cache.values(), *call.cached.values(), *call.forget):
             if not isinstance(key, str):
                 raise UnsupportedError(f"the call has {key!r:.200} as a key of its cache; use a string.")
 

@@ -92,14 +92,13 @@ class ControlChannel:
 def all_gather_object(value, group: dist.ProcessGroup | None) -> list:
     """Gather every rank's ``value`` (anything that JSON holds) on every rank of ``group``, in their order."""
     ranks = dist.get_world_size(group)
-    data = _as_tensor(json.dumps(value).encode())
+    text = json.dumps(value).encode()
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: len(data)] = data
+    dist.all_gather(sizes, torch.tensor([len(text)]), group=group)
+    padded = _as_tensor(text.ljust(int(max(sizes))))  # JSON may end with spaces
     gathered = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(gathered, padded, group=group)
-    return [json.loads(own[: int(size)].numpy().tobytes()) for own, size in zip(gathered, sizes)]
+    return [json.loads(each.numpy().tobytes()) for each in gathered]
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -50,12 +50,10 @@ class SharedBuffer:
     def write(self, chunks: list[Tensor]) -> int:
         """On rank 0: write ``chunks`` (uint8) one after the other and return the body's number, or 0 where it
         does not fit or some rank has not read the last body."""
-        if sum(map(len, chunks)) > MAX_BYTES or any(count != self.sent for count in self._counts()):
+        size = sum(map(len, chunks))
+        if size > MAX_BYTES or any(count != self.sent for count in self._counts()):
             return 0
-        at = 0
-        for chunk in chunks:
-            self.data[at : at + len(chunk)] = chunk
-            at += len(chunk)
+        torch.cat(chunks, out=self.data[:size])
         self.sent += 1
         return self.sent
 
