@@ -61,18 +61,14 @@ class Cost:
     def step(self, patches: int) -> float:
         """Return the seconds of one step of a sequence cut into ``patches``: 1 in PipeFusion's warm-up."""
         plan = self.plan
-        parts = zip(self._stages, self._loads, self._reading)
-        micro = max(self._micro(*stage, patches) for stage in parts)
+        of_stages = zip(self._stages, self._loads, self._reading)
+        micro = max(self._micro(*stage, patches) for stage in of_stages)
         hop = self._hop(patches)
         stages = plan.pipefusion_degree
         work = patches * self._batches(patches)
-        if stages == 1:
-            seconds = work * micro
-        elif patches == 1:  # every stage waits for the one before; batches follow each other
-            seconds = (stages + work - 1) * (micro + hop)
-        else:
-            seconds = max(work * micro, stages * (micro + hop), work * hop)
-        return seconds + self._combine()
+        if patches == 1:  # every stage waits for the one before; batches follow each other
+            return (stages + work - 1) * (micro + hop) + self._combine()
+        return max(work * micro, stages * (micro + hop), work * hop) + self._combine()
 
     @cached_property
     def _stages(self) -> list[tuple[BlockShape, ...]]:

@@ -38,11 +38,10 @@ class WeightSwaps:
 
     def ordered(self, gpus: Sequence[int]) -> "WeightSwaps":
         """Return the same where the ranks are those of ``gpus``: of each rank, which one it is here."""
-        left = (
-            (rank, size) for gpu, size in self.left_by_comfyui for rank, at in enumerate(gpus) if at == gpu
-        )
-        unified = (rank for rank, at in enumerate(gpus) if at in self.unified)
-        return replace(self, left_by_comfyui=tuple(sorted(left)), unified=tuple(unified))
+        sizes = dict(self.left_by_comfyui)
+        left = tuple((rank, sizes[gpu]) for rank, gpu in enumerate(gpus) if gpu in sizes)
+        unified = tuple(rank for rank, gpu in enumerate(gpus) if gpu in self.unified)
+        return replace(self, left_by_comfyui=left, unified=unified)
 
     def parks(self, plan: ParallelConfig) -> bool:
         """Return whether weights may wait in host memory: on no rank where that is the GPU's own on one."""

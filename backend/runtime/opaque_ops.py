@@ -74,9 +74,8 @@ class Meanwhile:
 
 def run_meanwhile():
     """Do what the block that runs has offered, once."""
-    offered = RUNNING.meanwhile
-    RUNNING.meanwhile = None
-    if offered is not None:
+    if offered := RUNNING.meanwhile:
+        RUNNING.meanwhile = None
         offered()
 
 
@@ -153,12 +152,10 @@ def opaque_layers(block: torch.nn.Module) -> dict[str, Callable[[Tensor], Tensor
     for name, module in block.named_modules():
         if not getattr(type(module).forward, "is_opaque", False):
             continue
-        vars(module)["opaque_name"] = name
-        width: Callable[[], int] | None = getattr(module, "opaque_width", None)
-        second: Callable[[Tensor], Tensor] | None = getattr(module, "second", None)
-        vars(module)["opaque_features"] = width() if width else 0
+        width: Callable[[], int] = getattr(module, "opaque_width", int)
+        vars(module).update(opaque_name=name, opaque_features=width())
         layers[name] = module
-        if second:
+        if second := getattr(module, "second", None):
             layers[name + SECOND] = second
     return layers
 

@@ -43,11 +43,8 @@ def unshardable(is_quantized: bool, keeps_float32: bool) -> tuple[str, str] | No
     """Say which weights this torch cannot shard, and which version can; None where it can shard all.
     ``keeps_float32``: some weights of a block stay in float32, whatever the others are."""
     if is_quantized and not has_torch(*SHARDS_INTEGERS):
-        return "the quantized weights", _dotted(SHARDS_INTEGERS)
+        return "the quantized weights", "{}.{}".format(*SHARDS_INTEGERS)
     if keeps_float32 and not has_torch(*SHARDS_SEVERAL_TYPES):
-        return "the weights of several types (some stay in float32)", _dotted(SHARDS_SEVERAL_TYPES)
+        what = "the weights of several types (some stay in float32)"
+        return what, "{}.{}".format(*SHARDS_SEVERAL_TYPES)
     return None
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
