@@ -167,7 +167,7 @@ def _gathered(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate)
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
     own = _own_blocks(shape, plan, share)
-    skips = max(shape.blocks[index - 1].skips for index in own if index) if own.stop > 1 else 0
+    skips = max((shape.blocks[index - 1].skips for index in own if index), default=0)
     skipped = skips * shape.width * shape.itemsize
     token = shape.activations.on_rank(plan, skipped, share.tokens, share.matrices)
     held = shape.activations.of_samples(plan, _samples_together(plan, request, share), token)

@@ -239,7 +239,7 @@ class Server:
     def running_for(self) -> Connection | None:
         """Return the client whose request is under way."""
         job = self.jobs.running
-        return job and job.client
+        return job.client if job is not None else None
 
     def status(self) -> protocol.Report:
         """Return how the backend is, from any thread."""
