@@ -38,30 +38,37 @@ class Finding:
         return asdict(self)
 
 
+Found = Iterator[Finding]
+
+
 def gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def findings(name: str, check: Callable, subject, what: str = "") -> Iterator[Finding]:
-    """Run one check. What it raises becomes a finding of its own, so that the others go on. ``what``: the
-    part of the check, in words."""
+def findings(name: str, check: Callable, *arguments, what: str = "") -> Found:
+    """Run one check: a function that returns a finding, or (status, text), or several. What it raises becomes
+    a finding of its own, so that the others go on. ``what``: the part of the check, in words."""
+    part = f"{what}: " if what else ""
     try:
-        result = check(subject)
-        for each in [result] if isinstance(result, tuple) else result:
-            yield each if isinstance(each, Finding) else Finding(name, *each)
+        yield from _listed(name, check(*arguments))
     except OutOfTime as over:
-        yield Finding(name, WARNING, f"{what}: {over}" if what else str(over))
+        yield Finding(name, WARNING, f"{part}{over}")
     except NoRoomError as error:
-        yield Finding(name, WARNING, f"{what}: not run: {error}" if what else f"not run: {error}")
+        yield Finding(name, WARNING, f"{part}not run: {error}")
     except (RefusedError, BackendError) as error:
-        yield (short_of_memory if is_memory_shortage(error) else _failed)(name, error, what)
+        yield (short_of_memory if is_memory_shortage(error) else _failed)(name, error, part)
     except Exception as error:
-        yield _failed(name, error, what)
+        yield _failed(name, error, part)
 
 
-def _failed(name: str, error: Exception, what: str) -> Finding:
+def _listed(name: str, result) -> Found:
+    for each in [result] if isinstance(result, Finding | tuple) else result:
+        yield each if isinstance(each, Finding) else Finding(name, *each)
+
+
+def _failed(name: str, error: Exception, part: str) -> Finding:
     why = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
-    text = f"{what}: this check failed ({why})" if what else f"this check failed ({why})"
+    text = f"{part}this check failed ({why})"
     if isinstance(error, ModuleNotFoundError):
         text += f"; {remedy(error)}"
     elif isinstance(error, OSError) and error.errno in NO_DISK:
@@ -72,20 +79,19 @@ def _failed(name: str, error: Exception, what: str) -> Finding:
     return Finding(name, PROBLEM, text, details)
 
 
-def short_of_memory(name: str, error: Exception, what: str = "") -> Finding:
-    """Say that GPUs are too small for a check, and how much it needs; ``what``: the method, in words. Ranks
-    that run out in the middle had been thought to have room."""
+def short_of_memory(name: str, error: Exception, part: str) -> Finding:
+    """Say that GPUs are too small for a check, and how much it needs. Ranks that run out in the middle had
+    been thought to have room."""
     needs: dict[int, int] = getattr(error, "lacking", {})
-    first = f"{what}: " if what else ""
     values = {"needs": needs, "error": str(error)}
     if not needs:
-        text = f"{first}more memory was needed than was planned ({str(error).strip().splitlines()[0][:300]})"
+        text = f"{part}more memory was needed than was planned ({str(error).strip().splitlines()[0][:300]})"
         remedy = (
             "close what else uses the GPUs and run it again; if it stays, report it, with the file of --json"
         )
         return Finding(name, WARNING, f"{text}; {remedy}", values)
     listed = ", ".join(f"{gb(size)} free for rank {rank}" for rank, size in sorted(needs.items()))
-    text = f"{first}not run: it needs {listed}"
+    text = f"{part}not run: it needs {listed}"
     remedy = f'close what else uses the GPUs (to try it again: --only "{name}")'
     too_small = "smaller cards cannot run this check, and nothing is wrong with them"
     return Finding(name, WARNING, f"{text}; {remedy}; {too_small}", values)
@@ -95,18 +101,18 @@ def refused(name: str, what: str, refusal: RefusedError) -> Finding:
     """Say what a refusal means: degrees that divide no heads or blocks of a model, and kernels that are not
     there, are no fault; what fails in a load or computes no number is."""
     if is_memory_shortage(refusal):
-        return short_of_memory(name, refusal, what)
+        return short_of_memory(name, refusal, f"{what}: ")
     is_fault = any(words in str(refusal) for words in OF_FAULTS)
     return Finding(name, PROBLEM if is_fault else OK, f"{what}: not possible ({refusal})")
 
 
-def possible(name: str, what: str, check: Callable, subject) -> Iterator[Finding]:
+def possible(name: str, what: str, check: Callable, *arguments) -> Found:
     """Run one check of what ranks may refuse (``refused``). ``what``: the method, in words."""
 
-    def unless_refused(subject):
+    def unless_refused():
         try:
-            yield from check(subject)
+            yield from _listed(name, check(*arguments))
         except RefusedError as refusal:
             yield refused(name, what, refusal)
 
-    yield from findings(name, unless_refused, subject, what)
+    yield from findings(name, unless_refused, what=what)

@@ -1,12 +1,11 @@
 """The check "fp8 and int8" of scripts/doctor.py --full: files of Flux.1's shapes as most people run them,
 with a LoRA, in requests of few steps without a negative prompt."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from doctor_degrees import shape_methods
-from doctor_findings import OK, PROBLEM, Finding, possible
+from doctor_findings import OK, PROBLEM, Finding, Found, possible
 from doctor_lab import Lab, Run, relative
 from doctor_limits import compared
 from doctor_next import REPORT
@@ -25,8 +24,6 @@ KINDS = {"float8_e4m3fn": "fp8", "int8_tensorwise": "int8"}
 #: Steps of the two requests that are timed, which distilled models and LoRAs for few steps have.
 STEPS = (4, 8)
 
-Found = Iterator[Finding]
-
 
 def flux_files(lab: Lab) -> Found:
     """Seconds a step and of whole requests of Flux.1's shapes in fp8 and int8 with a LoRA: one rank, Ulysses,
@@ -34,17 +31,17 @@ def flux_files(lab: Lab) -> Found:
     path, request, what = lab.released(FAMILY)
     files: dict[str, Path] = {}
     for kind in KINDS:
-        yield from possible(CHECK, KINDS[kind], partial(make_file, FAMILY, kind, files), lab)
+        yield from possible(CHECK, KINDS[kind], make_file, lab, FAMILY, kind, files)
     lora, strength = lab.released_lora(FAMILY)
+    loras = [(str(lora), strength)]
     configs = shape_methods(lab, path)
     one: dict[str, tuple[float, Run]] = {}
     for name in while_time(lab, configs):
         for kind, file in files.items():  # of the same ranks
             lab.check()
             label = f"{FAMILY}, {KINDS[kind]} with a LoRA, {name}"
-            timed = partial(_timed, config=configs[name], path=file, loras=[(str(lora), strength)])
-            timed = partial(timed, label=label, kind=kind, request=request, what=what, one=one)
-            yield from possible(CHECK, label, timed, lab)
+            timed = (label, configs[name], kind, file, loras, request, what, one)
+            yield from possible(CHECK, label, _timed, lab, *timed)
 
 
 def _timed(
@@ -57,7 +54,7 @@ def _timed(
     request: Callable[[int], Sample],
     what: str,
     one: dict[str, tuple[float, Run]],
-) -> Found:
+) -> Finding:
     """``one``: kind -> seconds and run of one rank, which this fills; nothing where they are not known."""
     seconds, run = lab.step_seconds(config, path, request, steps=STEPS, loras=loras)
     text = f"{label} ({what}): {seconds:.4f} s a step"
@@ -65,20 +62,17 @@ def _timed(
     if config.world_size == 1:
         one[kind] = seconds, run
         plain = lab.run(config, path, request(STEPS[0]))
-        yield _changed(text, values, relative(run.samples, plain.samples))
-        return
+        return _changed(text, values, relative(run.samples, plain.samples))
     if kind not in one:
-        yield Finding(CHECK, OK, text, values)
-        return
+        return Finding(CHECK, OK, text, values)
     alone, single = one[kind]
     text += f", {alone / seconds:.2f} times one rank"
     values |= {"speedup": alone / seconds, "distance": relative(run.samples, single.samples)}
-    if whole := whole_requests(STEPS, single.timed, run.timed):
-        values["whole_requests"] = whole
-        listed = ", of ".join(f"{steps} steps {ratio:.2f} times" for steps, ratio in whole.items())
-        text += f" (whole requests of {listed})"
+    whole, in_words = whole_requests(STEPS, single.timed, run.timed)
+    values |= whole
+    text += in_words
     is_right, off = compared(values["distance"], config, lab.device, is_quantized=True)
-    yield Finding(CHECK, OK if is_right else PROBLEM, f"{text}, {off}", values)
+    return Finding(CHECK, OK if is_right else PROBLEM, f"{text}, {off}", values)
 
 
 def _changed(text: str, values: dict, effect: float) -> Finding:

@@ -3,13 +3,13 @@ size, attention in rings, and compiled blocks against eager ones."""
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible, refused
+from doctor_degrees import methods
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, findings, possible, refused
 from doctor_lab import Lab, relative
 from doctor_limits import REAL_SIZE
 from doctor_next import OTHER_METHOD, REPORT
@@ -34,8 +34,6 @@ MOST_HOPS = 4
 #: A request's note of what it compiled (backend/parallel/compiled_blocks.py).
 GRAPHS = re.compile(r"compiled (\d+) graphs? of blocks in ([\d.]+) s")
 
-Found = Iterator[Finding]
-
 
 def kernels(lab: Lab) -> Found:
     """Attention kernels on one rank: seconds and distance from torch's; rings; each head size by itself."""
@@ -43,12 +41,12 @@ def kernels(lab: Lab) -> Found:
     wanted = lab.run(ParallelConfig(), path, lab.request(path, 2)).samples
     here = []
     for kernel in while_time(lab, KERNELS):
-        for finding in findings("kernels", partial(_kernel, kernel=kernel, wanted=wanted), lab, kernel):
+        for finding in findings("kernels", _kernel, lab, kernel, wanted, what=kernel):
             here += [kernel] if finding.values else []  # else it cannot be chosen here
             yield finding
     yield from in_rings(lab, here, wanted)
     for kernel in while_time(lab, here):
-        yield from findings("kernels", partial(_head_sizes, kernel=kernel), lab, f"{kernel} by head size")
+        yield from findings("kernels", _head_sizes, lab, kernel, what=f"{kernel} by head size")
 
 
 def in_rings(lab: Lab, here: list[str], wanted: torch.Tensor) -> Found:
@@ -61,8 +59,7 @@ def in_rings(lab: Lab, here: list[str], wanted: torch.Tensor) -> Found:
         yield Finding("kernels", WARNING, "not run in rings: the check links failed; see to it first")
         return
     for kernel in while_time(lab, able):
-        tried = partial(_in_ring, kernel=kernel, wanted=wanted)
-        yield from possible("kernels", f"{kernel} in a ring", tried, lab)
+        yield from possible("kernels", f"{kernel} in a ring", _in_ring, lab, kernel, wanted)
 
 
 def _ring_degrees(kernel: str, ranks: int) -> tuple[int, int]:
@@ -74,7 +71,7 @@ def _ring_degrees(kernel: str, ranks: int) -> tuple[int, int]:
     return 2, ranks // 2
 
 
-def _in_ring(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
+def _in_ring(lab: Lab, kernel: str, wanted: torch.Tensor) -> Finding:
     path = lab.flux()
     ring, ulysses = _ring_degrees(kernel, lab.ranks)
     config = ParallelConfig(ring_degree=ring, ulysses_degree=ulysses, attention=kernel)
@@ -87,31 +84,25 @@ def _in_ring(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
     )
     values = {"kernel": kernel, "ring": ring, "distance": distance}
     if distance <= most:  # NaN is not
-        yield Finding("kernels", OK, text, values)
-        return
+        return Finding("kernels", OK, text, values)
     remedy = f"set attention to another kernel than {kernel} where ring_degree is above 1, and {REPORT}"
     if kernel == "sdpa":  # which others fall back to
         remedy = OTHER_METHOD
-    yield Finding("kernels", PROBLEM, f"{text}; {remedy}", values)
+    return Finding("kernels", PROBLEM, f"{text}; {remedy}", values)
 
 
-def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Found:
+def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Finding:
     path = lab.flux()
     config = ParallelConfig(attention=kernel)
     try:
         seconds, run = lab.step_seconds(config, path, partial(lab.request, path))
         distance = relative(lab.run(config, path, lab.request(path, 2)).samples, wanted)
     except RefusedError as refusal:
-        yield refused("kernels", kernel, refusal)
-        return
+        return refused("kernels", kernel, refusal)
     status = OK if distance < LATENT else PROBLEM
     text = f"{kernel}: {seconds:.4f} s a step, latent {distance:.1e} from torch's kernel"
-    yield Finding(
-        "kernels",
-        status,
-        text,
-        {"kernel": kernel, "seconds": seconds, "distance": distance, "timed": run.timed},
-    )
+    values = {"kernel": kernel, "seconds": seconds, "distance": distance, "timed": run.timed}
+    return Finding("kernels", status, text, values)
 
 
 def _head_sizes(lab: Lab, kernel: str) -> Found:
@@ -153,13 +144,11 @@ def compiled(lab: Lab) -> Found:
     together: seconds a step, those of compiling, latents, notes."""
     configs = {"one rank": ParallelConfig()}
     if lab.ranks > 1:
-        configs["ulysses"] = ParallelConfig(ulysses_degree=lab.ranks)
-        configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
-        configs["ring"] = ParallelConfig(ring_degree=lab.ranks)
+        every = methods(lab.ranks)
+        configs |= {name: every[name] for name in ("ulysses", "FSDP", "ring")}
     lab.flux()
     for name in while_time(lab, configs):
-        tried = partial(_compiled, name=name, config=configs[name])
-        yield from possible("compiled", name, tried, lab)
+        yield from possible("compiled", name, _compiled, lab, name, configs[name])
 
 
 def compiling(notes: list[str]) -> dict[str, float]:
@@ -169,7 +158,7 @@ def compiling(notes: list[str]) -> dict[str, float]:
     return {"graphs": int(found[1]), "compile_seconds": float(found[2])} if found else {}
 
 
-def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:
+def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Finding:
     """Compare one configuration. Ranks that stay have the graphs of the one before: a note counts further
     ones alone, and some may be read from the cache's folder."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_folder() / "inductor"
@@ -186,8 +175,7 @@ def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:
     made = compiling(run.first_notes)
     values |= made
     if notes:
-        yield Finding("compiled", WARNING, f"{name}: {notes[0]}", values)
-        return
+        return Finding("compiled", WARNING, f"{name}: {notes[0]}", values)
     text = f"{name}: {seconds:.4f} s a step with compiled blocks, {eager:.4f} s without, "
     text += f"{eager / seconds:.2f} times as fast; latent {distance:.1e} off"
     if made:
@@ -195,4 +183,4 @@ def _compiled(lab: Lab, name: str, config: ParallelConfig) -> Found:
     status = OK if distance <= COMPILED[lab.device] else PROBLEM
     if status == OK and seconds > eager:
         status = WARNING
-    yield Finding("compiled", status, text, values)
+    return Finding("compiled", status, text, values)

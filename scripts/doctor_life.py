@@ -4,13 +4,14 @@ weights that are parked in host memory, two models in turn."""
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, gb, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, OutOfTime, gb, possible
 from doctor_hangs import LINKS_FIRST, HungError, evidence
 from doctor_lab import RUN_SECONDS, Lab, relative
 from doctor_limits import EXACT
@@ -32,8 +33,6 @@ OTHER = "wan21-t2v"
 #: Attention heads of OTHER, of which each rank of Ulysses needs one.
 HEADS = 4
 
-Found = Iterator[Finding]
-
 
 def life(lab: Lab) -> Found:
     """What ranks do after a cancel, after one of them is killed, after their weights were parked, and with
@@ -44,14 +43,9 @@ def life(lab: Lab) -> Found:
         return
     config = for_both(lab.ranks)
     wanted = _latent(lab, config)
-    checks: dict[str, Callable[..., Found]] = {
-        "cancel": _cancelled,
-        "parking": _parked,
-        "two models": _in_turn,
-        "a killed rank": _killed,
-    }
+    checks = {"cancel": _cancelled, "parking": _parked, "two models": _in_turn, "a killed rank": _killed}
     for name in while_time(lab, checks):
-        yield from possible("life", name, partial(checks[name], config=config, wanted=wanted), lab)
+        yield from possible("life", name, checks[name], lab, config, wanted)
 
 
 def for_both(ranks: int) -> ParallelConfig:
@@ -119,7 +113,7 @@ def _late(lab: Lab, began: float, shown: dict[str, str]) -> Exception:
     return OutOfTime(f"ended after {seconds:.0f} s, when its time was over; raise --minutes or use --only")
 
 
-def _cancelled(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
+def _cancelled(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
     request, backend, steps = _long(lab, config), lab.backend(config), [0]
     watch = partial(_sample, on_progress=lambda progress: steps.append(progress.step))
     result = watch(lab, config, backend, request, cancels=lambda: steps[-1] >= AFTER)
@@ -132,15 +126,14 @@ def _cancelled(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
     elif lab.backend(config) is not backend:
         status = PROBLEM
         what += "; the ranks had to start again"
-    yield Finding("life", status, what, values)
+    return Finding("life", status, what, values)
 
 
-def _killed(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
+def _killed(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
     backend = lab.backend(config)
     if backend.process is None:  # somebody else's ranks
         text = f"a killed rank: not tried, since this process has not started the ranks; {NOTHING}"
-        yield Finding("life", WARNING, text)
-        return
+        return Finding("life", WARNING, text)
     request, killed = _long(lab, config), []
 
     def kill(progress):
@@ -159,31 +152,26 @@ def _killed(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
         status = PROBLEM
     said = why.splitlines()[0][:200] if why else "no error"
     values = {"life": "a killed rank", "seconds": seconds, "distance": distance, "error": why}
-    yield Finding("life", status, f"rank 1 killed: after {seconds:.1f} s {said!r}; {text}", values)
+    return Finding("life", status, f"rank 1 killed: after {seconds:.1f} s {said!r}; {text}", values)
 
 
-def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
+def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
     path, backend = lab.flux(), lab.backend(config)
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     _latent(lab, config)  # the weights are there, whatever came before
-    seconds = [_seconds(lambda: _latent(lab, config))]
-    left: list[int] = []
-    choice, check = ModelChoice(str(path)), _until_late(lab)
-    seconds.append(_seconds(lambda: left.extend(backend.unload(choice, park=True, check=check))))
+    times = [time.monotonic()]
+    _latent(lab, config)
+    times.append(time.monotonic())
+    choice = ModelChoice(str(path))
+    left = backend.unload(choice, park=True, check=_until_late(lab))
+    times.append(time.monotonic())
     if choice not in backend.models:
-        what = "not parked but freed: the host has no room, or ranks are on the CPU"
-        what += f"; {NOTHING}: weights are read from the file again instead"
-        yield Finding(
-            "life", WARNING, f"parking of {gb(size)} a rank: {what}", {"life": "parking", "left": left}
-        )
-        return
-    status, text, distance = OK, "", 0.0
-
-    def again():
-        nonlocal status, text, distance
-        status, text, distance = _again(lab, config, wanted)
-
-    seconds.append(_seconds(again))
+        what = f"parking of {gb(size)} a rank: not parked but freed: the host has no room, or ranks are on "
+        what += f"the CPU; {NOTHING}: weights are read from the file again instead"
+        return Finding("life", WARNING, what, {"life": "parking", "left": left})
+    status, text, distance = _again(lab, config, wanted)
+    times.append(time.monotonic())
+    seconds = [after - before for before, after in pairwise(times)]
     back = max(1e-3, seconds[2] - seconds[0])
     rates = [size / max(1e-3, seconds[1]) / 1e9, size / back / 1e9]
     what = (
@@ -193,16 +181,10 @@ def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
         status = PROBLEM
         what += f"; of {lab.ranks} ranks only {left} gave their weights up"
     values = {"life": "parking", "bytes": size, "seconds": seconds, "distance": distance, "left": left}
-    yield Finding("life", status, what, values)
+    return Finding("life", status, what, values)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.monotonic()
-    call()
-    return time.monotonic() - began
-
-
-def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
+def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
     """Two models that stay loaded, each twice in turn."""
     flux, (tiny, sample, _) = lab.flux(), lab.tiny(OTHER)
     models = {"flux": (flux, lab.request(flux, AFTER)), OTHER: (tiny, sample)}
@@ -222,4 +204,4 @@ def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Found:
     if not backend.models.keys() >= set(keep):
         status = PROBLEM
         text += "; they did not stay loaded"
-    yield Finding("life", status, text, {"life": "two models", "distances": distances})
+    return Finding("life", status, text, {"life": "two models", "distances": distances})

@@ -1,14 +1,10 @@
 """What scripts/doctor.py --full says of links between ranks, by the probe of auto."""
 
-from collections.abc import Iterator
-
-from doctor_findings import OK, PROBLEM, WARNING, Finding
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found
 from doctor_lab import Lab
 from doctor_slow_copies import SLOW_LINK
 
 from backend.client.probe_process import UnmeasuredError, hang_remedy
-
-Found = Iterator[Finding]
 
 
 def links(lab: Lab) -> Found:

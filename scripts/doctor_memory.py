@@ -1,10 +1,8 @@
 """The check "memory" of scripts/doctor.py --full: what ranks hold against what is planned."""
 
-from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 
-from doctor_findings import OK, WARNING, Finding, gb, possible
+from doctor_findings import OK, WARNING, Finding, Found, gb, possible
 from doctor_lab import Lab
 from doctor_memory_watch import MemoryWatch
 from doctor_time import while_time
@@ -13,7 +11,6 @@ from backend.client.model_choice import ModelChoice
 from backend.config import ParallelConfig
 from backend.protocol import Describe, RefusedError
 
-Found = Iterator[Finding]
 #: Family of the tiny model that runs first.
 TINY = "flux-dev"
 
@@ -27,10 +24,10 @@ def memory(lab: Lab) -> Found:
     configs = {"one rank": ParallelConfig()} if lab.ranks == 1 else configs
     lab.flux()
     for name in while_time(lab, configs):
-        yield from possible("memory", name, partial(_memory, name=name, config=configs[name]), lab)
+        yield from possible("memory", name, _memory, lab, name, configs[name])
 
 
-def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
+def _memory(lab: Lab, name: str, config: ParallelConfig) -> Finding:
     path = lab.flux()
     tiny, sample, _ = lab.tiny(TINY)
     lab.fresh()  # the allocator of ranks that ran something larger holds more
@@ -59,4 +56,4 @@ def _memory(lab: Lab, name: str, config: ParallelConfig) -> Found:
     each = ", ".join(f"rank {i} {gb(m)} (planned {gb(p)})" for i, (m, p) in enumerate(zip(most, planned)))
     status = OK if over <= lab.size.slack else WARNING
     text = f"{name}: the most on top of an idle rank's memory: {each}"
-    yield Finding("memory", status, text, {"method": name, "held": most, "planned": planned})
+    return Finding("memory", status, text, {"method": name, "held": most, "planned": planned})

@@ -2,9 +2,8 @@
 rank over diffusers' transformer in a plain loop (benchmarks/peers.py)."""
 
 import statistics
-from collections.abc import Iterator
 
-from doctor_findings import OK, PROBLEM, WARNING, Finding
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found
 from doctor_kernels import COMPILED, cut_short
 from doctor_lab import Lab
 from doctor_next import NOTHING
@@ -14,8 +13,6 @@ from backend.hardware.device_memory import says_full_gpu, says_out_of_memory
 
 #: Where exceptions are from that a compiler raises: no crash is among them, and nothing that a kernel raises.
 OF_COMPILERS = ("torch._dynamo.exc.", "torch._inductor.exc.", "triton.compiler.", "triton.runtime.errors.")
-
-Found = Iterator[Finding]
 
 
 def overhead(lab: Lab) -> Found:

@@ -3,11 +3,9 @@ that stay dequantized through a request against those that do not."""
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from functools import partial
 from unittest.mock import patch
 
-from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, gb
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, findings, gb
 from doctor_lab import Lab, relative
 from doctor_quantized_ranks import KINDS, on_all_ranks
 from doctor_time import while_time
@@ -29,8 +27,6 @@ NOISE = 1.05
 #: Words of refusals that no package and no setting changes (quantization/matmul.py).
 OF_GPUS = ("compute capability", "only NVIDIA GPUs")
 
-Found = Iterator[Finding]
-
 
 def quantized(lab: Lab) -> Found:
     """A quantized file that multiplies natively, against itself weight only, and the seconds of bf16; then on
@@ -41,8 +37,7 @@ def quantized(lab: Lab) -> Found:
     try:
         for kind in while_time(lab, _kinds()):
             for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
-                timed = partial(_quantized, kind=kind, matmul=matmul)
-                yield from findings("quantized", timed, lab, f"{kind}, {matmul}")
+                yield from findings("quantized", _quantized, lab, kind, matmul, what=f"{kind}, {matmul}")
             if kind not in (*KINDS, CACHED_KIND):
                 lab.drop("quantized", kind)
         yield from on_all_ranks(lab, tuple(kind for kind in KINDS if kind in _kinds()))
@@ -57,7 +52,7 @@ def _kinds() -> tuple[str, ...]:
     return (*NATIVE, *(OF_GGUF if importlib.util.find_spec("gguf") else ()))
 
 
-def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
+def _quantized(lab: Lab, kind: str, matmul: str) -> Finding:
     seconds, _ = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
     lab.drop("quantized", "bf16")
     # not bf16's latent: the file stands for weights of its own where they are rotated
@@ -69,8 +64,7 @@ def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
             raise
         is_of_gpu = any(words in str(refusal) for words in OF_GPUS)
         status = OK if is_of_gpu else WARNING
-        yield Finding("quantized", status, f"{kind}, {matmul}: not possible ({refusal})")
-        return
+        return Finding("quantized", status, f"{kind}, {matmul}: not possible ({refusal})")
     distance = relative(run.samples, stored[1].samples)
     text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s"
     text += f"; latent {distance:.1e} from weight only's"
@@ -80,7 +74,7 @@ def _quantized(lab: Lab, kind: str, matmul: str) -> Found:
     if matmul == "native" and distance == 0:
         status = PROBLEM
         text += ": the product failed, and ranks went on weight only (the end of the ranks' log says why)"
-    yield Finding("quantized", status, text, {**values, "layers": str(run.info.get("quantized", ""))})
+    return Finding("quantized", status, text, {**values, "layers": str(run.info.get("quantized", ""))})
 
 
 def _timed_file(lab: Lab, kind: str, matmul: str):

@@ -1,14 +1,14 @@
 """What scripts/doctor.py --full runs of quantized files on all ranks, with and without a LoRA: the methods
 that divide or move their weights, against one rank."""
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
 
+import doctor_degrees
 import torch
 from doctor_degrees import fitting, named
-from doctor_findings import OK, PROBLEM, WARNING, Finding, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, possible
 from doctor_lab import Lab, relative
 from doctor_limits import BF16_RATIO, EXACT, USUAL
 from doctor_next import ABOVE_USUAL, OTHER_METHOD, REPORT
@@ -24,18 +24,12 @@ LORA_STRENGTH = 25.0
 #: Least relative distance that the LoRA makes: less compares nothing.
 MIN_LORA_EFFECT = 1e-3
 
-Found = Iterator[Finding]
-
 
 def methods(ranks: int) -> dict[str, ParallelConfig]:
     """Return the methods that hold, divide, gather and distribute quantized weights. They are gathered around
     a ring, which auto takes for such files."""
-    return {
-        "ulysses": ParallelConfig(ulysses_degree=ranks),
-        "tensor parallel": ParallelConfig(tensor_parallel_degree=ranks),
-        "ring, FSDP": ParallelConfig(ring_degree=ranks, shard_weights=True),
-        "pipefusion M=1": ParallelConfig(pipefusion_degree=ranks, num_pipeline_patch=1),
-    }
+    every = doctor_degrees.methods(ranks)
+    return {name: every[name] for name in ("ulysses", "tensor parallel", "ring, FSDP", "pipefusion M=1")}
 
 
 def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
@@ -47,7 +41,7 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
         return
     known = []
     for kind in kinds:
-        failed = list(possible("quantized", f"{kind}, one rank", partial(_references, kind=kind), lab))
+        failed = list(possible("quantized", f"{kind}, one rank", _references, lab, kind))
         yield from failed
         known += [] if failed else [kind]
     configs = _as_run(lab, known[0]) if known else {}
@@ -55,8 +49,7 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
         name, config = configs[what]
         for kind, has_lora in product(known, (False, True)):
             lab.check()
-            compared = partial(_compared, name=name, config=config, kind=kind, has_lora=has_lora)
-            yield from possible("quantized", f"{kind}, {name}", compared, lab)
+            yield from possible("quantized", f"{kind}, {name}", _compared, lab, name, config, kind, has_lora)
     for kind in kinds:
         lab.drop("quantized", kind)
 
@@ -73,12 +66,12 @@ def _as_run(lab: Lab, kind: str) -> dict[str, tuple[str, ParallelConfig]]:
     return as_run
 
 
-def _references(lab: Lab, kind: str) -> Found:
-    """Run one rank first, since the ranks change with the method."""
+def _references(lab: Lab, kind: str) -> list[Finding]:
+    """Run one rank first, since the ranks change with the method; find nothing."""
     for has_lora in (False, True):
         for dtype in _dtypes(has_lora):
             latent(lab, kind, dtype, has_lora)
-    yield from ()
+    return []
 
 
 def _dtypes(has_lora: bool) -> tuple[str, ...]:
@@ -117,7 +110,7 @@ def _written_lora(lab: Lab) -> Path:
     return write_lora(lab.folder / "lora.safetensors", shapes, "comfyui")
 
 
-def _compared(lab: Lab, name: str, config: ParallelConfig, kind: str, has_lora: bool) -> Found:
+def _compared(lab: Lab, name: str, config: ParallelConfig, kind: str, has_lora: bool) -> Finding:
     single = latent(lab, kind, "fp32", has_lora)
     exact = relative(_run(lab, config, kind, "fp32", has_lora), single)
     what = f"{kind}{' with a LoRA' if has_lora else ''}, {name}"
@@ -145,4 +138,4 @@ def _compared(lab: Lab, name: str, config: ParallelConfig, kind: str, has_lora: 
     elif exact > USUAL:
         status = WARNING
         text += f"; {ABOVE_USUAL}"
-    yield Finding("quantized", status, text, values)
+    return Finding("quantized", status, text, values)

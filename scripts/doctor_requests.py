@@ -24,10 +24,12 @@ def in_batch(sample: Sample, batch: int) -> Sample:
     return replace(sample, tensors={**sample.tensors, "noise": noise, "latent": torch.zeros_like(noise)})
 
 
-def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float]) -> dict[str, float]:
-    """Return number of steps -> how many times as fast a whole request is, with what comes before, between
-    and after the steady state: PipeFusion's warm-up, fill and drain, too. Lists: as Run.timed."""
+def whole_requests(steps: tuple[int, int], alone: list[float], timed: list[float]) -> tuple[dict, str]:
+    """Return how many times as fast a whole request is, by its number of steps, with what comes before,
+    between and after the steady state: PipeFusion's warm-up, fill and drain, too; as a value of a finding and
+    in words. Lists: as Run.timed."""
     if len(alone) != 4 or len(timed) != 4:
-        return {}
+        return {}, ""
     few, many = min(alone[:2]) / min(timed[:2]), min(alone[2:]) / min(timed[2:])
-    return {str(steps[0]): few, str(steps[1]): many}
+    words = f" (whole requests of {steps[0]} steps {few:.2f} times, of {steps[1]} steps {many:.2f} times)"
+    return {"whole_requests": {str(steps[0]): few, str(steps[1]): many}}, words

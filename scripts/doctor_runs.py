@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ import doctor_models
 import torch
 from doctor_degrees import FAMILIES, fitting, is_lacking, methods, named
 from doctor_facts import Facts
-from doctor_findings import OK, PROBLEM, WARNING, Finding, OutOfTime, findings, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, OutOfTime, findings, possible
 from doctor_flux_files import flux_files
 from doctor_hangs import HungError
 from doctor_kernels import compiled, kernels
@@ -38,8 +38,6 @@ from backend.shares import written
 #: random weights is sharp, and other kernels add in another order.
 COMFYUI = 2e-3
 
-Found = Iterator[Finding]
-
 
 def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
     """Return what one rank gives, for the batch that every method gets."""
@@ -53,10 +51,10 @@ def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
 def one_rank(lab: Lab) -> Found:
     """One rank against ComfyUI's latents, family by family."""
     for family in while_time(lab, FAMILIES):
-        yield from findings("one rank", partial(_one_rank, family=family), lab, family)
+        yield from findings("one rank", _one_rank, lab, family, what=family)
 
 
-def _one_rank(lab: Lab, family: str) -> Found:
+def _one_rank(lab: Lab, family: str) -> Finding:
     path, sample, golden = lab.tiny(family)
     run = lab.run(ParallelConfig(), path, sample, "fp32")
     distance = lab.distance_from_comfyui(family, run.samples, golden)
@@ -64,7 +62,7 @@ def _one_rank(lab: Lab, family: str) -> Found:
     text = f"{family}: float32 is {distance:.1e} standard deviations from ComfyUI's latent"
     status = OK if distance <= COMFYUI else PROBLEM
     text += f", bf16 {drift:.1e} from float32"
-    yield Finding("one rank", status, text, {"family": family, "comfyui": distance, "bf16": drift})
+    return Finding("one rank", status, text, {"family": family, "comfyui": distance, "bf16": drift})
 
 
 def all_methods(lab: Lab) -> Found:
@@ -81,8 +79,8 @@ def all_methods(lab: Lab) -> Found:
         name, families = turns[turn]
         for family in families:
             halves = lab.ranks == 2 or family == FAMILIES[0]  # of many methods one family's bf16 has to do
-            compared = partial(_method, name=name, config=configs[name], family=family, halves=halves)
-            yield from possible("methods", f"{name}, {family}", compared, lab)
+            what = f"{name}, {family}"
+            yield from possible("methods", what, _method, lab, name, configs[name], family, halves)
 
 
 def _in_turn(lab: Lab, configs: dict[str, ParallelConfig]) -> dict[str, tuple[str, list[str]]]:
@@ -101,14 +99,13 @@ def _in_turn(lab: Lab, configs: dict[str, ParallelConfig]) -> dict[str, tuple[st
     return as_asked | hybrids
 
 
-def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bool = True) -> Found:
+def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bool = True) -> Finding:
     path, sample, _ = lab.tiny(family)
     own, why = fitting(partial(lab.refusal, path), config)
     own = own or config  # which the ranks refuse
     same = next((other for other, each in methods(lab.ranks).items() if each == own), name)
     if same != name and not own.has_stale_kv:  # which has a line of its own, and is judged there
-        yield Finding("methods", OK, f"{name}, {family}: not possible ({why}); see {same}, {family}")
-        return
+        return Finding("methods", OK, f"{name}, {family}: not possible ({why}); see {same}, {family}")
     name, config = named(name, config, own), own
     batch = in_batch(sample, max(2, lab.ranks))
     single, half = reference(lab, family, "fp32"), reference(lab, family, "bf16")
@@ -131,7 +128,7 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bo
         text += f"; {ABOVE_USUAL}"
     if not (exact <= most and drift <= half_limit):  # NaN is neither
         status = PROBLEM
-    yield Finding("methods", status, text, values)
+    return Finding("methods", status, text, values)
 
 
 def timed_alone(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run]:
@@ -186,32 +183,30 @@ def speed(lab: Lab) -> Found:
         ceiling = finding.values.get("speedup")
         yield finding
     for name in while_time(lab, configs):
-        timed = partial(_speed, name=name, config=configs[name], ceiling=ceiling)
-        yield from possible("speed", name, timed, lab)
+        yield from possible("speed", name, _speed, lab, name, configs[name], ceiling)
 
 
-def _ceiling(lab: Lab) -> Found:
+def _ceiling(lab: Lab) -> list[Finding]:
     path = lab.flux()
     one = timed_or_none(lab, False)
     alone = ParallelConfig(data_parallel_degree=lab.ranks)
     together, _ = lab.step_seconds(alone, path, partial(lab.request, path, batch=lab.ranks))
     if not one:
-        return
+        return []
     ceiling = lab.ranks * one[0] / together
     text = f"ceiling: {ceiling:.2f} times one rank, {lab.ranks} latents at once"
     values = {"method": "ceiling", "seconds": together, "speedup": ceiling, "latents": lab.ranks}
-    yield Finding("speed", OK, text, values)
+    return [Finding("speed", OK, text, values)]
 
 
-def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -> Found:
+def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -> Finding:
     path, guided = lab.flux(), config.cfg_degree > 1
     seconds, run = lab.step_seconds(config, path, partial(lab.request, path, guided=guided))
     text = f"{name}: {seconds:.4f} s a step"
     values = {"method": name, "seconds": seconds, "timed": run.timed, "sent": run.stats.get("bytes_sent")}
     one = timed_or_none(lab, guided)
     if not one:
-        yield Finding("speed", WARNING, f"{text}; one rank could not be timed", values)
-        return
+        return Finding("speed", WARNING, f"{text}; one rank could not be timed", values)
     alone, single = one
     times = alone / seconds
     text += f", {times:.2f} times one rank"
@@ -219,21 +214,19 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -
     if ceiling:
         text += f", {times / ceiling:.2f} of the ceiling"
         values |= {"of_ceiling": times / ceiling}
-    if whole := whole_requests(lab.size.steps, single.timed, run.timed):
-        values["whole_requests"] = whole
-        listed = ", of ".join(f"{steps} steps {ratio:.2f} times" for steps, ratio in whole.items())
-        text += f" (whole requests of {listed})"
+    whole, in_words = whole_requests(lab.size.steps, single.timed, run.timed)
+    values |= whole
+    text += in_words
     values["distance"] = relative(run.samples, single.samples)
     is_right, off = compared(values["distance"], config, lab.device)
     text += f", {off}"
     if not is_right:
-        yield Finding("speed", PROBLEM, text, values)
-    elif times >= 1:
-        yield Finding("speed", OK, text, values)
-    elif lab.rates and lab.rates.differs and not config.shares:
-        yield Finding("speed", OK, f"{text}: with equal parts the slower GPU decides", values)
-    else:
-        yield Finding("speed", WARNING, f"{text}: slower than one rank, as on slow links", values)
+        return Finding("speed", PROBLEM, text, values)
+    if times >= 1:
+        return Finding("speed", OK, text, values)
+    if lab.rates and lab.rates.differs and not config.shares:
+        return Finding("speed", OK, f"{text}: with equal parts the slower GPU decides", values)
+    return Finding("speed", WARNING, f"{text}: slower than one rank, as on slow links", values)
 
 
 #: Name -> run: what only several GPUs can tell comes first, after what it is compared with; quantized files,
@@ -321,7 +314,7 @@ def full(chosen, facts: Facts, lab: Lab | None = None, began: float | None = Non
         for index, name in enumerate(names := [name for name in names if name not in others] + others):
             same = others if name in others else fitting  # the others have what is left
             lab.begin(name, [each for each in names[index + 1 :] if each in same])
-            yield from findings(name, partial(in_time, run=RUNS[name]), lab)
+            yield from findings(name, in_time, lab, RUNS[name])
             if not set(names[index + 1 :]) & set(OF_FLUX):
                 lab.drop("flux")
     finally:

@@ -2,12 +2,11 @@
 chart of all seconds."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from doctor_degrees import methods, shape_methods, turns_of
-from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, possible
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, findings, possible
 from doctor_kernels import cut_short
 from doctor_lab import Lab, Run, relative
 from doctor_limits import compared
@@ -23,14 +22,12 @@ KINDS = ("int8_tensorwise", "float8_e4m3fn")
 #: Its bf16 is timed by the check "speed".
 TIMED_BEFORE = "flux-dev"
 
-Found = Iterator[Finding]
-
 
 def shapes(lab: Lab) -> Found:
     """Seconds a step at the shapes of Flux.1, Wan 14B and MiniMax-H3, of which a few blocks have random
     weights, in bf16 (Flux.1's by the check "speed"), int8 and fp8."""
     for family in while_time(lab, SHAPES):
-        yield from findings("shapes", partial(_of_family, family=family), lab, family)
+        yield from findings("shapes", _of_family, lab, family, what=family)
         for kind in KINDS:
             lab.drop("released", family, kind)
         lab.drop("released", family)
@@ -40,21 +37,21 @@ def _of_family(lab: Lab, family: str) -> Found:
     path, request, what = lab.released(family)
     files = {} if family == TIMED_BEFORE else {BF16: path}
     for kind in KINDS:
-        yield from possible("shapes", f"{family}, {kind}", partial(make_file, family, kind, files), lab)
+        yield from possible("shapes", f"{family}, {kind}", make_file, lab, family, kind, files)
     configs = shape_methods(lab, path)
     one: dict[str, tuple[float, Run]] = {}
     for name in while_time(lab, configs):
         for kind, file in files.items():  # of the same ranks
             lab.check()
             label = ", ".join([family, *([] if kind == BF16 else [kind]), name])
-            timed = partial(_shape, label=label, config=configs[name], kind=kind, path=file)
-            yield from possible("shapes", label, partial(timed, request=request, what=what, one=one), lab)
+            timed = (label, configs[name], kind, file, request, what, one)
+            yield from possible("shapes", label, _shape, lab, *timed)
 
 
-def make_file(family: str, kind: str, files: dict[str, Path], lab: Lab) -> Found:
-    """Write the file of ``kind`` into ``files``."""
+def make_file(lab: Lab, family: str, kind: str, files: dict[str, Path]) -> list[Finding]:
+    """Write the file of ``kind`` and note it in ``files``; find nothing."""
     files[kind] = lab.released_quantized(family, kind)
-    yield from ()
+    return []
 
 
 def _shape(
@@ -66,7 +63,7 @@ def _shape(
     request: Callable,
     what: str,
     one: dict[str, tuple[float, Run]],
-) -> Found:
+) -> Finding:
     """``one``: kind -> seconds and run of one rank, which this fills; nothing where they are not known."""
     seconds, run = lab.step_seconds(config, path, request)
     text = f"{label} ({what}): {seconds:.4f} s a step"
@@ -77,17 +74,15 @@ def _shape(
             values |= {"over_bf16": seconds / one[BF16][0]}
             text += f", {values['over_bf16']:.2f} times bf16's"
     if kind not in one:
-        yield Finding("shapes", OK, text, values)
-        return
+        return Finding("shapes", OK, text, values)
     alone, single = one[kind]
     text += f", {alone / seconds:.2f} times one rank"
     values |= {"speedup": alone / seconds}
     if run is single:
-        yield Finding("shapes", OK, text, values)
-        return
+        return Finding("shapes", OK, text, values)
     values["distance"] = relative(run.samples, single.samples)
     is_right, off = compared(values["distance"], config, lab.device, kind != BF16)
-    yield Finding("shapes", OK if is_right else PROBLEM, f"{text}, {off}", values)
+    return Finding("shapes", OK if is_right else PROBLEM, f"{text}, {off}", values)
 
 
 def waits(lab: Lab) -> Found:

@@ -112,7 +112,7 @@ def test_ranks_that_hang_are_ended(monkeypatch):
 def test_weights_that_are_freed_are_not_called_parked():
     lab = LifeLab("frees")
     try:
-        (found,) = doctor_life._parked(lab, ULYSSES, torch.ones(4))
+        found = doctor_life._parked(lab, ULYSSES, torch.ones(4))
     finally:
         lab.ranks_here.close()
     assert found.status == WARNING and "not parked but freed" in found.text and "GB/s" not in found.text
@@ -123,7 +123,7 @@ def test_ranks_of_somebody_else_are_not_killed():
     lab = LifeLab("")
     lab.ranks_here.process = None
     try:
-        (found,) = doctor_life._killed(lab, ULYSSES, torch.ones(4))
+        found = doctor_life._killed(lab, ULYSSES, torch.ones(4))
         assert lab.ranks_here.other.poll() is None
     finally:
         lab.ranks_here.close()

@@ -84,7 +84,7 @@ def test_gpus_may_add_in_another_order(device, distance, status, says):
 
     lab = Lab()
     lab.device = device
-    (found,) = doctor_runs._method(lab, "ulysses", ParallelConfig(ulysses_degree=2), "flux-dev")
+    found = doctor_runs._method(lab, "ulysses", ParallelConfig(ulysses_degree=2), "flux-dev")
     assert found.status == status and says in found.text, found.text
 
 
@@ -103,7 +103,7 @@ def test_bf16_of_a_method_is_judged_by_itself(exact, half, status):
 
     lab = Lab()
     lab.device = "cuda"
-    (found,) = doctor_runs._method(lab, "ring", ParallelConfig(ring_degree=2), "flux-dev")
+    found = doctor_runs._method(lab, "ring", ParallelConfig(ring_degree=2), "flux-dev")
     assert found.status == status, found.text
 
 

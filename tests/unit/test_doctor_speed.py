@@ -49,9 +49,9 @@ CASES = [
 @pytest.mark.parametrize("method, device, off, status", CASES)
 def test_what_is_timed_is_compared_with_one_rank(method, device, off, status):
     lab, config = TimedLab(device, off), METHODS[method]
-    (speed,) = doctor_runs._speed(lab, method, config, 1.8)
+    speed = doctor_runs._speed(lab, method, config, 1.8)
     one = {"bf16": lab.step_seconds(ParallelConfig(), None, None)}
-    (shape,) = doctor_steps._shape(lab, method, config, "bf16", lab.flux(), lab.request, "tiny", one)
+    shape = doctor_steps._shape(lab, method, config, "bf16", lab.flux(), lab.request, "tiny", one)
     for found in (speed, shape):
         assert found.status == status, found.text
         assert found.values["distance"] == (pytest.approx(off, rel=0.1) if off == off else math.inf)
@@ -60,7 +60,7 @@ def test_what_is_timed_is_compared_with_one_rank(method, device, off, status):
 def test_whole_requests_are_reported_next_to_the_steady_state():
     """PipeFusion's warm-up, fill and drain are in them."""
     lab = TimedLab("cpu", 0.0)
-    (found,) = doctor_runs._speed(lab, "pipefusion M=2", METHODS["stale"], 1.8)
+    found = doctor_runs._speed(lab, "pipefusion M=2", METHODS["stale"], 1.8)
     assert "(whole requests of 2 steps 1.20 times, of 5 steps 1.50 times)" in found.text
     assert found.values["whole_requests"] == {"2": 1.2, "5": 1.5}
 
