@@ -9,8 +9,10 @@ from doctor_findings import OutOfTime
 
 from backend.client import driver_query
 from backend.client.pool import Backend
+from backend.client.probe_process import hang_remedy
 from backend.client.status import end_of
 from backend.config import ParallelConfig
+from backend.protocol import BackendError
 
 #: What is said of ranks that hang where the check "links" has not failed.
 LINKS_FIRST = (
@@ -53,6 +55,49 @@ class Hung:
 
 def _key(config: ParallelConfig) -> tuple:
     return config.topology(), config.attention, config.compile, config.num_pipeline_patch
+
+
+def sample(lab, config, backend, message, longest: float, is_slow=False, cancels=None, **how):
+    """Return the Result of a request; None where ``cancels`` says so. What takes ``longest`` seconds, or all
+    that ``lab`` has left, is ended. ``is_slow``: as in Clock.has_hung; ``how``: as in Backend.sample. Raises
+    what ``late`` returns."""
+    began = time.monotonic()
+    limit = lab.limit(longest)
+    shown: dict[str, str] = {}
+
+    def is_late() -> bool:
+        over = time.monotonic() > limit
+        if over and not backend.closed:  # ranks that hang receive no cancel, and it would be waited for
+            shown.update(evidence(backend))
+            backend.close()
+        return over
+
+    def should_cancel() -> bool:
+        return is_late() or (cancels is not None and cancels())
+
+    try:
+        result = backend.sample(message, should_cancel=should_cancel, **how)
+    except BackendError:
+        if not is_late():
+            if backend.process is not None and backend.process.silence:
+                lab.hung.note(config)
+            raise
+        result = None
+    if result is None and (cancels is None or is_late()):  # to be said even where the minutes are over
+        raise late(lab, config, time.monotonic() - began, longest, is_slow, shown)
+    return result
+
+
+def late(lab, config: ParallelConfig, seconds: float, longest: float, is_slow=False, shown=None) -> Exception:
+    """Return HungError for ranks that were ended after so many seconds, which is noted, or OutOfTime where
+    their time was over. ``shown``: their evidence."""
+    if not lab.has_hung(seconds, longest, is_slow):
+        why = f"ended after {seconds:.0f} s, when its time was over"
+        return OutOfTime(f"{why}; raise --minutes or use --only")
+    lab.hung.note(config)
+    what = f"no answer within {seconds:.0f} s of {config.product}: the ranks hang"
+    remedy = hang_remedy(lab.device) if lab.links_failed else LINKS_FIRST
+    return HungError(f"{what}; {remedy}" if remedy else what, shown or {})
 
 
 def evidence(backend: Backend) -> dict[str, str]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import doctor_hangs
 import doctor_processes
 from doctor_findings import OutOfTime
-from doctor_hangs import LINKS_FIRST, Hung, HungError, evidence
+from doctor_hangs import Hung, HungError
 from doctor_models import BENCHMARKS, Models
 from doctor_processes import Ended
 from doctor_sizes import SIZES
@@ -22,13 +23,13 @@ from torch import Tensor
 
 from backend.client import measurements, nccl_settings, pool
 from backend.client.private_folder import private_folder
-from backend.client.probe_process import UnmeasuredError, hang_remedy
+from backend.client.probe_process import UnmeasuredError
 from backend.client.rank_environment import sanitized_environment
 from backend.client.status import log_of_last_backend
 from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import shares_gpu
 from backend.planner.machine import Machine
-from backend.protocol import BackendError, Sample
+from backend.protocol import Sample
 from backend.runtime.callbacks import nothing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,42 +128,11 @@ class Lab(Models):
         compiles = config.compile == "blocks"
         compiles = compiles and ("ran", config.topology(), config.compile, path) not in self._kept
         longest = COMPILE_SECONDS if compiles else RUN_SECONDS
-        limit = self.limit(longest)
         began = time.monotonic()
-        shown: dict[str, str] = {}
-
-        def is_late() -> bool:
-            late = time.monotonic() > limit
-            if late and not backend.closed:  # ranks that hang receive no cancel, and it would be waited for
-                shown.update(evidence(backend))
-                backend.close()
-            return late
-
-        try:
-            result = backend.sample(message, should_cancel=is_late)
-        except BackendError:
-            if not is_late():
-                if backend.process is not None and backend.process.silence:
-                    self.hung.note(config)
-                raise
-            result = None
-        if result is None:  # which is to be said even where the minutes are over
-            raise self._late(config, time.monotonic() - began, longest, shown, compiles)
+        result = doctor_hangs.sample(self, config, backend, message, longest, compiles)
+        assert result is not None, "nobody cancels it"
         self._kept[("ran", config.topology(), config.compile, path)] = True
         return Run(result.tensors["samples"], time.monotonic() - began, loaded.info, result.stats)
-
-    def _late(
-        self, config: ParallelConfig, seconds: float, longest: float, shown: dict, compiles: bool
-    ) -> Exception:
-        """Return what is to be raised of a request that was ended after so many seconds."""
-        if not self.has_hung(seconds, longest, compiles):
-            return OutOfTime(
-                f"ended after {seconds:.0f} s, when its time was over; raise --minutes or use --only"
-            )
-        self.hung.note(config)
-        remedy = hang_remedy(self.device) if self.links_failed else LINKS_FIRST
-        what = f"no answer within {seconds:.0f} s of {config.product}: the ranks hang"
-        return HungError(f"{what}; {remedy}" if remedy else what, shown)
 
     def step_seconds(
         self,

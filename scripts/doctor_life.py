@@ -6,23 +6,20 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, OutOfTime, gb, possible
-from doctor_hangs import LINKS_FIRST, HungError, evidence
+from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, gb, possible
+from doctor_hangs import late, sample
 from doctor_lab import RUN_SECONDS, Lab, relative
 from doctor_limits import EXACT
 from doctor_next import NOTHING
 from doctor_time import while_time
 
 from backend.client.model_choice import ModelChoice
-from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import BackendError, Sample
-from backend.runtime.callbacks import nothing
 
 #: Steps of requests that are cancelled, or lose a rank, after AFTER of them.
 LONG, AFTER = 20, 2
@@ -73,50 +70,28 @@ def _long(lab: Lab, config: ParallelConfig) -> Sample:
     return replace(lab.request(path, LONG), model=model, **config.per_request)
 
 
-def _until_late(lab: Lab) -> Callable[[], None]:
+def _until_late(lab: Lab, config: ParallelConfig) -> Callable[[], None]:
     """Return a check that raises once a request takes so long that its ranks hang."""
     began, end = time.monotonic(), lab.limit(RUN_SECONDS)
 
     def check():
         if time.monotonic() > end:
-            raise _late(lab, began, {})
+            raise late(lab, config, time.monotonic() - began, RUN_SECONDS)
 
     return check
 
 
-def _sample(
-    lab: Lab, config: ParallelConfig, backend: Backend, request: Sample, on_progress=None, cancels=None
-):
-    """Sample; end ranks that hang, which receive no cancel, and raise HungError."""
-    began, end, shown = time.monotonic(), lab.limit(RUN_SECONDS), {}
-
-    def should_cancel() -> bool:
-        if time.monotonic() > end and not backend.closed:
-            shown.update(evidence(backend))
-            backend.close()
-        return backend.closed or bool(cancels and cancels())
-
-    result = backend.sample(request, on_progress or nothing, should_cancel)
-    if result is None and time.monotonic() > end:
-        late = _late(lab, began, shown)
-        if isinstance(late, HungError):
-            lab.hung.note(config)
-        raise late
-    return result
-
-
-def _late(lab: Lab, began: float, shown: dict[str, str]) -> Exception:
-    """Return what is to be raised of what was ended: it hangs, or its time was over."""
-    seconds = time.monotonic() - began
-    if lab.has_hung(seconds, RUN_SECONDS):
-        return HungError(f"no answer within {seconds:.0f} s: the ranks hang; {LINKS_FIRST}", shown)
-    return OutOfTime(f"ended after {seconds:.0f} s, when its time was over; raise --minutes or use --only")
-
-
 def _cancelled(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
-    request, backend, steps = _long(lab, config), lab.backend(config), [0]
-    watch = partial(_sample, on_progress=lambda progress: steps.append(progress.step))
-    result = watch(lab, config, backend, request, cancels=lambda: steps[-1] >= AFTER)
+    backend, steps = lab.backend(config), [0]
+
+    def note(progress):
+        steps.append(progress.step)
+
+    def cancels() -> bool:
+        return steps[-1] >= AFTER
+
+    request = _long(lab, config)
+    result = sample(lab, config, backend, request, RUN_SECONDS, on_progress=note, cancels=cancels)
     status, text, distance = _again(lab, config, wanted)
     values = {"life": "cancel", "after": steps[-1], "distance": distance}
     what = f"cancel after step {steps[-1]} of {LONG}: {text}"
@@ -143,7 +118,7 @@ def _killed(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
 
     why = ""
     try:
-        _sample(lab, config, backend, request, kill)
+        sample(lab, config, backend, request, RUN_SECONDS, on_progress=kill)
     except BackendError as error:
         why = str(error)
     seconds = time.monotonic() - (killed or [time.monotonic()])[0]
@@ -163,7 +138,7 @@ def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
     _latent(lab, config)
     times.append(time.monotonic())
     choice = ModelChoice(str(path))
-    left = backend.unload(choice, park=True, check=_until_late(lab))
+    left = backend.unload(choice, park=True, check=_until_late(lab, config))
     times.append(time.monotonic())
     if choice not in backend.models:
         what = f"parking of {gb(size)} a rank: not parked but freed: the host has no room, or ranks are on "
@@ -186,16 +161,16 @@ def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
 
 def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
     """Two models that stay loaded, each twice in turn."""
-    flux, (tiny, sample, _) = lab.flux(), lab.tiny(OTHER)
-    models = {"flux": (flux, lab.request(flux, AFTER)), OTHER: (tiny, sample)}
+    flux, (tiny, of_tiny, _) = lab.flux(), lab.tiny(OTHER)
+    models = {"flux": (flux, lab.request(flux, AFTER)), OTHER: (tiny, of_tiny)}
     keep = [ModelChoice(str(path)) for path, _ in models.values()]
     backend, distances = lab.backend(config), []
     firsts = {"flux": wanted}
     for name in [*models, *models]:
         path, request = models[name]
-        loaded = backend.load(str(path), keep=keep, check=_until_late(lab))
+        loaded = backend.load(str(path), keep=keep, check=_until_late(lab, config))
         message = replace(request, model=loaded.model, **config.per_request)
-        result = _sample(lab, config, backend, message)
+        result = sample(lab, config, backend, message, RUN_SECONDS)
         assert result is not None, "nobody has cancelled it"
         samples = result.tensors["samples"]
         distances.append(relative(samples, firsts.setdefault(name, samples)))

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import doctor_hangs
 import doctor_lab
 import doctor_life
 import doctor_sizes
@@ -20,6 +21,7 @@ from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint
 from backend.protocol import BackendError
 from backend.rank_plan import RequestSize, describe
+from backend.runtime.callbacks import nothing
 
 ULYSSES = ParallelConfig(ulysses_degree=2)
 
@@ -27,7 +29,7 @@ ULYSSES = ParallelConfig(ulysses_degree=2)
 class Ranks:
     """Ranks of which rank 1 is a real process, with one fault."""
 
-    process, closed = object(), False
+    process, closed = SimpleNamespace(silence=""), False
 
     def __init__(self, fault):
         self.fault, self.models = fault, {ModelChoice("flux"): "flux"}
@@ -44,7 +46,7 @@ class Ranks:
             self.models.pop(choice)
         return [0] if self.fault == "stays" else [0, 1]
 
-    def sample(self, message, on_progress, should_cancel):
+    def sample(self, message, should_cancel, on_progress=nothing):
         for step in range(1, doctor_life.LONG + 1):
             on_progress(SimpleNamespace(step=step))
             if self.other.poll() is not None or step > 2 and self.fault != "deaf" and self._is_dead():
@@ -101,11 +103,10 @@ def test_the_life_of_ranks_is_judged(fault, wrong):
 
 
 def test_ranks_that_hang_are_ended(monkeypatch):
-    monkeypatch.setattr(doctor_life, "RUN_SECONDS", 0.0)
     lab = LifeLab("")
-    monkeypatch.setattr(doctor_life, "evidence", lambda backend: {})
+    monkeypatch.setattr(doctor_hangs, "evidence", lambda backend: {})
     with pytest.raises(HungError, match="the ranks hang"):
-        doctor_life._sample(lab, ULYSSES, lab.ranks_here, doctor_life._long(lab, ULYSSES))
+        doctor_hangs.sample(lab, ULYSSES, lab.ranks_here, doctor_life._long(lab, ULYSSES), 0.0)
     assert lab.ranks_here.other.poll() is not None and lab.hung.has(ULYSSES)
 
 

@@ -3,6 +3,7 @@
 import re
 
 import doctor
+import doctor_hangs
 import doctor_lab
 import doctor_room
 import doctor_runs
@@ -31,6 +32,7 @@ def time(monkeypatch):
     found = Time()
     monkeypatch.setattr(doctor_time, "time", found)
     monkeypatch.setattr(doctor_lab, "time", found)
+    monkeypatch.setattr(doctor_hangs, "time", found)
     return found
 
 
